@@ -24,14 +24,13 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 from outcome import check_out, told
 
 import outrider
@@ -199,21 +198,16 @@ class Server:
     log: list[str]
 
     def is_ready(self) -> bool:
-        with contextlib.suppress(OSError):
-            return bool(urllib.request.urlopen(f"{self.url}/ready", timeout=5).status == 200)
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"{self.url}/ready", timeout=5).status_code == 200
         return False
 
     def ask(self, prompt: str = PROMPT, **more: Any) -> tuple[int, str]:
         """A completion: the answer's status and its text or error."""
         body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, **more}
-        call = urllib.request.Request(
-            f"{self.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(call, timeout=120) as answer:
-                return answer.status, json.loads(answer.read())["choices"][0]["text"]
-        except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read())["error"]["message"]
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=120)
+        found = answer.json()
+        return answer.status_code, found["choices"][0]["text"] if answer.is_success else found["error"]["message"]
 
     def expect_text(self, wanted: str) -> None:
         status, text = self.ask()

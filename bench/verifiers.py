@@ -19,8 +19,7 @@ from outcome import check_out, count, told
 from outrider import LLM, SamplingParams
 from outrider.bench import workloads
 from outrider.bench.provenance import origin
-
-RESAMPLES = 2000
+from outrider.bench.statistics import Timings, speedup_interval
 
 
 def main() -> int:
@@ -63,22 +62,14 @@ def main() -> int:
 
 
 def figures(own: np.ndarray, base: np.ndarray) -> dict[str, Any]:
-    """A verifier's figures, and their ratios to the base with 95% intervals."""
-    found: dict[str, Any] = {"tokens_per_round": per_round(own), "tok_s": speed(own)}
-    picks = np.random.default_rng(0).integers(len(own), size=(RESAMPLES, len(own)))
-    for what, figure in {"tokens_per_round": per_round, "tok_s": speed}.items():
-        ratios = [figure(own[pick]) / figure(base[pick]) for pick in picks]
-        found[f"{what}_ratio"] = figure(own) / figure(base)
-        found[f"{what}_interval"] = np.quantile(ratios, (0.025, 0.975)).tolist()
+    """Return figures and their ratios to the base with 95% intervals. Both arguments: [prompts, (tokens, rounds, seconds)]."""
+    found: dict[str, Any] = {}
+    for column, what in enumerate(("tokens_per_round", "tok_s"), start=1):
+        mine, theirs = (Timings(counts[None, :, 0], counts[None, :, column]) for counts in (own, base))
+        found[what] = float(mine.speeds()[0])
+        found[f"{what}_ratio"] = float(mine.speeds()[0] / theirs.speeds()[0])
+        found[f"{what}_interval"] = speedup_interval(mine, theirs)
     return found
-
-
-def per_round(counts: np.ndarray) -> float:
-    return float(counts[:, 0].sum() / counts[:, 1].sum())
-
-
-def speed(counts: np.ndarray) -> float:
-    return float(counts[:, 0].sum() / counts[:, 2].sum())
 
 
 if __name__ == "__main__":

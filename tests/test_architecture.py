@@ -199,7 +199,7 @@ def test_no_model_code_is_vendored():
     assert not [path for path in FILES if path.name.startswith("modeling_")]
 
 
-def test_the_banned_names_of_distributions_stand_nowhere():
+def test_ambiguous_names_of_distributions_are_not_used():
     for path in FILES:
         if room_of(path) in {"sampling", "verifiers", "engine", "proposers"}:
             arguments = {node.arg for node in ast.walk(tree_of(path)) if isinstance(node, ast.arg)}
@@ -209,9 +209,10 @@ def test_the_banned_names_of_distributions_stand_nowhere():
 def test_exported_names_are_exactly_the_public_ones():
     listed = outrider.__all__
     assert listed == sorted(listed, key=lambda name: (name != name.upper(), not name[0].isupper(), name))
-    assert set(listed) == set(outrider._HOMES)
+    homes = {name: module for module, names in outrider._MODULES.items() for name in names}
+    assert set(listed) == set(homes)
     for name in listed:
-        assert getattr(outrider, name).__module__ == outrider._HOMES[name]
+        assert getattr(outrider, name).__module__ == homes[name]
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = outrider.nonsense
 

@@ -63,7 +63,7 @@ def combined(first, second, **config):
     return CombinedProposer(first, second, CombinedConfig(**({"min_first": 3} | config)))
 
 
-def test_a_long_draft_of_the_first_is_taken_and_else_the_seconds():
+def test_the_first_methods_draft_is_used_only_if_long_enough():
     first = Recorder("first", {"a": [1, 1, 1, 1], "b": [2, 2], "d": [4, 4, 4]})
     second = Recorder("second", {"b": [5, 5], "c": [6], "d": [7, 7]})
     proposal = combined(first, second).propose(context_of("a", "b", "c", "d"), 4)
@@ -72,13 +72,13 @@ def test_a_long_draft_of_the_first_is_taken_and_else_the_seconds():
     assert second.asked == [(("b", "c"), (9, 9), 4)]
 
 
-def test_a_short_draft_of_the_first_serves_where_the_second_has_none():
+def test_a_short_draft_of_the_first_is_used_if_the_second_has_none():
     first, second = Recorder("first", {"a": [1], "b": [2]}), Recorder("second", {"b": [5]})
     assert chains_of(combined(first, second).propose(context_of("a", "b"), 4)) == [[1], [5]]
     assert chains_of(combined(first, Recorder("none", {})).propose(context_of("a"), 4)) == [[1]]
 
 
-def test_the_second_is_not_asked_where_it_is_of_no_use():
+def test_the_second_is_not_called_if_its_drafts_cannot_be_used():
     first, second = Recorder("first", {"a": [1, 1, 1]}), Recorder("second", {"b": [5]})
     proposer = combined(first, second)
     assert chains_of(proposer.propose(context_of("a", "b", limits=[9, 0]), 4)) == [[1, 1, 1], []]
@@ -92,7 +92,7 @@ def test_a_small_k_does_not_make_a_short_match_long_enough():
     assert chains_of(proposer.propose(context_of("a", "b", limits=[1, 1]), 2))[1] == [2]
 
 
-def test_point_masses_stand_beside_probabilities_as_one_hots():
+def test_point_masses_become_one_hots_next_to_probabilities():
     first, second = Recorder("first", {"a": [1, 2, 3]}), Recorder("second", {"b": [4]}, probs=True)
     proposal = combined(first, second).propose(context_of("a", "b"), 4)
     assert proposal.probs[0].argmax(-1).tolist() == [1, 2, 3] and proposal.probs[0].max(-1).values.tolist() == [1, 1, 1]
@@ -100,7 +100,7 @@ def test_point_masses_stand_beside_probabilities_as_one_hots():
     assert torch.equal(proposal.probs[1, 0], torch.full((VOCAB,), 1 / VOCAB))
 
 
-def test_chains_stand_beside_trees_as_trees():
+def test_chains_become_trees_next_to_trees():
     first = Recorder("first", {"a": [1, 2, 3]})
     second = Recorder("second", {"b": [4, 5, 6, 7]}, parents=[-1, -1, 0, 1])
     proposer = combined(first, second)
@@ -110,7 +110,7 @@ def test_chains_stand_beside_trees_as_trees():
     assert proposal.parents[0, :2].tolist() == [-1, 0] and proposal.parents[1].tolist() == [-1, -1, 0, 1]
 
 
-def test_each_is_told_what_became_of_its_own_drafts():
+def test_each_method_gets_the_verdict_on_its_own_drafts():
     first, second = Recorder("first", {"a": [1, 1, 1], "b": [2]}), Recorder("second", {"b": [5, 6], "c": [7, 7]})
     proposer, context = combined(first, second), context_of("a", "b", "c")
     proposer.propose(context, 3)
@@ -120,7 +120,7 @@ def test_each_is_told_what_became_of_its_own_drafts():
     assert second.told == [(("b", "c"), [[0, 1, -1], [-1, -1, -1]], [2, 0], [4, 8])]
 
 
-def test_each_is_told_the_same_of_every_request_alone():
+def test_verdicts_for_single_requests_equal_those_for_the_batch():
     """As the engine tells it where one of them failed."""
     first, second = Recorder("first", {"a": [1, 1, 1], "b": [2]}), Recorder("second", {"b": [5, 6], "c": [7, 7]})
     proposer, context = combined(first, second), context_of("a", "b", "c")
@@ -131,7 +131,7 @@ def test_each_is_told_the_same_of_every_request_alone():
     assert second.told == [(("c",), [[0]], [1], [8]), (("b",), [[0, 1]], [2], [4])]
 
 
-def test_who_was_not_asked_is_told_nothing():
+def test_a_method_that_was_not_called_gets_no_verdict():
     first, second = Recorder("first", {"a": [1, 1, 1]}), Recorder("second", {})
     proposer, context = combined(first, second), context_of("a")
     proposer.propose(context, 3)
@@ -139,7 +139,7 @@ def test_who_was_not_asked_is_told_nothing():
     assert len(first.told) == 1 and second.told == []
 
 
-def test_features_wait_until_the_second_is_asked():
+def test_features_are_stored_until_the_second_is_called():
     first = Recorder("first", {"a": [1, 1, 1]}, needs_hidden=(2,))
     second = Recorder("second", {"b": [5]}, needs_hidden=(2, 4))
     proposer = combined(first, second)
@@ -155,7 +155,7 @@ def test_features_wait_until_the_second_is_asked():
     assert second.hidden == [{2: [[112.0]], 4: [[114.0]]}, {2: [[12.0, 22.0], [122.0]], 4: [[14.0, 24.0], [124.0]]}]
 
 
-def test_a_released_request_is_forgotten_by_both():
+def test_a_released_request_is_released_in_both_methods():
     first, second = Recorder("first", {}, needs_hidden=(1,)), Recorder("second", {}, needs_hidden=(1,))
     proposer = combined(first, second)
     proposer.propose(context_of("a", limits=[0], hidden={1: [torch.ones(1, 1)]}), 3)
@@ -165,14 +165,14 @@ def test_a_released_request_is_forgotten_by_both():
     assert second.hidden == [{1: [[0.0]]}]
 
 
-def test_a_first_that_draws_its_drafts_is_refused():
+def test_a_first_method_that_samples_its_drafts_is_rejected():
     """To keep or drop a drawn draft by what was drawn would bend the distribution of those that are kept."""
-    with pytest.raises(OutriderError, match="'drawing' does; name it second"):
+    with pytest.raises(OutriderError, match="invalid order of methods"):
         combined(Recorder("drawing", {"a": [1]}, probs=True), Recorder("second", {})).propose(context_of("a"), 3)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_draft_model_catches_up_after_rounds_in_which_it_was_not_asked(temperature):
+def test_a_draft_model_catches_up_after_rounds_in_which_it_was_not_called(temperature):
     """Every draft of the second is what the draft model itself says after the committed text."""
     drafting = Drafting(temperature=temperature)
     copied = {}
@@ -211,12 +211,12 @@ def test_two_names_joined_by_a_plus_make_one_method():
         ("suffix+nonsense", {}, "unknown method 'nonsense'; known: plain"),
         ("suffix+ngram", {"min_match": 3}, "no option min_match; it has min_first"),
         ("suffix+ngram", {"suffix.n": 3}, "no option n; it has min_match"),
-        ("suffix+ngram", {"draft.n": 3}, "draft.n: options of suffix.ngram begin with suffix or ngram"),
+        ("suffix+ngram", {"draft.n": 3}, "invalid option 'draft.n' of suffix.ngram: expected suffix.option or ngram.option"),
         ("suffix+ngram", {"min_first": 0}, "invalid min_first 0: expected at least 1"),
         ("suffix+draft", {}, "needs a draft model"),
     ],
 )
-def test_what_cannot_be_built_is_refused_in_one_line(name, options, message):
+def test_combinations_that_cannot_be_built_are_rejected_in_one_line(name, options, message):
     with pytest.raises(OutriderError, match=message) as error:
         PROPOSERS.get(name).build(Setting(None, options=options))
     assert "\n" not in str(error.value)

@@ -60,7 +60,7 @@ PAIRS = [("large", "small"), ("small", "large"), ("large", "metaspace"), ("metas
 
 
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
-def test_the_translation_says_the_same_however_the_text_grows(target, draft):
+def test_the_translation_does_not_depend_on_how_the_text_grows(target, draft):
     ids = TOKENIZERS[target].encode(TEXT * 4, add_special_tokens=False)
     pair, choose = TokenizerPair(TOKENIZERS[target], TOKENIZERS[draft]), random.Random(0)
     growing, at = Translation(pair), 0
@@ -87,7 +87,7 @@ def test_a_round_translates_only_the_end_of_the_text():
     assert lengths[0] > 1000 and max(lengths[1:]) < 6 * 3 * WINDOW
 
 
-def test_half_a_character_is_written_in_bytes():
+def test_an_incomplete_character_is_translated_to_byte_tokens():
     pair = TokenizerPair(TOKENIZERS["characters"], TOKENIZERS["small"])
     ids = TOKENIZERS["characters"].encode("say 你好", add_special_tokens=False)
     translation = Translation(pair)
@@ -111,7 +111,7 @@ def test_special_tokens_become_those_of_the_same_role():
     assert text == [*draft.encode("def"), other, *draft.encode("the")]
 
 
-def test_a_draft_that_begins_with_a_token_of_its_own_gets_it_once():
+def test_the_drafts_own_bos_token_is_added_once():
     target, draft = make_tokenizer(300), make_tokenizer(280)
     draft.add_special_tokens({"bos_token": "<s>"})
     draft.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -127,7 +127,7 @@ def test_a_draft_that_begins_with_a_token_of_its_own_gets_it_once():
 
 
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
-def test_drafted_text_comes_back_as_the_target_would_write_it(target, draft):
+def test_drafted_text_is_tokenised_as_by_the_target(target, draft):
     ids = TOKENIZERS[target].encode(TEXT * 3, add_special_tokens=False)
     pair = TokenizerPair(TOKENIZERS[target], TOKENIZERS[draft])
     translation, exact, rounds = Translation(pair), 0, 0
@@ -144,7 +144,7 @@ def test_drafted_text_comes_back_as_the_target_would_write_it(target, draft):
     assert exact > 0.75 * rounds
 
 
-def test_a_token_that_would_reach_over_the_border_is_cut_there():
+def test_a_token_across_the_border_is_split_there():
     """The target has "ab", but "a" is committed already: the draft's "b" must not bring it back."""
     target = letter_tokenizer(12, 0, pairs=0)
     backend = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4}, merges=[("a", "b"), ("b", "c")]))
@@ -158,7 +158,7 @@ def test_a_token_that_would_reach_over_the_border_is_cut_there():
     assert translation.back([2, 0], [c, b, c]) == [2, 4]
 
 
-def test_the_drafts_end_of_text_is_the_targets():
+def test_the_drafts_end_of_text_becomes_the_targets():
     target, draft = make_tokenizer(300), metaspace()
     translation = Translation(TokenizerPair(target, draft))
     ids = target.encode("def", add_special_tokens=False)
@@ -166,7 +166,7 @@ def test_the_drafts_end_of_text_is_the_targets():
     assert translation.back(ids, [draft.eos_token_id, 5]) == [target.eos_token_id]
 
 
-def test_broken_characters_of_the_draft_do_no_harm():
+def test_invalid_characters_in_drafts_are_harmless():
     pair = TokenizerPair(TOKENIZERS["characters"], TOKENIZERS["small"])
     ids = TOKENIZERS["characters"].encode("é", add_special_tokens=False)
     lone = pair.draft.ids[b"\xbf"]
@@ -194,7 +194,7 @@ def twin(seed=0):
 
 @pytest.mark.parametrize("same_text", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_draft_that_differs_in_nothing_but_its_ids_is_accepted_whole(temperature, same_text):
+def test_a_draft_that_differs_only_in_ids_is_fully_accepted(temperature, same_text):
     target, draft, options = twin()
     llm = LLM(
         target, draft=draft, method="cross-tokenizer", num_draft_tokens=3, compile="never", same_text=same_text, **options
@@ -260,7 +260,7 @@ class Drafting:
                 assert expected[token] > 0
 
 
-def test_sampled_drafts_carry_the_drafts_distribution_over_the_shared_tokens():
+def test_probs_of_sampled_drafts_are_the_drafts_over_the_common_tokens():
     drafting = Drafting([0.7, 1.0, 1.3])
     assert 15 < len(drafting.pair.common) < VOCAB
     for accepted in ([4, 4, 4], [0, 0, 0], [4, 0, 2], [1, 3, 4]):
@@ -289,7 +289,7 @@ def test_greedy_and_sampled_requests_share_a_batch():
         drafting.commit(accepted, [10, 11, 12])
 
 
-def test_limits_and_the_drafts_window_are_kept():
+def test_limits_and_the_drafts_context_are_respected():
     drafting = Drafting([1.0, 0.0, 1.0], max_len=24)
     assert drafting.propose(3, [3, 1, 0]).lens.tolist() == [3, 1, 0]
     drafting.requests[0].token_ids += [3] * 20
@@ -298,7 +298,7 @@ def test_limits_and_the_drafts_window_are_kept():
     assert drafting.propose(3, [0, 0, 0]).lens.tolist() == [0, 0, 0]
 
 
-def test_a_mask_that_leaves_no_shared_token_means_no_drafts():
+def test_a_mask_without_common_tokens_gives_no_drafts():
     drafting = Drafting([1.0])
     alone = sorted(set(range(VOCAB)) - {of_target for _, of_target in drafting.pair.common})
     drafting.requests[0].params = SamplingParams(temperature=1.0, allowed_token_ids=tuple(alone))
@@ -346,7 +346,7 @@ def test_released_requests_leave_room_for_others():
 # --- choosing it ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_draft_with_another_tokenizer_is_taken_without_being_asked(tmp_path):
+def test_a_named_draft_with_another_tokenizer_is_translated_automatically(tmp_path):
     target = make_folder(tmp_path / "target", seed=1)
     draft = make_folder(tmp_path / "draft", tokenizer=make_tokenizer(300))
     assert LLM(target, draft=draft, compile="never").proposer.name == "cross-tokenizer"
@@ -356,7 +356,7 @@ def test_a_draft_with_another_tokenizer_is_taken_without_being_asked(tmp_path):
     assert LLM(target, draft=same, compile="never").proposer.name == "draft"
 
 
-def test_the_same_text_comes_out_of_folders_with_different_tokenizers(tmp_path):
+def test_output_is_unchanged_by_a_draft_folder_with_another_tokenizer(tmp_path):
     target = make_folder(tmp_path / "target", seed=1)
     draft = make_folder(tmp_path / "draft", seed=1, tokenizer=make_tokenizer(300))
     prompts, params = ["def add(", "naïve 你好", "The ship" * 40], SamplingParams(max_tokens=30, ignore_eos=True)
@@ -376,7 +376,7 @@ def test_the_same_text_comes_out_of_folders_with_different_tokenizers(tmp_path):
         (letter_tokenizer(20, 1, pairs=0), "digits", "no common token"),
     ],
 )
-def test_a_pair_that_cannot_work_is_refused_in_one_line(tokenizer, draft_tokenizer, message):
+def test_an_incompatible_pair_is_rejected_in_one_line(tokenizer, draft_tokenizer, message):
     if draft_tokenizer == "digits":
         draft_tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"1": 0, "2": 1}, merges=[])))
     model = make_model(small_config("llama", vocab_size=VOCAB))

@@ -31,13 +31,13 @@ def chain(batch: int = 1, width: int = 4, drawn: bool = True) -> Proposal:
     return Proposal(token_ids, torch.full((batch,), width), probs)
 
 
-def test_at_accuracy_1_the_proposal_is_the_inner_one() -> None:
+def test_at_accuracy_1_the_proposal_is_unchanged() -> None:
     inner = chain()
     assert Degraded(proposing(inner)).propose(context(), 4) is inner
 
 
 @pytest.mark.parametrize("drawn", [True, False])
-def test_at_accuracy_0_every_draft_is_another_token_and_says_so(drawn: bool) -> None:
+def test_at_accuracy_0_every_draft_is_another_token_with_its_true_probs(drawn: bool) -> None:
     inner = chain(batch=200, drawn=drawn)
     before = inner.token_ids.clone()
     proposal = Degraded(proposing(inner), 0.0).propose(context(200), 4)
@@ -51,7 +51,7 @@ def test_at_accuracy_0_every_draft_is_another_token_and_says_so(drawn: bool) -> 
         assert proposal.probs is None
 
 
-def test_accuracy_is_the_part_that_is_kept_and_the_rest_keeps_its_distribution() -> None:
+def test_accuracy_is_the_share_of_kept_drafts_which_keep_their_probs() -> None:
     inner = chain(batch=500)
     proposal = Degraded(proposing(inner), 0.7).propose(context(500), 4)
     kept = proposal.token_ids == inner.token_ids
@@ -69,7 +69,7 @@ def test_a_tree_keeps_its_shape() -> None:
     assert not (proposal.token_ids == inner.token_ids).any()
 
 
-def test_the_inner_proposer_hears_of_its_own_drafts_only() -> None:
+def test_the_inner_proposer_gets_the_verdict_on_its_own_drafts_only() -> None:
     """A wrong token that was accepted all the same is, to it, the token after a path that ended before."""
     heard: list[Any] = []
     inner = proposing(chain())
@@ -91,7 +91,7 @@ def test_the_inner_proposer_hears_of_its_own_drafts_only() -> None:
         assert verdict.num_accepted.tolist() == [3], "the engine's own verdict must stay"
 
 
-def test_what_it_says_of_itself_is_the_inner_one_s() -> None:
+def test_attributes_are_those_of_the_inner_proposer() -> None:
     class Tree(ScriptedProposer):
         name, drafts_trees, max_drafts, needs_hidden = "tree", True, 7, (2,)
 
@@ -103,6 +103,6 @@ def test_what_it_says_of_itself_is_the_inner_one_s() -> None:
 
 
 @pytest.mark.parametrize("accuracy", [-0.1, 1.1, float("nan")])
-def test_an_accuracy_outside_0_to_1_is_refused(accuracy: float) -> None:
+def test_an_accuracy_outside_0_to_1_is_rejected(accuracy: float) -> None:
     with pytest.raises(OutriderError, match="expected 0 to 1"):
         Degraded(proposing(chain()), accuracy)

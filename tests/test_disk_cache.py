@@ -52,9 +52,7 @@ def test_folders_are_private_and_files_are_named_by_their_content(cache: Path, b
 
 
 @pytest.mark.parametrize("content", [b"", b"code" * 500, b"kode" + b"code" * 999])
-def test_a_file_that_is_not_what_was_stored_is_removed_and_not_given(
-    content: bytes, built: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_changed_file_is_removed_and_not_returned(content: bytes, built: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = store(built, "kernels", "cpu-1", ".so")
     path.write_bytes(content)
     assert find("kernels", "cpu-1", ".so") is None and not path.exists()
@@ -63,7 +61,7 @@ def test_a_file_that_is_not_what_was_stored_is_removed_and_not_given(
     assert store(built, "kernels", "cpu-1", ".so") == path == find("kernels", "cpu-1", ".so")
 
 
-def test_what_another_process_has_stored_since_is_kept(built: Path) -> None:
+def test_a_file_stored_meanwhile_by_another_process_is_kept(built: Path) -> None:
     first = store(built, "kernels", "cpu-1", ".so")
     built.write_bytes(b"the same, built at another time")
     assert store(built, "kernels", "cpu-1", ".so") == first
@@ -73,7 +71,7 @@ WRITABLE = [("kernels", 0o777), ("kernels", 0o770), ("kernels", 0o1777), (".", 0
 
 
 @pytest.mark.parametrize(("which", "mode"), WRITABLE)
-def test_a_folder_that_others_may_write_is_not_used(
+def test_a_folder_writable_by_others_is_not_used(
     which: str, mode: int, cache: Path, built: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     planted = store(built, "kernels", "cpu-1", ".so")
@@ -82,11 +80,11 @@ def test_a_folder_that_others_may_write_is_not_used(
     instead = store(built, "kernels", "cpu-1", ".so")
     assert cache not in instead.parents and find("kernels", "cpu-1", ".so") == instead
     assert len(warnings(caplog)) == 1 and f"chmod go-w {(cache / which).resolve()}" in caplog.text
-    with pytest.raises(OutriderError, match="others may write to"):
+    with pytest.raises(OutriderError, match="other users can write to"):
         lasting_dir("kernels")
 
 
-def test_a_folder_is_no_safer_for_a_link_to_it(cache: Path, tmp_path: Path, built: Path) -> None:
+def test_a_link_to_an_unsafe_folder_is_not_used(cache: Path, tmp_path: Path, built: Path) -> None:
     (tmp_path / "open").mkdir(mode=0o700)
     (tmp_path / "open" / "real").mkdir(mode=0o700)
     cache.symlink_to(tmp_path / "open" / "real")
@@ -95,7 +93,7 @@ def test_a_folder_is_no_safer_for_a_link_to_it(cache: Path, tmp_path: Path, buil
     assert find("kernels", "cpu-1", ".so") is None
 
 
-def test_a_file_that_others_may_write_or_a_link_is_not_given(built: Path, tmp_path: Path) -> None:
+def test_links_and_files_writable_by_others_are_not_returned(built: Path, tmp_path: Path) -> None:
     path = store(built, "kernels", "cpu-1", ".so")
     path.chmod(0o666)
     assert find("kernels", "cpu-1", ".so") is None and not path.exists()
@@ -105,17 +103,15 @@ def test_a_file_that_others_may_write_or_a_link_is_not_given(built: Path, tmp_pa
 
 @pytest.mark.skipif(not is_root, reason="only root gives files away")
 @pytest.mark.parametrize("which", ["kernels", "kernels/file"])
-def test_what_belongs_to_another_user_is_not_used(
-    which: str, cache: Path, built: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_of_another_user_are_not_used(which: str, cache: Path, built: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = store(built, "kernels", "cpu-1", ".so")
     os.chown(path if which.endswith("file") else cache / which, 12345, -1)
     assert find("kernels", "cpu-1", ".so") is None
-    assert ("uid 12345" if which == "kernels" else "written by others") in caplog.text
+    assert ("uid 12345" if which == "kernels" else "can be written by other users") in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["a file", "no folder", "unwritable"])
-def test_without_a_folder_it_goes_on_with_a_private_one_and_one_warning(
+def test_without_a_cache_folder_a_private_one_is_used_with_one_warning(
     kind: str, cache: Path, tmp_path: Path, built: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if kind == "a file":
@@ -141,7 +137,7 @@ def refusing(error: OSError) -> object:
     return refuse
 
 
-def test_a_disk_that_is_full_is_no_error_either(
+def test_a_full_disk_is_not_an_error(
     built: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     stored = disk_cache._stored
@@ -156,15 +152,13 @@ def test_a_disk_that_is_full_is_no_error_either(
     assert len(warnings(caplog)) == 1 and "No space left" in caplog.text
 
 
-def test_what_an_image_holds_is_read_where_nothing_can_be_written(
-    built: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_read_only_cache_can_be_read(built: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     path = store(built, "kernels", "cpu-1", ".so")
     monkeypatch.setattr(disk_cache.tempfile, "TemporaryFile", refusing(OSError(30, "Read-only file system")))
     assert find("kernels", "cpu-1", ".so") == path and not warnings(caplog)
 
 
-def test_a_write_that_is_cut_off_leaves_nothing_that_is_found(built: Path, cache: Path) -> None:
+def test_an_interrupted_write_leaves_no_file_that_is_found(built: Path, cache: Path) -> None:
     """Killed at each system call on the way, by turns."""
     program = (
         "import os, sys; from pathlib import Path; from outrider import disk_cache\n"
@@ -179,7 +173,7 @@ def test_a_write_that_is_cut_off_leaves_nothing_that_is_found(built: Path, cache
     assert store(built, "kernels", "cpu-1", ".so").read_bytes() == built.read_bytes()
 
 
-def test_a_private_folder_goes_with_its_process(cache: Path) -> None:
+def test_a_private_folder_is_removed_with_its_process(cache: Path) -> None:
     cache.write_text("")
     program = "from outrider.disk_cache import cache_dir; print(cache_dir('kernels'))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -140,7 +140,7 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
-def test_the_help_of_a_declared_option_tells_its_default() -> None:
+def test_the_help_of_a_declared_option_shows_its_default() -> None:
     import typer
 
     from outrider.cli.app import build_app

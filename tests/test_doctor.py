@@ -49,7 +49,7 @@ def text_of(found, topic):
     return " ".join(finding.text for finding in found.findings if finding.topic == topic)
 
 
-def test_a_draft_that_is_the_target_is_accepted_at_every_place_and_is_told_to_be_too_large(target):
+def test_the_target_as_its_own_draft_is_accepted_but_too_large(target):
     found = examined(target, draft=target)
     assert found.fits
     assert found.acceptance.by_position == [1.0] * checkup.K
@@ -83,7 +83,7 @@ def test_a_block_drafter_is_examined(tmp_path):
     assert name in " ".join(each.text for each in examined(tmp_path / "target", "dflash", head).findings)
 
 
-def test_passes_over_experts_are_priced_with_tokens_that_use_different_ones(tmp_path, monkeypatch):
+def test_passes_over_experts_are_timed_with_tokens_that_use_different_ones(tmp_path, monkeypatch):
     make_folder(tmp_path)
     sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 16}
@@ -124,7 +124,7 @@ def test_a_shorter_window_is_noted(target, tmp_path):
 
 
 @pytest.mark.parametrize("harm", ["truncated", "nan", "missing"])
-def test_a_broken_file_is_a_finding_and_no_exception(target, tmp_path, harm):
+def test_a_broken_file_is_a_finding_not_an_exception(target, tmp_path, harm):
     draft = tmp_path / "draft"
     shutil.copytree(target, draft)
     file = draft / "model.safetensors"
@@ -144,7 +144,7 @@ def test_a_broken_file_is_a_finding_and_no_exception(target, tmp_path, harm):
         assert "model.norm.weight contain NaN" in found.findings[-1].text
 
 
-def test_weights_that_memory_does_not_hold_are_told_before_they_are_loaded(target, monkeypatch):
+def test_weights_larger_than_memory_are_reported_before_loading(target, monkeypatch):
     monkeypatch.setattr(checkup, "free_memory", lambda: 1000)
     found = examined(target, draft=target)
     assert [finding.level for finding in found.findings] == ["wrong"] and found.findings[0].topic == "memory"
@@ -173,13 +173,13 @@ def test_two_methods_in_turn_are_examined_as_each_of_them(target, tmp_path):
     assert [finding.topic for finding in joint.examine(setting)][:2] == ["hidden size", "vocabulary"]
 
 
-def test_a_text_that_does_not_repeat_itself_is_no_draft_that_does_not_fit(target):
+def test_text_without_repetition_is_not_a_misfit(target):
     found = examined(target, method="suffix")
     assert found.fits and level_of(found, "acceptance") == "note"
     assert "little repetition" in text_of(found, "acceptance")
 
 
-def test_where_nothing_is_drafted_no_gain_is_promised(target):
+def test_without_drafts_no_gain_is_reported(target):
     found = examined(target, method="plain")
     assert found.acceptance.best_k == 0 and "gains nothing" in found.verdict
 
@@ -228,7 +228,7 @@ def guessing(target, monkeypatch):
 
 
 @pytest.mark.usefixtures("guessing")
-def test_where_hardly_any_draft_is_accepted_the_alternative_that_fits_is_named(target):
+def test_the_fitting_alternative_is_named_at_low_acceptance(target):
     found = examined(target, method="guessing:layer=2")
     assert not found.fits and level_of(found, "head") == "note"
     assert level_of(found, "options") == "suspicious"
@@ -236,7 +236,7 @@ def test_where_hardly_any_draft_is_accepted_the_alternative_that_fits_is_named(t
 
 
 @pytest.mark.usefixtures("guessing")
-def test_an_alternative_that_fits_better_is_named_where_much_is_accepted_too(target, monkeypatch):
+def test_a_better_alternative_is_named_at_high_acceptance_too(target, monkeypatch):
     """One layer beside the right one costs a head some of its acceptance, seldom all."""
     monkeypatch.setattr(checkup, "MIN_GAIN", 99.0)
     found = examined(target, method="guessing:layer=2:tenths=6", params=LONG)
@@ -250,7 +250,7 @@ def test_an_alternative_that_fits_better_is_named_where_much_is_accepted_too(tar
     assert level_of(found, "options") == "ok" and "no better" in text_of(found, "options")
 
 
-def test_the_command_prints_the_verdict_and_its_exit_code_says_whether_it_fits(target, tmp_path, capsys):
+def test_the_command_prints_the_verdict_and_sets_the_exit_code(target, tmp_path, capsys):
     from outrider.cli import main
 
     given = ["doctor", "--target", str(target), "--compile", "never", "--max-tokens", "12", "--ignore-eos"]
@@ -262,7 +262,7 @@ def test_the_command_prints_the_verdict_and_its_exit_code_says_whether_it_fits(t
     assert document["fits"] is False and any(finding["level"] == "wrong" for finding in document["findings"])
 
 
-def test_the_command_lists_every_candidate_with_its_size_and_why_it_is_used_or_not(tmp_path, capsys):
+def test_the_command_lists_every_candidate_with_size_and_reason(tmp_path, capsys):
     from outrider.cli import main
 
     make_folder(tmp_path / "target", hidden_size=32, intermediate_size=48, num_hidden_layers=12)
@@ -285,7 +285,7 @@ def test_the_command_lists_every_candidate_with_its_size_and_why_it_is_used_or_n
     assert not [each for each in json.loads(capsys.readouterr().out)["findings"] if each["topic"] == "drafter"]
 
 
-def test_the_command_examines_a_draft_with_another_tokenizer_by_the_method_that_would_be_taken(target, tmp_path, capsys):
+def test_the_command_examines_foreign_drafts_by_their_default_method(target, tmp_path, capsys):
     from outrider.cli import main
 
     foreign = make_folder(tmp_path, tokenizer=make_tokenizer(300))

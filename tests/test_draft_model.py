@@ -58,7 +58,7 @@ def test_drafts_follow_the_model_after_full_partial_and_no_acceptance(temperatur
         drafting.commit(accepted, [50, 51, 52])
 
 
-def test_it_catches_up_after_rounds_it_was_not_asked_in():
+def test_the_draft_model_catches_up_after_rounds_without_drafts():
     drafting = Drafting()
     drafting.propose(3)
     drafting.commit([2, 0, 3], [1, 2, 3])
@@ -69,7 +69,7 @@ def test_it_catches_up_after_rounds_it_was_not_asked_in():
     assert drafting.proposal.lens.tolist() == [3, 3, 3]
 
 
-def test_commits_of_rounds_it_drafted_nothing_in_change_nothing():
+def test_commits_of_rounds_without_drafts_have_no_effect():
     drafting = Drafting()
     drafting.propose(3)
     drafting.commit([3, 1, 0], [1, 2, 3])
@@ -79,7 +79,7 @@ def test_commits_of_rounds_it_drafted_nothing_in_change_nothing():
     drafting.check()
 
 
-def test_proposing_again_after_a_round_that_was_given_up_gives_the_same_drafts():
+def test_proposing_again_after_an_abandoned_round_gives_the_same_drafts():
     drafting = Drafting(temperature=0.8)
     first = drafting.propose(3)
     second = drafting.propose(3)
@@ -87,7 +87,7 @@ def test_proposing_again_after_a_round_that_was_given_up_gives_the_same_drafts()
     drafting.check()
 
 
-def test_the_drafts_are_drawn_from_their_probabilities():
+def test_drafts_are_sampled_from_their_probabilities():
     drafting = Drafting(lengths=(5,), temperature=1.0)
     counts = torch.zeros(VOCAB)
     for seed in range(600):
@@ -100,7 +100,7 @@ def test_the_drafts_are_drawn_from_their_probabilities():
     assert chi_square < 3 * likely.sum()
 
 
-def test_limits_are_kept_for_each_request():
+def test_limits_are_respected_per_request():
     drafting = Drafting()
     assert drafting.propose(5, [5, 0, 2]).lens.tolist() == [5, 0, 2]
     drafting.check()
@@ -110,7 +110,7 @@ def test_limits_are_kept_for_each_request():
     assert drafting.propose(5, [0, 0, 0]).lens.tolist() == [0, 0, 0]
 
 
-def test_a_request_beyond_the_drafts_context_goes_without_drafts_and_the_others_keep_theirs():
+def test_only_requests_beyond_the_drafts_context_have_no_drafts():
     drafting = Drafting(lengths=(5, 50, 20), max_position_embeddings=52)
     for accepted, lens in (([3, 0, 0], [3, 0, 3]), ([0, 0, 2], [3, 0, 3]), ([3, 0, 3], [3, 0, 3])):
         assert drafting.propose(3).lens.tolist() == lens
@@ -123,7 +123,7 @@ def test_a_request_beyond_the_drafts_context_goes_without_drafts_and_the_others_
 
 @pytest.mark.parametrize("target_vocab", [64, 67, 96])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_padded_vocabularies_of_either_model_are_no_hindrance(target_vocab, temperature):
+def test_padded_vocabularies_of_either_model_are_supported(target_vocab, temperature):
     drafting = Drafting(target_vocab=target_vocab, temperature=temperature)
     proposal = drafting.propose(4)
     assert proposal.token_ids.max() < min(target_vocab, VOCAB)
@@ -168,7 +168,7 @@ def test_it_is_built_from_a_loaded_model(tmp_path):
         (lambda path: path / "none", "no model folder"),
     ],
 )
-def test_a_draft_that_does_not_fit_is_refused_in_one_line(make, message, tmp_path):
+def test_a_draft_that_does_not_fit_is_rejected_in_one_line(make, message, tmp_path):
     with pytest.raises(OutriderError, match=message) as error:
         build(tmp_path, make(tmp_path), make_tokenizer())
     assert "\n" not in str(error.value)

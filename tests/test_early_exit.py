@@ -110,7 +110,7 @@ def operators(request, monkeypatch):
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_scores_and_the_cache_are_those_of_whole_passes(model_type, operators):
+def test_scores_and_cache_equal_those_of_full_passes(model_type, operators):
     drafting = Drafting(model_type)
     drafting.step([3, 3, 3], [3, 0, 1])
     drafting.step([4, 0, 2], [2, 0, 2])
@@ -119,7 +119,7 @@ def test_scores_and_the_cache_are_those_of_whole_passes(model_type, operators):
     drafting.assert_cache_is_a_fresh_forwards(exact)
 
 
-def test_the_score_runs_only_the_layers_behind_the_exit_and_the_last_drafts_first_ones():
+def test_scoring_runs_only_layers_that_drafting_did_not_run():
     drafting = Drafting()
     drafting.step([3, 3, 3], [3, 0, 1])
     _, scores = drafting.step([3, 3, 3], [3, 0, 1])
@@ -127,7 +127,7 @@ def test_the_score_runs_only_the_layers_behind_the_exit_and_the_last_drafts_firs
     assert scores.first_layer == DEPTH
 
 
-def test_drafts_are_what_the_first_layers_say_themselves():
+def test_drafts_equal_the_output_of_the_first_layers():
     drafting = Drafting(lengths=(9,))
     shallow = make_model(four_layers(**EVEN))
     shallow.model.layers = shallow.model.layers[:DEPTH]
@@ -139,7 +139,7 @@ def test_drafts_are_what_the_first_layers_say_themselves():
         text.append(token)
 
 
-def test_sampled_drafts_carry_the_distribution_they_were_drawn_from():
+def test_sampled_drafts_have_their_own_distribution_in_probs():
     drafting = Drafting(temperature=0.8)
     drafts, _ = drafting.step([3, 3, 3], [1, 0, 2])
     assert drafts.probs.shape == (3, 3, VOCAB)
@@ -148,7 +148,7 @@ def test_sampled_drafts_carry_the_distribution_they_were_drawn_from():
     drafting.assert_cache_is_a_fresh_forwards(exact=native.load())
 
 
-def test_drafts_that_were_not_proposed_are_scored_rightly():
+def test_drafts_of_another_source_are_scored_correctly():
     """As when another proposer's drafts, cut ones or none are scored in the place of these."""
     drafting = Drafting()
     own = drafting.proposer.propose(drafting.context([3, 3, 3]), 3).token_ids.tolist()
@@ -164,7 +164,7 @@ def test_drafts_that_were_not_proposed_are_scored_rightly():
     drafting.assert_cache_is_a_fresh_forwards(exact=native.load())
 
 
-def test_what_a_request_of_the_same_name_drafted_before_is_forgotten():
+def test_drafts_of_an_earlier_request_with_the_same_id_are_forgotten():
     drafting = Drafting(lengths=(9,))
     drafting.step([2], [1])
     stale = drafting.proposer.propose(drafting.context([2]), 2)
@@ -177,7 +177,7 @@ def test_what_a_request_of_the_same_name_drafted_before_is_forgotten():
     drafting.assert_cache_is_a_fresh_forwards(exact=native.load())
 
 
-def test_layers_wanted_by_others_are_still_seen():
+def test_hidden_states_of_skipped_layers_are_available():
     drafting = Drafting(lengths=(9,))
     drafting.hidden = (0, 3)
     _, scores = drafting.step([2], [1])
@@ -187,7 +187,7 @@ def test_layers_wanted_by_others_are_still_seen():
     assert set(scores.hidden) == {DEPTH, 3} and scores.first_layer == DEPTH
 
 
-def test_hidden_states_are_those_of_a_plain_forward_whoever_read_the_text():
+def test_hidden_states_equal_those_of_a_plain_forward_pass():
     drafting = Drafting(lengths=(40,))  # longer than what is read with the drafts
     layers = drafting.hidden = (DEPTH, drafting.runner.num_layers)
     text = list(drafting.requests[0].token_ids)
@@ -202,7 +202,7 @@ def test_hidden_states_are_those_of_a_plain_forward_whoever_read_the_text():
 
 
 @pytest.mark.parametrize("same_text", [False, True])
-def test_text_is_plain_decodings(same_text):
+def test_output_equals_plain_decoding(same_text):
     model = make_model(four_layers())
     prompts = [make_text(length, length, 60) for length in (1, 18, 40)]
     params = SamplingParams(max_tokens=20, temperature=0.9 if same_text else 0.0, seed=3, ignore_eos=True)
@@ -213,7 +213,7 @@ def test_text_is_plain_decodings(same_text):
     assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
 
 
-def test_the_price_of_whole_passes_is_not_learned_from_scores_that_begin_later(monkeypatch):
+def test_partial_passes_do_not_count_as_costs_of_full_passes(monkeypatch):
     seen = set()
     record_pass = CostBook.record_pass
 
@@ -236,7 +236,7 @@ def still(model, first):
     return model
 
 
-def test_the_exit_is_picked_by_agreement_and_cost(monkeypatch):
+def test_the_exit_is_chosen_by_agreement_and_cost(monkeypatch):
     runner = ModelRunner.load(still(make_model(four_layers(vocab_size=320)), 2), RunnerConfig(compile="never"))
     monkeypatch.setattr(runner, "pass_cost", lambda *_, span=WHOLE, **__: 4.0 if span.stop is None else 1.0)
     exits = {found.layers: found for found in measure_exits(runner, make_text(60, 1, 320))}
@@ -247,7 +247,7 @@ def test_the_exit_is_picked_by_agreement_and_cost(monkeypatch):
     assert pick_exit(runner, None) == 1
 
 
-def test_a_target_without_a_useful_exit_is_told(tmp_path, caplog):
+def test_a_target_without_a_useful_exit_is_reported(tmp_path, caplog):
     runner = ModelRunner.load(make_folder(tmp_path, num_hidden_layers=4), RunnerConfig(compile="never"))
     runner.pass_cost = lambda *_, span=WHOLE, **__: 4.0 if span.stop is None else 3.9
     with caplog.at_level(logging.WARNING):
@@ -256,13 +256,13 @@ def test_a_target_without_a_useful_exit_is_told(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("layers", [0, 4, 9, -1])
-def test_layers_that_the_target_lacks_are_one_clear_error(layers):
+def test_layers_that_the_target_lacks_are_rejected_in_one_line(layers):
     with pytest.raises(OutriderError, match="expected 1 to 3") as error:
         LLM(make_model(four_layers()), method=f"early-exit:layers={layers}", compile="never")
     assert "\n" not in str(error.value)
 
 
-def test_a_target_of_one_layer_is_refused():
+def test_a_target_of_one_layer_is_rejected():
     with pytest.raises(OutriderError, match="at least two layers"):
         LLM(make_model(small_config("llama", num_hidden_layers=1)), method="early-exit", compile="never")
 
@@ -280,7 +280,7 @@ class Pair(nn.Module):
         return out if self.is_last else (out, scale + 0.5)
 
 
-def test_a_model_whose_layers_hand_on_more_than_one_state_is_refused():
+def test_a_model_whose_layers_pass_on_several_states_is_rejected():
     model = make_model(four_layers())
     for index, layer in enumerate(model.model.layers):
         model.model.layers[index] = Pair(layer, index == LAYERS - 1)
@@ -299,6 +299,6 @@ def test_a_model_whose_layers_hand_on_more_than_one_state_is_refused():
         ("early:layers=2", "unknown method 'early'"),
     ],
 )
-def test_odd_options_are_one_clear_error(method, message):
+def test_invalid_method_options_are_rejected_in_one_line(method, message):
     with pytest.raises(OutriderError, match=message):
         LLM(make_model(four_layers()), method=method, compile="never")

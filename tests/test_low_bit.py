@@ -30,7 +30,7 @@ def even_model(model_type="llama"):
 @needs_kernels
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_scores_and_the_cache_are_full_precision_after_every_commit(bits, temperature):
+def test_scores_and_cache_are_full_precision_after_every_commit(bits, temperature):
     model = even_model()
     runner, fresh = ModelRunner.load(untouched(model), EAGER), ModelRunner.load(untouched(model), EAGER)
     proposer = METHOD.build(Setting(runner, options={"bits": bits}))
@@ -64,7 +64,7 @@ def test_scores_and_the_cache_are_full_precision_after_every_commit(bits, temper
 @needs_kernels
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma2"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_text_is_plain_decodings(model_type, bits):
+def test_output_equals_plain_decoding(model_type, bits):
     model = make_model(small_config(model_type))
     prompts = [make_text(length, length, 60) for length in (1, 18, 40)]
     params = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -75,7 +75,7 @@ def test_text_is_plain_decodings(model_type, bits):
 
 
 @needs_kernels
-def test_the_memory_is_told_before_it_is_used(caplog, monkeypatch):
+def test_added_memory_is_logged_before_it_is_allocated(caplog, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
@@ -87,12 +87,12 @@ def test_the_memory_is_told_before_it_is_used(caplog, monkeypatch):
 
 @needs_kernels
 @pytest.mark.parametrize("bits", [2, 16])
-def test_other_widths_are_one_clear_error(bits):
+def test_other_numbers_of_bits_are_rejected_in_one_line(bits):
     with pytest.raises(OutriderError, match=f"invalid bits {bits}: expected 4 or 8"):
         LLM(even_model(), method=f"low-bit:bits={bits}", compile="never")
 
 
-def test_a_target_without_packed_weights_is_one_clear_error(monkeypatch):
+def test_a_target_without_packed_weights_is_rejected_in_one_line(monkeypatch):
     force_reference(monkeypatch)
     with pytest.raises(OutriderError, match="CPU kernels") as error:
         LLM(even_model(), method="low-bit", compile="never")

@@ -35,7 +35,9 @@ def group(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
         ("5:cpu,memory:/", "memory/memory.limit_in_bytes"),
     ],
 )
-def test_a_groups_limit_counts(line: str, file: str, groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_limit_of_the_control_group_is_used(
+    line: str, file: str, groups: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (groups / file).parent.mkdir(parents=True, exist_ok=True)
     (groups / file).write_text(f"{GIB}\n")
     group(monkeypatch, line)
@@ -44,14 +46,14 @@ def test_a_groups_limit_counts(line: str, file: str, groups: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("limit", ["max", str(0x7FFFFFFFFFFFF000), "", None])
-def test_no_limit_is_none(limit: str | None, groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unlimited_control_group_has_no_limit(limit: str | None, groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if limit is not None:
         (groups / "memory.max").write_text(limit)
     group(monkeypatch, "0::/")
     assert memory.group_limit() is None
 
 
-def test_weights_larger_than_memory_are_refused_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_larger_than_memory_are_rejected_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "total_memory", lambda: 1000)
     monkeypatch.setattr("outrider.runner.loading.load_model", lambda *_: pytest.fail("the weights were read"))
     with pytest.raises(OutriderError, match=r"^the weights in .* take .*, but this process has .* of memory: choose a smaller"):
@@ -59,7 +61,7 @@ def test_weights_larger_than_memory_are_refused_before_they_are_read(tmp_path: P
 
 
 @pytest.mark.parametrize(("number", "refused"), [(errno.EFAULT, True), (errno.EINVAL, False)])
-def test_weights_on_a_disk_that_fails_are_refused(
+def test_weights_on_a_failing_disk_are_rejected(
     number: int, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Mapped(loading.mmap.mmap):
@@ -78,7 +80,7 @@ def test_weights_on_a_disk_that_fails_are_refused(
 @pytest.mark.parametrize(
     ("granted", "cores"), [("150000 100000", 2), ("50000 100000", 1), ("max 100000", 64), ("", 64), (None, 64)]
 )
-def test_a_groups_share_of_time_limits_the_cores(
+def test_the_cpu_quota_of_the_control_group_limits_the_cores(
     granted: str | None, cores: int, groups: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if granted is not None:

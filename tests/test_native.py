@@ -36,7 +36,9 @@ def built() -> Path:
     return build.library(command)
 
 
-def test_without_a_compiler_the_references_serve(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_compiler_the_reference_implementations_are_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     monkeypatch.delenv("CXX", raising=False)
     assert native.load.__wrapped__() is False
@@ -60,7 +62,7 @@ def test_every_source_is_compiled_and_linked(calls: Path) -> None:
     assert all(f"{source.stem}.o" in linked for source in sources)
 
 
-def test_half_a_library_in_the_cache_is_built_anew_and_a_whole_one_is_not(calls: Path) -> None:
+def test_a_truncated_cached_library_is_rebuilt_and_an_intact_one_is_not(calls: Path) -> None:
     """Loading half a library ends the process with a bus error, at every start."""
     file = built()
     assert file.read_text() == "whole" and built() == file
@@ -75,7 +77,7 @@ def test_a_library_that_does_not_load_is_a_warning(calls: Path, caplog: pytest.L
     assert "cannot be built or loaded" in caplog.text
 
 
-def test_cxx_is_a_command_line(calls: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_cxx_may_contain_arguments(calls: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CXX", f"'{os.environ['CXX']}' -pipe '-DWORDS=two words'")
     built()
     assert calls.read_text().startswith("-pipe -DWORDS=two words -std=")
@@ -84,7 +86,7 @@ def test_cxx_is_a_command_line(calls: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert 'CXX="g++ \'-pipe" is not a command line' in caplog.text
 
 
-def test_a_unit_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failing_compilation_unit_stops_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(build.os, "cpu_count", lambda: len(build.UNITS))
     script = 'case "$*" in *attention.cpp*) echo "no such thing" >&2; exit 1;; esac; exec sleep 60'
     started = time.monotonic()

@@ -34,7 +34,7 @@ def by_search(token_ids, k, config):
     return []
 
 
-def test_drafts_what_followed_the_last_time():
+def test_the_continuation_of_the_last_occurrence_is_drafted():
     assert drafts([1, 2, 3, 4, 5, 9, 1, 2]) == [3, 4, 5, 9]
 
 
@@ -51,17 +51,17 @@ def test_the_end_does_not_match_itself():
     assert drafts([5, 5], max_n=1, min_n=1) == [5, 5, 5, 5]
 
 
-def test_a_match_that_reaches_the_end_goes_on_repeating():
+def test_a_match_that_reaches_the_end_is_repeated():
     assert drafts([7, 1, 2, 3, 1, 2, 3], k=8) == [1, 2, 3, 1, 2, 3, 1, 2]
 
 
-def test_no_more_drafts_than_asked_for_or_of_use():
+def test_drafts_are_limited_by_k_and_by_the_requests_limit():
     assert len(drafts([1, 2] * 5, k=3)) == 3
     assert len(drafts([1, 2] * 5, k=8, limit=2)) == 2
     assert drafts([1, 2] * 5, limit=0) == []
 
 
-def test_shorter_matches_than_min_n_do_not_count():
+def test_matches_shorter_than_min_n_are_ignored():
     assert drafts([1, 9, 8, 1], min_n=2) == []
     assert drafts([1, 9, 8, 1], min_n=1, k=2) == [9, 8]
 
@@ -111,6 +111,6 @@ def test_a_released_request_is_forgotten():
 
 
 @pytest.mark.parametrize(("max_n", "min_n"), [(2, 3), (0, 0), (4, 0)])
-def test_impossible_sizes_are_refused(max_n, min_n):
+def test_invalid_sizes_are_rejected(max_n, min_n):
     with pytest.raises(OutriderError, match="min_n"):
         NgramConfig(max_n, min_n)

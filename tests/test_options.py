@@ -33,7 +33,7 @@ def refusal(config, **values):
 @example(value=np.array([3, 1]))
 @example(value=torch.tensor([3, 1]))
 @settings(max_examples=60, deadline=None)
-def test_a_value_of_any_type_is_taken_in_one_form_or_refused_in_one_line(config, name, value):
+def test_values_of_any_type_are_normalised_or_rejected_in_one_line(config, name, value):
     try:
         taken = getattr(config(**{name: value}), name)
     except OutriderError as error:
@@ -46,12 +46,12 @@ def test_a_value_of_any_type_is_taken_in_one_form_or_refused_in_one_line(config,
     assert not isinstance(taken, (np.generic, np.ndarray, torch.Tensor, list))
 
 
-def test_one_stop_string_is_one_and_not_its_letters():
+def test_a_single_stop_string_is_not_split_into_characters():
     assert SamplingParams(stop="END").stop == ("END",)
     assert SamplingParams(stop=["END", "\n\n"]).stop == ("END", "\n\n")
 
 
-def test_numbers_of_numpy_and_torch_are_the_numbers_in_them():
+def test_numpy_and_torch_numbers_become_python_numbers():
     params = SamplingParams(
         max_tokens=np.int64(7),
         temperature=np.float32(0.5),
@@ -95,11 +95,11 @@ def test_numbers_of_numpy_and_torch_are_the_numbers_in_them():
         (Speculation, {"verifier": "nonsense"}, "unknown verifier 'nonsense'; known: rejection, block, exact, typical"),
     ],
 )
-def test_a_refusal_says_the_value_and_what_was_expected(config, values, message):
+def test_an_error_names_the_value_and_what_was_expected(config, values, message):
     assert refusal(config, **values) == message
 
 
-def test_a_grammar_ends_the_text():
+def test_ignore_eos_is_rejected_with_a_grammar():
     class Anything:
         def matcher(self):
             return None

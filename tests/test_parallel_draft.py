@@ -87,7 +87,7 @@ def test_every_kind_of_kernel_and_padding_drafts_the_same(operators, monkeypatch
         drafting.commit(accepted, [50, 51, 52])
 
 
-def test_masks_leave_no_trace_in_the_cache():
+def test_mask_tokens_do_not_remain_in_the_cache():
     """Two proposals of one round, the first with more masks: the second is what a draft without a past proposes."""
     often, once = Drafting(params=SamplingParams(temperature=0.9)), Drafting(params=SamplingParams(temperature=0.9))
     for k in (12, 3, 7):
@@ -108,7 +108,7 @@ def test_masks_leave_no_trace_in_the_cache():
     torch.testing.assert_close(found.probs, wanted.probs, rtol=1e-4, atol=1e-6)
 
 
-def test_limits_contexts_and_pauses_are_kept():
+def test_limits_context_and_pauses_are_respected():
     drafting = Drafting(lengths=(5, 50, 20), max_position_embeddings=52)
     assert drafting.propose(3).lens.tolist() == [3, 0, 3]
     drafting.check()
@@ -155,7 +155,7 @@ def test_a_config_that_names_a_mask_token_drafts_in_parallel(key, target, tmp_pa
     assert build(target, loaded).draft.mask_token == 7
 
 
-def test_a_mask_token_added_to_the_vocabulary_is_no_other_vocabulary(target, tmp_path):
+def test_an_added_mask_token_does_not_count_as_another_vocabulary(target, tmp_path):
     vocab = len(make_tokenizer())
     added = parallel_folder(tmp_path / "added", vocab, vocab_size=vocab + 1)
     assert build(target, added, make_tokenizer()).draft.mask_token == vocab
@@ -166,7 +166,7 @@ def test_a_mask_token_added_to_the_vocabulary_is_no_other_vocabulary(target, tmp
 
 
 @pytest.mark.parametrize("token", [-1, 320, 2**40, "151665", 1.5, True, [7]])
-def test_a_mask_token_without_an_embedding_is_one_line(token, target, tmp_path, capsys):
+def test_a_mask_token_without_an_embedding_is_rejected_in_one_line(token, target, tmp_path, capsys):
     folder = parallel_folder(tmp_path / "draft", token)
     with pytest.raises(OutriderError, match=r"invalid pard_token .* expected a token id, 0 to 319") as error:
         build(target, folder)

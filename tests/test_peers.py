@@ -67,7 +67,7 @@ def test_every_engine_names_number_formats_that_its_worker_takes(peers: Any) -> 
     assert set(peers.engines.ENGINES["llamacpp"].by_bits) == set(peers.engines.ENGINES["openvino"].by_bits) == {16, 8, 4}
 
 
-def test_rounds_take_the_next_prompts_and_start_again(peers: Any) -> None:
+def test_rounds_take_the_next_prompts_cyclically(peers: Any) -> None:
     assert peers.rounds.deal(6, 6, 2) == [[0, 1, 2, 3, 4, 5]] * 2
     assert peers.rounds.deal(6, 4, 3) == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]]
 
@@ -97,9 +97,7 @@ def test_groups_are_bits_by_methods_or_by_lengths(peers: Any) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_parameters_of_a_token_leave_out_an_embedding_that_is_only_looked_up(
-    peers: Any, tmp_path: Path, tied: bool
-) -> None:
+def test_parameters_per_token_exclude_an_untied_input_embedding(peers: Any, tmp_path: Path, tied: bool) -> None:
     tensors = {"model.embed_tokens.weight": torch.zeros(5, 4), "model.layers.0.q.weight": torch.zeros(4, 4)}
     if not tied:
         tensors["lm_head.weight"] = torch.zeros(5, 4)
@@ -243,7 +241,7 @@ def test_a_failing_engine_loses_only_its_own_cells_and_resuming_measures_only_th
     assert len(document["bandwidth"]) == 3
 
 
-def test_cells_say_what_was_measured(peers: Any, race: Any) -> None:
+def test_cells_describe_the_measurement(peers: Any, race: Any) -> None:
     group = peers.rounds.Group
     document = race({None: [[1, 2], [3, 4], [5, 6]]}, [group("plain", 8), group("draft", 8)], [])
     cells = outcome(document)

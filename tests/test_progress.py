@@ -48,16 +48,14 @@ def test_progress_is_logged_until_the_work_ends(records: Records, monkeypatch: p
     assert threading.active_count() == before
 
 
-def test_work_that_fails_is_not_said_to_be_done(records: Records) -> None:
+def test_failed_work_is_not_reported_as_done(records: Records) -> None:
     found = records(logger)
     with pytest.raises(ValueError, match="no"), progress.logged(logger, "digging", expected=9):
         raise ValueError("no")
     assert [record.getMessage() for record in found] == ["digging: about 9 s"]
 
 
-def test_a_wait_outside_a_terminal_goes_on_saying_so(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_continues_outside_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "PERIOD", 0.0)
     with console.waiting("loading"):
         time.sleep(2.3)

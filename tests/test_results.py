@@ -34,7 +34,7 @@ def make() -> ModuleType:
     return module
 
 
-def test_the_pages_are_what_the_results_say() -> None:
+def test_the_pages_match_the_results() -> None:
     done = subprocess.run([sys.executable, SCRIPT, "--check"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -76,7 +76,7 @@ def result(speeds: Sequence[float], **more: Any) -> dict[str, Any]:
     return document([each | decode for each in cells], **more)
 
 
-def test_a_page_changes_with_its_file(make: ModuleType, tmp_path: Path) -> None:
+def test_a_page_depends_on_its_file(make: ModuleType, tmp_path: Path) -> None:
     def page(speed: float) -> str:
         (tmp_path / "x.json").write_text(json.dumps(result([speed] * 3)))
         return str(make.page(make.documents(tmp_path)))
@@ -96,7 +96,7 @@ def test_figures_before_loops_are_the_ones_published(make: ModuleType) -> None:
     assert "| 20 | 40 | 2.00 | 1.90 to 2.10 |" in text and "40%" in text
 
 
-def test_the_readme_s_table_is_of_one_machine_and_of_cells_that_exist(make: ModuleType) -> None:
+def test_the_readmes_table_has_existing_cells_of_one_machine(make: ModuleType) -> None:
     row = make.Row("it", "x", "draft", 4, workload="code")
     table = make.readme_table({"x": result([30.0] * 3)}, [row])
     assert "| it | 20 | 30 | 1.50 |" in table and "Processor: test. From `x` in" in table
@@ -107,7 +107,7 @@ def test_the_readme_s_table_is_of_one_machine_and_of_cells_that_exist(make: Modu
         make.readme_table({"x": result([30.0] * 3)}, [make.Row("it", "x", "magic", 4)])
 
 
-def test_the_block_between_the_markers_is_replaced_and_nothing_else(make: ModuleType) -> None:
+def test_only_the_block_between_the_markers_is_replaced(make: ModuleType) -> None:
     text = f"a\n{make.BEGIN}\nold\n{make.END}\nb\n"
     assert make.with_block(text, "new") == f"a\n{make.BEGIN}\nnew\n{make.END}\nb\n"
     with pytest.raises(ValueError, match="once each"):

@@ -68,7 +68,9 @@ def test_probs_follow_the_documented_order(params: SamplingParams) -> None:
 
 
 @pytest.mark.parametrize("parents", [None, torch.tensor([[-1, -1, 0, 2, 3]] * len(SETTINGS))])
-def test_without_the_c_plus_plus_the_law_is_the_same(parents: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_distribution_is_the_same_without_the_native_library(
+    parents: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logits = random_logits(len(SETTINGS), 6)
     drafts = torch.tensor([[7, 8, 8, 3, 7]] * len(SETTINGS))
     requests = [request_of(params) for params in SETTINGS]
@@ -172,7 +174,7 @@ def test_inputs_are_not_written_to() -> None:
 
 @pytest.mark.parametrize("is_native", [True, False])
 @pytest.mark.parametrize("settings", [SETTINGS, [SamplingParams(), SamplingParams(repetition_penalty=1.5)]])
-def test_what_stands_beyond_the_drafts_of_a_request_changes_nothing(
+def test_padding_after_a_requests_drafts_has_no_effect(
     settings: list[SamplingParams], is_native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_native:
@@ -189,7 +191,7 @@ def test_what_stands_beyond_the_drafts_of_a_request_changes_nothing(
                 assert torch.equal(part[b, : length + 1], whole[b, : length + 1])
 
 
-def test_a_grammar_is_not_asked_about_what_stands_beyond_the_drafts() -> None:
+def test_a_grammar_is_not_called_for_padding() -> None:
     asked: list[list[int]] = []
 
     class Listening:
@@ -232,7 +234,7 @@ def test_invalid_logits_name_the_request(poison: float, temperature: float, coup
         ({"logit_bias": {3: math.inf}}, "invalid logit_bias {3: inf}: expected .* numbers below infinity"),
     ],
 )
-def test_values_out_of_range_are_refused_in_one_line(params: dict[str, Any], message: str) -> None:
+def test_values_out_of_range_are_rejected_in_one_line(params: dict[str, Any], message: str) -> None:
     with pytest.raises(OutriderError, match=message):
         SamplingParams(**params)
 
@@ -242,20 +244,20 @@ def test_values_out_of_range_are_refused_in_one_line(params: dict[str, Any], mes
     [
         (SamplingParams(logit_bias={VOCAB: 1.0}), f"token id {VOCAB} "),
         (SamplingParams(banned_token_ids=(VOCAB + 1,)), f"token id {VOCAB + 1} "),
-        (SamplingParams(allowed_token_ids=(3,), banned_token_ids=(3,)), "no allowed token"),
+        (SamplingParams(allowed_token_ids=(3,), banned_token_ids=(3,)), "leave no token"),
     ],
 )
-def test_impossible_masks_are_refused_at_once(params: SamplingParams, message: str) -> None:
+def test_invalid_masks_are_rejected_at_construction(params: SamplingParams, message: str) -> None:
     with pytest.raises(OutriderError, match=message):
         Sampler([request_of(params)], VOCAB)
 
 
-def test_logits_of_another_vocabulary_are_refused() -> None:
+def test_logits_of_another_vocabulary_size_are_rejected() -> None:
     with pytest.raises(ValueError, match="41"):
         Sampler([request_of(SamplingParams())], VOCAB + 1).tokens(random_logits(1, 1))
 
 
-def test_raw_logprobs_know_no_sampler() -> None:
+def test_raw_logprobs_ignore_sampler_settings() -> None:
     logits, token_ids = random_logits(2, 3), torch.tensor([[1, 2, 3], [4, 5, 6]])
     expected = torch.log_softmax(logits, dim=-1)
     assert torch.allclose(
@@ -295,7 +297,7 @@ def test_draws_follow_the_probabilities_and_never_take_an_impossible_token() -> 
 
 @pytest.mark.parametrize("search", [first_above, reference_first_above])
 @pytest.mark.parametrize("probs", [LAW, LAW.double() * 0.7, torch.cat([LAW.expand(40, -1).flatten(), torch.zeros(70)]) / 40])
-def test_extreme_heights_stay_within_the_possible_tokens(
+def test_extreme_uniform_numbers_never_select_impossible_tokens(
     search: Callable[[Tensor, list[float]], Tensor], probs: Tensor
 ) -> None:
     possible = probs.nonzero().flatten().tolist()
@@ -303,7 +305,7 @@ def test_extreme_heights_stay_within_the_possible_tokens(
         assert search(probs[None], [height]).tolist() == [expected]
 
 
-def test_a_height_takes_the_token_of_the_plain_cumulative_sum() -> None:
+def test_first_above_matches_the_cumulative_sum() -> None:
     """The search over blocks against one sum in float64; heights at which rounding decides are left out."""
     generator = torch.Generator().manual_seed(0)
     for vocab in (1, 63, 64, 65, 500, 4096):
@@ -318,7 +320,7 @@ def test_a_height_takes_the_token_of_the_plain_cumulative_sum() -> None:
         assert torch.equal(first_above(probs, given)[sure], reference_first_above(probs, given)[sure])
 
 
-def test_coins_fall_with_their_probability_and_never_against_a_certainty() -> None:
+def test_bernoulli_follows_its_probabilities_including_0_and_1() -> None:
     sampler = Sampler(many(SamplingParams(temperature=1.0), 20_000), 9)
     falls = sampler.bernoulli(torch.tensor([0.0, 0.2, 0.9, 1.0]).expand(20_000, -1)).double().mean(dim=0)
     assert falls[0] == 0 and falls[3] == 1
@@ -359,7 +361,7 @@ def test_random_numbers_do_not_depend_on_the_batch_the_padding_or_the_sampler() 
     assert together.categorical(flat)[3] == alone.categorical(flat[3:4])[0]
 
 
-def test_a_new_round_brings_new_random_numbers_to_the_same_sampler() -> None:
+def test_a_new_round_uses_new_random_numbers() -> None:
     request = many(SamplingParams(temperature=1.0), 1)[0]
     sampler, flat = Sampler([request], 10_000), torch.full((1, 10_000), 1e-4)
     first = sampler.draw(flat, 0)
@@ -439,7 +441,7 @@ def test_coupled_draft_and_target_agree_as_often_as_the_bound_says() -> None:
     assert float((target == draft).double().mean()) > bound - 4 * math.sqrt(bound * (1 - bound) / 4000)
 
 
-def test_greedy_rows_know_no_noise() -> None:
+def test_greedy_rows_have_no_noise() -> None:
     requests = [request_of(SamplingParams()), request_of(SamplingParams(temperature=1.0))]
     logits = random_logits(2, 6, dtype=torch.float32)
     token_ids = Sampler(requests, VOCAB, coupled=True).tokens(logits)

@@ -45,7 +45,7 @@ def random_probs(rows: int, vocab: int, spread: float = 3.0, dtype: torch.dtype 
 
 @pytest.mark.parametrize("vocab", [5, 1000])
 @pytest.mark.parametrize("spread", [0.1, 3.0])
-def test_it_is_the_reference_law(truncate: Callable[[Tensor, Tensor], Tensor], vocab: int, spread: float) -> None:
+def test_the_distribution_equals_the_reference(truncate: Callable[[Tensor, Tensor], Tensor], vocab: int, spread: float) -> None:
     """All settings in one batch, whose rows need few candidates, many or all tokens."""
     cuts = [(k if k < vocab else 0, top_p, min_p) for k, top_p, min_p in CUTS]
     kept = truncate(random_probs(len(CUTS), vocab, spread), cuts_of(*cuts))
@@ -70,7 +70,7 @@ def test_both_forms_agree_in_float32_and_on_several_rows_a_request() -> None:
     torch.testing.assert_close(native, reference, rtol=3e-6, atol=1e-9)
 
 
-def test_a_row_is_the_same_bits_beside_any_other() -> None:
+def test_a_row_does_not_depend_on_other_rows() -> None:
     probs = random_probs(len(CUTS), 4096, dtype=torch.float32)
     together = native_truncated(probs.clone().unsqueeze(1), cuts_of(*CUTS))
     for row, cut in enumerate(CUTS):
@@ -96,7 +96,7 @@ def test_top_k_and_min_p_keep_ties(truncate: Callable[[Tensor, Tensor], Tensor])
     assert [row.nonzero().flatten().tolist() for row in kept] == [[1, 2, 3], [1, 2, 3]]
 
 
-def test_tokens_of_probability_zero_stay_so(truncate: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_tokens_of_probability_zero_stay_at_zero(truncate: Callable[[Tensor, Tensor], Tensor]) -> None:
     probs = torch.zeros(2, 300)
     probs[:, [7, 200]] = 0.5
     kept = truncate(probs, cuts_of((20, 1.0, 0.0), (0, 0.999, 0.0)))
@@ -104,7 +104,7 @@ def test_tokens_of_probability_zero_stay_so(truncate: Callable[[Tensor, Tensor],
     assert torch.equal(kept > 0, probs > 0)
 
 
-def test_rows_of_nan_do_no_harm_to_others(truncate: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_nan_rows_do_not_affect_other_rows(truncate: Callable[[Tensor, Tensor], Tensor]) -> None:
     probs = random_probs(3, 1000, dtype=torch.float32)
     cuts = cuts_of(*[(5, 0.9, 0.01)] * 3)
     expected = truncate(probs, cuts)
@@ -113,7 +113,7 @@ def test_rows_of_nan_do_no_harm_to_others(truncate: Callable[[Tensor, Tensor], T
 
 
 @pytest.mark.parametrize("coupled", [False, True])
-def test_undefined_rows_beyond_a_requests_drafts_are_no_error(coupled: bool) -> None:
+def test_undefined_rows_after_a_requests_drafts_are_ignored(coupled: bool) -> None:
     params = SamplingParams(temperature=1.0, top_k=3, top_p=0.9, min_p=0.01)
     requests = [Request(f"r{seed}", [1], 1, params, seed, torch.Generator()) for seed in range(2)]
     sampler, logits = Sampler(requests, 40, coupled=coupled), torch.randn(2, 3, 40)
@@ -122,7 +122,7 @@ def test_undefined_rows_beyond_a_requests_drafts_are_no_error(coupled: bool) -> 
     assert torch.equal(judge(logits, lens=torch.tensor([2, 1]))[:, :2], judge(logits[:, :2]))
 
 
-def test_only_the_rows_that_ask_for_it_are_truncated() -> None:
+def test_only_rows_with_truncation_settings_are_truncated() -> None:
     wide, narrow, greedy = SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=2), SamplingParams(top_k=2)
     requests = [Request("r", [1], 1, params, 0, torch.Generator()) for params in (wide, narrow, greedy)]
     kept = Sampler(requests, 40).probs(torch.randn(3, 1, 40)) > 0

@@ -58,7 +58,7 @@ def random_texts(seed):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_match_is_the_longest_end_that_stood_elsewhere(seed):
+def test_the_match_is_the_longest_suffix_that_occurred_before(seed):
     text, built = random_texts(seed), SuffixAutomaton()
     for length, token in enumerate(text, start=1):
         built.extend(token)
@@ -66,7 +66,7 @@ def test_the_match_is_the_longest_end_that_stood_elsewhere(seed):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_substring_is_found_and_nothing_else(seed):
+def test_exactly_the_substrings_are_found(seed):
     text, choose = random_texts(seed), random.Random(seed)
     built = automaton(text)
     for _ in range(200):
@@ -114,7 +114,7 @@ def test_a_continuation_is_what_followed():
     assert drafts([1, 2, 3, 4, 5, 9, 1, 2]) == [3, 4, 5, 9]
 
 
-def test_a_match_that_reaches_the_end_goes_on_repeating():
+def test_a_match_that_reaches_the_end_is_repeated():
     assert drafts([7, 1, 2, 3, 1, 2, 3], k=8) == [1, 2, 3, 1, 2, 3, 1, 2]
     assert drafts([5, 5, 5], k=4) == [5, 5, 5, 5]
 
@@ -153,13 +153,13 @@ def test_drafts_grow_with_the_match():
     assert len(drafts([*text, 1, *text[:40]], k=50)) == 50
 
 
-def test_matches_shorter_than_the_least_do_not_count():
+def test_matches_shorter_than_min_match_are_ignored():
     assert drafts([1, 9, 8, 1], min_match=2) == []
     assert drafts([1, 9, 8, 1], min_match=1, k=2) == [9, 8]
     assert drafts([3, 4, 1, 9, 1, 3, 4], min_match=2, k=9) == [1, 9, 1, 3, 4, 1, 9, 1, 3]
 
 
-def test_no_more_drafts_than_asked_for_or_of_use():
+def test_drafts_are_limited_by_k_and_by_the_requests_limit():
     assert len(drafts([1, 2] * 5, k=3)) == 3
     assert len(drafts([1, 2] * 5, k=8, limit=2)) == 2
     assert drafts([1, 2] * 5, limit=0) == []
@@ -168,7 +168,7 @@ def test_no_more_drafts_than_asked_for_or_of_use():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_reading_in_rounds_gives_what_reading_at_once_gives(seed):
+def test_indexing_in_rounds_equals_indexing_at_once(seed):
     choose = random.Random(seed)
     text = random_texts(seed)
     one, other = request([], "one"), request([], "other")
@@ -191,7 +191,7 @@ WORST = {
 
 
 @pytest.mark.parametrize("name", WORST)
-def test_size_and_work_stay_linear_in_the_worst_texts(name):
+def test_size_and_work_are_linear_for_worst_case_texts(name):
     class Counted(SuffixAutomaton):
         num_counts = 0
 
@@ -234,7 +234,7 @@ def with_memory(num_tokens, **config):
     return SuffixProposer(SuffixConfig(**(TRUSTING | config), earlier_tokens=num_tokens))
 
 
-def test_earlier_requests_count_only_where_asked_for():
+def test_earlier_requests_are_used_only_if_enabled():
     page = list(range(20, 40))
     for proposer, expected in ((SuffixProposer(SuffixConfig(**TRUSTING)), []), (with_memory(1000), [25, 26])):
         propose(proposer, request(page, "first"))
@@ -242,7 +242,7 @@ def test_earlier_requests_count_only_where_asked_for():
         assert propose(proposer, request([1, 2, *page[:5]], "second"), k=2) == [expected]
 
 
-def test_what_is_committed_after_the_first_round_is_remembered_too():
+def test_tokens_committed_after_the_first_round_are_stored():
     proposer, first = with_memory(1000), request([1, 2, 3], "first")
     propose(proposer, first)
     first.token_ids += [4, 5, 6]
@@ -250,7 +250,7 @@ def test_what_is_committed_after_the_first_round_is_remembered_too():
     assert propose(proposer, request([4, 5], "second"), k=1) == [[6]]
 
 
-def test_a_draft_never_crosses_the_border_of_two_texts():
+def test_a_draft_never_crosses_from_one_text_to_another():
     proposer = with_memory(1000)
     for index, text in enumerate(([1, 2, 3], [4, 5, 6])):
         propose(proposer, request(text, f"r{index}"))
@@ -267,7 +267,7 @@ def test_the_requests_own_text_wins_on_ties():
     assert propose(proposer, request([5, 1, 2, 8, 3, 2], "newer"), k=1) == [[8]]
 
 
-def test_a_running_request_follows_texts_that_come_and_go():
+def test_a_running_request_uses_added_texts_and_forgets_dropped_ones():
     proposer, running = with_memory(64), request([1, 2], "running")
     assert propose(proposer, running) == [[]]
     propose(proposer, request([1, 2, 3, 4, 5, 6, 7], "ended"))
@@ -282,7 +282,7 @@ def test_a_running_request_follows_texts_that_come_and_go():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_remembered_never_exceeds_its_bound_and_the_oldest_goes_first(seed):
+def test_stored_texts_are_bounded_and_the_oldest_is_dropped_first(seed):
     choose, bound = random.Random(seed), 8 + 37 * seed
     memory, texts, fresh = EarlierTexts(bound), [], iter(range(10_000))
     for _ in range(60):
@@ -296,7 +296,7 @@ def test_what_is_remembered_never_exceeds_its_bound_and_the_oldest_goes_first(se
     assert held > bound // 2
 
 
-def test_a_text_longer_than_the_memory_is_remembered_by_its_end():
+def test_only_the_end_of_a_text_longer_than_the_memory_is_stored():
     proposer = with_memory(16)
     propose(proposer, request(range(100), "long"))
     proposer.release(["long"])
@@ -315,7 +315,7 @@ def test_a_text_longer_than_the_memory_is_remembered_by_its_end():
         ({"min_match": "two"}, "wrong type"),
     ],
 )
-def test_impossible_options_are_refused_in_one_line(options, message):
+def test_invalid_options_are_rejected_in_one_line(options, message):
     with pytest.raises(OutriderError, match=message) as error:
         METHOD.build(Setting(None, options=options))
     assert "\n" not in str(error.value)

@@ -38,25 +38,25 @@ def test_swapped_ids_are_named():
     assert "3 tokens each; 'b' is 1 in the target and 2 in the draft" in refusal(tokenizer(ABC), swapped)
 
 
-def test_a_token_the_draft_does_not_know_is_named():
+def test_a_token_missing_in_the_draft_is_named():
     line = refusal(tokenizer(ABC), tokenizer({"a": 0, "b": 1}))
     assert "3 tokens in the target, 2 in the draft; 1 of the target's are unknown to the draft, the first 'c'" in line
 
 
-def test_a_token_the_target_does_not_know_is_named():
+def test_a_token_missing_in_the_target_is_named():
     assert "1 of the draft's are unknown to the target, the first 'd'" in refusal(tokenizer(ABC), tokenizer(ABC | {"d": 3}))
 
 
-def test_another_end_of_text_is_named():
+def test_different_end_of_text_tokens_are_named():
     line = refusal(tokenizer(ABC, eos_token="b"), tokenizer(ABC, eos_token="c"))
     assert "disagree on eos_token_id: 1 in the target, 2 in the draft" in line
 
 
-def test_a_missing_end_of_text_is_no_disagreement():
+def test_a_missing_end_of_text_token_is_accepted():
     check_same_vocabulary(tokenizer(ABC, eos_token="b"), tokenizer(ABC))
 
 
-def test_an_id_behind_a_gap_has_its_bytes():
+def test_an_id_after_a_gap_has_its_bytes():
     told = json.loads(make_tokenizer().backend_tokenizer.to_str())
     vocab = told["model"]["vocab"]
     last = max(vocab, key=vocab.get)

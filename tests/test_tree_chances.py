@@ -8,16 +8,16 @@ from heads.writers import HIDDEN, write_eagle3, write_medusa
 from tiny_folder import make_folder
 
 from outrider import LLM, SamplingParams
-from outrider.proposers.tree_chances import MEASURED, MOST, REFRESH, Calibration, DrawnTree, GrownTree, SiblingRates
+from outrider.proposers.tree_chances import ACCURACY_WEIGHT, MAX_COUNT, REFRESH, Calibration, DrawnTree, GrownTree, SiblingRates
 from outrider.proposers.trees import grown, shape_of
 
 
-def test_a_confidence_is_believed_before_anything_was_seen():
+def test_before_any_observation_the_confidence_is_returned():
     said = np.array([[0.9, 0.05, 0.01], [0.5, 0.3, 0.002]])
     assert Calibration().chances(said) == pytest.approx(said, rel=0.15, abs=1e-3)
 
 
-def test_drafts_that_are_better_than_said_are_worth_more():
+def test_accepted_drafts_raise_the_calibrated_probability():
     calibration = Calibration()
     for number in range(200):
         calibration.learn([0.4, 0.1], None if number % 10 == 0 else 0)  # nine of ten
@@ -28,34 +28,34 @@ def test_drafts_that_are_better_than_said_are_worth_more():
     assert calibration.chances(np.array([0.5, 0.4]))[1] == pytest.approx(0.4, abs=0.05)
 
 
-def test_what_is_long_ago_is_forgotten():
+def test_old_observations_decay():
     calibration, rates = Calibration(), SiblingRates([(0.5, 0.1)])
     for taken in [None] * 2000 + [0] * 600:
         calibration.learn([0.5], taken)
         rates.learn([1], [taken])
     assert calibration.chances(np.array([0.5]))[0] > 0.9 and rates.table[0][0] > 0.9
-    assert max(map(max, calibration._tried)) <= MOST
+    assert max(map(max, calibration._tried)) <= MAX_COUNT
 
 
-def test_only_what_cannot_come_is_impossible():
+def test_only_tokens_with_confidence_zero_have_probability_zero():
     calibration = Calibration()
     calibration.learn([1.0, 0.0], 1)  # a token so unlikely that it came was not impossible, only below what floats tell apart
     first, second, third = calibration.chances(np.array([1.0, 1e-30, 0.0]))
     assert 0 < second < first < 1 and third == 0
 
 
-def test_rates_are_those_of_drafts_whose_parents_were_there():
+def test_rates_count_only_drafts_whose_parents_were_accepted():
     rates = SiblingRates([(0.5, 0.2, 0.1), (0.5, 0.2, 0.1)])
     before = rates.table
     for _ in range(REFRESH):
         assert rates.table is before  # a tree is not reshaped every round
         rates.learn([2, 2], [1])  # the second at depth 1; depth 2 was not reached
-    tried = MEASURED + REFRESH
-    assert rates.table[0] == pytest.approx((0.5 * MEASURED / tried, (0.2 * MEASURED + REFRESH) / tried, 0.1))
+    tried = ACCURACY_WEIGHT + REFRESH
+    assert rates.table[0] == pytest.approx((0.5 * ACCURACY_WEIGHT / tried, (0.2 * ACCURACY_WEIGHT + REFRESH) / tried, 0.1))
     assert rates.table[1] == before[1]
 
 
-def test_a_grown_tree_counts_every_candidate_on_the_targets_way():
+def test_a_grown_tree_learns_from_all_candidates_along_the_accepted_path():
     # The root's children 7 and 8, of which only 7 is a node; its children 5 and 6.
     seen = []
 
@@ -75,7 +75,7 @@ def test_a_grown_tree_counts_every_candidate_on_the_targets_way():
         seen.clear()
 
 
-def test_a_drawn_tree_counts_its_own_nodes():
+def test_a_sampled_tree_learns_from_its_own_nodes():
     seen = []
 
     class Counting(SiblingRates):
@@ -103,7 +103,7 @@ def home(tmp_path_factory):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("head", ["eagle3", "medusa"])
-def test_methods_learn_what_their_heads_are_worth(home, head, temperature):
+def test_methods_learn_the_acceptance_of_their_heads(home, head, temperature):
     """Heads of random weights: little is accepted, and soon little is expected. A fixed size keeps what it was told."""
     method = "eagle" if head == "eagle3" else head
     for fixed in (False, True):

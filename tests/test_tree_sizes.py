@@ -36,7 +36,7 @@ def context(batch=1):
     return Context(requests, (9,) * batch, None)  # type: ignore[arg-type]
 
 
-def test_the_best_size_is_that_of_the_most_tokens_a_second():
+def test_the_best_size_has_the_most_tokens_per_second():
     passes = [1.0, 1.2, 1.4, 1.6, 1.8]
     # 1/1, 1.5/1.2, 1.8/1.4, 1.9/1.6, 1.95/1.8 tokens a second
     assert TreeCosts(1, 0.0, passes).best_size([0.5, 0.3, 0.1, 0.05]) == (2, pytest.approx(1.8 / 1.4))
@@ -45,7 +45,7 @@ def test_the_best_size_is_that_of_the_most_tokens_a_second():
     assert TreeCosts(1, 0.0, [1.0, 5.0]).best_size([0.1])[0] == 1  # none at all is for the policy to choose
 
 
-def test_a_level_pays_if_its_likeliest_node_brings_more_than_its_time_is_worth():
+def test_a_level_pays_if_its_gain_exceeds_the_tokens_lost_to_its_time():
     costs = TreeCosts(1, 0.0, [1.0, 1.1, 1.2, 1.3])
     worths = [0.6, 0.3]
     speed = 1.9 / 1.2
@@ -61,13 +61,13 @@ def priced(runner, row):
     return costs
 
 
-def test_free_rows_make_full_trees_and_dear_rows_chains(runner):
+def test_free_rows_give_full_trees_and_costly_rows_chains(runner):
     priced(runner, 0.0)
     assert len(TreeSizes(runner, None).shape(ACCEPTANCE, context(), is_levelwise=False).parents) == 15
 
 
 @pytest.mark.parametrize(("row", "nodes"), [(0.05, 6), (0.2, 2), (3.0, 1)])
-def test_a_node_is_added_as_long_as_it_raises_the_speed(runner, row, nodes):
+def test_nodes_are_added_while_they_raise_the_speed(runner, row, nodes):
     priced(runner, row)
     shape = TreeSizes(runner, None).shape(ACCEPTANCE, context(), is_levelwise=False)
     worths = sorted((0.6**a * 0.2**b * 0.1**c for a, b, c in exponents()), reverse=True)
@@ -84,7 +84,7 @@ def exponents():
             yield tuple(path.count(rank) for rank in range(3))
 
 
-def test_steps_of_drafting_make_trees_shallower(runner):
+def test_costly_drafting_steps_make_trees_shallower(runner):
     priced(runner, 0.01)
     sizes = TreeSizes(runner, None)
     deep = max(sizes.shape(ACCEPTANCE, context(), is_levelwise=True).depths)
@@ -92,13 +92,13 @@ def test_steps_of_drafting_make_trees_shallower(runner):
     assert max(sizes.shape(ACCEPTANCE, context(), is_levelwise=True).depths) < deep == 3
 
 
-def test_a_batch_never_run_is_priced_by_its_rows(runner):
+def test_costs_of_an_unmeasured_batch_are_predicted_from_its_rows(runner):
     priced(runner, 0.2)
     costs = TreeSizes(runner, None).costs(context(batch=2))
     assert costs.passes[3] == pytest.approx(1.0 + 0.2 * 7)
 
 
-def test_a_fixed_size_asks_for_no_price_and_measures_nothing(runner):
+def test_a_fixed_size_measures_no_costs(runner):
     sizes = TreeSizes(runner, 5)
     assert sizes.costs(context()) is None and runner.costs.plain_round(1, 0) is None
     assert len(sizes.shape(ACCEPTANCE, context(), is_levelwise=True).parents) == 5
@@ -106,7 +106,7 @@ def test_a_fixed_size_asks_for_no_price_and_measures_nothing(runner):
 
 @pytest.mark.parametrize("method", ["eagle", "medusa"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_dear_rows_shrink_what_the_methods_draft(home, method, temperature, monkeypatch):
+def test_costly_rows_reduce_the_drafts_of_each_method(home, method, temperature, monkeypatch):
     monkeypatch.setattr(CostBook, "pass_seconds", lambda costs, width, *more: 1.0 + 100.0 * (width - 1))
     folder = home / ("eagle3" if method == "eagle" else method)
     options = {"compile": "never", "device": "cpu", "num_draft_tokens": 3}

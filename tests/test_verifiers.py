@@ -1,4 +1,4 @@
-"""The verifiers' formulas, edge cases and independence of the batch, and what a malformed proposal is told."""
+"""Verifiers: formulas, edge cases and independence of the batch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Script:
         return probs.argmax(dim=-1)
 
 
-def test_every_registered_verifier_declares_what_it_is() -> None:
+def test_every_registered_verifier_declares_its_properties() -> None:
     for name in VERIFIERS:
         verifier = VERIFIERS.get(name)()
         assert isinstance(verifier, Verifier)
@@ -65,7 +65,7 @@ def test_residual_is_normalised_and_the_target_where_nothing_is_left() -> None:
 @pytest.mark.parametrize("verifier", PROBABILISTIC)
 @pytest.mark.parametrize("point_mass", [False, True])
 @pytest.mark.parametrize("falls", [False, True])
-def test_none_and_all_accepted(verifier: Verifier, point_mass: bool, falls: bool) -> None:
+def test_no_drafts_and_all_drafts_accepted(verifier: Verifier, point_mass: bool, falls: bool) -> None:
     target, draft = random_probs(2, 4), random_probs(2, 3, seed=1)
     token_ids = draft.argmax(dim=-1)
     target[:, :3] = target[:, :3].scatter(-1, token_ids.unsqueeze(-1), 1e-3)  # below the draft's: no certain acceptance

@@ -49,7 +49,7 @@ def rounded(model, bits):
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2"])
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("precision", [8, 32])
-def test_logits_are_the_dequantised_models(model_type, weights, precision, monkeypatch):
+def test_logits_equal_those_of_the_dequantised_model(model_type, weights, precision, monkeypatch):
     """With float32 activations within float32's rounding, with 8-bit ones within theirs."""
     if precision == 32:
         monkeypatch.setattr(blocks, "activation_bits", lambda: 32)
@@ -102,7 +102,7 @@ PROMPTS = [[7, 3, 9], [(5 * i * i + i) % 60 + 1 for i in range(45)], [(3 * i) % 
 @pytest.mark.parametrize("batch, k", itertools.product((1, 3), (0, 4)))
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_drafts_change_no_text(weights, method, batch, k):
+def test_drafts_do_not_change_the_output(weights, method, batch, k):
     if method == "low-bit" and weights == "int4":
         pytest.skip("refused, see below")
     model = make_model(wide_config())
@@ -117,7 +117,7 @@ def test_drafts_change_no_text(weights, method, batch, k):
 @needs_kernels
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba", "lfm2"])
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_drafts_change_no_text_of_recurrent_hybrids(weights, kind):
+def test_drafts_do_not_change_the_output_of_recurrent_hybrids(weights, kind):
     model = hybrid(kind)
     options = {"weights": weights, "compile": "never"}
     expected = tokens_of(LLM(model, method="plain", **options | {"max_batch": 1}))
@@ -127,7 +127,7 @@ def test_drafts_change_no_text_of_recurrent_hybrids(weights, kind):
 
 
 @needs_kernels
-def test_a_compiled_pass_says_what_an_eager_one_says():
+def test_a_compiled_pass_equals_an_eager_one():
     model = make_model(wide_config())
     options = {"weights": "int4", "method": "ngram", "num_draft_tokens": 3}
     assert tokens_of(LLM(model, compile="always", **options)) == tokens_of(LLM(model, compile="never", **options))
@@ -160,7 +160,7 @@ def unread(monkeypatch):
 
 
 @needs_kernels
-def test_what_cannot_be_rounded_is_refused_in_one_line_before_weights_are_read(unread, tmp_path, monkeypatch):
+def test_models_that_cannot_be_rounded_are_refused_before_weights_are_read(unread, tmp_path, monkeypatch):
     folder = make_folder(tmp_path / "plain")
     assert "needs device cpu, got cuda" in refusal(folder, monkeypatch, cuda=True, device="cuda")
     quantized = make_folder(tmp_path / "quantized", quantization_config={"quant_method": "gptq", "bits": 4})

@@ -56,24 +56,24 @@ def setting(**given):
         ("eagle:max_nodes=auto:hidden_states=none", {"max_nodes": None, "hidden_states": None}),
     ],
 )
-def test_options_are_read_as_their_types_say(text, wanted):
+def test_options_are_converted_to_their_types(text, wanted):
     assert setting(options=split_method(text)[1]).config(EagleConfig) == EagleConfig(**wanted)
 
 
-def test_rows_of_numbers_are_parted_by_slashes():
+def test_rows_of_numbers_are_separated_by_slashes():
     options = split_method("medusa:accuracies=0.6,0.2/0.5,0.1")[1]
     assert setting(options=options).config(MedusaConfig).accuracies == ((0.6, 0.2), (0.5, 0.1))
     assert setting(options={"accuracies": [[0.5], [0.25]]}).config(MedusaConfig).accuracies == ((0.5,), (0.25,))
 
 
-def test_what_was_measured_is_a_default_and_no_more():
+def test_measured_values_are_only_defaults():
     assert setting().config(EagleConfig, acceptance=(0.9, 0.1)).acceptance == (0.9, 0.1)
     assert setting(options={"acceptance": "0.5"}).config(EagleConfig, acceptance=(0.9, 0.1)).acceptance == (0.5,)
     assert setting(options={"top_k": "3"}).config(EagleConfig, acceptance=None) == EagleConfig(top_k=3)
 
 
 @pytest.mark.parametrize("text", ["eagle:hidden_states=2,x", "eagle:nodes=3", "eagle:max_nodes=0"])
-def test_a_wrong_option_is_refused(text):
+def test_an_unknown_or_invalid_option_is_rejected(text):
     with pytest.raises(OutriderError):
         setting(options=split_method(text)[1]).config(EagleConfig)
 
@@ -84,21 +84,21 @@ def test_a_list_of_methods_keeps_their_numbers():
     assert join_method(*split_method(found[1])) == found[1]
 
 
-def test_two_methods_in_turn_come_apart_again():
+def test_options_of_a_combination_are_split_by_method():
     parts = ["suffix:min_prob=0.2", "eagle:draft=./head.d:top_k=3"]
     assert in_turn(*parts) == "suffix+eagle:suffix.min_prob=0.2:eagle.draft=./head.d:eagle.top_k=3"
     joined = options_by_part(*split_method(in_turn(*parts) + ":min_first=6"))
     assert joined == {"": {"min_first": "6"}, "suffix": {"min_prob": "0.2"}, "eagle": {"draft": "./head.d", "top_k": "3"}}
 
 
-def test_a_folder_says_what_it_holds(home):
+def test_the_kind_of_a_folder_is_recognised(home):
     held = {path.name: kind_of(path) for path in home.iterdir()}
     assert {PROPOSERS.get(kind.name).drafts_with for kind in (MODEL, MEDUSA, EAGLE)} == {MODEL, MEDUSA, EAGLE}
     assert held == {"target": MODEL, "draft": MODEL, "medusa": MEDUSA, "eagle1": EAGLE, "eagle3": EAGLE}
     assert kind_of(home / "nowhere") is None
 
 
-def test_the_draft_named_for_a_method_comes_before_the_general_one_and_that_before_its_own(embedded):
+def test_the_methods_draft_precedes_the_general_one_and_the_targets_own(embedded):
     drafts = family.drafts()
     assert set(drafts) == {"draft", "medusa", "eagle1", "eagle3"}
     assert chosen_draft(PROPOSERS.get("eagle"), None, None, drafts) == embedded / "eagle3"
@@ -117,7 +117,7 @@ def test_the_draft_named_for_a_method_comes_before_the_general_one_and_that_befo
         ("suffix+medusa", "draft", "use method 'draft' with it"),
     ],
 )
-def test_a_draft_of_another_kind_says_which_method_uses_it(method, name, said, home):
+def test_the_error_for_a_draft_of_another_kind_names_its_method(method, name, said, home):
     kind = PROPOSERS.get(method)
     with pytest.raises(OutriderError, match=said):
         kind.build(setting(draft=str(home / name)))
@@ -125,7 +125,7 @@ def test_a_draft_of_another_kind_says_which_method_uses_it(method, name, said, h
         kind.drafts_in({}, home / name, {})
 
 
-def test_a_target_that_comes_without_heads_says_so(home):
+def test_a_target_without_heads_is_reported(home):
     with pytest.raises(OutriderError, match="'eagle3' is not among those that come with this target: give eagle:draft="):
         chosen_draft(PROPOSERS.get("eagle"), None, None, {"draft": home / "draft"})
 
@@ -133,7 +133,7 @@ def test_a_target_that_comes_without_heads_says_so(home):
 @pytest.mark.parametrize(
     "method", ["draft", "medusa", "eagle", "eagle:draft=eagle1:top_k=2", "suffix+eagle:eagle.draft=eagle1"]
 )
-def test_each_method_finds_its_own_among_the_embedded(method, embedded):
+def test_each_method_finds_its_draft_of_the_embedded_target(method, embedded):
     llm = LLM(method=method, num_draft_tokens=3, **OPTIONS)
     plain = LLM(method="plain", **OPTIONS)
     assert (
@@ -145,7 +145,7 @@ def test_each_method_finds_its_own_among_the_embedded(method, embedded):
         assert llm.proposer.head.head.shape.generation == (1 if "eagle1" in method else 3)
 
 
-def test_without_a_method_the_embedded_draft_model_drafts(embedded):
+def test_the_embedded_draft_model_is_the_default_of_the_embedded_target(embedded):
     assert LLM(**OPTIONS).proposer.name == "draft"
 
 
@@ -167,7 +167,7 @@ def test_bench_compares_methods_with_a_draft_each(embedded, capsys, monkeypatch)
     assert {"draft", "medusa", "eagle:draft=eagle1:top_k=2"} <= {cell["method"] for cell in document["cells"]}
 
 
-def test_the_command_line_refuses_a_wrong_draft_before_it_loads_anything(home, capsys, monkeypatch):
+def test_the_command_line_rejects_a_wrong_draft_before_loading(home, capsys, monkeypatch):
     from outrider.cli import main
 
     given = ["--target", str(home / "target"), "--draft", str(home / "draft"), "--method", "eagle", "hi"]

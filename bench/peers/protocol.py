@@ -119,13 +119,12 @@ def serve(factory: Callable[[WorkerArgs], Engine]) -> None:
     sys.stdout = sys.stderr
     args = parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
-    start = time.perf_counter()
     try:
         engine = factory(args)
     except Exception as error:  # the driver shows it as one line
         _answer(answers, {"error": _one_line(error)})
         raise SystemExit(1) from error
-    _answer(answers, {"error": None, "load_seconds": time.perf_counter() - start, "meta": _meta(engine, args)})
+    _answer(answers, {"error": None})
     for line in sys.stdin:
         _answer(answers, _handle(engine, args, json.loads(line)))
     engine.drop()
@@ -133,9 +132,6 @@ def serve(factory: Callable[[WorkerArgs], Engine]) -> None:
 
 def _handle(engine: Engine, args: WorkerArgs, message: dict[str, Any]) -> dict[str, Any]:
     try:
-        if message.get("drop"):
-            engine.drop()
-            return {"error": None}
         return _run(engine, args, Request(**message))
     except Exception as error:
         return {"error": _one_line(error)}

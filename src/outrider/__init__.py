@@ -19,28 +19,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# torch's OpenMP threads would spin after each of its operations on cores that the kernels' own threads need: prompts took 1.4
-# times as long. Read when torch is loaded; without effect if that was before.
+# Otherwise torch's OpenMP threads spin after each operation on cores that the kernels' own threads need: prefill took 1.4 times
+# as long. OpenMP reads the variable when torch is loaded, so it has no effect if torch was imported before.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# Imported lazily: `import outrider` must not take the seconds that importing torch and transformers takes.
-_HOMES = {
-    "LLM": "outrider.engine.llm",
-    "Chunk": "outrider.engine.outputs",
-    "Completion": "outrider.engine.outputs",
-    "Context": "outrider.types",
-    "Generation": "outrider.engine.outputs",
-    "GenerationInterrupted": "outrider.engine.outputs",
-    "GenerationStats": "outrider.engine.stats",
-    "OutriderError": "outrider.errors",
-    "PlainProposer": "outrider.proposers.plain",
-    "Proposal": "outrider.types",
-    "Proposer": "outrider.proposers.base",
-    "SamplingParams": "outrider.sampling_params",
-    "ScriptedProposer": "outrider.proposers.base",
-    "Verdict": "outrider.types",
-    "chain_proposal": "outrider.proposers.base",
-}
 
 __all__ = [
     "LLM",
@@ -59,8 +41,18 @@ __all__ = [
     "Verdict",
     "chain_proposal",
 ]
-__getattr__ = lazy_exports(__name__, _HOMES)
+_MODULES = {
+    "outrider.engine.llm": ("LLM",),
+    "outrider.engine.outputs": ("Chunk", "Completion", "Generation", "GenerationInterrupted"),
+    "outrider.engine.stats": ("GenerationStats",),
+    "outrider.errors": ("OutriderError",),
+    "outrider.proposers.base": ("Proposer", "ScriptedProposer", "chain_proposal"),
+    "outrider.proposers.plain": ("PlainProposer",),
+    "outrider.sampling_params": ("SamplingParams",),
+    "outrider.types": ("Context", "Proposal", "Verdict"),
+}
+__getattr__ = lazy_exports(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted({*globals(), *__all__})

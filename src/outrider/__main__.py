@@ -1,4 +1,4 @@
-"""``python -m outrider``: the same as the command ``outrider``."""
+"""``python -m outrider`` runs the command ``outrider``."""
 
 from outrider.cli import run
 

@@ -1,7 +1,7 @@
-"""The cache folder: compiled kernels and passes, packed weights, exports and inflated models, kept between runs.
+"""The cache folder: compiled kernels and passes, packed weights, exports and inflated models.
 
-What is found here is loaded as code. So, as ssh does with its keys, a folder or file that somebody else could have written is
-refused, and every compiled file carries the hash of its content in its name, which is checked before the file is loaded.
+Files of the cache are loaded as code. Therefore, as ssh does with keys, a folder or file that another user could have written
+is rejected, and the name of each compiled file contains the hash of its content, which is checked before it is loaded.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def lasting_dir(*parts: str) -> Path:
-    """A writable folder of the cache, made with mode 0700 if missing, into which nobody but this user and root can write.
+    """Return a folder of the cache that only this user and root can write, created with mode 0700 if missing.
 
-    The cache is ``$OUTRIDER_CACHE``, else ``$XDG_CACHE_HOME/outrider``, else ``~/.cache/outrider``. Raises ``OutriderError``,
-    in one line, where there can be none.
+    The cache is ``$OUTRIDER_CACHE``, else ``$XDG_CACHE_HOME/outrider``, else ``~/.cache/outrider``. Raises ``OutriderError`` if
+    the folder cannot be created or written or is not safe.
     """
     try:
         folder = _root().joinpath(*parts)
@@ -38,7 +38,7 @@ def lasting_dir(*parts: str) -> Path:
             missing.mkdir(mode=0o700, exist_ok=True)
         problem = _unsafe(folder)
         if problem is None:
-            with tempfile.TemporaryFile(dir=folder):  # tells more than the mode: a whole file system may be read-only
+            with tempfile.TemporaryFile(dir=folder):  # the mode is not enough: the file system may be read-only
                 return folder
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
         problem = _in_words(error)
@@ -46,23 +46,24 @@ def lasting_dir(*parts: str) -> Path:
 
 
 def cache_dir(*parts: str) -> Path:
-    """``lasting_dir``, or where there can be none, after one warning, a private folder that is removed with this process."""
+    """Return ``lasting_dir``; if it fails, warn once and return a private folder that is removed when this process exits."""
     try:
         return lasting_dir(*parts)
     except OutriderError as error:
-        return _instead(str(error), *parts)
+        return _temporary_dir(str(error), *parts)
 
 
 def find(kind: str, key: str, suffix: str) -> Path | None:
-    """The file that ``store`` put into the folder ``kind`` under this key; None where there is none that may be loaded.
+    """Return the file that ``store`` saved in the folder ``kind`` under this key; None if there is none that is safe to load.
 
-    A file that is damaged or that others may write is removed, a folder that others may write is left alone: one warning each.
+    A file that is damaged or writable by other users is removed; a folder writable by other users is ignored. Both are logged
+    as warnings.
     """
-    with suppress(RuntimeError, OSError):  # no home folder, or one that may not be looked into
+    with suppress(RuntimeError, OSError):  # no home folder, or an unreadable one
         folder = _root() / kind
         problem = _unsafe(folder) if folder.is_dir() else None
         if problem is not None:
-            _instead(f"the cache folder cannot be used: {problem}")
+            _temporary_dir(f"the cache folder cannot be used: {problem}")
         else:
             found = _intact(folder, key, suffix)
             if found is not None:
@@ -71,11 +72,11 @@ def find(kind: str, key: str, suffix: str) -> Path | None:
 
 
 def store(built: Path, kind: str, key: str, suffix: str) -> Path:
-    """Copies a finished file into the folder ``kind`` under its key and the hash of its content, and returns the copy.
+    """Copy a finished file into the folder ``kind``, named by its key and the hash of its content; return the copy.
 
-    A process or machine that stops in between leaves no half file: the copy is written aside, flushed to the disk and renamed.
-    What another process has stored under the key since is kept and returned. Where the cache cannot be written, the copy is
-    kept for this process alone. Raises ``OSError`` where not even that is possible.
+    The copy is written to a temporary file, flushed to the disk and renamed, so that a crash leaves no partial file. If another
+    process has stored a file under the key meanwhile, that one is returned. If the cache cannot be written, the copy is kept
+    until this process exits. Raises ``OSError`` if that fails too.
     """
 
     def copy(to: BinaryIO) -> None:
@@ -85,14 +86,11 @@ def store(built: Path, kind: str, key: str, suffix: str) -> Path:
     try:
         return write(kind, key, suffix, copy)
     except OutriderError as error:
-        return _stored(copy, _instead(str(error), kind), key, suffix)
+        return _stored(copy, _temporary_dir(str(error), kind), key, suffix)
 
 
 def write(kind: str, key: str, suffix: str, fill: Callable[[BinaryIO], None]) -> Path:
-    """Stores what ``fill`` writes into a file, as ``store`` does, but only where it lasts.
-
-    Raises ``OutriderError`` where the cache cannot be written.
-    """
+    """Store what ``fill`` writes, as ``store`` does. Raises ``OutriderError`` if the cache is not writable."""
     try:
         return _stored(fill, lasting_dir(kind), key, suffix)
     except OSError as error:  # a full disk
@@ -100,7 +98,7 @@ def write(kind: str, key: str, suffix: str, fill: Callable[[BinaryIO], None]) ->
 
 
 def discard(kind: str, key: str, suffix: str, keep: Path | None = None) -> None:
-    """Removes the files of the folder ``kind`` whose key begins like this, except one; what cannot be removed stays."""
+    """Remove the files of the folder ``kind`` whose names start with this key, except ``keep``. Errors are ignored."""
     with suppress(RuntimeError, OSError):
         for path in (_root() / kind).glob(f"{key}-*{suffix}"):
             if path != keep:
@@ -108,14 +106,14 @@ def discard(kind: str, key: str, suffix: str, keep: Path | None = None) -> None:
 
 
 def _root() -> Path:
-    """Raises ``RuntimeError`` where there is no home folder and nothing names another place."""
+    """Return the cache folder. Raises ``RuntimeError`` if there is no home folder and no variable names another one."""
     own, shared = os.environ.get("OUTRIDER_CACHE"), os.environ.get("XDG_CACHE_HOME")
     return Path(os.path.abspath(own or Path(shared or Path.home() / ".cache") / "outrider"))
 
 
 def _in_words(error: Exception) -> str:
     place = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
-    return f"{getattr(error, 'strerror', None) or error}{place}; OUTRIDER_CACHE names another one"
+    return f"{getattr(error, 'strerror', None) or error}{place}; set OUTRIDER_CACHE to use another one"
 
 
 @cache
@@ -125,30 +123,30 @@ def _temporary_root() -> Path:
     return folder
 
 
-def _instead(problem: str, *parts: str) -> Path:
-    if not _temporary_root.cache_info().currsize:  # once a process
-        logger.warning("%s; until then what is compiled is kept for this process alone", problem)
+def _temporary_dir(problem: str, *parts: str) -> Path:
+    if not _temporary_root.cache_info().currsize:  # once per process
+        logger.warning("%s; until then compiled files are kept for this process only", problem)
     folder = _temporary_root().joinpath(*parts)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 
 
 def _unsafe(folder: Path) -> str | None:
-    """Why others could put files into the folder, or another folder in its place, and what to do; None where they cannot."""
-    if not hasattr(os, "getuid"):  # Windows, whose rights are not in the mode
+    """Return why other users could write into or replace the folder, and what to do about it; None if they cannot."""
+    if not hasattr(os, "getuid"):  # on Windows the mode does not contain the permissions
         return None
     for path in _chain(folder):
         status = path.lstat()
         if status.st_uid not in (os.getuid(), 0):
-            return f"{path} belongs to another user (uid {status.st_uid}); OUTRIDER_CACHE names another one"
-        is_sticky = path != folder and status.st_mode & stat.S_ISVTX  # as /tmp: entries are renamed by their owners alone
+            return f"{path} belongs to another user (uid {status.st_uid}); set OUTRIDER_CACHE to use another one"
+        is_sticky = path != folder and status.st_mode & stat.S_ISVTX  # such as /tmp: only owners can rename entries
         if not stat.S_ISLNK(status.st_mode) and status.st_mode & OTHERS_MAY_WRITE and not is_sticky:
-            return f"others may write to {path} (mode {stat.S_IMODE(status.st_mode):04o}); chmod go-w {path}"
+            return f"other users can write to {path} (mode {stat.S_IMODE(status.st_mode):04o}); run chmod go-w {path}"
     return None
 
 
 def _chain(folder: Path) -> Iterator[Path]:
-    """The folder, what stands above it, and the same behind symbolic links."""
+    """Yield the folder and its parents, before and after resolving symbolic links."""
     yield from dict.fromkeys(path for each in (folder, folder.resolve()) for path in (each, *each.parents))
 
 
@@ -160,19 +158,19 @@ def _intact(folder: Path, key: str, suffix: str) -> Path | None:
             problem = f"cannot be read ({error.strerror})"
         if problem is None:
             return path
-        logger.warning("%s %s: it is not loaded, but built anew", path, problem)
+        logger.warning("%s %s: it is removed and built again", path, problem)
         with suppress(OSError):
             path.unlink()
     return None
 
 
 def _damage(path: Path, suffix: str) -> str | None:
-    """Why a file of the cache is not to be loaded; None where it is."""
+    """Return why a file of the cache must not be loaded; None if it is safe."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         return "is not a file"
     if hasattr(os, "getuid") and (status.st_uid not in (os.getuid(), 0) or status.st_mode & OTHERS_MAY_WRITE):
-        return "could have been written by others"
+        return "can be written by other users"
     if not path.name.endswith(f"-{_content_hash(path)}{suffix}"):
         return "is damaged"
     return None
@@ -202,7 +200,7 @@ def _stored(fill: Callable[[BinaryIO], None], folder: Path, key: str, suffix: st
 
 
 def _flush_folder(folder: Path) -> None:
-    """Makes a rename last over a power cut, where the system lets a folder be flushed."""
+    """Flush a rename to the disk, on systems that can flush folders."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

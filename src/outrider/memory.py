@@ -1,4 +1,4 @@
-"""How much memory and how many cores this process may use, and how much memory weights take."""
+"""Memory and CPU cores available to this process, and the size of model weights."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 from outrider.errors import OutriderError
 
 GROUPS = Path("/sys/fs/cgroup")
-UNLIMITED = 1 << 60  # version 1 of control groups writes a number like this for no limit
+UNLIMITED = 1 << 60  # control groups version 1 report a larger number if there is no limit
 
 
 def free_memory() -> int | None:
-    """Return the bytes of memory that this process may still take; None if unknown."""
+    """Return the bytes of memory that this process may still allocate; None if unknown."""
     return _least(_meminfo("MemAvailable:"), group_limit())
 
 
 def total_memory() -> int | None:
-    """Return the bytes of memory that this process may take at most: the machine's or its control group's; None if unknown."""
+    """Return the bytes of memory of the machine, or of this process's control group if lower; None if unknown."""
     return _least(_meminfo("MemTotal:"), group_limit())
 
 
@@ -29,7 +29,7 @@ def group_limit() -> int | None:
 
 
 def num_cores() -> int:
-    """Return how many cores this process may use: by its affinity, and by its control group's share of time, rounded up."""
+    """Return the number of cores that this process may use: its affinity, or its control group's quota rounded up if lower."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limits = [own]
     for name in _group_files("", "cpu.max"):
@@ -42,9 +42,9 @@ def num_cores() -> int:
 
 
 def _group_files(controller: str, name: str) -> list[Path]:
-    """Files of that name of this process's control group, and of the root: in a container the group's own folder is the root.
+    """Return the paths of a file of this process's control group, in its folder and in the root, which it is in a container.
 
-    ``controller``: of version 1; empty for version 2.
+    ``controller``: name of the controller in version 1; empty for version 2.
     """
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -60,7 +60,7 @@ def _group_files(controller: str, name: str) -> list[Path]:
 
 
 def weight_files(source: Path) -> list[Path]:
-    """Return the files of weights that are read of a folder, those of the first format where it has two, or of a GGUF file."""
+    """Return the weight files that are loaded from a folder (of one format only) or from a GGUF file."""
     if source.suffix == ".gguf" and source.is_file():
         return [source]
     kinds = (sorted(source.glob(f"*{suffix}")) for suffix in (".safetensors", ".bin", ".pt", ".gguf"))
@@ -68,9 +68,9 @@ def weight_files(source: Path) -> list[Path]:
 
 
 def refuse_too_large(source: str | Path, growth: int = 1) -> None:
-    """Raise ``OutriderError`` if the weights in a local folder exceed this process's memory.
+    """Raise ``OutriderError`` if the weights in a local folder exceed the memory of this process.
 
-    ``growth``: bytes in memory per byte of the files.
+    ``growth``: bytes in memory per byte in the files.
     """
     needed, total = growth * sum(file.stat().st_size for file in weight_files(Path(source))), total_memory()
     if total is not None and needed > total:
@@ -81,7 +81,7 @@ def refuse_too_large(source: str | Path, growth: int = 1) -> None:
 
 
 def size(num_bytes: float) -> str:
-    """``"1.3 GB"``"""
+    """Format a size, such as "1.3 GB"."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
 
 
@@ -92,7 +92,7 @@ def _least(*numbers: int | None) -> int | None:
 def _number(file: Path) -> int | None:
     try:
         number = int(file.read_text())
-    except (OSError, ValueError):  # not there, or "max"
+    except (OSError, ValueError):  # no such file, or "max"
         return None
     return number if number < UNLIMITED else None
 

@@ -1,7 +1,7 @@
-"""How an option is declared: once, as a dataclass field with its default, the values it takes and its help.
+"""Declaration of options: each is declared once, as a dataclass field with its default, its kind of values and its help.
 
-The check of its values, the command-line flag, the key in a plan, the server's setting and the documentation all come from that
-declaration. Nothing here imports torch: ``outrider --help`` must be fast.
+Validation, command-line flags, plan keys, server settings and documentation are derived from the declaration. Imports no torch,
+so that ``outrider --help`` is fast.
 """
 
 from __future__ import annotations
@@ -23,48 +23,48 @@ INT32 = 2**31 - 1
 
 
 class Kind(Protocol):
-    """The values that an option takes."""
+    """The valid values of an option."""
 
     @property
     def expected(self) -> str:
-        """The values in words, for errors and documentation: "a whole number, at least 1"."""
+        """Description of the values for errors and documentation, such as "a whole number, at least 1"."""
         ...
 
     @property
     def flag_type(self) -> Any:
-        """The type of the command-line flag; text goes through ``read`` too."""
+        """Type of the command-line flag, whose value also passes through ``read``."""
         ...
 
     def read(self, value: Any) -> Any:
-        """The value in its one form: numpy scalars become Python numbers. Raises TypeError or ValueError if it has none."""
+        """Validate and normalise a value: numpy scalars become Python numbers. Raises TypeError or ValueError."""
         ...
 
 
 @dataclass(frozen=True)
 class Option:
-    """The declaration of one option, beside its field's name, type and default."""
+    """The declaration of one option, in the metadata of its field."""
 
     kind: Kind
     help: str
-    panel: str = ""  # heading under which the command line lists it
-    letter: str = ""  # one-letter flag: "-t"
+    panel: str = ""  # heading in the help of the command line
+    letter: str = ""  # one-letter flag, such as "t" for -t
     in_plan: bool = False
-    optional: bool = False  # None is a value: the default that ``help`` describes
+    optional: bool = False  # None is valid and stands for the default that ``help`` describes
 
     def in_text(self) -> Option:
-        """The option as a flag or a line of a file can give it: no objects, and leaving it out instead of None."""
+        """Return the option for flags and plan files, which cannot contain objects or None."""
         kind = self.kind.kind if isinstance(self.kind, Either) else self.kind
         return replace(self, kind=replace(kind, loaded=False) if isinstance(kind, Source) else kind, optional=False)
 
     def read(self, name: str, value: Any) -> Any:
-        """Return the value in its one form. Raises ``OutriderError`` naming the option, the value and what was expected."""
+        """Validate and normalise a value. Raises ``OutriderError`` with the option, the value and what was expected."""
         if value is None and self.optional:
             return None
         try:
             return self.kind.read(value)
         except (TypeError, ValueError, ArithmeticError, RuntimeError):
-            more = " or None" if self.optional else ""
-            raise OutriderError(f"invalid {name} {shown(value)}: expected {self.kind.expected}{more}") from None
+            or_none = " or None" if self.optional else ""
+            raise OutriderError(f"invalid {name} {shown(value)}: expected {self.kind.expected}{or_none}") from None
 
 
 def option(
@@ -76,7 +76,7 @@ def option(
     letter: str = "",
     in_plan: bool = False,
 ) -> Any:
-    """Declare a dataclass field. ``default``: a value, or a type to call for an empty one."""
+    """Declare a dataclass field. ``default``: a value, or a type that is called to create it."""
     declared = {OPTION: Option(kind, help, panel, letter, in_plan, optional=default is None)}
     if isinstance(default, type):
         return field(default_factory=default, metadata=declared)
@@ -84,32 +84,32 @@ def option(
 
 
 def declared(config: Any) -> dict[str, Option]:
-    """The declared options of a dataclass (or an instance of one), by name, in order."""
+    """Return the declared options of a dataclass or its instance, by name, in order."""
     return {each.name: each.metadata[OPTION] for each in fields(config) if OPTION in each.metadata}
 
 
 def check(config: Any) -> None:
-    """Put every declared value of a dataclass instance into its one form. Raises ``OutriderError`` for the first wrong one."""
+    """Validate and normalise all options of a dataclass instance in place. Raises ``OutriderError``."""
     for name, each in declared(config).items():
         object.__setattr__(config, name, each.read(name, getattr(config, name)))
 
 
 def shown(value: object) -> str:
-    """A value as an error quotes it: its repr on one line, shortened."""
+    """Format a value for an error message: its repr on one line, shortened."""
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # a repr can fail: integers of more than 4300 digits, objects half made
+    except Exception:  # repr fails for integers of more than 4300 digits and for partly initialised objects
         text = f"of type {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:60]}... (type {type(value).__name__})"
 
 
 def scalar(value: Any) -> Any:
-    """The Python number inside a numpy scalar, a 0-d array or a 0-d tensor; anything else unchanged."""
+    """Convert a numpy scalar, 0-d array or 0-d tensor to a Python number; return anything else unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)) else value
 
 
 def whole_number(value: Any) -> int:
-    """Raises TypeError for anything but an integer; truth values are not integers here."""
+    """Convert an integer to int. Raises TypeError for anything else, including booleans."""
     if type(value) is int:
         return value
     value = scalar(value)
@@ -119,12 +119,12 @@ def whole_number(value: Any) -> int:
 
 
 def whole_numbers(values: Any) -> list[int]:
-    """A list, tuple, set, 1-d array or 1-d tensor of integers as Python integers. Raises TypeError for anything else."""
+    """Convert a list, tuple, set, 1-d array or 1-d tensor to Python integers. Raises TypeError for anything else."""
     return [whole_number(value) for value in (values if isinstance(values, AbstractSet) else as_sequence(values))]
 
 
 def as_sequence(values: Any) -> Sequence[Any]:
-    """A list or tuple as it is, an array or tensor as lists. Raises TypeError for text, bytes and anything without an order."""
+    """Return a list or tuple unchanged, an array or tensor as lists. Raises TypeError for text, bytes and non-sequences."""
     if callable(getattr(values, "tolist", None)):
         values = values.tolist()
     if isinstance(values, (str, bytes, bytearray, memoryview)) or not isinstance(values, Sequence):
@@ -134,7 +134,7 @@ def as_sequence(values: Any) -> Sequence[Any]:
 
 @dataclass(frozen=True)
 class Whole:
-    """Integers from ``at_least`` to ``at_most``; numpy's and 0-d tensors too, truth values not."""
+    """Integers from ``at_least`` to ``at_most``, including numpy integers and 0-d tensors, but not booleans."""
 
     at_least: int | None = None
     at_most: int | None = None
@@ -176,7 +176,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Flag:
-    """True or False. Text is not: ``"false"`` would be true."""
+    """True or False. Text is invalid, because ``"false"`` would be true."""
 
     expected: str = "True or False"
     flag_type: Any = bool
@@ -184,13 +184,13 @@ class Flag:
     def read(self, value: Any) -> bool:
         value = scalar(value)
         if not isinstance(value, bool):
-            raise TypeError("not a truth value")
+            raise TypeError("not a boolean")
         return value
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One of a few names; ``spelled`` puts other spellings of them into these."""
+    """One of a few names; ``spelled`` converts other spellings to these."""
 
     names: tuple[str, ...]
     spelled: Callable[[Any], Any] | None = None
@@ -239,7 +239,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Token ids: a list, tuple, set, 1-d array or 1-d tensor of integers from 0 on."""
+    """Token ids: a list, tuple, set, 1-d array or 1-d tensor of integers, at least 0."""
 
     at_least_one: bool = False
     flag_type: Any = None
@@ -257,7 +257,7 @@ class TokenIds:
 
 @dataclass(frozen=True)
 class Biases:
-    """Token id -> number added to its logit; minus infinity rules a token out."""
+    """Mapping from token ids to numbers added to their logits; minus infinity bans a token."""
 
     expected: str = "a mapping from token ids to numbers below infinity"
     flag_type: Any = None
@@ -274,8 +274,8 @@ class Biases:
 
 @dataclass(frozen=True)
 class Source:
-    """A model: a folder, a hub id or a loaded transformers model; ``heads``: loaded heads, which have no config, too.
-    Not ``loaded``: only what text can name."""
+    """A model: a folder, a hub id or, if ``loaded``, a loaded transformers model. ``heads``: also loaded heads, which have no
+    config."""
 
     heads: bool = False
     loaded: bool = True
@@ -307,13 +307,13 @@ class File:
     def read(self, value: Any) -> Path:
         path = Path(path_or_text(value))
         if not str(value).strip() or "\0" in str(value):
-            raise ValueError("no path")
+            raise ValueError("not a path")
         return path
 
 
 @dataclass(frozen=True)
 class Keyed:
-    """A mapping from text to ``values`` (anything, unless said)."""
+    """A mapping from text to ``values``; None allows any values."""
 
     expected: str
     values: Kind | None = None
@@ -327,11 +327,11 @@ class Keyed:
 
 @dataclass(frozen=True)
 class Either:
-    """What one kind takes, or an object that ``is_one`` says yes to."""
+    """A value of another kind, or an object for which ``is_one`` is true."""
 
     kind: Kind
     is_one: Callable[[Any], bool]
-    named: str  # the objects in words: "a Verifier"
+    named: str  # description of these objects, such as "a Verifier"
 
     @property
     def expected(self) -> str:
@@ -347,7 +347,7 @@ class Either:
 
 @dataclass(frozen=True)
 class Objects:
-    """Objects that ``is_one`` says yes to: nothing that could be written on a command line."""
+    """Objects for which ``is_one`` is true. They have no command-line flag."""
 
     expected: str
     is_one: Callable[[Any], bool]
@@ -360,12 +360,12 @@ class Objects:
 
 
 def has_methods(*names: str) -> Callable[[Any], bool]:
-    """A check for ``Objects`` and ``Either``: all of these can be called."""
+    """Return a predicate for ``Objects`` and ``Either``: whether an object has all of these methods."""
     return lambda value: all(callable(getattr(value, name, None)) for name in names)
 
 
 def path_or_text(value: Any) -> Any:
-    """A path-like object as text or a ``Path``: those two are all that libraries take. Raises TypeError for bytes."""
+    """Convert a path-like object to ``Path``, because libraries accept text and ``Path`` only. Raises TypeError for bytes."""
     if isinstance(value, (str, Path)):
         return value
     text = fspath(value)
@@ -393,5 +393,5 @@ def _figure(number: float) -> str:
 
 
 def flag_name(name: str) -> str:
-    """``max_tokens`` -> ``--max-tokens``."""
+    """Return the flag of an option: ``max_tokens`` -> ``--max-tokens``."""
     return "--" + name.replace("_", "-")

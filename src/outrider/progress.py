@@ -1,4 +1,4 @@
-"""Signs of life from work that takes longer than anybody waits in silence. Knows clocks and loggers, not the work."""
+"""Progress messages of long-running work."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
-PERIOD = 3.5  # seconds between two reports: with what is late, a user sees one at least every five
+PERIOD = 3.5  # seconds between two messages; with delays, one appears at least every 5 seconds
 
 
 @contextmanager
 def reported_every(period: float, report: Callable[[float], None]) -> Iterator[None]:
-    """Call ``report`` with the seconds elapsed, every ``period`` seconds from a helper thread, until the block ends."""
+    """Call ``report`` with the elapsed seconds every ``period`` seconds, from another thread, until the block ends."""
     started, ended = monotonic(), threading.Event()
 
     def run() -> None:
@@ -31,9 +31,10 @@ def reported_every(period: float, report: Callable[[float], None]) -> Iterator[N
 
 @contextmanager
 def logged(logger: logging.Logger, what: str, expected: float) -> Iterator[None]:
-    """Log ``what`` as the block begins, then its progress every few seconds, and the seconds it took where it succeeds.
+    """Log ``what`` when the block starts, its progress every few seconds, and its duration if it succeeds.
 
-    ``expected``: the seconds it usually takes. Progress records carry ``is_progress``, so that a screen may show only the last.
+    ``expected``: its usual duration in seconds. Progress records have the attribute ``is_progress``, so that a terminal can
+    show only the last one.
     """
 
     def report(elapsed: float) -> None:

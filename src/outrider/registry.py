@@ -1,4 +1,4 @@
-"""Names of methods and verifiers, imported when asked for. Apart from its own file, a method's name stands only here."""
+"""Names of methods and verifiers, imported on first use. Source code names a method only here and in the method's own file."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 from outrider.errors import OutriderError
 
-AUTO = "auto"  # the method, or the number of drafts, that fits
+AUTO = "auto"  # choose the method, or the number of drafts, automatically
 
 
 class Registry:
-    """Maps a name to ``module:attribute``, imported on first use, so that listing names is cheap."""
+    """Maps names to ``module:attribute``, imported on first use, so that listing names is fast."""
 
     def __init__(self, kind: str, entries: dict[str, str], joint: str | None = None) -> None:
-        """``joint`` makes one entry of two, for names joined by "+"."""
+        """``kind``: for errors. ``joint``: ``module:attribute`` that combines two entries, for names joined by "+"."""
         self.kind = kind
         self._entries = dict(entries)
         self._joint = joint
 
     def register(self, name: str, entry: Any) -> None:
-        """Add a name: ``"package.module:attribute"`` or the object itself. Raises ``OutriderError`` where it is taken."""
+        """Add a name: ``"package.module:attribute"`` or the object itself. Raises ``OutriderError`` if the name is taken."""
         if name in self._entries:
             raise OutriderError(f"{self.kind} {name!r} is already registered")
         self._entries[name] = entry
@@ -33,7 +33,7 @@ class Registry:
         return iter(self._entries)
 
     def get(self, name: str) -> Any:
-        """The entry of that name. Raises ``OutriderError`` naming the known ones."""
+        """Return the entry of a name. Raises ``OutriderError``, which lists the known names, for an unknown one."""
         first, plus, second = name.partition("+")
         if plus and self._joint is not None:
             return _imported(self._joint)(self.get(first), self.get(second))
@@ -76,7 +76,7 @@ VERIFIERS = Registry(
     },
 )
 
-# What AUTO means: with a draft, with a draft that has another tokenizer, and where no drafter is found.
+# The methods of AUTO: with a draft model, with one that has another tokenizer, and without a drafter.
 DEFAULT_METHOD_WITH_DRAFT = "draft"
 DEFAULT_METHOD_WITH_FOREIGN_DRAFT = "cross-tokenizer"
 DEFAULT_METHOD = "suffix"

@@ -1,4 +1,4 @@
-"""What a user may choose about one generation. Imports no torch: the command line reads these declarations."""
+"""Sampling parameters of a request. Imports no torch, because the command line reads these declarations."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ if TYPE_CHECKING:
 
 
 class Matcher(Protocol):
-    """How far one answer has come in its grammar."""
+    """Grammar state of one request."""
 
     def allowed(self, output: Sequence[int], path: Sequence[int]) -> Tensor | None:
-        """bool [V] on the CPU: tokens that may follow the output so far and, behind it, the drafts of ``path``.
+        """Return the tokens allowed after the output and the drafts of ``path``, as bool [V] on the CPU.
 
-        None where the grammar says nothing: these drafts break it, or end the text. No token where none can follow them. An
+        None if no mask exists, because these drafts break the grammar or end the text; no token if none can follow them. An
         exception ends the request if ``path`` is empty; otherwise it counts as no token.
         """
         ...
 
 
 class Grammar(Protocol):
-    """A form that answers must have; it serves any number of requests."""
+    """A compiled grammar, shared by any number of requests."""
 
     def matcher(self) -> Matcher:
-        """For one more answer."""
+        """Return a matcher for a new request."""
         ...
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What the user asks of one generation. The same values shape the draft's and the target's distribution.
+    """Sampling parameters of a request, which apply to the draft's and the target's distribution alike.
 
-    Logits become probabilities in this order: logit bias and token masks, penalties, temperature, top-k, top-p, min-p.
-    The defaults are those of ``LLM``, of the command line and of the server: greedy decoding. numpy scalars and arrays, 0-d and
-    1-d tensors are taken as the numbers in them. Raises ``OutriderError`` for any other type and for a value out of bounds.
+    Order of application: logit bias and token masks, grammar, penalties, temperature, top-k, top-p, min-p. The defaults are
+    those of ``LLM``, the command line and the server: greedy decoding. Numpy scalars and arrays, 0-d and 1-d tensors are
+    converted to Python numbers. Raises ``OutriderError`` for any other type and for a value out of bounds.
     """
 
     max_tokens: int = option(Whole(1, INT32), 256, "Maximum number of tokens to generate.", panel=SAMPLING)

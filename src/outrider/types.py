@@ -1,8 +1,6 @@
-"""Data types of speculative decoding, shared by all modules.
+"""Data types of speculative decoding, shared by all modules. Independent of models, caches, methods and the loop.
 
-This module knows nothing of models, caches, methods or the loop.
-
-A *round* is: propose -> score -> verify -> commit. Each arrow is one of the dataclasses below.
+A *round* is: propose -> score -> verify -> commit. Each arrow passes one of the dataclasses below.
 """
 
 from __future__ import annotations
@@ -20,14 +18,14 @@ from outrider.sampling_params import Grammar as Grammar
 from outrider.sampling_params import Matcher as Matcher
 from outrider.sampling_params import SamplingParams as SamplingParams
 
-# Logit of a token that a draft cannot emit. Its probability is zero unless masks (a grammar's) leave no other token; minus
-# infinity would leave no distribution then. It stays finite in float32 under temperatures and penalties.
-UNSAID = -1e30
+# Logit of a token that a draft cannot emit. Its probability is zero, unless a grammar mask leaves only such tokens: with minus
+# infinity there would be no distribution then. It stays finite in float32 under temperatures and penalties.
+IMPOSSIBLE_LOGIT = -1e30
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One running generation. Only the scheduler appends to ``token_ids``; all other code only reads."""
+    """One running generation. Only the scheduler appends to ``token_ids``; all other code only reads it."""
 
     request_id: str
     token_ids: list[int]  # committed tokens: the prompt, then the output
@@ -44,7 +42,7 @@ class Request:
 
 
 class Randomness(Protocol):
-    """The two random decisions of a verifier. Tests replace it by one that enumerates every outcome."""
+    """The two random decisions of a verifier. Tests use an implementation that enumerates every outcome."""
 
     def bernoulli(self, probs: Tensor) -> Tensor:
         """Draw independent Bernoulli variables: float [B, N] in [0, 1] -> bool [B, N]."""
@@ -59,7 +57,7 @@ class BatchSampler(Randomness, Protocol):
     """Turn logits into probabilities and tokens for the B requests of a round; ``outrider.sampling.Sampler`` implements it.
 
     ``logits[:, j]`` follows draft ``start + j - 1`` (-1: the last committed token). ``drafts`` [B, >= start + M - 1] are the
-    round's drafts so far, a chain or, with ``parents``, a tree. ``lens`` [B]: drafts that count; the logits beyond are ignored.
+    round's drafts so far, a chain or, with ``parents``, a tree. ``lens`` [B]: valid drafts; logits after them are ignored.
     """
 
     requests: tuple[Request, ...]
@@ -69,7 +67,7 @@ class BatchSampler(Randomness, Protocol):
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether ``tokens`` decides the round and no coin is needed: all requests are greedy, or noise is coupled."""
+        """Whether the round needs no random decisions: all requests are greedy, or noise is coupled."""
         ...
 
     def tokens(
@@ -80,7 +78,7 @@ class BatchSampler(Randomness, Protocol):
         start: int = 0,
         lens: Tensor | None = None,
     ) -> Tensor:
-        """[B, M, V] -> int64 [B, M]: the argmax, with coupled noise where asked for, or a draw. Raises ``InvalidLogits``."""
+        """[B, M, V] -> int64 [B, M]: the argmax (of logits plus noise if coupled), or a sample. Raises ``InvalidLogits``."""
         ...
 
     def probs(
@@ -91,21 +89,21 @@ class BatchSampler(Randomness, Protocol):
         start: int = 0,
         lens: Tensor | None = None,
     ) -> Tensor:
-        """[B, M, V] -> float32 [B, M, V] after the whole sampler set; greedy rows are one-hots. Raises ``InvalidLogits``."""
+        """[B, M, V] -> float32 [B, M, V] after all sampler settings; greedy rows are one-hots. Raises ``InvalidLogits``."""
         ...
 
     def confidences(
         self, logits: Tensor, drafts: Tensor | None = None, parents: Tensor | None = None, start: int = 0
     ) -> Tensor:
-        """[B, M, V] -> [B, M, V]: the probability that ``tokens`` returns each token in a deterministic round."""
+        """[B, M, V] -> [B, M, V]: estimates of the probability that ``tokens`` returns each token in a deterministic round."""
         ...
 
     def draw(self, probs: Tensor, index: int) -> Tensor:
-        """Draw draft ``index`` of the round: [B, V] -> int64 [B]; it depends on (seed, committed length, index) alone."""
+        """Sample draft ``index`` of the round: [B, V] -> int64 [B]. The noise is keyed by (seed, committed length, index)."""
         ...
 
     def take(self, rows: Sequence[int]) -> BatchSampler:
-        """The sampler of these requests alone, in this order."""
+        """Return the sampler of these requests, in this order."""
         ...
 
 
@@ -117,16 +115,16 @@ class Context:
     limits: tuple[int, ...]  # maximum useful drafts per request in this round (0 allowed); B entries
     sampler: BatchSampler  # turns logits into probabilities or tokens, for draft and target alike
     hidden: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
-    # index -> B tensors [T_b, H]: target features (see Scores) of the committed tokens read since the last call, in order. All
-    # calls together cover the sequence from its first token, each token once, without the last one, which no pass has read
-    # yet. They start again after ``Proposer.release``.
+    # index -> B tensors [T_b, H]: target hidden states (see Scores) of the committed tokens processed since the last call, in
+    # order. Together the calls cover each token from the first once, except the last one, which no pass has processed yet.
+    # They start again at the first token after ``Proposer.release``.
 
     @property
     def request_ids(self) -> tuple[str, ...]:
         return tuple(request.request_id for request in self.requests)
 
     def take(self, rows: Sequence[int]) -> Context:
-        """The context of these requests alone, in this order."""
+        """Return the context of these requests, in this order."""
         if len(rows) == len(self.requests):
             return self
         hidden = {index: [states[b] for b in rows] for index, states in self.hidden.items()}
@@ -141,15 +139,15 @@ class Context:
 
 @dataclass(frozen=True)
 class PartialPass:
-    """What drafting computed with the target's own first layers. The score takes it over and runs the other layers only."""
+    """Hidden states that drafting computed with the target's first layers. Scoring reuses them and runs the other layers."""
 
-    depth: int  # layers run
+    depth: int  # number of layers run
     starts: Mapping[str, int]  # request id -> tokens in the target's cache before the first of ``tokens``
-    tokens: Mapping[str, Sequence[int]]
-    hidden: Mapping[str, Tensor]  # [T, H]: states after those layers, of each of the tokens
+    tokens: Mapping[str, Sequence[int]]  # request id -> T processed tokens
+    hidden: Mapping[str, Tensor]  # request id -> [T, H]: output of those layers for each of the tokens
 
     def num_known(self, request_id: str, start: int, tokens: Sequence[int]) -> int:
-        """How many of these tokens, which follow ``start`` cached ones, it holds from the first on."""
+        """Return the length of the prefix of ``tokens``, which follow ``start`` cached ones, whose hidden states it holds."""
         if self.starts.get(request_id) != start:
             return 0
         pairs = enumerate(zip(tokens, self.tokens[request_id], strict=False))
@@ -160,9 +158,9 @@ class PartialPass:
 class Proposal:
     """Drafts for B requests: a chain (``parents=None``) or a tree of N nodes.
 
-    In a tree ``parents[b, i] < i`` (-1 is the root, the last committed token) and siblings are ordered as they are to be tried.
+    In a tree ``parents[b, i] < i`` (-1 is the root, the last committed token), and the verifier tries siblings in index order.
     ``probs[b, i]`` is the distribution that draft i was sampled from, *given that its earlier siblings were sampled and
-    rejected*: sampling without replacement is up to the proposer, and the verifier is independent of the method.
+    rejected*: the proposer may sample with or without replacement, and the verifier is independent of the method.
     """
 
     token_ids: Tensor  # [B, N] int64; root and bonus excluded; right-padded
@@ -170,8 +168,8 @@ class Proposal:
     probs: Tensor | None = None  # [B, N, V] float32; None: every draft is a point mass
     parents: Tensor | None = None  # [B, N] int64; None: a chain
     partial_pass: PartialPass | None = None  # where the target's own first layers drafted
-    forced: Tensor | None = None  # [B, N] bool, on the CPU: drafts that a grammar determines; set by the engine only
-    own: Tensor | None = None  # [B, N] bool, on the CPU: drafts that are the proposer's; given with ``forced``
+    forced: Tensor | None = None  # [B, N] bool, on the CPU: drafts determined by a grammar; set by the engine only
+    own: Tensor | None = None  # [B, N] bool, on the CPU: the proposer's drafts; given with ``forced``
 
     @staticmethod
     def empty(batch: int, device: torch.device | str = "cpu") -> Proposal:
@@ -183,21 +181,21 @@ class Proposal:
         return self.token_ids.shape[1]
 
     def take(self, rows: Sequence[int]) -> Proposal:
-        """The drafts of these requests, in this order."""
+        """Return the drafts of these requests, in this order."""
         index = list(rows)
         return self._with(lambda values: values[index], self.lens[index])
 
     def narrow(self, lens: Sequence[int]) -> Proposal:
-        """The first ``lens[b]`` drafts of each request, no wider than the longest."""
+        """Return the first ``lens[b]`` drafts of each request, without common padding."""
         width = max(lens, default=0)
         if width == 0:
             return replace(Proposal.empty(len(lens), self.token_ids.device), partial_pass=self.partial_pass)
         return self._with(lambda values: values[:, :width], torch.tensor(lens, dtype=torch.long))
 
     def first_paths(self) -> tuple[Proposal, Tensor]:
-        """Of each request's tree the chain of first children, and the index of each of its drafts in the tree: [B, D].
+        """Reduce each request's tree to its chain of first children; also return their indices in the tree, [B, D].
 
-        What depends on no draws but those of the drafts themselves: their distributions stay true.
+        The chain is lossless: first children were sampled before any sibling, so ``probs`` are still their distributions.
         """
         assert self.parents is not None
         paths: list[list[int]] = []
@@ -214,7 +212,7 @@ class Proposal:
         return replace(self._with(lambda values: values[index], lens), parents=None), nodes
 
     def scatter(self, rows: Sequence[int], batch: int) -> Proposal:
-        """The same drafts as those of requests ``rows`` of a larger batch, whose other requests have none."""
+        """Return these drafts as rows ``rows`` of a larger batch; its other requests have no drafts."""
         index = torch.tensor(rows, dtype=torch.long)
 
         def spread(values: Tensor) -> Tensor:
@@ -239,9 +237,9 @@ class Scores:
 
     logits: Tensor  # [B, N + 1, V] float32
     hidden: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
-    # index -> B tensors [T_b + 1 + lens[b], H]: of the committed tokens before the root that this round read, in order, then of
-    # the root and of its drafts
-    first_layer: int = 0  # first layer of the pass: drafting already ran those before it
+    # index -> B tensors [T_b + 1 + lens[b], H]: of the committed tokens before the root that this pass processed, in order,
+    # then of the root and of its drafts
+    first_layer: int = 0  # first layer of the pass: drafting already ran the layers before it
 
 
 @dataclass(frozen=True)
@@ -250,17 +248,17 @@ class Verdict:
 
     path: Tensor  # [B, D] int64, on the CPU: indices of accepted drafts, root to leaf, -1 padded
     num_accepted: Tensor  # [B] int64, on the CPU
-    next_token: Tensor  # [B] int64, on the CPU: recovered (after a rejection) or bonus (all accepted) token
+    next_token: Tensor  # [B] int64, on the CPU: corrected (after a rejection) or bonus (all accepted) token
 
     def take(self, rows: Sequence[int]) -> Verdict:
-        """The verdict on these requests, in this order."""
+        """Return the verdict for these requests, in this order."""
         index = list(rows)
         return Verdict(self.path[index], self.num_accepted[index], self.next_token[index])
 
 
 @dataclass(slots=True)
 class PhaseTimes:
-    """Seconds by phase of a round. ``host`` is everything that no other phase is."""
+    """Seconds by phase of a round. ``host`` is all time outside the other phases."""
 
     draft: float = 0.0
     score: float = 0.0
@@ -271,7 +269,7 @@ class PhaseTimes:
 
     @property
     def total(self) -> float:
-        return self.draft + self.score + self.verify + self.host + self.read + self.draft_prefill
+        return sum(self.by_phase().values())
 
     def by_phase(self) -> dict[str, float]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -287,25 +285,25 @@ class PhaseTimes:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round in numbers, as the ledger booked it: drafts asked for, proposed and accepted, and seconds.
+    """Counts and times of one round, as the ledger recorded them.
 
-    Depths and what was accepted are those of the proposer's drafts, without those that a grammar left no choice about.
+    ``depths``, ``num_accepted`` and ``judged`` count the proposer's drafts, without those determined by a grammar.
     """
 
-    k: int  # drafts asked for
+    k: int  # drafts requested from the proposer
     lens: list[int]  # drafts scored, per request
-    depths: list[int]  # the longest path of drafts, per request: lens, unless they are trees
+    depths: list[int]  # longest path of drafts, per request; equal to its number of drafts for chains
     num_accepted: list[int]
     times: PhaseTimes
     first_layer: int = 0  # of the target pass: drafting ran the layers before it
     is_cold: bool = False  # a plain round with cold CPU caches, soon after a model drafted
-    judged: list[int] | None = None  # steps of depth reached; given for trees, whose accepted path may end at a leaf early
-    forced: list[int] | None = None  # drafts per request, among ``lens``, that a grammar left no choice about; None: no such
-    reaches: list[int] | None = None  # the longest path of the proposer's drafts, forced ones included; None: ``depths``
+    judged: list[int] | None = None  # depths that the verifier reached; needed for trees: a path may end at a leaf early
+    forced: list[int] | None = None  # drafts determined by a grammar, per request, included in ``lens``; None: none
+    reaches: list[int] | None = None  # longest path of the proposer's drafts, forced ones included; None: ``depths``
 
     @property
     def num_judged(self) -> list[int]:
-        """Steps of depth that the verifier reached: all drafts before them were accepted."""
+        """Number of depths that the verifier reached: all drafts before each of them were accepted."""
         if self.judged is not None:
             return self.judged
         return [min(accepted + 1, depth) for accepted, depth in zip(self.num_accepted, self.depths, strict=True)]
@@ -315,6 +313,6 @@ class Round:
 class Finding:
     """One check before serving, and its result."""
 
-    level: Literal["ok", "note", "suspicious", "wrong"]  # wrong: it does not fit
-    topic: str  # "vocabulary"
+    level: Literal["ok", "note", "suspicious", "wrong"]  # wrong: the method does not fit the target
+    topic: str  # such as "vocabulary"
     text: str  # one sentence

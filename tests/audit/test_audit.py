@@ -14,7 +14,7 @@ from outrider.audit import wrong
 from outrider.audit.certificate import Certificate, document
 from outrider.audit.greedy import Difference, GreedyResult
 from outrider.audit.rig import Rig, Way
-from outrider.audit.sampling import AS_IS, STRESSED, Caught, Plan, Question, audit_samples, judge, make_plan
+from outrider.audit.sampling import AS_IS, STRESSED, Caught, Outcome, Plan, Question, audit_samples, judge, make_plan
 from outrider.audit.watching import Stressed
 from outrider.proposers.base import ScriptedProposer
 from outrider.proposers.plain import PlainProposer
@@ -55,7 +55,7 @@ def audited(rig: Rig, drafts: TableDraft) -> Certificate:
     return certificate(rig, Way(drafts, RejectionVerifier(), 2))
 
 
-def test_a_right_verifier_is_certified_and_every_wrong_one_is_caught(audited: Certificate) -> None:
+def test_a_correct_verifier_is_certified_and_every_wrong_one_caught(audited: Certificate) -> None:
     assert audited.verdict == "certified", (audited.findings, audited.doubts)
     told = document(audited)
     controls = told["sampling"]["controls"]
@@ -82,7 +82,12 @@ def plan(audited: Certificate) -> Plan:
 def test_a_wrong_verifier_is_not_certified(rig: Rig, drafts: TableDraft, plan: Plan, control: wrong.Control) -> None:
     """Whoever shows in the drafts as they are needs none of the many samples with others in their place."""
     enough = plan if plan.reach[control.name].part == STRESSED else few_stressed(plan)
-    assert judge(rig, Way(drafts, control.verifier(5), 2), QUESTION, enough, quiet).least_p() <= QUESTION.alpha
+    assert least_p(judge(rig, Way(drafts, control.verifier(5), 2), QUESTION, enough, quiet)) <= QUESTION.alpha
+
+
+def least_p(outcome: Outcome) -> float:
+    """Return the smallest adjusted p-value; 0 if an impossible token was emitted."""
+    return 0.0 if outcome.impossible else min((value for values in outcome.adjusted.values() for value in values), default=1.0)
 
 
 def few_stressed(plan: Plan) -> Plan:
@@ -96,12 +101,12 @@ def test_point_masses_and_truncation_pass_too(rig: Rig, drafts: TableDraft, veri
     copying = ScriptedProposer.of_chains(lambda context, k: [request.token_ids[-k:] for request in context.requests])
     for proposer in (drafts, copying):
         way = Way(proposer, verifier, 2)
-        assert judge(rig, way, question, make_plan(rig, way, question, quiet), quiet).least_p() > question.alpha
+        assert least_p(judge(rig, way, question, make_plan(rig, way, question, quiet), quiet)) > question.alpha
 
 
 def test_a_lossy_verifier_fails_and_is_called_lossy(rig: Rig, drafts: TableDraft, plan: Plan) -> None:
     way = Way(drafts, TypicalVerifier(), 2)
-    assert judge(rig, way, QUESTION, few_stressed(plan), quiet).least_p() <= 1e-6
+    assert least_p(judge(rig, way, QUESTION, few_stressed(plan), quiet)) <= 1e-6
     assert Certificate("m", "TypicalVerifier", way.verifier.lossless, QUESTION, GreedyResult(1, 1, 0, 0)).verdict == "lossy"
 
 
@@ -112,7 +117,7 @@ def test_a_control_that_is_not_caught_makes_it_void(audited: Certificate) -> Non
     assert found.verdict == "void" and "leaky" in found.doubts[0]
 
 
-def test_rare_bonus_tokens_are_told_and_rare_accepted_ones_make_it_void(audited: Certificate) -> None:
+def test_rare_bonus_tokens_give_a_remark_and_rare_accepted_ones_void(audited: Certificate) -> None:
     assert audited.sampling is not None
 
     def without(origin: str) -> Certificate:
@@ -130,7 +135,7 @@ def test_a_method_that_does_not_draft_is_refused(rig: Rig) -> None:
         make_plan(rig, Way(PlainProposer(), RejectionVerifier(), 2), QUESTION, quiet)
 
 
-def test_what_would_take_too_long_is_refused(rig: Rig, drafts: TableDraft) -> None:
+def test_audits_with_too_many_samples_are_refused(rig: Rig, drafts: TableDraft) -> None:
     with pytest.raises(OutriderError, match="--max-samples"):
         make_plan(rig, Way(drafts, RejectionVerifier(), 2), replace(QUESTION, tv=0.002), quiet)
 
@@ -147,7 +152,7 @@ def test_a_failing_proposer_makes_it_void(rig: Rig, plan: Plan) -> None:
     assert outcome.faults > 0
 
 
-def test_the_target_told_by_plain_decoding_is_the_table(rig: Rig) -> None:
+def test_follow_reports_the_targets_distributions(rig: Rig) -> None:
     laws: dict[tuple[int, ...], torch.Tensor] = {}
 
     def show(prefixes: list[tuple[int, ...]], probs: torch.Tensor) -> None:
@@ -159,7 +164,7 @@ def test_the_target_told_by_plain_decoding_is_the_table(rig: Rig) -> None:
     assert torch.allclose(laws[5,], wanted, atol=1e-6)
 
 
-def test_replaced_drafts_say_what_they_were_drawn_from(rig: Rig) -> None:
+def test_replaced_drafts_have_correct_probabilities(rig: Rig) -> None:
     stressed, seen = Stressed(ScriptedProposer.of_chains(lambda context, k: [[4] * k for _ in context.requests]), seed=1), []
     way = Way(_Spy(stressed, seen), RejectionVerifier(), 2)
     for _ in rig.sample(way, [3, 1, 4], SamplingParams(temperature=1.0), 600, 3, seed=2):
@@ -195,7 +200,7 @@ class _Coins:
 
 
 @pytest.mark.parametrize("parents", [None, [[-1, -1, 0]]], ids=["chain", "tree"])
-def test_wrong_verifiers_are_wrong_in_the_way_they_say(parents: list[list[int]] | None) -> None:
+def test_wrong_verifiers_have_the_documented_distributions(parents: list[list[int]] | None) -> None:
     tree = None if parents is None else torch.tensor(parents)
     proposal = Proposal(torch.tensor([[0, 1, 2]]), torch.tensor([3]), None, tree)
     target = torch.full((1, 4, 4), 0.1)
@@ -223,7 +228,7 @@ def test_a_gap_within_rounding_is_a_tie_and_a_larger_one_a_defect() -> None:
 
 
 @pytest.mark.parametrize(("rounding", "resolution"), [(0.5, 1e-6), (1.5, 0.2)])
-def test_runs_further_apart_than_rounding_explains_are_no_ties(rounding: float, resolution: float) -> None:
+def test_differences_beyond_rounding_are_not_ties(rounding: float, resolution: float) -> None:
     """A cache that is wrong moves every score: with that for a measure any difference would be a tie."""
     result = GreedyResult(4, 100, rounding, resolution, [Difference(0, 3, 1, 2, (-1.0, -1.2), None, 0.2, is_tie=True)])
     found = Certificate("m", "v", True, replace(QUESTION, params=SamplingParams()), result)
@@ -232,7 +237,7 @@ def test_runs_further_apart_than_rounding_explains_are_no_ties(rounding: float, 
     assert found.verdict == "certified"
 
 
-def test_the_score_of_a_token_that_cannot_be_is_none_in_json() -> None:
+def test_the_score_of_an_impossible_token_is_null_in_json() -> None:
     result = GreedyResult(1, 9, 0.0, 1e-6, [Difference(0, 3, 1, 2, (-0.5, -math.inf), None, math.inf, is_tie=False)])
     told = document(Certificate("m", "v", True, replace(QUESTION, params=SamplingParams()), result))
     assert told["greedy"]["differences"][0]["plain_logprobs"] == [-0.5, None]

@@ -18,14 +18,14 @@ from outrider.types import Proposal
 NUMBERS = np.random.default_rng(0)
 
 
-def test_tails_and_limits_are_those_of_the_tables() -> None:
+def test_tails_and_limits_match_published_tables() -> None:
     assert statistics.chi_square_tail(3.841459, 1) == pytest.approx(0.05, rel=1e-5)
     assert statistics.chi_square_tail(18.307038, 10) == pytest.approx(0.05, rel=1e-5)
     assert statistics.chi_square_tail(149.449, 100) == pytest.approx(0.001, rel=1e-4)
     assert statistics.chi_square_tail(-1, 3) == 1
 
 
-def test_power_is_that_of_the_noncentral_law() -> None:
+def test_power_matches_the_noncentral_distribution() -> None:
     one = (1.959964 + 1.281552) ** 2  # one degree of freedom: a shifted normal variable, both tails
     assert statistics.needed_shift(1, 0.05, 0.9) == pytest.approx(one, rel=1e-4)
     for power in (0.3, 0.8, 0.99):
@@ -34,7 +34,7 @@ def test_power_is_that_of_the_noncentral_law() -> None:
     assert statistics.needed_shift(30, 0.01, 0.01 + 1e-9) == pytest.approx(0, abs=1e-4)
 
 
-def test_holm_is_holm() -> None:
+def test_holm_matches_its_definition() -> None:
     assert statistics.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert statistics.holm([0.9, 0.6]) == [1.0, 1.0]
     assert statistics.holm([]) == []
@@ -72,12 +72,12 @@ def rejects(evidence: Evidence, alpha: float) -> bool:
     return min(statistics.holm([test.p_value for test in evidence.tests()])) <= alpha
 
 
-def test_a_right_system_is_refused_no_more_often_than_said() -> None:
+def test_false_alarms_keep_the_stated_level() -> None:
     num_alarms = sum(rejects(evidence_of(LAWS[0].numpy()), 0.05) for _ in range(200))
     assert num_alarms <= 19  # exceeded by Binomial(200, 0.05) once in a hundred times
 
 
-def test_every_test_sees_the_tokens_it_should() -> None:
+def test_every_test_counts_its_tokens() -> None:
     tests = {(test.name, test.place): test for test in evidence_of(LAWS[0].numpy()).tests()}
     assert set(tests) == {("G", 1), ("calibration", 1), ("G", 2), ("calibration", 2), ("likelihood ratio", None)}
     assert tests["G", 1].num_tokens == tests["calibration", 2].num_tokens == 400
@@ -85,7 +85,7 @@ def test_every_test_sees_the_tokens_it_should() -> None:
     assert tests["G", 2].num_tokens < 400  # after rare tokens there is too little to count
 
 
-def test_a_law_that_is_off_by_the_smallest_tv_is_caught_at_the_power_said() -> None:
+def test_the_smallest_tv_is_detected_at_the_stated_power() -> None:
     law, num_samples = LAWS[0].numpy(), 1000
     order = np.argsort(law)
     half = order[np.searchsorted(np.cumsum(law[order]), 0.5) :]  # the hardest to see: likely tokens all a little likelier
@@ -121,7 +121,7 @@ def test_a_leak_is_caught_after_the_planned_number_of_rounds() -> None:
     assert gauge.smallest_leak(1, threshold, 0.99) is None
 
 
-def test_where_passes_round_differently_unlikely_tokens_still_tell_and_borders_do_not() -> None:
+def test_rounding_at_borders_is_tolerated_but_unlikely_tokens_still_count() -> None:
     """Tokens that the target would hardly ever say, let through; and one that truncation leaves out, drawn once."""
     law = torch.tensor([[0.6, 0.4 - 1e-6, 1e-6, 0.0]], dtype=torch.float64)
     draft = [0.6, 0.39, 0.01, 1e-6]

@@ -38,7 +38,7 @@ RUN = (
 )
 REFUSED = {
     "bigbird_pegasus": "both ways",
-    "cpmant": "does not say over Outrider's cache what it says without a cache",
+    "cpmant": "gives different logits with Outrider's cache than without a cache",
     "deepseek_v4": "a cache of their own (heavily_compressed_attention)",
     "deepseek_v32": "an index of their own",
     "inkling_text": "position_bias",
@@ -49,7 +49,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_the_text_of_a_sample_of_architectures_is_generates(name, monkeypatch):
+def test_sampled_architectures_match_generate(name, monkeypatch):
     monkeypatch.setattr("outrider.bench.architectures.compare.NEW_TOKENS", 14)
     result = compare(name, ("plain", "draft"))
     assert (result.verdict, result.reason) == ("runs", "")
@@ -57,14 +57,14 @@ def test_the_text_of_a_sample_of_architectures_is_generates(name, monkeypatch):
     assert 0 < accepted < drafted  # both kinds of round are in the comparison
 
 
-def test_an_exit_before_a_layer_that_text_alone_skips_is_refused():
+def test_early_exit_before_a_skipped_layer_is_refused():
     """Cross-attention layers of mllama run only with an image."""
     result = compare("mllama", ("early-exit",))
     assert result.cells["early-exit"].startswith("refused: ") and "skips these layers" in result.cells["early-exit"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_run_is_refused_with_its_reason(name):
+def test_unsupported_models_are_refused_with_a_reason(name):
     result = compare(name)
     assert result.verdict == "refused"
     assert REFUSED[name] in result.reason
@@ -80,7 +80,7 @@ def _hang(name, answer):
 
 
 @pytest.mark.parametrize("work, said", [(_crash, "the process ended with code 3"), (_hang, "no result after 0 s")])
-def test_a_model_that_crashes_or_hangs_is_one_result_and_takes_nothing_with_it(work, said, monkeypatch):
+def test_a_crash_or_hang_affects_one_result_only(work, said, monkeypatch):
     monkeypatch.setattr(sweep, "_work", work)
     results = list(sweep.run(["llama", "gpt2"], jobs=2, timeout=60.0 if work is _crash else 0.2))
     assert sorted((each.name, each.verdict, each.reason) for each in results) == [
@@ -89,7 +89,7 @@ def test_a_model_that_crashes_or_hangs_is_one_result_and_takes_nothing_with_it(w
     ]
 
 
-def test_a_run_goes_on_where_the_last_one_ended_and_writes_the_page(tmp_path, monkeypatch):
+def test_a_run_resumes_and_writes_the_page(tmp_path, monkeypatch):
     asked = []
 
     def run(names, jobs, timeout):
@@ -107,7 +107,7 @@ def test_a_run_goes_on_where_the_last_one_ended_and_writes_the_page(tmp_path, mo
     assert "| llama | same | same | same | same | same |" in document.read_text()
 
 
-def test_the_page_says_why_a_method_or_a_model_is_refused():
+def test_the_page_gives_the_reason_of_a_refusal():
     cells = dict.fromkeys(METHODS, "same") | {"early-exit": "refused: LlamaForCausalLM does not run its layers in parts"}
     results = [
         Result("llama", "runs", cells=cells),

@@ -27,7 +27,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM(make_folder(tmp_path_factory.mktemp("bench") / "model"), method="plain", compile="never", max_batch=2)
 
 
-def test_contenders_share_the_target_and_leave_no_trace(llm: LLM) -> None:
+def test_contenders_share_the_target_and_restore_its_engine(llm: LLM) -> None:
     contenders, engine, policy = Contenders(llm), llm.engine, llm.engine.policy
     prompt = workloads.encode(llm.tokenizer, workloads.Prompt("x", "for i in range(10):\n    print(i)\nfor i in"))
     plan = Plan((NGRAM,), {"x": [prompt]}, max_tokens=20)
@@ -64,7 +64,7 @@ def test_plain_and_contenders_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts processes as Linux shows them")
-def test_busy_processes_run_beside_the_measurement_and_no_longer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_processes_run_only_during_the_measurement(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     running: list[int] = []
     real = grid.generate
 
@@ -86,7 +86,7 @@ def children() -> set[str]:
     return set(folder.read_text().split())
 
 
-def test_no_contender_remembers_a_text_from_another_s_run_or_from_before_a_repeat(llm: LLM) -> None:
+def test_contenders_do_not_remember_outputs_of_other_runs_or_repeats(llm: LLM) -> None:
     contenders = Contenders(llm)
     first, second = (Contender("suffix:earlier_tokens=4000", k) for k in (3, 5))
     params = Plan((), {}, max_tokens=20).params(0, 0)
@@ -109,7 +109,7 @@ def rounds(*accepted: int, lens: int = 4) -> list[Round]:
     return [Round(lens, [lens], [lens], [n], PhaseTimes(0.1, 0.2, 0.05, 0.01)) for n in accepted]
 
 
-def test_rates_are_those_of_the_glossary() -> None:
+def test_rates_match_the_glossary() -> None:
     run = Run(token_ids=[[1] * 11], batches=[Batch(11, 3.0, 1, 1.0)])
     run.add_rounds(rounds(4, 0, 2), decode_seconds=2.0)
     assert run.histogram == Counter({4: 1, 0: 1, 2: 1})
@@ -138,7 +138,7 @@ def test_cells_are_medians_of_ratios_within_a_repeat() -> None:
     assert 2.0 <= low < 4.0 < high <= 5.0
 
 
-def test_a_run_keeps_latencies_memory_and_the_prediction_of_plain_decoding(llm: LLM) -> None:
+def test_a_run_records_latencies_memory_and_predicted_plain_speed(llm: LLM) -> None:
     prompts = [
         workloads.encode(llm.tokenizer, workloads.Prompt("x", text)) for text in ("for i in range(10):", "def add(", "The")
     ]
@@ -154,7 +154,7 @@ def test_a_run_keeps_latencies_memory_and_the_prediction_of_plain_decoding(llm: 
     assert cell["expected_speedup"] is None and cell["cost_ratio"] is None
 
 
-def test_decoding_begins_when_every_prompt_has_its_first_tokens(tmp_path: Path) -> None:
+def test_decoding_starts_after_the_first_tokens_of_every_prompt(tmp_path: Path) -> None:
     llm = LLM(make_folder(tmp_path), method="plain", compile="never", max_batch=2, prefill_chunk=20)
     prompts = [[7, 8, 9], [10 + i % 30 for i in range(90)]]  # the second is read in five parts, while the first one goes on
     run = generate(Contenders(llm), PLAIN_CONTENDER, prompts, Plan((), {}, max_tokens=12).params(0, 0), 2)
@@ -167,7 +167,7 @@ def test_decoding_begins_when_every_prompt_has_its_first_tokens(tmp_path: Path) 
     assert cell["time_to_first_token_ms"]["p50"] == pytest.approx(1e3 * batch.waits[0], rel=1e-3)
 
 
-def test_a_target_that_fails_ends_the_measurement(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_target_ends_the_measurement(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     score = llm.runner.score
 
     def failing(context: Context, proposal: Proposal, hidden: tuple[int, ...] = ()) -> Scores:
@@ -182,7 +182,7 @@ def test_a_target_that_fails_ends_the_measurement(llm: LLM, monkeypatch: pytest.
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="this system does not tell the peak")
-def test_the_peak_of_memory_is_that_since_the_watch_began() -> None:
+def test_peak_memory_counts_from_the_start_of_the_measurement() -> None:
     import torch
 
     def peak(num_bytes: int) -> int:
@@ -198,7 +198,7 @@ def test_the_peak_of_memory_is_that_since_the_watch_began() -> None:
 PLAIN_MS = {"draft": 0.0, "score": 10.0, "verify": 0.0, "host": 0.0}
 
 
-def test_a_machine_that_is_the_formulas_leaves_no_difference() -> None:
+def test_costs_that_match_the_formula_give_no_difference() -> None:
     alpha, k, tau = 0.5, 2.0, 1 + 0.5 + 0.25
     found = Rounds({"draft": 2.0, "score": 10.0, "verify": 0.0, "host": 0.0}, PLAIN_MS, tau, alpha, k, step_ms=1.0)
     assert found.cost_ratio == 0.1 and found.expected == pytest.approx(tau / 1.2)
@@ -216,7 +216,7 @@ def test_a_machine_that_is_the_formulas_leaves_no_difference() -> None:
         ("acceptance", {"draft": 2.0, "score": 10.0, "verify": 0.0, "host": 0.0}, 1.2),
     ],
 )
-def test_the_part_that_costs_more_than_the_formula_thinks_is_named(part: str, ms: dict[str, float], tau: float) -> None:
+def test_the_part_that_exceeds_the_formula_is_named(part: str, ms: dict[str, float], tau: float) -> None:
     rounds_ = Rounds(ms, PLAIN_MS, tau, 0.5, 2.0, step_ms=1.0)
     measured = tau * 10 / sum(ms.values())
     parts = rounds_.difference(measured)
@@ -225,7 +225,7 @@ def test_the_part_that_costs_more_than_the_formula_thinks_is_named(part: str, ms
     assert all(value == pytest.approx(0) for name, value in parts.items() if name != part)
 
 
-def test_acceptance_by_position_is_told_of_rounds_and_of_drafts_reached() -> None:
+def test_acceptance_by_position_covers_rounds_and_reached_drafts() -> None:
     run = Run(batches=[Batch(10, 1.0)], token_ids=[[1] * 10])
     run.add_rounds(rounds(4, 0, 2, lens=4), decode_seconds=1.0)
     cell = cells.cells([Group(0.0, 1, "x", [{PLAIN_CONTENDER: run, NGRAM: run}])])[1]
@@ -234,7 +234,7 @@ def test_acceptance_by_position_is_told_of_rounds_and_of_drafts_reached() -> Non
     assert cell["mean_k"] == 4 and cell["draft_acceptance_rate"] == 0.5
 
 
-def test_a_tree_is_reached_by_depth_not_by_its_number_of_drafts() -> None:
+def test_reached_drafts_of_a_tree_are_counted_by_depth() -> None:
     run = Run()
     run.add_rounds([Round(3, [9], [3], [3], PhaseTimes(0.3, 0.2, 0.0, 0.0))], decode_seconds=1.0)
     assert run.num_drafts == 9 and run.num_judged == 3 and run.acceptance_rate == 1.0

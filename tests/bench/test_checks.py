@@ -33,7 +33,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> object:
         ("tune_check", ["--out", "file/x.json"], "cannot write --out"),
     ],
 )
-def test_bad_input_ends_a_check_before_it_runs(
+def test_invalid_input_ends_a_check_before_it_runs(
     script, name: str, options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.chdir(tmp_path)
@@ -44,20 +44,20 @@ def test_bad_input_ends_a_check_before_it_runs(
     assert ended.value.code and message in f"{ended.value.code} {capsys.readouterr().err}"
 
 
-def test_a_result_that_cannot_be_written_is_printed_all_the_same(script, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_a_result_that_cannot_be_written_is_still_printed(script, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     assert script("outcome").told({"holds": False, "seconds": 3600}, tmp_path) == 1
     out, err = capsys.readouterr()
     assert json.loads(out.splitlines()[-1]) == {"holds": False, "seconds": 3600} and "cannot write" in err
 
 
-def test_nothing_holds_where_no_method_was_checked(script) -> None:  # type: ignore[no-untyped-def]
+def test_a_check_without_methods_does_not_hold(script) -> None:  # type: ignore[no-untyped-def]
     good, holds = {"invalid": 0, "forbidden_drafts": 0}, script("grammar_check").holds
     assert holds({"plain": good, "medusa": {"skipped": "no heads"}})
     assert not holds({"magic": {"skipped": "unknown method"}})
     assert not holds({"plain": good | {"invalid": 1}}) and not holds({"ngram": good | {"forbidden_drafts": 1}})
 
 
-def test_a_port_that_another_server_has_ends_the_soak(script) -> None:  # type: ignore[no-untyped-def]
+def test_an_occupied_port_ends_the_soak_test(script) -> None:  # type: ignore[no-untyped-def]
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit, match="choose another --port"):

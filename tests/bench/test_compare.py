@@ -26,7 +26,7 @@ def words(before: dict[str, object], after: dict[str, object]) -> dict[str, str]
     return {each.after["workload"] + " " + each.after["method"]: each.verdict for each in compare(before, after).changes}
 
 
-def test_unchanged_documents_rarely_raise_an_alarm() -> None:
+def test_unchanged_documents_rarely_give_a_false_alarm() -> None:
     alarms = sum(compare(measured(2 * seed), measured(2 * seed + 1)).has_loss for seed in range(40))
     assert alarms <= 5  # at most 2 expected
 
@@ -38,7 +38,7 @@ def test_a_method_that_became_slower_is_found() -> None:
     assert said["code plain"] == "no significant change" and said["code draft"] == "slower"
 
 
-def test_a_machine_that_became_slower_is_told_from_a_method() -> None:
+def test_a_slower_machine_is_distinguished_from_a_slower_method() -> None:
     said = words(measured(1), measured(2, plain=75, draft=112.5))
     assert said["code plain"] == "slower" and said["code draft"] == "slower, like plain decoding"
     said = words(measured(1), measured(2, plain=140))
@@ -46,12 +46,12 @@ def test_a_machine_that_became_slower_is_told_from_a_method() -> None:
     assert not compare(measured(1), measured(2, plain=140)).has_loss  # nothing is slower
 
 
-def test_an_improvement_is_no_loss() -> None:
+def test_an_improvement_is_not_a_regression() -> None:
     found = compare(measured(1), measured(2, draft=190))
     assert not found.has_loss and {each.verdict for each in found.changes} == {"no significant change", "faster"}
 
 
-def test_cells_of_one_document_only_are_named_and_settings_that_differ_told() -> None:
+def test_unmatched_cells_and_different_settings_are_listed() -> None:
     before, after = measured(1), measured(1, device="cpu: another", dtype="bfloat16")
     after["cells"] = [*after["cells"][2:], cell("ngram", "auto", [1.0] * 3, [1.0] * 3, "code", temperature=0.8, batch=4)]
     found = compare(before, after)
@@ -60,19 +60,19 @@ def test_cells_of_one_document_only_are_named_and_settings_that_differ_told() ->
     assert found.settings == {"dtype": ("float32", "bfloat16"), "device": ("cpu: test", "cpu: another")}
 
 
-def test_on_another_machine_only_speedups_are_judged() -> None:
+def test_on_another_machine_only_speedups_are_compared() -> None:
     assert not compare(measured(1), measured(2, plain=50, draft=75, device="cpu: slow")).has_loss
     assert compare(measured(1), measured(2, plain=200, draft=220, device="cpu: fast")).has_loss
 
 
-def test_one_repeat_is_too_few_to_tell() -> None:
+def test_one_repeat_is_too_few() -> None:
     one = document([cell("plain", 0, [100.0], [100.0]), cell("draft", 4, [150.0], [100.0])])
     two = document([cell("plain", 0, [10.0], [10.0]), cell("draft", 4, [15.0], [10.0])])
     assert {each.verdict for each in compare(one, two).changes} == {"too few repeats"}
     assert not compare(one, two).has_loss
 
 
-def test_texts_that_came_to_differ_are_a_loss_whatever_the_speed() -> None:
+def test_fewer_equal_outputs_are_a_regression_at_any_speed() -> None:
     before, after = measured(1), measured(1)
     after["cells"][1]["same_text"] = 0.5
     found = compare(before, after)

@@ -56,7 +56,7 @@ def page() -> str:
     return html.page(grid(batches=(1, 4)))
 
 
-def test_nothing_is_asked_of_a_network(page: str) -> None:
+def test_the_report_needs_no_network(page: str) -> None:
     assert "http" not in page and "//" not in re.sub(r"/\*.*?\*/", "", page) and "@import" not in page
     for tag, name, value in Page(page).attributes:
         assert tag not in ("link", "script", "img", "iframe", "object")
@@ -65,7 +65,7 @@ def test_nothing_is_asked_of_a_network(page: str) -> None:
             assert "#" in value
 
 
-def test_every_figure_has_a_title_units_and_a_table(page: str) -> None:
+def test_every_plot_has_a_title_units_and_a_table(page: str) -> None:
     found = Page(page)
     assert set(found.titles) == FIGURES and len(found.figures) == len(FIGURES)
     for figure in found.figures:
@@ -81,30 +81,30 @@ def test_every_figure_has_a_title_units_and_a_table(page: str) -> None:
         assert label in found.text
 
 
-def test_colours_follow_the_reader(page: str) -> None:
+def test_colours_follow_the_colour_scheme(page: str) -> None:
     assert "prefers-color-scheme: dark" in page and "var(--ink)" in page
     drawn = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
     assert not re.search(r"#000000|#ffffff|black|white", drawn)
 
 
-def test_ids_are_not_used_twice_for_different_things(page: str) -> None:
+def test_element_ids_are_unique(page: str) -> None:
     meanings: dict[str, set[str]] = {}
     for name, rest in re.findall(r'\bid="([^"]+)"([^>]*)>', page):
         meanings.setdefault(name, set()).add(rest)
     assert meanings and all(len(found) == 1 for found in meanings.values())
 
 
-def test_text_of_the_document_is_no_markup(page: str) -> None:
+def test_text_of_the_document_is_escaped(page: str) -> None:
     assert "toy &lt;model&gt;" in page and "<model>" not in page
 
 
-def test_each_temperature_has_its_figures() -> None:
+def test_each_temperature_has_its_plots() -> None:
     found = Page(html.page(grid(temperatures=(0.0, 0.8))))
     assert "Greedy, batch 1" in found.text and "Temperature 0.8, batch 1" in found.text
     assert len(found.figures) == 2 * (len(FIGURES) - 1)  # one batch size: no plot over batch sizes
 
 
-def test_more_methods_than_colours_are_all_drawn_and_a_dollar_is_a_dollar() -> None:
+def test_more_methods_than_colours_and_dollar_signs_are_drawn() -> None:
     result = grid(batches=(1, 4))
     plain = [each for each in result["cells"] if each["k"] == 0]
     cells = [each for each in result["cells"] if each["method"] == "draft" and each["k"] == 4]
@@ -115,20 +115,20 @@ def test_more_methods_than_colours_are_all_drawn_and_a_dollar_is_a_dollar() -> N
     assert "2 more draft lengths are in the table only" in text
 
 
-def test_warnings_stand_on_the_page() -> None:
+def test_warnings_are_on_the_page() -> None:
     result = grid()
     result["cells"][1] |= {"same_text": 0.0, "faults": 3}
     text = Page(html.page(result | {"interrupted": True})).text
     assert "interrupted" in text and "differ from plain decoding" in text and "failed 3 times" in text
 
 
-def test_plain_alone_is_a_report_too() -> None:
+def test_plain_decoding_alone_gives_a_report() -> None:
     result = grid()
     result["cells"] = [cell for cell in result["cells"] if cell["method"] == "plain"]
     assert "Time per token by phase" in html.page(result)
 
 
-def test_a_library_that_is_missing_is_named_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(html, "NEEDED", ("matplotlib", "no_such_library"))
     with pytest.raises(OutriderError, match=r"needs no_such_library: pip install 'outrider\[report\]'"):
         html.page(grid())

@@ -50,7 +50,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_logits_equal_the_sources(tmp_path: Path, shape: Shape, tied: bool) -> None:
+def test_logits_equal_those_of_the_source(tmp_path: Path, shape: Shape, tied: bool) -> None:
     source = make_folder(tmp_path / "small", tie_word_embeddings=tied)
     perturb_norms(source)
     out = inflate(source, tmp_path / "large", shape, progress=False)
@@ -87,7 +87,7 @@ def test_norm_weights_are_scaled_exactly_in_bfloat16(tmp_path: Path, hidden: int
     assert torch.all(large[16:] == 0)
 
 
-def test_extra_weights_are_random_and_the_real_ones_few(tmp_path: Path) -> None:
+def test_extra_weights_are_random_and_real_ones_few(tmp_path: Path) -> None:
     source = make_folder(tmp_path / "small")
     out = inflate(source, tmp_path / "large", Shape(64, 5, 16, 4, 96), progress=False)
     weights = load_file(next(out.glob("model-*.safetensors")))
@@ -100,7 +100,7 @@ def test_extra_weights_are_random_and_the_real_ones_few(tmp_path: Path) -> None:
     assert note["parameters"] == sum(w.numel() for w in weights.values())
 
 
-def test_nothing_silent_is_constant_or_repeated(tmp_path: Path) -> None:
+def test_masked_weights_are_neither_constant_nor_repeated(tmp_path: Path) -> None:
     """Engines that store equal constants once, or compress zeros, would otherwise read less than the parameters say."""
     source = make_folder(tmp_path / "small")
     perturb_norms(source)
@@ -168,12 +168,12 @@ def test_the_cache_is_keyed_by_the_weights(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("size", ["", "b", "huge", "-1b", "nanb", "1e30b"])
-def test_a_size_that_means_nothing_is_refused(size: str) -> None:
+def test_an_invalid_size_is_refused(size: str) -> None:
     with pytest.raises(OutriderError, match="expected a size"):
         num_params(size)
 
 
-def test_what_cannot_be_inflated_is_refused(tmp_path: Path) -> None:
+def test_unsupported_sources_are_refused(tmp_path: Path) -> None:
     source = make_folder(tmp_path / "small")
     with pytest.raises(OutriderError, match="power of two"):
         inflate(source, tmp_path / "x", Shape(48, 4, 8, 4, 64))
@@ -190,7 +190,7 @@ def test_what_cannot_be_inflated_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
-def test_files_cut_short_are_told_in_one_line(tmp_path: Path) -> None:
+def test_truncated_files_give_a_one_line_error(tmp_path: Path) -> None:
     source = make_folder(tmp_path / "small")
     weights = (source / "model.safetensors").read_bytes()
     (source / "model.safetensors").write_bytes(weights[: len(weights) // 2])

@@ -94,7 +94,7 @@ def small_head(family, tmp_path_factory):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_large_head_drafts_what_the_small_one_does(kind, shape, family, small_head, tmp_path):
+def test_the_inflated_head_drafts_the_same_tokens(kind, shape, family, small_head, tmp_path):
     head, wanted = small_head(kind)
     assert drafted(family[shape], inflate_head(head, family[shape], tmp_path / "large")) == wanted
 
@@ -133,7 +133,7 @@ def test_a_head_is_inflated_once_for_each_target(family, tmp_path, monkeypatch):
     assert inflated_head(tmp_path / "head", family["four times as wide"]) != first
 
 
-def test_what_cannot_be_inflated_is_refused_in_one_line(family, tmp_path):
+def test_unsupported_heads_give_a_one_line_error(family, tmp_path):
     write_medusa(tmp_path / "head", VOCAB, 2)
     with pytest.raises(OutriderError, match="not an inflated model"):
         inflate_head(tmp_path / "head", family["small"], tmp_path / "out")

@@ -34,7 +34,7 @@ def by_definition(tokens: Sequence[int], max_period: int, min_repeats: int) -> l
 
 
 @given(st.lists(st.integers(0, 2), max_size=24), st.integers(1, 5), st.integers(2, 4))
-def test_loops_are_those_of_the_definition(tokens: list[int], max_period: int, min_repeats: int) -> None:
+def test_loops_match_the_definition(tokens: list[int], max_period: int, min_repeats: int) -> None:
     assert in_loops(tokens, max_period, min_repeats) == by_definition(tokens, max_period, min_repeats)
 
 
@@ -53,11 +53,11 @@ def test_loops_are_those_of_the_definition(tokens: list[int], max_period: int, m
         ([7, 7, 7, *FRESH], 0, 3 / 43),  # also where the text goes on
     ],
 )
-def test_where_a_loop_begins_and_how_much_of_the_text_is_in_loops(tokens: list[int], start: int, share: float) -> None:
+def test_loop_start_and_share(tokens: list[int], start: int, share: float) -> None:
     assert loop_start(tokens) == start and loop_share([tokens]) == pytest.approx(share)
 
 
-def test_a_text_ends_in_a_loop_or_has_left_it() -> None:
+def test_ends_in_loop_is_false_after_a_loop() -> None:
     assert ends_in_loop([*FRESH, 5, 5, 5]) and not ends_in_loop([5, 5, 5, *FRESH]) and not ends_in_loop([])
     assert loop_share([[5, 5, 5], FRESH]) == 3 / 43 and loop_share([]) == 0
 
@@ -85,7 +85,7 @@ def test_a_batch_is_cut_after_the_last_round_before_a_loop() -> None:
         assert whole.before([early]).num_tokens == 0
 
 
-def test_a_batch_is_cut_where_the_first_of_its_texts_loops_at_the_end_of_a_round() -> None:
+def test_a_batch_is_cut_at_the_round_before_its_first_loop() -> None:
     part = batch(tokens_per_round=2, num_rounds=10, prompts=3).before([21, 6, 21])
     assert (part.num_tokens, part.seconds, len(part.rounds)) == (15, 2.5, 2)
 
@@ -98,7 +98,7 @@ def run(tokens_per_round: int, num_rounds: int, text: list[int], seconds: float 
     return made
 
 
-def test_figures_before_loops_leave_out_the_loops() -> None:
+def test_results_before_loops_exclude_loops() -> None:
     text = [*FRESH[:31], *[7, 8] * 15]  # 61 tokens, the last 30 in a loop
 
     def speculative() -> Run:
@@ -122,14 +122,14 @@ def test_figures_before_loops_leave_out_the_loops() -> None:
     assert "49% of plain decoding's tokens are in loops" in warning and "31 of 61" in warning
 
 
-def test_without_loops_there_is_one_set_of_figures_and_no_warning() -> None:
+def test_without_loops_there_is_one_set_of_results_and_no_warning() -> None:
     repeats = [{PLAIN_CONTENDER: run(1, 30, FRESH[:31]), NGRAM: run(2, 15, FRESH[:31])}]
     found = cells.cells([Group(0.0, 1, "x", repeats)])
     assert [cell["before_loops"] for cell in found] == [None, None] and headline(found[1]) is found[1]
     assert loop_warnings(found) == []
 
 
-def test_a_text_that_loops_from_the_start_counts_for_nobody() -> None:
+def test_an_output_that_loops_from_the_start_is_excluded_for_all_contenders() -> None:
     looping, fresh = [7] * 31, FRESH[:31]
 
     def two(tokens_per_round: int, num_rounds: int, first: list[int]) -> Run:
@@ -148,7 +148,7 @@ def test_a_text_that_loops_from_the_start_counts_for_nobody() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_real_run_knows_when_each_token_came(tmp_path_factory: pytest.TempPathFactory, size: int) -> None:
+def test_a_real_run_records_token_arrivals(tmp_path_factory: pytest.TempPathFactory, size: int) -> None:
     folder = make_folder(tmp_path_factory.mktemp("loops") / "model")
     llm = LLM(folder, method="plain", compile="never", max_batch=2, prefill_chunk=20)
     prompts = [[7, 8, 9], [10 + i % 30 for i in range(90)]]

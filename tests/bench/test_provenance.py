@@ -29,12 +29,12 @@ from outrider.bench.provenance import command, commit, cpu_name, origin
         (["outrider", "bench", "serve", "--api-key=sk-1"], "outrider bench serve --api-key=hidden"),
     ],
 )
-def test_a_result_says_what_was_typed(argv: list[str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_records_the_command_line(argv: list[str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", argv)
     assert command() == told
 
 
-def test_a_script_is_named_by_its_path_from_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_script_is_named_by_its_relative_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "bench" / "tune_check.py"), "--repeat", "2"])
     assert command() == "python bench/tune_check.py --repeat 2"
@@ -48,7 +48,7 @@ def test_a_script_is_named_by_its_path_from_here(monkeypatch: pytest.MonkeyPatch
         (None, "a64 (8 cores)"),  # macOS
     ],
 )
-def test_a_processor_is_told_with_what_decides_its_speed(lines: str | None, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_is_named_with_its_instruction_sets(lines: str | None, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(path: Path) -> str:
         if lines is None:
             raise FileNotFoundError(path)
@@ -61,7 +61,7 @@ def test_a_processor_is_told_with_what_decides_its_speed(lines: str | None, told
     assert cpu_name() == told
 
 
-def test_a_commit_is_marked_where_code_that_measures_was_changed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_commit_with_uncommitted_changes_is_marked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def git(*words: str) -> None:
         command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
         subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
@@ -84,7 +84,7 @@ def test_a_commit_is_marked_where_code_that_measures_was_changed(monkeypatch: py
     assert marked == [True, True, False] and not (commit() or "+").endswith("+")
 
 
-def test_every_result_says_where_it_comes_from() -> None:
+def test_every_result_records_its_provenance() -> None:
     """As README has it: version, commit, machine, command, date."""
     found = origin()
     assert {"version", "commit", "cpu", "command", "date", "versions"} == set(found)

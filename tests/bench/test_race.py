@@ -21,7 +21,7 @@ PARAMS = SamplingParams(max_tokens=40, temperature=0.7, seed=3, ignore_eos=True)
 
 
 @pytest.mark.parametrize("turn", [0.0, 0.02, 1e9])
-def test_a_lane_runs_until_it_is_a_turn_ahead(llm: LLM, turn: float) -> None:
+def test_a_lane_runs_until_it_leads_by_one_turn(llm: LLM, turn: float) -> None:
     race = Race(engines(llm), [5, 6, 7], PARAMS, turn)
     clocks = {lane.name: 0.0 for lane in race.lanes}
     last, ended = "", set()
@@ -41,7 +41,7 @@ def test_a_lane_runs_until_it_is_a_turn_ahead(llm: LLM, turn: float) -> None:
         assert lane.stats.tok_s == pytest.approx((40 - 1) / (lane.clock - lane.first_seconds))
 
 
-def test_a_race_leaves_no_request_behind(llm: LLM) -> None:
+def test_a_race_frees_its_requests(llm: LLM) -> None:
     race = Race(engines(llm), [5, 6, 7], PARAMS)
     steps = race.run()
     next(steps)
@@ -57,6 +57,6 @@ def test_stop_ends_every_lane_before_its_next_round(llm: LLM) -> None:
     assert sum(len(lane.output) for lane in race.lanes) == 1
 
 
-def test_a_prompt_that_leaves_no_room_is_refused(llm: LLM) -> None:
+def test_a_prompt_that_fills_the_context_is_refused(llm: LLM) -> None:
     with pytest.raises(OutriderError, match="no room"):
         list(Race(engines(llm), [5] * 300, PARAMS).run())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from outrider.bench.statistics import Timings, change, quantiles, speed_interval, speedup_interval
+from outrider.bench.statistics import Timings, change, percentiles, speed_interval, speedup_interval
 
 
 @pytest.mark.parametrize("level", [0.5, 0.95, 0.999])
@@ -17,18 +17,18 @@ def test_a_change_has_welch_s_interval_of_the_logarithms(before: list[float], af
     assert found is not None and found.interval == pytest.approx((np.exp(expected.low), np.exp(expected.high)), rel=1e-9)
 
 
-def test_quantiles_weigh_values() -> None:
-    assert quantiles([3.0, 1.0, 2.0], [1, 1, 1], [0.5, 0.95]) == [2.0, 3.0]
-    assert quantiles([10.0, 1.0], [1, 9], [0.5, 0.9, 0.95]) == [1.0, 1.0, 10.0]  # nine tokens came together, quickly
-    with pytest.raises(ValueError, match="no values"):
-        quantiles([], [], [0.5])
+def test_percentiles_weigh_values() -> None:
+    assert percentiles([3.0, 1.0, 2.0]) == {"p50": 2.0, "p95": 3.0}
+    assert percentiles([10.0, 1.0], [1, 9]) == {"p50": 1.0, "p95": 10.0}  # nine tokens arrived together, quickly
+    assert percentiles([10.0, 1.0], [1, 19]) == {"p50": 1.0, "p95": 1.0}
+    assert percentiles([]) is None
 
 
 def timings(seconds: np.ndarray) -> Timings:
     return Timings(np.full(seconds.shape, 64.0), seconds)
 
 
-def test_what_slows_both_contenders_down_cancels() -> None:
+def test_common_slowdowns_cancel() -> None:
     machine = np.random.default_rng(1).uniform(1, 4, size=(5, 6))  # a machine four times slower at times, prompts that differ
     base, fast = timings(machine), timings(machine / 2)
     low, high = speedup_interval(fast, base) or (0.0, 0.0)
@@ -45,14 +45,14 @@ def test_a_speedup_that_depends_on_the_prompt_has_a_wide_interval() -> None:
     assert low < 1.6 and high > 2.5
 
 
-def test_nothing_is_said_of_a_single_measurement() -> None:
+def test_a_single_measurement_has_no_interval() -> None:
     one = timings(np.ones((1, 1)))
     assert speedup_interval(one, one) is None and speed_interval(one) is None
     assert change([10.0], [11.0, 12.0]) is None
     assert change([], []) is None
 
 
-def test_95_percent_intervals_hold_the_truth_nearly_that_often() -> None:
+def test_95_percent_intervals_have_nearly_their_nominal_coverage() -> None:
     """Noise by repeat and by prompt; with so few of them percentile intervals are a little narrow, which docs/bench.md says."""
     generator, hits = np.random.default_rng(7), 0
     for _ in range(100):
@@ -64,7 +64,7 @@ def test_95_percent_intervals_hold_the_truth_nearly_that_often() -> None:
     assert 0.86 <= hits / 100 <= 1.0
 
 
-def test_a_change_is_told_from_noise() -> None:
+def test_a_change_is_distinguished_from_noise() -> None:
     generator, alarms, found = np.random.default_rng(3), 0, 0
     for _ in range(200):
         same = [100 * generator.lognormal(0, 0.03, size=5) for _ in range(2)]

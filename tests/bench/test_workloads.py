@@ -29,7 +29,7 @@ def asked(text: str) -> tuple[dict[str, str], ...]:
     return ({"role": "user", "content": text},)
 
 
-def test_every_workload_has_twenty_different_prompts_or_more() -> None:
+def test_every_workload_has_at_least_twenty_different_prompts() -> None:
     for name in workloads.WORKLOADS:
         prompts = workloads.builtin(name)
         said = [prompt.text or json.dumps(prompt.messages) for prompt in prompts]
@@ -72,13 +72,13 @@ def test_built_in_prompts_leave_room_in_the_embedded_context() -> None:
          (*asked("Hi"), {"role": "assistant", "content": "Yes?"})),
     ],
 )  # fmt: skip
-def test_the_format_of_a_line_shows_in_its_fields(
+def test_the_format_of_a_line_is_recognised_by_its_fields(
     tmp_path: Path, item: dict[str, Any], workload: str, text: str, messages: tuple[dict[str, str], ...]
 ) -> None:
     assert workloads.from_file(write(tmp_path / "mine.jsonl", item)) == [Prompt(workload, text, messages)]
 
 
-def test_a_file_may_be_gzipped_and_is_read_as_far_as_wanted(tmp_path: Path) -> None:
+def test_gzipped_files_are_read_up_to_the_limit(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl.gz"
     with gzip.open(file, "wt") as stream:
         stream.write("\n".join(map(json.dumps, [HUMANEVAL, MT_BENCH])) + "\n\nnever read\n")
@@ -104,14 +104,14 @@ def test_a_file_may_be_gzipped_and_is_read_as_far_as_wanted(tmp_path: Path) -> N
         ('{"prompt": "x", "workload": 3}', '"workload" must be a string'),
     ],
 )
-def test_a_line_that_is_no_prompt_is_refused_with_its_number_and_why(tmp_path: Path, line: str, why: str) -> None:
+def test_an_invalid_line_is_refused_with_its_number_and_reason(tmp_path: Path, line: str, why: str) -> None:
     file = tmp_path / "x.jsonl"
     file.write_text('{"prompt": "fine"}\n' + line + "\n")
     with pytest.raises(OutriderError, match=f"line 2: .*{why}"):
         workloads.from_file(file)
 
 
-def test_a_file_that_is_not_there_or_empty_is_refused(tmp_path: Path) -> None:
+def test_a_missing_or_empty_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="cannot read"):
         workloads.from_file(tmp_path / "nothing.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n\n")
@@ -119,7 +119,7 @@ def test_a_file_that_is_not_there_or_empty_is_refused(tmp_path: Path) -> None:
         workloads.from_file(tmp_path / "empty.jsonl")
 
 
-def test_a_damaged_archive_is_refused_and_a_mark_at_the_beginning_passed_over(tmp_path: Path) -> None:
+def test_a_damaged_archive_is_refused_and_a_byte_order_mark_accepted(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl.gz"
     whole = gzip.compress(json.dumps(HUMANEVAL).encode())
     file.write_bytes(whole[:10] + b"\xff" * len(whole[10:]))
@@ -130,7 +130,7 @@ def test_a_damaged_archive_is_refused_and_a_mark_at_the_beginning_passed_over(tm
     assert workloads.from_file(marked)[0].workload == "humaneval"
 
 
-def test_a_template_that_refuses_and_a_missing_tokenizer_are_said() -> None:
+def test_a_refusing_template_and_a_missing_tokenizer_are_reported() -> None:
     strict = make_tokenizer(chat_template="{{ raise_exception('roles must take turns') }}")
     with pytest.raises(OutriderError, match=r"rejected a conversation \(user\): roles must take turns"):
         workloads.encode(strict, Prompt("chat", messages=asked("Hi")))
@@ -138,7 +138,7 @@ def test_a_template_that_refuses_and_a_missing_tokenizer_are_said() -> None:
         workloads.encode(None, Prompt("x", "y"))
 
 
-def test_chat_goes_through_the_template_where_there_is_one() -> None:
+def test_chat_uses_the_template_if_there_is_one() -> None:
     prompt = Prompt("chat", messages=(*asked("Hi"), {"role": "assistant", "content": "Yes?"}, *asked("Bye")))
     templated, plain = make_tokenizer(), make_tokenizer(chat_template=None)
     text = templated.decode(workloads.encode(templated, prompt))

@@ -114,12 +114,12 @@ def test_a_lossy_verifier_ends_with_exit_code_3(outrider: Run, models: list[obje
         (["--same-text", "--resume"], "--out"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(outrider: Run, models: list[object], options: list[str], message: str) -> None:
+def test_invalid_input_exits_with_code_2(outrider: Run, models: list[object], options: list[str], message: str) -> None:
     code, _, err = outrider("audit", *models, "--compile", "never", *options)
     assert code == 2 and message in err.splitlines()[-1]
 
 
-def test_same_text_compares_every_cell_and_goes_on_where_it_ended(
+def test_same_text_compares_every_cell_and_resumes(
     outrider: Run, models: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(same_text, "Grid", partial(same_text.Grid, repeat=1))  # of the cost
@@ -159,7 +159,7 @@ def test_same_text_compares_every_cell_and_goes_on_where_it_ended(
     assert code == 2 and "with other models" in err
 
 
-def test_methods_that_all_ask_for_too_much_are_told(outrider: Run, models: list[object], tmp_path: Path) -> None:
+def test_methods_that_all_need_too_many_samples_are_reported(outrider: Run, models: list[object], tmp_path: Path) -> None:
     out, html = tmp_path / "audit.json", tmp_path / "audit.html"
     options = [*QUICK, "--method", "draft,suffix", "--max-samples", 1, "--out", out, "--html", html]
     code, shown, _ = outrider("audit", *models, *options)
@@ -167,7 +167,7 @@ def test_methods_that_all_ask_for_too_much_are_told(outrider: Run, models: list[
     assert set(read(out)["not_possible"]) == {"draft", "suffix"} and "not audited" in html.read_text()
 
 
-def test_brackets_are_no_markup_and_failing_drafts_are_told(tmp_path: Path) -> None:
+def test_brackets_are_not_markup_and_failing_drafts_are_reported(tmp_path: Path) -> None:
     from rich.console import Console
 
     from outrider.audit import page, tables

@@ -27,7 +27,7 @@ def measured(speed: float) -> dict[str, object]:
     return document([cell("plain", 0, plain, plain), cell("draft", 4, ours, plain)])
 
 
-def test_the_command_prints_the_table_and_its_exit_code_tells(outrider: Run, tmp_path: Path) -> None:
+def test_the_command_prints_the_table_and_sets_its_exit_code(outrider: Run, tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("old.json", "new.json")]
     for file, speed in zip(files, (150.0, 120.0), strict=True):
         file.write_text(json.dumps(measured(speed)))
@@ -40,7 +40,7 @@ def test_the_command_prints_the_table_and_its_exit_code_tells(outrider: Run, tmp
     assert code == 3 and found["has_loss"] and len(found["cells"]) == 2
 
 
-def test_brackets_in_the_name_of_a_file_or_a_workload_are_no_markup(outrider: Run, tmp_path: Path) -> None:
+def test_brackets_in_names_of_files_and_workloads_are_not_markup(outrider: Run, tmp_path: Path) -> None:
     result = measured(150.0) | {"target": "./my[/model]"}
     for each in result["cells"]:  # type: ignore[attr-defined]
         each["workload"] = "mine[/b]"
@@ -54,7 +54,7 @@ def test_brackets_in_the_name_of_a_file_or_a_workload_are_no_markup(outrider: Ru
     assert "mine[/b]" in view.file.getvalue() and "./my[/model]" in view.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_brackets_are_no_markup_while_it_waits_and_where_it_fails(capsys: pytest.CaptureFixture[str]) -> None:
+def test_brackets_in_progress_and_error_messages_are_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
     with waiting("loading ./my[/model]"):
         pass
     say_error("cannot write a[/b]")
@@ -68,7 +68,7 @@ def test_brackets_are_no_markup_while_it_waits_and_where_it_fails(capsys: pytest
     ("text", "why"),
     [("{", "is not valid JSON"), ("[]", "is not a benchmark document"), ('{"cells": []}', "contains no measurements")],
 )
-def test_what_is_no_document_is_refused(outrider: Run, tmp_path: Path, text: str, why: str) -> None:
+def test_other_files_are_refused(outrider: Run, tmp_path: Path, text: str, why: str) -> None:
     file = tmp_path / "x.json"
     file.write_text(text)
     code, _, err = outrider("bench", "compare", file, tmp_path / "nothing.json")
@@ -86,7 +86,7 @@ def looping() -> dict[str, object]:
     return result
 
 
-def test_the_figures_before_loops_are_shown_first() -> None:
+def test_results_before_loops_are_shown_first() -> None:
     view = Console(file=StringIO(), width=80)
     found = tables(looping())
     assert len(found) == 3 and len(tables(measured(300.0))) == 2
@@ -116,7 +116,7 @@ def test_several_workloads_get_a_table_by_workload_and_method() -> None:
     assert len(tables(result)) == 2
 
 
-def test_the_report_shows_the_figures_before_loops_and_warns() -> None:
+def test_the_report_shows_results_before_loops_and_warns() -> None:
     pytest.importorskip("matplotlib")
     from outrider.bench.html import page
 
@@ -125,7 +125,7 @@ def test_the_report_shows_the_figures_before_loops_and_warns() -> None:
     assert "Loops" in text and "40%" in text and "in loops, which are easy to draft" not in page(measured(300.0))
 
 
-def test_a_report_can_be_made_of_a_document(outrider: Run, tmp_path: Path) -> None:
+def test_a_report_is_made_from_a_document(outrider: Run, tmp_path: Path) -> None:
     file, page = tmp_path / "x.json", tmp_path / "pages" / "x.html"
     file.write_text(json.dumps(grid()))
     code, _, err = outrider("bench", "report", file, "--html", page)
@@ -159,7 +159,7 @@ def test_documents_of_another_kind_or_with_wrong_types_are_refused(
     assert code == 2 and "is not a benchmark document" in err
 
 
-def test_a_link_stays_a_link_and_a_device_a_device(tmp_path: Path) -> None:
+def test_links_and_devices_are_not_replaced(tmp_path: Path) -> None:
     from outrider.bench.documents import write_whole
 
     file, link, pipe = tmp_path / "file", tmp_path / "link", tmp_path / "pipe"

@@ -53,7 +53,7 @@ def test_every_command_has_examples_in_its_help(outrider: Run) -> None:
 
 
 @pytest.mark.parametrize("k", ["0", "1", "3", "auto"])
-def test_generate_says_what_plain_decoding_says(outrider: Run, target: Path, draft: Path, k: str) -> None:
+def test_generate_matches_plain_decoding(outrider: Run, target: Path, draft: Path, k: str) -> None:
     code, out, err = outrider("generate", *models(target, draft), "-k", k, "--max-tokens", 30, PROMPT)
     assert code == 0
     assert out == plain_text(outrider, target, "--max-tokens", 30) and len(out) > 10
@@ -85,14 +85,12 @@ def test_a_file_without_a_schema_is_named(outrider: Run, target: Path, tmp_path:
     assert code == 2 and message in err and "form.json" in err and err.count("\n") == 1
 
 
-def test_the_summary_s_shares_come_to_the_whole() -> None:
+def test_the_shares_in_the_summary_add_up() -> None:
     text = console.summary(GenerationStats(num_tokens=9, times=PhaseTimes(1.0, 1.0, 0.0, 1.0, read=1.0)), 4.0).plain
     assert "read 1.00 s (25%)" in text and sum(map(int, re.findall(r"\((\d+)%\)", text))) == 100
 
 
-def test_a_run_of_passes_that_are_not_compiled_yet_says_so(
-    outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uncompiled_passes_are_reported(outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.runner.compiled.load", lambda module, build: None)  # nothing is at hand
     monkeypatch.setattr("outrider.runner.compiled.is_supported", lambda model: True)
     command = ["generate", "--target", target, "--method", "ngram", "--max-tokens", 4, "hello"]
@@ -100,7 +98,7 @@ def test_a_run_of_passes_that_are_not_compiled_yet_says_so(
     assert "--compile always" not in outrider(*command, "--compile", "never")[2]
 
 
-def test_the_summary_tells_acceptance_and_plain_speed(outrider: Run, target: Path, draft: Path) -> None:
+def test_the_summary_shows_acceptance_and_plain_speed(outrider: Run, target: Path, draft: Path) -> None:
     _, _, err = outrider("generate", *models(target, draft), "-k", 4, "--max-tokens", 31, PROMPT)
     assert "plain decoding: about" in err
     assert "100% of the drafts" in err
@@ -126,7 +124,7 @@ def test_generate_json_is_one_document(outrider: Run, target: Path, draft: Path)
     assert document["stats"]["plain_tok_s"] > 0 and document["stats"]["expected_speedup"] > 0
 
 
-def test_generate_finds_what_drafts_and_says_so_in_one_line(outrider: Run, tmp_path: Path) -> None:
+def test_generate_reports_the_drafter_that_it_found_in_one_line(outrider: Run, tmp_path: Path) -> None:
     target = make_folder(tmp_path / "target", hidden_size=32, intermediate_size=48, num_hidden_layers=12)
     command = ["generate", "--target", target, "--compile", "never", "--max-tokens", 9, "-k", 2, "hello"]
     nothing = "drafts with suffix: no drafter was found for the target"
@@ -162,7 +160,7 @@ def test_show_colours_the_same_text(outrider: Run, target: Path, draft: Path) ->
     assert "accepted draft" in err and "bonus" in err
 
 
-def test_the_painter_keeps_to_the_text_of_chunks() -> None:
+def test_the_painter_keeps_the_text_of_chunks() -> None:
     """Text arrives later than its tokens (a held character, a stop string): colours must follow the tokens."""
 
     class Letters:
@@ -246,19 +244,19 @@ def test_chat_keeps_the_conversation(outrider: Run, target: Path, draft: Path, m
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--max-len", "9" * 20], f"max_len {'9' * 20}: the model's window and the memory for its cache hold 512 tokens"),
-        (["-k", "1000000", "--method", "ngram"], "num_draft_tokens 1000000: ngram drafts at most 64 tokens a round"),
+        (["--max-len", "9" * 20], f"max_len {'9' * 20} is reduced to 512"),
+        (["-k", "1000000", "--method", "ngram"], "num_draft_tokens 1000000 is reduced to 64, the maximum of ngram"),
         (["-k", "64", "--method", "ngram", "--max-len", "512"], None),
         (["-k", "5", "--method", "plain"], None),
     ],
 )
-def test_numbers_that_are_too_large_are_not_cut_in_silence(
+def test_too_large_numbers_are_not_truncated_silently(
     outrider: Run, target: Path, options: list[str], said: str | None
 ) -> None:
     code, _, err = outrider("generate", "--target", target, "--compile", "never", "--max-tokens", 2, *options, PROMPT)
     assert code == 0
     if said is None:
-        assert "which are used" not in err
+        assert "is reduced to" not in err
     else:
         assert said in " ".join(err.split())
 
@@ -301,7 +299,7 @@ def test_ctrl_c_ends_an_answer_of_a_chat_and_sigterm_the_chat(
     assert lines == ([] if code == 0 else ["/exit"])
 
 
-def test_ctrl_c_loses_nothing_of_a_json_document(
+def test_ctrl_c_keeps_the_json_document_complete(
     outrider: Run, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupt(monkeypatch, 4)
@@ -313,7 +311,7 @@ def test_ctrl_c_loses_nothing_of_a_json_document(
     assert plain_text(outrider, target, "--max-tokens", 60).startswith(found["text"])
 
 
-def test_what_stands_behind_two_dashes_is_another_engine_s(outrider: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_after_two_dashes_are_for_the_other_engine(outrider: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from outrider.cli import serve
 
     seen: list[list[str]] = []
@@ -326,7 +324,7 @@ def test_what_stands_behind_two_dashes_is_another_engine_s(outrider: Run, monkey
     assert seen == [["--debug", "--seed", "3"]]
 
 
-def test_compare_shows_both_and_says_that_the_words_are_the_same(outrider: Run, target: Path, draft: Path) -> None:
+def test_compare_shows_both_outputs_and_that_they_are_equal(outrider: Run, target: Path, draft: Path) -> None:
     options = [*models(target, draft), "-k", 3, "--max-tokens", 24, "--temperature", 0]
     code, out, err = outrider("compare", *options, PROMPT)
     assert code == 0
@@ -336,7 +334,7 @@ def test_compare_shows_both_and_says_that_the_words_are_the_same(outrider: Run, 
     assert "plain" in err and "draft k=3" in err and "100%" in err
 
 
-def test_compare_samples_the_same_words_unless_a_temperature_is_given(outrider: Run, target: Path, draft: Path) -> None:
+def test_compare_samples_equal_outputs_unless_a_temperature_is_given(outrider: Run, target: Path, draft: Path) -> None:
     code, out, err = outrider("compare", *models(target, draft), "-k", 3, "--max-tokens", 24, "--ignore-eos", PROMPT)
     coupled = ["--same-text", "--temperature", 0.7, "--top-p", 0.9, "--seed", 0, "--ignore-eos", "--max-tokens", 24]
     text = PROMPT + plain_text(outrider, target, *coupled)
@@ -347,7 +345,7 @@ def test_compare_samples_the_same_words_unless_a_temperature_is_given(outrider: 
     assert "as expected" in err or "yes, all" in err
 
 
-def test_compare_ends_a_text_where_generate_does(outrider: Run, target: Path, draft: Path) -> None:
+def test_compare_stops_where_generate_does(outrider: Run, target: Path, draft: Path) -> None:
     stop = plain_text(outrider, target, "--max-tokens", 30)[5:8]
     options = ["--max-tokens", 30, "--temperature", 0, "--stop", stop]
     code, out, _ = outrider("compare", *models(target, draft), "-k", 3, *options, PROMPT)
@@ -409,7 +407,7 @@ def test_bench_prints_a_table_and_one_json_line(outrider: Run, target: Path, dra
     assert page.read_text().count("<figure>") == 2 * 6  # two temperatures
 
 
-def test_bench_keeps_what_is_done_when_interrupted(
+def test_bench_keeps_finished_measurements_when_interrupted(
     outrider: Run, target: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from outrider.bench import grid
@@ -434,7 +432,7 @@ def test_bench_keeps_what_is_done_when_interrupted(
     assert [(cell["workload"], cell["repeats"]) for cell in result["cells"]] == [("math", 2), ("math", 2)]
 
 
-def test_bench_keeps_what_is_done_when_the_target_fails_and_no_document_where_nothing_is(
+def test_bench_keeps_finished_measurements_when_the_target_fails(
     outrider: Run, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from outrider.bench import grid
@@ -483,13 +481,13 @@ def test_bench_inflates(outrider: Run, target: Path, draft: Path, tmp_path: Path
     assert result["cells"][1]["mean_acceptance_length"] > 2.5  # the draft is the source's twin: the function is the same
 
 
-def test_out_of_memory_is_no_mistake_of_the_user() -> None:
+def test_out_of_memory_is_not_a_usage_error() -> None:
     message, code = app.explain(MemoryError("x"))
     assert code == app.EXIT_INTERNAL and "--max-len" in message
 
 
 @pytest.mark.parametrize("signalled", [True, False])
-def test_an_import_that_a_signal_breaks_off_is_an_interruption(
+def test_an_import_interrupted_by_a_signal_is_an_interruption(
     outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch, signalled: bool
 ) -> None:
     def load(*_: object, **__: object) -> None:

@@ -37,7 +37,7 @@ def test_a_missing_model_folder(outrider: Run, command: str, tmp_path: Path) -> 
     assert_one_line(outrider(command, "--target", tmp_path / "nowhere", "hi"), "no model folder", "nowhere")
 
 
-def test_a_folder_that_is_no_model(outrider: Run, tmp_path: Path) -> None:
+def test_a_folder_without_a_model(outrider: Run, tmp_path: Path) -> None:
     assert_one_line(outrider("generate", "--target", tmp_path, "hi"), "config.json is missing")
 
 
@@ -46,24 +46,24 @@ def test_a_file_instead_of_a_folder(outrider: Run, tmp_path: Path) -> None:
     assert_one_line(outrider("generate", "--target", tmp_path / "model.bin", "hi"), "is a file", "or a .gguf file")
 
 
-def test_a_file_that_is_no_gguf_file(outrider: Run, tmp_path: Path, target: Path) -> None:
+def test_a_file_in_another_format_than_gguf(outrider: Run, tmp_path: Path, target: Path) -> None:
     (tmp_path / "model.gguf").write_text("x")
     for options in (("--target", tmp_path / "model.gguf"), ("--target", target, "--draft", tmp_path / "model.gguf")):
         assert_one_line(outrider("generate", *options, "hi"), "model.gguf is not a GGUF file")
 
 
-def test_a_hub_id_that_cannot_be_reached(outrider: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_id(outrider: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert_one_line(outrider("generate", "--target", "nobody/nothing", "hi"), "nobody/nothing", "is unreachable")
 
 
-def test_a_model_that_is_no_causal_lm(outrider: Run, tmp_path: Path) -> None:
+def test_a_model_other_than_a_causal_lm(outrider: Run, tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "architectures": ["T5Model"]}))
     assert_one_line(outrider("generate", "--target", tmp_path, "hi"), "not a causal language model")
 
 
-def test_a_config_that_is_no_json(outrider: Run, target: Path, tmp_path: Path) -> None:
+def test_a_config_with_invalid_json(outrider: Run, target: Path, tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
     assert_one_line(outrider("generate", "--target", tmp_path, "hi"), "config")
@@ -93,7 +93,7 @@ WRONG_CONFIGS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("wrong", "words"), WRONG_CONFIGS)
-def test_a_config_of_wrong_values(outrider: Run, wrong: Any, words: str, tmp_path: Path) -> None:
+def test_a_config_with_invalid_values(outrider: Run, wrong: Any, words: str, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | wrong if isinstance(wrong, dict) else wrong))
@@ -109,7 +109,7 @@ WRONG_HEADS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("wrong", WRONG_HEADS)
-def test_a_head_whose_config_holds_wrong_values(outrider: Run, wrong: dict[str, Any], tmp_path: Path) -> None:
+def test_a_head_with_invalid_config_values(outrider: Run, wrong: dict[str, Any], tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model", hidden_size=writers.HIDDEN, num_hidden_layers=6)
     writers.write_eagle3(tmp_path / "head", 320, 64)
     file = tmp_path / "head" / "config.json"
@@ -117,7 +117,7 @@ def test_a_head_whose_config_holds_wrong_values(outrider: Run, wrong: dict[str, 
     assert_one_line(outrider("generate", "--target", folder, "--method", f"eagle:draft={file.parent}", "hi"), str(file.parent))
 
 
-def test_an_mtp_head_that_was_dropped_renamed_or_cut(outrider: Run, tmp_path: Path) -> None:
+def test_an_mtp_head_with_missing_renamed_or_truncated_tensors(outrider: Run, tmp_path: Path) -> None:
     model = mtp_checkpoints.tiny_target("qwen2", vocab_size=320)
     mtp_checkpoints.write_checkpoint("qwen2", tmp_path, model)
     make_tokenizer().save_pretrained(tmp_path)
@@ -134,7 +134,7 @@ def test_an_mtp_head_that_was_dropped_renamed_or_cut(outrider: Run, tmp_path: Pa
     assert_one_line(outrider(*run[:-1], "--draft", tmp_path, "hi"), "holds a draft model, and method 'mtp' needs an MTP head")
 
 
-def test_a_block_drafter_that_was_cut_renamed_foreign_or_is_a_successors(outrider: Run, tmp_path: Path) -> None:
+def test_a_truncated_renamed_foreign_or_newer_block_drafter(outrider: Run, tmp_path: Path) -> None:
     block_checkpoints.block_target(vocab_size=320).save_pretrained(tmp_path / "target")
     make_tokenizer().save_pretrained(tmp_path / "target")
     config, head = block_checkpoints.native_config(vocab_size=320), tmp_path / "head"
@@ -171,7 +171,7 @@ def test_weights_with_nan(outrider: Run, tmp_path: Path) -> None:
     assert_one_line(outrider("generate", "--target", folder, "hi"), "NaN", "layers.1.mlp")
 
 
-def test_vocabularies_that_differ(outrider: Run, target: Path, other_vocabulary: Path) -> None:
+def test_different_vocabularies(outrider: Run, target: Path, other_vocabulary: Path) -> None:
     pair = ("--target", target, "--draft", other_vocabulary)
     assert_one_line(outrider("generate", *pair, "--method", "draft", "hi"), "vocabular", "cross-tokenizer")
     outcome = outrider("generate", *pair, "--max-tokens", 4, "--compile", "never", "hi")
@@ -185,7 +185,7 @@ def test_an_unknown_method_lists_the_known_ones(outrider: Run, target: Path) -> 
 
 
 @pytest.mark.parametrize("k", ["-1", "-7", "many", "2.5", ""])
-def test_a_k_that_is_no_number_of_drafts(outrider: Run, target: Path, k: str) -> None:
+def test_an_invalid_number_of_drafts(outrider: Run, target: Path, k: str) -> None:
     assert_one_line(outrider("generate", "--target", target, "-k", k, "hi"), "--num-draft-tokens")
     assert_one_line(outrider("bench", "--target", target, f"-k=2,{k}"), "--num-draft-tokens")
 
@@ -225,7 +225,7 @@ def test_option_values_out_of_range(outrider: Run, target: Path, option: str, va
     assert_one_line(outrider("generate", "--target", target, option, value, "hi"), word)
 
 
-def test_a_bad_line_of_prompts_is_named(outrider: Run, target: Path, tmp_path: Path) -> None:
+def test_an_invalid_line_of_prompts_is_named(outrider: Run, target: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a"}\n\n{"prompt": 7}\n')
     assert_one_line(outrider("bench", "--target", target, "--prompts", file), "line 3")
@@ -236,7 +236,7 @@ def test_a_bad_line_of_prompts_is_named(outrider: Run, target: Path, tmp_path: P
     assert_one_line(outrider("bench", "--target", target, "--prompts", tmp_path / "missing.jsonl"), "cannot read")
 
 
-def test_an_output_file_that_cannot_be_written(outrider: Run, target: Path, tmp_path: Path) -> None:
+def test_an_unwritable_output_file(outrider: Run, target: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert_one_line(outrider("bench", "--target", target, "--out", tmp_path / "file" / "x.json"), "cannot write --out")
     assert_one_line(outrider("bench", "--target", target, "--out", tmp_path), "cannot write --out")
@@ -273,7 +273,7 @@ def test_values_out_of_range_are_found_before_anything_is_loaded(
         assert_one_line(outrider(command, "--target", target, "--max-tokens", 0), "max_tokens")
 
 
-def test_a_method_that_does_not_fit_is_found_before_the_others_are_warmed_up(
+def test_a_misfit_method_is_found_before_others_are_warmed_up(
     outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from outrider.bench import grid
@@ -311,7 +311,7 @@ def test_debug_shows_the_traceback(outrider: Run, tmp_path: Path) -> None:
     assert code == 2 and "Traceback" in err and "no model folder" in err
 
 
-def test_an_error_of_ours_says_so(outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_is_marked(outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from outrider.cli import session
 
     def fail(*args: object, **more: object) -> None:

@@ -20,7 +20,7 @@ def run(*args: object, stdin: str | None = "", **more: str) -> subprocess.Comple
 
 
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["generate", "--help"], ["bench", "--help"], ["chat", "-h"]])
-def test_help_imports_nothing_heavy(args: list[str]) -> None:
+def test_help_imports_no_heavy_libraries(args: list[str]) -> None:
     program = (
         "import sys; from outrider.cli import main; code = main(sys.argv[1:])\n"
         "heavy = [name for name in ('torch', 'transformers', 'numpy', 'safetensors') if name in sys.modules]\n"
@@ -51,7 +51,7 @@ def test_an_error_is_one_line_and_code_2(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cache", ["/proc/nowhere", "a file"])
-def test_a_cache_folder_that_cannot_be_made_ends_no_command(target: Path, tmp_path: Path, cache: str) -> None:
+def test_commands_work_without_a_cache_folder(target: Path, tmp_path: Path, cache: str) -> None:
     (tmp_path / "a file").write_text("")
     compiler = tmp_path / "cc"  # the kernels themselves would take half a minute
     compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho no library > "$2"\n')
@@ -61,11 +61,11 @@ def test_a_cache_folder_that_cannot_be_made_ends_no_command(target: Path, tmp_pa
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
     said = " ".join(done.stderr.split())
     assert said.count("the cache folder cannot be used") == 1 and "Traceback" not in said
-    assert "OUTRIDER_CACHE names another one" in said
+    assert "set OUTRIDER_CACHE to use another one" in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_while_loading_is_one_word_and_so_is_being_terminated(target: Path, number: int) -> None:
+def test_ctrl_c_and_sigterm_while_loading_print_one_word(target: Path, number: int) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "outrider", "generate", "--target", str(target), "-"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -83,7 +83,7 @@ def test_ctrl_c_while_loading_is_one_word_and_so_is_being_terminated(target: Pat
     assert process.returncode == 130 and "Traceback" not in err and err.strip().endswith("interrupted")
 
 
-def test_a_reader_that_goes_away_ends_it_without_a_word(target: Path) -> None:
+def test_a_closed_pipe_ends_the_command_silently(target: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "outrider", "generate", "--target", str(target), "--method", "plain", "--compile", "never",
          "--max-tokens", "60", "hi"],

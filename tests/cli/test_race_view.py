@@ -39,7 +39,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("width", "are_beside"), [(60, False), (80, False), (120, True), (200, True)])
-def test_lanes_stand_side_by_side_where_there_is_room(width: int, are_beside: bool) -> None:
+def test_lanes_are_side_by_side_on_wide_terminals(width: int, are_beside: bool) -> None:
     text = drawn(RaceView(console(width), TITLES, "Once"), rounds())
     titles = [line for line in text.splitlines() if "─" in line and ("plain" in line or "draft k=4" in line)]
     assert titles and all(("plain" in line and "draft k=4" in line) == are_beside for line in titles)
@@ -47,7 +47,7 @@ def test_lanes_stand_side_by_side_where_there_is_room(width: int, are_beside: bo
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (80, 12), (120, 24), (200, 50)])
-def test_no_picture_is_larger_than_the_window_but_the_last(width: int, height: int) -> None:
+def test_only_the_last_frame_may_exceed_the_window(width: int, height: int) -> None:
     view = RaceView(console(width, height), TITLES, "a prompt\n" * 9)
     for round_ in rounds(600):
         view._add(round_)
@@ -60,7 +60,7 @@ def test_no_picture_is_larger_than_the_window_but_the_last(width: int, height: i
     assert said.count("w0 ") == said.count("w599") == 2
 
 
-def test_a_race_that_is_over_in_a_blink_is_played_back_slowly_and_says_so() -> None:
+def test_a_short_race_is_replayed_slowly_with_a_note() -> None:
     started = time.monotonic()
     text = drawn(RaceView(console(80), TITLES, "x"), rounds(seconds=0.001))
     assert time.monotonic() - started >= 0.3
@@ -68,7 +68,7 @@ def test_a_race_that_is_over_in_a_blink_is_played_back_slowly_and_says_so() -> N
     assert "the lanes take turns on the same processor" in text and "100 tok/s" in text and "200 tok/s" in text
 
 
-def test_an_empty_picture_is_shown_while_nothing_else_is() -> None:
+def test_an_empty_frame_is_shown_before_the_first_round() -> None:
     view = RaceView(console(80), TITLES, "x")
     seen: list[str] = []
 
@@ -80,20 +80,20 @@ def test_an_empty_picture_is_shown_while_nothing_else_is() -> None:
     assert "processing the prompt" in seen[0] and "running" in seen[0]
 
 
-def test_a_long_race_is_followed_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_race_is_shown_live(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(race_view, "PATIENCE", 0.0)
     text = drawn(RaceView(console(80), TITLES, "x"), rounds())
     assert "slower than it ran" not in text and text.count("w11") >= 2
 
 
-def test_what_has_come_is_told_from_what_is_to_come() -> None:
+def test_recorded_rounds_are_separated_from_later_ones() -> None:
     each, times = rounds(3), iter(range(100))
     found, is_over = taken(each, 2.0, lambda: float(next(times)))
     assert not is_over and len(found) == 3 and len(list(each)) == 3
     assert taken(rounds(3), 2.0, lambda: 0.0)[1]
 
 
-def test_brackets_in_a_text_are_no_markup_and_tabs_are_columns() -> None:
+def test_brackets_are_not_markup_and_tabs_are_expanded() -> None:
     view = RaceView(console(80), TITLES, "[/bold]")
     text = drawn(view, iter([Round("plain", [("a[/b]\tx[red]", "bonus")], 0.1, 1, 0.0, True)]))
     assert "a[/b]   x[red]" in text and "[/bold]" in text

@@ -79,7 +79,7 @@ def test_a_model_is_trained_and_drafts(outrider: Run, text: Path, tmp_path: Path
     assert json.loads(drafted.out)["text"] == json.loads(plain.out)["text"]
 
 
-def test_mistakes_in_training_a_model_are_one_line(outrider: Run, target: Path, text: Path, tmp_path: Path) -> None:
+def test_usage_errors_of_model_training_are_one_line(outrider: Run, target: Path, text: Path, tmp_path: Path) -> None:
     def train(kind: str, *options: object) -> object:
         return outrider("train", kind, "--target", target, "--text", text, "--out", tmp_path / "made", *FAST, *options)
 
@@ -105,7 +105,7 @@ def test_mistakes_in_training_a_model_are_one_line(outrider: Run, target: Path, 
     assert_one_line(train("mtp", "--start", target), "holds no MTP head: none of mtp.fc.weight")
 
 
-def test_mistakes_are_one_line(outrider: Run, target: Path, text: Path, tmp_path: Path) -> None:
+def test_usage_errors_are_one_line(outrider: Run, target: Path, text: Path, tmp_path: Path) -> None:
     def train(*options: object) -> object:
         return outrider("train", "eagle", "--target", target, "--out", tmp_path / "head", *options)
 

@@ -62,7 +62,7 @@ def test_a_plan_is_written_that_serve_reads(outrider: Run, target: Path, draft: 
     assert not re.search(r"https?:|<script|<link|<img|@import|src=", html)
 
 
-def test_an_interrupted_search_goes_on_where_it_ended(
+def test_an_interrupted_search_resumes(
     outrider: Run, target: Path, traffic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from outrider.search import search
@@ -115,7 +115,7 @@ def test_an_interrupted_search_goes_on_where_it_ended(
         (["--workloads", "code", "--max-tokens", "600"], "no room for a prompt"),
     ],
 )
-def test_bad_input_is_one_line(
+def test_invalid_input_gives_one_line(
     outrider: Run, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -125,7 +125,7 @@ def test_bad_input_is_one_line(
     assert not (tmp_path / "plan.toml").exists()
 
 
-def test_a_plan_works_from_anywhere(tmp_path: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_works_from_any_directory(tmp_path: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders that it names, also among a method's options, are found from another folder; names of drafts stay names."""
     monkeypatch.chdir(draft.parent)
     given = SimpleNamespace(
@@ -145,14 +145,14 @@ def test_a_plan_works_from_anywhere(tmp_path: Path, draft: Path, monkeypatch: py
     assert beside.given("method") == f"draft:draft={draft}"
 
 
-def test_a_plan_is_written_as_toml_whatever_stands_in_it(tmp_path: Path) -> None:
+def test_a_plan_with_special_characters_is_valid_toml(tmp_path: Path) -> None:
     values = {"target": 'odd "name"\\ with # and = and na\u00efve', "num_draft_tokens": 4, "same_text": True, "kv_memory": 0.5}
     Plan(values).write(tmp_path / "plan.toml", ["caf\u00e9"])
     assert Plan.read(tmp_path / "plan.toml").values == values
     assert "caf\u00e9" in (tmp_path / "plan.toml").read_bytes().decode("utf-8")
 
 
-def test_a_plan_that_is_there_is_not_replaced_unasked(outrider: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_plan_is_not_overwritten(outrider: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plan.toml").write_text("num_draft_tokens = 3\n")
     code, _, err = outrider("tune", "--workloads", "code")

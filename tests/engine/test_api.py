@@ -39,7 +39,7 @@ def llm(folder):
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
-    """A name that is no folder is a hub id: nobody is asked for it here."""
+    """Treat unknown names as hub ids that do not exist, without network access."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
@@ -56,7 +56,7 @@ def ids(generations):
 # --- what it exports --------------------------------------------------------------------------------------------------------
 
 
-def test_the_exported_names_are_these():
+def test_exported_names_are_pinned():
     assert outrider.__all__ == [
         "LLM", "Chunk", "Completion", "Context", "Generation", "GenerationInterrupted", "GenerationStats", "OutriderError",
         "PlainProposer", "Proposal", "Proposer", "SamplingParams", "ScriptedProposer", "Verdict", "chain_proposal",
@@ -89,7 +89,7 @@ def test_greedy_is_the_default_in_python_and_in_the_server():
 @pytest.mark.parametrize("name", OPTIONS)
 @given(value=WILD)
 @settings(ANY, max_examples=25)
-def test_an_option_of_any_type_is_taken_or_refused_in_one_line(folder, name, value):
+def test_option_values_of_any_type_are_accepted_or_rejected_in_one_line(folder, name, value):
     name, model = ("model", ()) if name == "target" else (name, (folder,))
     assume(name not in ("model", "draft", "tokenizer", "draft_tokenizer") or not isinstance(value, str) or "/" not in value)
     assume(not (name == "max_batch" and isinstance(value, int) and value > 64))
@@ -101,7 +101,7 @@ def test_an_option_of_any_type_is_taken_or_refused_in_one_line(folder, name, val
         one_line(error)
 
 
-def test_a_second_model_is_not_taken_for_a_tokenizer(folder):
+def test_a_model_is_rejected_as_tokenizer(folder):
     with pytest.raises(TypeError, match="takes from 1 to 2 positional arguments"):
         LLM(folder, folder)
     with pytest.raises(OutriderError, match="invalid tokenizer LlamaForCausalLM"):
@@ -122,13 +122,13 @@ def test_a_tokenizer_is_taken_by_path(folder, tmp_path):
         LLM(model, tokenizer=make_tokenizer().backend_tokenizer)
 
 
-def test_auto_is_a_method_and_what_the_default_does(folder):
+def test_auto_is_the_default_method(folder):
     assert LLM(folder, method="auto", compile="never").proposer.name == "suffix"
     assert LLM(folder, draft=folder, method="auto", compile="never").proposer.name == "draft"
     assert LLM(folder, draft=folder, compile="never").proposer.name == "draft"
 
 
-def test_a_class_is_not_taken_for_an_object(folder):
+def test_a_class_is_rejected_where_an_instance_is_expected(folder):
     with pytest.raises(OutriderError, match=r"invalid proposer <class .*expected a Proposer or None"):
         LLM(folder, proposer=ScriptedProposer)
 
@@ -141,7 +141,7 @@ def test_a_class_is_not_taken_for_an_object(folder):
 @example(prompts=["a", [1, 2]])
 @example(prompts=[[True, False]])
 @ANY
-def test_prompts_of_any_type_are_taken_or_refused_in_one_line(llm, prompts):
+def test_prompts_of_any_type_are_accepted_or_rejected_in_one_line(llm, prompts):
     try:
         for generation in llm.generate(prompts, SHORT):
             assert all(type(token) is int for token in generation.prompt_token_ids)
@@ -157,7 +157,7 @@ def test_prompts_of_any_type_are_taken_or_refused_in_one_line(llm, prompts):
 @example(value=[5000])
 @example(value={5000: 1.0})
 @ANY
-def test_what_sampling_parameters_take_can_be_generated_with(llm, name, value):
+def test_every_accepted_sampling_parameter_works_in_generation(llm, name, value):
     assume(not (name == "n" and isinstance(value, int) and value > 8))
     try:
         params = SamplingParams(**{"max_tokens": 4, "temperature": 0.7, "seed": 1, name: value})
@@ -171,7 +171,7 @@ def test_what_sampling_parameters_take_can_be_generated_with(llm, name, value):
 
 @given(params=WILD)
 @ANY
-def test_parameters_of_another_type_are_refused_in_one_line(llm, params):
+def test_sampling_parameters_of_another_type_are_rejected_in_one_line(llm, params):
     assume(params is not None)
     with pytest.raises(OutriderError, match="sampling parameters") as caught:
         llm.generate([5, 6, 7], params)
@@ -180,7 +180,7 @@ def test_parameters_of_another_type_are_refused_in_one_line(llm, params):
 
 @given(messages=WILD)
 @ANY
-def test_messages_of_any_type_are_taken_or_refused_in_one_line(llm, messages):
+def test_messages_of_any_type_are_accepted_or_rejected_in_one_line(llm, messages):
     try:
         assert llm.chat_prompt(messages)
     except OutriderError as error:
@@ -188,7 +188,7 @@ def test_messages_of_any_type_are_taken_or_refused_in_one_line(llm, messages):
 
 
 @pytest.mark.parametrize("make", [np.array, torch.tensor, tuple, lambda ids: [np.int64(token) for token in ids]])
-def test_token_ids_come_as_arrays_tensors_and_tuples(llm, make):
+def test_token_ids_may_be_arrays_tensors_or_tuples(llm, make):
     wanted = ids(llm.generate([5, 6, 7], SHORT))
     assert ids(llm.generate(make([5, 6, 7]), SHORT)) == wanted
     assert ids(llm.generate([make([5, 6, 7])] * 2, SHORT)) == wanted * 2
@@ -208,15 +208,15 @@ def test_rows_of_a_matrix_are_prompts(llm, make):
         ),
         ([b"text"], "invalid prompt b'text': expected text"),
         ({"prompt": "x"}, "invalid prompt {'prompt': 'x'}: expected text"),
-        (make_tokenizer()("text"), "of a tokenizer's output give input_ids"),
+        (make_tokenizer()("text"), "for a tokenizer's output, pass its input_ids"),
         ([[5, 6.0]], r"invalid prompt \[5, 6.0\]: expected text"),
         ([5, True], r"invalid prompt \[5, True\]: expected text"),
-        ([5, 320], "token id 320 at index 1 of the prompt is outside the vocabulary of 320"),
-        ([5, -1], "token id -1 at index 1 of the prompt is outside the vocabulary of 320"),
+        ([5, 320], "invalid token id 320 at index 1 of the prompt: expected 0 to 319"),
+        ([5, -1], "invalid token id -1 at index 1 of the prompt: expected 0 to 319"),
         ("a\ud800b", "invalid Unicode in the prompt: unpaired surrogate at index 1"),
     ],
 )
-def test_a_wrong_prompt_is_refused_where_it_enters(llm, prompt, message):
+def test_an_invalid_prompt_is_rejected_with_its_reason(llm, prompt, message):
     for ask in (llm.generate, llm.stream):  # a stream too, before its first chunk is asked for
         with pytest.raises(OutriderError, match=message) as caught:
             ask(prompt)
@@ -254,7 +254,7 @@ def test_emission_chunk_and_completion_share_one_record(llm):
 # --- its life ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_closed_llm_ends_its_requests_frees_its_models_and_says_so(folder):
+def test_close_ends_requests_frees_models_and_rejects_further_use(folder):
     with LLM(folder, method="ngram", compile="never") as llm:
         stream = llm.stream("def add(", SamplingParams(max_tokens=50, ignore_eos=True))
         next(stream)
@@ -268,7 +268,7 @@ def test_a_closed_llm_ends_its_requests_frees_its_models_and_says_so(folder):
 
 
 @pytest.mark.parametrize(("given", "most"), [({"num_draft_tokens": 3}, 3), ({"num_draft_tokens": 0}, 0), ({}, 15)])
-def test_warmup_prepares_for_the_drafts_that_are_asked_for(folder, monkeypatch, given, most):
+def test_warmup_prepares_the_requested_number_of_drafts(folder, monkeypatch, given, most):
     llm = LLM(folder, draft=folder, compile="never", **given)
     asked = []
     monkeypatch.setattr(llm.proposer, "warmup", lambda k, batch: asked.append((k, batch)))

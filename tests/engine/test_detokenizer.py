@@ -21,7 +21,7 @@ TEXTS = [
 
 
 def byte_level():
-    """A byte-level BPE small enough that most of these characters fall apart into several tokens."""
+    """Return a byte-level BPE so small that most of these characters consist of several tokens."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -61,7 +61,7 @@ def decode(kind, ids):
 
 
 def in_chunks(detokenizer, ids, choose):
-    """Feeds the ids in rounds of 1 to 6 tokens."""
+    """Feed the ids in rounds of 1 to 6 tokens."""
     chunks, at = [], 0
     while at < len(ids):
         size = choose.randrange(1, 7)
@@ -77,7 +77,7 @@ def test_each_tokenizer_gets_the_detokenizer_meant_for_it():
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("text", TEXTS)
-def test_joined_chunks_are_the_text_and_no_character_is_ever_broken(kind, text):
+def test_chunks_join_to_the_text_without_broken_characters(kind, text):
     ids = ids_of(kind, text)
     assert len(ids) > len(text.split())
     for seed in range(10):
@@ -97,7 +97,7 @@ def test_random_bytes_decode_as_the_tokenizer_does(seed):
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_a_text_that_ends_within_a_character_shows_it_only_at_the_end(kind):
+def test_an_incomplete_last_character_is_emitted_only_by_flush(kind):
     ids = ids_of(kind, "ok 🎉")[:-1]
     detokenizer = DetokenizerFactory(TOKENIZERS[kind])([])
     shown = "".join(detokenizer.feed([token]) for token in ids)
@@ -105,13 +105,13 @@ def test_a_text_that_ends_within_a_character_shows_it_only_at_the_end(kind):
     assert set(detokenizer.flush()) == {BROKEN}
 
 
-def test_invalid_bytes_do_not_hold_text_back_for_ever():
+def test_invalid_bytes_do_not_hold_text_back_forever():
     detokenizer = DetokenizerFactory(TOKENIZERS["sentencepiece"])([])
     shown = "".join(detokenizer.feed([2 + 0xFF]) for _ in range(100))
     assert len(shown) >= 80
 
 
-def test_a_leading_space_survives_behind_a_prompt():
+def test_a_leading_space_after_the_prompt_is_kept():
     tokenizer = TOKENIZERS["sentencepiece"]
     prompt, output = tokenizer.convert_tokens_to_ids(["▁def"]), tokenizer.convert_tokens_to_ids(["▁add", "▁text"])
     detokenizer = DetokenizerFactory(tokenizer)([prompt] if isinstance(prompt, int) else prompt)
@@ -119,7 +119,7 @@ def test_a_leading_space_survives_behind_a_prompt():
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_special_tokens_are_not_shown_and_added_ones_are(kind):
+def test_special_tokens_are_skipped_and_added_tokens_are_decoded(kind):
     tokenizer = TOKENIZERS[kind]
     detokenizer = DetokenizerFactory(tokenizer)([])
     assert detokenizer.feed([tokenizer.eos_token_id]) + detokenizer.flush() == ""
@@ -127,7 +127,7 @@ def test_special_tokens_are_not_shown_and_added_ones_are(kind):
         assert detokenizer.feed([tokenizer.convert_tokens_to_ids("<tool>")]) == "<tool>"
 
 
-def test_ids_beyond_the_tokenizer_show_nothing():
+def test_ids_outside_the_tokenizer_decode_to_nothing():
     assert DetokenizerFactory(TOKENIZERS["byte-level"])([]).feed([len(TOKENIZERS["byte-level"]) + 5]) == ""
 
 

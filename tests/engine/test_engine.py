@@ -1,4 +1,4 @@
-"""The loop: whatever is drafted, the text is plain decoding's."""
+"""The engine loop: the output equals plain decoding for any drafts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plain(batch=3, **params):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("k", range(9))
 @pytest.mark.parametrize("right", [0, 1, 3, None])
-def test_greedy_text_is_plain_decodings_at_none_some_and_all_accepted(batch, k, right):
+def test_greedy_output_equals_plain_decoding_at_any_acceptance(batch, k, right):
     runner = TableRunner()
     engine = make_engine(oracle(runner, right), k, runner=runner)
     assert outputs(run(engine, requests(batch))) == plain(batch)
@@ -42,7 +42,7 @@ def test_full_acceptance_takes_one_pass_for_k_plus_one_tokens():
     assert runner.num_scores == 4
 
 
-def test_origins_tell_accepted_corrected_bonus_and_plain_tokens_apart():
+def test_origins_distinguish_accepted_corrected_bonus_and_plain_tokens():
     runner = TableRunner()
 
     def origins(right, k):
@@ -74,7 +74,7 @@ def test_stop_token_ids_end_a_request_inside_a_draft():
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 8))
-def test_max_tokens_inside_a_draft(max_tokens):
+def test_max_tokens_ends_a_request_inside_a_draft(max_tokens):
     runner = TableRunner()
     # This proposer ignores the limits it is given.
     eager = ScriptedProposer.of_chains(lambda c, k: [greedy_continuation(runner, r.token_ids, 5) for r in c.requests])
@@ -83,7 +83,7 @@ def test_max_tokens_inside_a_draft(max_tokens):
     assert all(len(tokens) == max_tokens and reason == "length" for tokens, _, reason in found.values())
 
 
-def test_the_context_clips_max_tokens():
+def test_max_tokens_is_limited_by_the_context():
     runner = TableRunner(max_len=12)
     found = outputs(run(make_engine(oracle(runner), 4, runner=runner), requests(max_tokens=500)))
     assert [len(tokens) for tokens, _, _ in found.values()] == [12 - len(prompt) for prompt in PROMPTS]
@@ -91,14 +91,14 @@ def test_the_context_clips_max_tokens():
 
 
 @pytest.mark.parametrize("length", [0, 12, 13])
-def test_a_prompt_without_room_is_refused_before_any_token(length):
+def test_a_prompt_as_long_as_the_context_is_rejected(length):
     runner = TableRunner(max_len=12)
     with pytest.raises(OutriderError, match=r"prompt"):
         make_engine(runner=runner).add(make_request("r", [1] * length))
     assert runner.num_scores == 0
 
 
-def test_more_requests_than_places_wait_their_turn():
+def test_requests_above_max_batch_wait():
     runner = TableRunner(max_batch=2)
     many = [make_request(f"r{i}", PROMPTS[i % 3], max_tokens=5 + i) for i in range(7)]
     wanted = {
@@ -108,7 +108,7 @@ def test_more_requests_than_places_wait_their_turn():
     assert outputs(run(make_engine(oracle(runner, 1), 3, runner=runner), many)) == wanted
 
 
-def test_requests_that_join_later_change_nothing():
+def test_later_requests_do_not_change_the_output_of_running_ones():
     runner = TableRunner()
     engine = make_engine(oracle(runner, 2), 3, runner=runner)
     first, second = requests(2)
@@ -125,7 +125,7 @@ def test_requests_that_join_later_change_nothing():
 
 
 def forked_tree(runner):
-    """Two children of the root, the second the right one, with the right grandchild below it."""
+    """Draft two children of the root; the second is correct and has a correct child."""
 
     def script(context, k):
         right = [greedy_continuation(runner, request.token_ids, 2) for request in context.requests]
@@ -137,7 +137,7 @@ def forked_tree(runner):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_trees_keep_the_text(batch):
+def test_trees_do_not_change_greedy_output(batch):
     runner = TableRunner()
     engine = make_engine(forked_tree(runner), 2, runner=runner)
     found = run(engine, requests(batch))
@@ -145,7 +145,7 @@ def test_trees_keep_the_text(batch):
     assert found["r0"][0].origins == ["accepted", "accepted", "bonus"]
 
 
-def test_a_tree_for_a_verifier_of_chains_is_refused():
+def test_trees_are_rejected_for_a_verifier_of_chains():
     class ChainVerifier(RejectionVerifier):
         handles_trees = False
 
@@ -153,10 +153,10 @@ def test_a_tree_for_a_verifier_of_chains_is_refused():
     proposer = forked_tree(runner)
     engine = make_engine(proposer, 2, runner=runner, verifier=ChainVerifier())
     engine.add(make_request("r", [1, 2], temperature=1.0))
-    with pytest.raises(OutriderError, match="handles trees"):
+    with pytest.raises(OutriderError, match="supports chains only"):
         engine.step()
     proposer.drafts_trees = True
-    with pytest.raises(OutriderError, match="handles trees"):
+    with pytest.raises(OutriderError, match="supports chains only"):
         make_engine(proposer, 2, runner=runner, verifier=ChainVerifier())
 
 
@@ -164,7 +164,7 @@ def test_a_tree_for_a_verifier_of_chains_is_refused():
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_a_seed_gives_the_same_sample_again(k):
+def test_a_seed_reproduces_a_sample(k):
     def sample(seed):
         runner = TableRunner()
         return outputs(run(make_engine(oracle(runner, 1), k, runner=runner), requests(2, temperature=1.0, seed=seed)))
@@ -183,7 +183,7 @@ def test_coupled_noise_gives_the_same_sample_with_and_without_drafts(k):
 
 
 @pytest.mark.parametrize("right", [0, 2, None])
-def test_logprobs_are_those_of_the_row_that_each_token_was_drawn_from(right):
+def test_logprobs_come_from_the_row_each_token_was_sampled_from(right):
     runner = TableRunner()
     emissions = run(make_engine(oracle(runner, right), 4, runner=runner), requests(1, logprobs=2))["r0"]
     text = list(PROMPTS[0])
@@ -197,7 +197,7 @@ def test_logprobs_are_those_of_the_row_that_each_token_was_drawn_from(right):
 
 
 class Features(Proposer):
-    """Drafts what greedy decoding says and collects the features it is shown, by request."""
+    """Drafts the greedy continuation and collects the hidden states that it is given, by request."""
 
     needs_hidden = (2,)
 
@@ -228,7 +228,7 @@ def test_features_of_every_committed_token_reach_the_proposer_once():
 
 
 class TreeFeatures(Features):
-    """Drafts a wrong token before each right one, so that no accepted path is the first nodes of its tree."""
+    """Drafts a wrong token before each correct one, so that accepted nodes are not the first ones of the tree."""
 
     drafts_trees = True
 
@@ -248,7 +248,7 @@ def test_features_of_a_trees_accepted_path_reach_the_proposer():
 
 
 class RightFirst(Features):
-    """Drafts a wrong token after each right one, and notes which nodes it is told were accepted."""
+    """Drafts a wrong token after each correct one, and records the accepted nodes."""
 
     drafts_trees = True
 
@@ -277,7 +277,7 @@ def test_a_target_without_trees_scores_the_first_path_of_each(takes_trees):
     assert [0, 2, 4][: len(proposer.accepted[0])] == proposer.accepted[0]
 
 
-def test_no_more_is_drafted_than_the_target_can_take_back():
+def test_drafts_are_limited_by_what_the_target_can_roll_back():
     runner = TableRunner()
     runner.max_drafts = 2
     engine = make_engine(Features(runner), 5, runner=runner)
@@ -287,7 +287,7 @@ def test_no_more_is_drafted_than_the_target_can_take_back():
     assert max(widths) == 2
 
 
-def test_features_come_in_rounds_without_drafts_too():
+def test_features_of_rounds_without_drafts_reach_the_proposer():
     runner, lengths = TableRunner(), iter([3, 0, 0, 2, 0, 3] + [1] * 40)
     policy = FixedLength(0)
     policy.next_lengths = lambda context: [next(lengths)] * len(context.requests)
@@ -297,7 +297,7 @@ def test_features_come_in_rounds_without_drafts_too():
 
 
 def test_features_of_a_prompt_reach_each_of_its_samples():
-    """The second sample is forked in time, the third when the first has ended: it reads the prompt again."""
+    """The second sample is forked; the third starts after the first has ended and prefills the prompt again."""
     runner = TableRunner(max_batch=2)
     proposer = Features(runner)
     engine = make_engine(proposer, 2, runner=runner)
@@ -316,7 +316,7 @@ def test_features_of_a_prompt_reach_each_of_its_samples():
     assert engine.stats.faults == 0
 
 
-def test_features_begin_again_when_a_round_is_interrupted():
+def test_features_restart_at_the_first_token_after_an_interrupt():
     runner = TableRunner()
     engine = make_engine(Features(runner), 2, runner=runner)
     engine.add(make_request("r0", PROMPTS[2], max_tokens=12))
@@ -332,7 +332,7 @@ def test_features_begin_again_when_a_round_is_interrupted():
     assert engine.stats.faults == 0
 
 
-def test_a_proposer_that_failed_is_kept_no_features_for():
+def test_no_features_are_kept_after_the_proposer_failed():
     runner = TableRunner()
 
     class Failing(Features):
@@ -346,11 +346,11 @@ def test_a_proposer_that_failed_is_kept_no_features_for():
     assert not engine._guard._features._unseen
 
 
-def test_a_tree_counts_by_its_depth_and_costs_by_its_nodes():
+def test_trees_count_draft_steps_by_depth_and_cost_by_nodes():
     runner = TableRunner()
 
     def wide(context, k):
-        """Two children of the root, the right one with a child of its own."""
+        """Draft two children of the root; the correct one has a child."""
         right = greedy_continuation(runner, context.requests[0].token_ids, 2)
         wrong = 1 + right[0] % (VOCAB - 1)
         return Proposal(torch.tensor([[wrong, *right]]), torch.tensor([3]), None, torch.tensor([[-1, -1, 1]]))

@@ -1,4 +1,4 @@
-"""Proposers and targets that fail: what it costs, whom, and that it never costs text."""
+"""Failing proposers and targets: which requests are affected, and that no output is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def good(context):
 
 
 def with_row_0(proposal, **changes):
-    """A proposal of which row 0 alone is wrong."""
+    """Return a proposal in which only row 0 is invalid."""
     token_ids, lens = proposal.token_ids.clone(), proposal.lens.clone()
     probs = torch.full((*token_ids.shape, VOCAB), 1 / VOCAB)
     if "token" in changes:
@@ -62,7 +62,7 @@ ONE_ROW = {
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("fault", WHOLE)
-def test_a_failing_proposer_costs_drafts_and_no_text(fault, batch, caplog):
+def test_a_failing_proposer_does_not_change_the_output(fault, batch, caplog):
     engine = make_engine(ScriptedProposer(WHOLE[fault]), 3)
     found = run(engine, requests(batch))
     assert outputs(found) == plain(batch)
@@ -73,7 +73,7 @@ def test_a_failing_proposer_costs_drafts_and_no_text(fault, batch, caplog):
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("fault", ONE_ROW)
-def test_only_the_request_at_fault_loses_speculation(fault, batch, caplog):
+def test_only_the_request_with_invalid_drafts_is_paused(fault, batch, caplog):
     faulty = {"left": 1}
 
     def script(context, k):
@@ -92,11 +92,11 @@ def test_only_the_request_at_fault_loses_speculation(fault, batch, caplog):
 
 
 def invalid_for(name, context):
-    """What a draft model's sampler raises."""
+    """Raise what a draft model's sampler raises."""
     return InvalidLogits([context.request_ids.index(name)], [name])
 
 
-def test_invalid_logits_of_a_draft_cost_the_others_one_round():
+def test_invalid_draft_logits_pause_other_requests_for_one_round():
     runner = TableRunner()
     good, lens = oracle(runner), []
 
@@ -113,7 +113,7 @@ def test_invalid_logits_of_a_draft_cost_the_others_one_round():
     assert [len(emission.token_ids) for emission in found["r0"][:4]] == [4, 1, 4, 4]
 
 
-def test_a_proposer_that_fails_later_loses_nothing(caplog):
+def test_a_proposer_that_fails_in_a_later_round_loses_no_output(caplog):
     class Late(Proposer):
         num_calls = 0
 
@@ -133,7 +133,7 @@ def test_a_proposer_that_fails_later_loses_nothing(caplog):
     assert engine.stats.faults == 3
 
 
-def test_ids_in_the_padding_are_no_fault():
+def test_invalid_ids_in_the_padding_are_not_a_fault():
     def script(context, k):
         batch = len(context.requests)
         return Proposal(torch.tensor([[1, -7, 999]] * batch), torch.ones(batch, dtype=torch.long))
@@ -143,7 +143,7 @@ def test_ids_in_the_padding_are_no_fault():
     assert engine.stats.faults == 0 and engine.stats.num_drafts > 0
 
 
-def test_parents_in_the_padding_are_no_fault_either():
+def test_invalid_parents_in_the_padding_are_not_a_fault():
     parents = torch.tensor([[-1, 0, 1], [-1, 99, -7]])
     checked = check(Proposal(torch.ones(2, 3, dtype=torch.long), torch.tensor([3, 1]), None, parents), [9, 9], 3, VOCAB)
     assert checked.faults == {} and checked.lens == [3, 1]
@@ -151,7 +151,7 @@ def test_parents_in_the_padding_are_no_fault_either():
     assert checked.proposal.parents.tolist() == [[-1, 0, 1], [-1, -1, -1]]
 
 
-def test_the_proposer_hears_of_a_verdict_only_for_what_it_drafted():
+def test_commit_is_called_only_for_requests_that_were_drafted_for():
     heard = []
 
     class Listener(Proposer):
@@ -170,7 +170,7 @@ def test_the_proposer_hears_of_a_verdict_only_for_what_it_drafted():
     assert len(heard) < 9 and all(rows == 1 and verdicts == 1 for rows, verdicts, _ in heard)
 
 
-def test_features_go_on_where_another_requests_draft_was_invalid():
+def test_features_continue_after_another_requests_invalid_draft():
     runner = TableRunner()
 
     class Invalid(Features):
@@ -211,13 +211,13 @@ def test_a_failing_target_is_an_error_for_that_request_alone(kind):
     assert runner.cached == {}
 
 
-def test_where_a_request_runs_alone_the_proposer_hears_of_its_own_tree():
-    """The target takes no trees and fails for one request: the others' verdicts name the nodes of their own trees."""
+def test_after_a_target_failure_each_verdict_matches_its_own_tree():
+    """The target scores chains and fails for one request: other verdicts contain indices of their own trees."""
     runner, heard = TableRunner(), {}
     runner.takes_trees = False
 
     class Trees(Proposer):
-        """Two right drafts and a wrong one, in another order for r0 than for the others."""
+        """Draft two correct tokens and a wrong one, in another order for r0 than for the others."""
 
         drafts_trees = True
 
@@ -240,8 +240,8 @@ def test_where_a_request_runs_alone_the_proposer_hears_of_its_own_tree():
     assert heard == {"r0": [0, 1], "r2": [0, 2]}
 
 
-def test_the_policy_hears_of_the_rounds_that_it_decided_on_and_of_no_others():
-    """After a failure each request runs alone: to a policy that would be another batch than its own."""
+def test_the_policy_observes_only_rounds_that_it_decided_on():
+    """After a failure requests run one by one, in another batch than the policy decided on."""
 
     class Strict(FixedLength):
         num_heard = 0
@@ -266,7 +266,7 @@ def test_the_policy_hears_of_the_rounds_that_it_decided_on_and_of_no_others():
     assert policy.num_heard == 2
 
 
-def test_an_interrupt_leaves_every_request_resumable():
+def test_every_request_can_continue_after_an_interrupt():
     runner = TableRunner()
     engine = make_engine(oracle(runner, 1), 3, runner=runner)
     mine = requests(3)

@@ -1,4 +1,4 @@
-"""What drafts where nothing is named: found in the checkpoint, beside it or in the download cache, checked, not downloaded."""
+"""Method auto: drafters found in the checkpoint, next to it or in the download cache are checked and used."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch, tmp_path):
-    """An empty download cache; every connection is an error that the test sees, even where the package contains it."""
+    """Provide an empty download cache and fail the test at any connection, even if the package catches the error."""
     tried = []
 
     def refuse(*args, **_):
@@ -52,7 +52,7 @@ def no_network(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A target and what may draft for it, each in a folder of its own, to be copied to where it is looked for."""
+    """Create a target and drafters for it, each in its own folder, to be copied to where they are searched."""
     folder = tmp_path_factory.mktemp("made")
     make_folder(folder / "target", **SIZES)
     make_folder(folder / "draft", seed=1)
@@ -71,7 +71,7 @@ def target(made, tmp_path):
 
 @pytest.fixture
 def said(caplog):
-    """The package's log lines."""
+    """Return the package's log messages."""
     caplog.set_level(logging.INFO, "outrider")
     logging.getLogger("outrider").propagate = True
     return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("outrider.engine")]
@@ -105,7 +105,7 @@ def greedy(llm):
 # --- places -----------------------------------------------------------------------------------------------------------------
 
 
-def test_the_head_in_the_checkpoint_drafts(made, tmp_path, said):
+def test_a_head_in_the_targets_checkpoint_is_used(made, tmp_path, said):
     own = copied(made / "own", tmp_path / "own")
     copied(made / "draft", tmp_path / "draft")  # beside it, and not looked at
     llm = loaded(own)
@@ -114,7 +114,7 @@ def test_the_head_in_the_checkpoint_drafts(made, tmp_path, said):
     assert greedy(llm) == greedy(loaded(own, method="plain")) and llm.stats.faults == 0
 
 
-def test_a_block_drafter_in_the_targets_folder_drafts(tmp_path, said):
+def test_a_block_drafter_in_the_targets_folder_is_used(tmp_path, said):
     target = block_checkpoints.block_target(vocab_size=VOCAB)
     target.save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
@@ -129,7 +129,7 @@ def test_a_block_drafter_in_the_targets_folder_drafts(tmp_path, said):
 
 
 @pytest.mark.parametrize("harm", ["dropped", "named in the config alone", "quantised", "cut"])
-def test_a_head_that_is_not_there_or_not_whole_is_passed_over(made, tmp_path, said, harm):
+def test_a_missing_or_incomplete_head_is_skipped(made, tmp_path, said, harm):
     own = copied(made / "own", tmp_path / "own")
 
     def change(tensors):
@@ -155,7 +155,7 @@ def test_a_head_that_is_not_there_or_not_whole_is_passed_over(made, tmp_path, sa
 @pytest.mark.parametrize(
     ("name", "method"), [("draft", "draft"), ("eagle3", "eagle"), ("eagle1", "eagle"), ("medusa", "medusa")]
 )
-def test_what_lies_beside_or_in_the_targets_folder_drafts(made, target, place, name, method):
+def test_drafters_in_or_next_to_the_targets_folder_are_used(made, target, place, name, method):
     source = copied(made / name, target.parent / place.format(name))
     found = chosen(target)
     assert (found.method, found.draft) == (method, str(source))
@@ -166,7 +166,7 @@ def test_what_lies_beside_or_in_the_targets_folder_drafts(made, target, place, n
         assert greedy(llm) == greedy(loaded(target, method="plain")) and llm.stats.faults == 0
 
 
-def test_a_file_with_a_head_in_the_targets_folder_drafts(made, tmp_path):
+def test_a_head_file_in_the_targets_folder_is_used(made, tmp_path):
     own = copied(made / "own", tmp_path / "own")
     tensors = load_file(own / "model.safetensors")
     head = {name: tensors.pop(name) for name in list(tensors) if "mtp_layers" in name}
@@ -177,7 +177,7 @@ def test_a_file_with_a_head_in_the_targets_folder_drafts(made, tmp_path):
     assert greedy(llm) == greedy(loaded(own, method="plain")) and llm.stats.faults == 0
 
 
-def test_of_several_the_draft_model_comes_first_and_a_head_called_as_its_method_calls_it(made, target):
+def test_draft_models_precede_heads_and_heads_with_default_names_precede_others(made, target):
     for name in ("medusa", "eagle1", "eagle3", "draft"):
         copied(made / name, target.parent / name)
     order = []
@@ -187,7 +187,7 @@ def test_of_several_the_draft_model_comes_first_and_a_head_called_as_its_method_
     assert order == ["draft", "eagle3", "eagle1", "medusa"]
 
 
-def test_a_folder_with_another_name_beside_the_target_is_not_looked_at(made, target):
+def test_a_neighbouring_folder_with_an_unrelated_name_is_ignored(made, target):
     copied(made / "draft", target.parent / "small")
     assert chosen(target).method == DEFAULT_METHOD
 
@@ -204,7 +204,7 @@ def test_a_draft_that_reads_mask_tokens_is_found_and_drafts_in_one_pass(made, ta
     assert any("invalid pard_token -1" in line and str(draft) in line for line in said())
 
 
-def test_a_known_pair_drafts_from_the_cache(made, target, monkeypatch, tmp_path):
+def test_a_known_drafter_in_the_download_cache_is_used(made, target, monkeypatch, tmp_path):
     pairs = tmp_path / "pairs.toml"
     pairs.write_text('["Org/Model"]\neagle = ["Other/absent", "Other/head"]\ndraft = ["Org/small"]\n')
     monkeypatch.setattr(finding, "PAIRS", pairs)
@@ -221,7 +221,7 @@ def test_a_known_pair_drafts_from_the_cache(made, target, monkeypatch, tmp_path)
     assert chosen(target).why == "drafts with draft model Org/small (known for the target, in the download cache)"
 
 
-def test_the_smallest_of_the_family_that_is_large_enough_drafts(made, target, tmp_path, said):
+def test_the_smallest_sufficient_model_of_the_family_is_used(made, target, tmp_path, said):
     small = cached(made / "draft", "Org/model-small")
     cached(make_folder(tmp_path / "medium", num_hidden_layers=4), "Org/model-medium")
     one = dict.fromkeys(
@@ -242,14 +242,14 @@ def test_the_smallest_of_the_family_that_is_large_enough_drafts(made, target, tm
     assert "100.0% of the target's weights" in misfits["Org/same"] and "expected 0.5% to 20%" in misfits["Org/model-tiny"]
 
 
-def test_of_equal_sizes_the_one_named_more_like_the_target_drafts(made):
+def test_of_equal_sizes_the_most_similar_name_is_used(made):
     cached(made / "target", "Org/Model-1.1-Instruct")
     for name in ("Model-1.2-base", "Model-1.2-Instruct", "Zebra"):
         cached(made / "draft", f"Org/{name}")
     assert "Org/Model-1.2-Instruct" in chosen("Org/Model-1.1-Instruct").why
 
 
-def test_where_nothing_is_found_the_text_itself_drafts(target, said):
+def test_without_a_drafter_the_default_method_is_used(target, said):
     llm = loaded(target)
     assert llm.proposer.name == DEFAULT_METHOD == "suffix"
     assert said() == [llm.drafter] == ["drafts with suffix: no drafter was found for the target"]
@@ -257,7 +257,7 @@ def test_where_nothing_is_found_the_text_itself_drafts(target, said):
     assert loaded(model).proposer.name == "suffix"  # of no folder
 
 
-def test_the_places_are_looked_at_in_order(made, tmp_path, monkeypatch):
+def test_places_are_searched_in_order(made, tmp_path, monkeypatch):
     own = copied(made / "own", tmp_path / "models" / "Model")
     (tmp_path / "pairs.toml").write_text('["Org/Model"]\ndraft = ["Org/known"]\n')
     monkeypatch.setattr(finding, "PAIRS", tmp_path / "pairs.toml")
@@ -266,7 +266,7 @@ def test_the_places_are_looked_at_in_order(made, tmp_path, monkeypatch):
     beside = copied(made / "draft", own.parent / "draft")
     known, family = cached(made / "draft", "Org/known"), cached(made / "draft", "Org/family")
     found = [each.where for each in finding.candidates(finding.target_files(own)) if not each.misfit]
-    assert found == [finding.OWN, finding.BESIDE, f"{finding.KNOWN}, in the download cache", finding.FAMILY]
+    assert found == [finding.OWN, finding.NEXT_TO, f"{finding.KNOWN}, in the download cache", finding.FAMILY]
     rewrite(own, lambda tensors: [tensors.pop(name) for name in list(tensors) if "mtp_layers" in name])
     order = []
     for place in (beside, known.parents[1], family.parents[1]):
@@ -287,7 +287,7 @@ def test_the_places_are_looked_at_in_order(made, tmp_path, monkeypatch):
         ("config", "config.json is not JSON"),
     ],
 )
-def test_a_draft_that_does_not_fit_is_one_line_and_no_error(made, target, tmp_path, said, harm, expected):
+def test_a_draft_that_does_not_fit_is_logged_in_one_line(made, target, tmp_path, said, harm, expected):
     draft = target.parent / "draft"
     if harm == "foreign":
         make_folder(draft, tokenizer=make_tokenizer(300))
@@ -307,7 +307,7 @@ def test_a_draft_that_does_not_fit_is_one_line_and_no_error(made, target, tmp_pa
     assert re.search(expected, lines[0]) and str(draft) in lines[0] and "\n" not in lines[0]
 
 
-def test_a_sharded_draft_that_is_cut_is_one_line(made, target, said):
+def test_a_truncated_sharded_draft_is_logged_in_one_line(made, target, said):
     draft = copied(made / "draft", target.parent / "draft")
     model = AutoModelForCausalLM.from_pretrained(draft)
     (draft / "model.safetensors").unlink()
@@ -329,7 +329,7 @@ def test_a_sharded_draft_that_is_cut_is_one_line(made, target, said):
          "but .* has 12 layers"),
     ],
 )  # fmt: skip
-def test_a_head_for_another_target_is_one_line_and_the_next_is_taken(made, target, said, write, expected):
+def test_a_head_for_another_target_is_logged_and_the_next_choice_is_used(made, target, said, write, expected):
     write(target.parent / "eagle3")
     copied(made / "medusa", target.parent / "medusa1")
     found = chosen(target)
@@ -338,7 +338,7 @@ def test_a_head_for_another_target_is_one_line_and_the_next_is_taken(made, targe
     assert len(lines) == 1 and re.search(expected, lines[0])
 
 
-def test_what_only_building_shows_is_one_line_too(made, target, said):
+def test_a_misfit_found_while_building_is_logged_in_one_line(made, target, said):
     head = copied(made / "eagle3", target.parent / "eagle3")
     tensors = load_file(head / "model.safetensors")
     tensors["d2t"] += 10_000  # values are not read while looking
@@ -357,7 +357,7 @@ def test_a_verifier_of_chains_gets_no_trees(made, target, said):
     assert any("it drafts trees, and Chains supports chains only" in line for line in said())
 
 
-def test_a_hybrid_and_a_rounded_target_take_what_they_run(made, target, tmp_path, monkeypatch):
+def test_hybrid_and_quantised_targets_use_drafters_that_they_support(made, target, tmp_path, monkeypatch):
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     hybrid = tmp_path / "hybrid"
     write_checkpoint("qwen3_5_text", hybrid, tiny_target("qwen3_5_text", vocab_size=VOCAB))
@@ -371,7 +371,7 @@ def test_a_hybrid_and_a_rounded_target_take_what_they_run(made, target, tmp_path
 # --- what the user named ----------------------------------------------------------------------------------------------------
 
 
-def test_what_the_user_named_is_never_overridden(made, target, tmp_path):
+def test_options_of_the_user_are_never_overridden(made, target, tmp_path):
     own = copied(made / "own", tmp_path / "own")
     copied(made / "eagle3", target.parent / "eagle3")
     assert loaded(own, method="ngram").proposer.name == "ngram"
@@ -383,7 +383,7 @@ def test_what_the_user_named_is_never_overridden(made, target, tmp_path):
         loaded(target, method="eagle", draft=made / "draft")
 
 
-def test_a_named_draft_alone_is_used_as_what_it_is(made, target, tmp_path):
+def test_a_named_draft_without_a_method_is_used_by_its_kind(made, target, tmp_path):
     for name, method in (("draft", "draft"), ("eagle3", "eagle"), ("eagle1", "eagle"), ("medusa", "medusa")):
         llm = loaded(target, draft=made / name)
         assert llm.proposer.name == method and llm.drafter == f"drafts with {made / name}, as specified"
@@ -394,7 +394,7 @@ def test_a_named_draft_alone_is_used_as_what_it_is(made, target, tmp_path):
         loaded(target, draft=tmp_path / "other")
 
 
-def test_drafts_declared_with_the_target_come_before_what_is_found(made, target):
+def test_drafts_declared_with_the_target_precede_found_ones(made, target):
     copied(made / "draft", target.parent / "draft")
     llm = loaded(target, drafts={"eagle3": made / "eagle3", "medusa": made / "medusa"})
     assert llm.proposer.name == "eagle" and llm.drafter == "drafts with eagle3 (comes with the target)"
@@ -405,7 +405,7 @@ class Masked(DraftModelProposer):
 
 
 class MaskedMethod(DraftModelMethod):
-    """A more special kind of draft model: its config names a mask token."""
+    """A more specific kind of draft model, whose config names a mask token."""
 
     proposer = Masked
     own_draft = "masked"
@@ -416,7 +416,7 @@ class MaskedMethod(DraftModelMethod):
         return super().recognise(folder, target) if is_masked else None
 
 
-def test_a_method_in_another_file_says_what_it_recognises_and_comes_first(made, target, monkeypatch):
+def test_a_registered_method_can_recognise_drafts_with_higher_precedence(made, target, monkeypatch):
     monkeypatch.setattr(PROPOSERS, "_entries", dict(PROPOSERS._entries))
     PROPOSERS.register("masked", MaskedMethod())
     copied(made / "draft", target.parent / "draft")
@@ -449,7 +449,7 @@ def test_only_download_draft_downloads(made, target, monkeypatch, tmp_path):
     assert loaded(target).proposer.name == "draft" and fetched == ["Org/small"]  # now it is in the cache
 
 
-def test_a_download_that_fails_is_one_line(target, monkeypatch, tmp_path, said):
+def test_a_failed_download_is_logged_in_one_line(target, monkeypatch, tmp_path, said):
     (tmp_path / "pairs.toml").write_text('["Org/model"]\ndraft = ["Org/small"]\n')
     monkeypatch.setattr(finding, "PAIRS", tmp_path / "pairs.toml")
 
@@ -464,7 +464,7 @@ def test_a_download_that_fails_is_one_line(target, monkeypatch, tmp_path, said):
 # --- looking ----------------------------------------------------------------------------------------------------------------
 
 
-def test_looking_reads_no_weights(made, target, monkeypatch):
+def test_searching_reads_no_weights(made, target, monkeypatch):
     for name in ("draft", "eagle3", "eagle1", "medusa"):
         copied(made / name, target.parent / name)
 
@@ -478,7 +478,7 @@ def test_looking_reads_no_weights(made, target, monkeypatch):
     assert all(each.num_bytes > 1000 for each in found)
 
 
-def test_a_path_with_a_colon_is_an_error_where_it_must_be_written_as_an_option(made, tmp_path):
+def test_a_path_with_a_colon_is_rejected_as_a_method_option(made, tmp_path):
     target = copied(made / "target", tmp_path / "a:b" / "model")
     copied(made / "draft", target.parent / "draft")
     assert loaded(target).proposer.name == "draft"

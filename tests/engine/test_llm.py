@@ -1,4 +1,4 @@
-"""The facade on a real (tiny, random) model: text and tokens in, completions and chunks out."""
+"""The ``LLM`` facade with a tiny random model: prompts, completions, streams and errors."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_samples_share_a_prompt_and_differ_in_seed(model, tokenizer, k):
 
 
 def test_the_draft_reads_the_prompt_of_all_samples_once(model, tokenizer, monkeypatch):
-    """A part a round, while the first sample goes on without drafts and the others wait for it."""
+    """One chunk per round, while the first sample continues without drafts and the others wait for it."""
     llm = LLM(model, tokenizer=tokenizer, draft=model, num_draft_tokens=3, prefill_chunk=16, compile="never")
     draft, read = llm.proposer.draft, []
     read_on = draft._read_on
@@ -131,7 +131,7 @@ def test_auto_lengths_keep_greedy_text(model, tokenizer, plain):
     assert seen(outputs_of(llm.generate(PROMPTS, params))) == seen(outputs_of(plain.generate(PROMPTS, params)))
 
 
-def test_logprobs_come_with_accepted_drafts_too(looking_up, model):
+def test_logprobs_are_returned_for_accepted_drafts(looking_up, model):
     completion = looking_up.generate([5, 6, 7], SamplingParams(max_tokens=20, logprobs=1, ignore_eos=True))[0].outputs[0]
     assert len(completion.logprobs) == 20
     with torch.no_grad():
@@ -153,7 +153,7 @@ def test_statistics_add_up(looking_up):
     assert stats.plain_tok_s is None or math.isfinite(stats.plain_tok_s)
 
 
-def test_two_streams_may_be_read_in_turns(looking_up, plain):
+def test_two_streams_can_be_read_alternately(looking_up, plain):
     params = SamplingParams(max_tokens=15, ignore_eos=True)
     streams = [looking_up.stream(prompt, params) for prompt in PROMPTS[:2]]
     texts = ["", ""]
@@ -164,7 +164,7 @@ def test_two_streams_may_be_read_in_turns(looking_up, plain):
     assert texts == [c.text for c in outputs_of(plain.generate(PROMPTS[:2], params))]
 
 
-def test_a_stream_that_is_dropped_leaves_nothing_behind(looking_up, plain):
+def test_a_dropped_stream_aborts_its_requests(looking_up, plain):
     stream = looking_up.stream(PROMPTS, SamplingParams(max_tokens=50, ignore_eos=True))
     next(stream)
     stream.close()
@@ -226,11 +226,11 @@ def test_a_wrong_option_is_a_clear_error(model, tokenizer, options, message):
     assert "\n" not in str(caught.value)
 
 
-def test_wrong_prompts_are_refused_before_any_token(looking_up, model, tokenizer):
+def test_invalid_prompts_are_rejected_before_any_token(looking_up, model, tokenizer):
     rounds = looking_up.stats.num_rounds
     for prompts, message in [
         ([[1, 2], [1] * 128], "128 tokens"),
-        ([10**6], "vocabulary"),
+        ([10**6], "invalid token id"),
         ([[]], "empty"),
     ]:
         with pytest.raises(OutriderError, match=message):
@@ -270,7 +270,7 @@ def test_a_dropped_llm_frees_its_models_at_once(model):
         gc.enable()
 
 
-def test_a_tokenizers_own_code_runs_where_it_is_trusted_and_nobody_is_asked(tmp_path, tokenizer, monkeypatch):
+def test_custom_tokenizer_code_runs_only_if_trusted_and_never_prompts(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks on the terminal"))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = tmp_path / "model"

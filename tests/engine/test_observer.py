@@ -1,4 +1,4 @@
-"""Looking inside rounds: an observer sees what was proposed, scored and decided, and costs nothing where there is none."""
+"""Observers of rounds: they receive proposal, scores and verdict, and their time is not counted."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def test_an_observer_sees_every_round_as_it_was_settled() -> None:
     assert len(emitted) == 9
 
 
-def test_a_path_that_ends_at_a_leaf_was_judged_as_far_as_it_goes() -> None:
+def test_a_path_that_ends_at_a_leaf_counts_only_its_depths_as_judged() -> None:
     runner = TableRunner()
 
     def tree(context: Context, k: int) -> Proposal:
-        """The right token without anything behind it, and a wrong one with another behind it: a longest path of two."""
+        """Draft the correct token without a child and a wrong one with a child: the longest path has two drafts."""
         (right,) = greedy_continuation(runner, context.requests[0].token_ids, 1)
         wrong = 1 + right % 16
         return Proposal(torch.tensor([[right, wrong, wrong]]), torch.tensor([3]), None, torch.tensor([[-1, -1, 1]]))
@@ -62,7 +62,7 @@ def test_a_path_that_ends_at_a_leaf_was_judged_as_far_as_it_goes() -> None:
     assert engine.stats.acceptance_rate == 1.0
 
 
-def test_an_observer_s_time_belongs_to_no_round() -> None:
+def test_time_in_an_observer_is_not_counted() -> None:
     runner = TableRunner()
     engine = make_engine(ScriptedProposer.of_chains(drafts), k=2, runner=runner)
     engine.observer = lambda seen: sleep(0.2)
@@ -75,7 +75,7 @@ def test_an_observer_s_time_belongs_to_no_round() -> None:
 
 
 @pytest.mark.parametrize("runs_model", [True, False])
-def test_plain_rounds_soon_after_a_model_drafted_are_cold_and_those_after_a_lookup_are_not(runs_model: bool) -> None:
+def test_plain_rounds_are_cold_after_model_drafts_but_not_after_lookup(runs_model: bool) -> None:
     policy = FixedLength(2)
     lengths = iter([2] * 4 + [0] * 40)
     policy.next_lengths = lambda context: [next(lengths)] * len(context.requests)  # type: ignore[method-assign]

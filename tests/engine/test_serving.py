@@ -1,4 +1,4 @@
-"""What serving needs of the engine: lengths of their own, prompts read in parts, beginnings kept, memory, a fair order."""
+"""Engine features for serving: K per request, chunked prefill, the prefix cache, memory limits and fair scheduling."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def requests(**params):
 
 
 @pytest.mark.parametrize("k", [0, 2, 6])
-def test_requests_have_a_k_of_their_own(k):
+def test_requests_can_have_their_own_k(k):
     runner = TableRunner()
     asked = requests()
     asked[0].num_draft_tokens, asked[1].num_draft_tokens = 0, 5
@@ -35,7 +35,7 @@ def test_requests_have_a_k_of_their_own(k):
     assert longest == [0, 5, k]
 
 
-def test_a_k_of_its_own_cuts_trees_too():
+def test_a_requests_own_k_limits_the_depth_of_trees():
     runner = TableRunner()
 
     def chain_as_tree(context, k):
@@ -51,7 +51,7 @@ def test_a_k_of_its_own_cuts_trees_too():
     assert [max(len(emission.token_ids) for emission in found[f"r{b}"]) - 1 for b in range(3)] == [0, 2, 4]
 
 
-def test_a_long_prompt_holds_nobody_up():
+def test_a_long_prompt_does_not_delay_other_requests():
     runner = TableRunner()
     runner.chunk = 4
     engine = make_engine(oracle(runner, 1), 2, runner=runner)
@@ -67,7 +67,7 @@ def test_a_long_prompt_holds_nobody_up():
     assert outputs(run(engine, [make_request("long", list(range(1, 17)) * 2, max_tokens=5)])) == wanted
 
 
-def test_a_prompt_that_cannot_be_read_fails_alone(monkeypatch):
+def test_a_prompt_whose_prefill_fails_does_not_affect_others(monkeypatch):
     runner = TableRunner()
     prefill = runner.prefill
 
@@ -83,7 +83,7 @@ def test_a_prompt_that_cannot_be_read_fails_alone(monkeypatch):
     assert (found["r0"], found["r2"]) == (wanted["r0"], wanted["r2"])
 
 
-def test_a_proposer_that_failed_is_tried_again_later():
+def test_a_failed_proposer_is_retried_later():
     runner = TableRunner(max_len=400)
     good, calls = oracle(runner), []
 
@@ -102,7 +102,7 @@ def test_a_proposer_that_failed_is_tried_again_later():
     )
 
 
-def test_a_proposer_reads_a_long_text_in_parts_and_nobody_waits_for_it():
+def test_a_proposer_prefills_long_prompts_in_chunks_without_delaying_others():
     runner = TableRunner()
     proposer, asked = oracle(runner), []
 
@@ -118,7 +118,7 @@ def test_a_proposer_reads_a_long_text_in_parts_and_nobody_waits_for_it():
     assert [len(emission.token_ids) for emission in found["r1"]][:6] == [1, 1, 1, 1, 4, 4]
 
 
-def test_no_drafts_are_made_behind_a_text_that_the_score_reads():
+def test_no_drafts_are_requested_while_a_round_prefills_the_prompt():
     runner = TableRunner()
     runner.short = 4  # r2's text of eight is read by its first score
     found = run(make_engine(oracle(runner), 3, runner=runner), requests())
@@ -127,7 +127,7 @@ def test_no_drafts_are_made_behind_a_text_that_the_score_reads():
     assert [len(emission.token_ids) for emission in found["r2"]][1:5] == [4] * 4
 
 
-def test_after_a_round_that_broke_off_a_proposer_reads_in_parts_again():
+def test_after_an_interrupted_round_the_proposer_prefills_in_chunks_again():
     runner = TableRunner()
     proposer, asked = oracle(runner), []
 
@@ -147,7 +147,7 @@ def test_after_a_round_that_broke_off_a_proposer_reads_in_parts_again():
     assert asked == [["r"], ["r"]]
 
 
-def test_a_request_that_is_aborted_leaves_nothing_behind():
+def test_an_aborted_request_leaves_no_state():
     released = []
     policy = FixedLength(2)
     policy.release = released.extend
@@ -160,7 +160,7 @@ def test_a_request_that_is_aborted_leaves_nothing_behind():
     assert "r1" not in engine.runner.cached
 
 
-def test_a_prompt_that_cannot_be_copied_fails_alone(monkeypatch):
+def test_a_prompt_whose_copy_fails_does_not_affect_others(monkeypatch):
     runner = TableRunner()
     monkeypatch.setattr(runner, "fork", lambda *_: 1 / 0)
     engine = make_engine(runner=runner)
@@ -179,7 +179,7 @@ def test_a_prompt_that_cannot_be_copied_fails_alone(monkeypatch):
 
 
 def order_of(asked):
-    """Ids in the order in which requests of (id, client, priority) are taken in, one at a time."""
+    """Return the order in which requests (id, client, priority) are admitted, one at a time."""
     engine = make_engine(runner=TableRunner(max_batch=1))
     for request_id, client, priority in asked:
         engine.add(make_request(request_id, [1, 2, 3], max_tokens=2), None, client, priority)
@@ -191,7 +191,7 @@ def order_of(asked):
     return order
 
 
-def test_samples_that_wait_for_their_prompt_to_be_read_hold_nobody_up():
+def test_samples_waiting_for_their_prompt_do_not_delay_others():
     runner = TableRunner(max_batch=2)
     runner.chunk = 4
     engine = make_engine(runner=runner)
@@ -215,7 +215,7 @@ def test_clients_take_turns_and_priorities_go_first():
 
 
 def num_running(*clients, max_batch=8):
-    """How many requests of each client run after one step, when each asks for as many as the batch holds."""
+    """Return how many requests of each client run after one step, if each client fills the batch."""
     engine = make_engine(runner=TableRunner(max_batch=max_batch))
     for client in clients:
         for number in range(max_batch):
@@ -225,15 +225,15 @@ def num_running(*clients, max_batch=8):
     return [names.count(client) for client in clients]
 
 
-def test_one_client_leaves_places_for_the_next():
+def test_one_client_leaves_places_for_other_clients():
     assert num_running("a") == [6]
     assert num_running("a", "b") == [6, 2]
     assert num_running("a", max_batch=1) == [1]
     assert num_running("a", max_batch=2) == [2]
-    assert num_running("") == [8]  # without a server there is nobody to wait for
+    assert num_running("") == [8]  # requests without a client are not limited
 
 
-def test_nothing_is_kept_of_clients_whose_turn_has_come_again():
+def test_the_queue_forgets_clients_without_waiting_requests():
     waiting = FairQueue()
     waiting.push("always", "always", 0, cost=1000)
     for number in range(100):
@@ -248,7 +248,7 @@ def test_nothing_is_kept_of_clients_whose_turn_has_come_again():
 
 
 @pytest.mark.parametrize("method", ["plain", "draft", "early-exit"])
-def test_texts_read_in_parts_and_from_kept_beginnings_go_on_as_ever(method, tmp_path):
+def test_chunked_prefill_and_cached_prefixes_do_not_change_the_output(method, tmp_path):
     target, draft = make_folder(tmp_path / "target"), make_folder(tmp_path / "draft", num_hidden_layers=1)
     options = {"draft": draft, "same_text": True, "compile": "never", "num_draft_tokens": 3}
     shared = "The ship left the harbour at dawn, and nobody on the quay waved. " * 2
@@ -274,7 +274,7 @@ def cache(rows=3, budget=None):
 
 
 def write(kv, row, text):
-    """Stands for a pass: the keys of a token are its id."""
+    """Simulate a pass: the key of a token is its id."""
     kv.reserve(len(text))
     kv.stores[0][:, row, :, : len(text)] = torch.tensor(text, dtype=torch.float32)[:, None]
     kv.cached_lens[row] = len(text)
@@ -286,7 +286,7 @@ def ended(kv, name, text):
     kv.release([name])
 
 
-def test_a_request_goes_on_from_the_longest_beginning_that_an_ended_one_left():
+def test_a_request_reuses_the_longest_cached_prefix():
     kv = cache()
     shared = list(range(SHARED))
     ended(kv, "a", [*shared, 90, 91, 92])
@@ -299,7 +299,7 @@ def test_a_request_goes_on_from_the_longest_beginning_that_an_ended_one_left():
     assert kv.cached_lens[other] == SHARED + 3 and other != row
 
 
-def test_a_running_request_shares_its_beginning_and_keeps_it():
+def test_a_running_request_shares_its_prefix():
     kv = cache()
     text = list(range(40))
     first = kv.row_for("a", text)
@@ -308,13 +308,13 @@ def test_a_running_request_shares_its_beginning_and_keeps_it():
     assert second != first and kv.cached_lens[second] == 30 and kv.cached_lens[first] == 40
 
 
-def test_the_last_token_is_always_left_to_be_read():
+def test_the_last_prompt_token_is_never_taken_from_the_prefix_cache():
     kv = cache()
     ended(kv, "a", list(range(40)))
     assert kv.cached_lens[kv.row_for("b", list(range(30)))] == 29
 
 
-def test_the_least_recently_used_beginning_goes_first():
+def test_the_least_recently_used_prefix_is_evicted_first():
     kv = cache(rows=2)
     for start in (0, 100):
         ended(kv, f"r{start}", list(range(start, start + 30)))
@@ -327,7 +327,7 @@ def test_the_least_recently_used_beginning_goes_first():
     assert kv.num_reused == 30 + 29
 
 
-def test_a_copy_takes_nothing_back_of_what_was_read_since():
+def test_a_copied_prefix_does_not_roll_back_its_source():
     kv = cache()
     for name, length in (("source", 30), ("sample", 40)):
         write(kv, kv.row(name), list(range(length)))
@@ -337,7 +337,7 @@ def test_a_copy_takes_nothing_back_of_what_was_read_since():
     assert kv.cached_len("other") == 29
 
 
-def test_what_failed_is_kept_for_nobody():
+def test_the_cache_of_a_failed_request_is_not_reused():
     kv = cache()
     row = kv.row_for("a", list(range(40)))
     write(kv, row, list(range(40)))
@@ -345,14 +345,14 @@ def test_what_failed_is_kept_for_nobody():
     assert kv.cached_lens[kv.row_for("b", list(range(40)))] == 0
 
 
-def test_memory_is_set_apart_before_a_request_comes():
+def test_memory_is_reserved_before_admission():
     kv = cache(rows=8, budget=2 * (100 + SLACK) * 16)  # 16 bytes a token
     assert kv.admit("a", 100) and kv.admit("b", 100) and not kv.admit("c", 10)
     kv.release(["a"])
     assert not kv.admit("c", 200) and kv.admit("c", 100)
 
 
-def test_the_cache_stays_within_its_budget_whatever_comes():
+def test_the_cache_never_exceeds_its_budget():
     budget = 3 * (100 + SLACK) * 16
     kv = cache(rows=8, budget=budget)
     generator, under_way = torch.Generator().manual_seed(0), {}
@@ -373,8 +373,8 @@ def test_the_cache_stays_within_its_budget_whatever_comes():
 
 
 @pytest.mark.parametrize("change", ["slots", "rows", "compaction"])
-def test_a_cache_that_cannot_change_its_size_stays_as_it_is(change, monkeypatch):
-    """Keys of one size and values of another would be written to beyond their end."""
+def test_a_cache_of_fixed_size_is_unchanged(change, monkeypatch):
+    """With keys and values of different sizes, writes would exceed the smaller one."""
     kv = cache(rows=4, budget=8 * (100 + SLACK) * 16)
     write(kv, kv.row("a"), list(range(40)))
     write(kv, kv.row("b"), list(range(40)))
@@ -385,7 +385,7 @@ def test_a_cache_that_cannot_change_its_size_stays_as_it_is(change, monkeypatch)
     assert kv.stores is before and kv.cached_len("a") == 40
 
 
-def test_a_cache_beyond_its_budget_does_not_move_with_every_token():
+def test_a_cache_at_its_budget_is_not_reallocated_every_token():
     kv, sizes = cache(rows=4, budget=4 * (100 + SLACK) * 16), set()
     for name in "abcd":
         kv.row(name)
@@ -395,13 +395,13 @@ def test_a_cache_beyond_its_budget_does_not_move_with_every_token():
     assert max(sizes) >= 379 and len(sizes) <= 5
 
 
-def test_a_text_is_no_longer_than_the_memory():
+def test_max_len_is_limited_by_memory():
     assert cache(budget=(100 + SLACK) * 16).max_len == 100
     with pytest.raises(OutriderError, match="kv_memory"):
         cache(budget=SLACK * 16)
 
 
-def test_a_request_for_which_no_memory_could_be_set_apart_stops_nobody(monkeypatch, caplog):
+def test_a_failed_reservation_does_not_block_the_queue(monkeypatch, caplog):
     runner = TableRunner()
 
     def admit(request_id, num_tokens):

@@ -1,4 +1,4 @@
-"""What plain decoding would have taken, told from rounds of known seconds."""
+"""Predicted times of plain decoding, from rounds with known times."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ def drafted(num_accepted: int, score: float = 3.0) -> Round:
 PLAIN = Round(0, [0], [0], [0], PhaseTimes(draft=0.0, score=1.0, verify=0.2, host=0.3))
 
 
-def test_each_token_of_a_drafted_round_would_have_been_a_plain_round() -> None:
+def test_each_token_of_a_drafted_round_replaces_one_plain_round() -> None:
     stats = GenerationStats()
     stats.clock(drafted(3), is_prefill=False, emitted_per_row=4, plain=PlainRound(1.0, 0.5))
     assert stats.plain_seconds == pytest.approx(4 * 1.5)
 
 
-def test_a_round_without_drafts_counts_as_it_was() -> None:
+def test_a_round_without_drafts_counts_with_its_own_time() -> None:
     stats = GenerationStats()
     stats.clock(PLAIN, is_prefill=False, emitted_per_row=1, plain=None)
     assert stats.plain_seconds == pytest.approx(1.5)
 
 
-def test_the_prompts_pass_gives_plain_decoding_one_token_and_the_rest_are_rounds() -> None:
+def test_prefill_counts_as_one_token_of_plain_decoding() -> None:
     stats = GenerationStats()
     stats.clock(drafted(2, score=20.0), is_prefill=True, emitted_per_row=3, plain=PlainRound(1.0, 0.5))
     assert stats.plain_seconds == pytest.approx(20.0 + 1.0 + 2 * 1.5)
 
 
-def test_rounds_before_the_first_price_are_priced_by_what_came_later() -> None:
+def test_rounds_before_the_first_measurement_use_later_costs() -> None:
     stats = GenerationStats()
     stats.clock(drafted(1), is_prefill=False, emitted_per_row=2, plain=None)
     assert stats.plain_seconds is None and stats.plain_tok_s is None and stats.cost_ratio is None
@@ -43,29 +43,29 @@ def test_rounds_before_the_first_price_are_priced_by_what_came_later() -> None:
     assert stats.cost_ratio == pytest.approx(2.0 / 4 / 1.0)
 
 
-def test_without_a_plain_round_the_rest_of_a_drafted_one_stands_for_it() -> None:
+def test_host_time_of_drafted_rounds_is_used_without_plain_rounds() -> None:
     stats = GenerationStats()
     stats.clock(drafted(0), is_prefill=False, emitted_per_row=1, plain=PlainRound(1.0, None))
     assert stats.plain_seconds == pytest.approx(1.0 + 1.0)
 
 
-def test_a_plain_round_is_priced_from_plain_passes_only() -> None:
+def test_plain_rounds_are_predicted_from_plain_passes_only() -> None:
     costs = CostBook()
     costs.record_pass(5, 1, 100, 3.0)
-    assert costs.pass_seconds(1, 1, 100) is not None  # a guess that is good enough for a policy
-    assert costs.plain_round(1, 100) is None  # and not for telling a user
+    assert costs.pass_seconds(1, 1, 100) is not None  # an estimate, sufficient for a policy
+    assert costs.plain_round(1, 100) is None  # but not for statistics shown to users
     costs.record_pass(1, 1, 100, 1.0)
     assert costs.plain_round(1, 100) == PlainRound(1.0, None)
     costs.record_round([0], 100, 1.0, outside=0.5)
-    costs.record_round([0], 100, 1.0, outside=50.0)  # a hiccup
-    costs.record_round([0], 100, 1.0, outside=7.0, is_greedy=False)  # drawing takes longer
+    costs.record_round([0], 100, 1.0, outside=50.0)  # an outlier
+    costs.record_round([0], 100, 1.0, outside=7.0, is_greedy=False)  # sampling takes longer
     found = costs.plain_round(1, 300)
     assert found is not None and found.score == 1.0 and found.outside == pytest.approx(0.5, rel=0.05)
     assert costs.plain_round(2, 100) is None
 
 
-def test_a_count_that_grows_while_it_is_read_is_no_error() -> None:
-    """As it does under a server, whose metrics are asked for while the engine's thread counts."""
+def test_statistics_can_be_read_while_they_change() -> None:
+    """A server reads metrics while the engine's thread updates them."""
     stats = GenerationStats()
 
     class Meanwhile(int):

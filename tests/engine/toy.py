@@ -1,4 +1,4 @@
-"""A runner without a model, and an engine around it: the next token depends on the last two by a fixed random table."""
+"""An engine with a runner without a model: the next token depends on the last two tokens through a fixed random table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EOS = 0
 
 
 class TableRunner:
-    """Logits are a table's row; the "cache" is the committed text it has seen, checked against the requests each round."""
+    """Logits are a row of the table; the "cache" is a copy of the committed tokens, compared with the requests each round."""
 
     vocab_size = VOCAB
     num_layers, hidden_size = 4, 3
@@ -75,7 +75,7 @@ class TableRunner:
             self.cached[request.request_id] = request.token_ids + [drafts[i] for i in path[:count]]
 
     def prefill(self, request_ids, texts, hidden=()) -> list[bool]:
-        """Nothing: every text is scored at once, unless a test sets ``chunk``."""
+        """Prefill nothing, so that prompts are processed by the first round, unless a test sets ``chunk``."""
         if self.chunk is None:
             return [True] * len(texts)
         left, done = self.chunk, []
@@ -112,7 +112,7 @@ class TableRunner:
 
 
 def _end(text: list[int]) -> tuple[int, int]:
-    """The two tokens that the next one hangs on."""
+    """Return the two tokens that the next one depends on."""
     return (text[-2] if len(text) > 1 else 0, text[-1])
 
 
@@ -129,7 +129,7 @@ def make_request(request_id: str, prompt: list[int], **params) -> Request:
 
 
 def run(engine: Engine, requests: list[Request]) -> dict[str, list[Emission]]:
-    """Runs requests to their end: all emissions of each."""
+    """Run requests to their end and return all emissions of each."""
     for request in requests:
         engine.add(request)
     found: dict[str, list[Emission]] = {request.request_id: [] for request in requests}
@@ -140,7 +140,7 @@ def run(engine: Engine, requests: list[Request]) -> dict[str, list[Emission]]:
 
 
 def outputs(emissions: dict[str, list[Emission]]) -> dict[str, tuple]:
-    """What a user sees of each request: tokens, text and the reason of its end."""
+    """Return the output of each request: tokens, text and finish reason."""
     return {
         request_id: (
             [token for emission in each for token in emission.token_ids],
@@ -152,7 +152,7 @@ def outputs(emissions: dict[str, list[Emission]]) -> dict[str, tuple]:
 
 
 def greedy_continuation(runner: TableRunner, text: list[int], count: int) -> list[int]:
-    """What the table says next, by argmax."""
+    """Return the greedy continuation by the table."""
     text = list(text)
     for _ in range(count):
         text.append(int(runner.logits_after(text).argmax()))
@@ -160,7 +160,7 @@ def greedy_continuation(runner: TableRunner, text: list[int], count: int) -> lis
 
 
 def oracle(runner: TableRunner, right: int | None = None) -> ScriptedProposer:
-    """Drafts k tokens of which the first ``right`` (None: all) are what greedy decoding will say, the next one is not."""
+    """Draft k tokens, of which the first ``right`` (None: all) are those of greedy decoding and the next one is wrong."""
 
     def chains(context, k):
         drafts = []

@@ -63,7 +63,7 @@ class Alone:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_rows_that_come_and_go_are_drafted_for_as_in_outrider(method: str) -> None:
+def test_changing_rows_get_the_same_drafts_as_in_outrider(method: str) -> None:
     choose, batch, adapter = random.Random(1), Batch(), TextProposer(config(method))
     alone: list[Alone] = []
     num_drafts = 0
@@ -90,7 +90,7 @@ def test_rows_that_come_and_go_are_drafted_for_as_in_outrider(method: str) -> No
     assert num_drafts > 200
 
 
-def test_a_row_that_moves_is_not_read_again_and_one_that_ended_is_forgotten() -> None:
+def test_a_moved_row_is_kept_and_a_finished_one_released() -> None:
     adapter, batch = TextProposer(config()), Batch()
     batch.texts = [[1, 2, 3, 1, 2], [4, 5, 4, 5, 4], [7, 8, 9]]
     batch.call(adapter)
@@ -115,13 +115,13 @@ def test_two_rows_of_the_same_text_are_two_requests() -> None:
     assert [drafts[0] for drafts in batch.call(adapter)] == [1, 2]
 
 
-def test_a_text_at_the_end_of_the_context_gets_no_draft_that_does_not_fit() -> None:
+def test_drafts_do_not_exceed_the_context() -> None:
     adapter, batch = TextProposer(config()), Batch()
     batch.texts = [([1, 2] * MAX_LEN)[:length] for length in (MAX_LEN - 3, MAX_LEN - 1, MAX_LEN)]
     assert [len(drafts) for drafts in batch.call(adapter)] == [2, 0, 0]
 
 
-def test_earlier_texts_count_where_the_method_says_so() -> None:
+def test_earlier_outputs_are_used_by_methods_with_memory() -> None:
     adapter, batch = TextProposer(config("suffix:earlier_tokens=400")), Batch()
     batch.texts = [[1, 2, 3, 4, 5, 6, 7, 8]]
     batch.call(adapter)
@@ -132,7 +132,7 @@ def test_earlier_texts_count_where_the_method_says_so() -> None:
     assert batch.call(adapter) == [[5, 6, 7, 8]]
 
 
-def test_a_proposer_that_fails_costs_drafts_for_a_while_and_not_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_proposer_pauses_drafts_but_not_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter, batch = TextProposer(config()), Batch()
     batch.texts = [[1, 2, 1, 2, 1]]
     monkeypatch.setattr(adapter._proposer, "propose", lambda context, k: 1 / 0)
@@ -142,13 +142,13 @@ def test_a_proposer_that_fails_costs_drafts_for_a_while_and_not_the_engine(monke
     assert batch.call(adapter) == [[2, 1, 2, 1, 2, 1]]
 
 
-def test_what_cannot_run_inside_vllm_is_refused() -> None:
+def test_methods_that_cannot_run_inside_vllm_are_refused() -> None:
     with pytest.raises(OutriderError, match="only text-based proposers"):
         TextProposer(config("draft"))
     with pytest.raises(OutriderError, match="additional-config"):
         TextProposer(SimpleNamespace(additional_config={}))
 
 
-def test_vllm_loads_no_transformers_for_it() -> None:
+def test_the_adapter_does_not_import_transformers() -> None:
     program = "import sys, outrider.export.vllm_adapter; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

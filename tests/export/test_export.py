@@ -88,7 +88,7 @@ def vllm_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def test_a_plan_of_everything_becomes_a_yaml_file_and_a_script_of_vllm(export: Any, models: Path) -> None:
+def test_a_full_plan_becomes_a_yaml_file_and_a_script_for_vllm(export: Any, models: Path) -> None:
     folder, said = export(
         "vllm", draft="draft", method="draft", num_draft_tokens=3, max_len=128, max_batch=8, kv_memory=1.5, dtype="float32",
         device="cuda:1", compile="never", verifier="block",
@@ -143,7 +143,7 @@ def window(least: int, most: int) -> dict[str, int]:
         ("eagle:draft=eagle1", 2, {"method": "eagle", "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}),
     ],
 )  # fmt: skip
-def test_methods_in_the_words_of_vllm(method: str, num_draft_tokens: Any, says: Any, export: Any, models: Path) -> None:
+def test_methods_under_vllms_names(method: str, num_draft_tokens: Any, says: Any, export: Any, models: Path) -> None:
     folder, said = export("vllm", method=in_folder(method, models), num_draft_tokens=num_draft_tokens)
     found = vllm_settings(folder).get("speculative-config")
     if says is not None and "draft_sample_method" in says:
@@ -169,7 +169,7 @@ def test_a_draft_that_reads_mask_tokens_is_vllm_s_parallel_drafting(export: Any,
 
 
 @pytest.mark.parametrize("to", ["vllm", "sglang", "transformers"])
-def test_a_folder_s_name_is_no_command(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folders_name_is_not_executed(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Line breaks and all that a shell or Python reads otherwise: neither runs anything, both find the folder."""
     hostile = "x\ntouch BROKEN_IN\n$(touch BROKEN_IN)`touch BROKEN_IN`'\"; touch BROKEN_IN #{0}\r\x1b[2J"
     folder = make_folder(tmp_path / hostile, **SIZES)
@@ -203,7 +203,7 @@ def in_folder(method: str, models: Path) -> str:
     return method.replace("draft=", f"draft={models}/")
 
 
-def test_a_draft_with_another_tokenizer_is_found_out(export: Any, models: Path) -> None:
+def test_a_draft_with_another_tokenizer_is_detected(export: Any, models: Path) -> None:
     folder, _ = export("vllm", draft="foreign", num_draft_tokens=4)
     speculative = vllm_settings(folder)["speculative-config"]
     assert speculative["use_heterogeneous_vocab"] is True and speculative["draft_sample_method"] == "greedy"
@@ -215,7 +215,7 @@ def test_a_draft_with_another_tokenizer_is_found_out(export: Any, models: Path) 
 
 @pytest.mark.parametrize("own_code", [False, True])
 @pytest.mark.parametrize("method", ["suffix:min_match=3", "suffix+ngram:min_first=4", "ngram:max_n=3"])
-def test_proposers_of_the_text_are_brought_to_vllm(method: str, own_code: bool, export: Any) -> None:
+def test_text_based_proposers_are_exported_to_vllm(method: str, own_code: bool, export: Any) -> None:
     folder, said = export("vllm", method=method, num_draft_tokens=8, own_code=own_code)
     settings = vllm_settings(folder)
     carried = own_code or not method.startswith("ngram")
@@ -229,7 +229,7 @@ def test_proposers_of_the_text_are_brought_to_vllm(method: str, own_code: bool, 
 
 @pytest.mark.parametrize("source", ["eagle3", "speculators"])
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
-def test_a_head_that_an_engine_would_misread_is_written_again(to: str, source: str, export: Any, models: Path) -> None:
+def test_a_head_that_an_engine_would_misread_is_converted(to: str, source: str, export: Any, models: Path) -> None:
     folder, _ = export(to, method=f"eagle:draft={models / source}:top_k=1", num_draft_tokens=3, dtype="float32")
     written = json.loads((folder / "heads" / "config.json").read_text())
     before = eagle_formats.load(models / source, 6, VOCAB, writers.HIDDEN)
@@ -244,7 +244,7 @@ def test_a_head_that_an_engine_would_misread_is_written_again(to: str, source: s
         assert (speculative["method"], speculative["model"]) == ("eagle3", "./heads")
 
 
-def test_a_head_that_names_its_layers_in_both_counts_stays_where_it_is(export: Any, models: Path, tmp_path: Path) -> None:
+def test_a_head_with_both_layer_numberings_is_not_converted(export: Any, models: Path, tmp_path: Path) -> None:
     head = eagle_formats.load(models / "eagle3", 6, VOCAB, writers.HIDDEN)
     eagle_formats.export(head.half(), tmp_path / "head")
     folder, _ = export("vllm", method=f"eagle:draft={tmp_path / 'head'}", num_draft_tokens=3)
@@ -256,7 +256,7 @@ def test_a_head_that_names_its_layers_in_both_counts_stays_where_it_is(export: A
     assert load_file(folder / "heads" / "model.safetensors")["fc.weight"].dtype == torch.float16
 
 
-def test_medusa_heads_of_their_makers_become_vllms(export: Any, models: Path) -> None:
+def test_original_medusa_heads_are_converted_for_vllm(export: Any, models: Path) -> None:
     folder, said = export("vllm", method=f"medusa:draft={models / 'medusa'}", num_draft_tokens=2)
     assert json.loads((folder / "heads" / "config.json").read_text())["num_heads"] == 3
     assert "blocks.0.layers.0.weight" in load_file(folder / "heads" / "model.safetensors")
@@ -300,7 +300,7 @@ def test_methods_in_the_flags_of_sglang(options: str, flags: str, export: Any, m
     ("method", "draft"),
     [("draft", "draft"), (None, "foreign"), ("ngram", None), ("early-exit:layers=2", None), ("plain", None)],
 )
-def test_the_program_for_transformers_says_what_plain_decoding_says(
+def test_the_program_for_transformers_matches_plain_decoding(
     method: str | None, draft: str | None, export: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = {name: value for name, value in {"method": method, "draft": draft}.items() if value is not None}
@@ -355,7 +355,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("to", "values", "says"), REFUSED, ids=lambda value: value if isinstance(value, str) else None)
-def test_what_an_engine_lacks_is_refused_with_what_to_use_instead(
+def test_unsupported_methods_are_refused_with_an_alternative(
     to: str, values: dict[str, Any], says: str, export: Any, models: Path
 ) -> None:
     values = {name: value.format(models=models) if isinstance(value, str) else value for name, value in values.items()}
@@ -364,13 +364,13 @@ def test_what_an_engine_lacks_is_refused_with_what_to_use_instead(
     assert "\n" not in str(refused.value)
 
 
-def test_what_is_refused_whatever_drafts_leaves_no_folder(export: Any, tmp_path: Path) -> None:
+def test_refused_settings_leave_no_folder(export: Any, tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="same-text"):
         export("vllm", method="ngram", same_text=True)
     assert not (tmp_path / "out").exists()
 
 
-def test_no_drafts_stay_no_drafts_on_the_way(models: Path, tmp_path: Path) -> None:
+def test_plain_decoding_is_exported_as_plain_decoding(models: Path, tmp_path: Path) -> None:
     assert (
         main(
             [
@@ -390,21 +390,21 @@ def test_no_drafts_stay_no_drafts_on_the_way(models: Path, tmp_path: Path) -> No
     assert "speculative-config" not in vllm_settings(tmp_path / "out")
 
 
-def test_servers_that_differ_in_anything_have_folders_of_their_own(models: Path) -> None:
+def test_different_servers_have_different_folders(models: Path) -> None:
     one, other = (wanted(Plan({"target": "target", "method": "ngram", "num_draft_tokens": k}, models)) for k in (2, 3))
     engine = ENGINES.get("vllm")()
     folders = {working_folder(engine, each, own_code) for each in (one, other) for own_code in (False, True)}
     assert len(folders) == 4 and working_folder(engine, one, False) in folders
 
 
-def test_own_code_is_refused_where_there_is_none_to_bring(export: Any) -> None:
+def test_own_code_is_refused_for_other_methods(export: Any) -> None:
     with pytest.raises(OutriderError, match="not text-based"):
         export("vllm", draft="draft", own_code=True)
     with pytest.raises(OutriderError, match="does not support custom proposers"):
         export("sglang", method="ngram", own_code=True)
 
 
-def test_every_method_says_what_it_is() -> None:
+def test_every_method_has_a_portable_description() -> None:
     from outrider.proposers.method import Setting
     from outrider.proposers.portable import Portable
 

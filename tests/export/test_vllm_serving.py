@@ -135,7 +135,7 @@ READ = {  # method -> vLLM's name, and what else it makes of it
 }
 
 
-def test_vllm_reads_every_exported_plan(tmp_path: Path) -> None:
+def test_vllm_loads_every_exported_plan(tmp_path: Path) -> None:
     folders = [tmp_path / str(index) for index in range(len(READ))]
     for method, folder in zip(READ, folders, strict=True):
         values = {

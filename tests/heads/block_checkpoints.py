@@ -86,6 +86,28 @@ def markov_tensors(rank: int = 5, vocab: int = VOCAB, seed: int = 9) -> dict[str
     }
 
 
+TAPS, GROUP, RANK, CANDIDATES = 3, 8, 6, 5
+
+
+def second_tensors(seed: int = 11) -> dict[str, Tensor]:
+    """The tensors that z-lab's DFlash 2 adds."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return 0.4 * torch.randn(*shape, generator=generator)
+
+    tensors = {
+        "candidate_selector.hidden_projection.weight": normal(RANK, HIDDEN),
+        "candidate_selector.predecessor_codebook": 3 * normal(VOCAB, RANK),
+        "candidate_selector.successor_codebook": 3 * normal(VOCAB, RANK),
+    }
+    for layer in range(2):
+        for name in ("attention_conv", "mlp_conv"):
+            tensors[f"layers.{layer}.{name}.base_kernel"] = 0.5 + normal(2, TAPS, HIDDEN)
+            tensors[f"layers.{layer}.{name}.kernel_projection.weight"] = normal(2 * TAPS * HIDDEN // GROUP, HIDDEN)
+    return tensors
+
+
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -98,6 +120,14 @@ def native_config(block_size: int = 8, **changes: Any) -> dict[str, Any]:
     inner = {"mask_token_id": MASK, "target_layer_ids": list(TARGET_LAYERS)}
     own = {"architectures": ["DFlashDraftModel"], "block_size": block_size, "dflash_config": inner, "num_target_layers": 5}
     return LAYER_CONFIG | own | changes
+
+
+def second_config(**changes: Any) -> dict[str, Any]:
+    """z-lab's DFlash 2, whose block size is in the inner config."""
+    inner = {"mask_token_id": MASK, "target_layer_ids": list(TARGET_LAYERS), "block_size": 8, "conv_kernel_size": TAPS}
+    inner |= {"conv_group_size": GROUP, "selector_rank": RANK, "selector_top_k": CANDIDATES}
+    own = {"architectures": ["DFlash2DraftModel"], "is_causal": False, "num_target_layers": 5}
+    return LAYER_CONFIG | own | {"dflash_config": inner | changes}
 
 
 def dspark_config(block_size: int = 7, **changes: Any) -> dict[str, Any]:
@@ -150,7 +180,8 @@ class Reference:
             sees &= (place <= rows[:, None]) | (place < len(context))
         for layer in range(2):
             name = f"layers.{layer}"
-            normed = self.norm(hidden, f"{name}.input_layernorm")
+            normed = before = self.norm(hidden, f"{name}.input_layernorm")
+            normed = self.convolved(normed, before, f"{name}.attention_conv", 0)
             both = torch.cat((context, normed))
             query = self.norm(
                 self.linear(normed, f"{name}.self_attn.q_proj").view(-1, HEADS, HEAD_DIM), f"{name}.self_attn.q_norm"
@@ -163,11 +194,35 @@ class Reference:
                 kv = head * KV_HEADS // HEADS
                 scores = query[:, head] @ key[:, kv].T * HEAD_DIM**-0.5
                 outs.append(scores.masked_fill(~sees, float("-inf")).softmax(-1) @ value[:, kv])
-            hidden = hidden + self.linear(torch.cat(outs, -1), f"{name}.self_attn.o_proj")
-            normed = self.norm(hidden, f"{name}.post_attention_layernorm")
+            attended = self.linear(torch.cat(outs, -1), f"{name}.self_attn.o_proj")
+            hidden = hidden + self.convolved(attended, before, f"{name}.attention_conv", 1)
+            normed = before = self.norm(hidden, f"{name}.post_attention_layernorm")
+            normed = self.convolved(normed, before, f"{name}.mlp_conv", 0)
             gated = silu(self.linear(normed, f"{name}.mlp.gate_proj")) * self.linear(normed, f"{name}.mlp.up_proj")
-            hidden = hidden + self.linear(gated, f"{name}.mlp.down_proj")
+            hidden = hidden + self.convolved(self.linear(gated, f"{name}.mlp.down_proj"), before, f"{name}.mlp_conv", 1)
         return self.norm(hidden, "norm")
+
+    def convolved(self, values: Tensor, source: Tensor, name: str, side: int) -> Tensor:
+        """DFlash 2's convolution, coefficient by coefficient; values [T, H] as they are for other heads."""
+        if f"{name}.base_kernel" not in self.tensors:
+            return values
+        base, groups = self.tensors[f"{name}.base_kernel"][side], HIDDEN // GROUP
+        own = self.linear(source, f"{name}.kernel_projection").view(-1, 2, TAPS, groups)[:, side]
+        out = torch.zeros_like(values)
+        for row in range(len(values)):
+            for tap in range(min(TAPS, row + 1)):
+                for channel in range(HIDDEN):
+                    out[row, channel] += (base[tap, channel] + own[row, tap, channel // GROUP]) * values[row - tap, channel]
+        return out
+
+    def selected(self, out: Tensor, token: int) -> dict[int, float]:
+        """DFlash 2's scores of the candidates after a token, for the output [H]."""
+        table = {name: self.tensors[f"candidate_selector.{name}_codebook"] for name in ("predecessor", "successor")}
+        logits, gate = self.logits(out), self.linear(out, "candidate_selector.hidden_projection")
+        best = logits.argsort(descending=True)[:CANDIDATES].tolist()
+        return {
+            each: float(logits[each] + (table["predecessor"][token] * gate * table["successor"][each]).sum()) for each in best
+        }
 
     def logits(self, out: Tensor) -> Tensor:
         return out @ self.output.T

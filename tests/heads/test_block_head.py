@@ -31,6 +31,8 @@ from .block_checkpoints import (
     head_tensors,
     markov_tensors,
     native_config,
+    second_config,
+    second_tensors,
     speculators_config,
     write,
 )
@@ -63,7 +65,28 @@ LAYOUTS = {
     "z-lab": (native_config, lambda model: head_tensors(), {}),
     "z-lab with biases": (lambda: native_config(attention_bias=True), lambda model: head_tensors(bias=True), {}),
     "z-lab with a prefix": (native_config, lambda model: with_prefix(head_tensors()), {}),
-    "z-lab with windows": (lambda: native_config(**SLIDING), lambda model: head_tensors(), {"window": 5}),
+    "z-lab with windows": (lambda: native_config(is_causal=False, **SLIDING), lambda model: head_tensors(), {"window": 5}),
+    "z-lab with causal windows": (
+        lambda: native_config(**SLIDING),
+        lambda model: head_tensors(),
+        {"window": 5, "causal": True},
+    ),
+    "DFlash 2": (second_config, lambda model: head_tensors() | second_tensors(), {}),
+    "DFlash 2 with tables as embeddings": (
+        second_config,
+        lambda model: with_prefix(
+            {
+                name + ".weight" * name.endswith("_codebook"): tensor
+                for name, tensor in (head_tensors() | second_tensors()).items()
+            }
+        ),
+        {},
+    ),
+    "speculators' DFlash 2": (
+        lambda: speculators_config("dflash2", conv_kernel_size=3, conv_group_size=8, selector_rank=6, selector_top_k=5),
+        lambda model: head_tensors() | second_tensors(),
+        {},
+    ),
     "speculators": (speculators_config, lambda model: head_tensors() | copies(model), {}),
     "speculators with causal windows": (
         lambda: speculators_config(transformer_layer_config=LAYER_CONFIG | SLIDING, sliding_window_non_causal=False),
@@ -93,7 +116,8 @@ def test_a_head_of_a_checkpoint_computes_its_formulas(layout, model, target, tmp
     head = block_formats.load(write(tmp_path, config(), stored), target, model)
     assert head.hidden_states == (1, 3, 4) and head.shape.max_drafts == 7
     assert head.uses_targets_output and not hasattr(head, "embed_tokens")  # copies are not kept
-    by_formula = Reference({name.removeprefix("model."): t for name, t in stored.items()}, model, **attention)
+    own = {name.removeprefix("model.").replace("_codebook.weight", "_codebook"): t for name, t in stored.items()}
+    by_formula = Reference(own, model, **attention)
     runner, first = BlockRunner(head, target), 0 if head.shape.predicts_next else 1
     texts = {"a": features_of(11), "b": features_of(4, seed=2), "c": features_of(9, seed=3)}
     runner.extend(["c"], [[each[:6] for each in texts["c"]]])
@@ -105,7 +129,18 @@ def test_a_head_of_a_checkpoint_computes_its_formulas(layout, model, target, tmp
     for row, (name, count), token in zip(out, counts.items(), (5, 9, 13), strict=True):
         wanted = by_formula.out(texts[name], token, count if first else count - 1)[first:]
         torch.testing.assert_close(row[:count], wanted, rtol=1e-4, atol=1e-4)
-        logits = runner.after(head.logits(row[:count]), torch.full((count,), 3))
+        logits = runner.after(row[:count], head.logits(row[:count]), torch.full((count,), 3))
+        if head.shape.selector_rank:
+            for found, one in zip(logits, wanted, strict=True):
+                candidates = by_formula.selected(one, 3)
+                assert set(found.topk(len(candidates)).indices.tolist()) == set(candidates)
+                torch.testing.assert_close(
+                    found[list(candidates)], torch.tensor(list(candidates.values())), rtol=1e-4, atol=1e-3
+                )
+                others = torch.tensor([token not in candidates for token in range(VOCAB)])
+                assert found[others].max() < found.max() - 5000  # never drafted, but where a mask excludes all candidates
+                assert found[others].argmax() == by_formula.logits(one)[others].argmax()
+            continue
         bias = by_formula.bias(3) if head.shape.markov_rank else 0
         torch.testing.assert_close(logits, by_formula.logits(wanted) + bias, rtol=1e-4, atol=1e-4)
 
@@ -154,7 +189,7 @@ def test_a_reduced_vocabulary_with_tables_of_its_own(model, target, tmp_path):
     by_formula, runner = Reference(stored, model), BlockRunner(head, target)
     by_formula.table, by_formula.output = tables.values()
     out = runner.draft(["a"], [features_of(6)], [4], [3])
-    logits = runner.after(head.logits(out), torch.tensor([[1, 2, 59]]))[0]
+    logits = runner.after(out, head.logits(out), torch.tensor([[1, 2, 59]]))[0]
     wanted = by_formula.logits(by_formula.out(features_of(6), 4, 2)) + torch.stack(
         [by_formula.bias(token) for token in (1, 2, 59)]
     )
@@ -162,10 +197,23 @@ def test_a_reduced_vocabulary_with_tables_of_its_own(model, target, tmp_path):
     assert (logits[:, [0, *range(41, VOCAB)]] < -1e29).all()
 
 
-@pytest.mark.parametrize("kind", ["DFlash", "DSpark"])
+@torch.no_grad()
+def test_a_scale_and_a_cap_of_the_logits_stand_in_for_the_targets(model, target, tmp_path):
+    config = second_config(output_multiplier=0.5, final_logit_softcapping=3.0)
+    head = block_formats.load(write(tmp_path, config, head_tensors() | second_tensors()), target)
+    BlockRunner(head, target)  # lends the output head
+    out = features_of(4)[0]
+    wanted = 3.0 * (0.5 * out @ model.lm_head.weight.T / 3.0).tanh()
+    torch.testing.assert_close(head.logits(out), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["DFlash", "DSpark", "DFlash 2"])
 def test_an_exported_head_is_the_same_head(kind, target, tmp_path):
     if kind == "DFlash":
         config, stored = native_config(**SLIDING), head_tensors()
+    elif kind == "DFlash 2":
+        config = second_config(output_multiplier=0.5, final_logit_softcapping=30.0)
+        stored = head_tensors() | second_tensors()
     else:
         config, stored = speculators_config("dspark", 7), head_tensors() | markov_tensors()
     first = block_formats.load(write(tmp_path / "in", config, stored), target)
@@ -231,14 +279,56 @@ WRONG = {
         r"needs a gated Markov head \(markov_head.gate_proj.weight\), which is not supported",
     ),
     "recurrent Markov head": (configured(markov_head_type="rnn"), "has markov_head_type 'rnn', which is not supported"),
-    "DFlash 2": (
+    "a selector that the config lacks": (
         changed(lambda t: t.update({"candidate_selector.predecessor_codebook": torch.zeros(61, 4)})),
-        r"needs DFlash 2's path selector \(candidate_selector.predecessor_codebook\), which is not supported",
+        "config.json says selector_rank=None: expected a whole number",
     ),
-    "DFlash 2 cut": (
+    "convolutions that the config lacks": (
         changed(lambda t: t.update({"layers.0.attention_conv.base_kernel": torch.zeros(2, 2, 32)})),
-        r"needs DFlash 2's grouped convolutions \(layers.0.attention_conv.base_kernel\), which is not supported",
+        "config.json says conv_kernel_size=None: expected a whole number",
     ),
+    "no selector": (configured(config=second_config), r"lacks 11 tensors of the head, the first layers.0.attention_conv.base"),
+    "half a selector": (
+        without("candidate_selector.successor_codebook", config=second_config, more=second_tensors),
+        "the first candidate_selector.successor_codebook",
+    ),
+    "a selector of another vocabulary": (
+        changed(
+            lambda t: t.update({"candidate_selector.successor_codebook": torch.zeros(40, 6)}),
+            config=second_config,
+            more=second_tensors,
+        ),
+        r"candidate_selector.successor_codebook has shape \[40, 6\], expected \[61, 6\]",
+    ),
+    "fewer taps": (
+        changed(
+            lambda t: t.update({"layers.1.mlp_conv.base_kernel": torch.zeros(2, 2, 32)}),
+            config=second_config,
+            more=second_tensors,
+        ),
+        r"layers.1.mlp_conv.base_kernel has shape \[2, 2, 32\], expected \[2, 3, 32\]",
+    ),
+    "a group that does not divide": (
+        configured(lambda: head_tensors() | second_tensors(), second_config, conv_group_size=5),
+        "conv_group_size=5: expected a divisor of 32",
+    ),
+    "more candidates than tokens": (
+        configured(lambda: head_tensors() | second_tensors(), second_config, selector_top_k=62),
+        "selector_top_k=62: expected at most 61",
+    ),
+    "a selector and a bias": (
+        configured(lambda: head_tensors() | second_tensors() | markov_tensors(), second_config),
+        "has a path selector and markov_head.markov_w1.weight, which is not supported together",
+    ),
+    "scaled embedding": (
+        configured(lambda: head_tensors() | second_tensors(), second_config, input_embedding_scale=8.0),
+        "has input_embedding_scale 8.0, which is not supported: expected 1",
+    ),
+    "odd cap": (
+        configured(lambda: head_tensors() | second_tensors(), second_config, final_logit_softcapping="high"),
+        "final_logit_softcapping='high': expected a number of at least 0",
+    ),
+    "causal in full attention": (configured(is_causal=True), "full attention that is causal within a block"),
     "Domino": (configured(projector_type="domino"), "has projector_type 'domino', which is not supported: expected 'dflash'"),
     "another speculator": (configured(speculators_model_type="eagle3"), "unsupported speculators head 'eagle3'"),
     "no block size": (configured(block_size=None), "config.json says block_size=None: expected a whole number of at least 1"),
@@ -305,15 +395,19 @@ def test_what_a_folder_holds(model, tmp_path):
     method = PROPOSERS.get("dflash")
     assert method.recognise(tmp_path / "native", files).what == "block drafter"
     assert method.recognise(tmp_path / "model", files) is None
-    write(tmp_path / "second", native_config(), head_tensors() | {"candidate_selector.x": torch.zeros(1)})
-    with pytest.raises(OutriderError, match="DFlash 2's path selector"):
-        method.recognise(tmp_path / "second", files)
+    write(tmp_path / "second", second_config(), head_tensors() | second_tensors())
+    assert kind_of(tmp_path / "second") is BLOCK
+    assert method.recognise(tmp_path / "second", files).what == "block drafter"
+    write(tmp_path / "domino", native_config(), head_tensors() | {"prefix_gru.x": torch.zeros(1)})
+    with pytest.raises(OutriderError, match="Domino's correction"):
+        method.recognise(tmp_path / "domino", files)
 
 
 PROMPTS = [[7, 3, 11, 4, 9, 2, 30], [5, 6], [8, 1, 8, 2, 8]]
 HEADS = {
     "DFlash": (native_config, head_tensors),
     "DSpark": (dspark_config, lambda: head_tensors() | markov_tensors()),
+    "DFlash 2": (second_config, lambda: head_tensors() | second_tensors()),
     "windows": (lambda: native_config(**SLIDING), head_tensors),
 }
 
@@ -375,8 +469,10 @@ class EvenAndOdd:
         return torch.arange(VOCAB) % 2 == (len(output) + len(path)) % 2
 
 
-def test_after_a_front_method_and_with_a_grammar_masks_and_penalties_in_one_batch(model, tmp_path):
-    write(tmp_path, dspark_config(), head_tensors() | markov_tensors())
+@pytest.mark.parametrize("kind", ["DSpark", "DFlash 2"])
+def test_after_a_front_method_and_with_a_grammar_masks_and_penalties_in_one_batch(kind, model, tmp_path):
+    config, tensors = HEADS[kind]
+    write(tmp_path, config(), tensors())
     params = [
         SamplingParams(max_tokens=24, ignore_eos=True),
         SamplingParams(max_tokens=24, grammar=EvenAndOdd()),

@@ -1,4 +1,4 @@
-"""What each method drafts with in the tests: random weights throughout, so that all of acceptance is the verifier's doing."""
+"""Drafts for each method in the tests, with random weights."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from outrider.heads.mtp import Body, MtpHead
 
 
 def draft_for(method: str, target: PreTrainedModel, model: PreTrainedModel | None = None) -> Any:
-    """The ``draft`` option for a method: a head made for the target, or ``model`` for methods that take a second model."""
+    """Return the ``draft`` for a method: a head made for the target, or ``model`` for methods that use a draft model."""
     kind = method.split("+")[-1]
     return HEADS[kind](target) if kind in HEADS else model
 
 
 def eagle_head(target: PreTrainedModel, generation: int = 3, draft_vocab: int | None = None, seed: int = 6) -> EagleHead:
-    """A random head; EAGLE-3's over half of the vocabulary unless said."""
+    """Return a random EAGLE head; by default that of EAGLE-3 covers half of the vocabulary."""
     torch.manual_seed(seed)
     vocab, hidden, layers = target.config.vocab_size, target.config.hidden_size, target.config.num_hidden_layers
     llama = LlamaConfig(
@@ -49,7 +49,7 @@ def mtp_head(target: PreTrainedModel, seed: int = 7) -> MtpHead:
 
 
 def block_head(target: PreTrainedModel, markov_rank: int = 3, seed: int = 9) -> BlockHead:
-    """A random head whose drafts depend on the ones before, unless ``markov_rank`` is 0."""
+    """Return a random block drafter, whose drafts depend on earlier ones unless ``markov_rank`` is 0."""
     torch.manual_seed(seed)
     vocab, hidden = target.config.vocab_size, target.config.hidden_size
     config = Qwen3Config(

@@ -1,4 +1,4 @@
-"""Exact laws: every draft and every random decision of the real verifier, with its weight, instead of samples."""
+"""Exact output distributions by enumeration of all drafts and all outcomes of the real verifier."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Law = dict[Text, float]  # emitted tokens -> probability
 
 
 class Played:
-    """A Randomness that plays one outcome in each row, and multiplies up the row's probability of it."""
+    """A Randomness that returns a given outcome in each row and computes the probability of that outcome."""
 
     def __init__(self, coins: Tensor, tokens: Tensor) -> None:
-        """``coins`` bool [B, N], in the order in which they are tossed, and the tokens [B] drawn in the end."""
+        """``coins`` bool [B, N]: outcomes of ``bernoulli`` in the order of calls; ``tokens`` [B]: those of ``categorical``."""
         self._coins, self._tokens, self._tossed = coins, tokens, 0
         self.weights = torch.ones(len(coins), dtype=torch.float64)
 
@@ -45,7 +45,7 @@ class Played:
 
 @dataclass(frozen=True)
 class Drafts:
-    """Every proposal that drafting can end in, one a row, and its probability."""
+    """All possible proposals, one per row, and their probabilities."""
 
     proposal: Proposal
     weights: Tensor  # [B]
@@ -57,7 +57,7 @@ def sampler_after(output: Text, params: SamplingParams, batch: int) -> Sampler:
 
 
 def node_texts(proposal: Proposal, output: Text) -> list[list[Text]]:
-    """Per row: the output at the root, then at each node."""
+    """Return, for each row, the output up to the root and up to each node."""
     texts = []
     for b, row in enumerate(proposal.token_ids.tolist()):
         parents = range(-1, len(row) - 1) if proposal.parents is None else proposal.parents[b].tolist()
@@ -69,7 +69,7 @@ def node_texts(proposal: Proposal, output: Text) -> list[list[Text]]:
 
 
 def score(proposal: Proposal, output: Text, params: SamplingParams) -> Tensor:
-    """Target probabilities [B, N + 1, V] as the engine gets them: logits of the table through the real sampler."""
+    """Return target probabilities [B, N + 1, V] as in the engine: logits of the table through the real sampler."""
     logits = torch.stack([TARGET.batch([PROMPT + text for text in row]) for row in node_texts(proposal, output)])
     return sampler_after(output, params, len(logits)).probs(logits, proposal.token_ids, proposal.parents)
 
@@ -77,7 +77,7 @@ def score(proposal: Proposal, output: Text, params: SamplingParams) -> Tensor:
 def draw_drafts(
     output: Text, params: SamplingParams, parents: Sequence[int], replacement: bool = True, shown: SamplingParams | None = None
 ) -> Drafts:
-    """All ways to draw the nodes from the draft table; ``shown`` falsifies the probabilities the proposal carries."""
+    """Enumerate all trees sampled from the draft table. ``shown`` falsifies the probabilities in the proposal."""
     num_nodes, is_chain = len(parents), list(parents) == list(range(-1, len(parents) - 1))
     token_ids = torch.tensor(list(itertools.product(range(VOCAB), repeat=num_nodes))).view(-1, num_nodes)
     batch = len(token_ids)
@@ -86,7 +86,7 @@ def draw_drafts(
     texts = node_texts(bare, output)
 
     def of_nodes(settings: SamplingParams) -> Tensor:
-        """[batch, N, V]: what each node is drawn from under these settings."""
+        """Return the distribution [batch, N, V] that each node is sampled from under these settings."""
         sampler, rows = sampler_after(output, settings, batch), []
         for i, parent in enumerate(parents):
             logits = DRAFT.batch([PROMPT + row[parent + 1] for row in texts]).unsqueeze(1)
@@ -109,8 +109,8 @@ def draw_drafts(
 
 
 def draw_in_parallel(output: Text, params: SamplingParams, num_drafts: int) -> Drafts:
-    """All ways to draw a chain whose distributions come from mask tokens: they know of earlier drafts what penalties count."""
-    mask = VOCAB  # a token of its own
+    """Enumerate all chains drafted with mask tokens, which depend on earlier drafts through penalties only."""
+    mask = VOCAB  # id of the mask token
     token_ids = torch.tensor(list(itertools.product(range(VOCAB), repeat=num_drafts)))
     batch, sampler = len(token_ids), sampler_after(output, params, len(token_ids))
     logits = [DRAFT.logits(PROMPT + output + (mask,) * depth).expand(batch, 1, -1) for depth in range(num_drafts)]
@@ -129,7 +129,7 @@ def fixed_drafts(rows: Sequence[Sequence[int]], parents: Sequence[int] | None = 
 
 
 def round_law(verifier: Verifier, drafts: Drafts, target_probs: Tensor) -> Law:
-    """The law of what a round emits: drafts and every outcome of the verifier's coins and final draw, all in one batch."""
+    """Return the distribution of a round's output, from all drafts and outcomes of the verifier in one batch."""
     proposal, batch = drafts.proposal, len(drafts.weights)
     outcomes = torch.tensor(list(itertools.product(*[(0, 1)] * proposal.num_nodes, range(VOCAB))))
     times = len(outcomes)
@@ -163,7 +163,7 @@ _known: dict[str, dict[Text, list[float]]] = {}  # settings -> output -> law of 
 
 
 def next_law(params: SamplingParams) -> Callable[[Text], list[float]]:
-    """Of an output, the target's own law of the next token, by the slow reference sampler."""
+    """Return a function from an output to the target's distribution of the next token, by the slow reference sampler."""
     known = _known.setdefault(repr(params), {})
 
     def law(output: Text) -> list[float]:
@@ -175,12 +175,12 @@ def next_law(params: SamplingParams) -> Callable[[Text], list[float]]:
 
 
 def target_law(output: Text, params: SamplingParams, length: int) -> Law:
-    """The target's own law of the next ``length`` tokens."""
+    """Return the target's distribution of the next ``length`` tokens."""
     return continued({(): 1.0}, output, params, length)
 
 
 def continued(law: Law, output: Text, params: SamplingParams, length: int) -> Law:
-    """A round's law, shorter texts continued by the target to ``length`` tokens."""
+    """Extend the distribution of a round's output to ``length`` tokens: the target continues shorter outputs."""
     next_token, total = next_law(params), dict(law)
     for short in range(length):
         for text in [text for text in total if len(text) == short]:
@@ -195,7 +195,7 @@ def distance(first: Law, second: Law) -> float:
 
 
 def loss(verifier: Verifier, params: SamplingParams, output: Text, draft: Callable[[Text, SamplingParams], Drafts]) -> float:
-    """How far one round after ``output`` is from the target: 0 for a lossless verifier."""
+    """Return the distance between the distributions of one round after ``output`` and of the target: 0 if lossless."""
     drafts = draft(output, params)
     law = round_law(verifier, drafts, score(drafts.proposal, output, params))
     longest = drafts.proposal.num_nodes + 1
@@ -205,7 +205,7 @@ def loss(verifier: Verifier, params: SamplingParams, output: Text, draft: Callab
 def generation_law(
     verifier: Verifier, params: SamplingParams, length: int, draft: Callable[[Text, SamplingParams], Drafts]
 ) -> Law:
-    """The law of the first ``length`` tokens of whole generations: rounds until they are there."""
+    """Return the distribution of the first ``length`` tokens, generated in as many rounds as needed."""
     texts: Law = {(): 1.0}
     done: Law = defaultdict(float)
     while texts:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from toy import make_request
 
+from outrider.heads.block import CandidateSelector
 from outrider.proposers.dflash import BlockProposer
 from outrider.sampling import Sampler
 from outrider.types import Context, Proposal, SamplingParams
@@ -27,11 +28,23 @@ EXACT, COUNT = 1e-12, 2
 BIAS = torch.tensor([[0.9, -0.4, 0.0], [-1.1, 0.3, 0.8], [0.2, 1.4, -0.6]], dtype=torch.float64)  # after each token
 
 
-class TableBlock:
-    """A BlockRunner whose logits are a table's, by position, with a bias by the token before if ``is_markov``."""
+def pair_scores() -> CandidateSelector:
+    """The selector of a real head over two of the three tokens, whose pair scores are those of BIAS."""
+    selector = CandidateSelector(VOCAB, 1, VOCAB, 2).double().requires_grad_(False)
+    selector.predecessor_codebook.copy_(BIAS)
+    selector.successor_codebook.copy_(torch.eye(VOCAB))
+    selector.hidden_projection.weight.fill_(1.0)
+    return selector
 
-    def __init__(self, text: Text, is_markov: bool) -> None:
-        self._text, self._is_markov = text, is_markov
+
+SELECTOR = pair_scores()
+
+
+class TableBlock:
+    """A BlockRunner whose logits are a table's, by position, with a bias or a selector by the token before."""
+
+    def __init__(self, text: Text, kind: str) -> None:
+        self._text, self._kind = text, kind
         self.head = SimpleNamespace(logits=lambda out: DRAFT.batch([self._text + (0,) * int(at) for at in out.flatten()])[None])
 
     def cached_len(self, request_id: str) -> int:
@@ -41,26 +54,28 @@ class TableBlock:
         assert len(features[0][0]) == len(self._text) - 1 and tokens == [self._text[-1]]
         return torch.arange(counts[0]).view(1, -1, 1)
 
-    def after(self, logits: Tensor, token_ids: Tensor) -> Tensor:
-        return logits + BIAS[token_ids] if self._is_markov else logits
+    def after(self, out: Tensor, logits: Tensor, token_ids: Tensor) -> Tensor:
+        if self._kind == "selector":
+            return SELECTOR(torch.ones(*token_ids.shape, 1, dtype=torch.float64), logits, token_ids)
+        return logits + BIAS[token_ids] if self._kind == "bias" else logits
 
 
-def proposed(sampler: Sampler, text: Text, is_markov: bool) -> Proposal:
+def proposed(sampler: Sampler, text: Text, kind: str) -> Proposal:
     proposer = object.__new__(BlockProposer)
-    proposer.needs_hidden, proposer.max_drafts, proposer.head = (0,), 7, TableBlock(text, is_markov)
+    proposer.needs_hidden, proposer.max_drafts, proposer.head = (0,), 7, TableBlock(text, kind)
     return proposer.propose(Context(sampler.requests, (COUNT,), sampler, {0: [torch.zeros(len(text) - 1, 1)]}), 5)
 
 
-@pytest.mark.parametrize("is_markov", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "bias", "selector"])
 @pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()], ids=["rejection", "block"])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("output", [(), (2, 0, 2)])
-def test_a_drawn_block_is_lossless(setting: str, output: Text, verifier: Verifier, is_markov: bool) -> None:
+def test_a_sampled_block_is_lossless(setting: str, output: Text, verifier: Verifier, kind: str) -> None:
     def drawn(output: Text, params: SamplingParams) -> Drafts:
         rows, weights, text = [], [], PROMPT + output
         for script in itertools.product(range(VOCAB), repeat=COUNT):
             sampler = Scripted(script, make_request(text, params, num_prompt=len(PROMPT)))
-            proposal = proposed(sampler, text, is_markov)
+            proposal = proposed(sampler, text, kind)
             if proposal.probs is None:  # point masses: there is nothing to draw
                 return Drafts(proposal, torch.ones(1, dtype=torch.float64))
             if sampler.weight > 0:
@@ -73,16 +88,19 @@ def test_a_drawn_block_is_lossless(setting: str, output: Text, verifier: Verifie
     assert loss(verifier, SETTINGS[setting], output, drawn) < EXACT
 
 
-def test_a_bias_makes_a_draft_depend_on_the_one_before() -> None:
-    """The enumeration above would not notice a bias that is left out: its own law is then that of other drafts."""
+def test_a_bias_or_selector_makes_drafts_depend_on_the_previous_draft() -> None:
+    """The enumeration above would not detect a missing bias, because it would use the same wrong distribution."""
     request = make_request(PROMPT, SamplingParams(temperature=1.0), num_prompt=len(PROMPT))
-    for is_markov in (False, True):
+    for kind in ("plain", "bias", "selector"):
         seconds = {}
         for first in range(VOCAB):
-            proposal = proposed(Scripted((first, 0), request), PROMPT, is_markov)
+            proposal = proposed(Scripted((first, 0), request), PROMPT, kind)
             assert proposal.probs is not None
             seconds[first] = proposal.probs[0, 1]
         logits = DRAFT.batch([(*PROMPT, 0)])[0]
         for first, probs in seconds.items():
-            wanted = (logits + BIAS[first] if is_markov else logits).softmax(-1)
+            scores = logits + BIAS[first] if kind != "plain" else logits
+            if kind == "selector":
+                scores = scores.masked_fill(logits == logits.min(), float("-inf"))
+            wanted = scores.softmax(-1)
             torch.testing.assert_close(probs.double(), wanted, rtol=1e-6, atol=1e-6)

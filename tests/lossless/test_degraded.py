@@ -24,7 +24,7 @@ TREE = (-1, -1, 0, 0)
 
 
 def worn(accuracy: float, seed: int, parents: tuple[int, ...], honest: bool = True) -> Callable[[Text, SamplingParams], Drafts]:
-    """Every way in which drafting can end, degraded with the coins of one seed."""
+    """Enumerate all proposals, degraded with the random numbers of one seed."""
 
     def draft(output: Text, params: SamplingParams) -> Drafts:
         drafts = draw_drafts(output, params, parents, replacement=parents != TREE)
@@ -52,7 +52,7 @@ def test_a_degraded_tree_is_lossless(accuracy: float, seed: int) -> None:
     assert loss(RejectionVerifier(), WARM, (2, 0), worn(accuracy, seed, TREE)) < EXACT
 
 
-def test_a_degraded_draft_that_keeps_its_old_distribution_is_caught() -> None:
-    """Control: the same replacements, declared as drawn from the draft."""
+def test_harness_detects_degraded_drafts_with_unchanged_probs() -> None:
+    """Control: the same replacements with the unchanged probabilities of the draft."""
     losses = [loss(RejectionVerifier(), WARM, (2, 0), worn(0.5, seed, (-1, 0, 1), honest=False)) for seed in range(3)]
     assert max(losses) > 1e-3

@@ -1,4 +1,4 @@
-"""Losslessness by enumeration: what is emitted has the target's distribution, to 1e-12, whatever the sampler is set to."""
+"""Losslessness by enumeration: the output has the target's distribution, to 1e-12, for all sampler settings."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def top_tree(output: Text, params: SamplingParams) -> Drafts:
 
 
 def doubled(output: Text, params: SamplingParams) -> Drafts:
-    """A careless tree: the same token twice among siblings."""
+    """A tree with the same token twice among siblings."""
     return fixed_drafts([[1, 1, 0, 0, 2]], (-1, -1, 0, 1, 1))
 
 
@@ -114,7 +114,7 @@ def three_siblings(output: Text, params: SamplingParams) -> Drafts:
 
 
 def other_temperature(output: Text, params: SamplingParams) -> Drafts:
-    """A draft sampled by settings of its own, honestly declared."""
+    """A draft sampled with other settings than the target, with its true probabilities."""
     return draw_drafts(output, SamplingParams(temperature=0.5, top_k=2), CHAIN)
 
 
@@ -124,7 +124,7 @@ def shared_tokens(output: Text, params: SamplingParams) -> Drafts:
 
 
 def in_parallel(output: Text, params: SamplingParams) -> Drafts:
-    """A draft of one pass over mask tokens: each position is drawn without the drafts before it."""
+    """A draft of one pass over mask tokens: each position is sampled independently of earlier drafts."""
     return draw_in_parallel(output, params, len(CHAIN))
 
 
@@ -174,8 +174,8 @@ def test_whole_generations_with_trees_are_lossless(verifier: Verifier) -> None:
 
 @pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()])
 @pytest.mark.parametrize("point_mass", [False, True])
-def test_ragged_rows_are_lossless_and_read_nothing_beyond_their_length(verifier: Verifier, point_mass: bool) -> None:
-    """Rows of 0, 1, 2 and 3 drafts stand in one batch; beyond each row's length there is NaN."""
+def test_ragged_rows_are_lossless_and_padding_is_never_read(verifier: Verifier, point_mass: bool) -> None:
+    """A batch has rows of 0, 1, 2 and 3 drafts, with NaN in the padding."""
     params = SETTINGS["frequency"]
     full = draw_drafts((), params, CHAIN)
     assert full.proposal.probs is not None
@@ -283,7 +283,7 @@ def test_requests_with_different_kinds_of_drafts_in_a_batch_are_lossless(
     second: Callable[[Text, SamplingParams], Drafts],
     setting: str,
 ) -> None:
-    """One request's point masses beside another's drawn drafts, chains beside trees: each follows its own law."""
+    """Point masses, sampled drafts, chains and trees in one batch: each request has its own distribution."""
     params = SETTINGS[setting]
     parts = [first((), params), second((), params)]
     sizes = [len(part.weights) for part in parts]
@@ -308,7 +308,7 @@ class _NoRandomness:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_sampler_scores_every_node_as_if_its_path_were_committed(setting: str) -> None:
-    """Rows of a tree and of a chain get the penalties that the tokens before them cause: the reference knows no drafts."""
+    """Rows of trees and chains have the penalties of all earlier tokens, as in a reference without drafts."""
     params = SETTINGS[setting]
     for drafts in (chain((1,), params), with_replacement((1,), params)):
         probs = score(drafts.proposal, (1,), params)
@@ -320,7 +320,7 @@ def test_the_sampler_scores_every_node_as_if_its_path_were_committed(setting: st
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("draft", [likeliest, chain])
-def test_without_the_c_plus_plus_rounds_are_lossless_too(
+def test_rounds_are_lossless_without_the_native_library(
     draft: Callable[[Text, SamplingParams], Drafts], setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outrider.native.load", lambda: False)
@@ -328,7 +328,7 @@ def test_without_the_c_plus_plus_rounds_are_lossless_too(
 
 
 @pytest.mark.parametrize("draft", [likeliest, top_tree])
-def test_typical_acceptance_is_lossy_and_says_so(draft: Callable[[Text, SamplingParams], Drafts]) -> None:
+def test_typical_acceptance_is_lossy_and_declares_it(draft: Callable[[Text, SamplingParams], Drafts]) -> None:
     def off(params: SamplingParams) -> float:
         drafts = draft((), params)
         law = round_law(TypicalVerifier(), drafts, score(drafts.proposal, (), params))
@@ -347,7 +347,7 @@ def test_typical_acceptance_is_lossy_and_says_so(draft: Callable[[Text, Sampling
 
 
 @pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()])
-def test_harness_notices_a_missing_residual(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_harness_detects_a_missing_residual(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing_taken_away(proposal: Proposal, target_probs: Tensor, num_accepted: Tensor) -> Tensor:
         return target_probs[torch.arange(len(target_probs)), num_accepted]
 
@@ -358,7 +358,7 @@ def test_harness_notices_a_missing_residual(verifier: Verifier, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()])
-def test_harness_notices_untempered_draft_probs(verifier: Verifier) -> None:
+def test_harness_detects_draft_probs_without_temperature(verifier: Verifier) -> None:
     def dishonest(output: Text, params: SamplingParams) -> Drafts:
         return draw_drafts(output, params, CHAIN, shown=SamplingParams(temperature=1.0))
 
@@ -366,8 +366,8 @@ def test_harness_notices_untempered_draft_probs(verifier: Verifier) -> None:
 
 
 @pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()])
-def test_harness_notices_siblings_that_hide_how_they_were_drawn(verifier: Verifier) -> None:
-    """Drawn without replacement, declared as drawn with it."""
+def test_harness_detects_siblings_with_wrong_probs(verifier: Verifier) -> None:
+    """Siblings sampled without replacement, with the probabilities of sampling with replacement."""
 
     def dishonest(output: Text, params: SamplingParams) -> Drafts:
         honest, other = without_replacement(output, params), with_replacement(output, params)

@@ -58,7 +58,7 @@ PARALLEL.config.pard_token = VOCAB
 
 @torch.no_grad()
 def exact_law(params: SamplingParams, target: PreTrainedModel = TARGET) -> torch.Tensor:
-    """float64 [V, V, V]: the probability of each text of three tokens, from plain forwards."""
+    """Return the probability of each sequence of three tokens, float64 [V, V, V], from plain forward passes."""
     law = torch.ones((VOCAB,) * LENGTH, dtype=torch.float64)
     for length in range(LENGTH):
         outputs = list(itertools.product(range(VOCAB), repeat=length))
@@ -71,14 +71,14 @@ def exact_law(params: SamplingParams, target: PreTrainedModel = TARGET) -> torch
 
 
 def excess(token_ids: list[list[int]], law: torch.Tensor) -> float:
-    """Pearson's chi-square of samples against a law, over its critical value at p = 1e-4; rare cells are pooled."""
+    """Return Pearson's chi-square of samples / its critical value at p = 1e-4; rare cells are pooled."""
     flat = law.flatten()
     places = torch.tensor(token_ids) @ torch.tensor([VOCAB**2, VOCAB, 1])
     return excess_of(torch.bincount(places, minlength=flat.numel()).double(), flat * len(token_ids))
 
 
 def excess_of(counts: torch.Tensor, expected: torch.Tensor) -> float:
-    """The same of counts [cells] against those expected."""
+    """Return the same for counts [cells] and their expectation."""
     rare = expected < 5
     seen = torch.cat([counts[~rare], counts[rare].sum().view(1)])
     due = torch.cat([expected[~rare], expected[rare].sum().view(1)])
@@ -96,7 +96,7 @@ FOREIGN = "cross-tokenizer"
 
 
 def tokenizers(vocab_size: int, method: str) -> dict[str, Any]:
-    """Options of ``LLM``: one tokenizer for both models, or one for each where that is what the method is for."""
+    """Return options of ``LLM``: one tokenizer for both models, or two for methods that translate."""
     return {
         "tokenizer": letter_tokenizer(vocab_size, 1),
         "draft_tokenizer": letter_tokenizer(vocab_size, 1 + (method == FOREIGN)),
@@ -104,7 +104,7 @@ def tokenizers(vocab_size: int, method: str) -> dict[str, Any]:
 
 
 class Uneven(FixedLength):
-    """Another K for each request of a round, and for each round of a request: 0 to 4."""
+    """A policy whose K, 0 to 4, differs between requests and rounds."""
 
     def __init__(self) -> None:
         super().__init__(4)
@@ -135,13 +135,13 @@ SETTINGS = {
 
 @pytest.mark.parametrize("verifier", ["rejection", "block"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_samples_follow_the_targets_law(name: str, verifier: str) -> None:
+def test_samples_follow_the_targets_distribution(name: str, verifier: str) -> None:
     law = exact_law(SETTINGS[name])
     assert law.sum() == pytest.approx(1, abs=1e-9)
     assert excess(sample(SETTINGS[name], verifier=verifier), law) < 1
 
 
-def test_point_mass_drafts_and_coupled_noise_follow_it_too() -> None:
+def test_samples_of_point_masses_and_coupled_noise_follow_the_target() -> None:
     law = exact_law(SETTINGS["temperature 1"])
     assert excess(sample(SETTINGS["temperature 1"], method="ngram", draft=None), law) < 1
     assert excess(sample(SETTINGS["temperature 1"], same_text=True), law) < 1
@@ -158,14 +158,14 @@ def test_point_mass_drafts_and_coupled_noise_follow_it_too() -> None:
         ("dflash", "block"),
     ],
 )
-def test_samples_follow_it_where_each_request_has_a_length_of_its_own(method: str, verifier: str) -> None:
+def test_samples_with_k_per_request_follow_the_target(method: str, verifier: str) -> None:
     options = {"method": method, "draft": draft_for(method, TARGET, DRAFT), "verifier": verifier, "num_draft_tokens": Uneven()}
     assert excess(sample(SETTINGS["penalties"], **options), exact_law(SETTINGS["penalties"])) < 1
 
 
 @pytest.mark.parametrize("name", ["temperature 1", "temperature 0.7", "penalties"])
 @pytest.mark.parametrize("method", ["suffix", "suffix+draft", FOREIGN])
-def test_samples_follow_it_whatever_drafts(method: str, name: str) -> None:
+def test_samples_of_every_method_follow_the_target(method: str, name: str) -> None:
     options = {"method_options": {"min_first": 1}} if "+" in method else {}
     samples = sample(SETTINGS[name], method=method, **tokenizers(VOCAB, method), **options)
     assert excess(samples, exact_law(SETTINGS[name])) < 1
@@ -173,32 +173,32 @@ def test_samples_follow_it_whatever_drafts(method: str, name: str) -> None:
 
 @pytest.mark.parametrize("verifier", ["rejection", "block"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_samples_follow_it_where_one_pass_makes_all_drafts(name: str, verifier: str) -> None:
+def test_samples_of_a_parallel_draft_model_follow_the_target(name: str, verifier: str) -> None:
     assert excess(sample(SETTINGS[name], draft=PARALLEL, verifier=verifier), exact_law(SETTINGS[name])) < 1
 
 
 @pytest.mark.parametrize("options", [{"method": "suffix+draft", "method_options": {"min_first": 1}}, {"same_text": True}])
-def test_so_they_do_with_another_method_first_with_coupled_noise_and_with_uneven_lengths(options: dict[str, Any]) -> None:
+def test_samples_of_combined_methods_coupled_noise_and_uneven_k_follow_the_target(options: dict[str, Any]) -> None:
     law = exact_law(SETTINGS["penalties"])
     assert excess(sample(SETTINGS["penalties"], draft=PARALLEL, num_draft_tokens=Uneven(), **options), law) < 1
 
 
 @pytest.mark.parametrize("markov_rank", [0, 3])
 @pytest.mark.parametrize("name", ["temperature 1", "top-p"])
-def test_samples_of_a_block_follow_it_too(name: str, markov_rank: int) -> None:
-    """Each draft by itself, or by the one before."""
+def test_samples_of_a_block_drafter_follow_the_target(name: str, markov_rank: int) -> None:
+    """Drafts depend on the previous draft or do not."""
     samples = sample(SETTINGS[name], method="dflash", draft=block_head(TARGET, markov_rank))
     assert excess(samples, exact_law(SETTINGS[name])) < 1
 
 
 @pytest.mark.parametrize("method", ["early-exit", "low-bit"])
 @pytest.mark.parametrize("name", ["temperature 1", "temperature 0.7"])
-def test_a_target_that_drafts_for_itself_follows_it_too(name: str, method: str) -> None:
+def test_samples_of_self_drafting_targets_follow_the_target(name: str, method: str) -> None:
     assert excess(sample(SETTINGS[name], method=method), exact_law(SETTINGS[name])) < 1
 
 
 @pytest.mark.parametrize("method", ["early-exit", "low-bit"])
-def test_a_target_that_drafts_for_itself_says_the_same_text_with_coupled_noise(method: str) -> None:
+def test_self_drafting_targets_emit_the_same_text_with_coupled_noise(method: str) -> None:
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=20, ignore_eos=True, n=3)
     texts = [
         [
@@ -211,7 +211,7 @@ def test_a_target_that_drafts_for_itself_says_the_same_text_with_coupled_noise(m
 
 
 class WithoutResidual(RejectionVerifier):
-    """Wrong on purpose: after a rejection it draws from the target, not from the residual."""
+    """Wrong on purpose: after a rejection it samples from the target, not from the residual."""
 
     def verify(self, proposal: Proposal, target: torch.Tensor, random: Randomness) -> Verdict:
         verdict = super().verify(proposal, target, random)
@@ -220,7 +220,7 @@ class WithoutResidual(RejectionVerifier):
 
 
 class Untempered(DraftModelProposer):
-    """Wrong on purpose: says that its drafts were drawn from a flatter distribution than they were."""
+    """Wrong on purpose: its probabilities are flatter than the distribution of its drafts."""
 
     def propose(self, context: Context, k: int) -> Proposal:
         proposal = super().propose(context, k)
@@ -230,12 +230,12 @@ class Untempered(DraftModelProposer):
         return replace(proposal, probs=flat / flat.sum(-1, keepdim=True))
 
 
-def test_the_same_test_catches_a_verifier_without_the_residual() -> None:
+def test_harness_detects_a_verifier_without_the_residual() -> None:
     samples = sample(SETTINGS["temperature 1"], verifier=WithoutResidual())
     assert excess(samples, exact_law(SETTINGS["temperature 1"])) > 2
 
 
-def test_the_same_test_catches_untempered_draft_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_harness_detects_draft_probabilities_without_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.proposers.draft_model.DraftModelProposer", Untempered)
     samples = sample(SETTINGS["temperature 1"])
     assert excess(samples, exact_law(SETTINGS["temperature 1"])) > 2
@@ -246,22 +246,22 @@ TREES = [method for method in METHODS if PROPOSERS.get(method).drafts_trees]
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("method", TREES)
-def test_samples_of_trees_follow_the_targets_law(method: str, temperature: float) -> None:
+def test_samples_of_trees_follow_the_target(method: str, temperature: float) -> None:
     params = SamplingParams(temperature=temperature)
     samples = sample(params, method=method, draft=draft_for(method, TARGET))
     assert excess(samples, exact_law(params)) < 1
 
 
 @pytest.mark.parametrize("method", ["eagle", "mtp", "dflash"])
-def test_samples_of_a_recurrent_target_follow_its_law(method: str) -> None:
-    """It scores chains alone."""
+def test_samples_of_a_recurrent_target_follow_its_distribution(method: str) -> None:
+    """A hybrid target scores chains only."""
     target = hybrid("qwen3_5_text", vocab_size=VOCAB)
     samples = sample(SETTINGS["penalties"], target, method=method, draft=draft_for(method, target))
     assert excess(samples, exact_law(SETTINGS["penalties"], target)) < 1
 
 
 @pytest.mark.parametrize("method", TREES)
-def test_trees_heed_truncation_and_penalties(method: str) -> None:
+def test_trees_respect_truncation_and_penalties(method: str) -> None:
     for name in ("top-k", "penalties"):
         samples = sample(SETTINGS[name], method=method, draft=draft_for(method, TARGET))
         assert excess(samples, exact_law(SETTINGS[name])) < 1
@@ -287,7 +287,7 @@ def test_coupled_noise_gives_the_same_text_with_every_method(method: str) -> Non
 
 
 @pytest.mark.parametrize("method", TREES)
-def test_a_batch_of_greedy_and_sampled_requests_keeps_the_greedy_text(method: str) -> None:
+def test_sampled_requests_in_the_batch_do_not_change_greedy_output(method: str) -> None:
     target = tiny_model(3, 40, 40.0)
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8]]
     params = [SamplingParams(max_tokens=20, ignore_eos=True), SamplingParams(max_tokens=20, temperature=1.0, ignore_eos=True)]
@@ -299,7 +299,7 @@ def test_a_batch_of_greedy_and_sampled_requests_keeps_the_greedy_text(method: st
 
 @pytest.mark.parametrize("verifier", ["rejection", "block"])
 @pytest.mark.parametrize("method", METHODS)
-def test_greedy_text_is_that_of_plain_forwards(method: str, verifier: str) -> None:
+def test_greedy_output_equals_plain_forward_passes(method: str, verifier: str) -> None:
     target, draft = tiny_model(3, 40, 40.0), tiny_model(4, 40, 40.0, layers=1)
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [2, 7, 1, 8, 2, 8]]
     expected = [greedy_text(target, prompt, 20) for prompt in prompts]
@@ -313,7 +313,7 @@ def test_greedy_text_is_that_of_plain_forwards(method: str, verifier: str) -> No
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_same_text_is_that_of_plain_decoding(method: str) -> None:
+def test_same_text_equals_plain_decoding(method: str) -> None:
     target, draft = tiny_model(3, 40, 3.0), tiny_model(3, 40, 3.1)
     params = [SamplingParams(max_tokens=24, ignore_eos=True, seed=5, temperature=t) for t in (0.0, 0.8, 1.0)]
     texts = []

@@ -70,14 +70,14 @@ class TableHead:
 
 
 class Believing(Calibration):
-    """Takes each confidence for the chance itself."""
+    """A calibration that returns the confidences."""
 
     def chances(self, confidences: Floats) -> Floats:
         return confidences.copy()
 
 
 class Scripted(Sampler):
-    """Draws what it is told to, and multiplies up the chance of it."""
+    """Returns given samples and computes their probability."""
 
     def __init__(self, script: tuple[int, ...], request: object) -> None:
         super().__init__([request], VOCAB)
@@ -90,7 +90,7 @@ class Scripted(Sampler):
 
 
 def drawn(output: Text, params: SamplingParams) -> Drafts:
-    """All ways in which the real drafting code can end."""
+    """Enumerate all results of the real drafting code."""
     rows, weights = [], []
     for script in itertools.product(range(VOCAB), repeat=len(SHAPE.parents)):
         request = make_request(PROMPT + output, params, num_prompt=len(PROMPT))
@@ -111,12 +111,12 @@ def test_the_shape_enumerated_has_siblings_at_both_depths():
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("output", [(), (2, 0, 2)])
-def test_a_drawn_tree_is_lossless(setting: str, output: Text) -> None:
+def test_a_sampled_tree_is_lossless(setting: str, output: Text) -> None:
     assert loss(RejectionVerifier(), SETTINGS[setting], output, drawn) < EXACT
 
 
 def drawn_by_depth(output: Text, params: SamplingParams) -> Drafts:
-    """As Medusa draws: what is said of a place depends on how far it is, not on the drafts before it."""
+    """As in Medusa, the distribution of a node depends on its depth, not on the drafts before it."""
     by_depth = DRAFT.batch([PROMPT + output + (0,) * depth for depth in range(max(SHAPE.depths))])  # [D, V], any will do
     rows, weights = [], []
     for script in itertools.product(range(VOCAB), repeat=len(SHAPE.parents)):
@@ -129,17 +129,17 @@ def drawn_by_depth(output: Text, params: SamplingParams) -> Drafts:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_tree_drawn_by_depth_is_lossless(setting: str) -> None:
+def test_a_tree_sampled_by_depth_is_lossless(setting: str) -> None:
     assert loss(RejectionVerifier(), SETTINGS[setting], (2, 0, 2), drawn_by_depth) < EXACT
 
 
-def test_whole_generations_from_drawn_trees_are_lossless() -> None:
+def test_whole_generations_from_sampled_trees_are_lossless() -> None:
     params = SETTINGS["penalties"]
     assert distance(generation_law(RejectionVerifier(), params, 3, drawn), target_law((), params, 3)) < EXACT
 
 
-def test_drawn_siblings_are_accepted_more_often_than_the_likeliest_tokens() -> None:
-    """Why siblings are drawn: a point-mass tree of the same shape accepts less in expectation on this table."""
+def test_sampled_siblings_are_accepted_more_often_than_the_likeliest_tokens() -> None:
+    """The reason for sampled siblings: a point-mass tree of the same shape accepts less in expectation on this table."""
     params = SETTINGS["warm"]
 
     def likeliest(output: Text, params: SamplingParams) -> Drafts:
@@ -158,8 +158,8 @@ def test_drawn_siblings_are_accepted_more_often_than_the_likeliest_tokens() -> N
     assert accepted(drawn) > accepted(likeliest)
 
 
-def test_the_harness_notices_a_tree_that_hides_what_was_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: siblings drawn without replacement, declared as drawn with it."""
+def test_harness_detects_siblings_sampled_without_replacement_but_not_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: siblings sampled without replacement, with the probabilities of sampling with replacement."""
     real = without
 
     class Hiding(Scripted):
@@ -178,8 +178,8 @@ def test_the_harness_notices_a_tree_that_hides_what_was_taken_out(monkeypatch: p
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_the_confident_tree_holds_the_likeliest_paths(k: int) -> None:
-    """Against all paths of the table: the nodes kept are those with the highest products of probabilities."""
+def test_the_confident_tree_contains_the_likeliest_paths(k: int) -> None:
+    """Compare with all paths of the table: the chosen nodes are those with the highest products of probabilities."""
     text: Text = PROMPT
     sampler = Sampler([make_request(text)], VOCAB)
     round_ = head_trees._Round(Context((make_request(text),), (9,), sampler), [0], k, VOCAB)
@@ -200,8 +200,8 @@ def test_the_confident_tree_holds_the_likeliest_paths(k: int) -> None:
     assert all(a[1] >= b[1] for a, b in itertools.combinations(siblings, 2) if a[0] == b[0])
 
 
-def test_a_token_that_cannot_come_is_in_no_tree() -> None:
-    """However many nodes there is room for, and whatever calibration makes of small confidences."""
+def test_impossible_tokens_are_in_no_tree() -> None:
+    """For any maximum size and any calibration of small confidences."""
     request = make_request(PROMPT, SamplingParams(banned_token_ids=(1,)))
     round_ = head_trees._Round(Context((request,), (9,), Sampler([request], VOCAB)), [0], 2, VOCAB)
     proposal = head_trees._confident_tree(
@@ -211,8 +211,8 @@ def test_a_token_that_cannot_come_is_in_no_tree() -> None:
     assert 1 not in proposal.token_ids[0, : int(proposal.lens[0])]
 
 
-def test_a_head_that_is_better_than_it_says_drafts_deeper() -> None:
-    """A level costs what pays for a draft that is taken in nine of ten rounds, but not in as many as this table says."""
+def test_higher_acceptance_than_confidence_gives_deeper_trees() -> None:
+    """A level pays for a draft that is accepted in nine of ten rounds, but not at the acceptance in this table."""
     sampler = Sampler([make_request(PROMPT)], VOCAB)
     round_ = head_trees._Round(Context((make_request(PROMPT),), (9,), sampler), [0], 6, VOCAB)
     calibration = Calibration()
@@ -229,7 +229,7 @@ def test_a_head_that_is_better_than_it_says_drafts_deeper() -> None:
     assert depth < drafted()[0]
 
 
-def test_a_limit_cuts_the_tree_by_depth() -> None:
+def test_a_limit_bounds_the_depth_of_the_tree() -> None:
     sampler = Sampler([make_request(PROMPT)], VOCAB)
     round_ = head_trees._Round(Context((make_request(PROMPT),), (1,), sampler), [0], 3, VOCAB)
     round_.limits = [1]
@@ -241,7 +241,7 @@ def test_a_limit_cuts_the_tree_by_depth() -> None:
 
 @pytest.mark.parametrize("num_nodes", range(1, 12))
 def test_the_best_tree_is_the_best_of_all_trees(num_nodes: int) -> None:
-    """Any set of nodes closed under parents and earlier siblings is worth at most what the greedy choice is."""
+    """Any set of nodes with their parents and earlier siblings has no more expected accepted drafts than the greedy choice."""
     rates = [(0.6, 0.2, 0.1), (0.5, 0.25, 0.05)]
     shape = shape_of(grown(rates, num_nodes)[0])
     worth: list[float] = []

@@ -38,7 +38,7 @@ def loaded(folder):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_values_are_the_formats_bit_for_bit(name, tmp_path):
+def test_dequantised_values_equal_the_format_exactly(name, tmp_path):
     made = written(tmp_path, name)
     model = loaded(made.folder)
     stored = {key: module.read() for key, module in model.named_modules() if isinstance(module, StoredLinear)}
@@ -203,7 +203,7 @@ def test_a_wrong_tensor_is_named_in_one_line_and_exit_code_2(what, tmp_path, cap
     assert out[-1].startswith("error: ") and said in out[-1], out
 
 
-def test_a_cut_file_is_one_line(tmp_path):
+def test_a_truncated_file_raises_in_one_line(tmp_path):
     made = written(tmp_path, "gptq")
     file = made.folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -231,7 +231,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_nothing_here_runs_is_refused_before_weights_are_read(what, tmp_path, monkeypatch):
+def test_unsupported_formats_are_refused_before_weights_are_read(what, tmp_path, monkeypatch):
     made = written(tmp_path, "gptq")
     config = json.loads((made.folder / "config.json").read_text())
     (made.folder / "config.json").write_text(json.dumps(config | {"quantization_config": REFUSED[what]}))

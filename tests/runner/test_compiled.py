@@ -122,7 +122,7 @@ def test_compiled_hidden_states_equal_eager_ones(runner, model):
             torch.testing.assert_close(got.hidden[layer][b], expected.hidden[layer][b], rtol=1e-4, atol=1e-4)
 
 
-def test_compiled_parts_say_what_the_compiled_whole_says(model, package, passes):
+def test_compiled_partial_passes_equal_the_compiled_whole_pass(model, package, passes):
     """Of a target whose first layer drafts: to the bit, or the cache would hold what the whole pass does not write."""
     before = set((passes / "passes").iterdir())
     drafting = Drafting(model=model, depth=1, compile="always")
@@ -142,7 +142,7 @@ def test_a_requests_logits_are_the_same_bits_in_any_batch_and_with_any_drafts(ru
             assert torch.equal(alone[0], together[b, : count + 1])
 
 
-def test_the_next_runner_takes_the_package_from_disk(runner, model, monkeypatch):
+def test_a_second_runner_loads_the_package_from_disk(runner, model, monkeypatch):
     monkeypatch.setattr(compiled, "_build", lambda *_: pytest.fail("compiled again"))
     for mode in ("always", "auto"):
         second = load(model, mode)
@@ -191,7 +191,7 @@ def test_a_corrupt_package_is_removed_and_the_pass_still_runs(runner, model, dam
 
 
 @pytest.mark.parametrize("mode", ["auto", "always"])
-def test_a_package_that_is_whole_and_does_not_load_is_removed_too(runner, model, package, damaged, mode, monkeypatch, caplog):
+def test_an_intact_package_that_does_not_load_is_removed(runner, model, package, damaged, mode, monkeypatch, caplog):
     """As where torch was built anew under the same version."""
     content = b"not a package"
     name = f"{package.name.split('-')[0]}-{hashlib.sha256(content).hexdigest()[:32]}.pt2"
@@ -212,7 +212,7 @@ def test_a_corrupt_package_is_replaced_where_compiling_is_asked_for(runner, mode
     assert again.passes.is_compiled
 
 
-def test_what_is_compiled_passes_through_no_folder_that_others_may_write(runner, passes):
+def test_compilation_uses_only_private_folders(runner, passes):
     """Inductor's default is /tmp/torchinductor_<user>, which anyone can make first, and fill."""
     assert any((passes / "inductor").iterdir())
     assert all(not folder.stat().st_mode & 0o077 for folder in (passes / "inductor", passes / "passes"))

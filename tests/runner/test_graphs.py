@@ -84,7 +84,7 @@ def test_a_cache_of_another_shape_in_the_same_place_is_captured_anew() -> None:
     assert recorder.captures == 2 and len(runner._captured) == 1
 
 
-def test_prompts_are_read_without_a_graph() -> None:
+def test_prompts_run_without_a_graph() -> None:
     recorder = Recorder()
     given = inputs_of(MAX_WIDTH + 1, 0, torch.ones(3), torch.ones(3))
     assert torch.equal(GraphRunner(sums, recorder)(given)[0], sums(given)[0])

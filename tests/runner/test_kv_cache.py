@@ -34,7 +34,7 @@ def assert_cache_holds_the_text(rounds, but_last=1):
             torch.testing.assert_close(got.float(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_after_chains_and_tree_paths_the_cache_is_a_fresh_forwards():
+def test_cache_equals_a_plain_forward_after_chains_and_tree_paths():
     rounds = start("llama")
     rounds.step([[5, 6, 7], [8], []], [[0, 1, 2], [], []], [1, 2, 3])
     assert_cache_holds_the_text(rounds)
@@ -79,7 +79,7 @@ def test_drafts_scored_but_not_committed_survive_a_growing_cache():
     assert_cache_holds_the_text(rounds)
 
 
-def test_a_fork_starts_from_the_cached_text_and_goes_its_own_way():
+def test_fork_copies_the_cached_prefix_and_then_diverges():
     rounds = start("llama", lengths=(20,))
     rounds.step([[5, 6]], [[0]], [7])
     for name in ("f1", "f2"):
@@ -93,7 +93,7 @@ def test_a_fork_starts_from_the_cached_text_and_goes_its_own_way():
     assert_cache_holds_the_text(rounds)
 
 
-def test_more_requests_than_rows_is_one_clear_error_and_harms_none():
+def test_more_requests_than_rows_raise_without_affecting_running_ones():
     rounds = start("llama", max_batch=2, lengths=(4, 5))
     rounds.step([[1], [2]], [[0], []], [3, 4])
     with pytest.raises(OutriderError, match="more than 2 concurrent requests: raise max_batch"):
@@ -102,7 +102,7 @@ def test_more_requests_than_rows_is_one_clear_error_and_harms_none():
     assert_cache_holds_the_text(rounds)
 
 
-def test_a_text_beyond_the_context_is_one_clear_error():
+def test_a_sequence_beyond_the_context_raises_in_one_line():
     rounds = start("llama", lengths=(65,))
     with pytest.raises(OutriderError, match="65 tokens exceeds the context of 64"):
         rounds.step([[]], [[]], [1])
@@ -114,7 +114,7 @@ def test_max_len_bounds_the_context():
         start("llama", max_len=30, lengths=(31,)).step([[]], [[]], [1])
 
 
-def test_a_long_draft_beside_a_request_at_its_end_is_no_error():
+def test_a_long_draft_in_a_batch_with_a_request_at_its_limit_succeeds():
     rounds = start("llama", lengths=(63, 15), max_len=64)
     rounds.step([[], []], [[], []], [1, 2])
     rounds.runner.release(["r1"])
@@ -122,14 +122,14 @@ def test_a_long_draft_beside_a_request_at_its_end_is_no_error():
     rounds.step([[], list(range(1, 49))], [[], list(range(48))], [1, 2])
 
 
-def test_commit_without_its_score_is_refused():
+def test_commit_without_a_score_raises():
     rounds = start("llama", lengths=(5,))
     context = Context(tuple(rounds.requests), (0,), None)
     with pytest.raises(RuntimeError, match="without the score"):
         rounds.runner.commit(context, verdict_of([[]], [1]))
 
 
-def test_a_score_done_again_reports_the_hidden_states_of_what_was_read_before():
+def test_a_repeated_score_reports_hidden_states_of_prefilled_tokens():
     """When a request beside it failed: its text is in the cache by then, and nobody reads it a second time."""
     rounds = start("llama", lengths=(40, 5))
     runner, context = rounds.runner, Context(tuple(rounds.requests), (2, 2), None)
@@ -158,12 +158,12 @@ def test_a_score_done_again_reports_the_hidden_states_of_what_was_read_before():
         ([0, 0], [0, 0]),
     ],
 )
-def test_a_chunk_is_shared_by_those_who_wait_to_be_read(unread, counts):
+def test_prefill_chunk_is_shared_by_waiting_requests(unread, counts):
     assert shared_chunk(unread, 256) == counts
     assert sum(shared_chunk(unread, 1)) == min(1, sum(unread))
 
 
-def test_a_short_prompt_is_read_beside_a_long_one():
+def test_a_short_prompt_prefills_together_with_a_long_one():
     rounds = start("llama", lengths=(60, 25))
     texts = [request.token_ids for request in rounds.requests]
     found = [rounds.runner.prefill(["r0", "r1"], texts) for _ in range(4)]
@@ -172,7 +172,7 @@ def test_a_short_prompt_is_read_beside_a_long_one():
     assert_cache_holds_the_text(rounds)
 
 
-def test_what_ends_with_a_chunk_is_read_by_the_score():
+def test_a_prompt_that_fits_the_last_chunk_is_left_to_the_score():
     rounds = start("llama", lengths=(50, 20, 5), prefill_chunk=48)
     runner, ids, texts = rounds.runner, ["r0", "r1", "r2"], [request.token_ids for request in rounds.requests]
     rounds.hidden = (1,)
@@ -187,7 +187,7 @@ def test_what_ends_with_a_chunk_is_read_by_the_score():
     assert_cache_holds_the_text(rounds)
 
 
-def test_what_is_padded_is_read_before_the_score(monkeypatch):
+def test_padded_passes_prefill_before_the_score(monkeypatch):
     force_padding(monkeypatch)
     rounds = start("llama", lengths=(40, 5), prefill_chunk=64)
     texts = [request.token_ids for request in rounds.requests]
@@ -212,7 +212,7 @@ def test_keep_gathers_a_path_in_order():
     assert torch.equal(keys[:, row, :, :10], before[:, row, :, :10])
 
 
-def test_memory_follows_use():
+def test_cache_memory_grows_and_shrinks_with_use():
     cache = KVCache(SHAPE, 64, 100_000, torch.float32, torch.device("cpu"))
     assert [store.numel() for store in cache.stores] == [0, 0]
     cache.row("a")
@@ -221,7 +221,7 @@ def test_memory_follows_use():
 
 
 @pytest.mark.parametrize("grow", ["slots", "rows", "compact"])
-def test_layers_of_several_shapes_and_shared_ones_are_kept_as_one(grow):
+def test_layers_of_several_shapes_and_shared_layers_are_stored_correctly(grow):
     first, second = LayerShape(2, 3, 5), LayerShape(1, 4, 4)
     shape = CacheShape.of({0: first, 1: second, 3: first}, shared={4: 1, 5: 3})
     assert shape.places == ((0, 0), (1, 0), None, (0, 1), (1, 0), (0, 1))

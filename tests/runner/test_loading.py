@@ -85,7 +85,7 @@ def test_garbage_for_weights(broken):
     assert f"cannot load {broken}" in refusal(broken)
 
 
-def test_weights_that_are_not_all_there_are_not_made_up(broken):
+def test_missing_weights_raise_instead_of_being_random(broken):
     weights = load_file(broken / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
@@ -122,7 +122,7 @@ def test_weights_of_another_shape(broken):
         ([1, 2], "config.json must be an object, not a list"),
     ],
 )
-def test_a_config_that_lies_is_refused_in_one_line(broken, change, reason, capfd):
+def test_an_invalid_config_is_refused_in_one_line(broken, change, reason, capfd):
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | change if isinstance(change, dict) else change))
     assert re.search(reason, refusal(broken))
@@ -131,7 +131,7 @@ def test_a_config_that_lies_is_refused_in_one_line(broken, change, reason, capfd
     assert not re.search("MISMATCH|MISSING|UNEXPECTED", "".join(capfd.readouterr()))  # transformers prints no report beside
 
 
-def test_the_command_line_refuses_a_config_that_lies_with_exit_code_2(broken, capsys):
+def test_the_command_line_exits_with_2_for_an_invalid_config(broken, capsys):
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
     assert main(["generate", "--target", str(broken), "hello"]) == 2
@@ -153,7 +153,7 @@ def test_models_of_other_kinds_are_refused_before_weights_are_read(model_type, t
     assert model_type.split("_")[0] in refusal(tmp_path).lower()
 
 
-def test_attention_that_the_cache_cannot_do_is_refused():
+def test_unsupported_attention_is_refused():
     refused = refusal(make_model(small_config("bigbird_pegasus", **DECODER)))
     assert "needs to see both ways in attention, which Outrider's cache does not support; run it with transformers'" in refused
 
@@ -183,7 +183,7 @@ def test_settings_out_of_range(setting, message):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_where_there_is_none(folder):
+def test_device_cuda_without_a_gpu_raises(folder):
     assert "no CUDA device" in refusal(folder, RunnerConfig(device="cuda"))
 
 
@@ -202,7 +202,7 @@ def test_a_16_bit_checkpoint_is_computed_in_float32_but_where_bfloat16_is_faster
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3_text", "mixtral"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_users_model_is_left_as_it_was(model_type, dtype):
+def test_the_users_model_is_not_changed(model_type, dtype):
     model = make_model(small_config(model_type, tie_word_embeddings=True), attention="sdpa").to(dtype).train()
     text = make_text(20, 0)
     model.eval()
@@ -275,7 +275,7 @@ class Quantised(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def test_a_model_whose_weights_are_tensors_of_their_own_kind_runs_as_it_is():
+def test_a_model_with_tensor_subclass_weights_runs_unpacked():
     model = make_model(small_config("llama"))
     for layer in model.modules():
         if type(layer) is torch.nn.Linear:
@@ -287,24 +287,24 @@ def test_a_model_whose_weights_are_tensors_of_their_own_kind_runs_as_it_is():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_layers_that_round_a_whole_pass_by_one_scale_are_refused():
+def test_layers_with_one_scale_per_pass_are_refused():
     model = make_model(small_config("llama"))
     quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
     assert "rounds all tokens of a pass by one scale" in refusal(quantised)
 
 
-def test_a_model_that_counts_positions_from_the_cache_in_a_way_nobody_knows_is_refused(monkeypatch):
+def test_a_model_with_wrong_positions_fails_the_self_check(monkeypatch):
     """The self-check compares passes over the cache with the model's own forward."""
     config = small_config("bart", d_model=32, decoder_layers=2, decoder_attention_heads=4, is_encoder_decoder=False)
     model = make_model(config)
     monkeypatch.setattr(PassThrough, "get_seq_length", lambda *_: 0)  # as the cache answered before
-    assert "does not say over Outrider's cache what it says without a cache (" in refusal(model)
+    assert "gives different logits with Outrider's cache than without a cache (" in refusal(model)
     ModelRunner.load(model, RunnerConfig(compile="never", self_check=False))
 
 
 @pytest.mark.parametrize("max_batch", [1, 2, 8])
 @pytest.mark.parametrize("max_len", [None, 2, 9])
-def test_the_check_leaves_nothing_behind(max_batch, max_len):
+def test_the_self_check_leaves_cache_and_model_unchanged(max_batch, max_len):
     model = make_model(small_config("mistral", sliding_window=4))
     runner = ModelRunner.load(model, RunnerConfig(compile="never", max_batch=max_batch, max_len=max_len))
     assert runner.model.config._attn_implementation == attention.NAME
@@ -314,7 +314,7 @@ def test_the_check_leaves_nothing_behind(max_batch, max_len):
 
 
 @pytest.mark.parametrize("wrong", ["window", "logits"])
-def test_wrong_passes_are_noticed(wrong, monkeypatch):
+def test_the_self_check_detects_wrong_passes(wrong, monkeypatch):
     model = make_model(small_config("mistral", sliding_window=4))
     if wrong == "window":
         monkeypatch.setattr(attention, "reach_of", lambda *_: attention.Reach())
@@ -322,4 +322,4 @@ def test_wrong_passes_are_noticed(wrong, monkeypatch):
         monkeypatch.setattr("outrider.runner.forward.keeps_logits", lambda _: True)
         forward = type(model).forward
         monkeypatch.setattr(type(model), "forward", lambda self, logits_to_keep=0, **inputs: forward(self, **inputs))
-    assert re.search("does not say over Outrider's cache|fails when it runs", refusal(model))
+    assert re.search("gives different logits with Outrider's cache|fails when it runs", refusal(model))

@@ -114,10 +114,10 @@ def test_a_file_of_another_model_is_built_anew(folder, tmp_path, cache, read, ca
     pack = linear.pack_model
     monkeypatch.setattr(linear, "pack_model", lambda model, bits: pack(model, 8))
     ModelRunner.load(folder, INT4)
-    assert len(read) == 2 and "does not fit the model (it has other tensors)" in caplog.text
+    assert len(read) == 2 and "does not fit the model (its tensors differ)" in caplog.text
 
 
-def test_without_a_cache_folder_it_goes_on_after_one_warning(folder, tmp_path, read, caplog, monkeypatch):
+def test_without_a_cache_folder_loading_continues_with_one_warning(folder, tmp_path, read, caplog, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file" / "cache"))
     first = logits(ModelRunner.load(folder, INT4))

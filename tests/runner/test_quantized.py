@@ -66,7 +66,7 @@ def test_codes_without_scales_and_scales_of_another_shape_are_refused():
 
 @needs_kernels
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_quantised_copy_takes_the_memory_told_and_leaves_the_model_alone(bits):
+def test_a_quantised_copy_allocates_the_predicted_memory_and_keeps_the_model(bits):
     model = ModelRunner.load(untouched(make_model(small_config("llama", tie_word_embeddings=True))), RunnerConfig()).model
     before = {name: tensor.clone() for name, tensor in [*model.named_buffers(), *model.named_parameters()]}
     copy = quantized_copy(model, bits)
@@ -127,7 +127,7 @@ def test_codes_in_fours_give_a_row_the_same_bits_among_any_number_of_rows(output
 
 
 @needs_kernels
-def test_a_head_in_8_bits_says_nearly_the_same_and_needs_the_cpus_kernels():
+def test_an_8_bit_head_approximates_the_head_and_needs_cpu_kernels():
     runner = ModelRunner.load(untouched(make_model(small_config("llama"))), RunnerConfig())
     layers = linear.packed_layers(runner.model)
     x = {layer: torch.randn(7, kernels.packed_shape(layer.packed)[1]) for layer in layers}

@@ -42,7 +42,7 @@ def inputs(name: str) -> tuple[tuple[Any, ...], Tensor, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("name", REFERENCES)
-def test_the_kernel_gives_what_the_reference_gives(name: str) -> None:
+def test_the_kernel_equals_the_reference(name: str) -> None:
     if not native.load():
         pytest.skip("no C++ compiler")
     rows, states, rest = inputs(name)
@@ -55,7 +55,7 @@ def test_the_kernel_gives_what_the_reference_gives(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFERENCES)
-def test_a_token_has_the_same_bits_alone_and_among_others(name: str) -> None:
+def test_a_token_gives_the_same_bits_alone_and_in_a_batch(name: str) -> None:
     """Also after a rollback: a pass over all tokens, then over the last three again from the ring, then one by one."""
     rows, states, rest = inputs(name)
     run = getattr(torch.ops.outrider, name)
@@ -89,7 +89,7 @@ def test_the_delta_rule_is_transformers() -> None:
     assert torch.allclose(found, expected, atol=1e-5)
 
 
-def test_states_older_than_the_ring_are_gone() -> None:
+def test_states_older_than_the_ring_are_not_usable() -> None:
     shapes = StateShapes.of({StateKey(0, 0, False): StateShape((2,)), StateKey(0, 0, True): StateShape((3,), 4)})
     cache = StateCache(shapes, max_drafts=4, device=torch.device("cpu"))  # 6 states
     cache.keep_rows([None, None])
@@ -102,7 +102,7 @@ def test_states_older_than_the_ring_are_gone() -> None:
     assert cache.usable(1, 14) == 14
 
 
-def test_the_next_turn_goes_on_from_states_that_are_still_there() -> None:
+def test_the_next_turn_continues_from_stored_states() -> None:
     runner = ModelRunner.load(hybrid("qwen3_5_text"), RunnerConfig(compile="never", prefix_cache=True, max_drafts=8))
     text = PROMPTS[1]
     with torch.inference_mode():

@@ -45,7 +45,7 @@ def test_any_number_of_threads_gives_the_same_bits(weight: Tensor, threads: int,
         assert torch.equal(times(weight), expected)
 
 
-def test_callers_beside_each_other_do_not_mix(weight: Tensor, threads: int) -> None:
+def test_concurrent_callers_do_not_interfere(weight: Tensor, threads: int) -> None:
     expected = times(weight)
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda _: times(weight), range(600)))

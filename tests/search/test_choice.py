@@ -54,7 +54,7 @@ def test_within_noise_the_simpler_is_chosen() -> None:
     assert "not significantly faster" in chosen.others["draft k=4"]
 
 
-def test_a_hiccup_in_one_turn_of_three_changes_no_choice() -> None:
+def test_one_slow_turn_of_three_does_not_change_the_choice() -> None:
     speeds = {"plain": 100.0, "draft k=4": 150.0, "ngram k=4": 140.0}
     found = measured(speeds)
     for prompt in range(11):
@@ -65,14 +65,14 @@ def test_a_hiccup_in_one_turn_of_three_changes_no_choice() -> None:
     assert chosen.chosen == DRAFT and chosen.speedup is not None and chosen.speedup.value == pytest.approx(1.5, rel=0.02)
 
 
-def test_of_the_lengths_of_a_method_the_fastest_is_chosen_whatever_is_simpler() -> None:
+def test_the_fastest_length_of_a_method_is_chosen() -> None:
     found = measured({"plain": 100, "ngram k=auto": 150, "ngram k=12": 152}, noise=0.2)
     twelve = Contender("ngram", 12)
     chosen = choice.choose([Contender("ngram", "auto"), twelve], found.ratio, PROPOSERS)
     assert chosen.chosen == twelve and "slower than ngram k=12" in chosen.others["ngram k=auto"]
 
 
-def test_noise_is_no_reason_to_give_much_away() -> None:
+def test_noise_does_not_justify_a_large_loss() -> None:
     found = measured({"plain": 100, "draft k=4": 160, "ngram k=4": 150}, noise=0.3)
     lead = found.ratio(DRAFT.label, NGRAM.label)
     assert lead.interval is not None and lead.interval[0] < 1 < lead.value - choice.MAX_LOSS
@@ -91,7 +91,7 @@ def test_nothing_to_confirm_means_plain_decoding() -> None:
     assert choice.choose([], Measurements().ratio, PROPOSERS).chosen.is_plain
 
 
-def test_several_batch_sizes_are_weighed_together() -> None:
+def test_batch_sizes_are_averaged() -> None:
     one = {"plain": 100.0, "draft k=4": 180.0, "ngram k=4": 140.0}
     both = measured(one)
     assert choice.choose([DRAFT, NGRAM], both.ratio, PROPOSERS).chosen == DRAFT
@@ -99,13 +99,13 @@ def test_several_batch_sizes_are_weighed_together() -> None:
     assert choice.choose([DRAFT, NGRAM], both.ratio, PROPOSERS).chosen == NGRAM
 
 
-def test_what_is_simpler() -> None:
+def test_order_of_simplicity() -> None:
     ordered = [Contender(PlainProposer.name, 0), NGRAM, DRAFT, Contender("suffix+draft", 1)]
     assert sorted(reversed(ordered), key=lambda each: choice.simplicity(each, PROPOSERS)) == ordered
 
 
 @pytest.mark.parametrize(("ngram", "suffix"), [(150, 151), (151, 150)])
-def test_of_two_as_simple_the_faster_is_chosen_within_noise_too(ngram: float, suffix: float) -> None:
+def test_of_equally_simple_methods_the_faster_is_chosen(ngram: float, suffix: float) -> None:
     found = measured({"plain": 100, "ngram k=4": ngram, "suffix k=4": suffix}, noise=0.2)
     chosen = choice.choose([NGRAM, Contender("suffix", 4)], found.ratio, PROPOSERS).chosen
     assert chosen.method == ("suffix" if suffix > ngram else "ngram")

@@ -110,7 +110,7 @@ def test_a_machine_that_slows_down_between_turns_changes_nothing() -> None:
     assert slow.ratio(PLAIN, "a").value == pytest.approx(1 / slow.ratio("a").value)
 
 
-def test_one_hiccup_in_three_turns_changes_nothing() -> None:
+def test_one_slow_turn_of_three_does_not_change_the_ratio() -> None:
     measured = Measurements()
     for factor in (1.0, 1.0, 9.0):
         measured.add_turn(Group(1, 0), {PLAIN: 2.0, "a": 1.0 * factor})
@@ -139,7 +139,7 @@ def test_ratios_compare_only_prompts_that_both_ran_on() -> None:
     assert [len(measured.groups(label)) for label in ("a", "b", PLAIN)] == [2, 1, 2]
 
 
-def test_noise_is_what_neither_contender_nor_prompt_explains() -> None:
+def test_noise_is_the_residual_of_contender_and_prompt_effects() -> None:
     contenders, prompts = np.linspace(-1, 1, 40)[:, None], np.linspace(0, 3, 30)[None]
     assert halving.noise(np.exp(contenders + prompts)) == pytest.approx(0, abs=1e-9)
     random = np.random.default_rng(0).normal(0, 0.05, (40, 30))
@@ -179,7 +179,7 @@ def ranked(count: int, step: float = 0.1, margin: float = 0.0) -> Standing:
         (ranked(0), Rung(0.25, 0), 0),
     ],
 )
-def test_who_goes_on(found: Standing, rung: Rung, kept: int) -> None:
+def test_survivors_of_a_rung(found: Standing, rung: Rung, kept: int) -> None:
     assert halving.survivors(found, rung) == [str(i) for i in range(kept)]
 
 

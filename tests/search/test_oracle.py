@@ -11,7 +11,7 @@ DRAFT = Walk.of([3, 0, 0, 0, 0], 10.0)  # four tokens in its first round, then o
 COPY = Walk.of([0, 0, 0, 0, 3], 7.5)  # the other way round
 
 
-def test_the_oracle_takes_each_candidate_where_it_is_best() -> None:
+def test_the_oracle_uses_the_best_candidate_at_every_position() -> None:
     assert least_seconds([PLAIN, DRAFT, COPY]) == 2.0 + 1.5
     assert gap([[PLAIN, DRAFT, COPY]]) == pytest.approx(7.5 / 3.5)
 
@@ -20,7 +20,7 @@ def test_one_candidate_has_no_gap() -> None:
     assert gap([[DRAFT]]) == gap([[DRAFT, DRAFT]]) == 1.0
 
 
-def test_a_round_begun_within_a_measured_one_ends_with_it() -> None:
+def test_a_round_that_starts_within_a_measured_one_ends_with_it() -> None:
     assert [DRAFT.end_from(position) for position in (0, 2, 4, 7)] == [4, 4, 5, 8]
 
 

@@ -97,7 +97,7 @@ def test_a_good_draft_is_found_and_plain_decoding_runs_in_every_turn(llm: LLM, t
     assert table(document).row_count == 4
 
 
-def test_each_turn_begins_with_another_contender(llm: LLM, twin: Proposer, timed: Any) -> None:
+def test_each_turn_starts_with_another_contender(llm: LLM, twin: Proposer, timed: Any) -> None:
     ran = timed(lambda each: 1.0)
     started(llm, {"draft": twin}).run()
     assert [ran[5 * turn][0] for turn in range(2)] == [PLAIN, "draft k=1"]
@@ -113,9 +113,7 @@ def test_a_useless_draft_means_plain_decoding(llm: LLM, twin: Proposer, timed: A
     assert document["speedup"] is None and verdict(document).startswith("the plan: plain.")
 
 
-def test_several_batch_sizes_are_run_and_weighed_together(
-    llm: LLM, twin: Proposer, timed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_sizes_are_run_and_averaged(llm: LLM, twin: Proposer, timed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = [1]
 
     def speed(each: Contender) -> float:
@@ -171,7 +169,7 @@ def test_a_method_that_fails_is_dropped_with_the_reason(llm: LLM, twin: Proposer
     assert not llm.engine.has_work and llm.proposer.name == PLAIN
 
 
-def test_where_every_method_fails_the_plan_is_plain_decoding(llm: LLM, timed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_decoding_is_chosen_if_every_method_fails(llm: LLM, timed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     timed(lambda each: 1.0)
     generate = search_module.generate
 
@@ -187,7 +185,7 @@ def test_where_every_method_fails_the_plan_is_plain_decoding(llm: LLM, timed: An
     assert result(found, chosen, "toy")["candidates"] == []
 
 
-def test_a_method_that_fails_in_a_later_run_takes_no_measurement_of_others_with_it(
+def test_a_method_that_fails_later_keeps_measurements_of_others(
     llm: LLM, twin: Proposer, timed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed(lambda each: BY_LENGTH[each.k])
@@ -259,7 +257,7 @@ def test_progress_counts_runs_and_estimates_the_time_left(llm: LLM, twin: Propos
     assert told[-1].what.startswith("rung 2: ") and told[-1].what.endswith(", batch 1")
 
 
-def test_recorded_answers_are_plain_decoding_s(llm: LLM, twin: Proposer) -> None:
+def test_recorded_outputs_are_plain_decodings(llm: LLM, twin: Proposer) -> None:
     found = started(llm, {"draft": twin})
     answers = {tuple(text.prompt): text.output for text in found.record()}
     assert answers == {tuple(text.prompt): llm.generate(text.prompt, text.params)[0].outputs[0].token_ids for text in texts()}
@@ -284,7 +282,7 @@ def test_a_journal_of_another_question_is_refused(tmp_path: Path) -> None:
         Journal(file, {}, resume=True)
 
 
-def test_a_method_that_runs_out_of_memory_leaves_the_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_out_of_memory_does_not_affect_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def build(setting: object) -> Proposer:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nand more of it")
 
@@ -294,7 +292,7 @@ def test_a_method_that_runs_out_of_memory_leaves_the_others(llm: LLM, monkeypatc
     assert reasons == {"low-bit": "RuntimeError: DefaultCPUAllocator: can't allocate memory and more of it"}
 
 
-def test_which_methods_a_target_can_have(llm: LLM) -> None:
+def test_methods_that_fit_a_target(llm: LLM) -> None:
     names = chosen_methods(["suffix", "all"])
     assert names[0] == "suffix" and PLAIN not in names and len(names) == len(set(names))
     proposers, reasons = fitting_proposers(llm.speculation, llm.runner, llm.tokenizer, names, ExactMatchVerifier())

@@ -21,7 +21,7 @@ def written(path: Path, *lines: dict[str, Any]) -> Path:
     return file
 
 
-def test_settings_of_a_line_go_before_the_command_s(tmp_path: Path) -> None:
+def test_settings_of_a_line_override_the_command_line(tmp_path: Path) -> None:
     file = written(
         tmp_path,
         {"prompt": "one"},
@@ -34,7 +34,7 @@ def test_settings_of_a_line_go_before_the_command_s(tmp_path: Path) -> None:
     assert three == SamplingParams(max_tokens=40, temperature=0.3, seed=3)
 
 
-def test_a_value_of_another_kind_is_refused_with_its_line_and_other_servers_words_are_understood(tmp_path: Path) -> None:
+def test_invalid_values_are_refused_and_other_servers_names_accepted(tmp_path: Path) -> None:
     for field, value in [
         ("stop", 5), ("stop", ["a", 1]), ("max_tokens", float("nan")), ("max_tokens", 2.5), ("max_tokens", 0), ("seed", "x"),
         ("seed", 10**400), ("ignore_eos", "no"), ("top_p", True), ("temperature", float("inf")),
@@ -82,13 +82,13 @@ def test_built_in_kinds_take_turns() -> None:
         ({"prompt": [1, 2]}, "must be a non-empty string"),
     ],
 )
-def test_a_line_that_is_no_request_is_said_in_one_line(tmp_path: Path, line: dict[str, Any], words: str) -> None:
+def test_an_invalid_line_gives_a_one_line_error(tmp_path: Path, line: dict[str, Any], words: str) -> None:
     with pytest.raises(OutriderError, match=words) as caught:
         read_file(written(tmp_path, line), 8, DEFAULTS)
     assert "\n" not in str(caught.value)
 
 
-def test_a_long_prompt_keeps_its_end_and_an_answer_its_room() -> None:
+def test_a_long_prompt_keeps_its_end_and_leaves_room_for_the_answer() -> None:
     tokenizer = make_tokenizer()
     asked = read_builtin(["story"], 1, SamplingParams(max_tokens=20))
     (text,) = encoded(tokenizer, asked, 60)
@@ -99,7 +99,7 @@ def test_a_long_prompt_keeps_its_end_and_an_answer_its_room() -> None:
         encoded(None, asked, 60)
 
 
-def test_everyone_generates_as_many_tokens_as_were_recorded() -> None:
+def test_all_contenders_generate_the_recorded_number_of_tokens() -> None:
     params = SamplingParams(max_tokens=50, temperature=0.7, stop=("x",), stop_token_ids=(3,))
     again = Text([1], params, [4, 5, 6]).again
     assert again == SamplingParams(max_tokens=3, temperature=0.7, ignore_eos=True)

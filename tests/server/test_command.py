@@ -49,7 +49,7 @@ VALUES: dict[str, Any] = {
 }
 
 
-def test_a_plan_says_again_what_was_written(tmp_path: Path) -> None:
+def test_a_plan_survives_writing_and_reading(tmp_path: Path) -> None:
     assert set(VALUES) == set(KEYS)
     Plan(VALUES).write(tmp_path / "plan.toml")
     assert Plan.read(tmp_path / "plan.toml").values == VALUES
@@ -65,7 +65,7 @@ def test_a_plan_says_again_what_was_written(tmp_path: Path) -> None:
         ("max_len = true", "invalid max_len True: expected a whole number, at least 2$"),
     ],
 )
-def test_a_plan_with_a_mistake_is_refused(tmp_path: Path, text: str, says: str) -> None:
+def test_an_invalid_plan_is_refused(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "plan.toml").write_text(text)
     with pytest.raises(OutriderError, match=says):
         Plan.read(tmp_path / "plan.toml")
@@ -73,13 +73,13 @@ def test_a_plan_with_a_mistake_is_refused(tmp_path: Path, text: str, says: str) 
         Plan.read(tmp_path / "missing.toml")
 
 
-def test_a_device_is_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_file_is_refused_as_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """``/dev/null`` was one of nothing but defaults."""
     assert main(["serve", "/dev/null"]) == 2
     assert "/dev/null is a device: give a plan file" in capsys.readouterr().err
 
 
-def test_the_command_line_goes_before_the_plan(tmp_path: Path) -> None:
+def test_the_command_line_overrides_the_plan(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "plan.toml").write_text(
         'target = "model"\nmethod = "suffix"\nnum_draft_tokens = 3\nmax_len = 64\nsame_text = true\n'
@@ -91,7 +91,7 @@ def test_the_command_line_goes_before_the_plan(tmp_path: Path) -> None:
     assert served_name(models.target) == "model" and served_name("a/b") == "a/b" and served_name(None) == "outrider"
 
 
-def test_zero_is_a_value_that_was_given() -> None:
+def test_zero_counts_as_a_given_value() -> None:
     plan = Plan({"num_draft_tokens": 4})
     assert joined(plan, ModelOptions(), MethodOptions(num_draft_tokens="0")).values == {"num_draft_tokens": 0}
     assert joined(Plan({"num_draft_tokens": 0}), ModelOptions(), MethodOptions()).values == {"num_draft_tokens": 0}
@@ -115,14 +115,12 @@ def test_zero_is_a_value_that_was_given() -> None:
         (["--api-keys", "none"], "cannot read the API keys"),
     ],
 )
-def test_mistakes_are_one_line_before_anything_is_loaded(
-    options: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_usage_errors_are_one_line_before_loading(options: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", *options]) == 2
     assert says in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_occupied_port_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--port", str(port)]) == 2
@@ -130,7 +128,7 @@ def test_a_port_that_is_taken_is_said(capsys: pytest.CaptureFixture[str]) -> Non
     assert said.count(str(port)) == 1 and "choose another --port" in said
 
 
-def test_no_chunk_waits_for_the_last_one_to_be_acknowledged() -> None:
+def test_chunks_are_sent_without_waiting_for_acknowledgements() -> None:
     """Clients put that off for 40 ms, unless the connection is new: the first token came 50 ms late where it takes 9."""
     with run.listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
         connection, _ = listener.accept()
@@ -202,7 +200,7 @@ def test_the_curl_examples_of_the_page_run(served: Served) -> None:
         assert done.stdout
 
 
-def test_the_limits_that_are_promised_are_the_defaults() -> None:
+def test_documented_limits_are_the_defaults() -> None:
     page, config = (PAGE.parents[1] / "SECURITY.md").read_text(), ServerConfig()
     units = {"MiB": 1 << 20}
     promised = re.findall(r"`--([a-z-]+)`,? (\d+)(?: (MiB))?", page)
@@ -211,7 +209,7 @@ def test_the_limits_that_are_promised_are_the_defaults() -> None:
         assert getattr(config, name.replace("-", "_")) == int(number) * units.get(unit, 1), name
 
 
-def test_the_page_names_every_field_and_metrics_that_there_are(served: Served) -> None:
+def test_the_page_names_every_field_and_existing_metrics(served: Served) -> None:
     page, metrics = PAGE.read_text(), httpx.get(served.url + "/metrics").text
     fields = {*CompletionBody.model_fields, *ChatBody.model_fields}
     assert not [name for name in sorted(fields) if f"`{name}`" not in page]

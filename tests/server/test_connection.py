@@ -46,13 +46,13 @@ def closed_after(connection: socket.socket) -> tuple[float, bytes]:
     return monotonic() - started, said
 
 
-def test_who_says_nothing_is_not_waited_for(strict: Served) -> None:
+def test_a_silent_connection_is_closed(strict: Served) -> None:
     with connect(strict) as connection:
         seconds, said = closed_after(connection)
     assert 0.3 < seconds < 3 and said == b""
 
 
-def test_headers_that_do_not_end_are_refused_however_they_come(strict: Served) -> None:
+def test_unfinished_headers_are_refused(strict: Served) -> None:
     with connect(strict) as connection:
 
         def drip() -> None:
@@ -68,7 +68,7 @@ def test_headers_that_do_not_end_are_refused_however_they_come(strict: Served) -
     assert 0.3 < seconds < 3 and said.startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_second_call_has_as_long_as_the_first_and_is_not_waited_for_longer(strict: Served) -> None:
+def test_a_second_call_has_the_same_header_timeout(strict: Served) -> None:
     with connect(strict) as connection:
         for _ in range(3):
             connection.sendall(GET)
@@ -86,7 +86,7 @@ def test_a_second_call_has_as_long_as_the_first_and_is_not_waited_for_longer(str
         assert 0.8 < seconds < 3 and said.count(b"200 OK") == 2 and b" 408 " not in said
 
 
-def test_a_body_on_its_way_is_no_idle_connection_but_counts_as_the_calls_time(strict: Served) -> None:
+def test_a_slow_body_is_not_idle_and_counts_as_the_calls_time(strict: Served) -> None:
     for pause, status in ((0.7, b" 200 "), (1.7, b" 504 ")):
         with connect(strict) as connection:
             connection.sendall(HEAD + str(len(BODY)).encode() + b"\r\n\r\n" + BODY[:5])
@@ -95,7 +95,7 @@ def test_a_body_on_its_way_is_no_idle_connection_but_counts_as_the_calls_time(st
             assert status in connection.recv(4096)
 
 
-def test_an_answer_that_nobody_reads_is_broken_off(load: Callable[..., LLM]) -> None:
+def test_an_unread_answer_is_aborted(load: Callable[..., LLM]) -> None:
     with serving(load(), idle_timeout=0.5, stream_interval=0) as server:
         server._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         connection = connect(server)
@@ -109,7 +109,7 @@ def test_an_answer_that_nobody_reads_is_broken_off(load: Callable[..., LLM]) -> 
         connection.close()
 
 
-def test_connections_that_cannot_be_accepted_are_one_message_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_accepts_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     quiet, loop = QuietAccepting(), asyncio.new_event_loop()
     context = {"message": "socket.accept() out of system resource", "exception": OSError(errno.EMFILE, "too many open files")}
     with caplog.at_level(logging.ERROR):
@@ -124,13 +124,13 @@ def test_connections_that_cannot_be_accepted_are_one_message_a_minute(caplog: py
     loop.close()
 
 
-def test_the_description_of_the_interface_is_for_those_with_a_key(load: Callable[..., LLM]) -> None:
+def test_the_openapi_description_requires_a_key(load: Callable[..., LLM]) -> None:
     with serving(load(), KeyRing([("secret", Client())])) as server:
         assert httpx.get(server.url + "/openapi.json").status_code == 401
         assert httpx.get(server.url + "/openapi.json", headers={"authorization": "Bearer secret"}).status_code == 200
 
 
-def test_ready_says_what_does_not_move(load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ready_names_what_is_stalled(load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(load(), stall_timeout=0.3) as server:
 
         def ready() -> tuple[int, str]:

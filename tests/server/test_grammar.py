@@ -74,7 +74,7 @@ def scripted(method: str, target: Any, **options: Any) -> LLM:
 
 @pytest.mark.parametrize("same_text", [True, False])
 @pytest.mark.parametrize("method", ["plain", "ngram", "draft", *SCRIPTED])
-def test_every_answer_is_of_its_schema(method: str, same_text: bool, load: Callable[..., LLM], target: Any) -> None:
+def test_every_answer_matches_its_schema(method: str, same_text: bool, load: Callable[..., LLM], target: Any) -> None:
     if method in SCRIPTED:
         llm = scripted(method, target, same_text=same_text)
     else:
@@ -105,7 +105,7 @@ def test_every_answer_is_of_its_schema(method: str, same_text: bool, load: Calla
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft", *SCRIPTED])
-def test_drafts_change_no_constrained_answer(method: str, load: Callable[..., LLM], target: Any, plain: LLM) -> None:
+def test_drafts_do_not_change_constrained_answers(method: str, load: Callable[..., LLM], target: Any, plain: LLM) -> None:
     llm = scripted(method, target, same_text=True) if method in SCRIPTED else load(method, 3)
     for temperature in (0.0, 1.0):
         params = SamplingParams(max_tokens=80, temperature=temperature, seed=4, n=3, grammar=compiler(llm).json(SCHEMA))
@@ -115,9 +115,7 @@ def test_drafts_change_no_constrained_answer(method: str, load: Callable[..., LL
 
 @pytest.mark.parametrize("stop", [('born"',), (", ",), ('"ki', "tags"), ("ship", "quay", "dawn"), ("}",)])
 @pytest.mark.parametrize("method", ["plain", "ngram", "draft"])
-def test_a_stop_string_inside_what_is_forced_ends_the_answer_there(
-    method: str, stop: tuple[str, ...], load: Callable[..., LLM]
-) -> None:
+def test_a_stop_string_in_forced_tokens_ends_the_answer(method: str, stop: tuple[str, ...], load: Callable[..., LLM]) -> None:
     """Text, tokens and log-probabilities are those without drafts from the grammar."""
     found = []
     for grammar_drafts in (False, True):
@@ -135,7 +133,7 @@ def test_a_stop_string_inside_what_is_forced_ends_the_answer_there(
         assert len(completion.origins) == len(completion.token_ids)
 
 
-def test_what_is_forced_is_said_and_no_draft_of_the_method(load: Callable[..., LLM]) -> None:
+def test_forced_tokens_are_reported_separately_from_drafts(load: Callable[..., LLM]) -> None:
     llm = load("ngram", 3, max_batch=4)
     params = [SamplingParams(max_tokens=90, grammar=compiler(llm).json(SCHEMA)), SamplingParams(max_tokens=30)]
     constrained, free = outputs_of(llm.generate(["The ship", "The ship"], params))
@@ -147,7 +145,7 @@ def test_what_is_forced_is_said_and_no_draft_of_the_method(load: Callable[..., L
     assert stats.tokens_per_round > stats.mean_acceptance_length
 
 
-def test_what_a_grammar_allows_is_what_its_answers_are_made_of(plain: LLM) -> None:
+def test_answers_consist_of_allowed_tokens(plain: LLM) -> None:
     """Every answer of a small language is found, and nothing else."""
     params = SamplingParams(max_tokens=40, temperature=3.0, seed=0, n=60, grammar=compiler(plain).json(SMALL))
     answers = {json.dumps(json.loads(completion.text)) for completion in outputs_of(plain.generate("x", params))}
@@ -157,7 +155,7 @@ def test_what_a_grammar_allows_is_what_its_answers_are_made_of(plain: LLM) -> No
 
 
 @pytest.mark.parametrize("schema", [{"type": "nonsense"}, {"$ref": "#/nowhere"}, {"type": "string", "pattern": "("}])
-def test_a_schema_that_cannot_be_followed_is_refused(plain: LLM, schema: dict[str, Any]) -> None:
+def test_an_unsupported_schema_is_refused(plain: LLM, schema: dict[str, Any]) -> None:
     with pytest.raises(OutriderError, match="schema"):
         compiler(plain).json(schema)
 
@@ -182,7 +180,7 @@ def test_drafts_that_run_into_a_limit_are_a_dead_end_and_change_nothing(plain: L
         matcher.allowed(output + drafts[:limit], [])
 
 
-def test_over_http_schemas_hold_and_bad_ones_are_refused(served: Served) -> None:
+def test_schemas_are_enforced_over_http_and_bad_ones_refused(served: Served) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "who", "schema": SCHEMA, "strict": True}}
     messages = [{"role": "user", "content": "Who?"}]
     answer = served.post("/v1/chat/completions", messages=messages, max_tokens=120, n=3, seed=2, response_format=form)
@@ -197,7 +195,7 @@ def test_over_http_schemas_hold_and_bad_ones_are_refused(served: Served) -> None
     assert refused.status_code == 400 and "ignore_eos" in refused.json()["error"]["message"]
 
 
-def test_a_grammar_that_runs_into_a_limit_ends_its_answer_with_an_error_and_no_other(
+def test_a_grammar_that_exceeds_a_limit_fails_only_its_answer(
     load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """llguidance's masks allow only the end of the text then: half of a value would have passed for the whole."""

@@ -46,7 +46,7 @@ def test_tokens_and_drafts_of_a_real_server_are_counted(served: Served) -> None:
     assert sum(sample.num_drafts for sample in answers) == found[SPECULATIVE]["drafts"]
 
 
-def test_usage_stands_in_every_chunk_where_it_is_asked_for(served: Served) -> None:
+def test_usage_is_in_every_chunk_on_request(served: Served) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": "def add(", "max_tokens": 12, "temperature": 0, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", served.url + "/v1/completions", json=body | {"stream_options": options}, timeout=60) as answer:
@@ -95,7 +95,7 @@ def test_the_command_starts_a_server_and_ends_it(
 
 
 @pytest.mark.parametrize(("options", "compiles"), [([], "always"), (["--compile", "never"], "never")])
-def test_what_is_measured_is_not_the_compiler(
+def test_compilation_is_not_measured(
     options: list[str], compiles: str, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plans = []

@@ -55,9 +55,7 @@ OURS = {"top_k", "min_p", "repetition_penalty", "banned_token_ids", "allowed_tok
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_every_parameter_gives_over_http_and_with_drafts_what_plain_decoding_gives(
-    name: str, client: openai.OpenAI, plain: LLM
-) -> None:
+def test_every_parameter_matches_plain_decoding_over_http(name: str, client: openai.OpenAI, plain: LLM) -> None:
     settings = {"seed": 7} | SETTINGS[name]
     extra = {key: value for key, value in settings.items() if key in OURS}
     usual = {key: value for key, value in settings.items() if key not in OURS}
@@ -86,7 +84,7 @@ def test_token_ids_are_a_prompt(client: openai.OpenAI, plain: LLM) -> None:
         assert answer.choices[0].text == offline(plain, ids, max_tokens=8)[0].text
 
 
-def test_null_is_as_if_it_were_left_out(served: Served, plain: LLM) -> None:
+def test_null_means_omitted(served: Served, plain: LLM) -> None:
     nothing = dict.fromkeys(["top_p", "n", "stop", "presence_penalty", "logit_bias", "stream", "logprobs", "user", "suffix"])
     assert served.text(PROMPT, **nothing) == offline(plain)[0].text
     said = {"role": "assistant", "content": "Hello", "refusal": None, "tool_calls": None}  # as clients write down an answer
@@ -95,7 +93,7 @@ def test_null_is_as_if_it_were_left_out(served: Served, plain: LLM) -> None:
 
 
 @pytest.mark.parametrize("kind", [CompletionAnswer, ChatAnswer])
-def test_a_token_that_the_model_rules_out_has_a_log_probability_that_json_has(kind: type[Answer]) -> None:
+def test_an_impossible_token_has_a_finite_log_probability(kind: type[Answer]) -> None:
     found = TokenLogprobs(-0.5, ((1, -0.5), (2, -math.inf)))
     completion = Completion("r", [1], ["plain"], "a", [found], "stop", num_prompt_tokens=1)
     said = json.dumps(kind("c", "m", TokenTexts(None), [completion]).whole(), allow_nan=False)
@@ -107,7 +105,7 @@ def test_a_speakers_name_reaches_the_template() -> None:
 
 
 @pytest.mark.parametrize("stop", [None, ["e"]])
-def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI, stop: list[str] | None) -> None:
+def test_a_stream_equals_the_whole_answer(client: openai.OpenAI, stop: list[str] | None) -> None:
     asked: dict[str, Any] = {"model": "outrider", "prompt": PROMPT, "max_tokens": 40, "seed": 5, "n": 2, "stop": stop}
     whole = client.completions.create(**asked)
     texts, reasons, usage = ["", ""], ["", ""], None
@@ -121,7 +119,7 @@ def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI, stop: l
     assert usage == whole.usage
 
 
-def test_chat_is_the_template_and_then_a_completion(client: openai.OpenAI, plain: LLM) -> None:
+def test_chat_equals_a_completion_of_the_rendered_template(client: openai.OpenAI, plain: LLM) -> None:
     answer = client.chat.completions.create(model="outrider", messages=MESSAGES, temperature=0, max_completion_tokens=16)
     prompt = plain.chat_prompt([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "The ship"}])
     assert answer.choices[0].message.content == offline(plain, prompt, max_tokens=16)[0].text
@@ -129,7 +127,7 @@ def test_chat_is_the_template_and_then_a_completion(client: openai.OpenAI, plain
     assert answer.usage is not None and answer.usage.prompt_tokens == len(prompt)
 
 
-def test_a_streamed_chat_begins_with_the_role_and_says_the_same(client: openai.OpenAI) -> None:
+def test_a_streamed_chat_starts_with_the_role_and_equals_the_whole_answer(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "outrider", "messages": MESSAGES, "temperature": 0.8, "seed": 1, "max_tokens": 16}
     whole = client.chat.completions.create(**asked)
     chunks = list(client.chat.completions.create(**asked, stream=True))
@@ -183,7 +181,7 @@ def test_a_request_chooses_its_own_drafts(client: openai.OpenAI, plain: LLM, spe
         assert found["draft_acceptance_rate"] == pytest.approx(accepted / (accepted + rejected))
 
 
-def test_a_stream_brings_metrics_with_its_usage(client: openai.OpenAI) -> None:
+def test_a_stream_has_metrics_with_its_usage(client: openai.OpenAI) -> None:
     stream = client.completions.create(
         model="outrider", prompt=PROMPT, temperature=0, max_tokens=24, stream=True, stream_options={"include_usage": True}
     )
@@ -217,7 +215,7 @@ def test_models_are_listed_and_others_are_refused(client: openai.OpenAI) -> None
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "Unicode"),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_the_reason(served: Served, body: dict[str, Any], says: str) -> None:
+def test_unsupported_requests_are_refused_with_the_reason(served: Served, body: dict[str, Any], says: str) -> None:
     answer = served.post("/v1/chat/completions", **({"messages": MESSAGES} | body))
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]

@@ -53,7 +53,7 @@ def schema_pool(plain: LLM, seconds: float = 20.0, memory: int = 1 << 30, size: 
     return WorkerPool("compile a JSON schema", {**(tools(plain) or {}), **limits}, size, eager=True)
 
 
-def test_workers_say_what_the_tokenizer_says(plain: LLM) -> None:
+def test_workers_match_the_tokenizer(plain: LLM) -> None:
     messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "<|end|> naïve"}]
 
     async def work() -> tuple[list[list[int]], list[list[int]]]:
@@ -65,7 +65,7 @@ def test_workers_say_what_the_tokenizer_says(plain: LLM) -> None:
     assert texts == [plain.encode(text) for text in TEXTS] and chat == [plain.chat_prompt(messages)]
 
 
-def test_a_tokenizer_of_another_kind_is_run_by_the_server_itself(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tokenizers_run_in_the_server_process(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     class Own(type(plain.tokenizer)):  # type: ignore[misc]
         def encode(self, text: str, **options: Any) -> list[int]:
             return [7, 8]
@@ -78,7 +78,7 @@ def test_a_tokenizer_of_another_kind_is_run_by_the_server_itself(plain: LLM, mon
         run(prompts.encode(["a" * 10_000], ANYONE))
 
 
-def test_what_cannot_fit_is_refused(plain: LLM) -> None:
+def test_prompts_that_cannot_fit_are_refused(plain: LLM) -> None:
     async def work() -> None:
         prompts = Prompts(plain, ServerConfig(), tools(plain), aside)
         async with started(prompts.pool):
@@ -91,7 +91,7 @@ def test_what_cannot_fit_is_refused(plain: LLM) -> None:
     run(work())
 
 
-def test_a_job_that_takes_too_long_is_ended_and_the_next_is_done(plain: LLM) -> None:
+def test_a_job_over_its_time_limit_is_killed_and_the_next_runs(plain: LLM) -> None:
     async def work() -> None:
         async with started(schema_pool(plain, seconds=0.5)) as pool:
             with pytest.raises(OutriderError, match=r"within 0.5 s: send a smaller one"):
@@ -102,7 +102,7 @@ def test_a_job_that_takes_too_long_is_ended_and_the_next_is_done(plain: LLM) -> 
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is limited where the system says what is held")
-def test_a_job_that_takes_too_much_memory_is_ended_and_the_next_is_done(plain: LLM) -> None:
+def test_a_job_over_its_memory_limit_is_killed_and_the_next_runs(plain: LLM) -> None:
     async def work() -> None:
         async with started(schema_pool(plain, memory=64 << 20)) as pool:
             with pytest.raises(OutriderError, match="within 64 MiB of memory: send a smaller one"):
@@ -118,7 +118,7 @@ def children() -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes as Linux shows them")
-def test_a_worker_that_is_killed_costs_no_answer(plain: LLM) -> None:
+def test_a_killed_worker_loses_no_answer(plain: LLM) -> None:
     async def work() -> None:
         others = set(children())
         async with started(schema_pool(plain)) as pool:
@@ -138,7 +138,7 @@ def test_a_worker_that_is_killed_costs_no_answer(plain: LLM) -> None:
     run(work())
 
 
-def test_where_no_process_starts_nobody_waits_and_it_is_tried_again(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_fail_at_once_and_starts_are_retried_if_no_process_starts(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "PAUSE", 0.05)
     monkeypatch.setattr(pools, "COMMAND", "raise SystemExit(3)")
 
@@ -172,7 +172,7 @@ class Slow:
     async def kill(self) -> None: ...
 
 
-def test_clients_take_turns_and_none_waits_for_all_of_anothers(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_take_turns(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "Worker", Slow)
     monkeypatch.setattr(Slow, "order", [])
 
@@ -210,13 +210,13 @@ def test_without_keys_connections_take_turns_and_with_them_clients_do() -> None:
     assert len({each.turn for each in asked[:2]}) == 2 and asked[2].turn == asked[3].turn
 
 
-def test_the_only_client_shares_with_nobody() -> None:
+def test_a_single_client_has_one_queue() -> None:
     ada, bob = Client("ada"), Client("bob")
     assert [KeyRing([("1", ada), ("2", ada)]).client(key).turn for key in "12"] == ["", ""]
     assert len({KeyRing([("1", ada), ("2", bob)]).client(key).turn for key in "12"} - {""}) == 2
 
 
-def test_a_schema_is_tried_out_once_and_its_refusal_is_remembered(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schema_is_tested_once_and_its_refusal_cached(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "Worker", Slow)
     monkeypatch.setattr(Slow, "answer", lambda self, job: Slow.order.append(job["schema"]) or asyncio.sleep(0.01, {}))
     monkeypatch.setattr(Slow, "order", [])

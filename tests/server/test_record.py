@@ -17,7 +17,7 @@ from outrider.server.config import ServerConfig
 from .served import serving
 
 
-def test_recorded_requests_are_traffic_to_tune_for(load: Callable[..., LLM], tmp_path: Path) -> None:
+def test_recorded_requests_are_valid_traffic(load: Callable[..., LLM], tmp_path: Path) -> None:
     file = tmp_path / "asked.jsonl"
     file.write_text(json.dumps({"prompt": "from an earlier day"}) + "\n")
     llm = load()
@@ -37,13 +37,13 @@ def test_recorded_requests_are_traffic_to_tune_for(load: Callable[..., LLM], tmp
     assert {json.loads(line).get("model") for line in file.read_text().splitlines()[1:]} == {"mine"}
 
 
-def test_only_the_owner_can_read_what_was_asked(load: Callable[..., LLM], tmp_path: Path) -> None:
+def test_only_the_owner_can_read_recorded_requests(load: Callable[..., LLM], tmp_path: Path) -> None:
     file = tmp_path / "asked.jsonl"
     with serving(load(), record=file) as server:
         server.text("secret")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-def test_a_file_that_cannot_be_written_is_said_before_anyone_asks(plain: LLM, tmp_path: Path) -> None:
+def test_an_unwritable_record_is_reported_at_start(plain: LLM, tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="cannot write"):
         create_app(plain, ServerConfig(record=tmp_path / "nowhere" / "asked.jsonl"))

@@ -74,9 +74,7 @@ class Slow:
         self._gate.release(100)
 
 
-def test_a_client_that_goes_away_frees_its_place_within_a_round(
-    small: Served, plain: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disconnect_frees_the_slot_within_a_round(small: Served, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, scheduler = Slow(small, monkeypatch), small.llm.engine.scheduler
     for path in ("stream", "whole"):
         body = json.dumps({"prompt": PROMPT, "stream": path == "stream", **LONG}).encode()
@@ -94,7 +92,7 @@ def test_a_client_that_goes_away_frees_its_place_within_a_round(
 
 
 @pytest.mark.parametrize("turns", range(6))
-def test_a_client_that_goes_away_as_tokens_come_ends_its_request_too(turns: int) -> None:
+def test_a_disconnect_during_tokens_ends_the_request(turns: int) -> None:
     """``turns`` of the event loop lie between the two: at one of them the waiting is cancelled as it ends."""
     cancelled: set[str] = set()
     stream = Stream(SimpleNamespace(cancel=cancelled.update), ["r"], monotonic() + 20)  # type: ignore[arg-type]
@@ -120,7 +118,7 @@ def test_a_client_that_goes_away_as_tokens_come_ends_its_request_too(turns: int)
     assert answer.status_code == CLOSED and cancelled == {"r"} and monotonic() - started < 10
 
 
-def test_what_comes_within_the_interval_goes_out_together_but_an_end_at_once() -> None:
+def test_tokens_within_the_interval_are_sent_together_but_an_end_at_once() -> None:
     def emission(request_id: str, text: str, end: str | None = None) -> Emission:
         logprobs = [TokenLogprobs(-1.0)]
         return Emission(request_id, [len(text)], ["plain"], text, logprobs, end, None, GenerationStats())
@@ -152,7 +150,7 @@ def test_what_comes_within_the_interval_goes_out_together_but_an_end_at_once() -
     assert times[0] < 0.2 and 0.3 <= times[1] < 0.41 and times[3] < 0.55  # the end lies within 0.3 s of what came before
 
 
-def test_a_full_queue_says_when_to_come_again(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_gives_retry_after(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(small, monkeypatch)
     answers: list[httpx.Response] = []
     callers = [
@@ -186,7 +184,7 @@ def test_bodies_that_are_too_large_or_too_slow_are_refused(small: Served) -> Non
     ("key", "length", "status"),
     [("secret", f"content-length: {6 << 20}", b" 413 "), ("wrong", "content-length: 9999", b" 401 ")],
 )
-def test_who_sends_a_body_in_vain_hears_why(load: Callable[..., LLM], key: str, length: str, status: bytes) -> None:
+def test_a_refused_body_gets_the_reason(load: Callable[..., LLM], key: str, length: str, status: bytes) -> None:
     """A connection that is closed while a body is on its way is reset, and what was answered is lost."""
     with serving(load(), KeyRing([("secret", Client())])) as server:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n{length}\r\n\r\n"
@@ -221,7 +219,7 @@ def test_an_answer_that_takes_too_long_ends(load: Callable[..., LLM], monkeypatc
         until(lambda: not server.llm.engine.has_work)
 
 
-def test_keys_are_asked_for_and_name_the_client(load: Callable[..., LLM], tmp_path: Path, caplog: Any) -> None:
+def test_keys_are_required_and_name_the_client(load: Callable[..., LLM], tmp_path: Path, caplog: Any) -> None:
     (tmp_path / "keys").write_text("# ours\nsecret ada 2\n\nother\nthird\n")
     keys = KeyRing.load(tmp_path / "keys")
     assert keys.client("secret") == Client("ada", 2) and keys.client("other") == Client("client-4", 0)
@@ -246,7 +244,7 @@ def test_keys_are_asked_for_and_name_the_client(load: Callable[..., LLM], tmp_pa
 @pytest.mark.parametrize(
     ("text", "says"), [("", "no API key"), ("key name high", "integer priority"), ("key my name 5", "integer priority")]
 )
-def test_a_key_file_that_is_none_is_refused(tmp_path: Path, text: str, says: str) -> None:
+def test_an_invalid_key_file_is_refused(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "keys").write_text(text)
     with pytest.raises(OutriderError, match=says):
         KeyRing.load(tmp_path / "keys")
@@ -258,7 +256,7 @@ def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     assert KeyRing.load(None).client("three") is None
 
 
-def test_a_failing_proposer_costs_no_text(load: Callable[..., LLM], plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_proposer_loses_no_text(load: Callable[..., LLM], plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = load()
     propose, faults = llm.proposer.propose, iter(range(10**6))
 
@@ -277,9 +275,7 @@ def test_a_failing_proposer_costs_no_text(load: Callable[..., LLM], plain: LLM, 
         assert b"outrider:proposer_faults_total" in httpx.get(server.url + "/metrics").content
 
 
-def test_a_target_that_fails_for_one_request_fails_for_that_one(
-    load: Callable[..., LLM], plain: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_failure_ends_only_its_request(load: Callable[..., LLM], plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = load()
     score = llm.runner.score
 
@@ -309,7 +305,7 @@ def test_a_target_that_fails_for_one_request_fails_for_that_one(
         assert server.text(PROMPT) == wanted(plain)
 
 
-def test_a_round_that_fails_as_a_whole_ends_its_requests_and_not_the_server(
+def test_a_failed_round_ends_its_requests_but_not_the_server(
     load: Callable[..., LLM], plain: LLM, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     llm = load()
@@ -321,7 +317,7 @@ def test_a_round_that_fails_as_a_whole_ends_its_requests_and_not_the_server(
         assert httpx.get(server.url + "/health").text == "ok"
 
 
-def test_nobody_waits_for_an_end_that_a_failed_round_swallowed(
+def test_requests_that_finished_in_a_failed_round_are_answered(
     load: Callable[..., LLM], plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = load()
@@ -344,7 +340,7 @@ class Panic(BaseException):
     """What a library written in Rust raises: no ``Exception``."""
 
 
-def test_a_panic_below_ends_its_requests_and_not_the_server(
+def test_a_library_panic_ends_its_requests_but_not_the_server(
     load: Callable[..., LLM], plain: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = load()
@@ -359,9 +355,7 @@ def test_a_panic_below_ends_its_requests_and_not_the_server(
         assert server.text(PROMPT) == wanted(plain)
 
 
-def test_an_engine_that_is_gone_is_said_and_nobody_waits_for_it(
-    load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_engine_is_reported_at_once(load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     llm = load()
     with serving(llm, request_timeout=20.0) as server:
         monkeypatch.setattr(llm.engine, "step", lambda: 1 / 0)
@@ -372,7 +366,7 @@ def test_an_engine_that_is_gone_is_said_and_nobody_waits_for_it(
         assert server.post("/v1/completions", prompt=PROMPT, max_tokens=3).status_code == 503
 
 
-def test_what_nobody_thought_of_is_an_error_in_openais_form_with_a_request_id(
+def test_unexpected_errors_have_openais_form_and_a_request_id(
     load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     llm = load()
@@ -385,9 +379,7 @@ def test_what_nobody_thought_of_is_an_error_in_openais_form_with_a_request_id(
         assert [(each["status"], each["request_id"]) for each in facts] == [(500, answer.headers["x-request-id"])]
 
 
-def test_what_can_be_refused_early_is_refused_before_the_prompt_is_read(
-    load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_early_refusals_precede_tokenization(load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     llm = load(max_batch=1)
     with serving(llm, max_queue=2) as server:
         monkeypatch.setattr(server.service._prompts, "encode", lambda *_: pytest.fail("it was read"))
@@ -412,9 +404,7 @@ def test_a_schema_that_is_nested_too_deep_is_the_callers_mistake(served: Served,
     assert depth > 200 or "more than 64 levels" in answer.json()["error"]["message"]
 
 
-def test_a_call_that_is_being_prepared_ends_with_its_client_and_its_time(
-    load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preparation_ends_at_a_disconnect_or_the_deadline(load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(load(), request_timeout=0.5) as server:
         monkeypatch.setattr(server.service._prompts, "encode", lambda *_: asyncio.sleep(60))
         answer = server.post("/v1/completions", prompt=PROMPT)
@@ -427,7 +417,7 @@ def test_a_call_that_is_being_prepared_ends_with_its_client_and_its_time(
         until(lambda: not server.service.bridge.num_open)
 
 
-def test_a_malformed_body_costs_no_more_than_a_mistake() -> None:
+def test_errors_of_a_malformed_body_are_short() -> None:
     """Each item of a list, tried as each kind of prompt, was a mistake of its own: 3 MB came to 3 GB."""
     for kind, body in (
         (CompletionBody, {"prompt": [{}] * 10_000}),
@@ -442,7 +432,7 @@ def test_a_malformed_body_costs_no_more_than_a_mistake() -> None:
         assert wrong.value.error_count() < 10
 
 
-def test_a_signal_lets_streams_finish_and_says_so_to_everyone_else(
+def test_a_signal_lets_streams_finish_and_refuses_new_requests(
     load: Callable[..., LLM], plain: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with serving(load()) as server:
@@ -474,7 +464,7 @@ def test_a_signal_lets_streams_finish_and_says_so_to_everyone_else(
         assert ends == [128 + signal.SIGTERM] and ["second signal" in record.message for record in caplog.records] == [True]
 
 
-def test_a_signal_waits_no_longer_than_it_may(load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_ends_within_the_grace_period(load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(load()) as server:
         bridge = server.service.bridge
         monkeypatch.setattr(type(bridge), "num_open", 1)
@@ -489,7 +479,7 @@ def test_a_signal_waits_no_longer_than_it_may(load: Callable[..., LLM], monkeypa
         until(lambda: ends == [1])  # whatever still hangs
 
 
-def test_the_bridge_hears_nothing_of_a_request_after_its_end(load: Callable[..., LLM]) -> None:
+def test_the_bridge_gets_no_emissions_after_a_request_ended(load: Callable[..., LLM]) -> None:
     llm = load()
 
     async def run() -> int:
@@ -509,7 +499,7 @@ def test_the_bridge_hears_nothing_of_a_request_after_its_end(load: Callable[...,
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them")
-def test_loading_leaves_no_threads_of_openmps_behind() -> None:
+def test_loading_leaves_no_openmp_threads() -> None:
     def num_threads() -> int:
         return len(list(Path("/proc/self/task").iterdir()))
 
@@ -532,7 +522,7 @@ def test_an_error_while_loading_is_the_callers() -> None:
 
 @pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 @pytest.mark.parametrize("compile", ["auto", "always"])
-def test_nothing_is_compiled_while_clients_wait(
+def test_no_compilation_during_requests(
     compile: str, load: Callable[..., LLM], plain: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[Path] = []
@@ -566,11 +556,11 @@ def test_metrics_have_vllms_names(served: Served) -> None:
         (["x"] * 40, "stop: Input should be a valid string; stop: List should have at most 16 items after validation, not 40"),
     ],
 )
-def test_a_stop_string_that_is_none_is_told_without_python_s_words(small: Served, stop: Any, says: str) -> None:
+def test_an_invalid_stop_string_is_reported_without_python_terms(small: Served, stop: Any, says: str) -> None:
     answer = httpx.post(f"{small.url}/v1/completions", json={"prompt": PROMPT, "stop": stop})
     assert answer.status_code == 400 and answer.json()["error"]["message"] == says
 
 
-def test_a_field_that_is_not_known_is_named_as_it_was_written(small: Served) -> None:
+def test_an_unknown_field_is_named_as_written(small: Served) -> None:
     answer = httpx.post(f"{small.url}/v1/completions", json={"prompt": PROMPT, "function-after[x]": 1})
     assert answer.json()["error"]["message"] == "function-after[x]: Extra inputs are not permitted"

@@ -133,7 +133,7 @@ def test_layers_are_seen_and_left_out_in_the_models_own_forward(kind):
     torch.testing.assert_close(model(ids).logits, said.logits)  # nothing of it stays
 
 
-def test_a_model_whose_layers_hand_on_more_is_refused_in_one_line():
+def test_layers_with_additional_outputs_are_refused_in_one_line():
     model = tiny("llama")
     forward = model.model.layers[1].forward
     Decoder(model).check()
@@ -143,7 +143,7 @@ def test_a_model_whose_layers_hand_on_more_is_refused_in_one_line():
     assert "\n" not in str(error.value)
 
 
-def test_a_target_learns_to_be_left_early_and_is_an_ordinary_folder(bench, rows, tmp_path):
+def test_early_exit_training_improves_exits_and_writes_a_model_folder(bench, rows, tmp_path):
     out = tmp_path / "out"
     assert train_early_exit(bench, out, replace(FAST, epochs=6.0), LayerSkip(exit_scale=3.0, rotation=1))
     measured = json.loads((out / "measured.json").read_text())
@@ -222,7 +222,7 @@ def test_a_narrower_draft_says_the_same_where_the_directions_kept_hold_everythin
     assert torch.equal(draft.model.layers[0].self_attn.q_proj.bias, target.model.layers[0].self_attn.q_proj.bias[:24])
 
 
-def test_a_config_said_layer_by_layer_keeps_the_chosen_layers():
+def test_per_layer_config_entries_follow_the_chosen_layers():
     config = Gemma2Config(num_hidden_layers=4, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     assert draft_config(config, (1, 3), 32).layer_types == [config.layer_types[1], config.layer_types[3]]
 
@@ -249,7 +249,7 @@ def test_a_draft_learns_from_its_target(shape, teaching, folder, bench, rows, tm
     assert drafted.generate([prompt], params)[0].outputs[0].token_ids == wanted and drafted.stats.num_drafts > 0
 
 
-def test_a_draft_that_exists_goes_on_learning(bench, tmp_path):
+def test_an_existing_draft_continues_training(bench, tmp_path):
     start = make_folder(tmp_path / "start", seed=4, num_hidden_layers=1, hidden_size=32)
     assert train_draft(bench, tmp_path / "out", FAST, DraftRun(start=str(start)))
     measured = json.loads((tmp_path / "out" / "measured.json").read_text())
@@ -294,7 +294,7 @@ def test_a_run_that_is_interrupted_ends_with_the_same_weights(kind, runner, rows
 
 
 @pytest.mark.parametrize("kind", ["early-exit", "draft", "eagle", "medusa"])
-def test_what_is_compiled_learns_the_same(kind, runner, rows, tmp_path):
+def test_compiled_training_equals_eager_training(kind, runner, rows, tmp_path):
     def losses(how):
         at = Bench(runner, None, tmp_path / str(how.compiled), rows=rows)
         name, out = kind, tmp_path / f"{how.compiled}-out"

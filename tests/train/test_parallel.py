@@ -111,7 +111,7 @@ def test_logits_of_all_entries_are_those_of_each_chain_alone(kind):
         (lambda: hybrid("mamba2"), "Mamba2ForCausalLM"),
     ],
 )
-def test_a_model_that_reads_in_another_way_is_refused_in_one_line(make, message):
+def test_unsupported_attention_for_masks_is_refused_in_one_line(make, message):
     draft = make()
     with pytest.raises(OutriderError, match=f"unsupported model for parallel drafts: {message}") as error:
         Masks.prepare(draft, None, Parallel(4), SEQ)

@@ -104,7 +104,7 @@ def test_an_interrupted_capture_goes_on_where_it_stopped(runner, rows, tmp_path,
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3", "mtp"])
-def test_the_steps_of_training_are_those_of_drafting(kind, runner, cache):
+def test_training_rollouts_equal_drafting_rollouts(kind, runner, cache):
     """Training-time test: what the head puts out at depth d over a text is what the runner's cache and levels give."""
     torch.manual_seed(3)
     head = shapes.new_mtp(runner) if kind == "mtp" else shapes.new_eagle(runner, int(kind[-1]), (0, 2, 3), None)
@@ -131,11 +131,11 @@ def test_the_steps_of_training_are_those_of_drafting(kind, runner, cache):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("markov_rank", [0, 4])
-def test_the_blocks_of_training_are_those_of_drafting(markov_rank, runner, cache):
+@pytest.mark.parametrize("markov_rank, selector_rank", [(0, 0), (4, 0), (0, 4)])
+def test_training_blocks_equal_drafted_blocks(markov_rank, selector_rank, runner, cache):
     """What the head puts out after an anchor within a row is what the runner drafts after that text."""
     torch.manual_seed(3)
-    head = shapes.new_block(runner, shapes.BlockSizes((2, 3), 2, 6, markov_rank), 319)
+    head = shapes.new_block(runner, shapes.BlockSizes((2, 3), 2, 6, markov_rank, selector_rank), 319)
     head.shape = replace(head.shape, windows=(0, 7), causal_windows=True)
     for attention in head.attentions:
         attention.window = head.shape.windows[attention.layer_idx]
@@ -186,8 +186,9 @@ def job(kind, runner, cache, folder, steps=6):
     elif kind == "mtp":
         head = shapes.new_mtp(runner)
         loss = RolloutLoss(head, cache, LAYERS, 2)
-    elif kind == "dflash":
-        head = shapes.new_block(runner, shapes.BlockSizes((2, 3), 2, 4, markov_rank=4), 319)
+    elif kind in ("dflash", "dflash2"):
+        rank = {"markov_rank" if kind == "dflash" else "selector_rank": 4}
+        head = shapes.new_block(runner, shapes.BlockSizes((2, 3), 2, 4, **rank), 319)
         loss = BlockLoss(head, cache, LAYERS)
     else:
         ids = shapes.frequent_tokens(cache.read(range(cache.num_rows))[0], runner.vocab_size, 60) if kind == "eagle3" else None
@@ -198,7 +199,7 @@ def job(kind, runner, cache, folder, steps=6):
     return Job(kind, head, CachedRows(cache), loss, plan, folder)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp", "dflash"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp", "dflash", "dflash2"])
 def test_a_run_that_is_interrupted_ends_with_the_same_weights(kind, runner, cache, tmp_path):
     whole = Trainer(job(kind, runner, cache, tmp_path / "whole"))
     assert whole.run()
@@ -210,7 +211,7 @@ def test_a_run_that_is_interrupted_ends_with_the_same_weights(kind, runner, cach
     assert [point["loss"] for point in whole.curve] == [point["loss"] for point in resumed.curve]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp", "dflash"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp", "dflash", "dflash2"])
 def test_a_head_learns_what_the_target_says(kind, runner, rows, cache, tmp_path):
     trainer = Trainer(job(kind, runner, cache, tmp_path, steps=25))
     assert trainer.run()
@@ -227,9 +228,10 @@ def test_a_trained_head_is_written_with_what_was_measured_and_drafts(kind, folde
     elif kind == "mtp":
         assert train_mtp(bench, tmp_path / "out", how, MtpRun(2))
     elif kind == "dflash":
-        assert train_block(bench, tmp_path / "out", how, BlockRun(4, layers=2))
+        assert train_block(bench, tmp_path / "out", how, BlockRun(4, layers=2, selector_rank=4))
         config = json.loads((tmp_path / "out" / "config.json").read_text())
         assert len(config["outrider"]["acceptance_by_position"]) == 3
+        assert config["architectures"] == ["DFlash2DraftModel"] and config["dflash_config"]["selector_rank"] == 4
         assert config["dflash_config"]["target_layer_ids"] == [1, 3]
     else:
         formats = ("native",) if kind == "eagle1" else ("native", "speculators")
@@ -304,7 +306,7 @@ def test_the_target_writes_text_anew_and_goes_on_where_it_was_interrupted(llm, r
     assert not torch.equal(sampled, written)
 
 
-def test_text_that_was_written_otherwise_is_not_taken_for_this_runs(runner, rows, tmp_path):
+def test_regenerated_text_with_other_settings_is_not_reused(runner, rows, tmp_path):
     regenerate(runner, rows[:3], 5, 0.0, 1, tmp_path, silent)
     others = [
         (lambda: regenerate(runner, rows[3:6], 5, 0.0, 1, tmp_path, silent), "other text:"),
@@ -319,7 +321,7 @@ def test_text_that_was_written_otherwise_is_not_taken_for_this_runs(runner, rows
         regenerate(runner, rows[:3], 5, -1.0, 1, tmp_path / "other", silent)
 
 
-def test_time_left_is_told_of_what_is_left_to_do(runner, rows, tmp_path):
+def test_remaining_time_ignores_finished_work(runner, rows, tmp_path):
     told = []
     capture(runner, rows, [2], tmp_path / "features", silent)
     regenerate(runner, rows[:33], 20, 0.0, 1, tmp_path / "text", silent)
@@ -330,7 +332,7 @@ def test_time_left_is_told_of_what_is_left_to_do(runner, rows, tmp_path):
     assert told[0] == 1.0 and told[1:] == [24 / 33]  # and nothing of what was there before
 
 
-def test_a_target_of_which_any_layer_was_tuned_is_another_target(folder, tmp_path):
+def test_fine_tuning_any_layer_changes_the_target_fingerprint(folder, tmp_path):
     """Merged adapters leave config, embedding and output head as they were."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     options = RunnerConfig(compile="never")
@@ -340,7 +342,7 @@ def test_a_target_of_which_any_layer_was_tuned_is_another_target(folder, tmp_pat
     assert fingerprint(ModelRunner.load(model, options)) != first
 
 
-def test_features_that_the_disk_does_not_hold_are_refused_before_the_work(runner, rows, tmp_path, monkeypatch):
+def test_features_larger_than_the_disk_are_refused_before_capture(runner, rows, tmp_path, monkeypatch):
     room = SimpleNamespace(free=2 * 32 * rows.numel() - 1)
     monkeypatch.setattr("shutil.disk_usage", lambda _: room)
     with pytest.raises(OutriderError, match=r"use less text \(--max-tokens\) or another folder \(--work\)"):
@@ -376,7 +378,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_no_part_of_the_next(runner, 
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle3"])
-def test_another_run_is_never_gone_on_from(kind, runner, rows, tmp_path):
+def test_a_run_with_other_settings_is_not_resumed(kind, runner, rows, tmp_path):
     bench = Bench(runner, None, tmp_path / "work", rows=rows)
     how = HeadPlan(epochs=0.1, batch_tokens=6 * SEQ)
 

@@ -107,10 +107,6 @@ class Outcome:
     def num_samples(self) -> int:
         return sum(each.num_samples for each in self.evidence.values())
 
-    def least_p(self) -> float:
-        """Return the smallest adjusted p-value; 0 if an impossible token was emitted."""
-        return 0.0 if self.impossible else min((value for values in self.adjusted.values() for value in values), default=1.0)
-
 
 @dataclass(frozen=True)
 class Caught:

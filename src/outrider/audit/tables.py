@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rich import box
 from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
+
+from outrider.bench.tables import bare_table
 
 MARKS = {
     "certified": "[green]certified[/]",
@@ -20,8 +21,7 @@ MARKS = {
 
 def certificates(result: Mapping[str, Any]) -> Group:
     """Return a table with one line per method, followed by evidence and remarks."""
-    title = escape(f"audit of {result['target']}")
-    view = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1), title=title, title_justify="left")
+    view = bare_table(f"audit of {result['target']}", (0, 1))
     for name in ("method", "verdict", "greedy", "samples", "least p", "controls"):
         view.add_column(name, no_wrap=name in ("method", "verdict"))
     for each in result["methods"]:
@@ -46,8 +46,7 @@ def certificates(result: Mapping[str, Any]) -> Group:
 
 def grid_table(result: Mapping[str, Any]) -> Table:
     """Return a table with one line per method and draft length."""
-    title = escape(f"same text as plain decoding, {result['target']}: {grid_verdict(result)}")
-    view = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1), title=title, title_justify="left")
+    view = bare_table(f"same text as plain decoding, {result['target']}: {grid_verdict(result)}", (0, 1))
     for name in ("method", "K", "batch", "t", "differing", "cost"):
         view.add_column(name, justify="left" if name == "method" else "right")
     for cell in result["cells"]:

@@ -18,8 +18,8 @@ from torch.nn import functional
 from outrider.audit.evidence import LEAKS, NUM_CELLS, at_borders, cells_of
 from outrider.audit.statistics import needed_rounds, needed_shift
 from outrider.audit.wrong import LEAK, flattened
-from outrider.proposers.around import Around
 from outrider.proposers.base import Proposer
+from outrider.proposers.wrapper import ProposerWrapper
 from outrider.sampling import Sampler
 from outrider.types import Context, Proposal, Randomness, Request, Verdict
 from outrider.verifiers.base import Verifier, accept_prob, residual
@@ -28,7 +28,7 @@ STRESS = 0.5  # share of drafts that ``Stressed`` replaces
 _CAP = 30.0  # bound of a log-ratio, for tokens with target probability zero
 
 
-class Stressed(Around):
+class Stressed(ProposerWrapper):
     """Wrap a proposer and replace half of its drafts by uniformly sampled tokens.
 
     ``Proposal.probs`` are the resulting mixtures, so a correct verifier stays lossless; a wrong one sees drafts that are very

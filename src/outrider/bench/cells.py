@@ -12,10 +12,9 @@ from outrider.bench.contenders import Contender
 from outrider.bench.grid import PLAIN_CONTENDER, Group
 from outrider.bench.loops import ends_in_loop, loop_share, loop_start
 from outrider.bench.measure import PHASES, Run
-from outrider.bench.statistics import Timings, quantiles, speed_interval, speedup_interval
+from outrider.bench.statistics import Timings, percentiles, speed_interval, speedup_interval
 
 MEGABYTE = 1e6
-LEVELS = {"p50": 0.5, "p95": 0.95}
 
 
 def cells(groups: Sequence[Group], same_text_when_sampled: bool = False) -> list[dict[str, Any]]:
@@ -163,16 +162,15 @@ def _latencies(runs: Sequence[Run]) -> dict[str, Any]:
     return {
         # Per prompt: the batch's time divided by its number of prompts.
         "first_token_ms": _rounded(median(1e3 * run.first_seconds / max(len(run.token_ids), 1) for run in runs)),
-        "time_to_first_token_ms": _percentiles(firsts, [1.0] * len(firsts)),
+        "time_to_first_token_ms": _percentiles(firsts),
         "inter_token_ms": _percentiles([1e3 * seconds / n for seconds, n in pauses], [float(n) for _, n in pauses]),
-        "pause_ms": _percentiles([1e3 * seconds for seconds, _ in pauses], [1.0] * len(pauses)),
+        "pause_ms": _percentiles([1e3 * seconds for seconds, _ in pauses]),
     }
 
 
-def _percentiles(values: Sequence[float], weights: Sequence[float]) -> dict[str, float | None] | None:
-    if not values:
-        return None
-    return {name: _rounded(each) for name, each in zip(LEVELS, quantiles(values, weights, list(LEVELS.values())), strict=True)}
+def _percentiles(values: Sequence[float], weights: Sequence[float] | None = None) -> dict[str, float | None] | None:
+    found = percentiles(values, weights)
+    return None if found is None else {name: _rounded(each) for name, each in found.items()}
 
 
 def _prediction(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.bench.documents import KEY, Cell, condition, is_plain, label
 from outrider.bench.statistics import Change, change
-from outrider.bench.tables import add_row
+from outrider.bench.tables import add_row, bare_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -127,10 +127,7 @@ def _name(cell: Cell) -> str:
 
 def table(comparison: Comparison) -> Table:
     """Return a table with one line per common cell."""
-    from rich import box
-    from rich.table import Table
-
-    view = Table(box=box.SIMPLE, pad_edge=False, padding=0)
+    view = bare_table()
     for name in ("cell", "tok/s", "change", "speedup", "change", "verdict"):
         view.add_column(name, justify="left" if name in ("cell", "verdict") else "right", no_wrap=name == "change")
     for each in comparison.changes:

@@ -70,9 +70,7 @@ class Run:
     num_steps: int = 0  # rounds of batches
     num_draft_steps: int = 0  # sum of the longest paths of these rounds
     step_seconds: list[float] = field(default_factory=list)  # seconds per draft step, in each round with drafts
-    pauses: list[tuple[float, int]] = field(
-        default_factory=list
-    )  # (seconds before tokens, number of tokens that arrived together)
+    pauses: list[tuple[float, int]] = field(default_factory=list)  # (seconds before tokens, tokens that arrived together)
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     peak_bytes: int | None = None  # peak memory while it ran
     faults: int = 0

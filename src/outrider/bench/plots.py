@@ -18,7 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from outrider.bench.documents import Cell
-from outrider.bench.pooling import PHASES, Pool, at, distinct, pools
+from outrider.bench.measure import PHASES
+from outrider.bench.pooling import Pool, at, distinct, pools
+from outrider.bench.tables import number, span
 from outrider.engine.stats import expected_speedup
 
 COLOURS = ("#3f7fd6", "#dd7f2b", "#2f9e6a", "#c7528a", "#8b6fd0", "#a8902c", "#4aa3b5", "#c0554a")
@@ -108,7 +110,7 @@ def _draw_method(axes: Axes, colour: str, method: str, mine: Sequence[Pool], row
         if pool.k == "auto" and speed:
             axes.axhline(speed, color=colour, linestyle=":", linewidth=1.2, label=f"{method}, auto")
         said = (pool.speedup("expected_speedup"), pool.mean("acceptance_rate"), pool.mean("cost_ratio"))
-        rows.append((method, str(pool.k), _figure(speed), _span(bounds), *(_figure(each, 3) for each in said)))
+        rows.append((method, str(pool.k), number(speed, 2), span(bounds), *(number(each, 3) for each in said)))
 
 
 def tokens_per_pass(found: Sequence[Pool]) -> Plot:
@@ -180,7 +182,7 @@ def speedup_by_batch(cells: Sequence[Cell]) -> Plot:
         legend(axes)
 
     rows = tuple(
-        (name, *(_figure(by_batch[batch][name].speedup("speedup")) if name in by_batch[batch] else "" for batch in batches))
+        (name, *(number(by_batch[batch][name].speedup("speedup"), 2) if name in by_batch[batch] else "" for batch in batches))
         for name in labels
     )
     note = "Geometric mean over the workloads."
@@ -211,7 +213,7 @@ def speedup_by_workload(cells: Sequence[Cell]) -> Plot:
 
     def entry(name: str, pool: Pool) -> str:
         cell = of.get((name, pool.label))
-        return "" if cell is None else f"{cell['speedup']:.2f} {_span(cell.get('speedup_interval'))}".strip()
+        return "" if cell is None else f"{cell['speedup']:.2f} {span(cell.get('speedup_interval'))}".strip()
 
     rows = tuple((name, *(entry(name, pool) for pool in shown)) for name in workloads)
     return Plot(title, svg_of(title, draw), _note_of(pools(cells), shown), ("workload", *(pool.label for pool in shown)), rows)
@@ -275,14 +277,6 @@ def _bars(found: Sequence[Pool], speeds: Sequence[float], name: str = "decode_sp
     down = [max(speed - low, 0.0) for speed, (low, _) in zip(speeds, known, strict=True)]
     up = [max(high - speed, 0.0) for speed, (_, high) in zip(speeds, known, strict=True)]
     return [down, up]
-
-
-def _figure(value: float | None, digits: int = 2) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
-def _span(bounds: Sequence[float] | None) -> str:
-    return "" if bounds is None else f"{bounds[0]:.2f}-{bounds[1]:.2f}"
 
 
 def legend(axes: Axes) -> None:

@@ -9,8 +9,7 @@ from statistics import fmean, geometric_mean
 from typing import Any
 
 from outrider.bench.documents import Cell, is_plain, label
-
-PHASES = ("draft", "score", "verify", "host")
+from outrider.bench.measure import PHASES
 
 
 @dataclass(frozen=True)

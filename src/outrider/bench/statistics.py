@@ -14,6 +14,7 @@ Array = NDArray[np.float64]
 Interval = tuple[float, float]
 RESAMPLES = 2000
 LEVEL = 0.95
+LEVELS = {"p50": 0.5, "p95": 0.95}
 SEED = 0  # fixed, so that the same runs give the same interval
 
 
@@ -72,12 +73,12 @@ def _ratio(above: Array, below: Array) -> Array:
     return np.divide(above, below, out=np.zeros_like(above), where=below > 0)
 
 
-def quantiles(values: Sequence[float], weights: Sequence[float], levels: Sequence[float]) -> list[float]:
-    """Return quantiles of values that occur ``weights`` times. Raises ``ValueError`` without values."""
+def percentiles(values: Sequence[float], weights: Sequence[float] | None = None) -> dict[str, float] | None:
+    """Return p50 and p95 of values that occur ``weights`` times (default: once); None without values."""
     if not values:
-        raise ValueError("no values")
-    found: list[float] = np.quantile(values, levels, weights=weights, method="inverted_cdf").tolist()
-    return found
+        return None
+    found = np.quantile(values, list(LEVELS.values()), weights=weights or [1.0] * len(values), method="inverted_cdf")
+    return dict(zip(LEVELS, found.tolist(), strict=True))
 
 
 @dataclass(frozen=True)

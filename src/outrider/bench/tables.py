@@ -139,12 +139,18 @@ def add_row(view: Table, entries: Sequence[str]) -> None:
     view.add_row(*map(Text, entries))
 
 
-def _table(title: str, *columns: str, keys: Sequence[str] = ("workload", "method")) -> Table:
+def bare_table(title: str = "", padding: int | tuple[int, ...] = 0) -> Table:
+    """Return an empty table without borders."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    view = Table(title=Text(title), title_justify="left", box=box.SIMPLE, pad_edge=False, padding=0)
+    shown: Any = Text(title) if title else None
+    return Table(title=shown, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=padding)  # type: ignore[arg-type]
+
+
+def _table(title: str, *columns: str, keys: Sequence[str] = ("workload", "method")) -> Table:
+    view = bare_table(title)
     view.add_column(keys[0], overflow="fold")
     for name in keys[1:]:
         view.add_column(name, no_wrap=True)

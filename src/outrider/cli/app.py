@@ -20,6 +20,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from outrider.cli.interrupts import interrupt, received, terminate
+from outrider.errors import OutriderError
 
 # Each name is outrider.cli.<name>:command, or a group of the functions in its COMMANDS. With both, ``command`` runs when no
 # subcommand is given.
@@ -102,11 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run() -> NoReturn:
     """Entry point of the console script: run the command and exit with its code."""
     code = main()
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # during Python's shutdown a signal would only print a traceback
-        signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # during Python's shutdown a signal would only print a traceback
     sys.exit(code)
 
 
@@ -137,8 +135,7 @@ def explain(error: BaseException) -> tuple[str, int]:
         context = getattr(error, "ctx", None)
         hint = f"; see {context.command_path} --help" if context is not None else ""
         return _one_line(str(usage()).rstrip(".")) + hint, EXIT_USAGE
-    types = sys.modules.get("outrider.types")
-    if types is not None and isinstance(error, types.OutriderError):
+    if isinstance(error, OutriderError):
         return _one_line(str(error)), EXIT_USAGE
     if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
         return f"out of memory ({_one_line(str(error))[:120]}); try a smaller --max-len, batch or model", EXIT_INTERNAL

@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, given, parse_k, parse_list, with_groups
+from outrider.cli.bench_documents import check_outputs, write_or_say
+from outrider.cli.console import err
+from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, given, parse_k, parse_list, with_groups
 from outrider.engine.options import Speculation
+from outrider.errors import OutriderError
 from outrider.registry import AUTO
 
 if TYPE_CHECKING:
@@ -54,45 +55,24 @@ class AuditOptions:
     num_draft_tokens: str | None = given(
         Speculation, several=True, more="Fixed numbers only (default: 4; with --same-text: 1,3,5,8).", panel=WHAT
     )
-    batch: Annotated[
-        str | None,
-        typer.Option(
-            help="Batch size (default: as fits into 1 GiB of cache, at most 256; with --same-text: 1,4).", rich_help_panel=WHAT
-        ),
-    ] = None
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="JSONL file (or .gz) of prompts instead of the built-in ones; repeatable.",
-            rich_help_panel=WHAT,
-        ),
-    ] = None
-    num_prompts: Annotated[
-        int | None, typer.Option(min=1, help="Prompts per file (default: 6; with --same-text: all).", rich_help_panel=WHAT)
-    ] = None
-    power: Annotated[
-        float, typer.Option(min=0.5, max=0.9999, help="Probability of detecting a deviation of --tv.", rich_help_panel=WHAT)
-    ] = 0.99
-    tv: Annotated[float, typer.Option(min=0.002, max=0.5, help="Total variation distance to detect.", rich_help_panel=WHAT)] = (
-        0.05
+    batch: str | None = flag(
+        "Batch size (default: as fits into 1 GiB of cache, at most 256; with --same-text: 1,4).", panel=WHAT
     )
-    alpha: Annotated[
-        float, typer.Option(min=1e-9, max=0.2, help="Probability of any false alarm in the audit.", rich_help_panel=WHAT)
-    ] = 0.01
-    max_samples: Annotated[
-        int, typer.Option(min=1, help="Refuse audits that need more samples per method.", rich_help_panel=WHAT)
-    ] = 100_000
+    prompts: list[Path] | None = flag("JSONL file (or .gz) of prompts instead of the built-in ones; repeatable.", panel=WHAT)
+    num_prompts: int | None = flag("Prompts per file (default: 6; with --same-text: all).", panel=WHAT, min=1)
+    power: float = flag("Probability of detecting a deviation of --tv.", 0.99, panel=WHAT, min=0.5, max=0.9999)
+    tv: float = flag("Total variation distance to detect.", 0.05, panel=WHAT, min=0.002, max=0.5)
+    alpha: float = flag("Probability of any false alarm in the audit.", 0.01, panel=WHAT, min=1e-9, max=0.2)
+    max_samples: int = flag("Refuse audits that need more samples per method.", 100_000, panel=WHAT, min=1)
 
 
 @dataclass(frozen=True)
 class OutputOptions:
     """Output files."""
 
-    out: Annotated[Path | None, typer.Option(help="Write the JSON document to this file.", rich_help_panel=OUTPUT)] = None
-    html: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page.", rich_help_panel=OUTPUT)] = None
-    resume: Annotated[
-        bool, typer.Option("--resume", help="With --same-text: continue the run stored in --out.", rich_help_panel=OUTPUT)
-    ] = False
+    out: Path | None = flag("Write the JSON document to this file.", panel=OUTPUT)
+    html: Path | None = flag("Write a self-contained HTML page.", panel=OUTPUT)
+    resume: bool = flag("With --same-text: continue the run stored in --out.", False, "--resume", panel=OUTPUT)
 
 
 @with_groups
@@ -102,11 +82,9 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
     Deliberately wrong verifiers run in the same way and must be caught, otherwise the certificate is void. --same-text tests
     that every method, draft length and batch size emits the same tokens.
     """
-    from outrider.cli.bench_documents import check_outputs
     from outrider.cli.session import auto_method, load, resolve
     from outrider.engine.config import build_verifiers
     from outrider.engine.methods import ALL, chosen_methods, fitting_proposers, methods_in
-    from outrider.types import OutriderError
 
     check_outputs({"--out": output.out, "--html": output.html})
     lengths = parse_list(
@@ -117,11 +95,7 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
         raise OutriderError("invalid --batch: expected integers of at least 1")
     if not models.same_text and (len(lengths) > 1 or len(batches) > 1 or output.resume):
         raise OutriderError("--resume, and several values of --num-draft-tokens or --batch, require --same-text")
-    params = sampling.params(
-        max_tokens=64 if sampling.max_tokens is None else sampling.max_tokens,
-        seed=sampling.seed or 0,
-        temperature=(0.8 if models.same_text else 1.0) if sampling.temperature is None else sampling.temperature,
-    )
+    params = sampling.params(max_tokens=64, seed=0, temperature=0.8 if models.same_text else 1.0)
     drafts = resolve(models, MethodOptions()).get("drafts") or {}
     names = methods_in(asked.method or AUTO, lambda: auto_method(models, drafts))
     methods = chosen_methods(names)
@@ -167,7 +141,6 @@ class Run:
         from outrider.audit.certificate import audit, document
         from outrider.audit.rig import Rig, Way
         from outrider.audit.sampling import Question
-        from outrider.types import OutriderError
 
         asked, seed, started = self.asked, self.params.seed, perf_counter()
         alpha = asked.alpha / max(len(self.proposers), 1)  # Bonferroni: --alpha holds for the whole audit
@@ -204,7 +177,6 @@ class Run:
         from outrider.audit import tables
         from outrider.audit.same_text import Grid, SameText
         from outrider.bench.documents import write_whole
-        from outrider.cli.console import err
 
         temperatures = tuple(sorted({0.0, self.params.temperature}))
         grid = Grid(tuple(self.proposers), self.lengths, self.batches, temperatures, self.prompts, self.params)
@@ -247,8 +219,6 @@ class Run:
 
     def _earlier(self, plan: dict[str, Any]) -> dict[str, Any]:
         """Return the cells stored in ``--out`` and the seconds that they took."""
-        from outrider.types import OutriderError
-
         if not self.output.resume:
             return {"cells": [], "seconds": 0.0}
         if self.output.out is None or not self.output.out.exists():
@@ -283,7 +253,6 @@ class Run:
         from rich.console import Console
 
         from outrider.audit.page import page
-        from outrider.cli.bench_documents import write_or_say
 
         write_or_say(self.output.out, lambda: json.dumps(result, indent=1) + "\n")
         write_or_say(self.output.html, lambda: page(result))
@@ -304,7 +273,6 @@ def read_prompts(asked: AuditOptions, is_grid: bool) -> list[Any]:
 def encode_prompts(llm: LLM, prompts: Sequence[Any], max_tokens: int, longest: int) -> list[list[int]]:
     """Return prompts as token ids. Raises ``OutriderError`` for a prompt that does not fit the context."""
     from outrider.bench.workloads import encode
-    from outrider.types import OutriderError
 
     if llm.tokenizer is None:
         raise OutriderError("the target has no tokenizer, so prompts cannot be encoded: use a target with one")
@@ -341,8 +309,6 @@ def progress() -> Iterator[Callable[[str], Callable[[str, int, float], None]]]:
     """Yield a factory of progress callbacks per method: (description, steps since the last call, total steps)."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from outrider.cli.console import err
-
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
@@ -367,8 +333,6 @@ def progress() -> Iterator[Callable[[str], Callable[[str, int, float], None]]]:
 
 
 def _parse_length(text: str) -> int:
-    from outrider.types import OutriderError
-
     k = parse_k(text)
     if not isinstance(k, int) or k < 1:
         raise OutriderError(f"invalid --num-draft-tokens {text}: expected an integer of at least 1")

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from outrider.cli import bench_documents, bench_serve
 from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.bench_target import inflate_target
-from outrider.cli.options import MethodOptions, ModelOptions, given, parse_k, parse_list, with_groups
+from outrider.cli.console import err, waiting
+from outrider.cli.options import MethodOptions, ModelOptions, flag, given, parse_k, parse_list, with_groups
 from outrider.cli.progress import progress
 from outrider.engine.options import Speculation
+from outrider.errors import OutriderError
+from outrider.method_text import split_method
+from outrider.registry import AUTO, DEFAULT_METHOD, PROPOSERS
 from outrider.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -51,47 +55,25 @@ class GridOptions:
     method: str | None = given(Speculation, several=True, more="(default: auto and suffix).", panel=GRID)
     num_draft_tokens: str = given(Speculation, "4,auto", several=True, panel=GRID)
     temperature: str = given(SamplingParams, "0", several=True, panel=GRID)
-    batch: Annotated[str, typer.Option(help="Batch sizes.", rich_help_panel=GRID)] = "1"
-    workloads: Annotated[
-        str | None,
-        typer.Option(help="Built-in prompts: code,edit,json,summary,math,chat,story (default: all).", rich_help_panel=GRID),
-    ] = None
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help="HumanEval, GSM8K, MATH-500, MBPP, MT-bench, Spec-Bench, SPEED-Bench or your own, as JSONL (.gz).",
-            rich_help_panel=GRID,
-        ),
-    ] = None
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts per workload.", rich_help_panel=GRID)] = 4
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per prompt.", rich_help_panel=GRID)] = 64
-    repeat: Annotated[int, typer.Option(min=1, help="Repeats; medians are shown.", rich_help_panel=GRID)] = 3
-    seed: Annotated[int, typer.Option(help="Sampling seed; repeat r uses seed + r.", rich_help_panel=GRID)] = 0
-    busy: Annotated[str, typer.Option(help="Number of other busy processes during the measurement.", rich_help_panel=GRID)] = (
-        "0"
+    batch: str = flag("Batch sizes.", "1", panel=GRID)
+    workloads: str | None = flag("Built-in prompts: code,edit,json,summary,math,chat,story (default: all).", panel=GRID)
+    prompts: Path | None = flag(
+        "HumanEval, GSM8K, MATH-500, MBPP, MT-bench, Spec-Bench, SPEED-Bench or your own, as JSONL (.gz).", panel=GRID
     )
-    inflate: Annotated[
-        str | None,
-        typer.Option(help="Measure the same function at the cost of a larger model: 350m, 1b, 8b.", rich_help_panel=GRID),
-    ] = None
+    num_prompts: int = flag("Prompts per workload.", 4, panel=GRID, min=1)
+    max_tokens: int = flag("Tokens per prompt.", 64, panel=GRID, min=2)
+    repeat: int = flag("Repeats; medians are shown.", 3, panel=GRID, min=1)
+    seed: int = flag("Sampling seed; repeat r uses seed + r.", 0, panel=GRID)
+    busy: str = flag("Number of other busy processes during the measurement.", "0", panel=GRID)
+    inflate: str | None = flag("Measure the same function at the cost of a larger model: 350m, 1b, 8b.", panel=GRID)
 
 
 @dataclass(frozen=True)
 class OutputOptions:
     """Output files."""
 
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON document to this file.", rich_help_panel=OUTPUT)] = None
-    html: Annotated[Path | None, typer.Option(help="Write a report with plots as one HTML file.", rich_help_panel=OUTPUT)] = (
-        None
-    )
-
-    def check(self) -> None:
-        """Check that the output files can be written before measuring."""
-        check_outputs({"--out": self.out, "--html": self.html})
-        if self.html is not None:
-            from outrider.bench.html import check_installed
-
-            check_installed()
+    out: Path | None = flag("Also write the JSON document to this file.", panel=OUTPUT)
+    html: Path | None = flag("Write a report with plots as one HTML file.", panel=OUTPUT)
 
 
 @with_groups
@@ -109,7 +91,7 @@ def command(
     from outrider.bench.grid import Plan, run_grid
     from outrider.cli.session import load, resolve
 
-    outputs.check()
+    check_outputs({"--out": outputs.out, "--html": outputs.html}, report=outputs.html)
     given = resolve(models, MethodOptions())
     chosen = parse_contenders(grid, models, given.get("drafts", {}))
     temperatures = parse_list("--temperature", grid.temperature, float)
@@ -147,9 +129,6 @@ def command(
 
 def prepare(contenders: Contenders, chosen: Sequence[Contender]) -> None:
     """Load every method before any is warmed up. Raises ``OutriderError`` for one that does not fit the target."""
-    from outrider.cli.console import waiting
-    from outrider.types import OutriderError
-
     with waiting("preparing the methods"):
         for contender in chosen:
             try:
@@ -166,7 +145,6 @@ def finish(plan: Plan, groups: Sequence[Group], llm: LLM, extra: dict[str, Any],
     from outrider.bench.html import page
     from outrider.bench.report import document
     from outrider.bench.tables import tables
-    from outrider.cli.console import err
 
     result = document(plan, groups, llm.runner, extra.pop("name"), extra)
     write_or_say(outputs.out, lambda: json.dumps(result, indent=1) + "\n", "; the document follows on standard output")
@@ -186,8 +164,6 @@ def parse_contenders(grid: GridOptions, models: ModelOptions, drafts: Mapping[st
     from outrider.bench.contenders import Contender
     from outrider.cli.session import auto_method
     from outrider.engine.methods import methods_in
-    from outrider.method_text import split_method
-    from outrider.registry import AUTO, DEFAULT_METHOD, PROPOSERS
 
     lengths = parse_list("--num-draft-tokens", grid.num_draft_tokens, parse_k)
     methods = methods_in(grid.method or f"{AUTO},{DEFAULT_METHOD}", lambda: auto_method(models, drafts))
@@ -201,7 +177,6 @@ def parse_contenders(grid: GridOptions, models: ModelOptions, drafts: Mapping[st
 def read_workloads(grid: GridOptions) -> dict[str, list[Any]]:
     """Return workload -> prompts. They are read before a model is loaded, so that errors are reported early."""
     from outrider.bench import workloads
-    from outrider.types import OutriderError
 
     if grid.prompts is None:
         names = parse_list("--workloads", grid.workloads or ",".join(workloads.WORKLOADS), str)
@@ -225,8 +200,6 @@ def encode_workloads(llm: LLM, prompts: Mapping[str, Sequence[Any]]) -> dict[str
 
 def check_axes(temperatures: Sequence[float], batches: Sequence[int], busy: Sequence[int]) -> None:
     """Check ranges before a model is loaded or inflated."""
-    from outrider.types import OutriderError, SamplingParams
-
     for temperature in temperatures:
         SamplingParams(temperature=temperature)
     if min(batches) < 1:
@@ -237,8 +210,6 @@ def check_axes(temperatures: Sequence[float], batches: Sequence[int], busy: Sequ
 
 def check_plan(plan: Plan, llm: LLM) -> None:
     """Raise ``OutriderError`` for a prompt that does not fit into the context, before measuring."""
-    from outrider.types import OutriderError
-
     for name, prompts in plan.workloads.items():
         for number, prompt in enumerate(prompts, start=1):
             if len(prompt) + plan.max_tokens > llm.runner.max_len:
@@ -256,8 +227,6 @@ def inflate_heads(
         return {}
     from outrider.bench.inflate_heads import inflated_head
     from outrider.heads.checkpoint import MODEL, kind_of
-    from outrider.method_text import split_method
-    from outrider.registry import PROPOSERS
 
     draft, drafts = given.get("draft"), dict(given.get("drafts", {}))
     used: list[object] = []

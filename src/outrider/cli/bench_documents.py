@@ -9,6 +9,9 @@ from typing import Annotated
 
 import typer
 
+from outrider.cli.console import say_error
+from outrider.errors import OutriderError
+
 EXIT_LOSS = 3
 
 
@@ -51,7 +54,6 @@ def report(
 def write_or_say(path: Path | None, text: Callable[[], str], more: str = "") -> None:
     """Write a result to its file, if one is given. On failure, print an error with ``more`` appended and continue."""
     from outrider.bench.documents import write_whole
-    from outrider.cli.console import say_error
 
     if path is None:
         return
@@ -61,21 +63,21 @@ def write_or_say(path: Path | None, text: Callable[[], str], more: str = "") -> 
         say_error(f"cannot write {path}: {error.strerror}{more}")
 
 
-def check_outputs(paths: Mapping[str, Path | None]) -> None:
-    """Check that output files (option -> file) can be written and differ, before measuring."""
-    from outrider.types import OutriderError
-
+def check_outputs(paths: Mapping[str, Path | None], report: Path | None = None) -> None:
+    """Check before measuring that output files (option -> file) can be written and differ, and that ``report`` can be made."""
     seen: dict[Path, str] = {}
     for option, path in paths.items():
         check_writable(option, path)
         if path is not None and (other := seen.setdefault(path.resolve(), option)) != option:
             raise OutriderError(f"{other} and {option} are both {path}: give two different files")
+    if report is not None:
+        from outrider.bench.html import check_installed
+
+        check_installed()
 
 
 def check_writable(option: str, path: Path | None) -> None:
     """Raise ``OutriderError`` if a file cannot be written. Creates its folder."""
-    from outrider.types import OutriderError
-
     if path is None:
         return
     existed = path.exists()

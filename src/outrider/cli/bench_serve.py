@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.options import MethodOptions, ModelOptions, given, parse_list, with_groups
+from outrider.cli.bench_documents import check_writable, write_or_say
+from outrider.cli.bench_target import inflate_target
+from outrider.cli.console import err, waiting
+from outrider.cli.options import MethodOptions, ModelOptions, flag, given, parse_list, with_groups
+from outrider.cli.progress import progress
+from outrider.cli.serve import joined
+from outrider.engine.plan import Plan
+from outrider.errors import OutriderError
+from outrider.family import DRAFT
 from outrider.runner.config import RunnerConfig
 from outrider.sampling_params import SamplingParams
 
@@ -28,62 +36,45 @@ LOAD, SERVER, OUTPUT = "Load", "Server", "Output"
 class LoadOptions:
     """The load. Several values are separated by commas."""
 
-    concurrency: Annotated[str, typer.Option(help="Numbers of concurrent clients.", rich_help_panel=LOAD)] = "1,2,4,8,16,32,64"
-    rate: Annotated[str | None, typer.Option(help="Requests per second, with random arrivals.", rich_help_panel=LOAD)] = None
-    requests: Annotated[int, typer.Option(min=1, help="Requests per client.", rich_help_panel=LOAD)] = 4
-    arrivals: Annotated[int, typer.Option(min=1, help="Requests per run with a rate.", rich_help_panel=LOAD)] = 32
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer.", rich_help_panel=LOAD)] = 64
+    concurrency: str = flag("Numbers of concurrent clients.", "1,2,4,8,16,32,64", panel=LOAD)
+    rate: str | None = flag("Requests per second, with random arrivals.", panel=LOAD)
+    requests: int = flag("Requests per client.", 4, panel=LOAD, min=1)
+    arrivals: int = flag("Requests per run with a rate.", 32, panel=LOAD, min=1)
+    max_tokens: int = flag("Tokens per answer.", 64, panel=LOAD, min=2)
     temperature: float = given(SamplingParams, 0.0, panel=LOAD)
-    workloads: Annotated[
-        str, typer.Option(help="Built-in prompts, mixed: code,edit,json,summary,math,chat,story.", rich_help_panel=LOAD)
-    ] = "code,edit,json,summary,math,chat,story"
-    prompts: Annotated[Path | None, typer.Option(help="Your own prompts, as JSONL (.gz).", rich_help_panel=LOAD)] = None
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload.", rich_help_panel=LOAD)] = 8
-    shared_prefix: Annotated[
-        int, typer.Option(min=0, help="Characters of a common prefix of all prompts of a run.", rich_help_panel=LOAD)
-    ] = 0
-    repeat: Annotated[int, typer.Option(min=1, help="Repeats; medians are shown.", rich_help_panel=LOAD)] = 3
-    rest: Annotated[
-        float,
-        typer.Option(
-            min=0, help="Seconds without requests before each run, for servers that spin after a request.", rich_help_panel=LOAD
-        ),
-    ] = 0.0
-    seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals and sampling.", rich_help_panel=LOAD)] = 0
+    workloads: str = flag(
+        "Built-in prompts, mixed: code,edit,json,summary,math,chat,story.", "code,edit,json,summary,math,chat,story", panel=LOAD
+    )
+    prompts: Path | None = flag("Your own prompts, as JSONL (.gz).", panel=LOAD)
+    num_prompts: int = flag("Prompts of each workload.", 8, panel=LOAD, min=1)
+    shared_prefix: int = flag("Characters of a common prefix of all prompts of a run.", 0, panel=LOAD, min=0)
+    repeat: int = flag("Repeats; medians are shown.", 3, panel=LOAD, min=1)
+    rest: float = flag(
+        "Seconds without requests before each run, for servers that spin after a request.", 0.0, panel=LOAD, min=0
+    )
+    seed: int = flag("Seed of arrivals and sampling.", 0, panel=LOAD, min=0)
 
 
 @dataclass(frozen=True)
 class ServerOptions:
     """The server to measure."""
 
-    url: Annotated[
-        str | None, typer.Option(help="A running server (default: start one with these models).", rich_help_panel=SERVER)
-    ] = None
-    plain_url: Annotated[
-        str | None,
-        typer.Option(
-            help="A server of the same model without drafts, if drafts cannot be disabled per request.", rich_help_panel=SERVER
-        ),
-    ] = None
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="For it.", rich_help_panel=SERVER)] = None
+    url: str | None = flag("A running server (default: start one with these models).", panel=SERVER)
+    plain_url: str | None = flag(
+        "A server of the same model without drafts, if drafts cannot be disabled per request.", panel=SERVER
+    )
+    api_key: str | None = flag("For it.", panel=SERVER, envvar="OPENAI_API_KEY")
     max_batch: int | None = given(RunnerConfig, panel=SERVER)
-    inflate: Annotated[
-        str | None,
-        typer.Option(help="Inflate its target to a larger model's cost: 350m, 1b, 8b.", rich_help_panel=SERVER),
-    ] = None
+    inflate: str | None = flag("Inflate its target to a larger model's cost: 350m, 1b, 8b.", panel=SERVER)
 
 
 @dataclass(frozen=True)
 class ResultOptions:
     """Latency targets and output files."""
 
-    slo_first_token: Annotated[
-        float, typer.Option(help="Target for the first token, in milliseconds.", rich_help_panel=OUTPUT)
-    ] = 2000.0
-    slo_token: Annotated[
-        float, typer.Option(help="Target for the mean time per later token, in milliseconds.", rich_help_panel=OUTPUT)
-    ] = 200.0
-    out: Annotated[Path | None, typer.Option(help="Write the JSON document to this file too.", rich_help_panel=OUTPUT)] = None
+    slo_first_token: float = flag("Target for the first token, in milliseconds.", 2000.0, panel=OUTPUT)
+    slo_token: float = flag("Target for the mean time per later token, in milliseconds.", 200.0, panel=OUTPUT)
+    out: Path | None = flag("Write the JSON document to this file too.", panel=OUTPUT)
 
 
 @with_groups
@@ -97,14 +88,10 @@ def command(
     methods: MethodOptions,
 ) -> None:
     """Measure a server under load, plain and speculative in turn: speed, latencies, goodput and acceptance."""
-    from outrider.types import OutriderError
-
     try:
         from outrider.bench.load.sweep import Sweep
     except ModuleNotFoundError as error:
         raise OutriderError(f"bench serve requires {error.name}: pip install 'outrider[serve]'") from error
-    from outrider.cli.bench_documents import check_writable
-
     check_writable("--out", result.out)
     traffic, loads = read_traffic(load), read_loads(load)
     with address(server, plan, models, methods) as url:
@@ -146,7 +133,6 @@ def read_traffic(load: LoadOptions) -> Traffic:
 def read_loads(load: LoadOptions) -> list[Load]:
     """Return numbers of clients, then rates. Raises ``OutriderError`` for an invalid number."""
     from outrider.bench.load.arrivals import Load
-    from outrider.types import OutriderError
 
     loads = (
         [Load(concurrency=count) for count in parse_list("--concurrency", load.concurrency, int)] if load.concurrency else []
@@ -161,11 +147,6 @@ def read_loads(load: LoadOptions) -> list[Load]:
 def address(server: ServerOptions, plan: Path | None, models: ModelOptions, methods: MethodOptions) -> Iterator[str]:
     """Yield the server's address: the given one, or a server started for the measurement."""
     from outrider.bench.load.own_server import own_server
-    from outrider.cli.bench_target import inflate_target
-    from outrider.cli.console import waiting
-    from outrider.cli.serve import joined
-    from outrider.engine.plan import Plan
-    from outrider.types import OutriderError
 
     if server.url is not None:
         own = (plan, server.inflate, server.max_batch)
@@ -197,8 +178,6 @@ def root(url: str) -> str:
 
 def embedded_draft(plan: Any) -> dict[str, Any]:
     """Return the plan's values with the embedded draft, because an inflated target comes without drafts."""
-    from outrider.family import DRAFT
-
     needs_draft = plan.given("target") is None and plan.given("draft") is None
     return {**({"draft": str(DRAFT)} if needs_draft else {}), **plan.values}
 
@@ -223,8 +202,6 @@ def owner_of(url: str, headers: dict[str, str]) -> object:
     """Return the server's owner from its list of models. Raises ``OutriderError`` if it is not OpenAI-compatible."""
     import httpx
 
-    from outrider.types import OutriderError
-
     try:
         answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=30)
         answer.raise_for_status()
@@ -236,9 +213,6 @@ def owner_of(url: str, headers: dict[str, str]) -> object:
 def measure(sweep: Sweep) -> bool:
     """Run the sweep and show progress. Returns whether Ctrl-C ended it; finished measurements are kept."""
     import httpx
-
-    from outrider.cli.progress import progress
-    from outrider.types import OutriderError
 
     try:
         with progress() as report:
@@ -254,8 +228,6 @@ def finish(sweep: Sweep, options: ResultOptions, extra: dict[str, Any]) -> None:
     """Write the document to its file and stdout, and the table to stderr. Does nothing without measurements."""
     from outrider.bench.load.cells import Objective
     from outrider.bench.load.report import document, table, verdict
-    from outrider.cli.bench_documents import write_or_say
-    from outrider.cli.console import err
 
     if not sweep.groups:
         return

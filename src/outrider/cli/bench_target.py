@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cli.options import ModelOptions
+from outrider.errors import OutriderError
+from outrider.family import TARGET
 
 
 def inflate_target(models: ModelOptions, size: str | None) -> tuple[ModelOptions, dict[str, Any]]:
@@ -15,15 +17,10 @@ def inflate_target(models: ModelOptions, size: str | None) -> tuple[ModelOptions
     if size is None:
         return models, {}
     from outrider.bench.inflate import inflated
-    from outrider.types import OutriderError
 
-    source: str | Path | None = models.target
-    if source is None:
-        from outrider.family import TARGET
-
-        source = TARGET
-    if not Path(source).expanduser().is_dir():
+    source = Path(models.target or TARGET).expanduser()
+    if not source.is_dir():
         raise OutriderError("--inflate requires a target in a local folder: download it first and give its folder")
-    folder = inflated(Path(source).expanduser(), size)
+    folder = inflated(source, size)
     note = json.loads((folder / "config.json").read_text())["outrider_inflated"]
     return replace(models, target=str(folder)), {"inflated": {"size": size, **note}}

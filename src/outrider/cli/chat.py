@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outrider.cli.generate import stream_to_screen
 from outrider.cli.interrupts import Terminated
-from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, with_groups
+from outrider.errors import OutriderError
 
 if TYPE_CHECKING:
     from outrider.engine import LLM
@@ -33,8 +35,8 @@ Defaults: --temperature 0.7 --top-p 0.9.
 def command(
     *,
     message: Annotated[str | None, typer.Argument(help="Send one message and exit; - reads standard input.")] = None,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    show: Annotated[bool, typer.Option("--show", help="Colour each token: accepted draft, corrected, bonus.")] = False,
+    system: str | None = flag("System message."),
+    show: bool = flag("Colour each token: accepted draft, corrected, bonus.", False, "--show"),
     models: ModelOptions,
     methods: MethodOptions,
     sampling: SamplingOptions,
@@ -61,7 +63,7 @@ def command(
         elif question:
             try:
                 interrupt = _answer(llm, history, question, params, show)
-            except llm_error() as error:  # a failed answer must not end the conversation
+            except OutriderError as error:  # a failed answer must not end the conversation
                 print(f"error: {error}", file=sys.stderr)
                 history.pop()
             else:
@@ -71,13 +73,6 @@ def command(
 
 def _is_interactive(message: str | None) -> bool:
     return message is None and sys.stdin.isatty()
-
-
-def llm_error() -> type[Exception]:
-    """Return ``OutriderError``, imported lazily."""
-    from outrider.types import OutriderError
-
-    return OutriderError
 
 
 def _ask() -> str | None:
@@ -102,8 +97,6 @@ def _answer(
     llm: LLM, history: list[dict[str, str]], question: str, params: SamplingParams, show: bool
 ) -> KeyboardInterrupt | None:
     """Answer a question and append both to the history. Returns the interrupt that ended the answer early, or None."""
-    from outrider.cli.generate import stream_to_screen
-
     history.append({"role": "user", "content": question})
     text, interrupt = stream_to_screen(llm, _fitting_prompt(llm, history, params.max_tokens), params, show)
     history.append({"role": "assistant", "content": text})

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.console import TokenPainter, err, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, with_groups
+from outrider.cli.race_view import RaceView, shown_rounds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,13 +46,13 @@ def command(
     sampling: SamplingOptions,
 ) -> None:
     """Run plain and speculative decoding side by side: show both outputs and speeds, and whether the outputs are equal."""
-    from outrider.cli.console import err, waiting
     from outrider.cli.session import load, read_prompt, start
 
     start()
     text = DEFAULT_PROMPT if prompt is None else read_prompt(prompt)
-    models, sampling = with_defaults(models, sampling)
-    params = sampling.params()
+    params = sampling.or_readable().params(seed=SEED, max_tokens=MAX_TOKENS)
+    if sampling.temperature is None:  # equal outputs are easier to compare
+        models = replace(models, same_text=True)
     llm = load(models, methods, max_batch=2, compile=models.compile or "always")
     from outrider.bench.race import Race
     from outrider.bench.workloads import Prompt, encode
@@ -69,16 +71,6 @@ def command(
     plain, speculative = (lane.output for lane in race.lanes)
     said = verdict(llm.tokenizer, plain, speculative, params.is_greedy, models.same_text)
     err.print(said, markup=False)  # tokens may contain markup
-
-
-def with_defaults(models: ModelOptions, sampling: SamplingOptions) -> tuple[ModelOptions, SamplingOptions]:
-    """Return the options with the defaults of compare: sampling settings for readable text, and --same-text."""
-    if sampling.temperature is None:
-        models = replace(models, same_text=True)
-    sampling = sampling.or_readable()
-    seed = SEED if sampling.seed is None else sampling.seed
-    max_tokens = MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens
-    return models, replace(sampling, seed=seed, max_tokens=max_tokens)
 
 
 def engines(llm: LLM) -> dict[str, Engine]:
@@ -116,8 +108,6 @@ def watch(llm: LLM, race: Race, titles: dict[str, str], text: str) -> None:
     """Run the race and show it on the terminal."""
     from rich.console import Console
 
-    from outrider.cli.console import TokenPainter
-    from outrider.cli.race_view import RaceView, shown_rounds
     from outrider.engine.detokenizer import DetokenizerFactory
 
     assert llm.tokenizer is not None  # the prompt was encoded with the tokenizer
@@ -129,8 +119,6 @@ def watch(llm: LLM, race: Race, titles: dict[str, str], text: str) -> None:
 
 def write(llm: LLM, race: Race, text: str) -> None:
     """Run the race and print both outputs one after the other, for a file or a pipe."""
-    from outrider.cli.console import waiting
-
     texts = {lane.name: text for lane in race.lanes}
     with waiting("racing"), closing(race.run()) as steps:
         for step in steps:
@@ -141,10 +129,9 @@ def write(llm: LLM, race: Race, text: str) -> None:
 
 def table(lanes: list[Lane], titles: dict[str, str]) -> Table:
     """Return a table of speed and acceptance of both lanes, excluding the first tokens."""
-    from rich import box
-    from rich.table import Table
+    from outrider.bench.tables import bare_table
 
-    view = Table(box=box.SIMPLE, pad_edge=False, padding=0)
+    view = bare_table()
     for name in ("", "tokens", "first token", "tok/s", "speedup", "tok/pass", "accepted", "ms"):
         view.add_column(name, justify="right" if name else "left", no_wrap=True)
     plain = lanes[0]

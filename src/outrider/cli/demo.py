@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from outrider.cli.options import MethodOptions, ModelOptions, given, with_groups
+from outrider.cli.console import err, waiting
+from outrider.cli.options import MethodOptions, ModelOptions, flag, given, with_groups
 from outrider.engine.options import Speculation
+from outrider.errors import OutriderError
+from outrider.registry import DEFAULT_METHOD, PROPOSERS
 from outrider.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -45,14 +46,11 @@ class PageOptions:
 def command(
     *,
     page: PageOptions,
-    open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.", rich_help_panel=SERVER)] = False,
+    open_page: bool = flag("Open the page in a browser.", False, "--open", panel=SERVER),
     models: ModelOptions,
 ) -> None:
     """Serve a web page that runs plain and speculative decoding side by side, token by token."""
     from rich.text import Text
-
-    from outrider.cli.console import err, waiting
-    from outrider.types import OutriderError
 
     try:
         import uvicorn
@@ -84,10 +82,8 @@ def command(
 
 def load_track(models: ModelOptions, methods: str | None) -> Track:
     """Load the target once, and every available method."""
-    from outrider.cli.console import waiting
     from outrider.cli.session import auto_method, load, resolve
     from outrider.engine.methods import methods_in
-    from outrider.registry import DEFAULT_METHOD, PROPOSERS
     from outrider.server.demo.track import Track
 
     drafts = resolve(models, MethodOptions()).get("drafts", {})

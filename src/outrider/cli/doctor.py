@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, with_groups
-from outrider.registry import AUTO
+from outrider.cli.console import show_notices
+from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, with_groups
+from outrider.family import TARGET
+from outrider.registry import AUTO, DEFAULT_METHOD_WITH_FOREIGN_DRAFT
 
 if TYPE_CHECKING:
     from outrider.doctor import Checkup
@@ -29,17 +29,15 @@ MARKS = {"ok": "[green]ok[/]", "note": "[dim]note[/]", "suspicious": "[yellow]su
 @with_groups
 def command(
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the report.")] = False,
+    as_json: bool = flag("Print one JSON document instead of the report.", False, "--json"),
     models: ModelOptions,
     methods: MethodOptions,
     sampling: SamplingOptions,
 ) -> int:
     """Check whether a draft fits its target: vocabulary, context, memory, then acceptance and speed on a few prompts."""
-    from outrider.cli.console import show_notices
     from outrider.cli.session import auto_method, loading, resolve
     from outrider.doctor import Patient, check_up
     from outrider.doctor.checkup import all_candidates
-    from outrider.registry import DEFAULT_METHOD_WITH_FOREIGN_DRAFT
 
     show_notices()
     options = resolve(models, methods)
@@ -48,12 +46,8 @@ def command(
     options.pop("method", None)
     method = named or auto_method(models, options.get("drafts", {})).text
     found = [] if named or models.draft else all_candidates(models.target)
-    target: object = models.target
-    if target is None:
-        from outrider.family import TARGET
-
-        target = TARGET
-    params = sampling.params(max_tokens=48 if sampling.max_tokens is None else sampling.max_tokens)
+    target = models.target or TARGET
+    params = sampling.params(max_tokens=48)
     with loading("looking") as status:
         tell = status.update if status is not None else lambda _: None
         checkup = check_up(Patient(target, method, options, params), tell)

@@ -7,7 +7,11 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.options import MethodOptions, ModelOptions, with_groups
+from outrider.cli.console import err
+from outrider.cli.options import MethodOptions, ModelOptions, flag, with_groups
+from outrider.cli.serve import joined
+from outrider.engine.plan import Plan
+from outrider.export.engines import ENGINES
 
 EXAMPLES = """Examples:
 
@@ -24,21 +28,14 @@ def command(
     *,
     plan: Annotated[Path | None, typer.Argument(help="TOML file with options; command-line options take precedence.")] = None,
     to: Annotated[str, typer.Option("--to", help="vllm, sglang or transformers.")],
-    out: Annotated[Path | None, typer.Option(help="Folder to write (default: outrider-<engine>).")] = None,
-    own_code: Annotated[
-        bool,
-        typer.Option("--own-code", help="vLLM: use Outrider's proposer even if vLLM has its own (n-grams)."),
-    ] = False,
+    out: Path | None = flag("Folder to write (default: outrider-<engine>)."),
+    own_code: bool = flag("vLLM: use Outrider's proposer even if vLLM has its own (n-grams).", False, "--own-code"),
     models: ModelOptions,
     methods: MethodOptions,
 ) -> None:
     """Write the launch command, config and converted heads for running a plan on vLLM, SGLang or transformers."""
-    from outrider.cli.console import err
-    from outrider.cli.serve import joined
     from outrider.cli.session import check_source
-    from outrider.engine.plan import Plan
     from outrider.export.engine import SCRIPT, write
-    from outrider.export.engines import ENGINES
     from outrider.export.wanted import wanted
 
     engine = ENGINES.get(to)()

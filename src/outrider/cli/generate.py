@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, with_groups
+from outrider.cli.console import err, legend, painter_for, say_error, summary, waiting
+from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, with_groups
+from outrider.errors import OutriderError
 from outrider.options import SAMPLING
 
 if TYPE_CHECKING:
@@ -39,11 +41,9 @@ cat notes.txt | outrider generate --target ./my-model --method ngram --max-token
 def command(
     *,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; - or no argument reads standard input.")] = None,
-    show: Annotated[bool, typer.Option("--show", help="Colour each token: accepted draft, corrected, bonus.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the text.")] = False,
-    json_schema: Annotated[
-        Path | None, typer.Option(help="File with a JSON schema: the answer is JSON that matches it.", rich_help_panel=SAMPLING)
-    ] = None,
+    show: bool = flag("Colour each token: accepted draft, corrected, bonus.", False, "--show"),
+    as_json: bool = flag("Print one JSON document instead of the text.", False, "--json"),
+    json_schema: Path | None = flag("File with a JSON schema: the answer is JSON that matches it.", panel=SAMPLING),
     models: ModelOptions,
     methods: MethodOptions,
     sampling: SamplingOptions,
@@ -72,8 +72,6 @@ def command(
 
 def read_schema(file: Path) -> dict[str, Any]:
     """Read a JSON schema. Raises ``OutriderError`` if the file is not a JSON object."""
-    from outrider.types import OutriderError
-
     try:
         schema = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -85,8 +83,6 @@ def read_schema(file: Path) -> dict[str, Any]:
 
 def grammar_of(schema: dict[str, Any], llm: LLM) -> Grammar:
     """Compile a JSON schema for the tokenizer. Raises ``OutriderError`` for an unsupported schema."""
-    from outrider.types import OutriderError
-
     try:
         from outrider.server.grammar import GrammarCompiler
         from outrider.server.prompts import tools
@@ -99,7 +95,6 @@ def stream_to_screen(
     llm: LLM, prompt: str | list[int], params: SamplingParams, show: bool = False
 ) -> tuple[str, KeyboardInterrupt | None]:
     """Stream to stdout, then print a summary to stderr. Returns the text, and the interrupt that ended it early or None."""
-    from outrider.cli.console import err, legend, painter_for, say_error, summary
     from outrider.cli.session import streamed
 
     painter = painter_for(llm) if show else None
@@ -131,7 +126,6 @@ def stream_to_screen(
 
 def _document(llm: LLM, prompt: str, params: SamplingParams) -> dict[str, Any]:
     """Return one completion as JSON-ready data; after Ctrl-C a partial one with ``finish_reason`` "abort"."""
-    from outrider.cli.console import waiting
     from outrider.engine import GenerationInterrupted
 
     with waiting("generating"):

@@ -23,11 +23,11 @@ from outrider.sampling_params import SamplingParams
 
 Result = TypeVar("Result")
 READABLE_TEMPERATURE, READABLE_TOP_P = 0.7, 0.9
-FLAG = "flag"  # key of a Flag in a field's metadata
+FLAG = "flag"  # key of a Reference, or of typer's option, in a field's metadata
 
 
 @dataclass(frozen=True)
-class Flag:
+class Reference:
     """Reference from a command to an option that is declared elsewhere."""
 
     config: type  # dataclass with a field of the same name
@@ -38,7 +38,15 @@ class Flag:
 
 def given(config: type, default: Any = None, *, several: bool = False, more: str = "", panel: str | None = None) -> Any:
     """Return a dataclass field for a command's option, declared by the field of the same name in ``config``."""
-    return field(default=default, metadata={FLAG: Flag(config, several, more, panel)})
+    return field(default=default, metadata={FLAG: Reference(config, several, more, panel)})
+
+
+def flag(help: str, default: Any = None, *names: str, panel: str | None = None, **more: Any) -> Any:
+    """Declare an option of one command: a field of a group, or the default of a parameter.
+
+    ``names``: flags, by default ``--`` and the name; ``panel``: heading in the help; ``more``: arguments of ``typer.Option``.
+    """
+    return field(default=default, metadata={FLAG: typer.Option(*names, help=help, rich_help_panel=panel, **more)})
 
 
 @dataclass(frozen=True)
@@ -89,10 +97,10 @@ class SamplingOptions:
             return self
         return replace(self, temperature=READABLE_TEMPERATURE, top_p=READABLE_TOP_P if self.top_p is None else self.top_p)
 
-    def params(self, **more: Any) -> SamplingParams:
-        """Return ``SamplingParams`` with the given values. Raises ``OutriderError`` for a value out of range."""
+    def params(self, **defaults: Any) -> SamplingParams:
+        """Return ``SamplingParams`` of the given values, else ``defaults``. Raises ``OutriderError`` for an invalid value."""
         named = {each.name: getattr(self, each.name) for each in fields(self)} | {"stop": self.stop or None}
-        return SamplingParams(**{name: value for name, value in (named | more).items() if value is not None})
+        return SamplingParams(**defaults | {name: value for name, value in named.items() if value is not None})
 
 
 def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
@@ -103,6 +111,8 @@ def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
     for parameter in inspect.signature(command).parameters.values():
         kind = hints[parameter.name]
         if not is_dataclass(kind):
+            if isinstance(own := parameter.default, Field):
+                parameter, kind = parameter.replace(default=own.default), _annotation(own, kind)
             parameters.append(parameter.replace(annotation=kind))
             continue
         groups[parameter.name] = kind
@@ -112,7 +122,7 @@ def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
                 each.name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=each.default,
-                annotation=_annotation(each) if FLAG in each.metadata else options[each.name],
+                annotation=_annotation(each, options[each.name]),
             )
             for each in fields(kind)
         ]
@@ -129,21 +139,23 @@ def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
     return flat
 
 
-def _annotation(own: Field[Any]) -> Any:
-    """Return typer's annotation for a declared option: its type, flags and help."""
-    flag: Flag = own.metadata[FLAG]
-    option = declared(flag.config)[own.name]
+def _annotation(own: Field[Any], kind: Any) -> Any:
+    """Return typer's annotation of a field: its type, flags and help."""
+    shared = own.metadata[FLAG]
+    if not isinstance(shared, Reference):
+        return Annotated[kind, shared]
+    option = declared(shared.config)[own.name]
     flags = [flag_name(own.name), *([f"-{option.letter}"] if option.letter else [])]
-    default = getattr(flag.config, own.name, None)
+    default = getattr(shared.config, own.name, None)
     if default is True:  # only to switch it off
         flags = [f" /--no-{flag_name(own.name)[2:]}"]
-    kind: Any = str if flag.several else option.kind.flag_type
-    about = [option.help, "Several are separated by commas." if flag.several else "", flag.more]
+    kind = str if shared.several else option.kind.flag_type
+    about = [option.help, "Several are separated by commas." if shared.several else "", shared.more]
     is_said = "(default:" in "".join(about) or own.default is not None
     if not is_said and isinstance(default, (str, int, float)) and not isinstance(default, bool):
         about.append(f"(default: {default:g})." if isinstance(default, float) else f"(default: {default}).")
     text = " ".join(part for part in about if part).replace(". (default", " (default")
-    panel = option.panel if flag.panel is None else flag.panel
+    panel = option.panel if shared.panel is None else shared.panel
     return Annotated[kind | None, typer.Option(*flags, help=text, rich_help_panel=panel, show_default=default is not True)]
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from outrider.cli.console import err
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -16,8 +18,6 @@ if TYPE_CHECKING:
 def progress() -> Iterator[Callable[[State], None]]:
     """Show a progress bar on a terminal, or a line per run elsewhere. Yields the callback that updates it."""
     from rich.progress import BarColumn, Progress, TextColumn
-
-    from outrider.cli.console import err
 
     text = TextColumn("{task.completed}/{task.total}  {task.fields[left]}  {task.description}", markup=False)
     columns = (BarColumn(bar_width=24), text)

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
-from outrider.cli.options import MethodOptions, ModelOptions, given, values_given, with_groups
+from outrider.cli.bench_documents import check_writable
+from outrider.cli.console import waiting
+from outrider.cli.options import MethodOptions, ModelOptions, flag, given, values_given, with_groups
+from outrider.engine.plan import KEYS, Plan, served_name
+from outrider.errors import OutriderError
+from outrider.export.engines import ENGINES
 from outrider.options import LISTEN, declared, flag_name
 from outrider.runner.config import RunnerConfig
 from outrider.server.config import KEYS_VARIABLE, KeyRing, ServerConfig
@@ -17,7 +22,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from outrider.engine import LLM
-    from outrider.engine.plan import Plan
 
 Options = TypeVar("Options", bound="DataclassInstance")
 
@@ -44,13 +48,9 @@ class ListenOptions:
     host: str | None = given(ServerConfig)
     port: int | None = given(ServerConfig)
     name: str | None = given(ServerConfig, more="(default: the target's folder or id).")
-    api_keys: Annotated[
-        Path | None,
-        typer.Option(
-            help=f"File of lines KEY [NAME [PRIORITY]] (default: {KEYS_VARIABLE}; without keys, everyone has access).",
-            rich_help_panel=LISTEN,
-        ),
-    ] = None
+    api_keys: Path | None = flag(
+        f"File of lines KEY [NAME [PRIORITY]] (default: {KEYS_VARIABLE}; without keys, everyone has access).", panel=LISTEN
+    )
     record: Path | None = given(ServerConfig)
     trust_remote_code: bool = given(RunnerConfig, False, panel=LISTEN)
 
@@ -83,17 +83,9 @@ class LimitOptions:
 class EngineOptions:
     """Run another engine instead of Outrider's."""
 
-    engine: Annotated[
-        str | None, typer.Option(help="vllm: run the plan on vLLM; its own options follow --.", rich_help_panel=ELSEWHERE)
-    ] = None
-    engine_python: Annotated[
-        str | None,
-        typer.Option(help="Python of that engine's environment (default: searched on PATH).", rich_help_panel=ELSEWHERE),
-    ] = None
-    own_code: Annotated[
-        bool,
-        typer.Option("--own-code", help="Use Outrider's proposer even if the engine has its own.", rich_help_panel=ELSEWHERE),
-    ] = False
+    engine: str | None = flag("vllm: run the plan on vLLM; its own options follow --.", panel=ELSEWHERE)
+    engine_python: str | None = flag("Python of that engine's environment (default: searched on PATH).", panel=ELSEWHERE)
+    own_code: bool = flag("Use Outrider's proposer even if the engine has its own.", False, "--own-code", panel=ELSEWHERE)
 
 
 @with_groups
@@ -110,10 +102,6 @@ def command(
     methods: MethodOptions,
 ) -> None:
     """Run an OpenAI-compatible server with lossless speculative decoding."""
-    from outrider.cli.bench_documents import check_writable
-    from outrider.engine.plan import Plan
-    from outrider.types import OutriderError
-
     passed = list(engine_options or ())
     if plan is not None and str(plan).startswith("-"):  # these are arguments after --, and there is no plan
         plan, passed = None, [str(plan), *passed]
@@ -146,7 +134,6 @@ def command(
 
 def prepared(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
     """Load the model and compile its passes, unless disabled, so that no request waits for it or changes because of it."""
-    from outrider.cli.console import waiting
     from outrider.cli.session import load
 
     llm = load(models, methods, **more)
@@ -166,12 +153,9 @@ def serve_elsewhere(
 ) -> NoReturn:
     """Replace this process by another engine's server. Raises ``OutriderError`` if it is missing or lacks an option."""
     from outrider.cli.session import check_source
-    from outrider.engine.plan import Plan
     from outrider.export.engine import write
-    from outrider.export.engines import ENGINES
     from outrider.export.launch import become, find_command, working_folder
     from outrider.export.wanted import wanted
-    from outrider.types import OutriderError
 
     shared = {"host", "port", "name", "max_batch", "kv_memory"}
     for name in {**values_given(listening), **values_given(limits)}:
@@ -192,8 +176,6 @@ def serve_elsewhere(
 
 def server_config(models: ModelOptions, listening: ListenOptions, limits: LimitOptions) -> ServerConfig:
     """Return the server's configuration. The default model name is the target's folder or hub id."""
-    from outrider.engine.plan import served_name
-
     given = {**asdict(listening), **asdict(limits)}
     named = {name: value for name, value in given.items() if name in declared(ServerConfig) and value is not None}
     return ServerConfig(**({"name": served_name(models.target)} | named))
@@ -201,15 +183,11 @@ def server_config(models: ModelOptions, listening: ListenOptions, limits: LimitO
 
 def filled(options: Options, plan: Plan) -> Options:
     """Return the options, with the plan's values for those not given."""
-    from outrider.engine.plan import KEYS
-
     left = KEYS.keys() & {each.name for each in fields(options)} - values_given(options).keys()
     return replace(options, **{name: plan.given(name) for name in left if plan.given(name) is not None})
 
 
 def joined(plan: Plan, *groups: Any) -> Plan:
     """Return the plan, with the command line's values replacing its own."""
-    from outrider.engine.plan import KEYS, Plan
-
     given = {name: value for group in groups for name, value in values_given(filled(group, plan)).items()}
     return Plan({name: KEYS[name].read(flag_name(name), value) for name, value in given.items() if name in KEYS})

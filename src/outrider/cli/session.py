@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 from outrider.cli.console import show_notices, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, read_option, values_given
 from outrider.engine.options import Speculation
+from outrider.errors import OutriderError
+from outrider.method_text import split_method
 from outrider.options import declared
 from outrider.registry import AUTO, PROPOSERS, VERIFIERS
 from outrider.runner.config import RunnerConfig
@@ -37,8 +39,6 @@ def start() -> None:
 
 def read_prompt(argument: str | None) -> str:
     """Return the given prompt, or standard input for ``-`` or a pipe."""
-    from outrider.types import OutriderError
-
     if argument in (None, "-"):
         if argument is None and sys.stdin.isatty():
             raise OutriderError(
@@ -59,8 +59,6 @@ def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
 
     Raises ``OutriderError`` for all errors that can be found without loading a model.
     """
-    from outrider.method_text import split_method
-
     values = {
         name: read_option(Speculation if name in declared(Speculation) else RunnerConfig, name, value)
         for name, value in {**values_given(models), **values_given(methods)}.items()
@@ -94,8 +92,6 @@ def check_machine(models: ModelOptions) -> None:
     """Raise ``OutriderError`` for a device that does not exist."""
     import torch
 
-    from outrider.types import OutriderError
-
     if models.device in (None, "auto"):
         return
     try:
@@ -107,8 +103,6 @@ def check_machine(models: ModelOptions) -> None:
 
 def check_source(model: str | None) -> None:
     """Raise ``OutriderError`` unless ``model`` is a folder or a hub id. A local folder disables hub access."""
-    from outrider.types import OutriderError
-
     if model is None:
         return
     path = Path(model).expanduser()
@@ -154,8 +148,6 @@ def _hub_reachable(seconds: float = 5.0) -> bool:
 
 def load(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
     """Load target and draft. ``more`` is passed to ``LLM``."""
-    from outrider.method_text import split_method
-
     show_notices()
     arguments = resolve(models, methods) | more
     named = [value for value in split_method(methods.method or "")[1].values() if "/" in value]

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.options import parse_list, with_groups
+from outrider.cli.console import show_notices
+from outrider.cli.options import flag, parse_list, with_groups
+from outrider.errors import OutriderError
+from outrider.family import TARGET
 
 if TYPE_CHECKING:
     from outrider.train.runs import Bench, HeadPlan
@@ -46,82 +49,44 @@ MASK_RATES = {"muon_lr": 0.006, "adam_lr": 0.0015}  # the same where they learn 
 class TextOptions:
     """Options of target and training text."""
 
-    target: Annotated[
-        str | None, typer.Option(help="Folder or hub id of the target (default: the embedded one).", rich_help_panel=WHAT)
-    ] = None
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Text file, or JSONL with text, prompt and completion, or messages; repeatable.", rich_help_panel=TEXT
-        ),
-    ] = None
-    work: Annotated[
-        Path | None,
-        typer.Option(help="Folder for features and checkpoints (default: OUT-work).", rich_help_panel=WHAT),
-    ] = None
-    seq_len: Annotated[int | None, typer.Option(help="Tokens per row (default: 256).", rich_help_panel=TEXT)] = None
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Maximum number of text tokens to use (default: 1000000).", rich_help_panel=TEXT)
-    ] = None
-    regenerate: Annotated[
-        bool | None,
-        typer.Option(
-            "--regenerate", help="Replace each row by the target's continuation of its beginning.", rich_help_panel=TEXT
-        ),
-    ] = None
-    prompt_len: Annotated[
-        int | None,
-        typer.Option(help="With --regenerate or --on-policy: tokens of the beginning (default: 64).", rich_help_panel=TEXT),
-    ] = None
-    temperature: Annotated[
-        float | None, typer.Option(help="With --regenerate: temperature; 0 is greedy (default: 0).", rich_help_panel=TEXT)
-    ] = None
+    target: str | None = flag("Folder or hub id of the target (default: the embedded one).", panel=WHAT)
+    text: list[Path] | None = flag("Text file, or JSONL with text, prompt and completion, or messages; repeatable.", panel=TEXT)
+    work: Path | None = flag("Folder for features and checkpoints (default: OUT-work).", panel=WHAT)
+    seq_len: int | None = flag("Tokens per row (default: 256).", panel=TEXT)
+    max_tokens: int | None = flag("Maximum number of text tokens to use (default: 1000000).", panel=TEXT)
+    regenerate: bool | None = flag(
+        "Replace each row by the target's continuation of its beginning.", None, "--regenerate", panel=TEXT
+    )
+    prompt_len: int | None = flag("With --regenerate or --on-policy: tokens of the beginning (default: 64).", panel=TEXT)
+    temperature: float | None = flag("With --regenerate: temperature; 0 is greedy (default: 0).", panel=TEXT)
 
 
 @dataclass(frozen=True)
 class LengthOptions:
     """Options of training length and learning rates."""
 
-    minutes: Annotated[
-        float | None,
-        typer.Option(
-            help="Minutes of training; the learning rate decays to zero by then (default: by --epochs).", rich_help_panel=LONG
-        ),
-    ] = None
-    epochs: Annotated[float | None, typer.Option(help="Maximum passes over the text (default: 4).", rich_help_panel=LONG)] = (
-        None
+    minutes: float | None = flag(
+        "Minutes of training; the learning rate decays to zero by then (default: by --epochs).", panel=LONG
     )
-    batch_tokens: Annotated[
-        int | None, typer.Option(help="Tokens per step; fewer need less memory (default: 4096).", rich_help_panel=LONG)
-    ] = None
-    muon_lr: Annotated[
-        float | None,
-        typer.Option(
-            help="Learning rate of the layers' matrices (default: 0.01; 0.002 to continue an existing model).",
-            rich_help_panel=LONG,
-        ),
-    ] = None
-    adam_lr: Annotated[
-        float | None,
-        typer.Option(
-            help="Learning rate of other weights (default: 0.001; 0.0001 to continue an existing model).",
-            rich_help_panel=LONG,
-        ),
-    ] = None
-    compiled: Annotated[
-        bool | None,
-        typer.Option(
-            "--compile", help="Compile the training step; takes a minute and pays on longer runs.", rich_help_panel=LONG
-        ),
-    ] = None
+    epochs: float | None = flag("Maximum passes over the text (default: 4).", panel=LONG)
+    batch_tokens: int | None = flag("Tokens per step; fewer need less memory (default: 4096).", panel=LONG)
+    muon_lr: float | None = flag(
+        "Learning rate of the layers' matrices (default: 0.01; 0.002 to continue an existing model).", panel=LONG
+    )
+    adam_lr: float | None = flag(
+        "Learning rate of other weights (default: 0.001; 0.0001 to continue an existing model).", panel=LONG
+    )
+    compiled: bool | None = flag(
+        "Compile the training step; takes a minute and pays on longer runs.", None, "--compile", panel=LONG
+    )
 
 
 @with_groups
 def medusa(
     *,
     out: Out,
-    heads: Annotated[int, typer.Option(help="Number of heads, the longest draft.", rich_help_panel=WHAT)] = 4,
-    layers: Annotated[int, typer.Option(help="Residual blocks per head.", rich_help_panel=WHAT)] = 1,
+    heads: int = flag("Number of heads, the longest draft.", 4, panel=WHAT),
+    layers: int = flag("Residual blocks per head.", 1, panel=WHAT),
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
@@ -136,33 +101,19 @@ def medusa(
 def eagle(  # noqa: PLR0913 - one parameter an option
     *,
     out: Out,
-    generation: Annotated[
-        int, typer.Option(help="1 (EAGLE-1 and EAGLE-2, which share their weights) or 3.", rich_help_panel=WHAT)
-    ] = 3,
-    steps: Annotated[
-        int | None, typer.Option(help="Depths trained per step (default: 5; EAGLE-1: 1).", rich_help_panel=WHAT)
-    ] = None,
-    layers: Annotated[
-        str | None,
-        typer.Option(
-            help="Three hidden states for EAGLE-3, numbered as in transformers (default: 2, n/2, n-3).",
-            rich_help_panel=WHAT,
-        ),
-    ] = None,
-    draft_vocab: Annotated[
-        int | None,
-        typer.Option(help="EAGLE-3: draft only this many of the most frequent tokens (default: all).", rich_help_panel=WHAT),
-    ] = None,
-    formats: Annotated[
-        str, typer.Option("--format", help="native, speculators, or both separated by a comma.", rich_help_panel=WHAT)
-    ] = "native",
+    generation: int = flag("1 (EAGLE-1 and EAGLE-2, which share their weights) or 3.", 3, panel=WHAT),
+    steps: int | None = flag("Depths trained per step (default: 5; EAGLE-1: 1).", panel=WHAT),
+    layers: str | None = flag(
+        "Three hidden states for EAGLE-3, numbered as in transformers (default: 2, n/2, n-3).", panel=WHAT
+    ),
+    draft_vocab: int | None = flag("EAGLE-3: draft only this many of the most frequent tokens (default: all).", panel=WHAT),
+    formats: str = flag("native, speculators, or both separated by a comma.", "native", "--format", panel=WHAT),
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
     """Train an EAGLE head."""
     from outrider.heads.eagle_formats import FORMATS
     from outrider.train.runs import EagleRun, train_eagle
-    from outrider.types import OutriderError
 
     check(steps=steps, draft_vocab=draft_vocab)
     if generation not in (1, 3):
@@ -179,19 +130,11 @@ def eagle(  # noqa: PLR0913 - one parameter an option
 def mtp(
     *,
     out: Out,
-    steps: Annotated[int, typer.Option(help="Depths trained per step.", rich_help_panel=WHAT)] = 3,
-    start: Annotated[
-        str | None,
-        typer.Option(
-            help="Continue this head, a folder or hub id, such as the target's own, instead of a new one.", rich_help_panel=WHAT
-        ),
-    ] = None,
-    layout: Annotated[
-        str,
-        typer.Option(
-            "--format", help="Tensor names: qwen (mtp.*), deepseek (of a further layer) or mimo.", rich_help_panel=WHAT
-        ),
-    ] = "qwen",
+    steps: int = flag("Depths trained per step.", 3, panel=WHAT),
+    start: str | None = flag(
+        "Continue this head, a folder or hub id, such as the target's own, instead of a new one.", panel=WHAT
+    ),
+    layout: str = flag("Tensor names: qwen (mtp.*), deepseek (of a further layer) or mimo.", "qwen", "--format", panel=WHAT),
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
@@ -205,47 +148,48 @@ def mtp(
     done(train_mtp(bench_of(text, out), out, how, MtpRun(steps, start, layout)), f"--method mtp --draft {out}")
 
 
+@dataclass(frozen=True)
+class PairOptions:
+    """Options of what makes a draft of a block depend on the one before."""
+
+    markov_rank: int = flag(
+        "DSpark: rank of a bias on the logits by the token before, such as 256; a block then has one draft more.", 0, panel=WHAT
+    )
+    selector_rank: int = flag(
+        "DFlash 2: rank of a path selector over the 16 likeliest tokens of each draft, such as 256; adds short convolutions to"
+        " the layers.",
+        0,
+        panel=WHAT,
+    )
+
+
 @with_groups
 def dflash(
     *,
     out: Out,
-    block_size: Annotated[
-        int,
-        typer.Option(help="Tokens of a block, the last committed one included: one more than drafts.", rich_help_panel=WHAT),
-    ] = 16,
-    layers: Annotated[
-        int | None,
-        typer.Option(help="Layers of the head (default: a seventh of the target's, 2 to 5).", rich_help_panel=WHAT),
-    ] = None,
-    hidden_states: Annotated[
-        str | None,
-        typer.Option(
-            help="Hidden states of the target that it reads, numbered as in transformers (default: as many as layers, evenly"
-            " spaced).",
-            rich_help_panel=WHAT,
-        ),
-    ] = None,
-    markov_rank: Annotated[
-        int,
-        typer.Option(
-            help="DSpark: rank of a bias on the logits by the token before, such as 256; a block then has one draft more.",
-            rich_help_panel=WHAT,
-        ),
-    ] = 0,
+    block_size: int = flag("Tokens of a block, the last committed one included: one more than drafts.", 16, panel=WHAT),
+    layers: int | None = flag("Layers of the head (default: a seventh of the target's, 2 to 5).", panel=WHAT),
+    hidden_states: str | None = flag(
+        "Hidden states of the target that it reads, numbered as in transformers (default: as many as layers, evenly spaced).",
+        panel=WHAT,
+    ),
+    pairs: PairOptions,
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
     """Train a block drafter, which drafts a block in one pass; written in z-lab's format."""
     from outrider.train.runs import BlockRun, train_block
-    from outrider.types import OutriderError
 
     check(layers=layers)
     if block_size < 2:
         raise OutriderError(f"invalid --block-size {block_size}: expected at least 2")
-    if markov_rank < 0:
-        raise OutriderError(f"invalid --markov-rank {markov_rank}: expected at least 0")
+    for name, rank in (("--markov-rank", pairs.markov_rank), ("--selector-rank", pairs.selector_rank)):
+        if rank < 0:
+            raise OutriderError(f"invalid {name} {rank}: expected at least 0")
+    if pairs.markov_rank and pairs.selector_rank:
+        raise OutriderError("--markov-rank and --selector-rank exclude each other: give one of them")
     states = parse_list("--hidden-states", hidden_states, int) if hidden_states is not None else None
-    run = BlockRun(block_size, layers, states, markov_rank)
+    run = BlockRun(block_size, layers, states, pairs.markov_rank, pairs.selector_rank)
     done(train_block(bench_of(text, out), out, plan_of(length), run), f"--method dflash --draft {out}")
 
 
@@ -253,41 +197,15 @@ def dflash(
 def draft(  # noqa: PLR0913 - one parameter an option
     *,
     out: Out,
-    layers: Annotated[
-        int | None,
-        typer.Option(help="Layers of the draft (default: an eighth of the target's, at least two).", rich_help_panel=WHAT),
-    ] = None,
-    width: Annotated[
-        int | None,
-        typer.Option(help="Hidden size of the draft (default: the target's).", rich_help_panel=WHAT),
-    ] = None,
-    from_layers: Annotated[
-        str | None,
-        typer.Option(help="Indices of the target layers that initialise it (default: evenly spaced).", rich_help_panel=WHAT),
-    ] = None,
-    start: Annotated[
-        str | None, typer.Option(help="Continue this draft, a folder or hub id, instead of a new one.", rich_help_panel=WHAT)
-    ] = None,
-    loss: Annotated[
-        str,
-        typer.Option(help="kl (forward KL) or tv (total variation, the rejection rate when sampling).", rich_help_panel=WHAT),
-    ] = "kl",
-    parallel: Annotated[
-        int | None,
-        typer.Option(help="Train the draft to make this many drafts per pass, with mask tokens (PARD).", rich_help_panel=WHAT),
-    ] = None,
-    keep: Annotated[
-        float,
-        typer.Option(
-            help="With --parallel: share of the chains that goes on from each depth to the next.", rich_help_panel=WHAT
-        ),
-    ] = 0.7,
-    keep_least: Annotated[
-        float, typer.Option(help="With --parallel: minimum share of the chains at any depth.", rich_help_panel=WHAT)
-    ] = 0.2,
-    on_policy: Annotated[
-        float, typer.Option(help="Share of a step's rows that the current draft generates itself.", rich_help_panel=TEXT)
-    ] = 0.0,
+    layers: int | None = flag("Layers of the draft (default: an eighth of the target's, at least two).", panel=WHAT),
+    width: int | None = flag("Hidden size of the draft (default: the target's).", panel=WHAT),
+    from_layers: str | None = flag("Indices of the target layers that initialise it (default: evenly spaced).", panel=WHAT),
+    start: str | None = flag("Continue this draft, a folder or hub id, instead of a new one.", panel=WHAT),
+    loss: str = flag("kl (forward KL) or tv (total variation, the rejection rate when sampling).", "kl", panel=WHAT),
+    parallel: int | None = flag("Train the draft to make this many drafts per pass, with mask tokens (PARD).", panel=WHAT),
+    keep: float = flag("With --parallel: share of the chains that goes on from each depth to the next.", 0.7, panel=WHAT),
+    keep_least: float = flag("With --parallel: minimum share of the chains at any depth.", 0.2, panel=WHAT),
+    on_policy: float = flag("Share of a step's rows that the current draft generates itself.", 0.0, panel=TEXT),
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
@@ -297,7 +215,6 @@ def draft(  # noqa: PLR0913 - one parameter an option
     from outrider.train.draft_model import DraftShape
     from outrider.train.model_runs import DraftRun, train_draft
     from outrider.train.parallel import Parallel
-    from outrider.types import OutriderError
 
     check(layers=layers, width=width, parallel=parallel)
     check_source(start)
@@ -316,20 +233,15 @@ def draft(  # noqa: PLR0913 - one parameter an option
 def early_exit(
     *,
     out: Out,
-    max_drop: Annotated[float, typer.Option(help="Layer dropout of the last layer.", rich_help_panel=WHAT)] = 0.1,
-    exit_scale: Annotated[
-        float, typer.Option(help="Weight of early exits relative to the last layer.", rich_help_panel=WHAT)
-    ] = 1.0,
-    rotation: Annotated[
-        int | None, typer.Option(help="A step trains every R-th exit, in turn (default: one exit).", rich_help_panel=WHAT)
-    ] = None,
+    max_drop: float = flag("Layer dropout of the last layer.", 0.1, panel=WHAT),
+    exit_scale: float = flag("Weight of early exits relative to the last layer.", 1.0, panel=WHAT),
+    rotation: int | None = flag("A step trains every R-th exit, in turn (default: one exit).", panel=WHAT),
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
     """Fine-tune a model so that its first layers can draft for it (LayerSkip), and write it as a Hugging Face folder."""
     from outrider.train.layer_skip import LayerSkip
     from outrider.train.model_runs import train_early_exit
-    from outrider.types import OutriderError
 
     check(rotation=rotation)
     if not 0 <= max_drop < 1 or exit_scale < 0:
@@ -345,8 +257,6 @@ COMMANDS = {"medusa": medusa, "eagle": eagle, "mtp": mtp, "dflash": dflash, "dra
 
 def check(**numbers: int | None) -> None:
     """Raise ``OutriderError`` for numbers below 1, before loading."""
-    from outrider.types import OutriderError
-
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise OutriderError(f"invalid --{name.replace('_', '-')} {number}: expected at least 1")
@@ -360,7 +270,6 @@ def given(options: Any, *names: str) -> dict[str, Any]:
 def plan_of(length: LengthOptions, rates: dict[str, float] | None = None) -> HeadPlan:
     """Return the training plan. ``rates``: default learning rates."""
     from outrider.train.runs import HeadPlan
-    from outrider.types import OutriderError
 
     found = given(length, "minutes", "epochs", "batch_tokens", "muon_lr", "adam_lr", "compiled")
     for name, number in found.items():
@@ -371,10 +280,8 @@ def plan_of(length: LengthOptions, rates: dict[str, float] | None = None) -> Hea
 
 def bench_of(text: TextOptions, out: Path) -> Bench:
     """Check the options, then load the target."""
-    from outrider.cli.console import show_notices
     from outrider.cli.session import check_source, loading
     from outrider.train.runs import Bench, Source
-    from outrider.types import OutriderError
 
     if not text.text:
         raise OutriderError("no training text: give --text file.txt or --text file.jsonl")
@@ -394,7 +301,6 @@ def bench_of(text: TextOptions, out: Path) -> Bench:
     source = Source(tuple(text.text), **given(text, *names))
     with loading(f"loading {text.target or 'the embedded model'}"):
         from outrider.engine.config import load_tokenizer
-        from outrider.family import TARGET
         from outrider.runner import ModelRunner, RunnerConfig
 
         target = text.target or TARGET

@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from outrider.cli.bench_documents import check_outputs
-from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, given, parse_list, with_groups
+from outrider.cli.console import err
+from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, given, parse_list, with_groups
 from outrider.cli.progress import progress
 from outrider.engine.options import Speculation
+from outrider.engine.plan import Plan
+from outrider.errors import OutriderError
+from outrider.method_text import split_method, split_methods, with_drafts
+from outrider.registry import PROPOSERS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,20 +43,11 @@ outrider tune --traffic requests.jsonl --resume
 class TrafficOptions:
     """Options of the traffic."""
 
-    traffic: Annotated[
-        Path | None,
-        typer.Option(
-            help="JSONL (.gz) of prompts, or of OpenAI request bodies with their sampling settings.",
-            rich_help_panel=TRAFFIC,
-        ),
-    ] = None
-    workloads: Annotated[
-        str | None,
-        typer.Option(help="Built-in prompts instead: code,edit,json,summary,math,chat,story.", rich_help_panel=TRAFFIC),
-    ] = None
-    num_prompts: Annotated[
-        int, typer.Option(min=1, help="Prompts to use, spread over the traffic.", rich_help_panel=TRAFFIC)
-    ] = 16
+    traffic: Path | None = flag(
+        "JSONL (.gz) of prompts, or of OpenAI request bodies with their sampling settings.", panel=TRAFFIC
+    )
+    workloads: str | None = flag("Built-in prompts instead: code,edit,json,summary,math,chat,story.", panel=TRAFFIC)
+    num_prompts: int = flag("Prompts to use, spread over the traffic.", 16, panel=TRAFFIC, min=1)
 
 
 @dataclass(frozen=True)
@@ -64,23 +58,18 @@ class SearchOptions:
     num_draft_tokens: str | None = given(
         Speculation, several=True, more="auto is always included (default: 1,2,4,8,15).", panel=SEARCH
     )
-    batch: Annotated[str, typer.Option(help="Batch sizes that the plan is for.", rich_help_panel=SEARCH)] = "1"
-    repeat: Annotated[
-        int, typer.Option(min=1, help="Maximum number of runs of the finalists on all prompts.", rich_help_panel=SEARCH)
-    ] = 3
+    batch: str = flag("Batch sizes that the plan is for.", "1", panel=SEARCH)
+    repeat: int = flag("Maximum number of runs of the finalists on all prompts.", 3, panel=SEARCH, min=1)
 
 
 @dataclass(frozen=True)
 class OutputOptions:
     """Output files."""
 
-    out: Annotated[Path | None, typer.Option(help=f"File for the plan (default: {PLAN}).", rich_help_panel=OUTPUT)] = None
-    report: Annotated[Path | None, typer.Option(help="Write a report as one HTML file.", rich_help_panel=OUTPUT)] = None
-    json: Annotated[
-        Path | None,
-        typer.Option(help="File for intermediate results (default: the plan's name with .json).", rich_help_panel=OUTPUT),
-    ] = None
-    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted search.", rich_help_panel=OUTPUT)] = False
+    out: Path | None = flag(f"File for the plan (default: {PLAN}).", panel=OUTPUT)
+    report: Path | None = flag("Write a report as one HTML file.", panel=OUTPUT)
+    json: Path | None = flag("File for intermediate results (default: the plan's name with .json).", panel=OUTPUT)
+    resume: bool = flag("Continue an interrupted search.", False, "--resume", panel=OUTPUT)
 
     @property
     def plan(self) -> Path:
@@ -92,17 +81,11 @@ class OutputOptions:
 
     def check(self) -> None:
         """Check output files before measuring. Raises ``OutriderError`` instead of overwriting a plan by default."""
-        from outrider.types import OutriderError
-
         if self.out is None and self.plan.exists():
             raise OutriderError(f"{self.plan} already exists: give --out {self.plan} to replace it, or another name")
         if self.report is not None and self.report.suffix.lower() not in (".html", ".htm"):
             raise OutriderError(f"invalid --report {self.report}: expected a name that ends in .html")
-        check_outputs({"--out": self.plan, "--json": self.journal, "--report": self.report})
-        if self.report is not None:
-            from outrider.bench.html import check_installed
-
-            check_installed()
+        check_outputs({"--out": self.plan, "--json": self.journal, "--report": self.report}, report=self.report)
 
 
 @with_groups
@@ -122,11 +105,9 @@ def command(
     from outrider.cli.session import auto_method, load, resolve
     from outrider.engine.config import build_verifiers
     from outrider.engine.methods import chosen_methods, fitting_proposers, methods_in
-    from outrider.method_text import split_methods
     from outrider.search import Search
     from outrider.search.journal import Journal
     from outrider.search.traffic import encoded
-    from outrider.types import OutriderError
 
     output.check()
     question = read_question(asked)
@@ -153,8 +134,6 @@ def command(
             search = Search(llm, proposers, texts, question, journal, report, reasons)
             chosen = search.run()
     except KeyboardInterrupt:
-        from outrider.cli.console import err
-
         err.print(f"intermediate results are in {output.journal}; repeat the command with --resume to continue")
         raise
     finish(search, chosen, models, output)
@@ -164,7 +143,6 @@ def finish(search: Search, chosen: Choice, models: ModelOptions, output: OutputO
     """Write plan, document and report to their files and the table to the screen."""
     from rich.console import Console
 
-    from outrider.engine.plan import Plan
     from outrider.search import report
 
     found = report.result(search, chosen, models.target or "embedded")
@@ -186,9 +164,6 @@ def finish(search: Search, chosen: Choice, models: ModelOptions, output: OutputO
 
 def plan_values(models: ModelOptions, chosen: Choice, search: Search) -> dict[str, Any]:
     """Return the plan's values: the chosen method, and the options of the models."""
-    from outrider.method_text import split_method, with_drafts
-    from outrider.registry import PROPOSERS
-
     contender, known = chosen.chosen, search.llm.speculation.drafts
     takes_draft = not contender.is_plain and PROPOSERS.get(split_method(contender.method)[0]).takes_draft
     given = asdict(models) | {
@@ -210,7 +185,6 @@ def _findable(source: str) -> str:
 def read_question(asked: SearchOptions) -> Question:
     """Return the search space. Raises ``OutriderError`` for invalid lengths and batch sizes."""
     from outrider.search import Question
-    from outrider.types import OutriderError
 
     batches = parse_list("--batch", asked.batch, int)
     lengths = (
@@ -226,9 +200,8 @@ def read_question(asked: SearchOptions) -> Question:
 def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions) -> list[Asked]:
     """Read the prompts before a model is loaded, so that errors are reported early."""
     from outrider.search.traffic import read_builtin, read_file
-    from outrider.types import OutriderError
 
-    defaults = sampling.params(max_tokens=MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens)
+    defaults = sampling.params(max_tokens=MAX_TOKENS)
     if (traffic.traffic is None) == (traffic.workloads is None):
         raise OutriderError("no traffic: give either --traffic FILE, or --workloads code,edit,... for built-in prompts")
     if traffic.traffic is not None:
@@ -240,7 +213,6 @@ def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions) -> list[Ask
 def check_drafts(asked: SearchOptions) -> None:
     """Raise ``OutriderError`` for an invalid draft folder, before loading."""
     from outrider.cli.session import check_source
-    from outrider.method_text import split_method, split_methods
 
     for method in split_methods(asked.method):
         for option, value in split_method(method)[1].items():

@@ -28,10 +28,8 @@ if TYPE_CHECKING:
 
 WORKLOADS = ("code", "story", "json", "math")  # one prompt each
 K = 5  # drafts per round while acceptance is measured
-HOPELESS, DOUBTFUL = (
-    0.1,
-    0.35,
-)  # acceptance of the first draft: below the first limit it does not fit, below the second it is suspicious
+# Acceptance of the first draft: below the first limit it does not fit, below the second it is suspicious.
+HOPELESS, DOUBTFUL = 0.1, 0.35
 EXPENSIVE = 1.8  # time of a pass with K drafts / time of one without, from which it is reported as expensive
 CACHED = 256  # context length while passes are timed
 # Names in configs for the number of experts per layer, and of experts per token.

@@ -1,4 +1,4 @@
-"""Measure where a step's time goes, without a clock in the round: proposer and runner are wrapped."""
+"""Measure the time of each phase of a step with wrappers around proposer and runner, so that the round has no timing code."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from time import perf_counter
 
 import torch
 
-from outrider.proposers.around import Around
 from outrider.proposers.base import Proposer
+from outrider.proposers.wrapper import ProposerWrapper
 from outrider.runner import ModelRunner
 from outrider.types import Context, PhaseTimes, Proposal, Request, Scores, Verdict
 
 
 class PhaseClock:
-    """Attribute every moment to the phase that was entered last, a field of ``PhaseTimes``."""
+    """Add elapsed time to the current phase, a field of ``PhaseTimes``."""
 
     def __init__(self) -> None:
         self._times, self._since = PhaseTimes(), 0.0
-        self._phase: str | None = None  # None: the time belongs to no round
+        self._phase: str | None = None  # None: the time is not counted
 
     def enter(self, phase: str | None) -> None:
-        """Leave the phase before and enter this one."""
+        """End the current phase and start ``phase``."""
         now = perf_counter()
         if self._phase is not None:
             setattr(self._times, self._phase, getattr(self._times, self._phase) + now - self._since)
@@ -30,7 +30,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, phase: str) -> Iterator[None]:
-        """Enter a phase, and return to the one before."""
+        """Enter a phase for the block, then return to the previous one."""
         before = self._phase
         self.enter(phase)
         try:
@@ -39,13 +39,13 @@ class PhaseClock:
             self.enter(before)
 
     def take(self) -> PhaseTimes:
-        """The times since the last call."""
+        """Return the times since the last call."""
         self.enter(self._phase)
         times, self._times = self._times, PhaseTimes()
         return times
 
 
-class ClockedProposer(Around):
+class ClockedProposer(ProposerWrapper):
     """A proposer whose drafting and prefill are timed."""
 
     def __init__(self, inner: Proposer, clock: PhaseClock) -> None:
@@ -61,14 +61,14 @@ class ClockedProposer(Around):
         try:
             proposal = self.inner.propose(context, k)
             if isinstance(proposal, Proposal) and proposal.token_ids.is_cuda:
-                torch.cuda.synchronize(proposal.token_ids.device)  # or whoever reads the drafts would wait for them
+                torch.cuda.synchronize(proposal.token_ids.device)  # otherwise later phases would wait for the drafts
             return proposal
         finally:
             self._clock.enter("host")
 
 
 class ClockedRunner:
-    """A runner whose scoring is timed; from its end to the commit the round verifies."""
+    """A runner whose scoring is timed. The time between ``score`` and ``commit`` counts as verification."""
 
     def __init__(self, inner: ModelRunner, clock: PhaseClock) -> None:
         self._inner, self._clock = inner, clock

@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 
 
 def configurations(options: Mapping[str, Any]) -> tuple[Speculation, RunnerConfig]:
-    """Every option by its name -> the two configurations that declare them. Raises ``OutriderError`` for a wrong value.
+    """Split options by name into the two configurations that declare them. Raises ``OutriderError`` for an invalid value.
 
-    None for a mapping is an empty one; for the drafts of the embedded target, those that come with it.
+    None for a mapping means empty; for ``drafts`` of the embedded target it means the drafts that come with it.
     """
     given = dict(options) | {name: {} for name in ("drafts", "method_options") if options[name] is None}
     if options["target"] is None and options["drafts"] is None:
@@ -54,9 +54,9 @@ def configurations(options: Mapping[str, Any]) -> tuple[Speculation, RunnerConfi
 def load_tokenizer(
     source: ModelSource | TokenizerSource | None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a folder or hub id, or the one given; None for a model object, which has none, and for None.
+    """Load the tokenizer of a folder or hub id, or return a given one; None for None and for a model object.
 
-    Raises ``OutriderError`` where a folder holds none.
+    Raises ``OutriderError`` if there is no tokenizer in the folder.
     """
     if not isinstance(source, (str, Path)):
         return cast("PreTrainedTokenizerBase", source) if is_tokenizer(source) else None
@@ -66,9 +66,9 @@ def load_tokenizer(
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             **tokenizer_arguments(source), trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # broken files fail in more ways than can be listed
+    except Exception as error:  # broken files can raise anything
         if find(source) is not None or not isinstance(error, (OSError, ValueError, KeyError)):
-            load_config(source, trust_remote_code)  # AutoTokenizer reads the config too: its fault is the better reason
+            load_config(source, trust_remote_code)  # AutoTokenizer reads the config too: report an error in the config first
         raise OutriderError(f"cannot load a tokenizer from {str(source)!r}: {first_line(error)}") from error
     return tokenizer
 
@@ -98,9 +98,9 @@ def build_proposer(speculation: Speculation, runner: ModelRunner, tokenizer: Pre
 def choose_proposer(
     speculation: Speculation, runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[Proposer, str]:
-    """Return what ``build_proposer`` does, and what drafts and why, in one line.
+    """Return the proposer of ``build_proposer`` and, in one line, which method drafts and why.
 
-    Method ``auto`` takes the first of ``finding.choices`` that can be built; what was found and does not fit is logged.
+    Method ``auto`` uses the first of ``finding.choices`` that can be built; choices that were found and do not fit are logged.
     """
     if speculation.proposer is not None:
         if speculation.method != AUTO or speculation.draft is not None:
@@ -119,13 +119,13 @@ def choose_proposer(
         if proposer is not None:
             logger.info("%s", choice.why)
             return proposer, choice.why
-    raise AssertionError("the last choice is not a found one")
+    raise AssertionError("the last choice must be buildable")
 
 
 def _fitting(
     choice: Choice, speculation: Speculation, runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None
 ) -> Proposer | None:
-    """Build a choice; None if it was found and does not fit. A draft that the user named may have another tokenizer."""
+    """Build a choice; None if it was found automatically and does not fit. A draft named by the user may need translation."""
     chosen = replace(speculation, method=choice.method, draft=choice.draft)
     try:
         if choice.is_found:
@@ -158,7 +158,7 @@ def _built(speculation: Speculation, runner: ModelRunner, tokenizer: PreTrainedT
 
 
 def check_trees(method: str, verifier: str | Verifier) -> None:
-    """Raise ``OutriderError`` for a method that drafts trees and a verifier that does not take them."""
+    """Raise ``OutriderError`` if the method drafts trees and the verifier supports chains only."""
     judge = VERIFIERS.get(verifier) if isinstance(verifier, str) else verifier
     if not judge.handles_trees and PROPOSERS.get(split_method(method)[0]).drafts_trees:
         name = judge.__name__ if isinstance(judge, type) else type(judge).__name__
@@ -166,10 +166,10 @@ def check_trees(method: str, verifier: str | Verifier) -> None:
 
 
 def in_one_line(failure: Exception) -> str:
-    """Return why a method is left out."""
+    """Return the reason why a method cannot be used."""
     if isinstance(failure, OutriderError):
         return str(failure)
-    logger.debug("a method is left out", exc_info=failure)
+    logger.debug("a method cannot be used", exc_info=failure)
     return " ".join(f"{type(failure).__name__}: {failure}".split())[:300]
 
 
@@ -186,19 +186,17 @@ def build_verifiers(speculation: Speculation) -> tuple[Verifier, Verifier]:
 
 
 def warn_of_limits(speculation: Speculation, config: RunnerConfig, runner: ModelRunner, proposer: Proposer) -> None:
-    """Says which numbers that were asked for are more than the models can do: they run with what they can."""
+    """Warn about options that exceed what the models support, and are therefore reduced."""
     if config.max_len is not None and config.max_len > runner.max_len:
-        what = "the model's window and the memory for its cache hold"
-        logger.warning("max_len %d: %s %d tokens, which are used", config.max_len, what, runner.max_len)
+        limit = "limited by the model's context and the memory for its cache"
+        logger.warning("max_len %d is reduced to %d: %s", config.max_len, runner.max_len, limit)
     k = speculation.num_draft_tokens
     if isinstance(k, int) and 0 < proposer.max_drafts < k:  # 0: plain decoding
-        logger.warning(
-            "num_draft_tokens %d: %s drafts at most %d tokens a round, which are used", k, proposer.name, proposer.max_drafts
-        )
+        logger.warning("num_draft_tokens %d is reduced to %d, the maximum of %s", k, proposer.max_drafts, proposer.name)
 
 
 def build_policy(speculation: Speculation, runner: ModelRunner, proposer: Proposer) -> LengthPolicy:
-    """Return a fixed K, or the named policy, which chooses from 0 to the proposer's maximum."""
+    """Return the given policy, a fixed K, or the named policy, which chooses K from 0 to the proposer's maximum."""
     k = speculation.num_draft_tokens
     if not isinstance(k, (int, str)):
         return k
@@ -210,11 +208,11 @@ def build_policy(speculation: Speculation, runner: ModelRunner, proposer: Propos
 
 
 def longest_draft(speculation: Speculation, proposer: Proposer) -> int:
-    """The most drafts that a round asks for: the fixed number, or what ``auto`` may choose."""
+    """Return the largest K that a round may request: the fixed number, or the maximum for ``auto``."""
     k = speculation.num_draft_tokens
     return min(k if isinstance(k, int) else proposer.auto_drafts, proposer.max_drafts)
 
 
 def uses_grammar_drafts(speculation: Speculation) -> bool:
-    """Return whether tokens that a grammar determines are drafted by the engine: not where K = 0 asks for plain decoding."""
+    """Return whether tokens determined by a grammar are drafted: False for K = 0, which requests plain decoding."""
     return speculation.grammar_drafts and speculation.num_draft_tokens != 0

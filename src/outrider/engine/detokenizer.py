@@ -1,7 +1,4 @@
-"""Incremental detokenization: never emits an incomplete character or text that a stop string removes.
-
-Independent of models, requests and rounds.
-"""
+"""Incremental detokenization: never emits an incomplete character or text that a stop string removes."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ from outrider.runner.tokenizers import BROKEN, byte_table
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CONTEXT_TOKENS = 6  # tokens of the prompt, so that a tokenizer that strips leading spaces keeps them
-MAX_HELD_TOKENS = 16  # held back for an incomplete character; a character has at most 4 byte tokens (a joined emoji more)
+CONTEXT_TOKENS = 6  # prompt tokens decoded before the output: otherwise some tokenizers strip its leading space
+MAX_HELD_TOKENS = 16  # tokens held back for an incomplete character, which has up to 4 byte tokens (a joined emoji more)
 
 
 class Detokenizer(Protocol):
@@ -26,7 +23,7 @@ class Detokenizer(Protocol):
         ...
 
     def flush(self) -> str:
-        """Return the text still held back, as a full decode shows it. Must be the last call."""
+        """Return the text still held back, as a full decode does. Must be the last call."""
         ...
 
 
@@ -46,7 +43,7 @@ class BytesDetokenizer:
 
 
 class WindowDetokenizer:
-    """Any tokenizer: decode a short window twice and emit the difference; hold back while the window ends incomplete."""
+    """Any tokenizer: decode a window with and without new tokens and emit the difference, unless a character is incomplete."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -94,7 +91,7 @@ class DetokenizerFactory:
 
 
 class StopScanner:
-    """Finds stop strings across chunks; releases only text that no stop string can still remove."""
+    """Finds stop strings across chunks. Holds back text that may be the beginning of a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)

@@ -1,7 +1,7 @@
-"""The one loop: admit requests, prefill their prompts, run a round for the others, report what they gained.
+"""The engine loop: admit requests, prefill prompts, run one round for the other requests, emit their output.
 
-The round itself is ``engine/round.py``. Knows the interfaces of the other rooms and the name of no method. A failing proposer
-costs speculation, never text; a failing target is an error for the request that causes it.
+The round itself is ``engine/round.py``. Independent of drafting methods. If the proposer fails, requests continue without
+drafts; if the target fails, the request that causes it ends with an error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A round with everything that was in it. The next step may write over its tensors."""
+    """A round with all its tensors, which are valid until the next step only."""
 
     result: RoundResult
     round: Round
@@ -56,7 +56,8 @@ class Engine:
     ) -> None:
         """``verifiers``: for sampled rounds, and for deterministic rounds.
 
-        ``grammar_drafts``: draft what a request's grammar leaves no choice about, whatever the proposer and the policy do.
+        ``coupled``: key the sampler's noise by seed and position. ``grammar_drafts``: draft the tokens that a request's grammar
+        determines, independently of proposer and policy.
         """
         self.runner = runner
         self.proposer = proposer
@@ -70,7 +71,7 @@ class Engine:
         self._guard = GuardedProposer(
             ClockedProposer(proposer, self._clock), runner.vocab_size, self._ledger.add_faults, runner.takes_trees
         )
-        ahead = proposer.drafts_ahead and not self._hidden  # the target has not computed those of a token that it has not read
+        ahead = proposer.drafts_ahead and not self._hidden  # forced tokens have no hidden states before they are scored
         forced = ForcedDrafts(self._guard, self._make_sampler, drafts_ahead=ahead, max_drafts=runner.max_drafts)
         self._forced = forced if grammar_drafts else None
         self._parts = Parts(self._forced or self._guard, ClockedRunner(runner, self._clock), scheduler, verifiers, self._hidden)
@@ -79,7 +80,7 @@ class Engine:
 
     @property
     def stats(self) -> GenerationStats:
-        """Totals over everything that the engine has done."""
+        """Totals over all requests."""
         return self._ledger.total
 
     @property
@@ -87,14 +88,15 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def check(self, request: Request) -> None:
-        """Raise ``OutriderError`` if the request can never run. Changes nothing: any thread may call it."""
+        """Raise ``OutriderError`` if the request can never run. Thread-safe, because it changes no state."""
         self.scheduler.check(request)
-        self._make_sampler([request])  # refuses token ids outside the vocabulary
+        self._make_sampler([request])  # rejects token ids outside the vocabulary
 
     def add(self, request: Request, fork_of: str | None = None, client: str = "", priority: int = 0) -> None:
-        """Queue a request; ``fork_of`` names one with the same prompt. Raises ``OutriderError`` if it can never run.
+        """Queue a request. Raises ``OutriderError`` if it can never run.
 
-        Clients take turns; a higher ``priority`` goes before all lower ones.
+        ``fork_of``: id of a request with the same prompt, whose cache is copied. Within a priority, the highest first, clients
+        take turns.
         """
         self.check(request)
         self.scheduler.add(request, fork_of, client, priority)
@@ -102,17 +104,15 @@ class Engine:
             self._guard.share(fork_of)
 
     def abort(self, request_id: str) -> str:
-        """End a request at once. Returns the text that was still held back."""
+        """End a request at once. Returns the text that the detokenizer still held back."""
         entry = self.scheduler.remove(request_id)
-        if entry is None:
-            return ""
-        return self._end(entry, "abort")
+        return "" if entry is None else self._end(entry, "abort")
 
     @torch.no_grad()
     def step(self) -> list[Emission]:
-        """Admit waiting requests, prefill a chunk of long prompts, then run one round for every other running request.
+        """Admit waiting requests, prefill a chunk of each long prompt, then run one round for the other running requests.
 
-        An exception leaves every request at its last committed token.
+        After an exception every request can continue from its last committed token.
         """
         failed = self._admit() + self._prefill()
         self._clock.enter("host")
@@ -120,7 +120,7 @@ class Engine:
         try:
             return failed + self._round(batch) if batch.entries else failed
         except BaseException:
-            # The caches may be ahead of the committed tokens: drop them, they are filled again.
+            # The caches may contain tokens that were not committed: drop them and prefill again.
             self._release(batch.context.request_ids)
             for entry in batch.entries:
                 self.scheduler.move(entry, State.PREFILL)
@@ -132,7 +132,7 @@ class Engine:
     # --- rounds -------------------------------------------------------------------------------------------------------------
 
     def _round(self, batch: Batch) -> list[Emission]:
-        """Run one round; where the target fails, one for each request alone, so that only those that cause it fail."""
+        """Run one round. If the target fails, rerun it for each request alone, so that only those at fault end."""
         if self._forced is not None:
             self._forced.look(batch.context)
         lengths = self._lengths(batch)
@@ -151,9 +151,9 @@ class Engine:
         return self._settle(batch, result, asked)
 
     def _lengths(self, batch: Batch) -> list[int]:
-        """Drafts to ask for, of each request: its own K or the policy's.
+        """Return K for each request: its own, or the policy's.
 
-        None for a request whose prompt the round still prefills: drafts would delay its first token.
+        K is 0 for a request whose prompt is prefilled in this round, because drafts would delay its first token.
         """
         lengths = self.policy.next_lengths(batch.context)
         requests = batch.context.requests
@@ -169,7 +169,7 @@ class Engine:
         return lengths
 
     def _isolate(self, batch: Batch, k: int, failure: TargetError) -> list[Emission]:
-        """Finish a round in which the target failed for each request alone. The policy decided on none of these rounds."""
+        """Rerun a failed round for each request alone. The policy does not observe these rounds, whose batch it did not see."""
         lens = failure.proposal.lens.tolist()
         emissions = []
         for b, entry in enumerate(batch.entries):
@@ -184,7 +184,7 @@ class Engine:
         return emissions
 
     def _settle(self, batch: Batch, result: RoundResult, asked: Context | None = None) -> list[Emission]:
-        """Book a round and report what it emitted. ``asked``: the context as the policy decided on it."""
+        """Record a round and return its emissions. ``asked``: the context with the requested K, None if no policy chose it."""
         self._guard.keep_hidden(result)
         ended = [entry.request.request_id for entry in batch.entries if entry.finish_reason is not None]
         if ended:
@@ -217,7 +217,7 @@ class Engine:
     # --- prefill ------------------------------------------------------------------------------------------------------------
 
     def _prefill(self) -> list[Emission]:
-        """Prefill the next chunk of prompts too long for a round, so that those who decode wait little."""
+        """Prefill the next chunk of prompts too long for one pass, so that decoding requests are not delayed."""
         waiting = [entry for entry in self.scheduler.running if entry.state is not State.DECODE]
         if not waiting:
             return []
@@ -225,7 +225,7 @@ class Engine:
         with self._clock.phase("read"):
             try:
                 self._prefill_chunk(waiting)
-            except Exception:  # of one request, perhaps: each alone shows which
+            except Exception:  # retry each request alone to find the ones at fault
                 for entry in waiting:
                     try:
                         self._prefill_chunk([entry])
@@ -240,7 +240,7 @@ class Engine:
             self.scheduler.move(entry, State.FIRST_ROUND if is_prefilled else State.PREFILL)
 
     def _prefill_drafts(self, context: Context) -> Context:
-        """Prefill the proposer's part of new prompts. Returns the context without drafts for requests that must wait."""
+        """Prefill new prompts with the proposer. Returns the context with limit 0 for requests that it cannot draft for yet."""
         drafting = [request for request, limit in zip(context.requests, context.limits, strict=True) if limit > 0]
         if not drafting:
             return context
@@ -251,10 +251,10 @@ class Engine:
         pairs = zip(context.request_ids, context.limits, strict=True)
         return context.limited([limit if request_id in able else 0 for request_id, limit in pairs])
 
-    # --- request lifecycle -- -----------------------------------------------------------------------------------------------
+    # --- request lifecycle --------------------------------------------------------------------------------------------------
 
     def _admit(self) -> list[Emission]:
-        """Admit waiting requests. Returns the ends of those whose cache could not be copied."""
+        """Admit waiting requests. Returns error emissions for those whose cache could not be copied."""
         failed = []
         for entry in self.scheduler.admit(self._fits):
             try:
@@ -264,7 +264,7 @@ class Engine:
         return failed
 
     def _fork(self, entry: Entry) -> None:
-        """Start a request whose prompt is cached already from a copy."""
+        """If the prompt is already cached for another request, copy that cache."""
         request = entry.request
         if entry.fork_of is not None and self._guard.fork(entry.fork_of, request):
             # The last prompt token is scored again, for this sample's first token.
@@ -274,13 +274,13 @@ class Engine:
     def _fits(self, entry: Entry) -> bool:
         try:
             return self.runner.admit(entry.request.request_id, self.scheduler.slots(entry.request))
-        except Exception as error:  # it would block the queue for ever: its prefill will show what memory there is
+        except Exception as error:  # admit it: waiting would block the queue forever, and prefill fails if memory is missing
             logger.warning("cannot reserve memory for request %s: %s", entry.request.request_id, error)
             return True
 
     def _retire(self, request_ids: Sequence[str]) -> None:
         """Drop the caches of requests that finished, or keep them for requests with the same prefix."""
-        if self._hidden:  # they are not cached, and the proposer needs those of every token
+        if self._hidden:  # the cache does not hold hidden states, and the proposer needs those of every token
             self.runner.release(request_ids)
         else:
             self.runner.retire(request_ids)
@@ -292,7 +292,7 @@ class Engine:
         self._guard.release(request_ids)
 
     def _end(self, entry: Entry, reason: str) -> str:
-        """End a request outside of a round. What is cached of one that failed serves no other."""
+        """End a request outside of a round. Returns its remaining text. The cache of a failed request is not reused."""
         text, request_id = self.scheduler.finish(entry, reason), entry.request.request_id
         if reason == "error":
             self._release([request_id])
@@ -303,11 +303,11 @@ class Engine:
         return text
 
     def fail_running(self, error: BaseException) -> list[Emission]:
-        """End every running request with an error, after a step that raised one."""
+        """End every running request with an error, after ``step`` raised an exception."""
         return [self._fail(entry, error) for entry in list(self.scheduler.running)]
 
     def _fail(self, entry: Entry, error: BaseException | None) -> Emission:
-        """End one request with an error; what it has generated stays."""
+        """End one request with an error. Output emitted before stays valid."""
         logger.debug("request %s failed", entry.request.request_id, exc_info=error)
         stats = self._ledger.of(entry.request.request_id)
         text = self._end(entry, "error")
@@ -315,7 +315,7 @@ class Engine:
 
 
 def lost(request_id: str, error: BaseException) -> Emission:
-    """Error emission for a request that the engine does not know: it was refused, or the engine lost it."""
+    """Error emission for a request that the engine does not know, because it was rejected or the engine stopped."""
     return Emission(request_id, [], [], "", None, "error", _message(error), GenerationStats())
 
 

@@ -1,4 +1,4 @@
-"""Keep hidden states of the target from the round that computed them until the proposer that needs them drafts again."""
+"""Store hidden states of the target between the round that computed them and the next call of the proposer."""
 
 from __future__ import annotations
 
@@ -13,46 +13,43 @@ from outrider.types import Context, Request
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """The tokens of one request that a round read: committed ones, the root, and drafts of which ``path`` was accepted."""
+    """Hidden states of one request in one round: T committed tokens, the root, and drafts, of which ``path`` was accepted."""
 
     hidden: Mapping[int, Tensor]  # index -> [T + 1 + num_drafts, H]
     num_drafts: int
     path: list[int]
 
     def kept(self, index: int) -> Tensor:
-        """[T + 1 + len(path), H]: of the committed tokens."""
+        """Return those of the tokens that are committed after the round: [T + 1 + len(path), H]."""
         states, path = self.hidden[index], self.path
-        read = len(states) - self.num_drafts
-        if path == list(range(len(path))):
-            return states[: read + len(path)]
-        return torch.cat((states[:read], states[read:][path]))  # a tree's
+        num_read = len(states) - self.num_drafts
+        if path == list(range(len(path))):  # a chain, or the leading nodes of a tree
+            return states[: num_read + len(path)]
+        return torch.cat((states[:num_read], states[num_read:][path]))
 
 
 class FeatureStore:
-    """Hidden states of each request's committed tokens, from the first on, that the proposer has not seen yet.
-
-    Slices are taken lazily, when the proposer drafts.
-    """
+    """Hidden states of each request's committed tokens that the proposer has not seen yet. Slices are taken lazily."""
 
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = tuple(layers)
         self._unseen: dict[str, list[_Round]] = {}
-        self._prompts: dict[str, _Round | None] = {}  # of requests that others are forked from; None until it is prefilled
+        self._prompts: dict[str, _Round | None] = {}  # of requests that others are forked from; None until prefilled
 
     def keep(self, request: Request, num_before: int, hidden: Mapping[int, Tensor], num_drafts: int, path: list[int]) -> None:
-        """Keep what a round read of a request that had ``num_before`` tokens, and which of its drafts were accepted.
+        """Store a round's hidden states of a request that had ``num_before`` tokens; ``path``: its accepted drafts.
 
-        ``hidden``: index -> [T + 1 + num_drafts, H], of the committed tokens that it had to read, the root and the drafts.
+        ``hidden``: index -> [T + 1 + num_drafts, H], of the uncached committed tokens, the root and the drafts.
         """
         self._unseen.setdefault(request.request_id, []).append(_Round(hidden, num_drafts, path))
         if request.request_id in self._prompts:
-            read = len(hidden[self.layers[0]]) - num_drafts
-            if read == num_before:  # from the first token
+            num_read = len(hidden[self.layers[0]]) - num_drafts
+            if num_read == num_before:  # the pass started at the first token
                 prompt = {index: states[: request.num_prompt_tokens - 1] for index, states in hidden.items()}
                 self._prompts[request.request_id] = _Round(prompt, 0, [])
 
     def attach(self, context: Context) -> Context:
-        """The context with everything unseen; it is kept until ``seen``, so that a failed round loses nothing."""
+        """Return the context with all unseen hidden states. They are kept until ``seen``, in case the proposer fails."""
         hidden = {}
         for layer in self.layers:
             rounds = [self._unseen.get(request_id, ()) for request_id in context.request_ids]
@@ -61,7 +58,7 @@ class FeatureStore:
         return replace(context, hidden=hidden)
 
     def seen(self, request_ids: Sequence[str]) -> None:
-        """Drop what the proposer has seen."""
+        """Drop hidden states that the proposer has processed."""
         for request_id in request_ids:
             self._unseen.pop(request_id, None)
 
@@ -70,7 +67,7 @@ class FeatureStore:
         self._prompts.setdefault(request_id, None)
 
     def fork(self, source_id: str, new_id: str) -> bool:
-        """Give a new request the hidden states of all but the last token of the prompt. False where they are missing."""
+        """Give a new request the hidden states of the shared prompt except its last token. False if they are missing."""
         prompt = self._prompts.get(source_id)
         if prompt is None:
             return not self.layers
@@ -78,7 +75,7 @@ class FeatureStore:
         return True
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Forget requests that ended, or that will be prefilled again."""
+        """Drop requests that ended or will be prefilled again."""
         self.seen(request_ids)
         for request_id in request_ids:
             self._prompts.pop(request_id, None)

@@ -28,7 +28,7 @@ logger = getLogger(__name__)
 
 PAIRS = Path(__file__).with_name("drafters.toml")
 LARGEST, SMALLEST = 1 / 5, 1 / 200  # draft weights / target weights, unless the folder's name says that it is a draft
-OWN, BESIDE, INSIDE = "in the target's checkpoint", "found next to the target", "found in the target's folder"
+OWN, NEXT_TO, INSIDE = "in the target's checkpoint", "found next to the target", "found in the target's folder"
 KNOWN, FAMILY = "known for the target", "the smallest of the target's family in the download cache"
 
 
@@ -50,7 +50,7 @@ class Candidate:
 
     @property
     def line(self) -> str:
-        """Description, such as "draft model Qwen/Qwen3-0.6B, 1.5 GB, known for the target"."""
+        """Return a description, such as "draft model Qwen/Qwen3-0.6B, 1.5 GB, known for the target"."""
         named = f"{self.what} {self.name}".strip() or "a head"
         return ", ".join([named, *([size(self.num_bytes)] if self.num_bytes else []), self.where])
 
@@ -66,12 +66,12 @@ class Choice:
 
     @property
     def why(self) -> str:
-        """The choice and its reason, in one line."""
+        """Return the choice and its reason, in one line."""
         return f"drafts with {self.what}"
 
     @property
     def text(self) -> str:
-        """The method as an option value, with the draft that was found. Raises ``OutriderError`` for a path with a colon."""
+        """Return the value of ``--method`` that names the found draft. Raises ``OutriderError`` for a path with a colon."""
         if not self.is_found or self.draft is None:
             return self.method
         if ":" in str(self.draft):
@@ -117,9 +117,9 @@ def candidates(target: TargetFiles, download: bool = False) -> Iterator[Candidat
     own = _examined(target, target.folder, OWN, lambda spec: spec.comes_with_target)
     if own is not None:
         yield replace(own, name="", source=None, num_bytes=0)
-    beside = list(_beside(target))
+    nearby = list(_nearby(target))
     # By precedence; of two EAGLE heads, the one with its method's default name comes first.
-    yield from sorted(beside, key=lambda each: (-each.precedence, each.source.name not in _own_names(), each.name))  # type: ignore[union-attr]
+    yield from sorted(nearby, key=lambda each: (-each.precedence, each.source.name not in _own_names(), each.name))  # type: ignore[union-attr]
     known = known_drafters(target)
     for hub_id in known:
         yield _known(target, hub_id, download)
@@ -167,13 +167,13 @@ def on_this_machine(source: str | Path) -> Path | None:
 # --- places -----------------------------------------------------------------------------------------------------------------
 
 
-def _beside(target: TargetFiles) -> Iterator[Candidate]:
+def _nearby(target: TargetFiles) -> Iterator[Candidate]:
     """Yield drafts in the target's folder, and neighbouring folders named after the target or a method."""
     folder = target.folder.absolute()
     inside = [*_folders(folder), *loose_files(folder)]
     prefixes = tuple(f"{folder.name}{mark}" for mark in "-_.")
     outside = [each for each in _folders(folder.parent) if each.name.startswith(prefixes) or _says_it_drafts(each)]
-    for source, where in [*((each, INSIDE) for each in inside), *((each, BESIDE) for each in outside if each != folder)]:
+    for source, where in [*((each, INSIDE) for each in inside), *((each, NEXT_TO) for each in outside if each != folder)]:
         found = _examined(target, source, where)
         if found is not None:
             yield _sized(found, 1.0 if _says_it_drafts(source) else LARGEST)
@@ -183,8 +183,7 @@ def _known(target: TargetFiles, hub_id: str, download: bool) -> Candidate:
     """Return a listed drafter; download it if ``download`` is set."""
     folder = on_this_machine(hub_id)
     if folder is None and not download:
-        said = "it is not on this machine; --download-draft fetches it"
-        return Candidate(hub_id, KNOWN, misfit=said, is_absent=True)
+        return Candidate(hub_id, KNOWN, misfit="it is not on this machine; --download-draft fetches it", is_absent=True)
     where = f"{KNOWN}, in the download cache"
     try:
         found = _examined(target, folder or find_folder(hub_id), where)
@@ -204,11 +203,11 @@ def _family(target: TargetFiles, others: set[str]) -> Iterator[Candidate]:
         each = _examined(target, folder, FAMILY, lambda spec: spec.drafts_with is models)
         if each is not None and not each.is_foreign:
             found.append(_sized(replace(each, name=hub_id), LARGEST, SMALLEST))
-    alike = SequenceMatcher(b=target.name)
+    similarity = SequenceMatcher(b=target.name)
 
     def order(each: Candidate) -> tuple[bool, float, float]:
-        alike.set_seq1(each.name)
-        return bool(each.misfit), each.share or 0.0, -alike.ratio()
+        similarity.set_seq1(each.name)
+        return bool(each.misfit), each.share or 0.0, -similarity.ratio()
 
     yield from sorted(found, key=order)
 

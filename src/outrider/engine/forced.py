@@ -6,7 +6,8 @@ not always a forced token: where the masks allow several tokenizations of the te
 
 ``ForcedDrafts`` stands between the round and the guarded proposer. Forced tokens come before the proposer's drafts, which it
 makes as if they were committed, and after a chain of drafts. A proposer that cannot draft after tokens that the target has not
-read does not draft in a round that begins with some. Its own drafts that are forced are marked too, so that nobody counts them as accepted. The proposer receives the verdict on its own drafts only.
+read does not draft in a round that begins with forced ones. Its own drafts that are forced are marked too, so that they do not
+count as accepted. The proposer receives the verdict on its own drafts only.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Contain the failures of a proposer: whatever it does wrong costs drafts of the requests concerned, never their text.
+"""Contain failures of a proposer: the requests concerned continue without drafts, and their output is unaffected.
 
-``GuardedProposer`` has the interface of a proposer and stands between it and the round. Knows no method.
+``GuardedProposer`` has the interface of a proposer and is called by the round in its place. Independent of methods.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,44 +22,44 @@ from outrider.types import Context, Proposal, Request, Verdict
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE = 64  # rounds without drafts after a request's first fault; each further fault doubles it
+FIRST_PAUSE = 64  # rounds without drafts after a request's first fault; doubled by each further fault
 MAX_DOUBLINGS = 6
 
 
 @dataclass(slots=True)
 class _Drafting:
-    """How far the proposer is with one request."""
+    """The proposer's state for one request."""
 
-    fork_of: str | None = None  # the request whose prompt is the same
+    fork_of: str | None = None  # id of a request with the same prompt
     is_prefilled: bool = False
     num_faults: int = 0
-    paused_until: int = 0  # the last round without drafts
+    paused_until: int = 0  # first round in which drafting is tried again
 
 
 class GuardedProposer:
-    """Ask a proposer for the requests that it has not failed for, validate what it returns and contain what it raises."""
+    """Calls a proposer for requests that are not paused, validates its proposals and catches its exceptions."""
 
     def __init__(
         self, proposer: Proposer, vocab_size: int, report: Callable[[Sequence[str]], None], takes_trees: bool = True
     ) -> None:
         """``report`` is called with the ids of requests for which the proposer failed.
 
-        ``takes_trees``: whether the target scores trees. Where it does not, the first path of each tree is all that is drafted.
+        ``takes_trees``: whether the target scores trees. If not, each tree is reduced to its first path.
         """
         self._proposer, self._vocab_size, self._report = proposer, vocab_size, report
         self._takes_trees = takes_trees
-        self._nodes: dict[str, Tensor] = {}  # request -> [D]: where the drafts of a first path stand in the proposer's tree
+        self._nodes: dict[str, Tensor] = {}  # request -> [D]: indices of its first path in the proposer's tree
         self._features = FeatureStore(proposer.needs_hidden)
-        self._requests: dict[str, _Drafting] = {}
+        self._requests: defaultdict[str, _Drafting] = defaultdict(_Drafting)
         self._drafted: set[str] = set()  # requests of this round that the proposer drafted for
         self._round = 0
         self._empty = Proposal.empty(1)
 
     def prefill(self, requests: Sequence[Request]) -> list[bool]:
         """Prefill the next chunk of prompts that are new to the proposer. Return which requests can be drafted for."""
-        able = [self._is_able(self._of(request)) for request in requests]
+        able = [self._is_able(self._drafting(request)) for request in requests]
         known = [request for request, is_able in zip(requests, able, strict=True) if is_able]
-        fresh = [request for request in known if not self._of(request).is_prefilled]
+        fresh = [request for request in known if not self._drafting(request).is_prefilled]
         if not fresh:
             return able
         try:
@@ -66,10 +67,10 @@ class GuardedProposer:
         except Exception as error:
             self._blame(known, error)
             return [False] * len(requests)
-        return [is_able and self._of(request).is_prefilled for request, is_able in zip(requests, able, strict=True)]
+        return [is_able and self._drafting(request).is_prefilled for request, is_able in zip(requests, able, strict=True)]
 
     def propose(self, context: Context, k: int) -> Proposal:
-        """At most k drafts for each request with a limit above 0, none for the others."""
+        """Return at most k drafts for each request with a limit above 0, none for the others."""
         self._round += 1
         self._drafted, self._nodes = set(), {}
         batch = len(context.requests)
@@ -94,9 +95,7 @@ class GuardedProposer:
         return checked.proposal if len(rows) == batch else checked.proposal.scatter(rows, batch)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
-        """Tell the proposer the verdict on the requests that it drafted for this round."""
-        if not self._drafted:
-            return
+        """Pass the verdict to the proposer for the requests that it drafted for in this round."""
         rows = [b for b, request in enumerate(context.requests) if request.request_id in self._drafted]
         if not rows:
             return
@@ -110,11 +109,11 @@ class GuardedProposer:
             self._fail(context.requests, f"{type(error).__name__}: {error}")
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Forget requests."""
+        """Drop the state of requests."""
         self._forget(request_ids, self._proposer.release)
 
     def retire(self, request_ids: Sequence[str]) -> None:
-        """Forget requests that finished; the proposer may keep their text cached for others."""
+        """Drop the state of finished requests; the proposer may keep their cache for requests with the same prefix."""
         self._forget(request_ids, self._proposer.retire)
 
     # --- samples of one prompt, hidden states ------------------------------------------------------------------------------
@@ -125,40 +124,37 @@ class GuardedProposer:
             self._features.share(request_id)
 
     def fork(self, source_id: str, request: Request) -> bool:
-        """Whether a request can start from the cached prompt of another: the hidden states that are needed are there."""
-        self._of(request).fork_of = source_id
+        """Return whether a request can start from another's cached prompt: the hidden states that it needs are available."""
+        self._drafting(request).fork_of = source_id
         return self._features.fork(source_id, request.request_id)
 
     def keep_hidden(self, result: RoundResult) -> None:
-        """Keep the hidden states of the tokens that a round committed, until the proposer sees them."""
+        """Keep the hidden states of the tokens that a round committed, until the proposer is called."""
         if not self._features.layers:
             return
         lens = result.proposal.lens.tolist()
         for b, request in enumerate(result.context.requests):
-            if not self._of(request).num_faults:
+            if not self._drafting(request).num_faults:
                 hidden = {layer: states[b] for layer, states in result.scores.hidden.items()}
                 num_before = len(request.token_ids) - len(result.token_ids[b])
                 self._features.keep(request, num_before, hidden, lens[b], result.paths[b])
 
     # --- inside --------------------------------------------------------------------------------------------------------------
 
-    def _of(self, request: Request) -> _Drafting:
-        found = self._requests.get(request.request_id)
-        if found is None:
-            found = self._requests[request.request_id] = _Drafting()
-        return found
+    def _drafting(self, request: Request) -> _Drafting:
+        return self._requests[request.request_id]
 
     def _is_able(self, drafting: _Drafting) -> bool:
-        # Hidden states of the committed tokens are gone after a fault: a proposer that needs them gets no second chance.
+        # After a fault the hidden states of committed tokens are lost: a proposer that needs them is not called again.
         return self._round >= drafting.paused_until and not (drafting.num_faults and self._features.layers)
 
     def _prefill(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            source = self._of(request).fork_of
+            source = self._drafting(request).fork_of
             if source is not None and source in self._requests and self._requests[source].is_prefilled:
                 self._proposer.fork(source, request)
         for request, is_prefilled in zip(requests, self._proposer.prefill(requests), strict=True):
-            self._of(request).is_prefilled = is_prefilled
+            self._drafting(request).is_prefilled = is_prefilled
 
     def _none(self, batch: int) -> Proposal:
         if self._empty.lens.shape[0] != batch:
@@ -166,9 +162,9 @@ class GuardedProposer:
         return self._empty
 
     def _blame(self, requests: Sequence[Request], error: Exception) -> None:
-        """Pause the requests that caused an error: those that it names, else all.
+        """Pause the requests that caused an error: those that it names, otherwise all.
 
-        The others go without drafts for this round alone: the hidden states of this round have been read.
+        The other requests have no drafts in this round only. The proposer has already read the hidden states of all.
         """
         named = error.request_ids if isinstance(error, InvalidLogits) else ()
         self._features.seen([request.request_id for request in requests])
@@ -176,15 +172,15 @@ class GuardedProposer:
         self._fail(at_fault, f"{type(error).__name__}: {error}")
 
     def _fail(self, requests: Sequence[Request], reason: str) -> None:
-        """Pause drafting for requests: they go on plain, with nothing lost."""
+        """Pause drafting for requests and drop the proposer's state for them."""
         ids = [request.request_id for request in requests]
         for request in requests:
-            drafting = self._of(request)
+            drafting = self._drafting(request)
             drafting.is_prefilled = False
             drafting.paused_until = self._round - 1 + (FIRST_PAUSE << min(drafting.num_faults, MAX_DOUBLINGS))
             drafting.num_faults += 1
         self._report(ids)
-        logger.warning("the proposer %r failed, %s go on without drafts: %s", self._proposer.name, ", ".join(ids), reason)
+        logger.warning("proposer %r failed; no drafts for requests %s: %s", self._proposer.name, ", ".join(ids), reason)
         self._drop(ids, self._proposer.release)
 
     def _forget(self, request_ids: Sequence[str], release: Callable[[Sequence[str]], None]) -> None:
@@ -194,15 +190,15 @@ class GuardedProposer:
         self._drop(request_ids, release)
 
     def _drop(self, request_ids: Sequence[str], release: Callable[[Sequence[str]], None]) -> None:
-        """Drop what is cached of requests."""
+        """Drop hidden states and the proposer's cache of requests."""
         self._features.release(request_ids)
         try:
             release(request_ids)
         except Exception as error:
-            logger.warning("the proposer %r failed to release a request: %s", self._proposer.name, error)
+            logger.warning("proposer %r failed to release a request: %s", self._proposer.name, error)
 
 
 def _in_tree(verdict: Verdict, nodes: Tensor) -> Verdict:
-    """The verdict with the nodes [B, D] of the proposer's tree in place of the drafts of its first path."""
+    """Map the verdict on first paths to indices in the proposer's trees. ``nodes`` [B, D]: indices of each first path."""
     path = torch.where(verdict.path >= 0, nodes.gather(1, verdict.path.clamp(min=0)), -1) if nodes.shape[1] else verdict.path
     return replace(verdict, path=path)

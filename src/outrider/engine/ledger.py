@@ -1,11 +1,12 @@
-"""Account for rounds: statistics of each request and in total, origins of tokens, and the prices of target passes.
+"""Record rounds: statistics per request and in total, origins of tokens, and the costs of target passes.
 
-Everything is derived from the ``RoundResult`` and the seconds of its phases; what the policy learns from is the ``Round`` that
-comes out. Names are those of docs/glossary.md.
+The input is a ``RoundResult`` and its phase times, the output the ``Round`` from which the draft-length policy learns. Terms
+are defined in docs/glossary.md.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from outrider.engine.round import RoundResult
@@ -13,28 +14,25 @@ from outrider.engine.stats import GenerationStats
 from outrider.runner.cost_book import CostBook
 from outrider.types import PhaseTimes, Proposal, Round
 
-NUM_COLD = 3  # rounds without drafts that are slower after a model drafted: it took the target's place in the CPU's caches
+NUM_COLD = 3  # plain rounds after model drafting that are slower: the draft model evicted the target from the CPU caches
 
 
 class Ledger:
-    """The books of one engine."""
+    """Statistics of one engine."""
 
     def __init__(self, costs: CostBook, drafts_with_model: bool) -> None:
-        """``costs`` learns from every decoding round; ``drafts_with_model``: whether the proposer runs a model."""
+        """``costs`` records every decoding round; ``drafts_with_model``: whether the proposer runs a model."""
         self.total = GenerationStats()
         self._costs, self._drafts_with_model = costs, drafts_with_model
-        self._requests: dict[str, GenerationStats] = {}
-        self._num_cold = 0  # rounds without drafts that are still slower
+        self._requests: defaultdict[str, GenerationStats] = defaultdict(GenerationStats)
+        self._num_cold = 0  # next plain rounds that still count as cold
 
     def of(self, request_id: str) -> GenerationStats:
-        """The statistics of a request, live until it ends."""
-        stats = self._requests.get(request_id)
-        if stats is None:
-            stats = self._requests[request_id] = GenerationStats()
-        return stats
+        """Return the statistics of a request, updated until it ends."""
+        return self._requests[request_id]
 
     def close(self, request_ids: Sequence[str]) -> None:
-        """Forget requests that ended; the totals keep what they did."""
+        """Drop requests that ended; they stay included in the totals."""
         for request_id in request_ids:
             self._requests.pop(request_id, None)
 
@@ -45,11 +43,11 @@ class Ledger:
             self.of(request_id).faults += 1
 
     def record(self, result: RoundResult, times: PhaseTimes, is_prefill: bool) -> tuple[Round, list[list[str]]]:
-        """Book a round. Return it in numbers, and the origin of each emitted token of each request.
+        """Record a round. Return its counts and times, and the origin of each emitted token of each request.
 
-        Origins are "accepted", "corrected" (after a rejection), "bonus" (after all drafts were accepted), "plain" in a round
-        without drafts, or "grammar" for drafts that a grammar left no choice about, which no other count includes.
-        ``is_prefill``: the pass also read prompts, so its seconds are no price of decoding.
+        Origins are "accepted", "corrected" (after a rejection), "bonus" (after all drafts were accepted), "plain" (without
+        drafts), or "grammar" (a draft determined by a grammar, which the acceptance counts exclude). ``is_prefill``: the pass
+        also prefilled prompts, so its time is not the cost of a decoding pass.
         """
         proposal, lens = result.proposal, result.proposal.lens.tolist()
         is_forced = [[False] * n for n in lens] if proposal.forced is None else proposal.forced.tolist()
@@ -72,11 +70,11 @@ class Ledger:
         depths = path_depths(proposal, is_forced)
         reaches = None if proposal.own is None else path_depths(proposal, (~proposal.own).tolist())
         round_ = Round(result.k, lens, depths, accepted, times, result.scores.first_layer, is_cold, judged, forced, reaches)
-        self._clock(result, round_, is_prefill)
+        self._record_times(result, round_, is_prefill)
         return round_, origins
 
-    def _clock(self, result: RoundResult, round_: Round, is_prefill: bool) -> None:
-        """Book seconds: to the prices of passes, to each request and to the total."""
+    def _record_times(self, result: RoundResult, round_: Round, is_prefill: bool) -> None:
+        """Add a round's times to the costs of passes, to each request and to the total."""
         requests, times = result.context.requests, round_.times
         cache_len = max([len(request.token_ids) for request in requests])
         is_greedy = all([request.params.is_greedy for request in requests])
@@ -94,7 +92,7 @@ class Ledger:
 
 
 def path_depths(proposal: Proposal, is_skipped: Sequence[Sequence[bool]]) -> list[int]:
-    """Return the most drafts on a path of each request, without those that are skipped [B][N]."""
+    """Return the length of the longest path of each request's drafts, where drafts of ``is_skipped`` [B][N] do not count."""
     lens = proposal.lens.tolist()
     if proposal.parents is None:
         return [length - sum(skipped[:length]) for length, skipped in zip(lens, is_skipped, strict=True)]
@@ -108,7 +106,7 @@ def path_depths(proposal: Proposal, is_skipped: Sequence[Sequence[bool]]) -> lis
 
 
 def _last_origin(proposal: Proposal, b: int, num_drafts: int, path: list[int]) -> str:
-    """Where the token after the accepted path comes from, in a round with drafts."""
+    """Return the origin of the token after the accepted path, for a request with drafts."""
     if proposal.parents is None:
         is_leaf = len(path) == num_drafts
     else:

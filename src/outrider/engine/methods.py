@@ -27,20 +27,20 @@ ALL = "all"
 
 
 def auto_choice(target: object, draft: object, drafts: Mapping[str, object], download: bool = False) -> Choice:
-    """What method ``auto`` means for a target that is not loaded, logged in one line."""
+    """Return and log the choice of method ``auto`` for a target that is not loaded."""
     choice = next(choices(target_files(target), draft, drafts, download))
     logger.info("method auto: %s", choice.what)
     return choice
 
 
 def methods_in(text: str, auto: Callable[[], Choice]) -> list[str]:
-    """The methods of a list separated by commas, each once and written as for one method; ``auto`` is the one it means."""
+    """Split a comma-separated list of methods, without duplicates; ``auto`` is replaced by the method that it chooses."""
     named = (auto().text if method == AUTO else method for method in split_methods(text))
     return list(dict.fromkeys(named))
 
 
 def chosen_methods(names: Sequence[str]) -> list[str]:
-    """Expand method names; ``"all"`` adds every method not named. Raises ``OutriderError`` for an unknown one."""
+    """Expand method names; ``"all"`` adds every other method. Raises ``OutriderError`` for an unknown name."""
     named = [name for name in dict.fromkeys(names) if name != ALL]
     for name in named:
         if not getattr(PROPOSERS.get(split_method(name)[0]), "max_drafts", 1):

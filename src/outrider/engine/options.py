@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     ModelSource = str | Path | PreTrainedModel
     TokenizerSource = str | Path | PreTrainedTokenizerBase
 
-is_tokenizer = has_methods("encode", "decode", "convert_ids_to_tokens")  # what is used; not a bare tokenizers.Tokenizer
+is_tokenizer = has_methods("encode", "decode", "convert_ids_to_tokens")  # the methods in use, which tokenizers.Tokenizer lacks
 
 
 @dataclass(frozen=True)
 class DraftLength:
-    """A number of drafts from 0 on, or "auto"; text of a number too, since flags and plans are written as text."""
+    """A number of drafts, at least 0, or "auto". Accepts numbers as text, because flags and plans are text."""
 
     expected: str = "a whole number, at least 0, or auto"
     flag_type: Any = str

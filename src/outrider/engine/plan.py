@@ -38,7 +38,7 @@ class Plan:
     @classmethod
     def read(cls, file: Path) -> Plan:
         """Read a plan. Raises ``OutriderError`` for an unreadable file, an unknown key or an invalid value."""
-        if file.is_char_device() or file.is_block_device():  # /dev/null would be a plan of nothing but defaults
+        if file.is_char_device() or file.is_block_device():  # /dev/null would read as an empty plan
             raise OutriderError(f"{file} is a device: give a plan file")
         try:
             values = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -62,17 +62,17 @@ class Plan:
     def text(self, notes: Sequence[str] = ()) -> str:
         """Return the text that ``write`` writes."""
         lines = [f"{key} = {_toml(self.values[key])}  # {option.help}" for key, option in KEYS.items() if key in self.values]
-        said = "".join(f"# {line}\n" for note in notes for line in note.splitlines())
-        return HEAD + said + "\n" + "\n".join(lines) + "\n"
+        comments = "".join(f"# {line}\n" for note in notes for line in note.splitlines())
+        return HEAD + comments + "\n" + "\n".join(lines) + "\n"
 
     def given(self, key: str) -> Any:
         """Return the value of a key or None; folders are resolved relative to the plan."""
         value = self.values.get(key)
         if value is not None and key in FOLDERS:
-            return self._found(value)
-        return with_drafts(value, self._found) if value is not None and key == "method" else value
+            return self._resolved(value)
+        return with_drafts(value, self._resolved) if value is not None and key == "method" else value
 
-    def _found(self, folder: str) -> str:
+    def _resolved(self, folder: str) -> str:
         return str(self.folder / folder) if (self.folder / folder).is_dir() else folder
 
 

@@ -12,16 +12,16 @@ POLICIES = Registry("draft length", {"auto": "outrider.tune.policy:DraftLengthPo
 
 
 class LengthPolicy(Protocol):
-    """Chooses each request's K every round from the costs and gains of earlier rounds."""
+    """Chooses K for each request in each round."""
 
     def next_lengths(self, context: Context) -> list[int]:
-        """Return the drafts to request in this round, per request; all 0 is plain decoding."""
+        """Return K for each request of this round; 0 for all of them is plain decoding."""
         ...
 
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
-        """Learn from a committed round. The seconds of a prefill are not those of decoding.
+        """Learn from a committed round. With ``is_prefill`` its times include the prefill of prompts.
 
-        Requests with their own K (``num_draft_tokens``) used it.
+        Requests with their own K (``num_draft_tokens``) used that one.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What a user writes as prompts and messages, in the one form that the rest works with."""
+"""Validate and normalise prompts, chat messages and sampling parameters given by the user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Array(Protocol):
     """A numpy array or a tensor."""
 
     def tolist(self) -> Any:
-        """Its numbers as nested lists."""
+        """Return the numbers as nested lists."""
         ...
 
 
@@ -24,32 +24,32 @@ EXPECTED = "text, token ids (a list, 1-d array or 1-d tensor of integers), or a 
 
 
 def as_prompts(given: Any) -> list[Any]:
-    """One prompt or several -> a list of prompts. Raises ``OutriderError`` for anything else."""
+    """Return one or several prompts as a list of prompts. Raises ``OutriderError`` for anything else."""
     if isinstance(given, str):
         return [given]
     try:
         prompts = as_sequence(given)
         is_one = len(prompts) > 0 and isinstance(scalar(prompts[0]), Integral)
     except (TypeError, ValueError, RuntimeError):
-        hint = "; of a tokenizer's output give input_ids" if hasattr(given, "input_ids") else ""
+        hint = "; for a tokenizer's output, pass its input_ids" if hasattr(given, "input_ids") else ""
         raise OutriderError(f"invalid prompt {shown(given)}: expected {EXPECTED}{hint}") from None
     return [prompts] if is_one else list(prompts)
 
 
 def as_token_ids(prompt: Any, vocab_size: int) -> list[int]:
-    """A prompt of token ids as Python integers. Raises ``OutriderError`` for another type and for unknown ids."""
+    """Convert token ids to Python integers. Raises ``OutriderError`` for another type and for ids outside the vocabulary."""
     try:
         token_ids = whole_numbers(prompt)
     except (TypeError, ValueError, RuntimeError):
         raise OutriderError(f"invalid prompt {shown(prompt)}: expected {EXPECTED}") from None
     for index, token in enumerate(token_ids):
         if not 0 <= token < vocab_size:
-            raise OutriderError(f"token id {token} at index {index} of the prompt is outside the vocabulary of {vocab_size}")
+            raise OutriderError(f"invalid token id {token} at index {index} of the prompt: expected 0 to {vocab_size - 1}")
     return token_ids
 
 
 def check_text(prompt: str) -> None:
-    """Raises ``OutriderError`` for text that no tokenizer takes."""
+    """Raise ``OutriderError`` for text that cannot be encoded as UTF-8."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
@@ -57,7 +57,7 @@ def check_text(prompt: str) -> None:
 
 
 def as_messages(given: Any) -> list[dict[str, Any]]:
-    """A conversation as a chat template takes it. Raises ``OutriderError`` for anything but messages with a role."""
+    """Convert messages to plain dicts for a chat template. Raises ``OutriderError`` unless all of them have a role."""
     if isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
         messages = [dict(message) for message in given if isinstance(message, Mapping) and isinstance(message.get("role"), str)]
         if messages and len(messages) == len(given):
@@ -66,7 +66,7 @@ def as_messages(given: Any) -> list[dict[str, Any]]:
 
 
 def as_params(given: Any, count: int) -> list[SamplingParams]:
-    """Sampling parameters of ``count`` prompts. Raises ``OutriderError`` for another type or number of them."""
+    """Return sampling parameters for each of ``count`` prompts. Raises ``OutriderError`` for a wrong type or number."""
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * count
     if not isinstance(given, (list, tuple)) or not all(isinstance(each, SamplingParams) for each in given):

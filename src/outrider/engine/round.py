@@ -1,7 +1,7 @@
-"""One round of speculative decoding: propose, score, judge, verify, commit, emit.
+"""One round of speculative decoding: propose, score, convert logits, verify, commit, emit.
 
-Plain decoding is the round without drafts, batch 1 the batch of one. This is the algorithm alone: guard.py contains a failing
-proposer, clock.py measures seconds, and ledger.py accounts for the ``RoundResult``.
+Plain decoding is a round without drafts. This file is the algorithm only: guard.py handles failures of the proposer, clock.py
+measures times, and ledger.py derives statistics from the ``RoundResult``.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What rounds are made of."""
+    """The parts of an engine that a round uses."""
 
     proposer: Drafter
     runner: Scorer
     scheduler: Scheduler
-    verifiers: tuple[Verifier, Verifier]  # for sampled rounds; for rounds in which the sampler leaves nothing to chance
+    verifiers: tuple[Verifier, Verifier]  # for sampled rounds; for deterministic rounds
     hidden: tuple[int, ...]  # hidden states of the target that the proposer needs
 
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """What one round did: the one record that the ledger, the policy and observers read. Row b belongs to request b."""
+    """Inputs and outputs of one round, read by the ledger, the policy and observers. Row b belongs to request b."""
 
     context: Context
-    k: int  # drafts asked for
+    k: int  # drafts requested from the proposer
     proposal: Proposal
     scores: Scores
     verdict: Verdict
-    paths: list[list[int]]  # accepted drafts, root to leaf
-    token_ids: list[list[int]]  # tokens emitted, cut where the request finished
-    texts: list[str]  # the text that they complete
+    paths: list[list[int]]  # indices of accepted drafts, root to leaf
+    token_ids: list[list[int]]  # emitted tokens, cut where the request finished
+    texts: list[str]  # text completed by these tokens
 
 
 class TargetError(Exception):
-    """The target failed at a round of which nothing was committed. ``proposal`` can be scored again, request by request."""
+    """The target failed, and nothing of the round was committed. ``proposal`` can be scored again, request by request."""
 
     def __init__(self, proposal: Proposal) -> None:
         self.proposal = proposal
@@ -67,7 +67,7 @@ def run_round(batch: Batch, k: int, parts: Parts) -> RoundResult:
 
 
 def finish_round(batch: Batch, k: int, proposal: Proposal, parts: Parts) -> RoundResult:
-    """Run a round from its proposal on. Raises ``TargetError`` where the target fails."""
+    """Run the rest of a round after its proposal. Raises ``TargetError`` if the target fails."""
     context, sampler = batch.context, batch.context.sampler
     sampled, deterministic = parts.verifiers
     verifier = deterministic if sampler.is_deterministic else sampled
@@ -93,8 +93,8 @@ def finish_round(batch: Batch, k: int, proposal: Proposal, parts: Parts) -> Roun
 
 
 def check_handles_trees(verifier: Verifier) -> None:
-    """Raise ``OutriderError`` for a verifier of chains, where the proposer drafts trees."""
+    """Raise ``OutriderError`` if the verifier supports chains only."""
     if not verifier.handles_trees:
         raise OutriderError(
-            f"{type(verifier).__name__} judges chains, but the proposer drafts trees: choose a verifier that handles trees"
+            f"{type(verifier).__name__} supports chains only, but the proposer drafts trees: use a verifier that supports trees"
         )

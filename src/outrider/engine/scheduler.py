@@ -1,7 +1,4 @@
-"""Scheduler: admission, limits of a round, and all finish rules.
-
-Independent of models, methods and probabilities.
-"""
+"""Scheduler: admission of requests, draft limits of a round, and all finish rules. Independent of models and methods."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ from outrider.engine.detokenizer import Detokenizer, DetokenizerFactory, StopSca
 from outrider.engine.queue import FairQueue
 from outrider.types import BatchSampler, Context, OutriderError, Request
 
-PLACES_PER_FREE_ONE = 3  # of a client: alone it holds three quarters of the batch
+MAX_HELD_PER_FREE = 3  # batch places that a client may hold per free place: a single client gets three quarters of the batch
 
 
 class State(Enum):
-    """Where a request is on its way."""
+    """State of a request before it finishes."""
 
     WAITING = auto()  # in the queue
     PREFILL = auto()  # its prompt is prefilled in chunks, outside of rounds
@@ -35,8 +32,8 @@ class Entry:
     stop_ids: frozenset[int]
     detokenizer: Detokenizer | None
     scanner: StopScanner | None  # only with stop strings
-    client: str = ""  # empty: no other client can come
-    fork_of: str | None = None  # request with the same prompt, whose cache is copied
+    client: str = ""  # empty: not limited in favour of other clients
+    fork_of: str | None = None  # id of a request with the same prompt, whose cache is copied
     state: State = State.WAITING
     finish_reason: str | None = None
 
@@ -49,7 +46,7 @@ class Batch:
     context: Context
 
     def take(self, rows: Sequence[int]) -> Batch:
-        """These requests alone, in this order."""
+        """Return the batch of these requests, in this order."""
         return Batch(tuple([self.entries[b] for b in rows]), self.context.take(rows))
 
     @property
@@ -69,7 +66,7 @@ class Scheduler:
         make_detokenizer: DetokenizerFactory | None = None,
         borders: Sequence[int] = (),
     ) -> None:
-        """``borders``: lengths that no text may cross within a round, but only reach."""
+        """``borders``: sequence lengths that a round may reach but not cross."""
         self.max_batch = max_batch
         self.max_len = max_len
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -77,12 +74,12 @@ class Scheduler:
         self.running: list[Entry] = []
         self.waiting: FairQueue[Entry] = FairQueue()
         self._make_detokenizer = make_detokenizer
-        self._entries: tuple[Entry, ...] = ()  # of the last batch, as long as the same requests run
+        self._entries: tuple[Entry, ...] = ()  # of the last batch; reused while the same requests run
         self._requests: tuple[Request, ...] = ()
         self._sampler: BatchSampler | None = None
 
     def check(self, request: Request) -> None:
-        """Raises ``OutriderError`` if the request can never run."""
+        """Raise ``OutriderError`` if the request can never run."""
         self.check_prompt_len(request.num_prompt_tokens)
         if request.params.stop and self._make_detokenizer is None:
             raise OutriderError("stop strings need a tokenizer: pass tokenizer=..., or use stop_token_ids")
@@ -94,7 +91,7 @@ class Scheduler:
         if num_tokens >= self.max_len:
             raise OutriderError(
                 f"the prompt has {num_tokens} tokens, which leaves no room in the context of {self.max_len}: "
-                "shorten the prompt, or raise max_len where it is below the model's own window"
+                "shorten the prompt, or raise max_len if the model supports a longer context"
             )
 
     def add(self, request: Request, fork_of: str | None = None, client: str = "", priority: int = 0) -> Entry:
@@ -115,7 +112,7 @@ class Scheduler:
     def admit(self, fits: Callable[[Entry], bool]) -> list[Entry]:
         """Move waiting requests to free places, in order, until one does not fit.
 
-        A named client holds at most ``PLACES_PER_FREE_ONE`` places for each free one, so that a call with many samples leaves
+        A named client holds at most ``MAX_HELD_PER_FREE`` places per free place, so that a call with many samples leaves
         room for other clients (dynamic thresholds: Choudhury, Hahne 1998).
         """
         admitted: list[Entry] = []
@@ -124,13 +121,13 @@ class Scheduler:
         held = Counter([entry.client for entry in self.running])
         for entry in list(self.waiting):
             num_free = self.max_batch - len(self.running)
-            if num_free and entry.client and held[entry.client] >= PLACES_PER_FREE_ONE * num_free:
-                continue  # what is free is left to clients that hold fewer places
+            if num_free and entry.client and held[entry.client] >= MAX_HELD_PER_FREE * num_free:
+                continue  # keep the free places for clients that hold fewer
             source = self.find(entry.fork_of) if entry.fork_of else None
             if source is not None and source.state is not State.DECODE:
-                continue  # a sample waits until the prompt it shares is cached; others may go first
+                continue  # a sample waits until its prompt is cached; other requests may be admitted before it
             if num_free == 0 or not fits(entry):
-                break  # strictly in order, or a large request might wait for ever
+                break  # strictly in order: otherwise small requests could delay a large one forever
             if source is None:
                 entry.fork_of = None
             self.waiting.serve(entry)
@@ -141,16 +138,16 @@ class Scheduler:
         return admitted
 
     def find(self, request_id: str | None) -> Entry | None:
-        """Return the running request with that id."""
+        """Return the running request with this id, or None."""
         return next((entry for entry in self.running if entry.request.request_id == request_id), None)
 
     def next_batch(self, make_sampler: Callable[[Sequence[Request]], BatchSampler]) -> Batch:
-        """The requests of the next round; one sampler serves as long as they stay the same."""
+        """Return the requests of the next round. The sampler is reused while they are the same."""
         if self._sampler is None:
             self._entries = tuple(entry for entry in self.running if entry.state is not State.PREFILL)
             self._requests = tuple(entry.request for entry in self._entries)
             self._sampler = make_sampler(self._requests)
-        # The round emits one token more than its drafts, hence one draft less than the tokens still wanted.
+        # A round emits one token more than its accepted drafts.
         limits = tuple([entry.max_tokens - entry.request.num_output_tokens - 1 for entry in self._entries])
         for border in self.borders:
             left = [border - len(request.token_ids) for request in self._requests]
@@ -164,11 +161,11 @@ class Scheduler:
         entry.state = state
 
     def slots(self, request: Request) -> int:
-        """The most tokens that a request may have, prompt included."""
+        """Return the maximum length of a request in tokens, prompt included."""
         return min(request.num_prompt_tokens + request.params.max_tokens, self.max_len)
 
     def remove(self, request_id: str) -> Entry | None:
-        """Remove a request, running or waiting."""
+        """Remove and return a running or waiting request; None if there is none with this id."""
         places: tuple[list[Entry] | FairQueue[Entry], ...] = (self.running, self.waiting)
         for entries in places:
             for entry in entries:
@@ -179,7 +176,7 @@ class Scheduler:
         return None
 
     def commit(self, entry: Entry, token_ids: list[int]) -> tuple[list[int], str]:
-        """Append a round's tokens up to where plain decoding would stop. Return them and the text that they complete."""
+        """Append a round's tokens up to the one where plain decoding would stop. Return these and the text they complete."""
         if entry.scanner is None:
             kept, text = self._commit_ids(entry, token_ids)
         else:
@@ -190,7 +187,7 @@ class Scheduler:
         return kept, text
 
     def finish(self, entry: Entry, reason: str) -> str:
-        """Finish a running request with a reason of "stop", "length", "abort" or "error". Return the text still held back."""
+        """Finish a request; ``reason`` is "stop", "length", "abort" or "error". Return the text that was held back."""
         entry.finish_reason = reason
         self.remove(entry.request.request_id)
         scanner = entry.scanner
@@ -203,7 +200,7 @@ class Scheduler:
         return text if scanner.stopped_by is not None else text + scanner.flush()
 
     def _commit_ids(self, entry: Entry, token_ids: list[int]) -> tuple[list[int], str]:
-        """Without stop strings: look at token ids alone and decode the whole round at once."""
+        """Without stop strings: check token ids only and decode the whole round at once."""
         room = entry.max_tokens - entry.request.num_output_tokens
         kept = token_ids if len(token_ids) <= room else token_ids[:room]
         shown = kept
@@ -218,7 +215,7 @@ class Scheduler:
     def _commit_text(self, entry: Entry, scanner: StopScanner, token_ids: list[int]) -> tuple[list[int], str]:
         """With stop strings: decode token by token, so that the output ends at the same token as plain decoding."""
         detokenizer = entry.detokenizer
-        assert detokenizer is not None  # add() refuses stop strings without a tokenizer
+        assert detokenizer is not None  # check() rejects stop strings without a tokenizer
         room = entry.max_tokens - entry.request.num_output_tokens
         text = ""
         for at, token in enumerate(token_ids):

@@ -1,7 +1,4 @@
-"""Statistics per request and in total. Every rate is derived from the acceptance histogram.
-
-The engine supplies counts and seconds. Names are those of docs/glossary.md.
-"""
+"""Statistics per request and in total. Terms are defined in docs/glossary.md."""
 
 from __future__ import annotations
 
@@ -23,28 +20,28 @@ def expected_speedup(alpha: float, k: float, cost_ratio: float) -> float:
 
 @dataclass(slots=True)
 class GenerationStats:
-    """Counts of one request or of an engine. A request's seconds are those of the rounds it was part of."""
+    """Counts and times of one request or of an engine. A request's times are those of the rounds it was part of."""
 
     acceptance_histogram: dict[int, int] = field(default_factory=dict)  # {num_accepted: rounds}
     num_tokens: int = 0  # emitted tokens, after truncation at a stop
-    num_forced: int = 0  # those of them drafted because a grammar left no choice; counted as drafts nowhere else
+    num_forced: int = 0  # emitted tokens that a grammar determined; excluded from all counts of drafts
     num_drafts: int = 0  # drafted tokens
     num_drafted_rounds: int = 0  # rounds with drafts
-    most_drafts: int = 0  # drafted tokens of the round with most
-    num_judged: int = 0  # depths reached: all before them were accepted
+    most_drafts: int = 0  # maximum of drafted tokens in a round
+    num_judged: int = 0  # depths that the verifier reached: all drafts before them were accepted
     num_steps: int = 0  # engine steps: one round for each request of the batch
     num_draft_steps: int = 0  # sum of the longest path of each step
     faults: int = 0  # rounds in which the proposer failed
     times: PhaseTimes = field(default_factory=PhaseTimes)
-    shared_seconds: float = 0.0  # seconds of rounds identical under plain decoding
-    num_replaced: float = 0.0  # plain rounds that the rounds with drafts replaced
-    num_priced: float = 0.0  # those of them with a known cost
-    priced_seconds: float = 0.0  # the predicted seconds of those
-    pass_seconds: float = 0.0  # one plain pass per decoding round, for the cost ratio
-    num_timed_rounds: int = 0
+    shared_seconds: float = 0.0  # seconds that plain decoding would spend too: prefill, and rounds without drafts
+    num_replaced: float = 0.0  # plain rounds replaced by rounds with drafts
+    num_priced: float = 0.0  # replaced plain rounds whose cost was known at the time
+    priced_seconds: float = 0.0  # predicted seconds of these
+    pass_seconds: float = 0.0  # predicted seconds of one plain pass per drafted decoding round, for the cost ratio
+    num_timed_rounds: int = 0  # rounds counted in pass_seconds
 
     def count(self, num_drafts: int, num_judged: int, num_accepted: int, num_emitted: int, num_forced: int = 0) -> None:
-        """Add one request's part of a round. ``num_judged``: accepted drafts, plus one if the next was rejected."""
+        """Add the counts of one request in a round. ``num_judged``: accepted drafts, plus one if the next was rejected."""
         histogram = self.acceptance_histogram
         histogram[num_accepted] = histogram.get(num_accepted, 0) + 1
         self.num_tokens += num_emitted
@@ -55,7 +52,7 @@ class GenerationStats:
         self.num_judged += num_judged
 
     def clock(self, round_: Round, is_prefill: bool, emitted_per_row: float, plain: PlainRound | None) -> None:
-        """Add one round's seconds. ``plain``: seconds of a plain decoding round, None if unknown."""
+        """Add the times of a round. ``plain``: predicted seconds of a plain decoding round, None if unknown."""
         times = round_.times
         self.times.add(times)
         self.num_steps += 1
@@ -92,32 +89,32 @@ class GenerationStats:
 
     @property
     def num_accepted(self) -> int:
-        # Use a copy: a server reads it from another thread.
+        # Iterate over a copy: the server reads statistics from another thread.
         return sum(accepted * rounds for accepted, rounds in tuple(self.acceptance_histogram.items()))
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Return tau = 1 + accepted / rounds, the tokens per target pass by the proposer's drafts alone."""
+        """Return tau = 1 + accepted / rounds: tokens per target pass, without forced tokens of a grammar."""
         return 1 + self.num_accepted / max(self.num_rounds, 1)
 
     @property
     def tokens_per_round(self) -> float:
-        """Return the tokens per target pass: tau, and the forced tokens of a grammar."""
+        """Return the tokens per target pass, including forced tokens of a grammar."""
         return self.mean_acceptance_length + self.num_forced / max(self.num_rounds, 1)
 
     @property
     def acceptance_rate(self) -> float:
-        """Return alpha: accepted drafts over reached depths (in a tree: with any draft). 0 without drafts."""
+        """Return alpha: accepted drafts / depths that the verifier reached. 0 without drafts."""
         return self.num_accepted / self.num_judged if self.num_judged else 0.0
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """Return accepted drafts over drafted tokens. It falls with K, so it is not alpha."""
+        """Return accepted drafts / drafted tokens. Unlike alpha it decreases with K."""
         return self.num_accepted / self.num_drafts if self.num_drafts else 0.0
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Return the share of all rounds in which draft i + 1 was accepted, for each i."""
+        """Return, for each index i, the share of all rounds in which draft i was accepted."""
         longest = max(self.acceptance_histogram, default=0)
         rounds = max(self.num_rounds, 1)
         return [
@@ -126,14 +123,14 @@ class GenerationStats:
 
     @property
     def cost_ratio(self) -> float | None:
-        """Return c: seconds of a draft step over seconds of a plain target pass. None if either was not measured."""
+        """Return c: seconds of a draft step / seconds of a plain target pass. None if either was not measured."""
         if not self.num_draft_steps or not self.num_timed_rounds:
             return None
         return (self.times.draft / self.num_draft_steps) / (self.pass_seconds / self.num_timed_rounds)
 
     @property
     def expected_speedup(self) -> float | None:
-        """Return the formula's speedup at the measured alpha, c and mean K; compare with ``tok_s / plain_tok_s``."""
+        """Return the speedup by the formula at the measured alpha, c and mean K; compare with ``tok_s / plain_tok_s``."""
         ratio = self.cost_ratio
         if ratio is None:
             return None
@@ -146,7 +143,7 @@ class GenerationStats:
 
     @property
     def plain_tok_s(self) -> float | None:
-        """Return the predicted speed of plain decoding on the same tokens, prefill included. None if unknown."""
+        """Return the predicted tokens per second of plain decoding, prefill included. None if unknown."""
         seconds = self.plain_seconds
         return self.num_tokens / seconds if seconds else None
 

@@ -1,6 +1,6 @@
-"""Check what a proposer returns before the target scores it: a wrong row loses its drafts, never its request.
+"""Validate proposals before the target scores them: the drafts of an invalid row are dropped, and its request continues.
 
-Knows the contract of ``outrider.types.Proposal`` and no method.
+The contract is that of ``outrider.types.Proposal``.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ PROBS_TOLERANCE = 1e-2  # a float32 softmax over 250k entries sums to 1 well wit
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A proposal that is safe to score, its ids and lens as lists, and the rows that were at fault."""
+    """A valid proposal, its ids and lens as lists, and the rows that were invalid."""
 
     proposal: Proposal
     token_ids: list[list[int]]
     lens: list[int]
-    faults: dict[int, str] = field(default_factory=dict)  # row -> what was wrong
+    faults: dict[int, str] = field(default_factory=dict)  # row -> what is wrong
 
 
 def check(proposal: object, limits: Sequence[int], k: int, vocab_size: int) -> Checked:
-    """Empty the rows whose drafts break the contract, and cut chains that are longer than asked for, which is no fault.
+    """Drop the drafts of rows that break the contract, and cut chains that are longer than requested, which is not a fault.
 
-    Raises ``ValueError`` for a wrong type or shape, which concerns all rows.
+    Raises ``ValueError`` for a wrong type or shape, which affects all rows.
     """
     proposal = _check_shapes(proposal, len(limits), vocab_size)
     rows: list[list[int]] = proposal.token_ids.tolist()
@@ -53,12 +53,11 @@ def check(proposal: object, limits: Sequence[int], k: int, vocab_size: int) -> C
 
 
 def useful(checked: Checked, context: Context) -> Checked:
-    """Drop drafts that cannot survive: those that break a request's grammar or follow its end or a dead end, and those of a
-    tree that are deeper than the request's own K.
+    """Drop drafts that break a request's grammar or follow its end or a dead end, and nodes of trees deeper than its K.
 
-    The target never takes such a point mass, and rejecting it does not change what comes next, so leaving it out changes no
-    distribution. Drafts with probabilities were drawn by the sampler, which applies the grammar, up to the end of the text. A
-    draft that leads into a dead end stays, because leaving out what was drawn would change the distribution.
+    Dropping a point mass that the grammar forbids is lossless: its target probability is 0, so its rejection changes no
+    distribution. Drafts with probabilities are kept up to the end of the text: the sampler applied the grammar to them. A draft
+    that leads into a dead end is kept, because dropping what was sampled would change the distribution.
     """
     proposal, own = checked.proposal, [request.num_draft_tokens for request in context.requests]
     is_tree = proposal.parents is not None
@@ -68,12 +67,12 @@ def useful(checked: Checked, context: Context) -> Checked:
     parents = proposal.parents.tolist() if proposal.parents is not None else None
     kept = []
     for b, request in enumerate(context.requests):
-        drafts, tree, most = checked.token_ids[b], None if parents is None else parents[b], own[b]
+        drafts, tree, max_depth = checked.token_ids[b], None if parents is None else parents[b], own[b]
         nodes: list[int] = []
-        depths = {-1: 0}  # of the nodes that are kept
+        depths = {-1: 0}  # of the kept nodes
         for node in range(checked.lens[b]):
             parent = node - 1 if tree is None else tree[node]
-            if parent not in depths or (is_tree and most is not None and depths[parent] >= most):
+            if parent not in depths or (is_tree and max_depth is not None and depths[parent] >= max_depth):
                 continue
             if has_grammar and request.matcher is not None:
                 allowed, token = allowed_after(request, path_to(parent, drafts, tree)), drafts[node]
@@ -108,7 +107,7 @@ def _pruned(checked: Checked, kept: Sequence[Sequence[int]]) -> Checked:
 
 
 def _is_point_mass(proposal: Proposal, b: int, node: int, token: int) -> bool:
-    """Whether no other token could have been drafted. In a batch with probabilities, point masses are one-hots."""
+    """Return whether the draft is a point mass: without probabilities, or a one-hot among requests with probabilities."""
     return proposal.probs is None or float(proposal.probs[b, node, token]) == 1.0
 
 
@@ -142,14 +141,14 @@ def _check_probs(probs: Tensor, lens: list[int]) -> dict[int, str]:
 
 def _check_parents(parents: Tensor, lens: list[int]) -> dict[int, str]:
     return {
-        row: "a parent that does not stand before its draft"
+        row: "a parent that does not precede its child"
         for row, (ids, n) in enumerate(zip(parents.tolist(), lens, strict=True))
         if not all(-1 <= parent < i for i, parent in enumerate(ids[:n]))
     }
 
 
 def _with_valid_padding(proposal: Proposal, rows: list[list[int]], lens: list[int], vocab_size: int) -> Proposal:
-    """Padding with ids that an embedding can look up, as children of the root."""
+    """Replace invalid ids and parents in the padding by token 0 and the root, so that the target can process them."""
     width = proposal.num_nodes
     if any(not 0 <= token < vocab_size for ids, n in zip(rows, lens, strict=True) for token in ids[n:width]):
         proposal = replace(proposal, token_ids=_without_padding(proposal.token_ids, proposal.lens, 0))
@@ -159,6 +158,6 @@ def _with_valid_padding(proposal: Proposal, rows: list[list[int]], lens: list[in
 
 
 def _without_padding(values: Tensor, lens: Tensor, other: int) -> Tensor:
-    """values [B, N], but ``other`` beyond ``lens`` [B]."""
+    """Return values [B, N] with ``other`` after the first ``lens`` [B] of each row."""
     is_draft = torch.arange(values.shape[1])[None] < lens[:, None]
     return values.where(is_draft.to(values.device), other)

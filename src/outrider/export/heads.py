@@ -14,7 +14,7 @@ from outrider.export.wanted import Wanted
 from outrider.heads import block_formats, eagle_formats, medusa
 from outrider.heads.block import BlockShape
 from outrider.heads.checkpoint import MTP, find_folder, kinds_of, read_config, read_folder
-from outrider.proposers.portable import BlockDrafter, FeatureHead, OwnHead, ParallelHeads
+from outrider.proposers import portable
 from outrider.runner.loading import num_layers
 from outrider.types import OutriderError
 
@@ -22,7 +22,7 @@ Heads = TypeVar("Heads", bound=nn.Module)
 FOLDER = "heads"  # inside the folder of an export
 
 
-def feature_head(kind: FeatureHead, wanted: Wanted, folder: Path) -> tuple[str, int]:
+def feature_head(kind: portable.FeatureHead, wanted: Wanted, folder: Path) -> tuple[str, int]:
     """Return the head's folder (relative to ``folder`` if converted) and its generation, 1 or 3.
 
     A native head whose config names its layers in both numbering conventions is not converted; otherwise engines guess or
@@ -43,7 +43,7 @@ def feature_head(kind: FeatureHead, wanted: Wanted, folder: Path) -> tuple[str, 
     return FOLDER, 3
 
 
-def own_head(kind: OwnHead, wanted: Wanted) -> str | None:
+def own_head(kind: portable.OwnHead, wanted: Wanted) -> str | None:
     """Return the folder of a head of the target's own kind; None: the target's. Raises ``OutriderError`` if it holds none."""
     folder = Path(kind.source or wanted.target)
     found = kinds_of(folder)
@@ -62,7 +62,7 @@ class _Sizes:
     vocab_size: int
 
 
-def block_drafter(kind: BlockDrafter, wanted: Wanted, folder: Path, reads_speculators: bool) -> tuple[str, BlockShape]:
+def block_drafter(kind: portable.BlockDrafter, wanted: Wanted, folder: Path, reads_speculators: bool) -> tuple[str, BlockShape]:
     """Return the folder of a block drafter, and its shape.
 
     It is converted to z-lab's layout for engines that do not read speculators'. Raises ``OutriderError`` for a head that does
@@ -79,7 +79,7 @@ def block_drafter(kind: BlockDrafter, wanted: Wanted, folder: Path, reads_specul
     return FOLDER, shape
 
 
-def parallel_heads(kind: ParallelHeads, wanted: Wanted, folder: Path) -> tuple[str, int]:
+def parallel_heads(kind: portable.ParallelHeads, wanted: Wanted, folder: Path) -> tuple[str, int]:
     """Return the folder of the heads in vLLM's format and their number. Raises ``OutriderError`` for heads that do not fit."""
     heads, _ = medusa.load(kind.source, wanted.config.vocab_size)
     if medusa.is_exported(find_folder(kind.source), heads):

@@ -12,22 +12,7 @@ from typing import ClassVar
 from outrider.export import heads
 from outrider.export.engine import ONE_BY_ONE, Engine, Export, gpu_environment
 from outrider.export.wanted import Wanted
-from outrider.proposers.portable import (
-    BlockDrafter,
-    FeatureHead,
-    FewerBits,
-    FirstLayers,
-    Lookup,
-    NoDrafts,
-    OwnHead,
-    Pair,
-    ParallelHeads,
-    ParallelModel,
-    Portable,
-    SmallModel,
-    TextDrafts,
-    TreeHead,
-)
+from outrider.proposers import portable
 from outrider.types import OutriderError
 
 LAUNCH = ("python", "-m", "sglang.launch_server")
@@ -40,13 +25,13 @@ class Sglang(Engine):
 
     name: ClassVar[str] = "SGLang"
     module: ClassVar[str] = "sglang"
-    instead: ClassVar[Mapping[type[Portable], str]] = {
-        FirstLayers: SMALLER,
-        FewerBits: SMALLER,
-        ParallelHeads: "train an EAGLE head, or export to vLLM",
-        TextDrafts: "use n-grams, or export to vLLM, which takes Outrider's own proposer",
-        ParallelModel: ONE_BY_ONE,
-        Pair: "name one of the two",
+    instead: ClassVar[Mapping[type[portable.Portable], str]] = {
+        portable.FirstLayers: SMALLER,
+        portable.FewerBits: SMALLER,
+        portable.ParallelHeads: "train an EAGLE head, or export to vLLM",
+        portable.TextDrafts: "use n-grams, or export to vLLM, which takes Outrider's own proposer",
+        portable.ParallelModel: ONE_BY_ONE,
+        portable.Pair: "name one of the two",
     }
 
     def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
@@ -81,18 +66,18 @@ class Sglang(Engine):
             "speculative-eagle-topk": 1,
             "speculative-num-draft-tokens": k + 1,
         }
-        if isinstance(kind, NoDrafts):
+        if isinstance(kind, portable.NoDrafts):
             return {}, []
-        if isinstance(kind, SmallModel) and not isinstance(kind, ParallelModel):
+        if isinstance(kind, portable.SmallModel) and not isinstance(kind, portable.ParallelModel):
             if kind.other_tokenizer:
                 raise OutriderError(
                     "SGLang needs a draft with the target's tokenizer: give the plan another draft, or export to transformers"
                 )
             return {"speculative-algorithm": "STANDALONE", "speculative-draft-model-path": kind.source, **chain}, []
-        if isinstance(kind, Lookup):
+        if isinstance(kind, portable.Lookup):
             note = "SGLang uses a trie over all requests and ignores min_n and max_n; it needs a CUDA GPU."
             return {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": k + 1}, [note]
-        if isinstance(kind, BlockDrafter):
+        if isinstance(kind, portable.BlockDrafter):
             source, shape = heads.block_drafter(kind, wanted, folder, reads_speculators=False)
             model: dict[str, str | int] = {"speculative-draft-model-path": source}
             if shape.markov_rank:
@@ -100,18 +85,18 @@ class Sglang(Engine):
                 return {"speculative-algorithm": "DSPARK", **model}, [note]
             size = min(k, shape.max_drafts) + 1 if wanted.has_own_k else shape.block_size
             return {"speculative-algorithm": "DFLASH", **model, "speculative-dflash-block-size": size}, []
-        if isinstance(kind, TreeHead):
+        if isinstance(kind, portable.TreeHead):
             nodes = kind.max_nodes or min(TREE_NODES, 2 * k)
             tree = chain | {"speculative-eagle-topk": kind.top_k, "speculative-num-draft-tokens": nodes + 1}
             return self._head(kind, wanted, folder) | (chain if kind.top_k == 1 else tree), []
         raise self.refuse(kind, wanted)
 
-    def _head(self, kind: TreeHead, wanted: Wanted, folder: Path) -> dict[str, str | int]:
+    def _head(self, kind: portable.TreeHead, wanted: Wanted, folder: Path) -> dict[str, str | int]:
         """Return the flags that name a head. ``NEXTN`` is one of the target's own kind of layer."""
-        if isinstance(kind, FeatureHead):
+        if isinstance(kind, portable.FeatureHead):
             source, generation = heads.feature_head(kind, wanted, folder)
             algorithm, model = "EAGLE3" if generation == 3 else "EAGLE", {"speculative-draft-model-path": source}
-        elif isinstance(kind, OwnHead):
+        elif isinstance(kind, portable.OwnHead):
             own = heads.own_head(kind, wanted)
             algorithm, model = "NEXTN", {} if own is None else {"speculative-draft-model-path": own}
         else:

@@ -9,21 +9,7 @@ from typing import Any, ClassVar
 
 from outrider.export.engine import ONE_BY_ONE, Engine, Export
 from outrider.export.wanted import Wanted
-from outrider.proposers.portable import (
-    BlockDrafter,
-    FeatureHead,
-    FewerBits,
-    FirstLayers,
-    Lookup,
-    NoDrafts,
-    OwnHead,
-    Pair,
-    ParallelHeads,
-    ParallelModel,
-    Portable,
-    SmallModel,
-    TextDrafts,
-)
+from outrider.proposers import portable
 
 FILE, PROGRAM = "generation_config.json", "generate.py"
 HEADS = "give the plan a draft model, or export to vLLM"
@@ -52,15 +38,15 @@ class Transformers(Engine):
 
     name: ClassVar[str] = "transformers"
     module: ClassVar[str] = "transformers"
-    instead: ClassVar[Mapping[type[Portable], str]] = {
-        FewerBits: "give the plan a draft model",
-        ParallelHeads: HEADS,
-        FeatureHead: HEADS,
-        OwnHead: HEADS,
-        BlockDrafter: HEADS,
-        TextDrafts: "use n-grams, or export to vLLM, which takes Outrider's own proposer",
-        ParallelModel: ONE_BY_ONE,
-        Pair: "name one of the two",
+    instead: ClassVar[Mapping[type[portable.Portable], str]] = {
+        portable.FewerBits: "give the plan a draft model",
+        portable.ParallelHeads: HEADS,
+        portable.FeatureHead: HEADS,
+        portable.OwnHead: HEADS,
+        portable.BlockDrafter: HEADS,
+        portable.TextDrafts: "use n-grams, or export to vLLM, which takes Outrider's own proposer",
+        portable.ParallelModel: ONE_BY_ONE,
+        portable.Pair: "name one of the two",
     }
 
     def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
@@ -84,15 +70,15 @@ class Transformers(Engine):
             "num_assistant_tokens_schedule": schedule,
             "assistant_confidence_threshold": 0.0,  # drafts have the requested length
         }
-        if isinstance(kind, NoDrafts):
+        if isinstance(kind, portable.NoDrafts):
             return {}, program
-        if isinstance(kind, Lookup):
+        if isinstance(kind, portable.Lookup):
             return {"prompt_lookup_num_tokens": wanted.k, "max_matching_ngram_size": kind.max_n}, program
-        if isinstance(kind, FirstLayers):
+        if isinstance(kind, portable.FirstLayers):
             layers = kind.layers or max(1, wanted.config.num_hidden_layers // EXIT_SHARE)
             program["more"] = _given("model", assisted)
             return {**assisted, "assistant_early_exit": layers}, program
-        if isinstance(kind, SmallModel) and not isinstance(kind, ParallelModel):
+        if isinstance(kind, portable.SmallModel) and not isinstance(kind, portable.ParallelModel):
             program["constants"] = f"DRAFT = {kind.source!r}\n"
             program["more"] = "assistant = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=model.dtype).to(model.device)\n"
             program["more"] += _given("assistant", assisted)

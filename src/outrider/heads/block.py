@@ -1,15 +1,18 @@
-"""Heads that draft a block in one pass: DFlash (arXiv 2602.06036, z-lab) and DSpark (arXiv 2607.05147, DeepSeek).
+"""Heads that draft a block in one pass: DFlash (arXiv 2602.06036, z-lab), DSpark (arXiv 2607.05147, DeepSeek) and DFlash 2
+(inco.ai/blog/dflash2 and z-lab/dflash).
 
 A small transformer reads several hidden states of the target, joined by ``fc`` and a norm to one feature per committed token.
 The keys and values of every layer are those of all features and of the block; queries are those of the block alone: the last
 committed token, whose features the target has not computed yet, and mask tokens, which see each other both ways. Embedding and
 output head are the target's. In DFlash the position of a mask token predicts that token; in DSpark every position predicts the
-token after it, and a bias of low rank on the logits depends on the token before, so that a block is sampled in order.
+token after it, and a bias of low rank on the logits depends on the token before, so that a block is sampled in order. DFlash 2
+is DFlash with short convolutions over the block around attention and MLP, and with a path selector: a score of low rank of each
+pair of the token before and one of the likeliest candidates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +25,8 @@ from outrider.heads.checkpoint import TargetSizes
 from outrider.heads.feature_head import FeatureHead, Norm, Rotation
 from outrider.runner.kv_cache import CacheShape
 from outrider.types import OutriderError
+
+BELOW = 1e4  # how far the logits of tokens that are no candidates are below their own
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,12 @@ class BlockShape:
     causal_windows: bool = False  # whether in layers with a window the block's tokens see only those before them
     predicts_next: bool = False  # whether a position predicts the token after it, instead of its own
     markov_rank: int = 0  # rank of the bias by the token before; 0: none
+    conv_taps: int = 0  # tokens that a convolution sees, its own included; 0: no convolutions
+    conv_group: int = 1  # channels that share the part of a convolution's kernel that depends on the token
+    selector_rank: int = 0  # rank of the path selector's pair scores; 0: no selector
+    num_candidates: int = 0  # tokens that the path selector chooses from
+    output_scale: float = 1.0  # factor of the output head's values
+    softcap: float = 0.0  # limit of the logits; 0: none
     reduced: bool = False  # drafts a part of the vocabulary
     own_embedding: bool = False
     own_output: bool = False
@@ -45,6 +56,11 @@ class BlockShape:
     @property
     def num_kv_heads(self) -> int:
         return int(self.config.num_key_value_heads or self.config.num_attention_heads)
+
+    @property
+    def in_order(self) -> bool:
+        """Return whether a draft depends on the one before it."""
+        return self.markov_rank > 0 or self.selector_rank > 0
 
     @property
     def max_drafts(self) -> int:
@@ -95,6 +111,37 @@ class BlockAttention(nn.Module):
         return out
 
 
+class GroupedConv(nn.Module):
+    """Convolutions over the tokens of a block, before and after a sublayer.
+
+    A coefficient is a learned one of its channel plus one of its group of channels, computed from the sublayer's input.
+    Tokens before the block count as zero.
+    """
+
+    def __init__(self, hidden_size: int, taps: int, group: int) -> None:
+        super().__init__()
+        self.taps, self.group = taps, group
+        identity = torch.zeros(2, taps, hidden_size)
+        identity[:, 0] = 1.0
+        self.base_kernel = nn.Parameter(identity)  # [before or after, taps, H]
+        self.kernel_projection = nn.Linear(hidden_size, 2 * taps * hidden_size // group, bias=False)
+
+    def around(self, sublayer: Callable[[Tensor], Tensor], hidden: Tensor, within: Tensor) -> Tensor:
+        """Apply a sublayer to [B, T, H]. ``within``: the index of each token in its block, [1 or B, T]."""
+        own = self.kernel_projection(hidden).unflatten(-1, (2, self.taps, -1)).repeat_interleave(self.group, -1)
+        before, after = (self.base_kernel.to(hidden.dtype) + own).unbind(-3)  # [B, T, taps, H] each
+        return _convolved(sublayer(_convolved(hidden, before, within)), after, within)
+
+
+def _convolved(values: Tensor, kernel: Tensor, within: Tensor) -> Tensor:
+    """Sum over taps i: values [B, T, H] of i tokens before times kernel [B, T, taps, H] at i."""
+    out = kernel[..., 0, :] * values
+    for tap in range(1, kernel.shape[-2]):
+        earlier = values.roll(tap, 1).masked_fill((within < tap)[..., None], 0.0)
+        out = out + kernel[..., tap, :] * earlier
+    return out
+
+
 class BlockLayer(nn.Module):
     """A layer over the block; the context stays as it is."""
 
@@ -104,11 +151,23 @@ class BlockLayer(nn.Module):
         self.self_attn, self.mlp = BlockAttention(shape, layer_idx), Qwen3MLP(config)
         self.input_layernorm = Norm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attention_conv, self.mlp_conv = (
+            GroupedConv(config.hidden_size, shape.conv_taps, shape.conv_group) if shape.conv_taps else None for _ in range(2)
+        )
 
-    def forward(self, hidden: Tensor, context: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), context, rotation, attend)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return out
+    def forward(self, hidden: Tensor, context: Tensor, rotation: Rotation, attend: Attend, within: Tensor) -> Tensor:
+        def attention(normed: Tensor) -> Tensor:
+            out: Tensor = self.self_attn(normed, context, rotation, attend)
+            return out
+
+        sublayers = (
+            (self.input_layernorm, attention, self.attention_conv),
+            (self.post_attention_layernorm, self.mlp, self.mlp_conv),
+        )
+        for norm, sublayer, conv in sublayers:
+            normed = norm(hidden)
+            hidden = hidden + (sublayer(normed) if conv is None else conv.around(sublayer, normed, within))
+        return hidden
 
 
 class MarkovHead(nn.Module):
@@ -123,6 +182,34 @@ class MarkovHead(nn.Module):
         """Map tokens [...] of the target to [..., Vd]."""
         out: Tensor = self.markov_w2(self.markov_w1(token_ids))
         return out
+
+
+class CandidateSelector(nn.Module):
+    """DFlash 2's path selector: scores each of a draft's likeliest tokens together with the token before.
+
+    The score of b after a is U(b) + <A(a) * H(h), B(b)>: U are the head's logits, h is its output, H a projection, A and B are
+    tables. The other tokens come after all candidates, in the order of their logits: they are drafted where a grammar or a ban
+    excludes every candidate.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, rank: int, num_candidates: int) -> None:
+        super().__init__()
+        self.num_candidates = num_candidates
+        self.predecessor_codebook, self.successor_codebook = (nn.Parameter(torch.randn(vocab_size, rank)) for _ in range(2))
+        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+
+    def scores(self, out: Tensor, logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the candidates [..., C] and their scores, for outputs [..., H], logits [..., V] and tokens before [...]."""
+        best = logits.topk(self.num_candidates, -1, sorted=False)
+        before = self.predecessor_codebook[token_ids].to(out.dtype) * self.hidden_projection(out)  # [..., R]
+        pairs = self.successor_codebook[best.indices].to(out.dtype) @ before[..., None]  # [..., C, 1]
+        return best.indices, best.values + pairs.squeeze(-1)
+
+    def forward(self, out: Tensor, logits: Tensor, token_ids: Tensor) -> Tensor:
+        """Return logits [..., V] with the candidates' scores, for the arguments of ``scores``."""
+        candidates, scores = self.scores(out, logits, token_ids)
+        wide = torch.promote_types(logits.dtype, torch.float32)  # 16 bits cannot order numbers around -10,000
+        return (logits.to(wide) - BELOW).scatter(-1, candidates, scores.to(wide))
 
 
 class BlockHead(FeatureHead):
@@ -143,6 +230,11 @@ class BlockHead(FeatureHead):
             self.lm_head = nn.Linear(hidden, shape.draft_vocab_size, bias=False)
         self.markov_head = (
             MarkovHead(config.vocab_size, shape.draft_vocab_size, shape.markov_rank) if shape.markov_rank else None
+        )
+        self.candidate_selector = (
+            CandidateSelector(config.vocab_size, hidden, shape.selector_rank, shape.num_candidates)
+            if shape.selector_rank
+            else None
         )
         self.register_buffer("draft_ids", torch.arange(shape.draft_vocab_size) if shape.reduced else None)
 
@@ -174,26 +266,37 @@ class BlockHead(FeatureHead):
         fused: Tensor = self.hidden_norm(self.fc(torch.cat(list(features), -1)))
         return fused
 
-    def forward(self, hidden: Tensor, context: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """Map the block's embeddings [B, T, H], in the context of fused features [B, C, H], to the input of ``logits``.
+    def forward(self, hidden: Tensor, context: Tensor, rotation: Rotation, attend: Attend, within: Tensor) -> Tensor:
+        """Map the embeddings of blocks [B, T, H], in the context of fused features [B, C, H], to the input of ``logits``.
 
-        ``rotation``: cosines and sines [B, C + T, D] at the positions of both, the context's first.
+        ``rotation``: cosines and sines [B, C + T, D] at the positions of both, the context's first; ``within``: the index of
+        each token in its block, [1 or B, T].
         """
         for layer in self.layers:
-            hidden = layer(hidden, context, rotation, attend)
+            hidden = layer(hidden, context, rotation, attend, within)
         out: Tensor = self.norm(hidden)
         return out
 
     def logits(self, out: Tensor) -> Tensor:
-        """Map [..., H] to logits [..., Vd], to which ``bias_after`` is added."""
+        """Map [..., H] to logits [..., Vd] for ``logits_after``."""
+        scale, cap = self.shape.output_scale, self.shape.softcap
+        logits: Tensor
         if self.shape.own_output:
-            return self.lm_head(out)  # type: ignore[no-any-return]
-        logits = self.target_logits(out)
-        return logits if self.draft_ids is None else logits[..., self.draft_ids]
+            logits = self.lm_head(out)
+        else:  # a config that names the post-processing names all of it
+            logits = self.target_logits(out) if (scale, cap) == (1.0, 0.0) else self._lent[1](out)
+            logits = logits if self.draft_ids is None else logits[..., self.draft_ids]
+        logits = logits if scale == 1.0 else logits * scale
+        return logits if cap == 0.0 else (logits / cap).tanh() * cap
 
-    def bias_after(self, token_ids: Tensor) -> Tensor | None:
-        """Return what is added to the logits after these tokens of the target: [...] -> [..., Vd]; None: nothing."""
-        return None if self.markov_head is None else self.markov_head(token_ids)
+    def logits_after(self, out: Tensor, logits: Tensor, token_ids: Tensor) -> Tensor:
+        """Return the logits [..., Vd] of drafts after these tokens of the target [...].
+
+        ``logits``: those of the outputs ``out`` [..., H] by themselves.
+        """
+        if self.markov_head is not None:
+            logits = logits + self.markov_head(token_ids)
+        return logits if self.candidate_selector is None else self.candidate_selector(out, logits, token_ids)
 
     def check_fit(self, target: TargetSizes) -> None:
         shape, name = self.shape, target.name

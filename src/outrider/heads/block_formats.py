@@ -1,4 +1,6 @@
-"""Block drafters on disk: z-lab's DFlash, DeepSeek's DSpark and speculators' layouts of both; the first two are written too.
+"""Block drafters on disk: z-lab's DFlash and DFlash 2, DeepSeek's DSpark, and speculators' layouts of these.
+
+z-lab's and DeepSeek's layouts are written too.
 
 Layers of the target are numbered in two ways: ``target_layer_ids`` counts layers from 0 and means their outputs, one less than
 transformers' ``hidden_states``, which speculators' ``aux_hidden_state_layer_ids`` follow.
@@ -40,10 +42,8 @@ logger = logging.getLogger(__name__)
 IGNORED = (r"^t2d$", r"^verifier_", r"rotary_emb\.", r"^confidence_head\.")
 MAPPINGS = ("d2t", "t2d")  # between the target's vocabulary and a reduced one
 SECTIONS = ("transformer_layer_config", "dflash_config", "outrider")  # nested configs
-SPECULATORS = ("dflash", "dspark")
+SPECULATORS = ("dflash", "dspark", "dflash2")
 UNSUPPORTED = {  # what the names of its tensors tell -> the feature
-    r"(^|\.)candidate_selector\.": "DFlash 2's path selector",
-    r"\.(attention_conv|mlp_conv)\.": "DFlash 2's grouped convolutions",
     r"^(prefix_gru|gru|embed_proj|domino)\b": "Domino's correction by a recurrent network",
     r"^fusion_(weights|norms)\b": "DFlare's fusion by layer",
     r"^markov_head\.gate_proj\.": "a gated Markov head",
@@ -58,7 +58,7 @@ def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None 
     """
     folder = find_folder(source)
     config, tensors = read_folder(folder)
-    tensors = {re.sub(r"^(model|draft_model)\.", "", name): tensor for name, tensor in tensors.items()}
+    tensors = {_own_name(name): tensor for name, tensor in tensors.items()}
     _check_kind(config, tensors, str(source))
     _check_weights(tensors, str(source))
     layer: dict[str, Any] = config.get("transformer_layer_config") or config
@@ -74,6 +74,11 @@ def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None 
     fill(head, tensors, source, IGNORED, lambda name: "d2t" if name == "draft_ids" else name)
     head.check_draft_ids(target)
     return head.eval().requires_grad_(False)
+
+
+def _own_name(name: str) -> str:
+    """Return the head's name of a tensor: some writers add a prefix, or store the selector's tables as embeddings."""
+    return re.sub(r"_codebook\.weight$", "_codebook", re.sub(r"^(model|draft_model)\.", "", name))
 
 
 def is_head(folder: Path, target: TargetSizes) -> bool:
@@ -93,13 +98,16 @@ def _check_kind(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source
     check_sections(config, SECTIONS, source)
     found = next(((name, what) for mark, what in UNSUPPORTED.items() for name in tensors if re.search(mark, name)), None)
     if found is not None:
-        raise OutriderError(f"{source} needs {found[1]} ({found[0]}), which is not supported: use a DFlash or DSpark head")
+        raise OutriderError(
+            f"{source} needs {found[1]} ({found[0]}), which is not supported: use a DFlash, DFlash 2 or DSpark head"
+        )
     kind = config.get("speculators_model_type")
     if kind not in (None, *SPECULATORS):
         raise OutriderError(f"unsupported speculators head {kind!r} in {source}: expected {' or '.join(SPECULATORS)}")
-    for key, wanted in (("projector_type", "dflash"), ("markov_head_type", "vanilla")):
-        if config.get(key) not in (None, wanted):
-            raise OutriderError(f"{source} has {key} {config[key]!r}, which is not supported: expected {wanted!r}")
+    said = {**config, **(config.get("dflash_config") or {})}
+    for key, wanted in (("projector_type", "dflash"), ("markov_head_type", "vanilla"), ("input_embedding_scale", 1)):
+        if said.get(key) not in (None, wanted):
+            raise OutriderError(f"{source} has {key} {said[key]!r}, which is not supported: expected {wanted!r}")
 
 
 def _check_weights(tensors: Mapping[str, Tensor], source: str) -> None:
@@ -133,24 +141,64 @@ def _shape(
         size = len(tensors["d2t"])
     elif size < target.vocab_size:
         raise OutriderError(f"{source} drafts {size} of {target.vocab_size} tokens, but the mapping d2t is missing")
+    said = {**inner, **{key: value for key, value in config.items() if value is not None}}
     shape = BlockShape(
         own,
         width,
         ids,
-        _number({**inner, **config}, "block_size", source),
+        _number(said, "block_size", source),
         _number({"mask_token_id": config.get("dspark_noise_token_id"), **config, **inner}, "mask_token_id", source, least=0),
         size,
         _windows(layer, own.num_hidden_layers, source),
-        causal_windows=bool(inner.get("causal", not config.get("sliding_window_non_causal", True))),
+        causal_windows=_causal_windows(config, layer, source),
         predicts_next=bool(config.get("sample_from_anchor", markov is not None)),
         markov_rank=0 if markov is None else markov.shape[-1],
         reduced="d2t" in tensors,
         own_embedding="embed_tokens.weight" in tensors,
         own_output=output is not None,
+        output_scale=_factor(said, "output_multiplier", source, 1.0),
+        softcap=_factor(said, "final_logit_softcapping", source, 0.0),
+        **_second(said, own.hidden_size, size, tensors, source),
     )
     if shape.max_drafts < 1:
         raise OutriderError(f"{source}: block_size {shape.block_size} leaves no token to draft")
     return shape
+
+
+def _second(
+    said: Mapping[str, Any], hidden_size: int, num_tokens: int, tensors: Mapping[str, Tensor], source: str
+) -> dict[str, int]:
+    """Return the fields of a shape that describe DFlash 2's convolutions and path selector, if the head has them."""
+    found: dict[str, int] = {}
+    if said.get("conv_kernel_size") or any("_conv." in name for name in tensors):
+        found = {"conv_taps": _number(said, "conv_kernel_size", source), "conv_group": _number(said, "conv_group_size", source)}
+        if hidden_size % found["conv_group"]:
+            raise OutriderError(
+                f"{source}: config.json says conv_group_size={found['conv_group']}: expected a divisor of {hidden_size}"
+            )
+    if said.get("selector_rank") or any(name.startswith("candidate_selector.") for name in tensors):
+        found |= {
+            "selector_rank": _number(said, "selector_rank", source),
+            "num_candidates": _number(said, "selector_top_k", source, most=num_tokens),
+        }
+        other = next((name for name in tensors if name == "d2t" or name.startswith("markov_head.")), None)
+        if other is not None:
+            raise OutriderError(f"{source} has a path selector and {other}, which is not supported together")
+    return found
+
+
+def _causal_windows(config: Mapping[str, Any], layer: Mapping[str, Any], source: str) -> bool:
+    """Return whether the block's tokens see only those before them in layers with a window.
+
+    z-lab's code has ``is_causal`` for all layers; where it is left out, layers with a window are causal and others are not.
+    """
+    kinds, inner = layer.get("layer_types") or ["full_attention"], config.get("dflash_config") or {}
+    said = config.get("is_causal", inner.get("causal"))
+    if said and "full_attention" in kinds:
+        raise OutriderError(f"{source} has full attention that is causal within a block, which is not supported")
+    if config.get("speculators_model_type") is not None and said is None:
+        said = not config.get("sliding_window_non_causal", True)
+    return "sliding_attention" in kinds and (said is None or bool(said))
 
 
 def _layers(layer: Mapping[str, Any], tensors: Mapping[str, Tensor], vocab_size: int, source: str) -> Qwen3Config:
@@ -191,11 +239,22 @@ def _windows(layer: Mapping[str, Any], num_layers: int, source: str) -> tuple[in
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:num_layers])
 
 
-def _number(config: Mapping[str, Any], key: str, source: str, least: int = 1) -> int:
+def _number(config: Mapping[str, Any], key: str, source: str, least: int = 1, most: int | None = None) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise OutriderError(f"{source}: config.json says {key}={value!r}: expected a whole number of at least {least}")
+    if most is not None and value > most:
+        raise OutriderError(f"{source}: config.json says {key}={value!r}: expected at most {most}")
     return value
+
+
+def _factor(config: Mapping[str, Any], key: str, source: str, usual: float) -> float:
+    value = config.get(key)
+    if value is None:
+        return usual
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
+        raise OutriderError(f"{source}: config.json says {key}={value!r}: expected a number of at least 0")
+    return float(value)
 
 
 def hidden_states(config: Mapping[str, Any], num_layers: int, target_layers: int, source: str) -> tuple[int, ...]:
@@ -226,7 +285,7 @@ def default_hidden_states(target_layers: int, count: int) -> tuple[int, ...]:
 
 
 def export(head: BlockHead, folder: Path, num_target_layers: int, acceptance: Sequence[float] | None = None) -> None:
-    """Write a head in z-lab's layout, or DeepSeek's if it has a bias by the token before.
+    """Write a head in z-lab's layout for DFlash or DFlash 2, or DeepSeek's if it has a bias by the token before.
 
     ``acceptance``: measured acceptance of each draft after accepted ones. Raises ``OutriderError`` for what the layouts lack.
     """
@@ -241,10 +300,18 @@ def export(head: BlockHead, folder: Path, num_target_layers: int, acceptance: Se
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     layers = [index - 1 for index in shape.hidden_states]
     window = max(shape.windows) or None
+    second = {
+        "conv_kernel_size": shape.conv_taps,
+        "conv_group_size": shape.conv_group,
+        "selector_rank": shape.selector_rank,
+        "selector_top_k": shape.num_candidates,
+    }
+    is_second = shape.conv_taps > 0 or shape.selector_rank > 0
+    changed = {"output_multiplier": (shape.output_scale, 1.0), "final_logit_softcapping": (shape.softcap, 0.0)}
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
     more = ("rms_norm_eps", "max_position_embeddings", "vocab_size", "attention_bias", "hidden_act")
     written = {
-        "architectures": ["Qwen3DSparkModel" if shape.markov_rank else "DFlashDraftModel"],
+        "architectures": ["Qwen3DSparkModel" if shape.markov_rank else f"DFlash{'2' if is_second else ''}DraftModel"],
         "model_type": "qwen3",
         **{key: getattr(config, key) for key in (*keys, *more)},
         "rope_theta": rope["rope_theta"],
@@ -258,7 +325,10 @@ def export(head: BlockHead, folder: Path, num_target_layers: int, acceptance: Se
             "mask_token_id": shape.mask_token_id,
             "target_layer_ids": layers,
             **({"causal": shape.causal_windows} if window else {}),
+            **({"block_size": shape.block_size} | second if is_second else {}),
+            **{key: value for key, (value, usual) in changed.items() if value != usual},
         },
+        **({"is_causal": False} if window and not shape.causal_windows else {}),
         "tie_word_embeddings": False,
         "dtype": str(head.fc.weight.dtype).removeprefix("torch."),
     }

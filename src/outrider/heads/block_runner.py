@@ -58,15 +58,15 @@ class BlockRunner(HeadRunner[BlockHead]):
                 return attend(layer, query, *own, None, sliding_window=layer.window)[0]
 
         hidden = self.head.embed(block.ids, new.fused)
-        out = self.head(hidden, new.fused, self._rotation_at(hidden, positions), attend_block)[0]
+        within = torch.tensor([[place for length in block.lens for place in range(length)]], device=self.device)
+        out = self.head(hidden, new.fused, self._rotation_at(hidden, positions), attend_block, within)[0]
         new.commit()
         return self._per_draft(out, block, num_drafts)
 
     @torch.inference_mode()
-    def after(self, logits: Tensor, token_ids: Tensor) -> Tensor:
-        """Return float32 [..., V]: the head's logits [..., Vd] after these tokens of the target [...]."""
-        bias = self.head.bias_after(token_ids)
-        return self.head.spread(logits if bias is None else logits + bias, self._vocab_size)
+    def after(self, out: Tensor, logits: Tensor, token_ids: Tensor) -> Tensor:
+        """Return float32 [..., V]: the logits of outputs [..., H] and [..., Vd] after these tokens of the target [...]."""
+        return self.head.spread(self.head.logits_after(out, logits, token_ids), self._vocab_size)
 
     def _per_draft(self, out: Tensor, block: Texts, num_drafts: Sequence[int]) -> Tensor:
         """Return rows [B, K, H] of the outputs [T, H] of a pass's tokens."""

@@ -1,7 +1,7 @@
 """Read and write folders of heads: config.json and tensors in any of the usual files.
 
-A single file of weights may stand for a folder; its config is the one beside it. Under ``torch.device("meta")`` only the
-headers of files are read: tensors have shapes and dtypes, and no values.
+A path may also name a single weights file; its config is the one in the same folder. Under ``torch.device("meta")`` only file
+headers are read: tensors have shapes and dtypes, but no values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Head = TypeVar("Head", bound=nn.Module)
 SUFFIXES = (".safetensors", ".bin", ".pt")
 FILES = ("model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-LAYER_KEYS = (  # of a config: what describes a head's layers, whatever their kind
+LAYER_KEYS = (  # config keys that describe a head's layers, of any architecture
     "hidden_size",
     "intermediate_size",
     "num_attention_heads",
@@ -46,7 +46,7 @@ LAYER_KEYS = (  # of a config: what describes a head's layers, whatever their ki
 
 
 class TargetSizes(Protocol):
-    """What a head has to fit: a loaded target, or what the target's files tell of it."""
+    """Sizes of a target that a head must fit: from a loaded target or from its files."""
 
     @property
     def name(self) -> str: ...
@@ -60,11 +60,11 @@ class TargetSizes(Protocol):
 
 @dataclass(frozen=True)
 class DraftKind:
-    """What the folder of a draft may hold."""
+    """Type of draft that a folder can contain."""
 
-    name: str  # the method of this name drafts with it
-    what: str  # in messages
-    mark: str  # a regular expression that matches a tensor's name in such folders only
+    name: str  # name of the method that uses it
+    what: str  # noun for messages
+    mark: str  # regular expression for tensor names that occur only in such folders
 
     def __str__(self) -> str:
         return self.what
@@ -78,7 +78,9 @@ BLOCK = DraftKind(
     "a block drafter",
     r"^((model|draft_model)\.)?(hidden_norm\.weight|markov_head\.|candidate_selector\.|layers\.[1-9]\d*\.self_attn\.q_norm\.weight)",
 )
-MTP = DraftKind("mtp", "an MTP head", r"^mtp\.|\bmtp_layers\.0\.|\.(eh_proj|enorm|hnorm|shared_head)\.")
+MTP = DraftKind(
+    "mtp", "an MTP head", r"^mtp\.|\bmtp_layers\.0\.|\.(eh_proj|enorm|hnorm|shared_head)\.|^pre_projection\.weight$"
+)
 
 
 def find_folder(source: str | Path) -> Path:
@@ -106,26 +108,28 @@ def folder_of(source: object) -> Path:
 
 
 def kinds_of(folder: Path) -> list[DraftKind]:
-    """What a local folder holds by the names of its tensors; nothing if they do not tell."""
+    """Return the kinds of draft in a local folder, by tensor names; empty if unknown."""
     folder = folder.expanduser()
     try:
         names = list(tensor_names(folder))
     except Exception:  # broken files are reported when they are loaded
         return []
-    kinds = (MEDUSA, BLOCK, EAGLE, MODEL, MTP)  # heads may come with an embedding of their own, models with a head
+    kinds = (MEDUSA, BLOCK, EAGLE, MODEL, MTP)  # in order of precedence: heads may store an embedding, and models a head
+    if "pre_projection.weight" in names:  # Gemma 4's assistant, which has an embedding and layers as a model has
+        return [MTP]
     found = [kind for kind in kinds if any(re.search(kind.mark, name) for name in names)]
-    if BLOCK in found and EAGLE not in found:  # without their projection of features these are layers of any model
+    if BLOCK in found and EAGLE not in found:  # without a projection of features these are layers of any model
         found.remove(BLOCK)
     return [kind for kind in found if kind is not EAGLE or BLOCK not in found]
 
 
 def kind_of(folder: Path) -> DraftKind | None:
-    """The first of ``kinds_of``, None if there is none."""
+    """Return the first of ``kinds_of``; None if there is none."""
     return next(iter(kinds_of(folder)), None)
 
 
 def tensor_names(folder: Path) -> Iterator[str]:
-    """Yield the names of the tensors in a folder; weights are not read where the format allows it."""
+    """Yield the names of the tensors in a folder, without reading weights if the format allows it."""
     for name in INDEXES:
         if (folder / name).exists():
             yield from _weight_map(folder / name)
@@ -222,7 +226,7 @@ def _weight_files(folder: Path, prefix: str = "") -> list[Path]:
 
 
 def loose_files(folder: Path) -> list[Path]:
-    """Return the files of weights in a model's folder that are no part of the model; none if the model's are not there."""
+    """Return the weight files in a model's folder that are not part of the model; none if the model's own are missing."""
     try:
         own = set(_weight_files(folder))
     except OutriderError:
@@ -240,26 +244,26 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
 
 
 def check_sections(config: Mapping[str, Any], sections: Sequence[str], source: object) -> None:
-    """Raise ``OutriderError`` if one of the nested configs is there and not an object."""
+    """Raise ``OutriderError`` if one of the nested configs exists and is not an object."""
     for key in sections:
         if not isinstance(config.get(key) or {}, dict):
             raise OutriderError(f"{source}: {key} in config.json must be an object, got a {type(config[key]).__name__}")
 
 
 def made(make: Callable[[], Head], source: object) -> Head:
-    """Return the head that ``make`` builds from a checkpoint's config. Raises ``OutriderError`` where that fails."""
+    """Return the head that ``make`` builds from a checkpoint's config. Raises ``OutriderError`` if that fails."""
     try:
         return make()
     except KeyError as error:  # from transformers' tables
         raise OutriderError(f"{source}: unknown activation or rotary type {error} in config.json") from error
-    except Exception as error:  # wrong values fail in more ways than can be listed
-        raise OutriderError(f"{source}: no head can be made of its config: {first_line(error)}") from error
+    except Exception as error:  # invalid values raise many kinds of exceptions
+        raise OutriderError(f"{source}: cannot build a head from its config: {first_line(error)}") from error
 
 
 def offsets_to_ids(tensors: dict[str, Tensor]) -> bool:
-    """Replace ``d2t``, the distance of each token of a reduced vocabulary to the target's, by ``draft_ids``, in place.
+    """Replace ``d2t``, the offset from each draft id to its target id, with ``draft_ids``, in place.
 
-    Return whether it is there.
+    Return whether ``d2t`` exists.
     """
     offsets = tensors.pop("d2t", None)
     if offsets is not None:

@@ -33,7 +33,7 @@ class EagleShape:
     hidden_states: tuple[int, ...]  # target hidden states it reads, numbered as in types.Scores
     draft_vocab_size: int
     fc_bias: bool = False
-    out_bias: bool = False  # with attention_bias: whether attention's output has a bias too (Qwen2's has not)
+    out_bias: bool = False  # with attention_bias: whether the output projection also has a bias (Qwen2's does not)
     norm_before_residual: bool = False  # generation 3: the residual is the normed feature
     norm_before_fc: bool = False  # one norm over all features together
     fc_norm: bool = False  # one norm per feature

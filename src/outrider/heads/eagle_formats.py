@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 IGNORED = (r"^t2d$", r"^verifier_", r"rotary_emb\.", r"^mask_hidden$")
 OUT_BIAS = "layers.0.self_attn.o_proj.bias"
-# Llama's layer, except for what the weights show: attention biases are read, norms within a head are refused by name.
+# Llama's layer, with variations seen from the weights: attention biases are read, norms within heads are refused by name.
 LLAMA_LIKE = ("llama", "eagle", "qwen2", "qwen3")
 SECTIONS = ("transformer_layer_config", "model", "eagle_config", "outrider")  # nested configs
 FORMATS = ("native", "speculators")
@@ -76,7 +76,7 @@ def _plain_name(name: str) -> str:
 
 
 def _llama(layer: dict[str, Any], tensors: dict[str, Tensor], vocab_size: int) -> LlamaConfig:
-    """Return the config of the head's layers. Their number is counted in the weights; some configs have the target's."""
+    """Return the config of the head's layers. Layers are counted in the weights: some configs state the target's number."""
     given = {key: layer[key] for key in (*LAYER_KEYS, "mlp_bias") if layer.get(key) is not None}
     given["attention_bias"] = "layers.0.self_attn.q_proj.bias" in tensors  # configs call it qkv_bias or omit it
     numbers = [int(found[1]) for found in (re.match(r"layers\.(\d+)\.", name) for name in tensors) if found]

@@ -1,6 +1,6 @@
-"""What every head with layers of its own over the target's features has in common: ``EagleHead``, ``MtpHead``, ``BlockHead``.
+"""Base class of heads with their own layers over the target's features: ``EagleHead``, ``MtpHead``, ``BlockHead``.
 
-It may use the target's embedding, output head and the logit post-processing after it.
+A head may use the target's embedding, output head and logit post-processing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional
 from outrider.heads.checkpoint import TargetSizes
 from outrider.heads.own_logits import Finish
 from outrider.runner.kv_cache import CacheShape
-from outrider.types import UNSAID, OutriderError
+from outrider.types import IMPOSSIBLE_LOGIT, OutriderError
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines
 
@@ -44,25 +44,25 @@ class FeatureHead(nn.Module):
     @property
     @abstractmethod
     def hidden_states(self) -> tuple[int, ...]:
-        """Target hidden states that it reads, numbered as in ``types.Scores``."""
+        """Target hidden states that the head reads, numbered as in ``types.Scores``."""
 
     @property
     @abstractmethod
     def uses_targets_output(self) -> bool:
-        """Whether the target's output head is used, and thus read whenever it drafts."""
+        """Whether drafting uses (and so reads) the target's output head."""
 
     @property
     @abstractmethod
     def cache_shape(self) -> CacheShape:
-        """What its layers store of each entry."""
+        """Cache shape of the head's layers."""
 
     @abstractmethod
     def exact_rotary(self) -> nn.Module:
-        """Return a new rotary embedding: frequencies rounded to 16 bits would give wrong angles after a hundred tokens."""
+        """Return a new rotary embedding in float32: frequencies rounded to 16 bits give wrong angles after a hundred tokens."""
 
     @abstractmethod
     def check_fit(self, target: TargetSizes) -> None:
-        """Raise ``OutriderError`` for a head that was not made for a target like this."""
+        """Raise ``OutriderError`` for a head whose sizes do not fit this target."""
 
     @abstractmethod
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
@@ -88,28 +88,28 @@ class FeatureHead(nn.Module):
         return embeds.to(like.dtype)
 
     def spread(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """Expand [..., Vd] to float32 [..., V] over the target's vocabulary, ``UNSAID`` for tokens the head lacks."""
+        """Expand [..., Vd] to float32 [..., V] over the target's vocabulary, ``IMPOSSIBLE_LOGIT`` for tokens the head lacks."""
         logits = logits.float()
         ids = self.draft_ids
         if ids is None and logits.shape[-1] >= vocab_size:
             return logits[..., :vocab_size]
         if ids is None:
-            return functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=UNSAID)
+            return functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=IMPOSSIBLE_LOGIT)
         if self._columns.shape[0] != vocab_size or self._columns.device != logits.device:
             self._columns = torch.full((vocab_size,), logits.shape[-1], device=logits.device)
             self._columns[ids] = torch.arange(len(ids), device=logits.device)
-        padded = functional.pad(logits, (0, 1), value=UNSAID)  # the last column is for tokens that the head lacks
+        padded = functional.pad(logits, (0, 1), value=IMPOSSIBLE_LOGIT)  # the last column is for tokens that the head lacks
         return padded.gather(-1, self._columns.expand(*logits.shape[:-1], -1))
 
     def check_hidden_states(self, target: TargetSizes) -> None:
-        """Raise ``OutriderError`` where it reads hidden states that the target does not have."""
+        """Raise ``OutriderError`` if the head reads hidden states that the target does not have."""
         if not 0 <= min(self.hidden_states) <= max(self.hidden_states) <= target.num_layers:
             raise OutriderError(
                 f"the head reads hidden states {self.hidden_states}, but {target.name} has {target.num_layers} layers"
             )
 
     def check_draft_ids(self, target: TargetSizes) -> None:
-        """Raise ``OutriderError`` where its vocabulary has tokens that the target's has not."""
+        """Raise ``OutriderError`` if the head's vocabulary has tokens that the target's lacks."""
         if self.draft_ids is None or self.draft_ids.is_meta:
             return
         lowest, highest = int(self.draft_ids.min()), int(self.draft_ids.max())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
 
-from outrider.heads import block_formats, eagle_formats, medusa, mtp_formats
+from outrider.heads import assistant, block_formats, eagle_formats, medusa, mtp_formats
 from outrider.heads.block import BlockHead
 from outrider.heads.checkpoint import read_folder
 from outrider.heads.eagle import EagleHead
@@ -47,7 +47,7 @@ def of_eagle(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterat
 
 def of_mtp(folder: Path, target: ModelRunner) -> Iterator[Finding]:
     """Check an MTP head. Raises ``OutriderError`` for unreadable or invalid files."""
-    head = mtp_formats.load(folder, target)
+    head = (assistant.load if assistant.is_assistant(folder) else mtp_formats.load)(folder, target)
     yield Finding("ok", "hidden size", f"both have {target.hidden_size} features")
     output = "the target's" if head.uses_targets_output else "its own"
     yield Finding("ok", "tensors", f"all {len(head.state_dict())} are there; its output head is {output}")
@@ -69,7 +69,7 @@ def of_block(folder: Path, target: ModelRunner) -> Iterator[Finding]:
         yield Finding("suspicious", "layers", f"{said}, assumed because its config does not name them")
     else:
         yield Finding("ok", "layers", said)
-    kind = "each by the one before" if shape.markov_rank else "each by itself"
+    kind = "each by the one before" if shape.in_order else "each by itself"
     yield Finding("ok", "block", f"at most {shape.max_drafts} drafts in one pass, {kind}; mask token {shape.mask_token_id}")
     measured = (config.get("outrider") or {}).get("acceptance_by_position")
     if measured:

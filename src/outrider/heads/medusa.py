@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from outrider.heads.checkpoint import TargetSizes, fill, find_folder, read_folder, write_folder
-from outrider.types import UNSAID, OutriderError
+from outrider.types import IMPOSSIBLE_LOGIT, OutriderError
 
 Accuracies = tuple[tuple[float, ...], ...]  # [head][rank]: probability that the candidate of that rank is the target's token
 
@@ -75,10 +75,10 @@ class MedusaHeads(nn.Module):
         return logits
 
     def spread(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """Expand [..., V'] to float32 [..., V] over the target's vocabulary, ``UNSAID`` for tokens the heads lack."""
+        """Expand [..., V'] to float32 [..., V] over the target's vocabulary, ``IMPOSSIBLE_LOGIT`` for tokens the heads lack."""
         if self.token_map is None:
             return logits.float()
-        full = logits.new_full((*logits.shape[:-1], vocab_size), UNSAID, dtype=torch.float32)
+        full = logits.new_full((*logits.shape[:-1], vocab_size), IMPOSSIBLE_LOGIT, dtype=torch.float32)
         return full.index_copy_(-1, self.token_map, logits.float())
 
     def candidates(self, hidden: Tensor, num_heads: int, count: int) -> Tensor:
@@ -157,13 +157,13 @@ def export(heads: MedusaHeads, folder: Path, vocab_size: int, accuracies: Sequen
 
 
 def is_exported(folder: Path, heads: MedusaHeads) -> bool:
-    """Return whether these heads' folder is as ``export`` writes it, number of heads included."""
+    """Return whether the folder has the format of ``export``, including the number of heads."""
     config = json.loads((folder / "config.json").read_text())
     return bool(config.get("model_type") == "medusa" and config.get("num_heads") == heads.shape.num_heads)
 
 
 def check_fit(heads: MedusaHeads, target: TargetSizes) -> None:
-    """Raise ``OutriderError`` for heads that were not made for a target like this."""
+    """Raise ``OutriderError`` for heads whose sizes do not fit this target."""
     shape = heads.shape
     if shape.hidden_size != target.hidden_size:
         raise OutriderError(f"the heads expect hidden size {shape.hidden_size}, but {target.name} has {target.hidden_size}")

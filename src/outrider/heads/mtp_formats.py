@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.heads import assistant
 from outrider.heads.checkpoint import (
     MTP,
     TargetSizes,
@@ -93,6 +94,9 @@ def is_head(folder: Path, target: TargetSizes) -> bool:
     """
     if MTP not in kinds_of(folder):
         return False
+    if assistant.is_assistant(folder):
+        assistant.check_files(folder, target)
+        return True
     layout, prefix = _found_layout(folder, target.num_layers, str(folder))
     with torch.device("meta"):
         tensors = read_folder(folder, prefix)[1]
@@ -116,9 +120,7 @@ def _found_layout(folder: Path, num_layers: int, source: str) -> tuple[Layout, s
         if beyond:
             return layout, min(beyond, key=lambda start: int(start[1]) if start.groups() else 0)[0]
     if read_config(folder).get("model_type") in ASSISTANTS:
-        raise OutriderError(
-            f"{source} drafts over the target's own KV cache, as Gemma 4's assistants do: this is not supported"
-        )
+        raise OutriderError(f"{source} is one of Gemma 4's assistants: there is no training for them, and no conversion")
     wanted = [each.prefix.format(n=num_layers) + each.parts["fc"] + ".weight" for each in LAYOUTS.values()]
     raise OutriderError(
         f"{source} holds no MTP head: none of {', '.join(wanted)} is there; give a folder with the head as the method's draft, "

@@ -1,4 +1,4 @@
-"""Embeddings and output heads stored with a head: mostly copies of the target's, which then serve in their place."""
+"""Embeddings and output heads stored with a head. Copies of the target's are dropped in favour of the target's own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHARED = 0.02  # relative distance up to which a stored embedding or output head
 
 
 def has_own_table(tensors: dict[str, Tensor], name: str, module: Any) -> bool:
-    """Return whether the head has a table of its own under this name; a copy of the target's is removed from ``tensors``.
+    """Return whether the head's table of this name differs from the target's; a copy is removed from ``tensors``.
 
     ``module``: the target's embedding or output head.
     """

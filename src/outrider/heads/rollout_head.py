@@ -1,4 +1,4 @@
-"""What every head that drafts one token after another has in common: it continues from the target's features.
+"""Base class of heads that draft one token after another, starting from the target's features.
 
 Entry j of a sequence combines token j + 1 and feature j at position j; its output predicts the token after token j + 1.
 """
@@ -13,11 +13,11 @@ from outrider.heads.feature_head import FeatureHead, Rotation
 
 
 class RolloutHead(FeatureHead):
-    """A head whose output stands for the target's next feature."""
+    """A head whose output replaces the target's next feature."""
 
     @property
     def imitates_features(self) -> bool:
-        """Whether its outputs stand for the target's features, and are trained to equal them."""
+        """Whether outputs are trained to equal the target's features."""
         return False
 
     @abstractmethod
@@ -29,4 +29,4 @@ class RolloutHead(FeatureHead):
 
     @abstractmethod
     def feedback(self, out: Tensor) -> Tensor:
-        """Return the stand-in for a target feature in the next step."""
+        """Return the input of the next step that replaces the target's feature."""

@@ -29,7 +29,7 @@ CODES4 = tuple(map(int, (build.FOLDER / "codes4.inc").read_text().split(",")))
 def load() -> bool:
     """Build the library (about 25 s, once per machine) and load it into ``torch.ops.outrider``. Return False on failure.
 
-    torch is told to use no more threads than the cores that this process may use, unless ``OMP_NUM_THREADS`` says how many.
+    Limits torch's threads to the cores that this process may use, unless ``OMP_NUM_THREADS`` is set.
     """
     import torch
 

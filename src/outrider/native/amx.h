@@ -1,9 +1,9 @@
-// Linear layers on a CPU's matrix units (AMX): bfloat16 weights times inputs rounded to bfloat16, summed in float32, or weights in
-// 8 bits times inputs rounded to 8 bits, a scale for each output and one for each row, summed exactly: half of the bytes to read.
+// Linear layers on a CPU's matrix units (AMX): bfloat16 weights times inputs rounded to bfloat16, summed in float32, or 8-bit
+// weights times inputs rounded to 8 bits, with a scale for each output and each row and exact sums: half of the bytes to read.
 //
-// A tile instruction multiplies 16 rows x 64 bytes of inputs by as many inputs x 16 outputs in 16 cycles, so that dozens of rows cost
-// what one costs: reading the weights. Batch-invariant as the rest: each sum is one chain of additions in the order of the inputs, and
-// a chain that is put down in memory and taken up again, as long ones of many rows are, goes on with the same bits.
+// A tile instruction multiplies 16 rows x 64 bytes of inputs by as many inputs x 16 outputs in 16 cycles, so dozens of rows cost as
+// much as one: the time to read the weights. Batch-invariant like the other kernels: each sum is one chain of additions in the order
+// of the inputs. Storing a partial sum to memory and continuing from it, as for many rows, does not change its bits.
 
 #pragma once
 
@@ -28,13 +28,13 @@ namespace outrider::amx {
 constexpr int64_t kSide = 16;                // rows, or outputs, of a tile
 constexpr int64_t kLine = 64;                // bytes of a row of a tile
 constexpr int64_t kTile = kSide * kLine;     // bytes of a tile
-constexpr int64_t kPanel = 2 * kSide;        // outputs whose weights stand side by side
-constexpr int64_t kAhead = 1024;             // bytes that weights are fetched ahead of their use
-constexpr int64_t kSteps = 64;               // tiles of a panel's depth that stay in the L2 cache while many rows pass
-constexpr int64_t kRowBytes = 1 << 20;       // of rows, as tiles, that stay in the L2 cache while all panels pass
-constexpr int64_t kRows = 256;               // at once
+constexpr int64_t kPanel = 2 * kSide;        // outputs whose weights are adjacent
+constexpr int64_t kAhead = 1024;             // prefetch distance of weights in bytes
+constexpr int64_t kSteps = 64;               // tiles of a panel's depth that fit the L2 cache while many rows use them
+constexpr int64_t kRowBytes = 1 << 20;       // bytes of rows, as tiles, that fit the L2 cache while all panels use them
+constexpr int64_t kRows = 256;               // maximum rows of a block
 
-// Whether the system lets this process use the tiles: asked for once, before the first of them.
+// Return whether the operating system lets this process use the tiles; the permission is requested once.
 inline bool allowed() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl
   static const bool given = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -42,14 +42,14 @@ inline bool allowed() {
 }
 
 // Shapes of the eight tile registers: 0 to 3 sums (of the first 16 rows, then of the others), 4 and 5 rows, 6 weights: one register
-// for both halves of a panel, because with all eight in use tiles are not loaded while others are multiplied (by a third slower).
+// for both halves of a panel, because with all eight in use loads do not overlap with products (a third slower).
 struct __attribute__((packed, aligned(64))) Shapes {
   uint8_t palette = 1, start = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};
   uint8_t rows[16] = {};
 };
 
-// Takes the tiles for blocks of `first` + `second` rows. Said in assembly: GCC's intrinsic does not say what it reads.
+// Configure the tiles for blocks of `first` + `second` rows. In assembly, because GCC's intrinsic does not declare what it reads.
 inline void shape(int64_t first, int64_t second) {
   Shapes shapes;
   const int64_t rows[8] = {first, first, second, second, first, second, kSide, 0};
@@ -70,13 +70,13 @@ struct Halves {
   using Sum = float;
   static constexpr int64_t kDeep = kLine / 2;  // inputs of a tile
   float scale(const float*, int64_t) const { return 1.0f; }
-  // What stands in a line for kDeep inputs.
+  // Convert kDeep inputs to a line.
   __m512i line(const float* x, float) const { return to_halves(x); }
-  // Sums of 32 outputs, in place, as what they stand for.
+  // Convert the sums of 32 outputs to values, in place.
   void finish(float*, float, int64_t) const {}
 };
 
-// Codes from -127 to 127: of a row by its largest number, of weights by scales[outputs].
+// Codes from -127 to 127: rows are scaled by their largest number, weights by scales[outputs].
 struct Bytes {
   using Sum = int32_t;
   static constexpr int64_t kDeep = kLine;
@@ -104,7 +104,7 @@ struct Bytes {
 };
 
 // Rows in the order in which tiles read them: [ceil(rows / 16)][inputs of a tile's][16][64 bytes], so that no two evict each other.
-// row_scales[rows]: what a code of each stands for.
+// row_scales[rows]: the value of code 1 in each row.
 template <typename Form>
 void to_tiles(const Form form, const float* x, int64_t rows, int64_t inputs, uint8_t* tiles, float* row_scales) {
   const int64_t row_bytes = inputs / Form::kDeep * kLine;
@@ -118,13 +118,13 @@ void to_tiles(const Form form, const float* x, int64_t rows, int64_t inputs, uin
   });
 }
 
-// Inputs in the order in which they are added: four streams, each through a quarter of a panel's depth, take turns tile by tile, and
-// what does not divide by four comes last. Memory gives a third more to four streams than to one.
+// Inputs in the order in which they are added: four streams, each through a quarter of a panel's depth, alternate tile by tile; the
+// remainder comes last. Memory bandwidth is a third higher with four streams than with one.
 struct Order {
   static constexpr int64_t kStreams = 4;
-  const int64_t apart;  // tiles from a stream to the next
+  const int64_t apart;  // tiles from one stream to the next
   explicit Order(int64_t tiles) : apart(tiles / kStreams) {}
-  // Of the step-th tile, where it stands.
+  // Return the index of the step-th tile.
   int64_t operator()(int64_t step) const {
     return step < kStreams * apart ? step % kStreams * apart + step / kStreams : step;
   }
@@ -135,13 +135,13 @@ struct Order {
 template <typename Form, bool two, bool fetch>
 inline void block(const uint8_t* x, int64_t second, const uint8_t* w, const Order order, int64_t step, int64_t end, float* sums,
                   int64_t stride) {
-// The intrinsics take nothing but written numbers for registers.
+// The intrinsics take only literal register numbers.
 #define OUTRIDER_ADD(into, rows, weights)                      \
   if constexpr (std::is_same_v<typename Form::Sum, float>)     \
     _tile_dpbf16ps(into, rows, weights);                       \
   else                                                         \
     _tile_dpbssd(into, rows, weights)
-  static_assert(sizeof(typename Form::Sum) == sizeof(float));  // they stand where results will
+  static_assert(sizeof(typename Form::Sum) == sizeof(float));  // sums are stored where results will be
   const int64_t bytes = stride * static_cast<int64_t>(sizeof(float));
   if (step > 0) {
     _tile_loadd(0, sums, bytes);
@@ -175,9 +175,9 @@ inline void block(const uint8_t* x, int64_t second, const uint8_t* w, const Orde
 #undef OUTRIDER_ADD
 }
 
-// 32 sums of a panel to a whole line of results; or of two, of which the ending makes one number each. `past_caches`: which no cache has
-// to keep. Of a wide layer it would fetch them only to be written over, which takes a third of the layer's time. Not inlined: compilers
-// may round an ending's arithmetic otherwise in another place, and then a row's bits would depend on the number of rows.
+// Store 32 sums of one panel as results, or combine those of two panels with the ending. `past_caches`: with non-temporal stores. For a
+// wide layer, caches would first fetch the lines to overwrite, which takes a third of the layer's time. Not inlined: compilers may round
+// an ending's arithmetic differently in another copy, and then a row's bits would depend on the number of rows.
 template <typename Ending>
 __attribute__((noinline)) void put(const Ending ending, const float* sums, const float* others, float* to, bool past_caches) {
   for (int64_t j = 0; j < kPanel; j += kSide) {
@@ -190,13 +190,13 @@ __attribute__((noinline)) void put(const Ending ending, const float* sums, const
   }
 }
 
-// As `linear`, of at most kRows rows.
+// `linear` for at most kRows rows.
 template <typename Form, typename Ending>
 void some_rows(const Form form, const Ending ending, const float* x, int64_t rows, int64_t inputs, const uint8_t* w, int64_t panels,
                float* out) {
   const int64_t whole = (rows + kSide - 1) / kSide * kSide, depth = inputs / Form::kDeep;
   const int64_t row_bytes = depth * kLine, panel_bytes = depth * 2 * kTile;
-  const int64_t lots = panels / Ending::panels, stride = lots * kPanel;  // a lot: what 32 results are made of
+  const int64_t lots = panels / Ending::panels, stride = lots * kPanel;  // a lot: the panels of 32 results
   const std::unique_ptr<Line[]> lines(new Line[whole * depth]);
   const std::unique_ptr<float[]> row_scales(new float[rows]);
   uint8_t* tiles = lines[0].bytes;
@@ -207,8 +207,8 @@ void some_rows(const Form form, const Ending ending, const float* x, int64_t row
   const int64_t part = in_one ? depth : std::max(steps, kRowBytes / (whole * kLine) / steps * steps);
   const Order order(depth);
   const int64_t work = panel_bytes / 2 * (2 + whole / kSide) * Ending::panels;
-  // Weights are read once: what does not fit the cache of rows is done part by part of their depth. Sums wait where results will be,
-  // if there is room.
+  // Weights are read once: rows that exceed the cache are processed in parts of their depth. Partial sums are stored where results
+  // will be, if there is room.
   const std::unique_ptr<float[]> room(part < depth && Ending::panels > 1 ? new float[rows * panels * kPanel] : nullptr);
   float* waiting = room ? room.get() : out;
   parallel_for(0, lots, std::max<int64_t>(1, 400'000 / work), [&](int64_t begin, int64_t end) {
@@ -242,7 +242,7 @@ void some_rows(const Form form, const Ending ending, const float* x, int64_t row
         }
       }
     }
-    _mm_sfence();  // what went past the caches is there before anybody looks
+    _mm_sfence();  // order non-temporal stores before later reads
     _tile_release();
   });
 }
@@ -261,9 +261,9 @@ void linear(const Form form, const Ending ending, const float* x, int64_t rows, 
 // Attention: tiles of 16 x 64 bytes throughout, as `shape(16, 16)` takes them
 // ---------------------------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kSlotsAtOnce = 256;  // whose values stand paired in the cache while all queries pass
+constexpr int64_t kSlotsAtOnce = 256;  // slots whose paired values fit the cache while all queries use them
 
-// Floats of room for one attention's tiles: of its queries first, then of its weights and values. tall: its rows, to whole tiles.
+// Return the floats of buffer for one attention's tiles: queries, then weights and values. tall: its rows, rounded up to whole tiles.
 inline int64_t attention_size(int64_t tall, int64_t slots, int64_t key_dim, int64_t value_dim) {
   return kLine + std::max(tall * key_dim, tall * slots + kSlotsAtOnce * value_dim) / 2;
 }
@@ -272,7 +272,7 @@ inline uint16_t* next_line(float* from) {
   return reinterpret_cast<uint16_t*>((reinterpret_cast<uintptr_t>(from) + kLine - 1) / kLine * kLine);
 }
 
-// Asks for `bytes` bytes that will be read soon.
+// Prefetch `bytes` bytes.
 inline void fetch(const void* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += kLine) _mm_prefetch(static_cast<const char*>(from) + i, _MM_HINT_T1);
 }

@@ -17,7 +17,7 @@
 namespace outrider {
 namespace {
 
-// The tokens of a pass stand one behind the other, those of request b up to ends[b]; the longest text has `width` of them.
+// The tokens of a pass are concatenated, those of request b up to ends[b]; the longest request has `width` of them.
 struct Pass {
   int64_t rows, total, heads, kv_heads, width, reach, key_dim, value_dim, capacity, window;
   float scale, softcap;
@@ -80,8 +80,8 @@ inline void turn_keys(const Cache* keys, int64_t dim, float* to) {
   }
 }
 
-// What score_block says of `count` queries, `stride` apart, by the same additions in the same order: of each lane over the chunks,
-// then of the lanes by a tree. Turned keys need no exchange of lanes, and are loaded once for all.
+// score_block for `count` queries, `stride` apart, with the same additions in the same order: each lane over the chunks, then a tree
+// over the lanes. Transposed keys need no exchange of lanes and are loaded once for all queries.
 template <int count>
 inline void score_turned(const float* queries, int64_t stride, const float* turned, int64_t dim, float* scores,
                          int64_t scores_stride) {
@@ -101,7 +101,7 @@ inline void score_turned(const float* queries, int64_t stride, const float* turn
 }
 
 // out[i][0..16 * chunks) += sum over slots of weights[i][s] * values[s][...], in slot order, for `count` rows of weights. `masked`:
-// slots of weight 0 are passed over, for they may hold anything, NaN too.
+// slots of weight 0 are skipped, because they may hold anything, including NaN.
 template <typename Cache, int count, int chunks, bool masked>
 inline void mix(const float* weights, int64_t weights_stride, const Cache* values, int64_t slots, int64_t dim, float* out,
                 int64_t out_stride) {
@@ -119,14 +119,14 @@ inline void mix(const float* weights, int64_t weights_stride, const Cache* value
   for (int i = 0; i < count; ++i) for (int c = 0; c < chunks; ++c) store(out + i * out_stride + c * kLanes, acc[i][c]);
 }
 
-inline int64_t to_lanes(int64_t rows) { return (rows + kLanes - 1) / kLanes * kLanes; }  // a tile puts out 16, be they fewer
+inline int64_t to_lanes(int64_t rows) { return (rows + kLanes - 1) / kLanes * kLanes; }  // a tile writes 16 rows
 
 // Queries of one request that look at the same keys and values: those of `tokens` tokens from `token` on, of a group of heads. Row
 // w * group + g of `queries`, `scores` and `out`. Slots count from `first`, and `padded` of them are looked at.
 template <typename Cache>
 struct Attention {
-  static constexpr int64_t kTogether = 4;  // queries that share what is loaded
-  static constexpr int64_t kSlots = 32;    // of a block
+  static constexpr int64_t kTogether = 4;  // queries that share loaded keys and values
+  static constexpr int64_t kSlots = 32;    // slots of a block
   static constexpr float kUnseen = -std::numeric_limits<float>::infinity();
   const Pass& pass;
   const int64_t b, length, token, tokens, group, base, open, first, count, padded;
@@ -137,7 +137,7 @@ struct Attention {
       : pass(of), b(row), length(of.length(row)), token(from), tokens(std::min(tokens_at_once(of), length - from)),
         group(of.heads / of.kv_heads),
         base(of.bases[row]), open(base + of.width - of.reach),  // slots before it are seen by all, but for a window
-        first(std::min(earliest(), open) / kSlots * kSlots),  // blocks start at the same slots whatever the pass
+        first(std::min(earliest(), open) / kSlots * kSlots),  // blocks start at the same slots in every pass
         count(end() - first), padded((count + kSlots - 1) / kSlots * kSlots), keys(k_plane), values(v_plane), queries(buffer),
         scores(queries + rows() * of.key_dim), out(scores + rows() * padded), turned(out + to_lanes(rows()) * of.value_dim),
         tiles(turned + kLanes * (of.key_dim + kLanes)) {}

@@ -20,7 +20,7 @@ from outrider import disk_cache, progress
 
 logger = logging.getLogger(__name__)
 
-SECONDS = 25.0  # that compiling a library takes, roughly
+SECONDS = 25.0  # approximate compile time of the library
 
 FAILURES = (subprocess.SubprocessError, OSError, ValueError)  # what ``find_compiler`` and ``library`` raise
 FOLDER = Path(__file__).parent
@@ -35,9 +35,9 @@ FLAGS = (
 
 
 def find_compiler() -> list[str] | None:
-    """``$CXX``, a command line, else the first of g++, clang++ and c++ that is there; None on Windows and where there is none.
+    """Return ``$CXX``, a command line, or the first installed one of g++, clang++ and c++; None on Windows and without one.
 
-    Raises ``ValueError`` where ``$CXX`` ends within quotes.
+    Raises ``ValueError`` if ``$CXX`` has an unclosed quote.
     """
     if sys.platform == "win32":
         return None
@@ -83,14 +83,14 @@ def _compiled(compiler: Sequence[str], folder: Path) -> Path:
 
 
 def _run(commands: Sequence[Sequence[str]]) -> None:
-    """Run commands side by side, one per core. A failure or an interrupt ends all of them."""
+    """Run commands in parallel, one per core. A failure or an interrupt ends all of them."""
     running: list[subprocess.Popen[str]] = []
     failed = Event()
 
     def run(command: Sequence[str]) -> None:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         running.append(process)
-        if failed.is_set():  # since this thread began to start the process
+        if failed.is_set():  # while this thread started the process
             process.kill()
         _, said = process.communicate(timeout=TIMEOUT)
         if process.returncode:

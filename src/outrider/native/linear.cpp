@@ -1,9 +1,9 @@
 // Linear layers of few rows, in which a CPU spends most of a pass.
 //
-// Why not a library's: on a CPU without matrix units (AMX), the GEMMs of MKL, oneDNN and FBGEMM take 2-7x the time of one row for
-// eight rows, which would make scoring drafts as dear as decoding them. These read each weight once, in its 16-bit form, and
-// compute in float32, or in bfloat16 with float32 sums where the processor has such products, so that up to a dozen rows cost about
-// what one costs: the memory traffic of the weights. Where there are matrix units, layers run on them (amx.h).
+// Libraries are not used because, on a CPU without matrix units (AMX), the GEMMs of MKL, oneDNN and FBGEMM take 2-7x the time of one
+// row for eight rows, so scoring drafts would cost as much as decoding them. These kernels read each weight once, in 16 bits, and
+// compute in float32, or in bfloat16 with float32 sums if the processor has such products. Up to a dozen rows cost about as much as
+// one: the memory traffic of the weights. On CPUs with matrix units, layers run on them (amx.h).
 //
 // Batch-invariant, like attention: the additions that make a row's result, and their order, do not depend on the number of other rows
 // in the pass. The tokens are therefore the same for any draft length, proposer and batch.
@@ -26,8 +26,8 @@
 namespace outrider {
 namespace {
 
-// Bytes that a weight is fetched ahead of its use, for the hardware stops at page ends: what was measured best on AMD's Zen 5, and on
-// Intel's Cascade Lake.
+// Prefetch distance of weights in bytes, because hardware prefetching stops at page ends: the fastest one measured on AMD's Zen 5 and
+// on Intel's Cascade Lake.
 #if defined(__AVX512BF16__) && !defined(__AMX_TILE__)
 constexpr int64_t kAhead = 6144;
 #else
@@ -35,8 +35,8 @@ constexpr int64_t kAhead = 3072;
 #endif
 constexpr int64_t kBlock = 512;           // inputs accumulated in registers before they are added to the output
 
-// Weights to fetch while others are used: those `by` inputs on, none where that is 0, and behind the end of a tile's those that are used
-// next, which stand `jump` entries further than if they followed.
+// Prefetch of weights: those `by` inputs later (0: none). After the end of a tile's weights, those used next, which are `jump` entries
+// further than the adjacent ones.
 struct Ahead {
   int64_t by, jump;
 };
@@ -52,7 +52,7 @@ inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t 
   const int64_t stretch = Form<Weight>::scaled ? kScaled : depth;  // inputs that share a scale
   for (int64_t begin = 0; begin < depth; begin += stretch) {
     const int64_t end = std::min(depth, begin + stretch);
-    vec acc[rows][2 * panels];  // in registers only where every loop over them is unrolled before the compiler looks
+    vec acc[rows][2 * panels];  // in registers only if every loop over them is unrolled early
 #pragma GCC unroll 12
     for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 8
@@ -62,8 +62,8 @@ inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t 
       for (int j = 0; j < panels; ++j) load_panel(w + j * panel_stride + k * width, weights[2 * j], weights[2 * j + 1]);
 #pragma GCC unroll 12
       for (int r = 0; r < rows; ++r) {
-        // Of many rows every second one is read by the additions themselves: reads and instructions then take about the same time,
-        // also where another's thread on the same core leaves half of the instructions that can be begun.
+        // With many rows, every second one is a memory operand of its additions: this balances loads and instructions, also if a
+        // hyperthread on the same core takes half of the issue slots.
         if (rows > 4 && r % 2) {
 #pragma GCC unroll 8
           for (int j = 0; j < 2 * panels; ++j) add_product_at<Weight>(weights[j], x + k * rows + r, acc[r][j]);
@@ -134,13 +134,13 @@ inline void turn_all(const float* x, int64_t rows, int64_t inputs, int64_t at_on
   });
 }
 
-// How sums become results: as they are, or, where an ending takes two panels, one number from two sums (see Gate).
+// Conversion of sums to results: unchanged, or, for an ending of two panels, one number from two sums (see Gate).
 struct Alone {
   static constexpr int64_t panels = 1;
 };
 
-// scales: [ceil(inputs / kScaled), panels * 32], for weights that are codes. An ending that takes two panels is for more rows than a tile
-// takes, and for weights that are numbers.
+// scales: [ceil(inputs / kScaled), panels * 32], for quantised weights. An ending of two panels requires more rows than a tile has, and
+// unquantised weights.
 template <typename Weight, typename Ending>
 void linear_rows(const Ending ending, const float* x, int64_t rows, int64_t inputs, const Weight* w, const float* scales, int64_t panels,
                  float* out) {
@@ -158,12 +158,12 @@ void linear_rows(const Ending ending, const float* x, int64_t rows, int64_t inpu
     kRunPanels<Weight>[some - 1](from + r * inputs + k * some, w + panel * panel_stride + k * width, panel_stride, depth, scales_at,
                                  to + r * stride, stride, k == 0, count, by, in_turn);
   };
-  // A block of weights stays in the cache while all rows pass, and the next one is fetched beside the first of them.
+  // A block of weights stays in the cache for all rows; the next one is prefetched during the first row.
   const auto run_panel = [&](int64_t panel, float* to, int64_t stride) {
     for (int64_t k = 0; k < inputs; k += kBlock)
       for (int64_t r = 0; r < rows; r += at_once) run(r, k, panel, 1, to, stride, r == 0 ? kBlock : 0, false);
   };
-  // A thread is worth waking for some 10 microseconds of work.
+  // Waking a thread pays from about 10 microseconds of work.
   const int64_t work = inputs * kPanel * (rows + 4) * Ending::panels;
   const int64_t grain = std::max<int64_t>(1, 200'000 / work);
   parallel_for(0, panels / Ending::panels, grain, [&](int64_t begin, int64_t end) {
@@ -193,8 +193,7 @@ void linear_of(const Ending ending, const float* x, int64_t rows, const at::Tens
     linear_rows(ending, x, rows, packed.size(1), packed.const_data_ptr<Weight>(), scales, packed.size(0), out);
 }
 
-// A weight whose inputs are multiplied by twos or fours, [panels, inputs / n, 32, n]: n of an output stand side by side, two in bfloat16
-// or four in 8 bits.
+// A weight with grouped inputs, [panels, inputs / n, 32, n]: n inputs of an output are adjacent, two in bfloat16 or four in 8 bits.
 inline bool in_groups(const at::Tensor& packed) { return packed.dim() == 4; }
 inline int64_t together(const at::Tensor& packed) { return in_groups(packed) ? packed.size(3) : 1; }
 
@@ -274,7 +273,7 @@ void linear_on_vectors(const Ending ending, const float* x, int64_t rows, int64_
   }
 }
 
-// What an operator is given: rows of float32, and room for results of `width` numbers each.
+// Operands of an operator: rows in float32, and memory for results of `width` numbers each.
 struct Rows {
   at::Tensor source, out;
   int64_t count, inputs;
@@ -365,8 +364,8 @@ at::Tensor linear_scaled(const at::Tensor& x, const at::Tensor& packed, const at
   return apply(x, packed, scales.const_data_ptr<float>(), bias, outputs);
 }
 
-// x [..., inputs], packed weights of 2 n outputs -> [..., n] in x's type: activation(of the first n) * the others. What lies between
-// never leaves the caches: of wide passes, writing and reading it takes long.
+// x [..., inputs], packed weights of 2 n outputs -> [..., n] in x's type: activation(first n) * remaining n. The intermediate result
+// stays in the caches, because writing and reading it takes long in wide passes.
 at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& scales, std::string_view activation) {
   TORCH_CHECK(activation == "silu" || activation == "gelu_tanh", "linear_gated: no activation ", activation);
   TORCH_CHECK(packed.size(0) % 2 == 0, "linear_gated: gates and what they let through take an even number of panels");

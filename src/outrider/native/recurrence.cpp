@@ -2,7 +2,7 @@
 //
 // A layer's cache is a ring over positions: the state after position p lies in slot p mod S. A pass starts from the state after the
 // last cached position and writes the state after each of its last S positions, so going back to any of them moves no data. Each
-// request runs token by token, whatever else is in the pass: its bits depend neither on the batch nor on how many tokens come at once.
+// request runs token by token, so its bits depend neither on the batch nor on the number of tokens in the pass.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
@@ -22,7 +22,7 @@ using at::Tensor;
 
 namespace {
 
-struct Requests {  // of one pass: tokens [start, end) of request b stand at positions base, base + 1, ...
+struct Requests {  // of one pass: tokens [start, end) of request b have the positions base, base + 1, ...
   const int64_t *rows, *bases, *ends;
   int64_t count;
 
@@ -123,7 +123,7 @@ Tensor delta_scan(const Tensor& query, const Tensor& key, const Tensor& value, c
           own_query[i] = head_query[i] * by_query;
           own_decay[i] = gates > 1 || i == 0 ? std::exp(gate[gates > 1 ? i : 0]) : own_decay[0];
         }
-        // Only the last S states are kept: those before them are made in place.
+        // Only the last S states are kept; earlier ones are computed in place.
         float* next = last - t <= ring.slots ? ring.at(base + t - first) + h * size : scratch.data();
         const int64_t at = t * heads + h;
         advance(state, next, own_decay.data(), own_key.data(), own_query.data(), v + at * values, b ? b + at : nullptr, keys,

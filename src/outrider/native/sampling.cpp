@@ -19,7 +19,7 @@
 namespace outrider {
 namespace {
 
-// The k-th highest of the maxima of interleaved classes: k values are at least that high, so nothing below it is in the top k.
+// Return the k-th highest maximum of interleaved classes: k values are at least that high, so no value below it is in the top k.
 template <typename T>
 T top_k_bound(const T* row, int64_t size, int64_t top_k, std::vector<T>& maxima) {
   int64_t classes = 16;
@@ -183,7 +183,7 @@ void shape_rows(const T* logits, T* out, int64_t num_rows, int64_t size, const d
   }
 }
 
-// What is left of a target's row when a rejected draft's is taken away: norm(max(0, target - draft)), the target where that is 0
+// The residual of a target's row after a rejected draft: norm(max(0, target - draft)), the target where that is 0
 // (nothing was rejected: num_accepted[b] = lens[b], or rounding). target [B, width + 1, size], draft [B, width, size] or null for
 // point masses at `tokens` [B, width].
 template <typename T>

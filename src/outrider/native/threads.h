@@ -1,9 +1,8 @@
 // Work of an operator, shared among the cores that the process may use.
 //
-// Why not OpenMP's: it gives each thread its part beforehand and waits for all of them. Where a core is also used by another process,
-// the thread on it is late or not running at all, and every operator of a pass waits for it. Here threads take small pieces, a thread
-// that is not running in time finds its pieces done by the others, and threads that are disturbed sleep while they have no work instead
-// of spinning away the time that the operating system grants them.
+// Replaces OpenMP, which assigns each thread its part in advance and waits for all of them: if another process uses a core, every
+// operator of a pass waits for the thread on it. Here threads take small pieces, so the others do the pieces of a delayed thread, and
+// threads that were preempted sleep while they have no work instead of spinning through their time slice.
 
 #pragma once
 
@@ -11,9 +10,9 @@
 
 namespace outrider {
 
-// Runs `body(object, begin, end)` for pieces that together make [begin, end), each of at least `grain`, in any order and on any thread;
-// returns when all have ended. An exception of a piece is thrown again here. Called within a piece, or while another thread has called
-// it, it runs everything on the calling thread.
+// Run `body(object, begin, end)` for pieces that cover [begin, end), each of at least `grain`, in any order and on any thread; return
+// when all have ended. Rethrows an exception of a piece. If it is called within a piece, or while another thread's call is running,
+// everything runs on the calling thread.
 void share_work(int64_t begin, int64_t end, int64_t grain, void (*body)(const void*, int64_t, int64_t), const void* object);
 
 template <typename Body>

@@ -17,7 +17,7 @@
 namespace outrider {
 
 constexpr int kLanes = 16;                // floats in a vector: one AVX-512 register, two of AVX2, four of NEON
-constexpr int64_t kPanel = 2 * kLanes;    // outputs whose weights stand side by side
+constexpr int64_t kPanel = 2 * kLanes;    // outputs whose weights are adjacent
 
 typedef float vec __attribute__((vector_size(kLanes * sizeof(float))));
 typedef uint32_t uvec __attribute__((vector_size(kLanes * sizeof(uint32_t))));
@@ -26,7 +26,7 @@ typedef uint16_t hvec __attribute__((vector_size(kLanes * sizeof(uint16_t))));
 
 inline vec load(const float* from) { vec v; std::memcpy(&v, from, sizeof v); return v; }
 inline void store(float* to, vec v) { std::memcpy(to, &v, sizeof v); }
-#if defined(__AVX512F__)  // what the portable lines below say; compilers take several instructions for each
+#if defined(__AVX512F__)  // same as the portable lines below, for which compilers emit several instructions
 inline vec load(const at::BFloat16* from) {
   const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   return reinterpret_cast<vec>(_mm512_slli_epi32(wide, 16));
@@ -53,7 +53,7 @@ inline float sum(vec v) {
 }
 inline float largest(vec v) { float m = v[0]; for (int i = 1; i < kLanes; ++i) m = std::max(m, v[i]); return m; }
 
-// a * b + c, rounded once where the processor can. Said, because products and sums are not fused unasked: see build.py.
+// a * b + c, rounded once if the processor can. Explicit, because compilers must not fuse products and sums: see build.py.
 #if defined(__AVX512F__)
 inline vec fused(vec a, vec b, vec c) {
   return reinterpret_cast<vec>(

@@ -7,8 +7,8 @@
 
 namespace outrider {
 
-// How 32 weights, of one input and the outputs that stand side by side, are kept and read: as numbers, or as codes of 8 or 4 bits
-// that one scale for every kScaled inputs of an output makes numbers of.
+// Storage format of 32 weights of one input and adjacent outputs: numbers, or codes of 8 or 4 bits with one scale for every kScaled
+// inputs of an output.
 constexpr int64_t kScaled = 128;
 template <typename Weight>
 struct Form {
@@ -26,13 +26,12 @@ struct Form<uint8_t> {  // two codes in a byte: of output j in the low half, of 
   static constexpr bool scaled = true;
 };
 // The weights of two neighbouring inputs in bfloat16, which some processors multiply by two inputs and add to a sum in one instruction
-// (AVX-512 BF16): twice as many products as in float32, and no weight has to be widened. Inputs are then rounded to bfloat16, too,
-// and stand by twos in the 32 bits of what is a float elsewhere.
+// (AVX-512 BF16): twice as many products as in float32, without widening weights. Inputs are rounded to bfloat16, too, and stored in
+// pairs, in the 32 bits of a float.
 struct Pair {
   at::BFloat16 first, second;
 };
-// The weights of four neighbouring inputs as codes of 8 bits, multiplied by four inputs that are codes, too (AVX-512 VNNI). Sums are
-// whole numbers.
+// 8-bit codes of the weights of four neighbouring inputs, multiplied by codes of four inputs (AVX-512 VNNI). Sums are integers.
 struct Quad {
   int8_t codes[4];
 };
@@ -63,7 +62,7 @@ inline void load_panel(const uint8_t* from, vec& low, vec& high) {
 }
 #endif
 
-// The same of weights, whatever their form: c += weights * value, and c += weights * value[0].
+// The same for weights of any form: c += weights * value, and c += weights * value[0].
 template <typename Weight>
 inline vec add_product(vec weights, vec value, vec c) { return fused(value, weights, c); }
 template <typename Weight>
@@ -88,7 +87,7 @@ template <typename Weight>
 inline vec add_sums(vec a, vec b) { return a + b; }
 #if defined(__AVX512VNNI__)
 constexpr bool kHasQuads = true;
-inline vec load(const Quad* from) {  // the instruction takes one factor without a sign: codes from 1 to 255 (see linear_of_quads)
+inline vec load(const Quad* from) {  // one factor of the instruction is unsigned: codes from 1 to 255 (see linear_of_quads)
   return reinterpret_cast<vec>(_mm512_xor_si512(_mm512_loadu_si512(from), _mm512_set1_epi8(-128)));
 }
 template <>
@@ -119,7 +118,7 @@ inline bool has_matrix_units() {
 #endif
 }
 
-// Whether weights in pairs of inputs are what this processor multiplies fastest, and whether it multiplies codes in fours.
+// Whether this processor multiplies paired weights fastest, and whether it multiplies codes in fours.
 inline bool prefers_pairs() { return kHasPairs || has_matrix_units(); }
 inline bool takes_fours() { return kHasQuads || has_matrix_units(); }
 

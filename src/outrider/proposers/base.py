@@ -1,7 +1,7 @@
-"""The interface of every proposer: what runs each round. ``ScriptedProposer`` is its mock, for tests.
+"""Interface of proposers, which draft in each round, and ``ScriptedProposer``, its mock for tests.
 
-A proposer knows the committed tokens and, if it declares ``needs_hidden``, hidden states of the target; no verifier and no
-engine. What describes a method (options, checks) is a ``MethodSpec`` (method.py).
+A proposer reads the committed tokens and, if it declares ``needs_hidden``, hidden states of the target. It is independent of
+verifiers and the engine. Options and checks of a method belong to its ``MethodSpec`` (method.py).
 """
 
 from __future__ import annotations
@@ -17,58 +17,58 @@ from outrider.types import Context, Proposal, Request, Verdict
 
 
 class Proposer(ABC):
-    """Where drafts come from. ``propose`` runs each round; the other methods are optional."""
+    """Drafts tokens. ``propose`` is called each round; the other methods are optional."""
 
     name: str = "custom"
-    needs_hidden: tuple[int, ...] = ()  # hidden states of the target that it reads, counted as types.Scores says
+    needs_hidden: tuple[int, ...] = ()  # hidden states of the target that it reads, numbered as in types.Scores
     drafts_trees: bool = False  # whether its proposals can be trees, which the verifier must support
     max_drafts: int = 64  # maximum path length
-    auto_drafts: int = 15  # maximum path length where K is chosen each round: passes of 16 rows
-    drafts_ahead: bool = True  # whether it can draft after tokens that are certain but that the target has not read yet
-    reads_text_only: bool = False  # whether it looks at committed tokens alone, and runs no model
-    memory: Any = None  # what it learned from requests that ended; None: nothing yet
+    auto_drafts: int = 15  # maximum path length if a policy chooses K: the target's pass then has up to 16 rows
+    drafts_ahead: bool = True  # whether it can draft after forced tokens that the target has not processed yet
+    reads_text_only: bool = False  # whether it reads committed tokens only, and runs no model
+    memory: Any = None  # what it learned from finished requests; None: nothing yet
 
     @abstractmethod
     def propose(self, context: Context, k: int) -> Proposal:
-        """Draft at most k tokens on a path for each of the B requests; more than ``context.limits[b]`` are of no use.
+        """Draft at most k tokens per path for each of the B requests; drafts after the first ``context.limits[b]`` are dropped.
 
-        An exception pauses drafting for all of them. The sampler's ``InvalidLogits``, let through once ``context.hidden`` was
-        read, pauses it for the requests that it names.
+        An exception pauses drafting for all of them, the sampler's ``InvalidLogits`` only for the requests that it names; it
+        must be raised after ``context.hidden`` was processed.
         """
 
     def prefill(self, requests: Sequence[Request]) -> list[bool]:
         """Prefill the next chunk of new requests; return for each whether it can be drafted for now.
 
-        For proposers that run a model over the whole text: other requests should not wait for it.
+        For proposers that run a model over the whole sequence, so that one long prompt does not delay other requests.
         """
         return [True] * len(requests)
 
     def fork(self, source_id: str, request: Request) -> None:  # noqa: B027 - optional
-        """A new request has the prompt of another: what is cached of that prompt may be copied."""
+        """Copy the cached prompt of request ``source_id`` for a new request with the same prompt."""
 
     def commit(self, context: Context, verdict: Verdict) -> None:  # noqa: B027 - optional
-        """Learn what was accepted, before it is appended to the requests' tokens. Proposers without a cache need nothing.
+        """Process the verdict, before accepted tokens are appended to the requests. Only needed by proposers with state.
 
-        Called for requests that were drafted for this round: all at once, or one by one where the target had to score them so.
+        Called for requests that were drafted for in this round, with all of them, or one by one after a failure of the target.
         """
 
     def release(self, request_ids: Sequence[str]) -> None:  # noqa: B027 - optional
-        """Forget requests. Unknown ids are ignored."""
+        """Drop the state of requests. Unknown ids are ignored."""
 
     def retire(self, request_ids: Sequence[str]) -> None:
-        """Forget requests that finished; their cache may be kept for requests with the same prefix."""
+        """Drop the state of finished requests; their cache may be kept for requests with the same prefix."""
         self.release(request_ids)
 
     def warmup(self, k: int, batch: int) -> None:  # noqa: B027 - optional
-        """Do now what would make the first rounds slow: compile, measure."""
+        """Compile and measure what would otherwise slow down the first rounds."""
 
     def num_nodes(self, k: int) -> int:
-        """Drafts in a full proposal whose longest path is k: the price of the target's pass depends on it."""
+        """Return the number of drafts in a full proposal of depth k, which determines the cost of the target's pass."""
         return k
 
 
 class ScriptedProposer(Proposer):
-    """Calls a function: a public mock of the interface, for tests.
+    """A proposer that calls a function, for tests.
 
     >>> proposer = ScriptedProposer(lambda context, k: Proposal.empty(len(context.requests)))
     """
@@ -98,8 +98,8 @@ def chain_proposal(chains: Sequence[Sequence[int]]) -> Proposal:
 def merged(parts: Sequence[tuple[Sequence[int], Proposal]], batch: int, vocab_size: int) -> Proposal:
     """Merge proposals for disjoint rows of a batch into one; the remaining rows have no drafts.
 
-    If one has probabilities, point masses of the others become one-hots; if one is a tree, chains of the others become
-    trees. Both are equivalent for a verifier.
+    ``parts``: rows and the proposal for them. If one has probabilities, point masses of the others become one-hots; if one is
+    a tree, chains of the others become trees. Verifiers treat both forms alike.
     """
     parts = [(rows, part) for rows, part in parts if part.num_nodes]
     if not parts:
@@ -130,7 +130,7 @@ def merged(parts: Sequence[tuple[Sequence[int], Proposal]], batch: int, vocab_si
 
 
 def spread(values: Tensor, rows: Sequence[int], batch: int) -> Tensor:
-    """Scatter [A, ...] of the requests ``rows`` to [B, ...]; other rows are zero and unused."""
+    """Scatter values [A, ...] of the requests ``rows`` to [B, ...]; the other rows are zero."""
     if len(rows) == batch:
         return values
     index = torch.tensor(rows, device=values.device)

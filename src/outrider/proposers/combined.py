@@ -1,7 +1,7 @@
-"""Two methods in turn, per request: the first one's draft if it is long enough, else the second one's.
+"""Two methods combined: each request uses the first method's draft if it is long enough, otherwise the second's.
 
 Intended for a text-based first method and a model-based second one: repetitions are copied, new text is drafted by the model.
-Written ``first+second``; independent of the two methods.
+Written ``first+second``; works with any two methods.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from outrider.types import Context, Finding, OutriderError, Proposal, Request, V
 
 @dataclass(frozen=True)
 class CombinedConfig:
-    """When the first method's draft is used."""
+    """The condition for using the first method's draft."""
 
-    min_first: int = 8  # drafts; a shorter one is used only if the second has none
+    min_first: int = 8  # number of drafts; a shorter draft is used only if the second method has none
 
     def __post_init__(self) -> None:
         if self.min_first < 1:
@@ -36,11 +36,11 @@ class _Part:
 
     def __init__(self, proposer: Proposer) -> None:
         self.proposer = proposer
-        self.rows: set[int] = set()  # rows requested in this round
-        self._unseen: dict[str, dict[int, list[Tensor]]] = {}  # request -> layer -> features since the last call
+        self.rows: set[int] = set()  # rows of the batch for which it was called in this round
+        self._unseen: dict[str, dict[int, list[Tensor]]] = {}  # request -> layer -> hidden states since the last call
 
-    def hear(self, context: Context) -> None:
-        """Store the features of this round until they are needed."""
+    def store_hidden(self, context: Context) -> None:
+        """Store the hidden states of this round until the proposer is called."""
         for layer in self.proposer.needs_hidden:
             for request_id, hidden in zip(context.request_ids, context.hidden[layer], strict=True):
                 if hidden.numel():
@@ -71,10 +71,10 @@ class _Part:
 
 
 class CombinedProposer(Proposer):
-    """Takes each request's drafts from one of two proposers.
+    """Uses the drafts of one of two proposers for each request.
 
-    The first must draft point masses: the choice may depend on committed tokens but not on sampled drafts, or the chosen
-    drafts would not follow the distribution they carry.
+    The first must draft point masses: if the choice depended on sampled drafts, the chosen drafts would not follow the
+    distribution in ``probs``.
     """
 
     def __init__(self, first: Proposer, second: Proposer, config: CombinedConfig = CombinedConfig()) -> None:
@@ -92,7 +92,7 @@ class CombinedProposer(Proposer):
 
     @property
     def memory(self) -> tuple[object, object]:
-        """Of both."""
+        """What both proposers learned from finished requests."""
         return self._first.proposer.memory, self._second.proposer.memory
 
     @memory.setter
@@ -103,7 +103,7 @@ class CombinedProposer(Proposer):
         """Raise ``OutriderError`` if the first one's drafts carry probabilities."""
         self._rows = {request_id: b for b, request_id in enumerate(context.request_ids)}
         for part in (self._first, self._second):
-            part.hear(context)
+            part.store_hidden(context)
             part.rows = set()
         batch, enough = len(context.requests), min(self._config.min_first, self._first.proposer.max_drafts)
         early = self._ask_first(context, k)
@@ -117,7 +117,7 @@ class CombinedProposer(Proposer):
         if len(taken) == batch:
             self._proposal = late
             return late
-        if early.parents is None:  # a tree is not cut: its nodes are not in the order of their depths
+        if early.parents is None:  # trees are not cut, as their nodes need not be in the order of depth
             lens = [min(n, k, limit) for n, limit in zip(lens, context.limits, strict=True)]
         early = early.narrow([0 if b in taken else n for b, n in enumerate(lens)])
         if not taken:
@@ -129,12 +129,12 @@ class CombinedProposer(Proposer):
         return self._proposal
 
     def commit(self, context: Context, verdict: Verdict) -> None:
-        rows = [self._rows[request_id] for request_id in context.request_ids]  # possibly not all that were drafted for
+        rows = [self._rows[request_id] for request_id in context.request_ids]  # maybe only a part of the batch
         for part in (self._first, self._second):
-            asked = [i for i, row in enumerate(rows) if row in part.rows]
-            if asked:
-                told = self._verdict_for(part, asked, [rows[i] for i in asked], verdict)
-                part.proposer.commit(context.take(asked), told)
+            index = [i for i, row in enumerate(rows) if row in part.rows]
+            if index:
+                own_verdict = self._verdict_for(part, index, [rows[i] for i in index], verdict)
+                part.proposer.commit(context.take(index), own_verdict)
 
     def prefill(self, requests: Sequence[Request]) -> list[bool]:
         first, second = (part.proposer.prefill(requests) for part in (self._first, self._second))
@@ -161,7 +161,7 @@ class CombinedProposer(Proposer):
             part.retire(request_ids)
 
     def _ask_first(self, context: Context, k: int) -> Proposal:
-        """Return the first one's drafts; request at least enough to decide whether it has enough."""
+        """Return the first method's drafts, with a K of at least ``min_first``, to decide whether they are long enough."""
         rows, view = list(range(len(context.requests))), context
         if not self._first.proposer.drafts_trees:
             wanted = self._config.min_first
@@ -171,16 +171,16 @@ class CombinedProposer(Proposer):
         if proposal.probs is not None:
             name = self._first.proposer.name
             raise OutriderError(
-                f"invalid order: the first of two methods must not sample its drafts, as {name!r} does; name it second"
+                f"invalid order of methods: {name!r} samples its drafts, which the first method must not do; name it second"
             )
         return proposal
 
-    def _verdict_for(self, part: _Part, asked: list[int], rows: list[int], verdict: Verdict) -> Verdict:
+    def _verdict_for(self, part: _Part, index: list[int], rows: list[int], verdict: Verdict) -> Verdict:
         """Return the verdict for one part: unused drafts count as rejected.
 
-        ``asked``: positions in the verdict of the part's requests; ``rows``: their rows in the batch.
+        ``index``: positions of the part's requests in the verdict; ``rows``: their rows in the batch.
         """
-        path, num_accepted, next_token = verdict.path[asked], verdict.num_accepted[asked], verdict.next_token[asked]
+        path, num_accepted, next_token = verdict.path[index], verdict.num_accepted[index], verdict.next_token[index]
         for i, row in enumerate(rows):
             if self._owners[row] is not part:
                 if num_accepted[i] > 0:
@@ -190,7 +190,7 @@ class CombinedProposer(Proposer):
 
 
 class CombinedMethod(MethodSpec):
-    """Two methods in turn, as one; their options begin with their names: ``name.option``."""
+    """The combination of two methods; their options are written ``name.option``."""
 
     proposer = CombinedProposer
     options = CombinedConfig
@@ -216,47 +216,47 @@ class CombinedMethod(MethodSpec):
         return all(part.reads_text_only for part in self._parts)
 
     def build(self, setting: Setting) -> CombinedProposer:
-        """Make both proposers. Raises ``OutriderError`` where one of the two does not fit the target."""
+        """Build both proposers. Raises ``OutriderError`` if one does not fit the target."""
         config = self._config(setting)
         first, second = [part.build(own) for part, own in self._settings(setting)]
         return CombinedProposer(first, second, config)
 
     def join(self, first: Proposer, second: Proposer) -> CombinedProposer:
-        """Join two that are made already: their caches serve this one too, as long as no request runs in two of them."""
+        """Combine two existing proposers and share their caches. A request must not run in more than one of the three."""
         return CombinedProposer(first, second)
 
     def drafts_in(self, options: Mapping[str, Any], general: object, drafts: Mapping[str, object]) -> list[object]:
-        """Those of both."""
+        """Return the drafts of both methods."""
         each = options_by_part(self.name, options)
         return [draft for part in self._parts for draft in part.drafts_in(each[part.name], general, drafts)]
 
     def portable(self, setting: Setting) -> Portable:
-        """Raise ``OutriderError`` for options that one of the two refuses."""
+        """Describe the combination. Raises ``OutriderError`` for options that one of the methods rejects."""
         self._config(setting)
         for part, own in self._settings(setting):
             part.portable(own)
         return TextDrafts() if self.reads_text_only else Pair()
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
-        """Check both."""
+        """Check both methods."""
         for part, own in self._settings(setting):
             yield from part.examine(own)
 
     def alternatives(self, setting: Setting) -> list[str]:
-        """Those of both."""
+        """Return the alternatives of both methods."""
         found = [(part.name, part.alternatives(own)) for part, own in self._settings(setting)]
-        return [_options_of(name, alternative) for name, alternatives in found for alternative in alternatives]
+        return [_prefixed(name, alternative) for name, alternatives in found for alternative in alternatives]
 
     def _settings(self, setting: Setting) -> list[tuple[MethodSpec, Setting]]:
-        """Each method with the setting that has its own options."""
+        """Return each method and the setting with its own options."""
         options = options_by_part(self.name, setting.options)
         return [(part, replace(setting, options=options[part.name])) for part in self._parts]
 
     def _config(self, setting: Setting) -> CombinedConfig:
-        """The options of the two together."""
+        """Return the options of the combination itself."""
         return replace(setting, options=options_by_part(self.name, setting.options)[""]).config(CombinedConfig)
 
 
-def _options_of(name: str, text: str) -> str:
-    """Options of one method as those of two in turn: each after the method's name."""
+def _prefixed(name: str, text: str) -> str:
+    """Prefix each option in ``option=value:option=value`` with the method's name."""
     return ":".join([f"{name}.{option}" for option in text.split(":")])

@@ -1,4 +1,4 @@
-"""Draft model with another tokenizer: its drafts are translated into the target's tokens.
+"""Draft model with another tokenizer: its drafts are translated to the target's tokens.
 
 Timor et al. 2025, "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies".
 Sampled requests use *token-level intersection* (TLI): drafts are sampled from the draft's distribution over the common tokens,
@@ -10,6 +10,7 @@ lossless: the verifier treats them like any drafts.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -34,11 +35,11 @@ from outrider.proposers.recognition import TargetFiles
 from outrider.proposers.sample_text import TEXT
 from outrider.runner import ModelRunner
 from outrider.runner.tokenizers import Spelling
-from outrider.types import UNSAID, Context, Finding, OutriderError, Proposal, Request, SamplingParams, Verdict
+from outrider.types import IMPOSSIBLE_LOGIT, Context, Finding, OutriderError, Proposal, Request, SamplingParams, Verdict
 
-FEW_SHARED = 0.5  # share of common tokens in a text below which sampled requests are hardly drafted for
+FEW_SHARED = 0.5  # share of common tokens in a text; below it, sampled requests have few drafts
 WINDOW = 32  # target tokens at the end of a sequence whose translation may still change
-MAX_STEPS_PER_DRAFT = 4  # draft passes per requested token, where the draft's tokens are shorter
+MAX_STEPS_PER_DRAFT = 4  # maximum draft passes per requested token, if the draft's tokens are shorter
 
 
 class CrossTokenizerProposer(DraftModelProposer):
@@ -48,7 +49,6 @@ class CrossTokenizerProposer(DraftModelProposer):
 
     def __init__(self, draft: ModelRunner, vocab_size: int, pair: TokenizerPair) -> None:
         super().__init__(draft, vocab_size)
-        self._pair = pair
         both = [(of_draft, of_target) for of_draft, of_target in pair.common if of_draft < draft.vocab_size]
         both = [(of_draft, of_target) for of_draft, of_target in both if of_target < vocab_size]
         if not both:
@@ -58,7 +58,7 @@ class CrossTokenizerProposer(DraftModelProposer):
         self._common = frozenset(of_target for _, of_target in both)
         self._to_draft = torch.zeros(vocab_size, dtype=torch.long, device=draft.device)
         self._to_draft[self._target_ids] = self._draft_ids
-        self._translations: dict[str, Translation] = {}
+        self._translations: defaultdict[str, Translation] = defaultdict(lambda: Translation(pair))
 
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:
@@ -69,7 +69,7 @@ class CrossTokenizerProposer(DraftModelProposer):
             by_token = super().propose(_only(context, set(range(batch)) - written), k)
             for b, drafts in enumerate(by_token.token_ids[:, :-1].tolist()):
                 if by_token.lens[b] > 0:
-                    self._translation(context.requests[b]).fed += self._to_draft[drafts].tolist()
+                    self._translations[context.requests[b].request_id].fed += self._to_draft[drafts].tolist()
         if written:
             by_text = self._write(_only(context, written), k)
         if not written or len(written) == batch:
@@ -81,9 +81,9 @@ class CrossTokenizerProposer(DraftModelProposer):
         """Return each row's committed text in the draft's ids; roll the draft's cache back to the common prefix."""
         found = {}
         for b, (request, limit) in enumerate(zip(context.requests, context.limits, strict=True)):
-            if limit <= 0 or not (self._can_say(request.params) or _is_written(request.params)):
+            if limit <= 0 or not (self._can_draft_tokens(request.params) or _is_written(request.params)):
                 continue
-            translation = self._translation(request)
+            translation = self._translations[request.request_id]
             text = translation.read(request.token_ids)
             if not text or len(text) + k > self.draft.max_len:
                 continue
@@ -92,8 +92,8 @@ class CrossTokenizerProposer(DraftModelProposer):
         return found
 
     def in_target(self, logits: Tensor) -> Tensor:
-        """TLI: drop draft tokens that the target lacks, mask target tokens that the draft lacks; the sampler renormalises."""
-        full = logits.new_full((*logits.shape[:2], self._vocab_size), UNSAID)
+        """TLI: drop the draft's other tokens and mask the target's other tokens; the sampler renormalises the common ones."""
+        full = logits.new_full((*logits.shape[:2], self._vocab_size), IMPOSSIBLE_LOGIT)
         full[:, :, self._target_ids] = logits[:, :, self._draft_ids]
         return full
 
@@ -101,14 +101,14 @@ class CrossTokenizerProposer(DraftModelProposer):
         return self._to_draft[token_ids]
 
     def prefill(self, requests: Sequence[Request]) -> list[bool]:
-        """Nothing in advance: the draft reads a translation of the text."""
+        """Do nothing: the draft processes a translation of the text, which ``propose`` creates."""
         return [True] * len(requests)
 
     def fork(self, source_id: str, request: Request) -> None:
-        """Do nothing: the draft's cache belongs to its own translation."""
+        """Do nothing: each request has its own translation and cache."""
 
     def commit(self, context: Context, verdict: Verdict) -> None:
-        """Do nothing: the cache is compared with the text at the next translation."""
+        """Do nothing: the next ``propose`` compares the cache with the committed text."""
 
     def release(self, request_ids: Sequence[str]) -> None:
         super().release(request_ids)
@@ -121,8 +121,8 @@ class CrossTokenizerProposer(DraftModelProposer):
         k = min(k, self.max_drafts, max(context.limits))
         if k == 0:
             return Proposal.empty(len(requests))
-        ratios = [self._translation(request).ratio for request in requests]
-        # One token more than requested: the last one may be the beginning of a longer one.
+        ratios = [self._translations[request.request_id].ratio for request in requests]
+        # One token more than requested, because the last one may become a part of a longer token.
         steps = min(math.ceil((k + 1) * max(ratios)), MAX_STEPS_PER_DRAFT * k)
         texts = self.texts(context, steps)
         if not texts:
@@ -137,18 +137,12 @@ class CrossTokenizerProposer(DraftModelProposer):
         self.draft.rollout(ids, list(texts.values()), steps, pick)
         chains: list[list[int]] = [[] for _ in requests]
         for b, drafted in zip(texts, written.tolist(), strict=True):
-            translation = self._translation(requests[b])
+            translation = self._translations[requests[b].request_id]
             translation.fed += drafted[:-1]
             chains[b] = translation.back(requests[b].token_ids, drafted)[: min(k, context.limits[b])]
         return chain_proposal(chains)
 
-    def _translation(self, request: Request) -> Translation:
-        found = self._translations.get(request.request_id)
-        if found is None:
-            found = self._translations[request.request_id] = Translation(self._pair)
-        return found
-
-    def _can_say(self, params: SamplingParams) -> bool:
+    def _can_draft_tokens(self, params: SamplingParams) -> bool:
         """Return whether the request's token masks allow any common token."""
         allowed = self._common if params.allowed_token_ids is None else self._common & set(params.allowed_token_ids)
         return len(allowed) > len(params.banned_token_ids) or bool(allowed - set(params.banned_token_ids))
@@ -159,7 +153,7 @@ class CrossTokenizerMethod(DraftModelMethod):
     precedence = 0
 
     def recognise(self, folder: Path, target: TargetFiles) -> None:
-        """Nothing: a draft with another tokenizer is the user's choice."""
+        """Never use a found draft: a draft with another tokenizer must be named by the user."""
 
     def build(self, setting: Setting) -> CrossTokenizerProposer:
         """Load the draft. Raises ``OutriderError`` if it or one of the tokenizers is missing."""
@@ -168,7 +162,7 @@ class CrossTokenizerMethod(DraftModelMethod):
         tokenizer = draft_tokenizer(setting)
         for whose, found in (("target", setting.tokenizer), ("draft", tokenizer)):
             if found is None:
-                raise OutriderError(f"method {self.name!r} needs the {whose}'s tokenizer: none was given and none found")
+                raise OutriderError(f"method {self.name!r} needs the {whose}'s tokenizer: its folder has none; pass one")
         assert setting.tokenizer is not None and tokenizer is not None
         draft = load_draft(setting, options)
         return CrossTokenizerProposer(draft, setting.target.vocab_size, TokenizerPair(setting.tokenizer, tokenizer))
@@ -182,13 +176,15 @@ class CrossTokenizerMethod(DraftModelMethod):
         """Check how much of the target's vocabulary the draft has."""
         tokenizer = draft_tokenizer(setting)
         if setting.tokenizer is None or tokenizer is None:
-            yield Finding("wrong", "vocabulary", "one of the two has no tokenizer, so drafts cannot be translated")
+            yield Finding("wrong", "vocabulary", "target or draft has no tokenizer, so drafts cannot be translated")
             return
         common = {of_target for _, of_target in TokenizerPair(setting.tokenizer, tokenizer).common}
         sample = setting.tokenizer.encode(TEXT)
         share = sum(token in common for token in sample) / max(len(sample), 1)
-        said = f"the draft has {len(common):,} of the target's {len(setting.tokenizer):,} tokens, {share:.0%} of a sample"
-        text = f"{said} text: sampled requests are drafted with these only"
+        shared = (
+            f"the draft has {len(common):,} of the target's {len(setting.tokenizer):,} tokens, {share:.0%} of a sample text"
+        )
+        text = f"{shared}: drafts of sampled requests contain only these"
         yield Finding("ok" if share >= FEW_SHARED else "suspicious", "vocabulary", text)
 
 
@@ -196,7 +192,7 @@ METHOD = CrossTokenizerMethod()
 
 
 class TokenizerPair:
-    """Two tokenizers and their common tokens: equal bytes, or special tokens of the same role."""
+    """Two tokenizers and their common tokens, which have the same bytes or are special tokens with the same role."""
 
     def __init__(self, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
         self.target, self.draft = Spelling(target), Spelling(draft)
@@ -215,21 +211,21 @@ class TokenizerPair:
 class Translation:
     """Translates one request's committed text into the draft's ids, and drafts back into the target's.
 
-    Only the end of the text is tokenised again when it grows. The rest is settled up to a position where tokens of both
-    begin, before a space if there is one.
+    When the text grows, only its end is tokenised again. The text before is settled: it ends at a common token boundary of both
+    tokenizers, before a space if possible.
     """
 
     def __init__(self, pair: TokenizerPair) -> None:
         self._pair = pair
-        self._settled = list(pair.start)  # settled ids of the draft ...
-        self._num_settled = 0  # ... and the number of target tokens they cover
-        self._is_start = True  # whether the unsettled text starts the sequence
-        self.fed: list[int] = []  # ids in the draft's cache, or more
+        self._settled = list(pair.start)  # draft ids of the settled text
+        self._num_settled = 0  # target tokens of the settled text
+        self._is_start = True  # whether the unsettled text is at the start of the text or follows a special token
+        self.fed: list[int] = []  # draft ids that the draft was called with; its cache holds a prefix of them
         self._common = 0  # length of the prefix of ``fed`` that cannot change any more
         self.ratio = 1.0  # draft tokens per target token
 
     def read(self, token_ids: list[int]) -> list[int] | None:
-        """Return the text in the draft's ids; None while it ends inside a character that the draft cannot encode."""
+        """Translate committed tokens to draft ids; None while the text ends in a partial character the draft cannot encode."""
         pair, first = self._pair, self._num_settled
         special = [i for i in range(first, len(token_ids)) if token_ids[i] in pair.target.special]
         for at in special:  # text never merges across a special token
@@ -248,7 +244,7 @@ class Translation:
         return text
 
     def feed(self, text: list[int]) -> int:
-        """Record that the draft is fed these ids; return the length of the prefix fed before."""
+        """Record the ids that the draft is called with next; return the length of the prefix that they share with the last."""
         fed, common = self.fed, self._common
         while common < min(len(fed), len(text)) and fed[common] == text[common]:
             common += 1
@@ -256,10 +252,10 @@ class Translation:
         return common
 
     def back(self, token_ids: list[int], drafted: list[int]) -> list[int]:
-        """Translate drafted ids into target ids that continue ``token_ids``.
+        """Translate drafted ids to target ids that continue ``token_ids``.
 
-        The end of the text is tokenised again together with the draft. If a token spans the fixed border, its part after the
-        border is written with other tokens.
+        The end of the committed text is tokenised again together with the draft. If a token spans the border between them, its
+        part after the border is written with shorter tokens.
         """
         pair, target = self._pair, self._pair.target
         stop = next((i for i, token in enumerate(drafted) if token in pair.draft.special), len(drafted))
@@ -267,18 +263,18 @@ class Translation:
         before, fresh = self._bytes(token_ids[self._num_settled :]), pair.draft.joined(drafted[:stop])
         whole, _ = _split(before + fresh)
         data = whole.encode()
-        if not (before + fresh).startswith(data):  # a character was split
+        if not (before + fresh).startswith(data):  # invalid UTF-8 was replaced
             return target.segment(fresh) or []
-        retold = target.encode(whole, self._is_start)
-        shift = len(target.joined(retold)) - len(data)  # 1 if a leading space was added
-        starts = [0, *(at - shift for at in accumulate(len(target.table[token]) for token in retold))]
-        if shift not in (0, 1) or not target.joined(retold).endswith(data):
+        encoded = target.encode(whole, self._is_start)
+        shift = len(target.joined(encoded)) - len(data)  # 1 if a leading space was added
+        starts = [0, *(at - shift for at in accumulate(len(target.table[token]) for token in encoded))]
+        if shift not in (0, 1) or not target.joined(encoded).endswith(data):
             return (target.segment(data[len(before) :]) or []) + end
         border = next((i for i, at in enumerate(starts) if at >= len(before)), None)
-        if border is None:  # only a part of a character
+        if border is None:  # the draft is a part of a character
             return []
         part = target.segment(data[len(before) : starts[border]])
-        return [] if part is None else part + retold[border:] + end
+        return [] if part is None else part + encoded[border:] + end
 
     def _bytes(self, token_ids: list[int]) -> bytes:
         data = self._pair.target.joined(token_ids)
@@ -290,11 +286,11 @@ class Translation:
         return None if rest is None else self._pair.draft.encode(whole, self._is_start) + rest
 
     def _settle(self, token_ids: list[int], run: list[int]) -> None:
-        """Advance the start of the unsettled text to the last common token boundary before the window."""
+        """Settle the text up to the last common token boundary before the window, before a space if possible."""
         pending, pair = token_ids[self._num_settled :], self._pair
         target_at = list(accumulate((len(pair.target.table[token]) for token in pending), initial=0))
         draft_at = list(accumulate((len(pair.draft.table[token]) for token in run), initial=0))
-        shift = draft_at[-1] - target_at[-1]  # a leading space added by one of the two
+        shift = draft_at[-1] - target_at[-1]  # not 0 if one of the two adds a leading space
         places = {at - shift: i for i, at in enumerate(draft_at) if i}
         last = len(pending) - WINDOW
         spaces = (i for i in range(last, 0, -1) if pair.target.table[pending[i]].startswith(b" ") and target_at[i] in places)
@@ -310,7 +306,7 @@ class Translation:
 
 
 def _is_written(params: SamplingParams) -> bool:
-    """Return whether a request is drafted as text: greedy, without settings that refer to target tokens."""
+    """Return whether a request is drafted as text: greedy, and without sampler settings for individual target tokens."""
     masks = params.logit_bias or params.banned_token_ids or params.allowed_token_ids is not None
     return params.is_greedy and not params.has_penalties and not masks
 
@@ -321,7 +317,7 @@ def _only(context: Context, rows: set[int]) -> Context:
 
 
 def _split(data: bytes) -> tuple[str, bytes]:
-    """Decode bytes; return the text and the incomplete character at the end."""
+    """Decode UTF-8; return the text and the bytes of an incomplete character at its end."""
     try:
         return data.decode(), b""
     except UnicodeDecodeError as error:

@@ -1,6 +1,6 @@
-"""Wraps a proposer and replaces some of its drafts by wrong ones, to show the cost of a worse draft.
+"""Replaces some drafts of another proposer by random tokens, to show the cost of a worse draft.
 
-The output stays lossless: a replaced draft is a point mass, and whether it is replaced does not depend on the draft.
+The output stays lossless: a replacement is a point mass, and whether a draft is replaced does not depend on its token.
 """
 
 from __future__ import annotations
@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from outrider.proposers.around import Around
 from outrider.proposers.base import Proposer
+from outrider.proposers.wrapper import ProposerWrapper
 from outrider.sampling.randomness import key_of, uniforms
 from outrider.types import Context, OutriderError, Proposal, Request, Verdict
 
 _REPLACED = 0x57726F6E67  # separates this random stream from the sampler's
 
 
-class Degraded(Around):
+class Degraded(ProposerWrapper):
     """Each draft of ``inner``, in a chain or a tree, is kept with probability ``accuracy``.
 
-    At 1 proposals are unchanged. At 0 every draft is a random other token, almost never accepted. The replaced drafts are
-    determined by (seed, sequence length, node).
+    At 1 proposals are unchanged. At 0 every draft is a random other token, which is almost never accepted. Which drafts are
+    replaced is determined by (seed, sequence length, node).
     """
 
     def __init__(self, inner: Proposer, accuracy: float = 1.0) -> None:
@@ -57,17 +57,17 @@ class Degraded(Around):
         return replace(proposal, token_ids=token_ids, probs=probs)
 
     def _replacements(self, request: Request, token_ids: Sequence[int], vocab_size: int) -> dict[int, int]:
-        """Return node -> replacement token. The choice depends on the node only, or later drafts would be biased."""
+        """Return node -> replacement token. The choice of nodes must not depend on tokens, which would bias later drafts."""
         heights = uniforms(key_of(request.seed, _REPLACED, len(request.token_ids)), 2 * len(token_ids))
         wrong = {}
         for node, token in enumerate(token_ids):
-            coin, which = heights[2 * node : 2 * node + 2]
-            if coin >= self._accuracy:
+            chance, which = heights[2 * node : 2 * node + 2]
+            if chance >= self._accuracy:
                 wrong[node] = (token + 1 + int(which * (vocab_size - 1))) % vocab_size
         return wrong
 
     def commit(self, context: Context, verdict: Verdict) -> None:
-        """Pass the verdict on, with the path cut before an accepted replacement."""
+        """Pass the verdict to the inner proposer; its path ends before the first accepted replacement."""
         path, num_accepted, next_token = verdict.path, verdict.num_accepted, verdict.next_token
         for b, request_id in enumerate(context.request_ids):
             wrong = self._wrong.get(request_id, {})

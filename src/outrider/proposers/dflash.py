@@ -1,7 +1,8 @@
-"""DFlash: a block drafter reads the target's features and drafts a block in one pass (arXiv 2602.06036; DSpark: 2607.05147).
+"""DFlash: a block drafter reads the target's features and drafts a block in one pass (arXiv 2602.06036; DSpark: 2607.05147;
+DFlash 2: inco.ai/blog/dflash2).
 
-The distributions of a block's positions are given to the verifier as they are. Those of DFlash do not depend on the block's
-earlier drafts, except through grammars and penalties; those of DSpark depend on the draft before, so that drafts are sampled
+The verifier receives the distributions that the drafts were sampled from. Those of DFlash do not depend on the block's earlier
+drafts, except through grammars and penalties; those of DSpark and DFlash 2 depend on the draft before, so drafts are sampled
 one after another from the outputs of the one pass. In greedy and coupled rounds drafts are point masses.
 """
 
@@ -89,7 +90,7 @@ class BlockProposer(Proposer):
         previous = torch.tensor([context.requests[b].token_ids[-1] for b in able], device=out.device)
         probs: list[Tensor] = []
         for step in range(out.shape[1]):
-            own = self.head.after(logits[:, step : step + 1], previous[:, None])
+            own = self.head.after(out[:, step : step + 1], logits[:, step : step + 1], previous[:, None])
             own = spread(own, able, batch)  # [B, 1, V]
             if sampler.is_deterministic:
                 token = sampler.tokens(own, drafts, start=step)[:, 0]

@@ -1,6 +1,6 @@
 """Draft model: a smaller model drafts, one pass per token (Leviathan et al. 2023; Chen et al. 2023).
 
-One that was trained with mask tokens drafts all of a round in one pass (``runner/parallel_draft.py``).
+A model trained with mask tokens makes all drafts of a round in one pass (``runner/parallel_draft.py``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from outrider.runner.loading import load_config, text_config
 from outrider.runner.parallel_draft import MASK_KEYS, ParallelDraft, mask_token_of
 from outrider.runner.self_draft import SelfDraft
 from outrider.runner.tokenizers import check_same_files, check_same_vocabulary
-from outrider.types import UNSAID, Context, Finding, OutriderError, Proposal, Request, Verdict
+from outrider.types import IMPOSSIBLE_LOGIT, Context, Finding, OutriderError, Proposal, Request, Verdict
 
 
 class DraftModelProposer(Proposer):
@@ -41,7 +41,7 @@ class DraftModelProposer(Proposer):
     def __init__(self, draft: ModelRunner | SelfDraft, vocab_size: int) -> None:
         self.draft = draft
         self.drafts_ahead = isinstance(draft, ModelRunner) or draft.drafts_ahead
-        self._vocab_size = vocab_size  # the target's; padding rows of the embeddings may differ
+        self._vocab_size = vocab_size  # of the target; the draft's may differ in padding rows of the embedding
 
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:
@@ -70,7 +70,7 @@ class DraftModelProposer(Proposer):
         return Proposal(drafts, lens, torch.cat(probs, 1) if probs else None, partial_pass=partial)
 
     def texts(self, context: Context, k: int) -> dict[int, list[int]]:
-        """Return row -> committed tokens, for requests with room for k drafts in the draft's context."""
+        """Return row -> committed tokens, for requests with room for k drafts in the context of the draft model."""
         return {
             b: request.token_ids
             for b, (request, limit) in enumerate(zip(context.requests, context.limits, strict=True))
@@ -81,7 +81,7 @@ class DraftModelProposer(Proposer):
         """Map draft logits [A, 1, Vd] to logits of target tokens [A, 1, V]."""
         missing = self._vocab_size - logits.shape[2]
         if missing > 0:
-            return functional.pad(logits, (0, missing), value=UNSAID)
+            return functional.pad(logits, (0, missing), value=IMPOSSIBLE_LOGIT)
         return logits[:, :, : self._vocab_size]
 
     def in_draft(self, token_ids: Tensor) -> Tensor:
@@ -116,9 +116,9 @@ class DraftModelProposer(Proposer):
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """How the model drafts."""
+    """Options of drafting with a model."""
 
-    parallel: bool | None = None  # all drafts in one pass; None: if the draft's config names a mask token
+    parallel: bool | None = None  # make all drafts in one pass; None: if the draft's config has a mask token
 
     def __post_init__(self) -> None:
         if type(self.parallel) not in (bool, type(None)):
@@ -142,13 +142,13 @@ class DraftModelMethod(MethodSpec):
         draft = load_draft(setting, options)
         own = draft.vocab_size
         if isinstance(draft, ParallelDraft) and draft.mask_token == own - 1 == setting.target.vocab_size:
-            own -= 1  # the mask token was added to the target's
+            own -= 1  # the mask token was added to the target's vocabulary
         if tokenizer is None and own != setting.target.vocab_size:
             raise OutriderError(f"vocabulary sizes differ: {setting.target.vocab_size} in the target, {own} in the draft")
         return DraftModelProposer(draft, setting.target.vocab_size)
 
     def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:
-        """A language model with the target's tokenizer."""
+        """Recognise a language model with the target's tokenizer."""
         if not folder.is_dir() or kind_of(folder) is not MODEL:
             return None
         check_same_files(target.folder, folder)
@@ -174,10 +174,10 @@ class DraftModelMethod(MethodSpec):
         yield from _compared(text_config(setting.target.model), text_config(config), setting.target.max_len, is_parallel)
 
     def examine_vocabulary(self, setting: Setting, draft: PreTrainedConfig) -> Iterator[Finding]:
-        """Check whether ids mean the same tokens in both."""
+        """Check whether token ids mean the same in target and draft."""
         tokenizer = draft_tokenizer(setting)
         if setting.tokenizer is None or tokenizer is None:
-            yield Finding("suspicious", "vocabulary", "one of the two has no tokenizer, so ids cannot be compared")
+            yield Finding("suspicious", "vocabulary", "target or draft has no tokenizer, so token ids cannot be compared")
         else:
             try:
                 check_same_vocabulary(setting.tokenizer, tokenizer)
@@ -194,7 +194,7 @@ METHOD = DraftModelMethod()
 
 
 def load_draft(setting: Setting, options: DraftOptions) -> ModelRunner:
-    """Load a draft model with the target's settings. Raises ``OutriderError``, as ``drafts_at_once`` does, too."""
+    """Load a draft model with the target's settings. Raises ``OutriderError`` if that or ``drafts_at_once`` fails."""
     target, draft = setting.target.config, setting.draft
     is_parallel = drafts_at_once(_config_of(draft, target.trust_remote_code), options, draft)
     kind = ParallelDraft if is_parallel else ModelRunner
@@ -204,7 +204,7 @@ def load_draft(setting: Setting, options: DraftOptions) -> ModelRunner:
 def drafts_at_once(config: PreTrainedConfig, options: DraftOptions, draft: object) -> bool:
     """Return whether a draft with this config makes all drafts of a round in one pass.
 
-    Raises ``OutriderError`` if it should and names no mask token.
+    Raises ``OutriderError`` if ``parallel=true`` requests it and the config has no mask token.
     """
     if options.parallel is False:
         return False
@@ -212,14 +212,14 @@ def drafts_at_once(config: PreTrainedConfig, options: DraftOptions, draft: objec
     if options.parallel and token is None:
         name = draft if isinstance(draft, (str, Path)) else type(draft).__name__
         raise OutriderError(
-            f"{name} makes one draft in a pass, because its config names no mask token ({MASK_KEYS[0]}): leave out"
+            f"{name} makes one draft per pass, because its config names no mask token ({MASK_KEYS[0]}): leave out"
             " parallel=true, or train it further with `outrider train draft --start DRAFT --parallel 8`"
         )
     return token is not None
 
 
 def drafts_at_once_elsewhere(setting: Setting) -> bool:
-    """Return whether another engine drafts all at once; of a hub id out of reach only the option ``parallel`` is known."""
+    """Return ``drafts_at_once`` for exports; if the config cannot be read, such as offline, the option ``parallel`` decides."""
     options = setting.config(DraftOptions)
     try:
         config = _config_of(setting.draft)
@@ -229,7 +229,7 @@ def drafts_at_once_elsewhere(setting: Setting) -> bool:
 
 
 def draft_tokenizer(setting: Setting) -> PreTrainedTokenizerBase | None:
-    """Return the draft's tokenizer, if any. Raises ``OutriderError`` for what cannot be a draft."""
+    """Return the draft's tokenizer, if any. Raises ``OutriderError`` for an invalid draft."""
     draft = setting.draft
     if not isinstance(draft, (str, Path, PreTrainedModel)):
         raise OutriderError(f"invalid draft {shown(draft)}: expected a folder, a hub id or a loaded model")
@@ -237,42 +237,41 @@ def draft_tokenizer(setting: Setting) -> PreTrainedTokenizerBase | None:
 
 
 def _config_of(draft: object, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Return the config of a folder, a hub id or a loaded model. Raises ``OutriderError``."""
+    """Return the config of a folder, a hub id or a loaded model. Raises ``OutriderError`` if it cannot be read."""
     return draft.config if isinstance(draft, PreTrainedModel) else load_config(draft, trust_remote_code)  # type: ignore[arg-type]
 
 
 def _mask_token(config: PreTrainedConfig) -> Finding:
-    said = f"the draft reads mask token {mask_token_of(config)}: one pass makes all drafts of a round"
+    text = f"the draft reads mask token {mask_token_of(config)}: one pass makes all drafts of a round"
     if getattr(config, "pard2", False) or getattr(config, "spd_type", None) == "pard2":
-        more = "it can read hidden states of its target, too (PARD-2), which Outrider does not give it"
-        return Finding("note", "mask token", f"{said}; {more}")
-    return Finding("ok", "mask token", said)
+        text += "; it can also read hidden states of the target (PARD-2), which Outrider does not support"
+        return Finding("note", "mask token", text)
+    return Finding("ok", "mask token", text)
 
 
 def _compared(target: PreTrainedConfig, draft: PreTrainedConfig, window: int, is_parallel: bool) -> Iterator[Finding]:
-    """Compare the two configs."""
+    """Compare context, RoPE, dtype and size of target and draft."""
     reach = int(getattr(draft, "max_position_embeddings", None) or window)
     if reach < window:
-        said = f"the draft's context of {reach} tokens is shorter than the target's {window}: nothing is drafted beyond it"
-        yield Finding("note", "context", said)
+        text = f"the draft's context of {reach} tokens is shorter than the target's {window}: longer sequences have no drafts"
+        yield Finding("note", "context", text)
     else:
         yield Finding("ok", "context", f"the draft covers the target's context of {window} tokens")
     ropes = [getattr(config, "rope_parameters", None) for config in (target, draft)]
     if ropes[0] != ropes[1]:
-        yield Finding("note", "RoPE", "the two have different rotary settings; each uses its own")
+        yield Finding("note", "RoPE", "target and draft have different rotary settings; each uses its own")
     if str(draft.dtype).endswith("float32") and not str(target.dtype).endswith("float32"):
         yield Finding("note", "dtype", "the draft's weights are float32, the target's 16-bit: 16-bit weights would be faster")
     share = _num_weights(draft) / _num_weights(target)
-    said = f"the draft is about {share:.0%} of the target's size"
-    yield (
-        Finding("suspicious", "size", f"{said}: its drafts cost too much to gain much")
-        if share > (1.0 if is_parallel else 0.4)
-        else Finding("ok", "size", said)
-    )
+    text = f"the draft is about {share:.0%} of the target's size"
+    if share > (1.0 if is_parallel else 0.4):
+        yield Finding("suspicious", "size", f"{text}: drafting costs too much for a large speedup")
+    else:
+        yield Finding("ok", "size", text)
 
 
 def _num_weights(config: PreTrainedConfig) -> float:
-    """Estimate the weights that a pass of a dense transformer reads."""
+    """Estimate the number of weights of a dense transformer that a pass reads."""
     width, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return float(config.num_hidden_layers * width * (4 * width + 3 * inner) + config.vocab_size * width)
 
@@ -284,6 +283,6 @@ def _tokenizer_of(draft: object, trust_remote_code: bool) -> PreTrainedTokenizer
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             **tokenizer_arguments(source), trust_remote_code=trust_remote_code
         )
-    except Exception:  # of a file that is broken: where the model is loaded, the reason is given
+    except Exception:  # loading the model reports the reason
         return None
     return tokenizer

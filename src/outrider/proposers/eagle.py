@@ -24,9 +24,9 @@ from outrider.types import Finding, OutriderError
 
 @dataclass(frozen=True)
 class EagleConfig(TreeConfig):
-    """Shape of the trees, the head's precision, and what it reads."""
+    """Shape of the trees, precision of the head, and the hidden states that it reads."""
 
-    hidden_states: tuple[int, ...] | None = None  # target hidden states that override those named by the head
+    hidden_states: tuple[int, ...] | None = None  # target hidden states, instead of those in the head's config
 
 
 class EagleProposer(HeadProposer):
@@ -39,8 +39,8 @@ class EagleProposer(HeadProposer):
         states = config.hidden_states or head.hidden_states
         is_there = 0 <= min(states) <= max(states) <= target.num_layers
         if config.hidden_states and (len(states) != len(head.hidden_states) or not is_there):
-            said = f"the head reads {len(head.hidden_states)} of the hidden states 0 to {target.num_layers}"
-            raise OutriderError(f"{said}, not {states}")
+            expected = f"expected {len(head.hidden_states)} numbers from 0 to {target.num_layers}"
+            raise OutriderError(f"invalid hidden_states {states}: {expected}")
         super().__init__(head, target, config)
         self.needs_hidden = states
 
@@ -64,7 +64,7 @@ class EagleMethod(MethodSpec):
         return EagleProposer(head, target, setting.config(EagleConfig, acceptance=measured_acceptance(folder)))
 
     def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:
-        """A head that reads this target's layers."""
+        """Recognise a head that fits this target."""
         if kind_of(folder) is not EAGLE:
             return None
         with torch.device("meta"):
@@ -85,7 +85,7 @@ class EagleMethod(MethodSpec):
             yield from findings.of_eagle(folder_of(setting.draft), setting.target, sample)
 
     def alternatives(self, setting: Setting) -> list[str]:
-        """Return the neighbours of the layers that an EAGLE-3 head reads: numbering conventions differ by one."""
+        """Return the hidden states shifted by one in each direction, because numbering conventions of EAGLE-3 differ by one."""
         setting = setting.of(self)
         target, head = setting.target, setting.draft
         if not isinstance(head, EagleHead):

@@ -1,8 +1,7 @@
 """Early exit: the target's first layers and its head draft over the shared KV cache (LayerSkip: Elhoushi et al. 2024, 4.3).
 
-The score does not run those layers again for the drafts: it reuses their keys, values and hidden states and continues after
-them. Acceptance depends on the model: one trained with early-exit losses agrees with itself early, another needs most of its
-layers.
+Scoring does not run these layers again for the drafts: it reuses their keys, values and hidden states and runs the layers after
+them. Acceptance depends on the model: with early-exit losses in training a few layers are enough, otherwise most are needed.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from outrider.types import Finding, OutriderError
 
 logger = logging.getLogger(__name__)
 
-MAX_SHARE = 0.75  # share of the layers: later exits cannot gain
-LONGEST = 15  # maximum drafts per round for the estimate
-NUM_TOKENS = 160  # length of the text for comparing exits: resolves a few hundredths of acceptance
+MAX_SHARE = 0.75  # largest share of the layers for drafting: later exits cannot be faster than plain decoding
+LONGEST = 15  # maximum drafts per round in the estimate
+NUM_TOKENS = 160  # tokens of the text on which exits are compared: resolves agreement to a few percent
 
 
 @dataclass(frozen=True)
 class EarlyExitConfig:
     """The exit layer."""
 
-    layers: int | None = None  # drafting layers; None: chosen from measured costs and agreement
+    layers: int | None = None  # number of layers that draft; None: chosen by measured cost and agreement
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Exit:
     """Estimated speedup of exiting after a number of layers."""
 
     layers: int
-    agreement: float  # share of positions at which the exit's likeliest token is the target's
+    agreement: float  # share of positions at which the likeliest token of the exit and of the target are equal
     cost_ratio: float  # draft step / plain pass
 
     @property
@@ -67,23 +66,20 @@ class EarlyExitMethod(MethodSpec):
         return FirstLayers(setting.config(EarlyExitConfig).layers)
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
-        """Check on a built-in text whether any exit promises a gain."""
+        """Check on a built-in text whether any exit is expected to be faster than plain decoding."""
         if setting.tokenizer is None or setting.target.num_layers < 2:
             return
         check_layers(setting.target, 1)
         found = measure_exits(setting.target, setting.tokenizer.encode(TEXT)[:NUM_TOKENS])
         best = max(found, key=lambda each: each.speedup)
-        said = (
-            f"the best exit is after layer {best.layers}, which agrees with the last one at {best.agreement:.0%} of positions"
-        )
-        yield (
-            Finding("ok", "exits", said)
-            if best.speedup > 1
-            else Finding("suspicious", "exits", f"{said}: no exit promises a gain")
-        )
+        text = f"the best exit is after layer {best.layers}, which agrees with the target at {best.agreement:.0%} of positions"
+        if best.speedup > 1:
+            yield Finding("ok", "exits", text)
+        else:
+            yield Finding("suspicious", "exits", f"{text}: no exit is expected to be faster than plain decoding")
 
     def build(self, setting: Setting) -> EarlyExitProposer:
-        """Raise ``OutriderError`` for an invalid number of layers, and if the target's layers cannot run in parts."""
+        """Build the proposer. Raises ``OutriderError`` for an invalid exit or a target that cannot run a part of its layers."""
         target, layers = setting.target, setting.config(EarlyExitConfig).layers
         if target.num_layers < 2:
             raise OutriderError("early exit needs a target with at least two layers")
@@ -99,17 +95,16 @@ METHOD = EarlyExitMethod()
 
 
 def pick_exit(target: ModelRunner, tokenizer: PreTrainedTokenizerBase | None) -> int:
-    """Return the number of layers with the best estimate; a quarter of the layers without a tokenizer."""
+    """Return the exit with the highest estimated speedup; without a tokenizer, a quarter of the layers."""
     if tokenizer is None:
         return max(1, target.num_layers // 4)
     best = max(measure_exits(target, tokenizer.encode(TEXT)[:NUM_TOKENS]), key=lambda found: (found.speedup, -found.layers))
-    said = f"after {best.layers} of {target.num_layers} layers, agreement {best.agreement:.0%}"
+    text = f"after {best.layers} of {target.num_layers} layers, agreement {best.agreement:.0%}"
     if best.speedup <= 1:
-        logger.warning(
-            "no early exit of %s promises a gain; the best is %s: the model was not trained for early exit", target.name, said
-        )
+        reason = "the model was not trained for early exit"
+        logger.warning("no early exit of %s promises a gain; the best is %s: %s", target.name, text, reason)
     else:
-        logger.info("early exit of %s %s", target.name, said)
+        logger.info("early exit of %s %s", target.name, text)
     return best.layers
 
 
@@ -127,7 +122,7 @@ def measure_exits(target: ModelRunner, text: Sequence[int]) -> list[Exit]:
 
 
 def _costs(target: ModelRunner) -> tuple[float, float, float]:
-    """Measure seconds of a draft step through one layer, of each further layer, and of a plain pass; all eager."""
+    """Measure seconds of a draft step through one layer, of each further layer, and of a plain pass, without compilation."""
     passes = PassRunner(target.model, target.cache, "never")
     whole = target.pass_cost(1, 1, NUM_TOKENS, passes=passes)
     step = min(target.pass_cost(1, 1, NUM_TOKENS, span=LayerSpan(0, 1), passes=passes), whole)

@@ -1,10 +1,9 @@
-"""Trees drafted by a head that continues from the target's features, level by level.
+"""Trees drafted level by level by a head that continues from the target's hidden states.
 
 Greedy and coupled rounds use the dynamic tree of EAGLE-2 (Li et al. 2024, arXiv 2406.16858), section 4: the ``top_k`` most
-confident nodes of each level are expanded, then all candidates are ranked again and the best kept; drafts are point masses.
-Confidences are calibrated by what the target accepted. Sampled rounds: siblings are sampled without replacement, in a tree
-whose shape does not depend on the samples, and the proposal carries the distributions, so verification keeps its full value and
-the output has the target's distribution.
+confident nodes of each level are expanded, then all candidates are ranked again and the best are kept; drafts are point masses.
+Confidences are calibrated by the acceptance in earlier rounds. In sampled rounds the shape of the tree does not depend on the
+samples, siblings are sampled without replacement, and the proposal contains their distributions, so the output is lossless.
 """
 
 from __future__ import annotations
@@ -31,15 +30,13 @@ from outrider.types import Context, OutriderError, Proposal, Verdict
 
 @dataclass(frozen=True)
 class TreeConfig:
-    """Shape of the trees, and the head's precision."""
+    """Shape of the trees, and precision of the head."""
 
     top_k: int = 6  # children per node, and expanded nodes per level
     max_depth: int = 12
-    max_nodes: int | None = None  # maximum drafts in a proposal; None: as many as pay
+    max_nodes: int | None = None  # maximum drafts in a proposal; None: chosen by costs
     acceptance: tuple[float, ...] = (0.72, 0.13, 0.05, 0.025, 0.01)  # of the first, second, ... sibling when sampling
-    bits: int | None = (
-        None  # 8: quantise the head's weights, and its inputs on CPUs with 8-bit products; halves the memory traffic
-    )
+    bits: int | None = None  # 8: quantise the weights, and inputs on CPUs with 8-bit products; halves the memory traffic
 
     def __post_init__(self) -> None:
         if self.top_k < 1 or self.max_depth < 1 or (self.max_nodes is not None and self.max_nodes < 1) or not self.acceptance:
@@ -54,17 +51,18 @@ def tree_options(config: TreeConfig, options: Mapping[str, Any]) -> dict[str, An
 
 
 class HeadProposer(Proposer):
-    """Drafts with a head over the target's features, which has its own KV cache."""
+    """Drafts with a head over the target's hidden states, which has its own KV cache."""
 
     drafts_trees = True
+    runner: type[RolloutRunner] = RolloutRunner
 
     def __init__(self, head: RolloutHead, target: ModelRunner, config: TreeConfig) -> None:
         """Raise ``OutriderError`` for a head that does not fit the target."""
         head.check_fit(target)
-        if not target.takes_trees:  # one path would be left of any tree
+        if not target.takes_trees:  # the engine would reduce each tree to its first path
             config = replace(config, top_k=1, acceptance=config.acceptance[:1])
         self.needs_hidden = head.hidden_states
-        self.head = RolloutRunner(head, target, config.bits)
+        self.head = self.runner(head, target, config.bits)
         self.max_drafts = config.max_depth
         self._config, self._vocab_size = config, target.vocab_size
         self._sizes = TreeSizes(target, config.max_nodes)
@@ -77,7 +75,7 @@ class HeadProposer(Proposer):
 
     def propose(self, context: Context, k: int) -> Proposal:
         started = perf_counter()
-        # A request has no features before the target has read its prompt.
+        # A request has no hidden states before the target has prefilled its prompt.
         able = [b for b in range(len(context.requests)) if len(context.hidden[self.needs_hidden[0]][b])]
         k = min(k, self.max_drafts, max((context.limits[b] for b in able), default=0))
         self._drafted = {}
@@ -89,7 +87,7 @@ class HeadProposer(Proposer):
         round_ = _Round(context, able, k, self._vocab_size)
         if context.sampler.is_deterministic:
             calibration = self._calibrations[all(request.params.is_greedy for request in context.requests)]
-            found = _Candidates(self._sizes.most, calibration, self._sizes.costs(context), started)
+            found = _Candidates(self._sizes.max_nodes, calibration, self._sizes.costs(context), started)
             proposal = _confident_tree(self.head, round_, out, self._config.top_k, found)
             depth, num_steps = found.depth, found.num_levels
             self._drafted = found.drafted
@@ -97,7 +95,7 @@ class HeadProposer(Proposer):
             shape = self._sizes.shape(self._rates.table[:k], context, is_levelwise=True)
             proposal = _drawn_tree(self.head, round_, out, shape)
             depth = num_steps = max(shape.depths)
-            if not self._sizes.is_fixed:  # with a fixed size, output for a seed does not depend on other requests
+            if not self._sizes.is_fixed:  # a fixed tree keeps the output of a seed independent of other requests
                 lens = proposal.lens.tolist()
                 drawn = zip(round_.ids, [lens[b] for b in able], strict=True)
                 self._drafted = {request_id: DrawnTree(shape, count, self._rates) for request_id, count in drawn}
@@ -105,7 +103,7 @@ class HeadProposer(Proposer):
         return proposal
 
     def _read(self, context: Context, able: list[int]) -> Tensor:
-        """Process new target features; return the head's output after each request's last token, [A, H]."""
+        """Process new hidden states; return the head's output after each request's last token, [A, H]."""
         ids = [context.requests[b].request_id for b in able]
         tokens = [context.requests[b].token_ids[self.head.cached_len(name) + 1 :] for b, name in zip(able, ids, strict=True)]
         features = [[context.hidden[index][b] for index in self.needs_hidden] for b in able]
@@ -125,7 +123,7 @@ class HeadProposer(Proposer):
 
 
 class _Round:
-    """The requests of a round that can be drafted for: A of B."""
+    """The A of B requests of a round that can be drafted for."""
 
     def __init__(self, context: Context, able: list[int], k: int, vocab_size: int) -> None:
         self.batch, self.able, self.k, self.vocab_size = len(context.requests), able, k, vocab_size
@@ -144,7 +142,7 @@ class _Round:
 
 
 def _grown(sees: Tensor | None, parent: Tensor, width: int) -> Tensor:
-    """Return the attention mask bool [A, W, M] of the next level over the drafts fed so far, from each node's parent."""
+    """Extend the attention mask ``sees`` over earlier drafts, [A, P, M], by a level of W nodes: bool [A, W, M + W]."""
     own = torch.eye(width, dtype=torch.bool, device=parent.device).expand(parent.shape[0], -1, -1)
     if sees is None:
         return own
@@ -152,12 +150,12 @@ def _grown(sees: Tensor | None, parent: Tensor, width: int) -> Tensor:
 
 
 def _children_of(values: Tensor, parent: Tensor) -> Tensor:
-    """values [A, P, H], parent [A, W] -> [A, W, H]."""
+    """Return each node's value of its parent: [A, P, H], parent [A, W] -> [A, W, H]."""
     return values.gather(1, parent[:, :, None].expand(-1, -1, values.shape[2]))
 
 
 def _confident_tree(head: RolloutRunner, round_: _Round, out: Tensor, top_k: int, found: _Candidates) -> Proposal:
-    """Expand and re-rank (EAGLE-2, sections 4.1 and 4.2) as far as it pays."""
+    """Expand and re-rank (EAGLE-2, sections 4.1 and 4.2), as long as another level pays."""
     beam: Tensor | None = None  # [A, W]: candidate index of each expanded node
     nodes = parents = torch.zeros(len(round_.able), 0, dtype=torch.long, device=out.device)  # expanded so far, for the sampler
     sees, at = None, torch.zeros(len(round_.able), 1, dtype=torch.float64, device=out.device)
@@ -168,7 +166,7 @@ def _confident_tree(head: RolloutRunner, round_: _Round, out: Tensor, top_k: int
         drafts, above = (round_.spread(nodes), round_.spread(parents)) if depth > 1 else (None, None)
         confidences = round_.pick(round_.sampler.confidences(logits, drafts, above, start))  # [A, W, V]
         best = confidences.topk(min(top_k, confidences.shape[-1]), -1)
-        logprobs = found.chances(best.values).log_().clamp_(max=-1e-9)  # a child has less value than its parent
+        logprobs = found.chances(best.values).log_().clamp_(max=-1e-9)  # a child's value is below its parent's
         values = (at[:, :, None] + logprobs).flatten(1)  # [A, W * top_k]
         first = found.add(best.indices.flatten(1), values, beam, depth)
         if depth == round_.k or not found.can_grow(values):
@@ -186,15 +184,18 @@ def _confident_tree(head: RolloutRunner, round_: _Round, out: Tensor, top_k: int
 
 
 class _Candidates:
-    """All candidate nodes, as [A, C] tensors that grow by one level at a time, and the choice among them."""
+    """Candidate nodes as tensors [A, C], to which levels are added, and the choice of the best nodes.
+
+    The value of a node is the logarithm of the probability that its path is accepted.
+    """
 
     def __init__(self, num_nodes: int, calibration: Calibration, costs: TreeCosts | None = None, started: float = 0.0) -> None:
-        """At most ``num_nodes`` are chosen; with ``costs`` as many as pay, of drafting that began at ``started``."""
+        """``num_nodes``: maximum size. With ``costs`` the best size is chosen; ``started``: when drafting began."""
         self.num_nodes, self._calibration, self._costs, self._started = num_nodes, calibration, costs, started
         self.tokens = self.values = self.parents = torch.empty(0)
         self.depths: list[int] = []
         self.depth = 0  # depth of the chosen tree
-        self.drafted: dict[str, Drafted] = {}  # by request, after the choice
+        self.drafted: dict[str, Drafted] = {}  # the chosen tree of each request
         self._confidences: list[Floats] = []  # per level, [A, W * top_k]
 
     def chances(self, confidences: Tensor) -> Tensor:
@@ -217,21 +218,21 @@ class _Candidates:
 
     @property
     def num_levels(self) -> int:
-        """Return the number of candidates."""
+        """Return the number of levels so far."""
         return self.depths[-1]
 
     def can_grow(self, values: Tensor) -> bool:
-        """Return whether a child of the last level could still be among the best and pay for its level."""
+        """Return whether children of the last level, which has these values, can be among the best nodes and pay."""
         likeliest, best = values.amax(-1), self.values.topk(min(self.num_nodes, len(self.depths)), -1).values
         if best.shape[1] == self.num_nodes and not bool((likeliest > best[:, -1]).any()):
             return False
         if self._costs is None:
             return True
         so_far = self._costs_so_far()
-        return so_far.level_pays(float(likeliest.exp().sum()), so_far.drafted / self.num_levels, _worths(best))
+        return so_far.level_pays(float(likeliest.exp().sum()), so_far.drafted / self.num_levels, _gains(best))
 
     def _costs_so_far(self) -> TreeCosts:
-        """The costs with the seconds drafted up to now."""
+        """Return the costs with the time spent on drafting until now."""
         assert self._costs is not None
         return replace(self._costs, drafted=perf_counter() - self._started)
 
@@ -240,7 +241,7 @@ class _Candidates:
         is_beyond = torch.tensor(self.depths)[None] > torch.tensor(round_.limits)[:, None]
         values = self.values.cpu().masked_fill(is_beyond, float("-inf"))
         best = values.topk(min(self.num_nodes, values.shape[1]), -1)
-        size = best.values.shape[1] if self._costs is None else self._costs_so_far().best_size(_worths(best.values))[0]
+        size = best.values.shape[1] if self._costs is None else self._costs_so_far().best_size(_gains(best.values))[0]
         tokens, above, confidences = self.tokens.tolist(), self.parents.tolist(), np.concatenate(self._confidences, 1).tolist()
         token_ids = torch.zeros(round_.batch, size, dtype=torch.long)
         parents, lens = torch.full_like(token_ids, -1), torch.zeros(round_.batch, dtype=torch.long)
@@ -258,10 +259,10 @@ class _Candidates:
         return Proposal(token_ids, lens, None, parents)
 
 
-def _worths(best: Tensor) -> list[float]:
+def _gains(best: Tensor) -> list[float]:
     """Return the expected accepted drafts that each further node adds over the batch, from the best values [A, N]."""
-    worths: list[float] = best.exp().sum(0).tolist()
-    return worths
+    gains: list[float] = best.exp().sum(0).tolist()
+    return gains
 
 
 def _drawn_tree(head: RolloutRunner, round_: _Round, out: Tensor, shape: TreeShape) -> Proposal:
@@ -273,7 +274,7 @@ def _drawn_tree(head: RolloutRunner, round_: _Round, out: Tensor, shape: TreeSha
 
 
 class _Levels:
-    """Runs the head over the inner nodes, level by level."""
+    """The ``logits_after`` of ``trees.draw_tree``: runs the head over the inner nodes, level by level."""
 
     def __init__(self, head: RolloutRunner, round_: _Round, out: Tensor, shape: TreeShape) -> None:
         """``out`` [A, H]: the head's output after the root."""

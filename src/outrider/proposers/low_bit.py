@@ -1,8 +1,8 @@
 """Low-bit drafting: the target's weights in 4 or 8 bits draft over its own KV cache (compare QSpec: Zhao et al. 2024).
 
-Cache entries of drafts come from the low-bit weights until the score of the same round overwrites them, so committed entries
-are the full-precision target's, and drafting always continues from them. A pass bound by weight reads costs a half (8 bits) or
-a quarter (4 bits).
+Cache entries of drafts come from the low-bit weights until scoring overwrites them in the same round. Committed entries are
+therefore those of the full-precision target, and drafting continues from them. If passes are limited by memory bandwidth, a
+draft pass costs a half (8 bits) or a quarter (4 bits) of one with 16-bit weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LowBitConfig:
 
 
 class LowBitProposer(DraftModelProposer):
-    """Draft model that is the target in fewer bits and shares its cache."""
+    """Draft model that is the target with fewer bits per weight and shares its cache."""
 
     name = "low-bit"
 

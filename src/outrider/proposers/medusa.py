@@ -1,10 +1,10 @@
 """Medusa: heads on the target's last hidden state predict the next tokens all at once (Cai et al. 2024, arXiv 2401.10774).
 
-The candidates of all heads form a tree with the most expected accepted drafts: at first by the accuracies measured in training,
-then by what the target accepts. In greedy and coupled rounds candidates are the heads' likeliest tokens, point masses. When
-sampling, siblings are sampled from a head's distribution without replacement: multi-round rejection accepts the first with the
-overlap of head and target, where the paper's likeliest token is accepted with its own probability alone. Both are lossless. The
-paper's typical acceptance is a separate, lossy verifier.
+The candidates of all heads form the tree with the most expected accepted drafts, estimated from the accuracies measured in
+training and then from the target's acceptance. In greedy and coupled rounds candidates are the heads' likeliest tokens (point
+masses). In sampled rounds siblings are sampled from a head's distribution without replacement: then the acceptance of the first
+is the overlap of head and target, whereas the paper's likeliest token is accepted with its target probability only. Both are
+lossless. The paper's typical acceptance is a separate, lossy verifier.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from outrider.runner import ModelRunner
 from outrider.runner.quantized import check_head_bits, place_head
 from outrider.types import Context, Finding, OutriderError, Proposal, Verdict
 
-# Typical accuracies by rank, decreasing by head, for heads without measured accuracies.
-USUAL = (0.55, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.012, 0.01, 0.01)
-FALL = 0.75
+# For heads without measured accuracies: those of the first head by rank, and their ratio between successive heads.
+TYPICAL_ACCURACIES = (0.55, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.012, 0.01, 0.01)
+ACCURACY_DECAY = 0.75
 
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """The tree."""
+    """Shape of the trees, and precision of the heads."""
 
     accuracies: Accuracies | None = None  # [head][rank]; None: typical values
-    max_nodes: int | None = None  # maximum drafts in a proposal; None: as many as pay
-    bits: int | None = None  # 8: quantise the heads' weights, and inputs on CPUs with 8-bit products; halves the memory traffic
+    max_nodes: int | None = None  # maximum drafts in a proposal; None: chosen by costs
+    bits: int | None = None  # 8: quantise the weights, and inputs on CPUs with 8-bit products; halves the memory traffic
 
     def __post_init__(self) -> None:
         if (self.max_nodes is not None and self.max_nodes < 1) or (self.accuracies is not None and not self.accuracies):
@@ -53,7 +53,7 @@ class MedusaConfig:
 
 
 class MedusaProposer(Proposer):
-    """Drafts a tree of the heads' candidates, without a cache and in one small step."""
+    """Drafts a tree of the heads' candidates in one step, without a cache."""
 
     name = "medusa"
     drafts_trees = True
@@ -65,9 +65,9 @@ class MedusaProposer(Proposer):
         self.device = target.device
         self.needs_hidden = (target.num_layers,)
         count = heads.shape.num_heads
-        usual = tuple(tuple(FALL**head * each for each in USUAL) for head in range(count))
-        # A head has no more candidates than tokens.
-        measured = [row[: heads.shape.vocab_size] for row in config.accuracies or usual]
+        typical = tuple(tuple(ACCURACY_DECAY**head * each for each in TYPICAL_ACCURACIES) for head in range(count))
+        # A small vocabulary has fewer candidates than ranks.
+        measured = [row[: heads.shape.vocab_size] for row in config.accuracies or typical]
         self._rates = {is_drawn: SiblingRates(measured) for is_drawn in (False, True)}
         self.max_drafts = min(count, len(measured))
         self._finish, self._vocab_size = finish_of(target.model), target.vocab_size
@@ -82,7 +82,7 @@ class MedusaProposer(Proposer):
         started, self._drafted = perf_counter(), {}
         (states,) = (context.hidden[index] for index in self.needs_hidden)
         k = min(k, self.max_drafts, max(context.limits))
-        # A request has no features before the target has read its prompt.
+        # A request has no hidden states before the target has prefilled its prompt.
         able = [b for b, each in enumerate(states) if len(each) and context.limits[b] > 0]
         if k <= 0 or not able:
             return Proposal.empty(len(states))
@@ -102,13 +102,13 @@ class MedusaProposer(Proposer):
             token_ids[able] = found[:, torch.tensor(shape.depths) - 1, torch.tensor(shape.ranks)]  # [A, N]
             proposal = Proposal(token_ids, lens, None, torch.tensor(shape.parents).repeat(len(states), 1))
             drafted = [_Likeliest(shape, candidates, rates) for candidates in found.tolist()]
-        if not self._sizes.is_fixed:  # with a fixed size, output for a seed does not depend on other requests
+        if not self._sizes.is_fixed:  # a fixed tree keeps the output of a seed independent of other requests
             self._drafted = {context.requests[b].request_id: each for b, each in zip(able, drafted, strict=True)}
         self._sizes.learn(len(shape.parents), max(shape.depths), 1, started)
         return replace(proposal, lens=lens)
 
     def _distributions(self, last: Tensor, able: list[int], batch: int, depth: int) -> Tensor:
-        """Map last features [A, H] to logits [D, B, V] of the first D heads."""
+        """Map last hidden states [A, H] to logits [D, B, V] of the first D heads."""
         numbers = self.heads(last, depth)
         if self._finish is not None:
             numbers = self._finish(numbers)
@@ -138,7 +138,7 @@ class MedusaMethod(MethodSpec):
         return MedusaProposer(heads, target, setting.config(MedusaConfig, accuracies=accuracies))
 
     def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:
-        """Heads of this target's width and vocabulary."""
+        """Recognise heads with this target's width and vocabulary."""
         if kind_of(folder) is not MEDUSA:
             return None
         with torch.device("meta"):
@@ -174,14 +174,14 @@ def logits_by_depth(logits: Tensor, shape: TreeShape) -> Callable[[list[int], Te
 
 @dataclass(frozen=True)
 class _Likeliest:
-    """The heads' candidates for one request, and the tree formed by some of them."""
+    """A tree of point masses: the heads' candidates, the shape of the tree among them, and the rates to update."""
 
     shape: TreeShape
     tokens: list[list[int]]  # [head][rank]
     rates: SiblingRates
 
     def learn(self, path: list[int], next_token: int) -> None:
-        """``path``: the accepted nodes. Candidates outside the tree are compared, too."""
+        """See ``Drafted.learn``. Candidates outside the tree are compared with the target's token, too."""
         taken: list[int | None] = [self.shape.ranks[node] for node in path]
         if len(path) < len(self.tokens):
             last = self.tokens[len(path)]

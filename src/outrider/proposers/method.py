@@ -1,6 +1,6 @@
-"""What describes a drafting method before anything is loaded: its options, the drafts it takes, its checks, its portable form.
+"""Description of a drafting method: its options, the drafts that it uses, its checks and its portable form.
 
-What runs each round is the ``Proposer`` (base.py) that ``MethodSpec.build`` makes. A method is one file with both.
+``MethodSpec.build`` creates the ``Proposer`` (base.py) that drafts in each round. One file contains both for a method.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class NoOptions:
-    """The configuration of a method that has nothing to choose."""
+    """Configuration of a method without options."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a proposer is built from: the target and what the user gave."""
+    """Arguments of ``MethodSpec.build``: the target, and what the user specified."""
 
     target: ModelRunner
     tokenizer: PreTrainedTokenizerBase | None = None
-    draft: object = None  # a folder, a hub id or a loaded model, for methods that take a draft
+    draft: object = None  # a folder, a hub id or a loaded model, for methods that use a draft
     draft_tokenizer: PreTrainedTokenizerBase | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)  # the method's own, by name
-    drafts: Mapping[str, object] = field(default_factory=dict)  # those that come with the target, by name
+    options: Mapping[str, Any] = field(default_factory=dict)  # options of the method, by name
+    drafts: Mapping[str, object] = field(default_factory=dict)  # drafts that come with the target, by name
 
     @classmethod
     def without_target(cls, **given: Any) -> Setting:
-        """A setting of options and drafts alone: its ``target`` is None."""
+        """Return a setting of options and drafts only; its ``target`` is None."""
         return cls(cast("ModelRunner", None), **given)
 
     def of(self, method: MethodSpec) -> Setting:
-        """The setting as a method sees it: ``draft`` is the one that it drafts with, and no longer among the options.
+        """Return the setting for one method: ``draft`` is its ``chosen_draft``, and the option ``draft`` is removed.
 
         Raises ``OutriderError`` as ``chosen_draft`` does.
         """
@@ -58,10 +58,10 @@ class Setting:
         return replace(self, draft=draft, options=options)
 
     def config(self, kind: type[Config], **measured: Any) -> Config:
-        """The options as the method's configuration; text is read as its type says.
+        """Return the options as an instance of ``kind``; text is converted to the types of its fields.
 
-        ``measured``: values that stand in the place of defaults, where they are not None. Raises ``OutriderError`` for an
-        option that it does not know or refuses.
+        ``measured``: values that replace the defaults of ``kind``, unless None. Raises ``OutriderError`` for an unknown option
+        and for an invalid value.
         """
         known = [each.name for each in fields(kind)]  # type: ignore[arg-type]
         unknown = [name for name in self.options if name not in known]
@@ -76,9 +76,9 @@ class Setting:
 
 
 def _read(value: Any, hint: Any) -> Any:
-    """Text as the number, truth value or tuple that the hint asks for, lists as tuples; anything else as it is.
+    """Convert text to the number, boolean or tuple of a type hint, and lists to tuples; return anything else unchanged.
 
-    In a tuple commas part the values, in one of tuples slashes the rows: ``0.6,0.2/0.5,0.1``.
+    Commas separate values of a tuple, slashes the rows of a tuple of tuples: ``0.6,0.2/0.5,0.1``.
     """
     kinds = get_args(hint) if get_origin(hint) is not tuple and get_args(hint) else (hint,)
     inner = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple), None)
@@ -96,10 +96,10 @@ def _read(value: Any, hint: Any) -> Any:
 
 
 def chosen_draft(method: MethodSpec, named: object, general: object, drafts: Mapping[str, object]) -> object:
-    """What a method drafts with: the draft ``named`` for it, else the ``general`` one, else its own among ``drafts``.
+    """Return the draft of a method: the one ``named`` for it, else the ``general`` one, else its own among ``drafts``.
 
-    A name of ``drafts`` means that one; None is the one in the target's checkpoint. Raises ``OutriderError`` where there
-    is none, or one of another kind than the method's.
+    A name in ``drafts`` stands for that draft. None means the draft in the target's checkpoint. Raises ``OutriderError`` if
+    there is no draft, or one of another kind.
     """
     name, kind = method.name, method.drafts_with
     source = general if named is None else named
@@ -121,15 +121,15 @@ def chosen_draft(method: MethodSpec, named: object, general: object, drafts: Map
 
 
 class MethodSpec(ABC):
-    """A drafting method by name. The registry names an instance; ``build`` makes its proposer for a target."""
+    """A drafting method. The registry contains an instance; ``build`` creates its proposer for a target."""
 
     proposer: type[Proposer]
     options: type = NoOptions  # the dataclass of its options
-    takes_draft: bool = False  # whether it looks at the draft that the user names
-    drafts_with: DraftKind = MODEL  # the kind of draft that it takes
-    comes_with_target: bool = False  # whether, if none is named, it takes the draft in the target's own checkpoint
-    own_draft: str | None = None  # the name under which a draft for it may come with the target
-    precedence: int = 0  # of several drafts in one place, or methods for one draft, that of the highest is taken by itself
+    takes_draft: bool = False  # whether it uses a draft that the user can name
+    drafts_with: DraftKind = MODEL  # the kind of draft that it uses
+    comes_with_target: bool = False  # whether it uses the draft in the target's checkpoint if none is named
+    own_draft: str | None = None  # name of its draft among those that come with a target
+    precedence: int = 0  # method auto uses the found draft with the highest precedence; 0: never
 
     @property
     def name(self) -> str:
@@ -137,7 +137,7 @@ class MethodSpec(ABC):
 
     @property
     def max_drafts(self) -> int:
-        """The longest path of any of its proposers; 0 for plain decoding."""
+        """Maximum path length of its proposers; 0 for plain decoding."""
         return self.proposer.max_drafts
 
     @property
@@ -146,30 +146,30 @@ class MethodSpec(ABC):
 
     @property
     def reads_text_only(self) -> bool:
-        """Whether ``build`` and the proposer look at options and committed tokens alone: at no target and no draft."""
+        """Whether ``build`` and the proposer use options and committed tokens only, but no target and no draft."""
         return self.proposer.reads_text_only
 
     @abstractmethod
     def build(self, setting: Setting) -> Proposer:
-        """Make the proposer for a target. Raises ``OutriderError`` where it does not fit the target."""
+        """Create the proposer for a target. Raises ``OutriderError`` if the method does not fit it."""
 
     def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:
-        """Return what a folder holds for this method, and None for anything else: then it is never taken by itself.
+        """Return a description of the draft in a folder, or None if there is none of this method's kind.
 
-        ``folder``: a folder, a single file of weights, or the target's own folder if the method ``comes_with_target``. Reads
-        names, configs and headers, no weights. Raises ``OutriderError`` for a draft of its kind that does not fit the target.
+        ``folder``: a folder, a single weight file, or the target's own folder if the method ``comes_with_target``. Reads names,
+        configs and headers, but no weights. Raises ``OutriderError`` for a draft of its kind that does not fit the target.
         """
         return None
 
     def drafts_in(self, options: Mapping[str, Any], general: object, drafts: Mapping[str, object]) -> list[object]:
-        """What it will draft with, before anything is loaded. Raises ``OutriderError`` as ``chosen_draft`` does."""
+        """Return the drafts that it will load. Raises ``OutriderError`` as ``chosen_draft`` does."""
         found = chosen_draft(self, options.get("draft"), general, drafts) if self.takes_draft else None
         return [] if found is None else [found]
 
     def portable(self, setting: Setting) -> Portable:
-        """What it is in terms that other engines have too. No model is loaded: ``setting.target`` is None.
+        """Describe the method for other engines. ``setting.target`` is None, as no model is loaded.
 
-        Raises ``OutriderError`` for options that it refuses, and where a draft is missing.
+        Raises ``OutriderError`` for invalid options and a missing draft.
         """
         setting.config(self.options)
         return Portable()
@@ -179,5 +179,5 @@ class MethodSpec(ABC):
         yield from ()
 
     def alternatives(self, setting: Setting) -> list[str]:
-        """Options, written after the method's name, that are easily mistaken for those given: the doctor tries them too."""
+        """Return options (``name=value``) that are easily confused with the given ones; ``outrider doctor`` tries them too."""
         return []

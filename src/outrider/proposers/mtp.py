@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from outrider.heads import findings, mtp_formats
+from outrider.heads import assistant, findings, mtp_formats
+from outrider.heads.assistant import AssistantHead, AssistantRunner
 from outrider.heads.checkpoint import MTP, folder_of, measured_acceptance
 from outrider.heads.mtp import MtpHead
 from outrider.proposers.head_trees import HeadProposer, TreeConfig, tree_options
 from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import OwnHead
 from outrider.proposers.recognition import Recognised, TargetFiles
+from outrider.runner import ModelRunner
 from outrider.types import Finding
 
 
@@ -23,6 +25,12 @@ class MtpProposer(HeadProposer):
     """Drafts with an MTP head."""
 
     name = "mtp"
+
+
+class AssistantProposer(MtpProposer):
+    """Drafts with Gemma 4's assistant, over the target's own KV cache."""
+
+    runner = AssistantRunner
 
 
 class MtpMethod(MethodSpec):
@@ -36,11 +44,16 @@ class MtpMethod(MethodSpec):
     def build(self, setting: Setting) -> MtpProposer:
         """Load the head. Raises ``OutriderError`` if there is none or it does not fit."""
         setting = setting.of(self)
-        if isinstance(setting.draft, MtpHead):
-            return MtpProposer(setting.draft, setting.target, setting.config(TreeConfig))
+        if isinstance(setting.draft, (MtpHead, AssistantHead)):
+            return self._proposer(setting.draft, setting.target, setting.config(TreeConfig))
         folder = folder_of(setting.draft or setting.target.name)
         config = setting.config(TreeConfig, acceptance=measured_acceptance(folder))
-        return MtpProposer(mtp_formats.load(folder, setting.target), setting.target, config)
+        load = assistant.load if assistant.is_assistant(folder) else mtp_formats.load
+        return self._proposer(load(folder, setting.target), setting.target, config)
+
+    def _proposer(self, head: MtpHead | AssistantHead, target: ModelRunner, config: TreeConfig) -> MtpProposer:
+        kind = AssistantProposer if isinstance(head, AssistantHead) else MtpProposer
+        return kind(head, target, config)
 
     def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:
         """A head of the target's width, recognised by its tensors: configs still name a head that a quantiser has dropped."""

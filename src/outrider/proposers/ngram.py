@@ -1,24 +1,25 @@
 """Prompt lookup: draft what followed the last occurrence of the same n tokens (Saxena 2023, prompt lookup decoding).
 
-It covers prompt and output, with an index that grows by O(1) per token instead of a search.
+The index covers prompt and output and grows in O(1) per token.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.proposers.base import Proposer, chain_proposal
 from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import Lookup
-from outrider.types import Context, OutriderError, Proposal, Request
+from outrider.types import Context, OutriderError, Proposal
 
 
 @dataclass(frozen=True)
 class NgramConfig:
-    """Lengths of matches. Longer ones are tried first."""
+    """Lengths of matches in tokens. Longer matches are tried first."""
 
-    max_n: int = 4  # tokens; longer matches rarely change the continuation
+    max_n: int = 4  # longer matches rarely change the continuation
     min_n: int = 2  # drafts after a match of one token are mostly rejected
 
     def __post_init__(self) -> None:
@@ -27,34 +28,26 @@ class NgramConfig:
 
 
 class NgramProposer(Proposer):
-    """Drafts what followed the most recent earlier occurrence of the longest n-gram at the end."""
+    """Drafts the continuation of the most recent earlier occurrence of the longest matching n-gram at the end."""
 
     name = "ngram"
     reads_text_only = True
 
     def __init__(self, config: NgramConfig = NgramConfig()) -> None:
-        self._config = config
-        self._indexes: dict[str, NgramIndex] = {}
+        self._indexes: defaultdict[str, NgramIndex] = defaultdict(lambda: NgramIndex(config))
 
     def propose(self, context: Context, k: int) -> Proposal:
         """Return at most k point masses per request; none without a match."""
-        return chain_proposal(
-            [
-                self._index(request).continuation(request.token_ids, min(k, limit))
-                for request, limit in zip(context.requests, context.limits, strict=True)
-            ]
-        )
+        chains = []
+        for request, limit in zip(context.requests, context.limits, strict=True):
+            index = self._indexes[request.request_id]
+            index.catch_up(request.token_ids)
+            chains.append(index.continuation(request.token_ids, min(k, limit)))
+        return chain_proposal(chains)
 
     def release(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self._indexes.pop(request_id, None)
-
-    def _index(self, request: Request) -> NgramIndex:
-        index = self._indexes.get(request.request_id)
-        if index is None:
-            index = self._indexes[request.request_id] = NgramIndex(self._config)
-        index.catch_up(request.token_ids)
-        return index
 
 
 class NgramMethod(MethodSpec):
@@ -73,9 +66,9 @@ METHOD = NgramMethod()
 
 
 class NgramIndex:
-    """Index from n-grams to the position after their last occurrence in a request's committed tokens.
+    """Index from n-grams to the position after their last occurrence in the tokens of a request.
 
-    Every call takes the tokens so far: one round's list need not be that of the next.
+    Each call is given all tokens so far, possibly in another list than before.
     """
 
     def __init__(self, config: NgramConfig) -> None:
@@ -84,7 +77,7 @@ class NgramIndex:
         self._num_indexed = 0  # n-grams that end before this position are indexed
 
     def catch_up(self, token_ids: Sequence[int]) -> None:
-        """Index the n-grams that have a successor; the last one would only match itself."""
+        """Index new n-grams except those at the end, which would only match themselves."""
         for end in range(max(self._num_indexed, 1), len(token_ids)):
             for n, follows in zip(self._sizes, self._follows, strict=True):
                 if n <= end:
@@ -92,7 +85,7 @@ class NgramIndex:
         self._num_indexed = max(len(token_ids), 1)
 
     def continuation(self, token_ids: Sequence[int], k: int) -> list[int]:
-        """Return at most k tokens that followed the longest, most recent match; they may overlap the end."""
+        """Return at most k tokens that followed the longest, most recent match, repeated if the match reaches the end."""
         if k <= 0:
             return []
         for n, follows in zip(reversed(self._sizes), reversed(self._follows), strict=True):

@@ -1,4 +1,4 @@
-"""Plain decoding: the method that proposes nothing."""
+"""Plain decoding: the method without drafts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.types import Context, Proposal
 
 
 class PlainProposer(Proposer):
-    """Proposes nothing: plain decoding is speculation with K = 0."""
+    """Returns empty proposals: plain decoding is speculation with K = 0."""
 
     name = "plain"
     max_drafts = 0

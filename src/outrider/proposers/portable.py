@@ -1,4 +1,4 @@
-"""Engine-independent descriptions of drafting methods, returned by ``Proposer.portable``.
+"""Engine-independent descriptions of drafting methods, returned by ``MethodSpec.portable``.
 
 ``outrider.export`` translates them for other engines.
 """
@@ -11,10 +11,10 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Portable:
-    """A drafting method. The base class is a method that no other engine has."""
+    """A drafting method. The base class describes a method that no other engine supports."""
 
     what: ClassVar[str] = "a method of its own"  # in messages: "vLLM cannot draft with ..."
-    usual_k: ClassVar[int] = 4  # drafts per round for plans with k = auto
+    usual_k: ClassVar[int] = 4  # drafts per round for plans with K = auto
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ParallelModel(SmallModel):
 
 @dataclass(frozen=True)
 class Lookup(Portable):
-    """Continuations of earlier n-grams."""
+    """Prompt lookup: continuations of earlier n-grams."""
 
     min_n: int
     max_n: int
@@ -64,7 +64,7 @@ class TextDrafts(Portable):
 
 @dataclass(frozen=True)
 class Pair(Portable):
-    """Two methods in turn, one of which needs a model."""
+    """A combination of two methods, at least one of which needs a model."""
 
     what: ClassVar[str] = "two methods in turn"
 
@@ -82,9 +82,9 @@ class ParallelHeads(Portable):
 class TreeHead(Portable):
     """A head that continues from the target's features, token by token, and may draft trees."""
 
-    top_k: int = 1  # children of a node
-    max_nodes: int | None = None  # drafts in a tree
-    asks_for_tree: bool = False  # explicitly requested, not the default
+    top_k: int = 1  # children per node
+    max_nodes: int | None = None  # maximum drafts in a tree
+    asks_for_tree: bool = False  # whether the user set the shape of the tree
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ class FeatureHead(TreeHead):
     """A head trained on the target, in a folder or on the hub."""
 
     source: str
-    hidden_states: tuple[int, ...] | None = None  # target hidden states that override those named by the head
+    hidden_states: tuple[int, ...] | None = None  # target hidden states, instead of those in the head's config
 
     what: ClassVar[str] = "a head on the target's features"
 
 
 @dataclass(frozen=True)
 class OwnHead(TreeHead):
-    """A head of the target's own kind of layer."""
+    """An MTP head, which has the same kind of layer as the target."""
 
     source: str | None  # None: in the target's checkpoint
 

@@ -1,4 +1,4 @@
-"""What the files of a target and of a draft tell before any weight is read: how a method recognises a draft that fits."""
+"""Types with which a method recognises a draft for a target from their files, without reading weights."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ __all__ = ["Recognised", "TargetFiles", "find_folder", "loose_files"]
 class Recognised(NamedTuple):
     """A draft that fits a target."""
 
-    what: str  # in messages: "draft model"
-    share: float | None = None  # its weights relative to the target's; None for heads, which were made for the target
+    what: str  # description in messages, such as "draft model"
+    share: float | None = None  # number of weights / the target's; None for heads
 
 
 @dataclass(frozen=True)
 class TargetFiles:
-    """A target whose files are on this machine; it may be loaded or not."""
+    """A target whose files are on this machine, loaded or not."""
 
     name: str  # a folder or hub id
     folder: Path
-    config: PreTrainedConfig  # of its text part
+    config: PreTrainedConfig  # of its language model
 
     @classmethod
     def read(cls, name: str, folder: Path) -> TargetFiles:
-        """Raise ``OutriderError`` for a folder without a readable config."""
+        """Read the config of a folder. Raises ``OutriderError`` if it has no readable one."""
         return cls(name, folder, text_config(load_config(folder)))
 
     @property

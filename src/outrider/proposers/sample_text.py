@@ -1,4 +1,4 @@
-"""A short text of prose, code and arithmetic, for what methods measure before anything is generated."""
+"""A short text of prose, code and arithmetic, on which methods measure before any generation."""
 
 TEXT = """The ferry left at a quarter past six, when the fog had lifted far enough for the captain to see the second buoy. Two
 of the passengers had missed it; they stood on the pier with their bicycles and waved. "We will take the next one," said the

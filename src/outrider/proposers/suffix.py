@@ -1,12 +1,12 @@
-"""Suffix drafting: continue the longest repeated suffix of the sequence as it continued before, with a suffix automaton.
+"""Suffix drafting: a suffix automaton finds the longest suffix that occurred before; its continuation is drafted.
 
 After SuffixDecoding (Oliaro et al. 2024): the longer the match, the longer the draft, as long as the continuation is frequent.
 The index is the online suffix automaton of Blumer et al. 1985: O(1) amortised per token, at most 2n states and 3n transitions
 for n tokens. A suffix tree of bounded depth d takes O(d) per token and misses longer matches.
 
-A continuation is counted where it was the longest match and in the contexts in which it was new: *update exclusion*, as in the
-text compressor PPM (Moffat 1990). The automaton's extension visits exactly these states, so counting is free; counting every
-context of a token takes O(n) in the worst case.
+A continuation is counted for the longest matching context, and for longer contexts in which it is new: *update exclusion*, as
+in the text compressor PPM (Moffat 1990). Extending the automaton visits exactly these states, so counting adds no cost;
+counting in all contexts of a token takes O(n) in the worst case.
 """
 
 from __future__ import annotations
@@ -20,39 +20,38 @@ from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import TextDrafts
 from outrider.types import Context, OutriderError, Proposal, Request
 
-END = -1  # ends each earlier text: not a token, so no match or draft crosses it
+END = -1  # separator after each earlier text: not a token, so no match or draft crosses it
 ROOT = 0
-NUM_BLOCKS = 4  # earlier texts are dropped in quarters
-MAX_ENTRY = 64  # tokens matched when a request enters a block of earlier texts: its longest initial match
+NUM_BLOCKS = 4  # earlier texts are stored in this number of blocks; the oldest block is dropped first
+MAX_ENTRY = 64  # tokens that are matched against a block of earlier texts when a request first uses it
 
 
 @dataclass(frozen=True)
 class SuffixConfig:
-    """Length of drafts, and whether texts of earlier requests are used."""
+    """Length of drafts, and use of earlier requests' texts."""
 
-    min_match: int = 1  # tokens; a draft after a match of one token is short and cheap
-    drafts_per_match: float = 2.0  # drafts per matched token
-    min_prob: float = 0.1  # minimum probability of the whole draft, by counts
-    earlier_tokens: int = 0  # tokens of earlier requests to remember, prompts and outputs; 0: none
+    min_match: int = 1  # minimum length of a match in tokens; after a short match the draft is short, too
+    drafts_per_match: float = 2.0  # maximum number of drafts per matched token
+    min_prob: float = 0.1  # minimum probability of the whole draft, estimated from counts
+    earlier_tokens: int = 0  # number of tokens of earlier requests to store, prompts and outputs; 0: none
 
     def __post_init__(self) -> None:
         checks = {
-            "suffix needs min_match >= 1": self.min_match >= 1,
-            "suffix needs drafts_per_match > 0": self.drafts_per_match > 0,
-            "suffix needs 0 <= min_prob <= 1": 0 <= self.min_prob <= 1,
-            f"suffix needs earlier_tokens 0 or at least {2 * NUM_BLOCKS}": self.earlier_tokens == 0
-            or self.earlier_tokens >= 2 * NUM_BLOCKS,
+            "min_match": (self.min_match >= 1, "at least 1"),
+            "drafts_per_match": (self.drafts_per_match > 0, "above 0"),
+            "min_prob": (0 <= self.min_prob <= 1, "0 to 1"),
+            "earlier_tokens": (not 0 < self.earlier_tokens < 2 * NUM_BLOCKS, f"0 or at least {2 * NUM_BLOCKS}"),
         }
-        for message, holds in checks.items():
-            if not holds:
-                raise OutriderError(message)
+        for name, (is_valid, expected) in checks.items():
+            if not is_valid:
+                raise OutriderError(f"invalid {name} {getattr(self, name)}: expected {expected}")
 
 
 class SuffixAutomaton:
     """Substrings of a growing sequence with counts of their continuations.
 
-    A state represents the substrings with the same end positions, the longest of ``lens[state]`` tokens; ``links`` leads to
-    the longest suffix with more end positions. The root is state 0.
+    A state represents all substrings with the same set of end positions; the longest has ``lens[state]`` tokens.
+    ``links[state]`` is the state of its longest suffix with more end positions. The root is state 0.
     """
 
     __slots__ = ("_best", "_counts", "_last", "_next", "_totals", "lens", "links")
@@ -61,9 +60,9 @@ class SuffixAutomaton:
         self.lens = [0]
         self.links = [-1]
         self._next: list[dict[int, int]] = [{}]
-        self._totals = [0]  # continuations counted
+        self._totals = [0]  # number of counted continuations
         self._best = [END]  # most frequent continuation, the latest on ties
-        self._counts: list[dict[int, int] | None] = [None]  # None: a single continuation, counted ``_totals`` times
+        self._counts: list[dict[int, int] | None] = [None]  # counts by token; None: only ``_best``, ``_totals`` times
         self._last = ROOT
 
     @property
@@ -97,7 +96,7 @@ class SuffixAutomaton:
     def follow(self, state: int, length: int, token_ids: Sequence[int]) -> tuple[int, int]:
         """Extend a match of ``length`` tokens in ``state`` by more tokens; return the longest match and its length."""
         following, links, lens = self._next, self.links, self.lens
-        while state and length <= lens[links[state]]:  # the state was split in the meantime
+        while state and length <= lens[links[state]]:  # the state was split after the last call
             state = links[state]
         for token in token_ids:
             after = following[state].get(token)
@@ -111,8 +110,8 @@ class SuffixAutomaton:
     def continuation(self, state: int, k: int, min_len: int, min_prob: float) -> list[int]:
         """Return at most k tokens, each the most frequent continuation, while their joint probability is at least ``min_prob``.
 
-        At the end of the sequence the draft continues after the longest suffix of at least ``min_len`` tokens that occurred
-        elsewhere, so that a repetition continues.
+        A draft that reaches the end of the sequence continues after its longest suffix of at least ``min_len`` tokens that
+        occurred elsewhere, so that a repetition goes on.
         """
         drafts: list[int] = []
         prob = 1.0
@@ -142,7 +141,7 @@ class SuffixAutomaton:
         return len(self.lens) - 1
 
     def _exactly(self, state: int, token: int) -> int:
-        """Return the state of exactly ``state``'s longest substring plus the token; split it off if it has longer ones."""
+        """Return the state whose longest substring is that of ``state`` plus the token; create it by a split if needed."""
         following, links = self._next, self.links
         found = following[state][token]
         length = self.lens[state] + 1
@@ -174,7 +173,7 @@ class SuffixAutomaton:
 
 @dataclass(eq=False, slots=True)
 class Cursor:
-    """Match of a request's suffix in a block of earlier texts."""
+    """Longest match of a request's suffix in a block of earlier texts."""
 
     block: SuffixAutomaton
     state: int = ROOT
@@ -185,7 +184,7 @@ class Cursor:
 
 
 class EarlierTexts:
-    """Texts of finished requests, at most ``max_tokens`` with a separator each; the oldest quarter is dropped first."""
+    """Texts of finished requests, at most ``max_tokens`` including one separator per text; the oldest quarter is dropped."""
 
     def __init__(self, max_tokens: int) -> None:
         self._block_size = max_tokens // NUM_BLOCKS
@@ -193,7 +192,7 @@ class EarlierTexts:
         self.blocks: deque[SuffixAutomaton] = deque(maxlen=NUM_BLOCKS)  # newest first
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Add a text; only its end if it is longer than the memory."""
+        """Add a text, or its last tokens if it is longer than the memory."""
         room = self._block_size * NUM_BLOCKS - 1
         for token in [*token_ids[-room:], END]:
             if self._used == self._block_size:
@@ -204,16 +203,16 @@ class EarlierTexts:
 
 
 class _Track:
-    """One request: its own automaton and its matches in earlier texts."""
+    """The automaton of one request, and its matches in earlier texts."""
 
     def __init__(self, request: Request) -> None:
-        self.token_ids = request.token_ids  # the request's list, which grows; a round's may be longer
+        self.token_ids = request.token_ids  # the request's own list, which holds all tokens when it finishes
         self.own = SuffixAutomaton()
         self.cursors: list[Cursor] = []
         self._num_read = 0
 
     def catch_up(self, token_ids: Sequence[int], blocks: Sequence[SuffixAutomaton]) -> None:
-        """Process the tokens that are new."""
+        """Process new tokens."""
         fresh = token_ids[self._num_read :]
         for token in fresh:
             self.own.extend(token)
@@ -234,7 +233,7 @@ class _Track:
 
 
 class SuffixProposer(Proposer):
-    """Drafts the most frequent continuation of the longest match in prompt, output and, optionally, earlier requests."""
+    """Drafts the most frequent continuation of the longest match in prompt, output and, if enabled, earlier requests."""
 
     name = "suffix"
     reads_text_only = True
@@ -247,7 +246,7 @@ class SuffixProposer(Proposer):
 
     @property
     def memory(self) -> EarlierTexts | None:
-        """Texts of earlier requests; None if unused."""
+        """Texts of earlier requests; None if not enabled."""
         return self._earlier
 
     @memory.setter
@@ -256,7 +255,7 @@ class SuffixProposer(Proposer):
         self._earlier = known if known is not None or not size else EarlierTexts(size)
 
     def prefill(self, requests: Sequence[Request]) -> list[bool]:
-        """Nothing in advance, but the requests' own lists of tokens are here: those of a round may be copies."""
+        """Store the requests' own token lists; in a round with forced tokens, ``propose`` is given copies."""
         for request in requests:
             self._track(request)
         return [True] * len(requests)

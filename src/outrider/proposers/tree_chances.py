@@ -1,8 +1,8 @@
 """Acceptance probabilities of tree nodes, estimated from earlier rounds.
 
-Accuracies measured on held-out text and the head's own confidences are priors only: the current text may be easier or harder,
-and a head that learned whole distributions is less confident in its likeliest token than that token is often right when the
-target takes its own likeliest. A tree grown by such confidences ends too early.
+Accuracies measured in training and the head's own confidences are priors only. The current text may be easier or harder. And
+in greedy decoding the head's likeliest token is accepted more often than its probability, because the target takes its
+likeliest token, too: trees grown by uncalibrated confidences are too small.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from outrider.types import Context, Verdict
 
 Floats = NDArray[np.float64]
 
-CENTRES = tuple(range(-6, 7))  # bin centres: log-odds
-LEAST = 1 / (1 + math.exp(-CENTRES[0]))  # confidences below it, and above 1 minus it, share a bin
-BELIEF = 4.0  # weight of the head's own confidence, in drafts per bin
-MEASURED = 16.0  # weight of the measured prior, in observations
-MOST = 200.0  # limit of the effective number of drafts: older ones decay
+CENTRES = tuple(range(-6, 7))  # bin centres in log-odds of the confidence
+MIN_CONFIDENCE = 1 / (1 + math.exp(-CENTRES[0]))  # confidences are clamped to this and to 1 minus this
+CONFIDENCE_WEIGHT = 4.0  # weight of the head's own confidence as a prior, in drafts per bin
+ACCURACY_WEIGHT = 16.0  # weight of the measured accuracy as a prior, in observations
+MAX_COUNT = 200.0  # counts are halved when they exceed it, so that old observations decay
 REFRESH = 16  # observations between updates of the rates, which select a new tree shape
 
 
@@ -32,14 +32,14 @@ class Calibration:
     """Calibrates a head's confidence to the measured acceptance.
 
     Counts in bins of the log-odds, linearly interpolated (histogram binning: Zadrozny and Elkan 2001; Guo et al. 2017,
-    section 4), with the likeliest child apart from its siblings. With few observations the confidence itself is used.
+    section 4), separately for the likeliest child and its siblings. Before any observation the result is the confidence.
     """
 
     def __init__(self) -> None:
-        believed = [1 / (1 + math.exp(-at)) for at in CENTRES]
-        self._tried = [[BELIEF] * len(CENTRES) for _ in range(2)]  # [first child or other][bin]
-        self._kept = [[BELIEF * rate for rate in believed] for _ in range(2)]
-        self._rates: Floats | None = None  # cached rates of both rows
+        confidences = [1 / (1 + math.exp(-at)) for at in CENTRES]
+        self._tried = [[CONFIDENCE_WEIGHT] * len(CENTRES) for _ in range(2)]  # [first child or other][bin]
+        self._accepted = [[CONFIDENCE_WEIGHT * rate for rate in confidences] for _ in range(2)]
+        self._rates: Floats | None = None  # cached ratio of the two
 
     def chances(self, confidences: Floats) -> Floats:
         """Map confidences [..., R], siblings with the likeliest first, to acceptance probabilities of the same shape.
@@ -47,8 +47,8 @@ class Calibration:
         Impossible tokens, such as those that a grammar forbids, keep probability zero.
         """
         if self._rates is None:
-            self._rates = np.array(self._kept) / np.array(self._tried)
-        inner = np.clip(confidences, LEAST, 1 - LEAST)
+            self._rates = np.array(self._accepted) / np.array(self._tried)
+        inner = np.clip(confidences, MIN_CONFIDENCE, 1 - MIN_CONFIDENCE)
         odds = np.log(inner) - np.log1p(-inner)
         chances: Floats = np.interp(odds, CENTRES, self._rates[1])
         chances[..., 0] = np.interp(odds[..., 0], CENTRES, self._rates[0])
@@ -56,59 +56,59 @@ class Calibration:
         return chances
 
     def learn(self, confidences: Sequence[float], taken: int | None) -> None:
-        """Count the children of one node, likeliest first: the target accepted number ``taken`` of confidences c1, c2, ..."""
+        """Count the children of one node, likeliest first; ``taken``: index of the accepted one, None if there is none."""
         for rank, confidence in enumerate(confidences):
-            tried, kept = self._tried[rank > 0], self._kept[rank > 0]
-            inner = min(max(confidence, LEAST), 1 - LEAST)
+            tried, accepted = self._tried[rank > 0], self._accepted[rank > 0]
+            inner = min(max(confidence, MIN_CONFIDENCE), 1 - MIN_CONFIDENCE)
             place = min(max(math.log(inner / (1 - inner)) - CENTRES[0], 0.0), len(CENTRES) - 1.0)
             below = min(int(place), len(CENTRES) - 2)
             for at, part in ((below, below + 1 - place), (below + 1, place - below)):
                 tried[at] += part
-                kept[at] += part * (rank == taken)
-                if tried[at] > MOST:
-                    tried[at], kept[at] = tried[at] / 2, kept[at] / 2
+                accepted[at] += part * (rank == taken)
+                if tried[at] > MAX_COUNT:
+                    tried[at], accepted[at] = tried[at] / 2, accepted[at] / 2
         self._rates = None
 
 
 class SiblingRates:
     """Acceptance rate by depth and rank, given that the parent was accepted.
 
-    Starts from the measured prior; ``table`` selects a tree of fixed shape (see ``trees.grown``).
+    Starts from measured accuracies. ``table``: the rates, from which ``trees.grown`` selects the shape of a tree.
     """
 
     def __init__(self, measured: Sequence[Sequence[float]]) -> None:
         """``measured[d][r]``: prior rate of the draft of rank r at depth d + 1."""
         self.table = tuple(tuple(row) for row in measured)
-        self._tried = [[MEASURED] * len(row) for row in measured]
-        self._kept = [[MEASURED * rate for rate in row] for row in measured]
-        self._news = 0
+        self._tried = [[ACCURACY_WEIGHT] * len(row) for row in measured]
+        self._accepted = [[ACCURACY_WEIGHT * rate for rate in row] for row in measured]
+        self._num_new = 0  # observations since the table was updated
 
     def learn(self, ranks: Sequence[int], taken: Sequence[int | None]) -> None:
         """Count one observation: ``ranks[d]`` drafts at depth d + 1, of which the target accepted rank ``taken[d]``."""
-        for tried, kept, count, rank in zip(self._tried, self._kept, ranks, taken, strict=False):
+        for tried, accepted, count, rank in zip(self._tried, self._accepted, ranks, taken, strict=False):
             for at in range(min(count, len(tried))):
                 tried[at] += 1
-                kept[at] += at == rank
-            if tried[0] > MOST:
-                tried[:], kept[:] = [each / 2 for each in tried], [each / 2 for each in kept]
-        self._news += 1
-        if self._news == REFRESH:
-            self._news = 0
-            counts = zip(self._kept, self._tried, strict=True)
-            self.table = tuple(tuple(a / b for a, b in zip(kept, tried, strict=True)) for kept, tried in counts)
+                accepted[at] += at == rank
+            if tried[0] > MAX_COUNT:
+                tried[:], accepted[:] = [each / 2 for each in tried], [each / 2 for each in accepted]
+        self._num_new += 1
+        if self._num_new == REFRESH:
+            self._num_new = 0
+            counts = zip(self._accepted, self._tried, strict=True)
+            self.table = tuple(tuple(a / b for a, b in zip(accepted, tried, strict=True)) for accepted, tried in counts)
 
 
 class Drafted(Protocol):
-    """A request's tree, until the verdict."""
+    """The tree of a request in this round, which updates acceptance estimates from the verdict."""
 
     def learn(self, path: list[int], next_token: int) -> None:
-        """``path``: the accepted nodes from the root; ``next_token``: the token after them."""
+        """Update estimates. ``path``: the accepted nodes from the root; ``next_token``: the token after them."""
         ...
 
 
 @dataclass(frozen=True)
 class GrownTree:
-    """The C candidates for one request's tree, and the chosen nodes."""
+    """A tree of point masses: C candidates, the indices ``nodes`` of those in the tree, and the calibration to update."""
 
     tokens: list[int]
     parents: list[int]
@@ -117,7 +117,7 @@ class GrownTree:
     calibration: Calibration
 
     def learn(self, path: list[int], next_token: int) -> None:
-        """``path``: the accepted nodes. Candidates outside the tree are compared, too."""
+        """See ``Drafted.learn``. Candidates outside the tree are compared with the target's tokens, too."""
         children: dict[int, list[int]] = {}
         for each, parent in enumerate(self.parents):
             children.setdefault(parent, []).append(each)
@@ -135,14 +135,14 @@ class GrownTree:
 
 @dataclass(frozen=True)
 class DrawnTree:
-    """The sampled tree of one request: the first ``count`` nodes of a shape."""
+    """A sampled tree: the first ``count`` nodes of a shape, and the rates to update."""
 
     shape: TreeShape
     count: int
     rates: SiblingRates
 
     def learn(self, path: list[int], next_token: int) -> None:
-        """``path``: the accepted nodes."""
+        """See ``Drafted.learn``."""
         ranks: list[int] = []
         taken: list[int | None] = []
         at = -1
@@ -157,7 +157,7 @@ class DrawnTree:
 
 
 def learn_from(drafted: dict[str, Drafted], context: Context, verdict: Verdict) -> None:
-    """Pass the verdict to each request's tree once, for a proposer's ``commit``."""
+    """Update estimates from the verdict and remove its requests from ``drafted``, for a proposer's ``commit``."""
     num_accepted, next_tokens = verdict.num_accepted.tolist(), verdict.next_token.tolist()
     for b, request_id in enumerate(context.request_ids):
         if request_id in drafted:

@@ -1,7 +1,4 @@
-"""Shared by tree-drafting methods: trees of fixed shape chosen by expected acceptance, and sampling of siblings.
-
-Independent of heads and models, except for a function that returns logits.
-"""
+"""Shapes of draft trees by expected acceptance, and sampling of a tree. Independent of heads and models."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ class TreeShape:
     depths: tuple[int, ...]  # 1: a child of the root
 
     def cut(self, depth: int) -> int:
-        """Return the number of nodes up to a depth; they come first."""
+        """Return the number of nodes up to a depth, which are the first ones."""
         return sum(each <= depth for each in self.depths)
 
     def nodes_at(self, depth: int) -> list[int]:
@@ -35,35 +32,32 @@ class TreeShape:
 
 
 def grown(acceptance: Sequence[Sequence[float]], num_nodes: int) -> tuple[list[tuple[int, ...]], list[float]]:
-    """Return the nodes of the tree with the most expected accepted drafts, best first, with values (Cai et al. 2024, 2.3.3).
+    """Return the tree with the most expected accepted drafts (Cai et al. 2024, 2.3.3): nodes, best first, and their gains.
 
-    ``acceptance[d][r]``: probability that the draft of rank r at depth d + 1 is accepted, given that its parent was. The value
-    of a node, written as the ranks along its path, is the product; the node with the highest value is added until the tree is
-    full. Every prefix of the list is a tree.
+    ``acceptance[d][r]``: probability that the draft of rank r at depth d + 1 is accepted, given that its parent was. A node is
+    written as the ranks along its path. Its gain, the expected accepted drafts that it adds, is the product of their
+    probabilities; the node with the highest gain is added until the tree is full. Every prefix of the list is a tree.
     """
-    best: list[tuple[int, ...]] = []
-    worths: list[float] = []
+    gains: dict[tuple[int, ...], float] = {(): 1.0}  # in the order in which nodes are added
     heap: list[tuple[float, tuple[int, ...]]] = []
 
-    def offer(path: tuple[int, ...], value: float) -> None:
+    def offer(path: tuple[int, ...]) -> None:
         depth, rank = len(path), path[-1]
         if depth <= len(acceptance) and rank < len(acceptance[depth - 1]):
-            heapq.heappush(heap, (-value * acceptance[depth - 1][rank], path))
+            heapq.heappush(heap, (-gains[path[:-1]] * acceptance[depth - 1][rank], path))
 
-    worth: dict[tuple[int, ...], float] = {(): 1.0}
-    offer((0,), 1.0)
-    while heap and len(best) < num_nodes:
+    offer((0,))
+    while heap and len(gains) <= num_nodes:
         negative, path = heapq.heappop(heap)
-        worth[path] = -negative
-        best.append(path)
-        worths.append(-negative)
-        offer((*path[:-1], path[-1] + 1), worth[path[:-1]])
-        offer((*path, 0), worth[path])
-    return best, worths
+        gains[path] = -negative
+        offer((*path[:-1], path[-1] + 1))
+        offer((*path, 0))
+    del gains[()]
+    return list(gains), list(gains.values())
 
 
 def shape_of(paths: Sequence[tuple[int, ...]]) -> TreeShape:
-    """Return the tree of these nodes, which must include each node's parent."""
+    """Return the tree of nodes given as ranks along their paths; it must include each node's parent."""
     inner = {path[:-1] for path in paths}
     nodes = sorted(paths, key=lambda path: (len(path), path not in inner, path))
     place = {path: index for index, path in enumerate(nodes)} | {(): -1}
@@ -77,9 +71,9 @@ def draw_tree(
 ) -> Proposal:
     """Sample a tree of N nodes for B requests, siblings one after the other without replacement.
 
-    ``probs`` are the distributions each node was sampled from, without its earlier siblings, for multi-round rejection.
-    ``logits_after``: maps the inner nodes of a level (I indices; -1 is the root) and tokens [B, N], sampled up to them, to
-    logits [B, I, V] of the token after each.
+    ``Proposal.probs`` are the distributions that nodes were sampled from, without earlier siblings, for multi-round rejection.
+    ``logits_after``: maps the inner nodes of a level (I indices; -1 is the root) and the tokens [B, N] sampled so far to logits
+    [B, I, V] after each of these nodes.
     """
     inner, token_ids = [-1], torch.zeros(batch, len(shape.parents), dtype=torch.long)
     logits = logits_after(inner, token_ids)
@@ -104,10 +98,10 @@ def draw_tree(
 
 
 def without(probs: Tensor, drawn: Tensor | None, logits: Tensor) -> Tensor:
-    """Return the distribution of the next sibling: [B, V] without the tokens of earlier ones [B, R], renormalised.
+    """Return the distribution of the next sibling: probs [B, V] without the tokens of earlier siblings [B, R], renormalised.
 
-    If no probability is left (greedy rows after their first child, truncation to fewer tokens than siblings), it is a
-    point mass at the likeliest token by ``logits`` [B, V] that no sibling has.
+    If no probability is left (greedy rows after the first child, or truncation to fewer tokens than siblings), return a point
+    mass at the token with the highest logit [B, V] that no sibling has.
     """
     if drawn is None or drawn.shape[1] == 0:
         return probs

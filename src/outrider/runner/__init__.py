@@ -11,4 +11,4 @@ if TYPE_CHECKING:
     from outrider.runner.model_runner import ModelRunner
 
 __all__ = ["ModelRunner", "RunnerConfig"]
-__getattr__ = lazy_exports(__name__, {"ModelRunner": "outrider.runner.model_runner"})
+__getattr__ = lazy_exports(__name__, {"outrider.runner.model_runner": ("ModelRunner",)})

@@ -38,16 +38,16 @@ class PassLayout:
     visible: Tensor  # bool [B, W, M], M >= W: visibility of the last M slots, which end with the pass's W tokens
     hidden: Tensor | None = None  # [1, T, H]: input of the first layer of the pass, if that is not layer 0
     states: StateShapes = NO_STATES  # of recurrent layers
-    keeps_keys: bool = False  # whether this is the pass of one request, by a model that asks the cache for keys and values
+    keeps_keys: bool = False  # whether the pass holds one request of a model that reads keys and values from the cache
     layers_done: set[int] = field(default_factory=set)  # layers whose attention has run
 
     def state(self, key: StateKey, shape: StateShape) -> tuple[Tensor, int]:
-        """The store [L, R, S, ...] of one recurrent state, and its index there."""
+        """Return the store [L, R, S, ...] of one recurrent state, and its index in that store."""
         kind, index = self.states.places[key]
         return self.stores[len(self.stores) - len(self.states.kinds) + kind], index
 
     def requests(self) -> Iterator[tuple[PassLayout, slice]]:
-        """The pass of each request alone, for a model that asks for its keys and values, and where its tokens stand."""
+        """Yield each request's own layout and the range of its tokens, for models that read keys and values from the cache."""
         start = 0
         for b, end in enumerate(self.ends.tolist()):
             own, one = slice(start, end), slice(b, b + 1)
@@ -69,9 +69,9 @@ def given_hidden() -> Tensor:
 
 
 def position_offsets() -> Tensor | int:
-    """[T]: position less index in the pass, of each token of the pass under way; 0 where there is none.
+    """Return [T]: position minus index of each token of the active pass; 0 outside of passes.
 
-    One number in the pass of one request.
+    A pass of one request has a single number.
     """
     if _active is None or _active.keeps_keys:
         return num_stored()
@@ -80,21 +80,21 @@ def position_offsets() -> Tensor | int:
 
 
 def num_stored() -> int:
-    """Tokens before those of the pass whose keys and values the model will be given: none where attention looks them up."""
+    """Return the number of cached tokens whose keys and values the model receives: 0 if attention reads the cache itself."""
     return int(_active.bases[0]) if _active is not None and _active.keeps_keys else 0
 
 
 def stored(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """What a layer attends to: in the pass of one request the keys and values [1, Hkv, S, D] of its text, these included.
+    """Store new keys and values; return those that the layer attends to: in a pass of one request all, [1, Hkv, S, D].
 
-    In other passes what was given, since there attention itself looks the others up.
+    In other passes return the new ones unchanged, because Outrider's attention reads the cache itself.
     """
     layout = _active
     if layout is None or not layout.keeps_keys:
         return key, value
     place = layout.places[layer] if 0 <= layer < len(layout.places) else None
     if place is None or layer in layout.layers_done:
-        raise OutriderError(f"layer {layer} stores keys and values that it did not store when the model was looked at")
+        raise OutriderError(f"layer {layer} stores keys and values that it did not store when the model was surveyed")
     layout.layers_done.add(layer)
     row, base = int(layout.cache_rows[0]), int(layout.bases[0])
     found = []
@@ -106,7 +106,7 @@ def stored(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rows_of_tokens() -> Tensor | None:
-    """int64 [T]: the cache row of each token of the pass under way; None where there is none."""
+    """Return the cache row of each token of the active pass, int64 [T]; None outside of passes."""
     if _active is None:
         return None
     index = torch.arange(_active.positions.shape[1], device=_active.positions.device)
@@ -115,7 +115,7 @@ def rows_of_tokens() -> Tensor | None:
 
 @contextmanager
 def active_pass(layout: PassLayout) -> Iterator[None]:
-    """Makes ``layout`` the one that attention and recurrent layers work on."""
+    """Make ``layout`` the active one for attention and recurrent layers."""
     global _active
     previous, _active = _active, layout
     try:
@@ -126,14 +126,14 @@ def active_pass(layout: PassLayout) -> Iterator[None]:
 
 
 class OwnAttention(OutriderError):
-    """A model whose attention is not the function that Outrider puts in its place."""
+    """The model's attention cannot be replaced by Outrider's function."""
 
 
 class Reach(NamedTuple):
-    """Which of the tokens before it a layer's token sees: all of them where both are 0."""
+    """Which earlier tokens a token of this layer attends to: all of them if both fields are 0."""
 
-    window: int = 0  # the last so many positions, its own included
-    chunk: int = 0  # those of its own chunk, of so many positions
+    window: int = 0  # size of a sliding window in positions, the token's own included
+    chunk: int = 0  # size of chunks in positions; a token attends within its chunk
 
 
 def attend(
@@ -179,7 +179,7 @@ def attend(
 
 
 def check(module: nn.Module, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
-    """Raises ``OutriderError`` for what would be computed wrongly without a word: ``OwnAttention`` if the model can do it."""
+    """Raise ``OutriderError`` for unsupported attention; ``OwnAttention`` if the model's own code can run it."""
     kind = type(module).__name__
     if getattr(module, "is_causal", True) is False:
         raise OutriderError(f"{kind} needs to see both ways in attention, which Outrider's cache does not support")
@@ -192,7 +192,7 @@ def check(module: nn.Module, attention_mask: Tensor | None, options: dict[str, A
 
 
 def reach_of(module: Any, options: dict[str, Any]) -> Reach:
-    """What the layer's tokens see: said to attention or, by some models, only to the mask, which is not built."""
+    """Return the layer's window or chunk. Some models pass it only to the mask, which Outrider does not build."""
     if "sliding_window" in options:
         return Reach(window=int(options["sliding_window"] or 0))
     config, code = getattr(module, "config", None), sys.modules[type(module).__module__]

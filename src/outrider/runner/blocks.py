@@ -1,7 +1,7 @@
 """Weights in blocks of 32 inputs x 32 outputs with codes of 8 or 4 bits: the operators, and their references in torch.
 
-A weight is scale * number(code) + offset, or scale * (number(code) - zero), with scales of each output and of 32 or 16 of its
-inputs. ``Form`` says what the blocks of a weight consist of. There are two ways into them:
+A weight is scale * number(code) + offset, or scale * (number(code) - zero); 32 or 16 inputs of one output share a scale.
+``Form`` describes the blocks of a weight. Two functions create them:
 
 - ``pack`` rounds a weight to 8 or 4 bits. Rounding needs no data: 8-bit codes are integers; 4-bit codes index a table of 16
   values that is denser around 0, where most weights are (the values of llama.cpp's IQ4_NL), and for 4 bits the scale with the
@@ -26,11 +26,11 @@ from outrider.runner.kernels import PANEL
 from outrider.types import OutriderError
 
 BLOCK = 32  # inputs of an output in a block
-HEADER = 64  # bytes at the start of a panel, which begin with the form
+HEADER = 64  # bytes at the start of a packed weight's panel; the form comes first
 SPAN = 256  # inputs that share a base
-CODES = ("int8", "table4", "int4", "uint4")  # what codes stand for: integers, or values of a table
-NUMBERS = ("none", "bfloat16", "float16", "float32", "zeros", "products")  # what scales and offsets are stored as
-WIDTHS = dict(zip(NUMBERS, (0, 2, 2, 4, 1, 1), strict=True))  # their bytes
+CODES = ("int8", "table4", "int4", "uint4")  # meaning of codes: integers, or indices into a table of values
+NUMBERS = ("none", "bfloat16", "float16", "float32", "zeros", "products")  # storage formats of scales and offsets
+WIDTHS = dict(zip(NUMBERS, (0, 2, 2, 4, 1, 1), strict=True))  # bytes per number
 CHUNK = 1 << 22  # weights packed at a time
 
 _library = torch.library.Library("outrider", "FRAGMENT")
@@ -40,7 +40,7 @@ _library.define("embed_blocks(Tensor token_ids, Tensor packed, int inputs) -> Te
 
 @dataclass(frozen=True)
 class Form:
-    """What blocks consist of: one of ``CODES``, one of ``NUMBERS`` for scales and for offsets, and scales per 32 inputs.
+    """Format of blocks: one of ``CODES``, one of ``NUMBERS`` each for scales and offsets, and the scales per 32 inputs.
 
     Offsets of kind "zeros" are integers, subtracted from the codes before scaling. Numbers of kind "products" are integers
     times a float16 base; each output has one base per 256 inputs, and the bases precede the blocks of a panel.
@@ -53,21 +53,21 @@ class Form:
 
     @property
     def bits(self) -> int:
-        """Bits of a code."""
+        """Return the bits of a code."""
         return 8 if self.codes == "int8" else 4
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block."""
+        """Return the bytes of a block."""
         return PANEL * (BLOCK * self.bits // 8 + self.groups * (WIDTHS[self.scales] + WIDTHS[self.offsets]))
 
     @property
     def base_bytes(self) -> int:
-        """Bytes of the bases of 256 inputs."""
+        """Return the bytes of the bases of 256 inputs."""
         return 2 * PANEL * (self.scales, self.offsets).count("products")
 
     def panel_bytes(self, inputs: int) -> int:
-        """Bytes of a panel of 32 outputs; ``inputs`` are a multiple of 256 where there are bases."""
+        """Return the bytes of a panel of 32 outputs; ``inputs`` must be a multiple of 256 if the form has bases."""
         return HEADER + inputs // SPAN * self.base_bytes + -(-inputs // BLOCK) * self.block_bytes
 
     def header(self) -> Tensor:
@@ -78,18 +78,18 @@ class Form:
 
 @dataclass(frozen=True)
 class Products:
-    """Scales or offsets that are products: factors int8 [outputs, groups] of bases float16 [outputs, inputs / 256]."""
+    """Scales or offsets as products: factors int8 [outputs, groups] times bases float16 [outputs, inputs / 256]."""
 
     factors: Tensor
     bases: Tensor
 
 
-ROUNDED = {8: Form("int8", "bfloat16"), 4: Form("table4", "bfloat16")}  # what ``pack`` makes, by bits
+ROUNDED = {8: Form("int8", "bfloat16"), 4: Form("table4", "bfloat16")}  # forms of ``pack``, by bits
 
 
 @cache
 def activation_bits() -> int:
-    """Return the bits of activations that this CPU multiplies fastest with blocks: 8 (AVX-512 VNNI), 16 (BF16) or 32."""
+    """Return the activation bits with which layers in blocks run fastest on this CPU: 8 (AVX-512 VNNI), 16 (BF16) or 32."""
     return int(torch.ops.outrider.block_activation_bits()) if native.load() else 32
 
 
@@ -102,7 +102,7 @@ def pack(weight: Tensor, bits: int) -> Tensor:
     """Round [outputs, inputs] to blocks with codes of ``bits`` bits: uint8 [panels, bytes]. Needs the C++ operators."""
     outputs, inputs = weight.shape
     shape = (-(-outputs // PANEL), ROUNDED[bits].panel_bytes(inputs))
-    if weight.is_meta:  # of a model whose packed weights come from a file
+    if weight.is_meta:  # the packed weights will be read from a file
         return weight.new_empty(shape, dtype=torch.uint8)
     packed = huge_pages.empty(shape, torch.uint8)
     torch.ops.outrider.pack_blocks(weight, bits, packed)

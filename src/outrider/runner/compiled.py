@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 Run = Callable[[list[Tensor]], list[Tensor]]
 
-SECONDS, SECONDS_PER_LAYER = 8.0, 1.5  # that compiling a pass takes, roughly, on one core
+SECONDS, SECONDS_PER_LAYER = 8.0, 1.5  # approximate compile time of a pass on one core
 FOLDER, SUFFIX = "passes", ".pt2"  # of the disk cache
 
 # inputs of a package in addition to the model
@@ -63,7 +63,7 @@ def is_supported(model: PreTrainedModel) -> bool:
 
 
 class _Thread(threading.local):
-    """What is so for one thread."""
+    """Thread-local flags."""
 
     may_build = True
 
@@ -73,7 +73,7 @@ _thread = _Thread()
 
 @contextmanager
 def without_building() -> Iterator[None]:
-    """Within, this thread builds no pass: it would hold up everyone whom the thread serves, and change the bits of answers."""
+    """Disable compilation in this thread, which would block all its requests and change the rounding of running ones."""
     before, _thread.may_build = _thread.may_build, False
     try:
         yield
@@ -93,7 +93,7 @@ def load(module: Pass, build: bool) -> Run | None:
     if path is not None:
         try:
             return _load(module, path)
-        except Exception as error:  # as for a library of torch's that has changed under its version
+        except Exception as error:  # for example, torch libraries changed without a change of version
             outcome = "it is compiled anew" if build else "passes stay eager"
             logger.warning("the compiled pass at %s does not load (%s): %s", path, first_line(error), outcome)
             path.unlink(missing_ok=True)
@@ -153,7 +153,7 @@ def export(module: Pass) -> ExportedProgram:
 
 
 def _build(module: Pass, key: str) -> Path:
-    """Compiles the pass and puts it into the cache."""
+    """Compile the pass and store it in the cache."""
     expected = SECONDS + SECONDS_PER_LAYER * num_layers(text_config(module.model))
     with (
         progress.logged(logger, f"compiling the pass of {_name(module)}, once per machine", expected),
@@ -173,7 +173,7 @@ def _build(module: Pass, key: str) -> Path:
 
 @contextmanager
 def _private_inductor() -> Iterator[Path]:
-    """Inductor's own cache in a private folder: its default is one in /tmp whose name anyone can take first."""
+    """Use a private folder for inductor's cache: another user could create the default one, which is in /tmp."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     before, folder = os.environ.get(name), disk_cache.cache_dir("inductor")
     os.environ[name] = str(folder)
@@ -186,12 +186,12 @@ def _private_inductor() -> Iterator[Path]:
 
 
 def _compiler_option(folder: Path) -> dict[str, Any]:
-    """Inductor wants a program where ``$CXX`` is a command line: ``ccache g++ -pipe`` becomes one."""
+    """Wrap a ``$CXX`` with arguments, such as ``ccache g++ -pipe``, in a script: inductor expects the path of one program."""
     command = find_compiler() or []
     if len(command) < 2:
         return {}
     script = f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n'
-    names = [Path(word).name for word in command if not word.startswith("-")]  # among them what it looks for: g++ or clang++
+    names = [Path(word).name for word in command if not word.startswith("-")]  # inductor looks for g++ or clang++ in the name
     program = folder / "-".join([hashlib.sha256(script.encode()).hexdigest()[:8], *names])
     program.write_text(script)
     program.chmod(0o700)

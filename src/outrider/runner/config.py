@@ -1,4 +1,4 @@
-"""What a user may choose about how a model is run. Imports no torch: the command line reads these declarations."""
+"""Options of model execution. Does not import torch, because the command line reads these declarations."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from outrider.options import INT32, LIMITS, MODELS, Choice, Flag, Number, Whole,
 if TYPE_CHECKING:
     import torch
 
-BITS = {"int8": 8, "int4": 4}  # of each code, by the values of ``weights``
+BITS = {"int8": 8, "int4": 4}  # bits per weight, by the values of the option ``weights``
 
 
 def _dtype_name(value: Any) -> Any:
-    """``torch.float32`` by its name."""
+    """Return the name of a torch dtype, such as ``"float32"``; other values as they are."""
     return str(value).removeprefix("torch.") if type(value).__name__ == "dtype" else value
 
 
 @dataclass(frozen=True)
 class Device:
-    """A torch device by its name."""
+    """Option value: the name of a torch device."""
 
     expected: str = "auto or a torch device, such as cpu, cuda or cuda:1"
     flag_type: Any = str
@@ -99,9 +99,9 @@ class RunnerConfig:
 
     @property
     def bits(self) -> int | None:
-        """Bits of rounded weights; None for those of the checkpoint."""
+        """Return the bits of rounded weights; None if weights stay as in the checkpoint."""
         return None if self.weights is None else BITS[self.weights]
 
     def for_draft(self) -> RunnerConfig:
-        """The configuration of a draft model beside a target of this one: its weights stay as in its checkpoint."""
+        """Return the configuration for a draft model of this target: its weights stay as in its checkpoint."""
         return replace(self, weights=None)

@@ -1,7 +1,7 @@
 """Seconds of each part of a round, learned as rounds run: target passes, verifier and host, drafting, catching up.
 
-One book per target serves the statistics, the draft-length policy and the proposers whose trees grow as far as they pay. Knows
-numbers only. The width of a pass is its number of tokens over that of its requests.
+One book per target serves the statistics, the draft-length policy and the proposers that size their trees by expected gain. It
+stores numbers only. The width of a pass is its number of tokens divided by its number of requests.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 CACHE_BUCKET = 256  # committed tokens that share an entry
-WEIGHT = 0.1  # of a new observation in the running mean
-SPIKE = 1.25  # an observation higher above the mean is mostly a hiccup (compiling, another process) and is cut to it
-FIRST_SPIKE = 2.0  # the same for the first values of a width; the very first is compared with the widths around it
-JUMP = 0.7  # an observation below this part of the mean replaces it: the mean was of a slow phase of the machine
+WEIGHT = 0.1  # weight of a new observation in the running mean
+SPIKE = 1.25  # observations above this multiple of the mean are clipped: mostly interference (compiling, other processes)
+FIRST_SPIKE = 2.0  # the same for the first values of a width; the very first is compared with neighbouring widths
+JUMP = 0.7  # an observation below this multiple of the mean replaces it: the mean was measured while the machine was slow
 STEP_SLOPE = 0.05  # assumed growth of a pass per extra row, until two widths have run
-STEPS = 4  # widths between two whole ones that have an entry of their own
-UNKNOWN_COST_RATIO = 0.1  # of a draft step to a plain pass, until one was measured
-MOST_TO_READ = 0.05  # of a plain round, for each token that a proposer had not seen, until it was measured twice
-LINE_MEMORY = 0.95  # of what a line was fitted to, per reading
-START_WEIGHT = 0.3  # of the point through which every line is drawn at first: a draft of -1 tokens takes no time
-HICCUP = 2.0  # a reading this far above the line is cut
-FAR = 1024.0  # a width beyond which nothing is scored
+STEPS = 4  # table entries per unit of width
+UNKNOWN_COST_RATIO = 0.1  # assumed cost of a draft step relative to a plain pass, until one is measured
+MOST_TO_READ = 0.05  # limit of a proposer's catch-up cost per token, in plain rounds, until it is measured twice
+LINE_MEMORY = 0.95  # decay per reading of the earlier readings of a fitted line
+START_WEIGHT = 0.3  # weight of each line's initial point: a draft of -1 tokens takes no time
+HICCUP = 2.0  # a reading above this multiple of the line is clipped
+FAR = 1024.0  # upper bound of the widths of scoring passes
 
 K = TypeVar("K")
 Key = tuple[int, int]  # batch, cache bucket
@@ -31,10 +31,10 @@ Key = tuple[int, int]  # batch, cache bucket
 
 @dataclass(frozen=True, slots=True)
 class PlainRound:
-    """Seconds of a decoding round without drafts, as far as it was measured."""
+    """Measured seconds of a decoding round without drafts."""
 
     score: float
-    outside: float | None  # verifier and host; None until such a round ran
+    outside: float | None  # verifier and host; None until measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,27 +45,27 @@ class RoundPrices:
     outside: float  # verifier and host of a round with drafts
     draft: Callable[[int, int], float]  # (k, requests drafted for) -> seconds
     score: Callable[[float], float]  # width -> seconds
-    is_padded: bool  # a pass runs as many tokens of each request as of the one with the most
+    is_padded: bool  # each request of a pass is padded to the longest
 
 
 class CostBook:
-    """What a target's passes cost, and rounds without drafts; ``of_method`` adds what one method's drafting costs."""
+    """Costs of a target's passes and of rounds without drafts; ``of_method`` adds the drafting costs of one method."""
 
     def __init__(self, is_padded: bool = False) -> None:
-        """``is_padded``: a pass runs as many tokens of each request as of the one with the most."""
+        """``is_padded``: each request of a pass is padded to the longest."""
         self.is_padded = is_padded
         self._passes: dict[int, _PassTable] = {0: _PassTable()}  # first layer -> passes that begin there
         self._outside: dict[tuple[int, bool], float] = {}  # (batch, is greedy) -> verifier and host without drafts
 
     def renew(self) -> None:
-        """Forgets the prices of passes: compiled ones took over from eager ones. The ratio of one width to another is kept, so
-        that the first pass that runs says by how much all became cheaper.
+        """Discard the costs of passes when compiled ones replace eager ones. The ratios between widths are kept, so the first
+        measured pass rescales all widths.
         """
         for table in self._passes.values():
             table.renew()
 
     def width(self, lens: Sequence[float]) -> float:
-        """The width of a pass that scores that many drafts of each request."""
+        """Return the width of a pass that scores this many drafts for each request."""
         return 1 + max(lens) if self.is_padded else 1 + round(sum(lens) * STEPS / len(lens)) / STEPS
 
     # --- recording ----------------------------------------------------------------------------------------------------------
@@ -80,12 +80,13 @@ class CostBook:
         first_layer: int = 0,
         is_cold: bool = False,
     ) -> None:
-        """Adds a decoding round. ``lens``: drafts per request; ``score`` and ``outside``: seconds of its pass, and of verifier
-        and host.
+        """Record a decoding round.
 
-        ``is_greedy``: no request was sampled. ``first_layer``: where the pass began, drafting having run the layers before.
-        ``is_cold``: another model just ran and took the target's place in the processor's caches: ignored unless nothing is
-        known yet.
+        ``lens``: drafts per request; ``score`` and ``outside``: seconds of its pass, and of verifier and host.
+
+        ``is_greedy``: no request was sampled. ``first_layer``: where the pass began, if drafting ran the layers before.
+        ``is_cold``: another model ran just before and evicted the target from the CPU caches; such a round is ignored unless
+        it is the first.
         """
         batch = len(lens)
         self.record_pass(self.width(lens), batch, cache_len, score, first_layer, is_cold)
@@ -95,25 +96,25 @@ class CostBook:
     def record_pass(
         self, width: float, batch: int, cache_len: int, seconds: float, first_layer: int = 0, is_cold: bool = False
     ) -> None:
-        """Adds a measured pass. A first value that the next one contradicts downwards (it held a compilation) is replaced."""
+        """Record a measured pass. A much lower second value replaces the first one, which included a compilation."""
         self._passes.setdefault(first_layer, _PassTable()).add(width, batch, cache_len // CACHE_BUCKET, seconds, is_cold)
 
     # --- answers ------------------------------------------------------------------------------------------------------------
 
     def pass_seconds(self, width: float, batch: int, cache_len: int, first_layer: int = 0) -> float | None:
-        """Seconds of a pass; None until one of this batch size ran."""
+        """Return the seconds of a pass; None until one of this batch size ran."""
         table = self._passes.get(first_layer)
         return None if table is None else table.seconds(width, batch, cache_len // CACHE_BUCKET)
 
     def scores(self, batch: int, cache_len: int, first_layer: int = 0) -> Callable[[float], float]:
-        """Seconds of a pass over drafts, by width. Where no pass began at that layer yet, those of whole ones."""
+        """Return the seconds of a scoring pass as a function of width; those of whole passes until one began at this layer."""
         bucket = cache_len // CACHE_BUCKET
         begun = self._passes.get(first_layer)
         known = (begun and begun.curve(FAR, batch, bucket)) or self._passes[0].curve(FAR, batch, bucket)
         if known is None:
             return lambda width: 0.0
         widths, seconds = known
-        # A wider pass is never cheaper, unless a part of it ran before: where it measured so, that was noise.
+        # A wider pass never costs less unless drafting ran a part of it; a lower measurement is noise.
         least = 0.0 if first_layer else self._passes[0].seconds(1, batch, bucket) or 0.0
 
         def score(width: float) -> float:
@@ -125,9 +126,9 @@ class CostBook:
         return score
 
     def tree_scores(self, most: int, batch: int, cache_len: int) -> list[float]:
-        """Seconds of passes over 0, 1, ..., ``most`` drafts of each request, none cheaper than a narrower one.
+        """Return the seconds of passes over 0, 1, ..., ``most`` drafts of each request, made non-decreasing.
 
-        A batch that never ran costs what as many rows of one request do.
+        A batch size that never ran costs as much as one request with the same number of rows.
         """
         found: list[float] = []
         for num_drafts in range(most, -1, -1):
@@ -137,47 +138,50 @@ class CostBook:
         return found[::-1]
 
     def plain_round(self, batch: int, cache_len: int, is_greedy: bool = True) -> PlainRound | None:
-        """A decoding round without drafts; None until a pass of that width and batch ran: no guess from wider ones."""
+        """Return the costs of a decoding round without drafts; None until such a pass ran: no extrapolation from wider ones."""
         score = self.pass_seconds(1, batch, cache_len)
         if score is None or batch not in self._passes[0].run_plain:
             return None
         return PlainRound(score, self.plain_outside(batch, is_greedy))
 
     def plain_outside(self, batch: int, is_greedy: bool) -> float | None:
-        """Seconds of verifier and host in a round without drafts; None until one ran."""
+        """Return the seconds of verifier and host in a round without drafts; None until one ran."""
         return self._outside.get((batch, is_greedy))
 
     def of_method(self, is_greedy: bool) -> MethodCosts:
-        """A new record of what one method's rounds cost, on top of this book's passes. Sampling takes longer than an argmax, so
-        that greedy rounds and others have one each.
+        """Return a new record of one method's costs that uses this book's passes. Greedy and sampled rounds have separate
+        records, because sampling takes longer than an argmax.
         """
         return MethodCosts(self, is_greedy)
 
 
 class MethodCosts:
-    """What rounds of one method cost: drafting k tokens, catching up with text, verifier and host, over the book's passes."""
+    """Costs of one method's rounds: drafting, catching up with committed tokens, verifier and host, and the book's passes."""
 
     def __init__(self, book: CostBook, is_greedy: bool) -> None:
         self._book, self._is_greedy = book, is_greedy
         self._draft: dict[int, Line] = {}  # requests drafted for -> seconds of drafting
-        self._catch_up: float | None = None  # seconds for each token that the proposer had not seen
+        self._catch_up: float | None = None  # seconds per token that the proposer had not processed
         self._first_layer = 0  # where the passes over drafts begin
         self._outside: dict[int, float] = {}  # batch -> seconds of verifier and host in a round with drafts
 
     def record_drafts(self, k: int, num_drafting: int, seconds: float) -> None:
-        """Adds a drafting of ``k`` tokens (the longest draft, or what was asked for in vain) for ``num_drafting`` requests."""
+        """Record the drafting of ``k`` tokens for ``num_drafting`` requests.
+
+        ``k``: the longest draft, or the requested number if none was made.
+        """
         self._draft.setdefault(num_drafting, Line()).add(k, seconds)
 
     def record_drafted_round(self, batch: int, outside: float, first_layer: int | None) -> None:
-        """Adds verifier and host of a decoding round that had drafts, and where its pass began; None: they were no method's."""
+        """Record verifier and host of a round with drafts, and its pass's first layer; None: no method made the drafts."""
         if first_layer is not None:
             self._first_layer = first_layer
         _average(self._outside, batch, outside)
 
     def record_catch_up(self, seconds: float, num_tokens: int, plain_round: float) -> float:
-        """Adds what a proposer took, beyond its steps, to read text that it had not seen. Returns those seconds.
+        """Record the time that a proposer took, beyond its draft steps, to process new committed tokens; return these seconds.
 
-        The first reading may have held a compilation: neither it nor any other raises the price beyond measure.
+        Readings are clipped, because the first one may include a compilation.
         """
         seconds = max(seconds, 0.0)
         each = min(seconds / num_tokens, 2 * self._catch_up if self._catch_up else MOST_TO_READ * plain_round)
@@ -185,7 +189,7 @@ class MethodCosts:
         return seconds
 
     def draft(self, k: int, num_drafting: int, plain_pass: float) -> float:
-        """Seconds of drafting k tokens for that many requests; for a number not drafted for yet those of the nearest one."""
+        """Return the seconds of drafting k tokens for this many requests, or for the nearest measured number."""
         if k == 0:
             return 0.0
         line = self._draft.get(num_drafting)
@@ -196,17 +200,20 @@ class MethodCosts:
         return line.at(k)
 
     def catch_up(self, num_tokens: int) -> float:
-        """Seconds for the proposer to read that many tokens."""
+        """Return the proposer's seconds to catch up with this many tokens."""
         return num_tokens * (self._catch_up or 0.0)
 
     def outside(self, batch: int, has_drafts: bool) -> float:
-        """Seconds of verifier and host; those of the other kind of round while this one is unknown."""
+        """Return the seconds of verifier and host; those of the other kind of round (with or without drafts) until measured."""
         with_drafts, plain = self._outside.get(batch), self._book.plain_outside(batch, self._is_greedy)
         found = (with_drafts, plain) if has_drafts else (plain, with_drafts)
         return next((each for each in found if each is not None), 0.0)
 
     def round(self, k: int, lens: Sequence[int], longest: int, num_drafting: int, cache_len: int) -> float:
-        """Seconds of a round that asked ``num_drafting`` requests for k drafts and scored ``lens``, ``longest`` the deepest."""
+        """Return the seconds of a round that drafts for ``num_drafting`` requests, k tokens each, and scores ``lens``.
+
+        ``longest``: depth of the deepest draft.
+        """
         batch = len(lens)
         plain_pass = score = self._book.pass_seconds(1, batch, cache_len) or 0.0
         if any(lens):
@@ -214,14 +221,14 @@ class MethodCosts:
         return self.draft(longest or k, num_drafting, plain_pass) + score + self.outside(batch, longest > 0)
 
     def widening(self, lens: Sequence[float], cache_len: int) -> float:
-        """Seconds that a pass over that many drafts per request takes beyond a plain one."""
+        """Return the additional seconds of a pass over this many drafts per request, compared with a plain pass."""
         score = self._book.scores(len(lens), cache_len)
         return score(self._book.width(lens)) - score(1.0)
 
     def prices(self, batch: int, cache_len: int, forced: Sequence[float] = ()) -> RoundPrices | None:
-        """Seconds of rounds of this batch, by the drafts in them; None until a round of this batch size ran.
+        """Return the costs of rounds of this batch size; None until such a round ran.
 
-        ``forced``: drafts of a grammar per request that every round scores, with other drafts and without.
+        ``forced``: drafts of a grammar per request that every round scores in addition.
         """
         plain_pass = self._book.pass_seconds(1, batch, cache_len)
         is_known = batch in self._outside or self._book.plain_outside(batch, self._is_greedy) is not None
@@ -242,10 +249,10 @@ class _PassTable:
     """Running means of measured passes; widths that never ran are interpolated between those that did."""
 
     def __init__(self) -> None:
-        self.run_plain: set[int] = set()  # batches of which a pass without drafts was measured
+        self.run_plain: set[int] = set()  # batch sizes with a measured pass without drafts
         self._tables: dict[Key, dict[float, float]] = {}  # width -> seconds
-        self._before: dict[Key, dict[float, float]] = {}  # the same of the passes that these took over from
-        self._counts: dict[tuple[Key, float], int] = {}  # how often a width was measured there
+        self._before: dict[Key, dict[float, float]] = {}  # the same for the eager passes that these replaced
+        self._counts: dict[tuple[Key, float], int] = {}  # number of measurements of a width
 
     def renew(self) -> None:
         self._before = self._tables or self._before
@@ -263,8 +270,8 @@ class _PassTable:
         if is_cold and mean is not None:
             return
         if mean is None:
-            # One reading alone, far above what its neighbours say, is rather a hiccup than the price.
-            most = table[1] * width if 1 in table else seconds  # what passes of one row would take
+            # A single reading far above the neighbouring widths is probably interference.
+            most = table[1] * width if 1 in table else seconds  # proportional to the plain pass
             table[width] = min(seconds, most, FIRST_SPIKE * (self._at(table, width, batch) or seconds))
         elif count == 0:
             self._adopt(key, table, seconds / mean)
@@ -281,7 +288,7 @@ class _PassTable:
         return self._at(self._table((batch, bucket)), width, batch)
 
     def curve(self, widest: float, batch: int, bucket: int) -> tuple[list[float], list[float]] | None:
-        """Widths from 1 to ``widest`` and their seconds, between which ``seconds`` is a straight line."""
+        """Return widths from 1 to ``widest`` and their seconds; ``seconds`` is linear between them."""
         table = self._table((batch, bucket))
         if not table:
             return None
@@ -289,20 +296,20 @@ class _PassTable:
         return widths, [self._at(table, width, batch) or 0.0 for width in widths]
 
     def _as_before(self, key: Key, width: float, seconds: float) -> dict[float, float]:
-        """The prices of the passes that these took over from, scaled by how much cheaper one of ``width`` became."""
+        """Return the costs of the replaced passes, scaled by the measured ratio at ``width``."""
         before = _nearest(self._before, key)
         then = self._at(before, width, key[0])
         return {w: price * seconds / then for w, price in before.items()} if then else {}
 
     def _adopt(self, key: Key, table: dict[float, float], factor: float) -> None:
-        """The first pass that runs at a price copied from a neighbour scales all widths that did not run here."""
+        """Rescale all unmeasured widths by the first measurement of a cost that was copied from a neighbouring entry."""
         for width in table:
             if (key, width) not in self._counts:
                 table[width] *= factor
 
     def _at(self, table: dict[float, float], width: float, batch: int) -> float | None:
-        """The price of a width, interpolated between its neighbours. Beyond the widest it follows the slope up to it, but costs
-        no more than as many passes of that one; below the narrowest, rows cost ``STEP_SLOPE``.
+        """Return the cost of a width, interpolated between measured ones. Above the widest it continues with the last slope,
+        limited to a proportional increase; below the narrowest the slope is ``STEP_SLOPE``.
         """
         if width in table or not table:
             return table.get(width)
@@ -318,7 +325,7 @@ class _PassTable:
         return table[below] + part * (table[above] - table[below])
 
     def _slope_of_others(self, batch: int, seconds: float) -> float:
-        """Seconds per width where only one was measured: a row costs what it does in the nearest batch size with more."""
+        """Return the assumed slope if one width was measured: that of the nearest batch size with several, per request."""
         known = [key for key, table in self._tables.items() if len(table) > 1]
         if not known:
             return STEP_SLOPE * batch * seconds
@@ -326,13 +333,13 @@ class _PassTable:
         return _slope(self._tables[nearest]) * batch / nearest[0]
 
     def _table(self, key: Key) -> dict[float, float]:
-        """The entries of this batch size and cache length, or of the nearest length."""
+        """Return the entries of this batch size and cache length, or of the nearest length."""
         found = self._tables.get(key)
         return _nearest(self._tables, key) if found is None else found
 
 
 class Line:
-    """Seconds as a straight line in the number of drafts, by least squares over what was seen lately."""
+    """Seconds as a linear function of the number of drafts: least squares over recent readings."""
 
     def __init__(self) -> None:
         self.weight = self._k = self._seconds = self._k_k = self._k_seconds = 0.0  # sums over the readings
@@ -342,7 +349,7 @@ class Line:
         return self._base + self._slope * k
 
     def add(self, k: int, seconds: float) -> None:
-        """Adds a reading. The first may have held a compilation: one that contradicts it downwards replaces it."""
+        """Add a reading. A much lower reading replaces the first one, which may include a compilation."""
         memory = LINE_MEMORY
         if self.weight > 1.5:
             seconds = min(seconds, HICCUP * self.at(k))
@@ -358,13 +365,13 @@ class Line:
     def _fit(self) -> None:
         weight, k, k_k = self.weight + START_WEIGHT, self._k - START_WEIGHT, self._k_k + START_WEIGHT
         slope = (weight * self._k_seconds - k * self._seconds) / (weight * k_k - k * k)
-        # Neither a longer draft nor the lack of one saves time.
+        # Intercept and slope are not negative: more drafts never take less time.
         self._slope = min(max(slope, 0.0), self._seconds / self._k)
         self._base = max((self._seconds - self._slope * self._k) / self.weight, 0.0)
 
 
 def _average(means: dict[K, float], key: K, seconds: float) -> None:
-    """Adds a reading to a running mean: cut where far above it, in its place where far below."""
+    """Add a reading to a running mean: clipped if far above it, replacing it if far below."""
     mean = means.get(key)
     if mean is not None and seconds >= mean / 2:
         seconds = mean + WEIGHT * (min(seconds, SPIKE * mean) - mean)
@@ -372,12 +379,12 @@ def _average(means: dict[K, float], key: K, seconds: float) -> None:
 
 
 def _nearest(tables: dict[Key, dict[float, float]], key: Key) -> dict[float, float]:
-    """The entries of the nearest bucket of this batch size."""
+    """Return the entries of the nearest cache bucket of this batch size."""
     nearest = min((each for each in tables if each[0] == key[0]), key=lambda each: abs(each[1] - key[1]), default=None)
     return tables[nearest] if nearest is not None else {}
 
 
 def _slope(table: dict[float, float]) -> float:
-    """Seconds per width from the narrowest to the widest."""
+    """Return the mean slope, in seconds per unit of width, from the narrowest to the widest."""
     narrow, wide = min(table), max(table)
     return max((table[wide] - table[narrow]) / (wide - narrow), 0.0)

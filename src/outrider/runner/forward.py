@@ -15,18 +15,17 @@ from outrider.types import OutriderError
 
 
 class Pass(nn.Module):
-    """The function that is run and compiled: tokens and their layout -> logits and the hidden states asked for.
+    """The function that is run and compiled: tokens and their layout -> logits and requested hidden states.
 
-    The tokens of all requests stand one behind the other, each with as many as it needs: attention alone knows whose they are.
-    Batch, lengths, cache size and number of logits are free, so one compiled form serves prefill, plain and speculative rounds.
-    A pass over a part of the layers takes hidden states in the place of tokens where it does not begin at the first, and gives
-    no logits where it ends before the head.
+    The tokens of all requests are concatenated without padding; only attention separates the requests. Batch, lengths, cache
+    size and number of logits are dynamic, so one compiled form serves prefill, plain and speculative rounds. A pass that begins
+    after the first layer takes hidden states instead of tokens; one that ends before the head returns no logits.
     """
 
     def __init__(self, model: PreTrainedModel, cache: KVCache, layers: tuple[int, ...], span: LayerSpan = WHOLE) -> None:
         super().__init__()
         self.model, self.layers, self.span = spanned(model, span), layers, span
-        self._cache = [cache]  # in a list, so that a module does not look into it
+        self._cache = [cache]  # in a list, so that nn.Module does not register it
         self.cache_shape, self.cache_dtype, self.state_slots = cache.shape, cache.dtype, cache.states.slots
         self._stack = [decoder_layers(self.model)] if layers else []
         self._keeps_logits = keeps_logits(self.model)
@@ -58,7 +57,7 @@ class Pass(nn.Module):
         return tuple(out)
 
     def _run(self, tokens: Tensor, layout: PassLayout, logits_at: Tensor | None = None) -> tuple[Tensor, ...]:
-        """The model in one layout: logits, of all tokens where ``logits_at`` is not given, and hidden states."""
+        """Run the model in one layout: logits (of all tokens without ``logits_at``) and hidden states."""
         captured: dict[int, Tensor] = {}
         handles = [self._capture(layer, captured) for layer in self.layers]
         inputs = {"inputs_embeds" if self.span.start else "input_ids": tokens}
@@ -81,7 +80,7 @@ class Pass(nn.Module):
         return (*out, *(captured[layer] for layer in self.layers))
 
     def _capture(self, index: int, captured: dict[int, Tensor]) -> torch.utils.hooks.RemovableHandle:
-        """Counted as transformers' ``hidden_states``: what goes into layer ``index``, or comes out after the final norm."""
+        """Index as in transformers' ``hidden_states``: the input of layer ``index``, or the output of the final norm."""
 
         def before(module: nn.Module, args: tuple[Tensor, ...], options: dict[str, Tensor]) -> None:
             captured[index] = args[0] if args else options["hidden_states"]

@@ -68,7 +68,7 @@ def _activation(node: Any) -> str | None:
 
 
 def _is_half(node: Any, index: int) -> bool:
-    """Return whether a node is that half of the last dimension."""
+    """Return whether a node is the given half of the last dimension."""
     if getattr(node, "target", None) is not operator.getitem or node.args[1] != index:
         return False
     split = node.args[0]
@@ -77,7 +77,7 @@ def _is_half(node: Any, index: int) -> bool:
 
 
 def _is_whole(layer: Any) -> bool:
-    """Return whether it is a linear layer without bias and with whole panels in both halves."""
+    """Return whether a node is a linear layer without bias whose halves consist of whole panels."""
     target = getattr(layer, "target", None)
     if target not in (ops.linear.default, ops.linear_scaled.default, ops.linear_blocks.default):
         return False

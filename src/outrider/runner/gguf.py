@@ -1,7 +1,7 @@
 """GGUF checkpoints: one file with weights, config and tokenizer. Quantised tensors keep their values, in blocks.
 
 transformers maps the names of tensors and of config entries. Tensors are read one after another, so that loading takes
-little more memory than the file's size. What cannot be run right is refused before weights are read.
+little more memory than the file's size. Unsupported files are refused before weights are read.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from outrider.types import OutriderError, first_line
 
 logger = logging.getLogger(__name__)
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")  # whose config entries are all understood
+ARCHITECTURES = ("llama", "qwen2", "qwen3")  # architectures whose config entries are all supported
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-FACTORS = "rope_freqs.weight"  # by which Llama 3 divides its rotary frequencies; a tensor, in place of config entries
-# Entries of an architecture that transformers maps, or that say nothing that a supported model needs.
+FACTORS = "rope_freqs.weight"  # Llama 3's divisors of rotary frequencies: a tensor instead of config entries
+# Config entries that transformers maps, or that do not affect a supported model.
 UNDERSTOOD = re.compile(
     r"context_length|embedding_length|block_count|feed_forward_length|vocab_size"
     r"|rope\.(dimension_count|freq_base|scaling\.(type|finetuned))"
     r"|attention\.(head_count|head_count_kv|layer_norm_rms_epsilon|key_length|value_length|causal)"
 )
-PART = re.compile(r"-\d{5}-of-\d{5}$")  # of a split file's name
+PART = re.compile(r"-\d{5}-of-\d{5}$")  # end of the name of a split file's part
 
 
 def find(source: object) -> Path | None:
-    """Return the GGUF file that a source names: the file, or the only one of a folder without other weights; None for others.
+    """Return the GGUF file of a source: the file itself, or the only one in a folder without other weights; otherwise None.
 
-    Raises ``OutriderError`` for a folder with several.
+    Raises ``OutriderError`` for a folder with several GGUF files.
     """
     if not isinstance(source, (str, Path)) or not str(source):
         return None
@@ -56,7 +56,7 @@ def find(source: object) -> Path | None:
 
 
 def tokenizer_arguments(source: str | Path) -> dict[str, Any]:
-    """Return what transformers' ``from_pretrained`` is given to load the tokenizer of a source."""
+    """Return the arguments of transformers' ``from_pretrained`` for the tokenizer of a source."""
     file = find(source)
     if file is None or any(
         (file.parent / name).exists() for name in _beside(source, "tokenizer.json", "tokenizer_config.json")
@@ -66,14 +66,14 @@ def tokenizer_arguments(source: str | Path) -> dict[str, Any]:
 
 
 def _beside(source: str | Path, *names: str) -> tuple[str, ...]:
-    """The names of files that count: those beside a GGUF file that is named by its folder."""
+    """Return the names if the source is a folder, else none: files next to a GGUF file count only if the folder was given."""
     return names if Path(source).expanduser().is_dir() else ()
 
 
 def load_config(source: str | Path, file: Path) -> PreTrainedConfig:
     """Read a model's config from config.json in the folder ``source``, else from the file.
 
-    Raises ``OutriderError`` for a file that is broken or that cannot be run right.
+    Raises ``OutriderError`` for a broken or unsupported file.
     """
     opened = GgufFile.open(file)
     opened.refuse_unsupported()
@@ -90,7 +90,7 @@ def load_config(source: str | Path, file: Path) -> PreTrainedConfig:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A file whose header is read and whose tensors are mapped."""
+    """An open GGUF file: a parsed header and memory-mapped tensors."""
 
     path: Path
     fields: Mapping[str, Any]
@@ -98,7 +98,7 @@ class GgufFile:
 
     @classmethod
     def open(cls, path: Path) -> GgufFile:
-        """Raise ``OutriderError`` if the package is missing, and for a file that is cut, damaged or no GGUF file."""
+        """Raise ``OutriderError`` if the package gguf is missing, or if the file is truncated, damaged or not a GGUF file."""
         try:
             with path.open("rb") as opened:
                 is_gguf = opened.read(4) == b"GGUF"
@@ -116,27 +116,27 @@ class GgufFile:
         except Exception as error:  # broken files fail in more ways than can be listed
             raise OutriderError(f"cannot read {path}: the file is cut or damaged ({first_line(error)})") from error
         if reader.byte_order != "I":
-            raise OutriderError(f"{path} is of a machine with another byte order: convert it for this one")
+            raise OutriderError(f"{path} has the byte order of another machine: convert it to this machine's byte order")
         return cls(path, fields, {tensor.name: tensor for tensor in reader.tensors})
 
     def entry(self, name: str) -> Any:
-        """Return a value of the header; None where it is not there."""
+        """Return an entry of the header; None if it is missing."""
         field = self.fields.get(name)
         return None if field is None else field.contents()
 
     @property
     def architecture(self) -> str:
-        """The model's architecture, by llama.cpp's name."""
+        """Return llama.cpp's name of the model's architecture."""
         return str(self.entry("general.architecture"))
 
     @property
     def is_quantized(self) -> bool:
-        """Return whether any tensor consists of codes."""
+        """Return whether any tensor is quantised."""
         return any(tensor.tensor_type.name in gguf_codes.FORMATS for tensor in self.tensors.values())
 
     @property
     def plain_dtype(self) -> torch.dtype:
-        """The type of a file's tensors without codes: that of the fewest bits, because norms are float32 in all files."""
+        """Return the dtype of unquantised tensors: the smallest one present, because norms are float32 in all files."""
         found = {tensor.tensor_type.name for tensor in self.tensors.values()}
         return PLAIN["BF16"] if "BF16" in found else PLAIN["F16"] if "F16" in found else PLAIN["F32"]
 
@@ -156,19 +156,19 @@ class GgufFile:
                 raise OutriderError(f"{self.path}: tensor {name} is of type {kind}: supported are {known}")
 
     def refuse_unknown_entries(self) -> None:
-        """Raise ``OutriderError`` for an entry that would change the model and that transformers would overlook."""
+        """Raise ``OutriderError`` for an entry that changes the model and that transformers ignores."""
         prefix = f"{self.architecture}."
-        advice = "put the model's config.json beside the file, and name the folder"
+        advice = "put the model's config.json into the file's folder and pass the folder"
         for name in self.fields:
             known = not name.startswith(prefix) or UNDERSTOOD.fullmatch(name.removeprefix(prefix))
             if not known:
-                raise OutriderError(f"{self.path} says {name}={self.entry(name)}, which is not understood: {advice}")
+                raise OutriderError(f"{self.path}: {name}={self.entry(name)} is not supported: {advice}")
         scaling = self.entry(f"{prefix}rope.scaling.type")
         if scaling not in (None, "none"):
-            raise OutriderError(f"{self.path} scales rotary positions ({scaling}), which is not understood: {advice}")
+            raise OutriderError(f"{self.path}: rope scaling {scaling} is not supported: {advice}")
 
     def complete(self, config: PreTrainedConfig) -> None:
-        """Add what transformers does not read to a config of the file."""
+        """Add the file's entries that transformers does not read to its config."""
         head_dim = self.entry(f"{self.architecture}.attention.key_length")
         if head_dim is not None:
             config.head_dim = int(head_dim)
@@ -176,11 +176,11 @@ class GgufFile:
         known = list(dict.fromkeys(int(token_id) for token_id in ends if token_id is not None))
         if known:
             config.eos_token_id = known if len(known) > 1 else known[0]
-        if config.model_type == "mistral":  # by its name: the window is an entry, which would have been refused
+        if config.model_type == "mistral":  # from the model's name; a file with a window entry was refused before
             config.sliding_window = None
 
     def names(self, model: PreTrainedModel) -> dict[str, str]:
-        """Return the model's name of each tensor. Raises ``OutriderError`` unless the tensors are the model's."""
+        """Return the model's name of each tensor. Raises ``OutriderError`` if tensors do not match the model."""
         known = get_gguf_hf_weights_map(model, TensorProcessor(), self.architecture)
         parameters = model.state_dict(keep_vars=True)
         names = {}
@@ -188,7 +188,7 @@ class GgufFile:
             if name == FACTORS:
                 continue
             if name not in known:
-                raise OutriderError(f"{self.path}: tensor {name} is none of a {model.config.model_type} model's")
+                raise OutriderError(f"{self.path}: unexpected tensor {name} for a {model.config.model_type} model")
             shape, wanted = list(reversed(tensor.shape.tolist())), list(parameters[known[name]].shape)
             if shape != wanted:
                 raise OutriderError(f"{self.path}: tensor {name} is {shape}, expected {wanted} by the config")
@@ -211,7 +211,7 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
     keeps = dtype == "auto" and device.type == "cpu" and native.load()
     if file.is_quantized and not keeps:
         to = torch.bfloat16 if dtype == "auto" else _dtype(dtype)
-        why = "dtype is given" if dtype != "auto" else "keeping their values needs a CPU and Outrider's kernels"
+        why = "dtype was specified" if dtype != "auto" else "quantised weights need a CPU with Outrider's kernels"
         logger.warning("the weights of %s are dequantised to %s: %s", path, str(to).removeprefix("torch."), why)
     else:
         to = file.plain_dtype if dtype == "auto" else _dtype(dtype)
@@ -226,7 +226,7 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
         parameter = nn.Parameter(read.values(name), requires_grad=False)
         for place in places[own]:
             _set(model, place, parameter)
-    for own, weight in packed.items():  # after the biases, which the layers take with them
+    for own, weight in packed.items():  # after the biases, which the packed layers copy
         for place in places[own]:
             layer = place.removesuffix(".weight")
             module = model.get_submodule(layer)
@@ -237,7 +237,7 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
 
 
 def _places(model: PreTrainedModel, given: set[str]) -> dict[str, list[str]]:
-    """Return which of a model's parameters each given one is: itself, and those tied to it that are not given."""
+    """Map each given parameter to the names it fills: its own, and those of tied parameters that are not given."""
     parameters = model.state_dict(keep_vars=True)
     return {
         own: [name for name, same in parameters.items() if name == own or (same is parameters[own] and name not in given)]
@@ -246,10 +246,10 @@ def _places(model: PreTrainedModel, given: set[str]) -> dict[str, list[str]]:
 
 
 class _Tensors:
-    """Reads a file's tensors in the order of rows that transformers' models have."""
+    """Reads a file's tensors with rows in transformers' order."""
 
     def __init__(self, file: GgufFile, model: PreTrainedModel, dtype: torch.dtype | None) -> None:
-        """``dtype``: of values; None for that of each tensor."""
+        """``dtype``: dtype of values; None: each tensor's own."""
         config = {name: getattr(model.config, name) for name in ("num_attention_heads", "num_key_value_heads")}
         self._file, self._dtype = file, dtype
         processor: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
@@ -259,7 +259,7 @@ class _Tensors:
         return self._file.tensors[name].tensor_type.name in gguf_codes.FORMATS
 
     def blocks(self, name: str) -> Tensor:
-        """Return a quantised tensor as a weight in blocks."""
+        """Return a quantised tensor packed into blocks."""
         tensor = self._file.tensors[name]
         try:
             return gguf_codes.pack(self._in_order(name, tensor.data), tensor.tensor_type.name)
@@ -270,7 +270,7 @@ class _Tensors:
         """Return a tensor's values."""
         tensor = self._file.tensors[name]
         kind = tensor.tensor_type.name
-        if kind == "BF16":  # which numpy lacks: the library gives bytes
+        if kind == "BF16":  # numpy has no bfloat16: the library returns bytes
             found = self._in_order(name, tensor.data).view(torch.bfloat16)
         elif kind in PLAIN:
             found = self._in_order(name, tensor.data)
@@ -279,7 +279,7 @@ class _Tensors:
         return found.to(self._dtype or found.dtype)
 
     def _in_order(self, name: str, rows: Any) -> Tensor:
-        """Undo llama.cpp's order of the rows of queries and keys; a copy, which the file's mapping does not keep."""
+        """Undo llama.cpp's row order of queries and keys, in a copy that does not keep the file mapped."""
         return torch.from_numpy(self._processor.process(weights=rows, name=name).weights.copy())
 
 

@@ -1,4 +1,4 @@
-"""The quantised tensors of GGUF files as codes, scales and offsets, which blocks hold exactly.
+"""Decode quantised tensors of GGUF files into codes, scales and offsets, which blocks hold exactly.
 
 A row is a sequence of ggml's blocks of 32 or 256 weights. The layouts are those of ggml's ``ggml-common.h``; the values are
 bit for bit those of ``gguf.quants.dequantize``, because products of these scales and codes are exact in float32.
@@ -16,16 +16,16 @@ from outrider.runner import blocks
 
 CHUNK = 1 << 24  # weights decoded at a time
 
-# Codes [n, weights of a block], scales and, in some formats, offsets [n, groups]. Where these are products, each is two
+# Codes [n, weights of a block], scales and, in some formats, offsets [n, groups]. If these are products, each is two
 # tensors: factors int8 [n, groups] and bases float16 [n, 1].
 Parts = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Format:
-    """One of ggml's formats: weights and bytes of a block, bits of a code, weights that share a scale, and what codes mean.
+    """One of ggml's formats: weights and bytes per block, bits per code, weights per scale, zero code and decoder.
 
-    ``zero`` is subtracted from codes; None where there are offsets. Scales of blocks of 256 weights are products.
+    ``zero`` is subtracted from codes; None for formats with offsets. Scales of blocks of 256 weights are products.
     """
 
     weights: int
@@ -57,18 +57,18 @@ def pack(data: Tensor, kind: str) -> Tensor:
 
 
 def _half(raw: Tensor) -> Tensor:
-    """The number [n, 1] in the two bytes [n, 2] of each block."""
+    """Return the float16 number [n, 1] in two bytes [n, 2] of each block."""
     return raw.contiguous().view(torch.float16)
 
 
 def _planes(raw: Tensor, width: int, bits: int) -> Tensor:
-    """Codes of ``bits`` bits that share bytes [n, m]: of each ``width`` bytes first the codes in the lowest bits."""
+    """Unpack codes of ``bits`` bits from bytes [n, m]: for each ``width`` bytes, the codes in the lowest bits come first."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     return (raw.reshape(len(raw), -1, 1, width) >> shifts & (1 << bits) - 1).flatten(1)
 
 
 def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:
-    """The 8 scales and 8 minimums of 6 bits in 12 bytes [n, 12]."""
+    """Unpack the 8 scales and 8 minimums of 6 bits from 12 bytes [n, 12]."""
     first, second, rest = raw.split(4, 1)
     scales = torch.cat([first & 63, rest & 15 | first >> 2 & 48], 1)
     minimums = torch.cat([second & 63, rest >> 4 | second >> 2 & 48], 1)

@@ -1,4 +1,4 @@
-"""CUDA: passes captured once per shape as graphs and replayed, so that launching a few hundred small kernels costs one launch.
+"""Capture passes as CUDA graphs, once per shape, so that a few hundred small kernels cost one launch.
 
 A graph works on fixed memory: each shape has its own input tensors, into which a pass's inputs are copied before the replay.
 The runner pads requests to the longest, so that there are few shapes. When the cache grows, its memory moves and graphs are
@@ -54,7 +54,7 @@ class GraphRunner:
         self._cache: tuple[int, ...] = ()  # address and shape of the captured cache
 
     def __call__(self, inputs: list[Tensor]) -> Sequence[Tensor]:
-        """Takes the inputs of ``Pass.forward``."""
+        """Run the pass; takes the inputs of ``Pass.forward``."""
         (visible, places), stores = inputs[NUM_INPUTS_COPIED - 2 : NUM_INPUTS_COPIED], inputs[NUM_INPUTS_COPIED:]
         batch, width = visible.shape[:2]
         if width > MAX_WIDTH:

@@ -1,4 +1,4 @@
-"""Weights in 2 MiB pages: a pass streams all of them, and hardware prefetching stops at page ends (2-5% of a pass)."""
+"""Allocate weights in 2 MiB pages: hardware prefetching stops at page ends, which costs 2-5% of a pass."""
 
 from __future__ import annotations
 

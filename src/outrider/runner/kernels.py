@@ -25,7 +25,7 @@ ATTEND = (
     " Tensor ends, Tensor positions, Tensor visible, float scale, float softcap, int window"
 )
 _library.define(f"attend({ATTEND}) -> Tensor")
-# With what only a few models need, which the C++ lacks: slower, and a row's bits depend on the pass's width and batch.
+# Options of a few models that the C++ lacks: slower, and a row's rounding depends on the pass's width and batch.
 _library.define(f"attend_general({ATTEND}, int chunk, Tensor? sinks) -> Tensor")
 _library.define("embed(Tensor token_ids, Tensor packed) -> Tensor")
 _library.define("linear_scaled(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int outputs) -> Tensor")
@@ -183,7 +183,7 @@ def reference_attend(  # noqa: PLR0913 - an operator's signature, shared with C+
     [1, H, T, D]; key, value [1, Hkv, T, D]; keys, values [L, R, Hkv, S, D], changed in place; cache_rows, bases, ends [B];
     positions [1, T]; visible bool [B, W, M], M >= W: which of the last M slots, a text of W tokens at their end, each token
     sees; those before are seen by all. ``window``: only the last so many positions are seen; ``chunk``: only those of the
-    token's own chunk of so many. sinks [H]: the score of something that every token sees and that has no value -> [1, T, H, D].
+    token's own chunk of that size. sinks [H]: score of an attention sink without a value -> [1, T, H, D].
     """
     width, capacity = visible.shape[1], keys.shape[3]
     lens = ends.diff(prepend=ends.new_zeros(1))

@@ -24,7 +24,7 @@ SLACK = 64  # slots after max_len for padding and for drafts beyond the end; mor
 
 
 class LayerShape(NamedTuple):
-    """Cache entry of one layer and token."""
+    """Shape of one layer's cache entry for a token."""
 
     num_kv_heads: int
     key_dim: int
@@ -33,24 +33,24 @@ class LayerShape(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What the layers of a model store of one token, and where: layers of one shape share a pair of tensors."""
+    """What the layers of a model store for a token, and where: layers of one shape share a pair of tensors."""
 
-    kinds: tuple[tuple[LayerShape, int], ...]  # each shape that occurs, and how many layers store so
-    places: tuple[tuple[int, int] | None, ...]  # by layer: its kind and its index there; None: it stores nothing
+    kinds: tuple[tuple[LayerShape, int], ...]  # each shape, and the number of its layers
+    places: tuple[tuple[int, int] | None, ...]  # by layer: its kind and its index in it; None: no entry
     states: StateShapes = NO_STATES  # of recurrent layers
-    # Whether the model attends by code of its own: it is given one request after another, with all keys and values of its text.
+    # Whether the model uses its own attention code: requests run one after another, each with all its keys and values.
     by_request: bool = False
 
     @classmethod
     def uniform(cls, num_layers: int, num_kv_heads: int, key_dim: int, value_dim: int) -> CacheShape:
-        """Every layer stores the same."""
+        """Return the shape for layers that all store the same."""
         return cls.of({layer: LayerShape(num_kv_heads, key_dim, value_dim) for layer in range(num_layers)})
 
     @classmethod
     def of(
         cls, layers: Mapping[int, LayerShape], shared: Mapping[int, int] | None = None, states: StateShapes = NO_STATES
     ) -> CacheShape:
-        """``layers``: what each layer stores; ``shared``: layers that read what another one, of ``layers``, has stored."""
+        """Return the shape for ``layers``: entries by layer; ``shared``: layers that read another layer's entries."""
         counts: dict[LayerShape, int] = {}
         places: dict[int, tuple[int, int]] = {}
         for layer, shape in sorted(layers.items()):
@@ -63,7 +63,7 @@ class CacheShape:
 
     @property
     def num_layers(self) -> int:
-        """Layers up to the last one that attends."""
+        """Return the number of layers up to the last one with attention."""
         return len(self.places)
 
     @property
@@ -73,7 +73,7 @@ class CacheShape:
 
 
 class PassThrough(Cache):
-    """transformers' side of a cache that stores nothing by itself: what a layer gives it is given back."""
+    """A layer of transformers' cache interface that stores nothing: it returns its input."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -84,7 +84,7 @@ class PassThrough(Cache):
         return attention.stored(layer_idx, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """[T]: what a token's index in the pass lacks to its position, since models add the two; 0 outside of passes."""
+        """Return [T]: position minus index of each token of the pass, which models add to the index; 0 outside of passes."""
         return attention.position_offsets()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -94,8 +94,8 @@ class PassThrough(Cache):
     def is_compileable(self) -> bool:
         return True
 
-    # Recurrent layers are told of no earlier state, so that they take the way of whole sequences; the functions that they call
-    # there are Outrider's, which find the states themselves.
+    # Recurrent layers see no earlier state and so take the code path of whole sequences, where they call Outrider's functions,
+    # which read the states themselves.
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         recurrence.enter(layer_idx, state_idx)
@@ -116,9 +116,7 @@ class PassThrough(Cache):
         return False
 
     def update_indexer(self, *_: object, **__: object) -> NoReturn:
-        raise OutriderError(
-            "its layers choose what they attend to by an index of their own, which Outrider's cache does not keep"
-        )
+        raise OutriderError("its layers select tokens by an index of their own, which Outrider's cache does not store")
 
 
 class KVCache(PassThrough):
@@ -148,7 +146,7 @@ class KVCache(PassThrough):
         self._kept: dict[int, list[int]] = {}  # row of a finished request -> its tokens, least recently used first
         self.states = StateCache(shape.states, max_drafts, device)
         bytes_per_slot = max(1, shape.floats_per_token * dtype.itemsize)
-        self._state_slots = -(-4 * shape.states.floats_per_row(self.states.slots) // bytes_per_slot)  # what a row's states cost
+        self._state_slots = -(-4 * shape.states.floats_per_row(self.states.slots) // bytes_per_slot)  # a row's states, in slots
         self._budget = None if budget is None else budget // bytes_per_slot  # slots of all rows
         self._promised: dict[str, int] = {}  # reserved slots by request
         if self._budget is not None:
@@ -173,7 +171,7 @@ class KVCache(PassThrough):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that a pass reads and writes: ``stores``, then those of recurrent states."""
+        """All tensors that a pass reads and writes: ``stores``, then those of recurrent states."""
         return (*self.stores, *self.states.stores)
 
     # -- rows ---------------------------------------------------------------------------------------------------------------
@@ -197,7 +195,7 @@ class KVCache(PassThrough):
             if row is not None:
                 self._free.append(row)
 
-    # -- common beginnings ----------------------------------------------------------------------------------------------------
+    # -- common prefixes ------------------------------------------------------------------------------------------------------
 
     def row_for(self, request_id: str, text: Sequence[int]) -> int:
         """Return the request's row; a new request starts with the longest cached prefix of any row."""
@@ -252,15 +250,15 @@ class KVCache(PassThrough):
         return target
 
     def _copy(self, source: int, target: int, length: int) -> None:
-        """Gives a row what another one holds of its first ``length`` tokens."""
+        """Copy the first ``length`` tokens of one row to another."""
         for store in self.stores:
             store[:, target, :, :length] = store[:, source, :, :length]
         self.states.copy(source, target)
 
     def go_back(self, row: int, num_tokens: int) -> None:
-        """No more than a row's first ``num_tokens`` tokens count as cached; none where the state after them is gone.
+        """Limit a row to its first ``num_tokens`` cached tokens; 0 if the recurrent state after them was overwritten.
 
-        Drafts that were written after them may have taken its place.
+        Drafts written after them may have overwritten it.
         """
         self.cached_lens[row] = self.states.usable(row, min(num_tokens, self.cached_lens[row]))
 
@@ -277,7 +275,7 @@ class KVCache(PassThrough):
     def admit(self, request_id: str, num_tokens: int) -> bool:
         """Reserve memory for a sequence of that length, at most ``max_len``; return False if it does not fit.
 
-        Only between rounds: kept rows may be dropped for it.
+        Call it only between rounds: kept rows may be dropped.
         """
         if self._budget is None:
             return True
@@ -317,7 +315,7 @@ class KVCache(PassThrough):
         wanted = min(self.max_len + SLACK, max(2 * self.capacity, 256))
         if self._budget is not None:
             wanted = min(wanted, self._budget // max(len(self.cached_lens), 1) - self._state_slots)
-        # Beyond the budget (a draft's, which has no reservations) it grows in small steps, but not with every token.
+        # Beyond the budget (drafts have no reservations) it grows in small steps, but not with every token.
         self._resize(self.num_rows, wanted if wanted >= slots else slots + SLACK)
 
     def _grow_rows(self) -> bool:
@@ -335,7 +333,7 @@ class KVCache(PassThrough):
         return True
 
     def _resize(self, rows: int, slots: int) -> None:
-        """All or, where there is no memory for one of them, none: they are used as one."""
+        """Allocate all stores, or none if memory runs out."""
         stores = self._allocate(rows, slots)
         for new, old in zip(stores, self.stores, strict=True):
             for row in [*self._row_of.values(), *self._kept]:
@@ -368,6 +366,6 @@ class KVCache(PassThrough):
         self.cached_lens[target] = used
 
     def read(self, request_id: str) -> tuple[Tensor, ...]:
-        """Copies of what is stored of a request's committed text: [L, Hkv, T, D] each."""
+        """Return copies of a request's committed keys and values: [L, Hkv, T, D] each."""
         row, used = self.row(request_id), self.cached_len(request_id)
         return tuple(store[:, row, :, :used].clone() for store in self.stores)

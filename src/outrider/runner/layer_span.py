@@ -54,7 +54,7 @@ def spanned(model: PreTrainedModel, span: LayerSpan) -> PreTrainedModel:
 
 @cache
 def outputs_beside(kind: type[nn.Module]) -> int | None:
-    """How many outputs a layer returns in a tuple after the hidden states; None where it returns these alone."""
+    """Return the number of outputs in a layer's tuple after the hidden states; None if it returns only the hidden states."""
     try:
         code = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
     except (OSError, TypeError, SyntaxError):  # code without a source
@@ -64,7 +64,7 @@ def outputs_beside(kind: type[nn.Module]) -> int | None:
 
 
 class _Skipped(nn.Module):
-    """Replaces a layer by the identity: returns the hidden states that it is given."""
+    """Identity layer: returns its input."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class _Skipped(nn.Module):
 
 
 class _Given(_Skipped):
-    """Replaces the layer before the first one that runs: returns the hidden states with which the pass begins."""
+    """Replaces the layer before the first one that runs: returns the pass's input hidden states."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor | None, ...]:
         return self._as_layers_return(given_hidden())

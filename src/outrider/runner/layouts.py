@@ -38,8 +38,8 @@ class Texts:
 class Layouts:
     """Creates the layouts of passes over one cache.
 
-    On a CPU each request has its own number of tokens. ``is_padded``: elsewhere each has as many as the longest, because passes
-    are captured once per shape and a further token is nearly free.
+    On a CPU requests differ in their number of tokens. ``is_padded``: elsewhere each is padded to the longest, because passes
+    are captured once per shape and an additional token is nearly free.
     """
 
     def __init__(self, cache: KVCache, device: torch.device, max_len: int) -> None:

@@ -45,14 +45,14 @@ class PackedLinear(nn.Module):
     """Linear layer with a weight packed for ``outrider::linear`` or ``linear_blocks``; sums and output are float32."""
 
     packed: Tensor
-    scales: Tensor | None  # if the weight consists of codes (see quantized.py)
+    scales: Tensor | None  # if the weight is quantised (see quantized.py)
     bias: Tensor | None
     order: Tensor | None
 
     def __init__(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, bits: int | None = None, packed: Tensor | None = None
     ) -> None:
-        """``bits``: 8 or 4, or None for the weight's own dtype. ``packed``: the weight, whose shape alone is then read.
+        """``bits``: 8 or 4; None: the weight's own dtype. ``packed``: the packed weight; of ``weight`` only the shape is read.
 
         Integer codes go into blocks with exactly their values. ``order`` int64 [inputs] is the input of each column, None where
         they are in order.
@@ -89,12 +89,12 @@ def _pack_codes(weight: QuantizedWeight) -> Tensor:
 
 
 def in_order(x: Tensor, order: Tensor | None) -> Tensor:
-    """Return inputs x [..., inputs] in the order of a weight's columns; None: they are in it."""
+    """Reorder inputs x [..., inputs] to the order of a weight's columns; ``order`` None: unchanged."""
     return x if order is None else x.index_select(-1, order)
 
 
 class PackedEmbedding(nn.Module):
-    """Embedding that reads rows from a packed weight: that of its tied output head, or its own in 8 bits."""
+    """Embedding that reads rows of a packed weight: its tied output head's, or its own in 8 bits."""
 
     packed: Tensor
 
@@ -103,13 +103,13 @@ class PackedEmbedding(nn.Module):
         self.register_buffer("packed", packed, persistent=False)
         self.num_embeddings, self.embedding_dim = original.weight.shape
         self.padding_idx = original.padding_idx
-        # Of transformers' ...ScaledWordEmbedding, in the table's dtype.
+        # From transformers' ...ScaledWordEmbedding, in the table's dtype.
         scale = getattr(original, "scalar_embed_scale", getattr(original, "embed_scale", None))
         self._scale = None if scale is None else float(torch.as_tensor(scale).to(original.weight.dtype))
 
     @property
     def weight(self) -> Tensor:
-        """NaN in the table's shape [V, H], one number in memory: models read dtype, shape, or a row that text does not use."""
+        """NaN expanded to the table's shape [V, H]: models read its dtype, its shape, or the padding row."""
         return torch.full((), torch.nan, device=self.packed.device).expand(self.num_embeddings, self.embedding_dim)
 
     def forward(self, token_ids: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ class FusedSlice(nn.Module):
         return self._group[0].part(self.index, x)
 
 
-PRODUCTS = re.compile(r"\blinear\(.*\bself\.(\w+)\.weight\b|\bself\.(\w+)\.weight @")  # in the code of a forward pass
+PRODUCTS = re.compile(r"\blinear\(.*\bself\.(\w+)\.weight\b|\bself\.(\w+)\.weight @")  # in the source of ``forward``
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))  # transformers' names
 
 
@@ -209,7 +209,7 @@ def fuse_siblings(model: PreTrainedModel) -> None:
             if not all(isinstance(layer, PackedLinear) and layer.out_features % kernels.PANEL == 0 for layer in layers):
                 continue
             if len({_kind(layer.packed) for layer in layers}) > 1:  # type: ignore[union-attr]
-                continue  # small siblings have more bits, and those of a checkpoint in blocks may have other forms
+                continue  # small siblings keep more bits, and blocks of a checkpoint may differ in form
             if not all(_is_same(layer.order, layers[0].order) for layer in layers):  # type: ignore[union-attr]
                 continue
             group = FusedLinears(layers)  # type: ignore[arg-type]
@@ -226,7 +226,7 @@ def _is_same(first: Tensor | None, second: Tensor | None) -> bool:
 
 def _kind(packed: Tensor) -> tuple[Any, ...]:
     """Return what layers must have in common to be fused."""
-    has_form = blocks.is_blocks(packed) and not packed.is_meta  # those of weights that are rounded have other sizes, too
+    has_form = blocks.is_blocks(packed) and not packed.is_meta  # forms of rounded weights differ in size as well
     return packed.dtype, packed.shape[1:], blocks.form_of(packed) if has_form else None
 
 
@@ -256,22 +256,22 @@ def arithmetic(model: nn.Module) -> torch.dtype:
 
 
 def is_plain(model: nn.Module) -> bool:
-    """Whether the weights are plain numbers in one place: neither quantised, by whatever library, nor spread over devices."""
+    """Return whether the weights are unquantised and on one device."""
     if getattr(model, "is_quantized", False) or getattr(model, "hf_device_map", None) is not None:
         return False
     return all(type(parameter.data) is Tensor for parameter in model.parameters())
 
 
 def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
-    """Replaces every plain linear layer by a packed one and makes all other arithmetic float32, in place.
+    """Replace every plain linear layer with a packed one and convert other arithmetic to float32, in place.
 
     ``bits``: 8 or 4 for weights in blocks, or None for the checkpoint's own dtype; the head, the input embedding and small
     layers have at least 8. Other embeddings keep their table, or read the packed one of a head tied to them. Layers that hold
-    what a quantised checkpoint stores are packed with its values; with ``bits``, floating-point ones are rounded. Linear layers
-    that another library quantised or that are otherwise special are left as they are, and so are those whose weight the model
-    multiplies by itself. Each original is freed before the next layer is packed.
+    quantised weights of a checkpoint keep their values; with ``bits``, floating-point ones are rounded. Not changed: linear
+    layers quantised by another library or otherwise special, and those whose weight the model's own code multiplies. Each
+    original is freed before the next layer is packed.
 
-    Raises ``OutriderError`` for values in a quantised checkpoint that no weight has.
+    Raises ``OutriderError`` for invalid values in a quantised checkpoint.
     """
     packed: dict[int, PackedLinear] = {}
     kept = _kept(model)
@@ -309,7 +309,7 @@ def _stored(module: StoredLinear, bits: int | None, is_head: bool) -> PackedLine
     if bits is None or isinstance(weight, QuantizedWeight):
         try:
             return PackedLinear(weight, module.bias)
-        except OutriderError as error:  # what blocks cannot hold
+        except OutriderError as error:  # values that blocks cannot hold
             raise OutriderError(f"{module.name}: {error}") from error
     return PackedLinear(weight, module.bias, layer_bits(weight, bits, is_head))
 
@@ -320,7 +320,7 @@ def layer_bits(weight: Tensor, bits: int, is_head: bool) -> int:
 
 
 def share_of_linear(model: PreTrainedModel) -> float:
-    """Return which share of the language model's weights ``pack_model`` rounds to 8 or 4 bits; needs no numbers."""
+    """Return the share of the language model's weights that ``pack_model`` rounds to 8 or 4 bits; works on the meta device."""
     parts = [part for part in (model.get_decoder(), model.get_output_embeddings()) if part is not None]
     every = {id(parameter): parameter.numel() for part in parts for parameter in part.parameters()}
     kept, table = _kept(model), model.get_input_embeddings()
@@ -334,7 +334,7 @@ def share_of_linear(model: PreTrainedModel) -> float:
 
 
 def _pack_input_embedding(model: PreTrainedModel, embeddings: dict[int, tuple[str, nn.Embedding]]) -> None:
-    """Round the table of the input embedding to 8 bits, if it is one of these."""
+    """Round the input embedding's table to 8 bits, if the model's input embedding is among these modules."""
     for name, module in embeddings.values():
         if module is model.get_input_embeddings():
             _replace(model, name, PackedEmbedding(blocks.pack(module.weight.detach(), 8), module))
@@ -346,7 +346,7 @@ def _kept(model: nn.Module) -> set[int]:
 
 
 def _multiplied_by(module: nn.Module) -> list[nn.Module]:
-    """Layers of a module whose weight its code takes for a product of its own, as some routers do."""
+    """Return the layers whose weight a module's own code multiplies, as some routers do."""
     layers = (getattr(module, name, None) for name in _names_multiplied(type(module).forward))
     return [layer for layer in layers if isinstance(layer, nn.Module)]
 
@@ -355,7 +355,7 @@ def _multiplied_by(module: nn.Module) -> list[nn.Module]:
 def _names_multiplied(forward: Callable[..., Any]) -> tuple[str, ...]:
     try:
         code = inspect.getsource(forward)
-    except (OSError, TypeError):  # not of a file; the check of a loaded model sees what then goes wrong
+    except (OSError, TypeError):  # no source file; the self-check of the loaded model finds errors
         return ()
     return tuple(first or second for first, second in PRODUCTS.findall(code))
 

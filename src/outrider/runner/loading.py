@@ -32,10 +32,10 @@ from outrider.runner.checkpoints.stored import without_quantization
 from outrider.runner.checkpoints.weight import Format
 from outrider.types import OutriderError, first_line
 
-LAYER = r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\."  # in a tensor's name
+LAYER = r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\."  # layer index in a tensor's name
 MADV_POPULATE_READ = 22  # Linux 5.14 and newer
-POPULATE_BYTES = 1 << 28  # of a file, in one call
-# Sizes in a config, and the largest that is not a mistake: a model of 10^20 layers would fill the memory.
+POPULATE_BYTES = 1 << 28  # bytes per call
+# Sizes in a config and their largest plausible values: a model of 10^20 layers would fill the memory.
 MOST = dict.fromkeys(
     (
         *("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"),
@@ -52,8 +52,10 @@ def load_model(
     trust_remote_code: bool = False,
     reader: Format | None = None,
 ) -> PreTrainedModel:
-    """The model, in eval mode. Raises ``OutriderError``, in one line: no such folder or hub id, not a language model, broken
-    files, weights that are not the config's.
+    """Return the model in eval mode.
+
+    Raises ``OutriderError``, in one line: no such folder or hub id, not a language model, broken files, or weights that do not
+    match the config.
 
     ``reader``: of a quantised checkpoint, whose layers then hold what the files store (``checkpoints.stored``).
     """
@@ -76,7 +78,7 @@ def load_model(
         raise
     except Exception as error:  # broken files raise many kinds of exceptions
         raise OutriderError(f"cannot load {source}: {reason(error)}") from error
-    # What follows transformers would fill with random numbers, or drop.
+    # transformers fills missing tensors with random numbers and drops unexpected ones.
     for name, found, wanted in sorted(info["mismatched_keys"]):
         raise OutriderError(f"the weights in {source} are not its config's: {name} is {list(found)}, expected {list(wanted)}")
     missing = sorted(info["missing_keys"])
@@ -92,7 +94,7 @@ def load_model(
 
 
 def _load_gguf(file: Path, config: PreTrainedConfig, dtype: torch.dtype | str, device: torch.device) -> PreTrainedModel:
-    """The model of a GGUF file. Raises ``OutriderError`` where its tensors are not the config's."""
+    """Load the model of a GGUF file. Raises ``OutriderError`` if its tensors do not match the config."""
     config.__dict__.pop("quantization_config", None)
     with quiet(), torch.device("meta"):
         model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32)
@@ -102,10 +104,10 @@ def _load_gguf(file: Path, config: PreTrainedConfig, dtype: torch.dtype | str, d
 
 
 def check_readable(source: str | Path) -> None:
-    """Read the weights of a local folder into the page cache. Raises ``OutriderError`` where the disk fails.
+    """Read the weights of a local folder into the page cache. Raises ``OutriderError`` on a disk error.
 
-    Weights are read from mapped files, and a page that cannot be read would end the process with a bus error. On systems that
-    cannot populate a mapping nothing is checked.
+    Weights are read from mapped files, where an unreadable page ends the process with a bus error. Does nothing on systems
+    that cannot populate a mapping.
     """
     for file in weight_files(Path(source)):
         try:
@@ -120,9 +122,9 @@ def check_readable(source: str | Path) -> None:
 
 
 def layers_beyond(keys: Iterable[str], config: PreTrainedConfig) -> list[str]:
-    """The names, of tensors that the model does not know, that belong to layers beyond the config's last.
+    """Return the unexpected tensors that belong to layers after the config's last layer.
 
-    Such a layer may be a head that drafts for the model, which has norms and a projection that no layer has.
+    Such a layer may also be a draft head, which has norms and a projection that decoder layers lack.
     """
     found = [(key, layer[1]) for key in sorted(keys) if (layer := re.search(LAYER, key)) is not None]
     heads = {layer for key, layer in found if re.search(r"\.(eh_proj|enorm|hnorm)\.", key)}
@@ -130,8 +132,9 @@ def layers_beyond(keys: Iterable[str], config: PreTrainedConfig) -> list[str]:
 
 
 def adopt(model: PreTrainedModel, by_request: bool = False) -> PreTrainedModel:
-    """Puts a loaded model on Outrider's attention, in place, without what reads images and sounds. Raises ``OutriderError``
-    where the architecture does not allow it. ``by_request``: it keeps its own attention.
+    """Switch a loaded model to Outrider's attention and remove its image and audio encoders, in place.
+
+    ``by_request``: it keeps its own attention. Raises ``OutriderError`` if the architecture does not allow the change.
     """
     refuse_encoders(model.config)
     refuse_shared_scales(model)
@@ -146,7 +149,7 @@ def adopt(model: PreTrainedModel, by_request: bool = False) -> PreTrainedModel:
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
-    """Sets the attention that a model calls. Raises ``OutriderError`` where it does not allow that."""
+    """Set the attention function of a model. Raises ``OutriderError`` if the model does not support that."""
     kind = type(model).__name__
     try:
         model.set_attn_implementation(name)
@@ -157,7 +160,7 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
 
 
 def drop_towers(model: PreTrainedModel) -> None:
-    """Takes the encoders of images and sounds out of a multimodal model, in place: their memory is not needed for text."""
+    """Remove image and audio encoders from a multimodal model, in place, to free their memory."""
     text = model.get_decoder()
     inside = {id(module) for module in text.modules()}
     for parent in (model, model.base_model):
@@ -168,10 +171,10 @@ def drop_towers(model: PreTrainedModel) -> None:
 
 
 class NoTower(nn.Module):
-    """In the place of an encoder of images or sounds."""
+    """Placeholder for an image or audio encoder."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
-        raise OutriderError("Outrider runs the text part of a multimodal model: it has no images or sounds to read")
+        raise OutriderError("image and audio inputs are not supported: Outrider runs only the text part of a multimodal model")
 
 
 def refuse_encoders(config: PreTrainedConfig) -> None:
@@ -179,14 +182,14 @@ def refuse_encoders(config: PreTrainedConfig) -> None:
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise OutriderError(f"unsupported model: {kind} is an encoder-decoder model; expected a decoder-only language model")
-    if getattr(config, "is_decoder", True) is False and not kind.startswith("gpt_neox"):  # whose flag has no meaning
+    if getattr(config, "is_decoder", True) is False and not kind.startswith("gpt_neox"):  # GPT-NeoX configs set it wrongly
         raise OutriderError(
             f"unsupported model: {kind} with is_decoder=False is bidirectional; expected a decoder-only language model"
         )
 
 
 def refuse_shared_scales(model: PreTrainedModel) -> None:
-    """Raises ``OutriderError`` for layers that round a whole pass by one scale: their text would depend on the drafts."""
+    """Raise ``OutriderError`` for layers that quantise a whole pass with one scale: their output would depend on the drafts."""
     for name, module in model.named_modules():
         if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
             raise OutriderError(
@@ -196,7 +199,7 @@ def refuse_shared_scales(model: PreTrainedModel) -> None:
 
 
 def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The model's config. Raises ``OutriderError`` when there is none or it is not a language model's."""
+    """Load the model's config. Raises ``OutriderError`` if it is missing or not a language model's."""
     path, file = Path(source), gguf.find(source)
     looks_local = path.exists() or str(source).startswith((".", "/", "~")) or str(source).endswith(".gguf")
     if looks_local and not path.is_dir() and file is None:
@@ -216,7 +219,7 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
             )
     except OutriderError:
         raise
-    except Exception as error:  # a config may be wrong in more ways than can be listed
+    except Exception as error:  # invalid configs raise many kinds of exceptions
         hint = "" if looks_local else " (neither a local folder nor a reachable hub id)"
         raise OutriderError(f"cannot read the config of {source}{hint}: {reason(error)}") from error
     if not trust_remote_code and model_class(config) is None:
@@ -227,7 +230,7 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
 
 
 def check_file(path: Path) -> None:
-    """Raises ``OutriderError`` for a config.json that transformers would misread or fail on without saying why."""
+    """Raise ``OutriderError`` for a config.json that transformers misreads or rejects without a clear reason."""
     try:
         config = json.loads(path.read_bytes())
     except ValueError as error:
@@ -242,7 +245,7 @@ def check_file(path: Path) -> None:
 
 
 def check_sizes(source: str, config: Mapping[str, Any]) -> None:
-    """Raises ``OutriderError`` for sizes in a config that no model has."""
+    """Raise ``OutriderError`` for implausible sizes in a config."""
     for name, most in MOST.items():
         value = config.get(name)
         if isinstance(value, (int, float)) and not (isinstance(value, int) and 1 <= value <= most):
@@ -251,7 +254,7 @@ def check_sizes(source: str, config: Mapping[str, Any]) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silences what transformers says of a model: Outrider refuses, in one line, what matters of it."""
+    """Suppress transformers' log messages and warnings while loading: Outrider raises its own errors for what matters."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -261,41 +264,41 @@ def quiet() -> Iterator[None]:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """transformers' class that loads a model of this config: multimodal models are loaded whole, for their text part."""
+    """Return transformers' auto class for this config: multimodal models are loaded whole, for their text part."""
     is_multimodal = type(config) in AutoModelForMultimodalLM._model_mapping
     return AutoModelForMultimodalLM if is_multimodal else AutoModelForCausalLM
 
 
 def model_class(config: PreTrainedConfig) -> Any:
-    """The class of a model of this config; None for code that comes with the model, and for what is no language model."""
+    """Return the model class of this config; None for remote code, and if there is no language model class."""
     mapping = auto_class(config)._model_mapping
     found = mapping.get(type(config), None)
     return found[0] if isinstance(found, (list, tuple)) else found
 
 
 def pass_arguments(model: PreTrainedModel, past: Cache, positions: Tensor, by_request: bool = False) -> dict[str, Any]:
-    """How the model is told of its cache and of positions [1, T], and that none of its tokens is padding.
+    """Return the keyword arguments with which ``forward`` takes the cache and the positions [1, T], without a padding mask.
 
-    ``by_request``: a model that makes masks of its own, which are right for the one request that it is given.
+    ``by_request``: the model creates its own masks, which are correct for a single request.
     """
     names = inspect.signature(type(model).forward).parameters
-    if "past_key_values" not in names and "cache_params" in names:  # of recurrent layers alone, to which a mask would apply
+    if "past_key_values" not in names and "cache_params" in names:  # only recurrent layers, which would apply the mask
         return {"position_ids": positions, "cache_params": past, "use_cache": True}
     if by_request:
         return {"past_key_values": past, "use_cache": True, **({"position_ids": positions} if "position_ids" in names else {})}
-    # A 4-D mask is passed on as it is by every model, and Outrider's attention does not look at it.
+    # Every model passes a 4-D mask on unchanged, and Outrider's attention ignores it.
     mask = positions.new_ones((1, 1, 1, 1), dtype=torch.bool)
     return {"position_ids": positions, "past_key_values": past, "attention_mask": mask, "use_cache": True}
 
 
 def keeps_logits(model: PreTrainedModel) -> bool:
-    """Whether the model can be asked for the logits of some tokens alone."""
+    """Return whether ``forward`` can compute the logits of selected tokens only."""
     return "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
 
 def reason(error: Exception) -> str:
-    """What a loader says, in one line, without the names of Python's exceptions."""
-    if isinstance(error, StrictDataclassError) and isinstance(error.__cause__, Exception):  # what checked the field says why
+    """Return a loader's error message in one line, without exception names."""
+    if isinstance(error, StrictDataclassError) and isinstance(error.__cause__, Exception):  # the cause has the field's error
         return first_line(error.__cause__)
     is_key = isinstance(error, KeyError) and " " not in str(error)
     return f"unknown value {error}" if is_key else first_line(error)
@@ -316,7 +319,7 @@ def check_weights(model: PreTrainedModel, name: str) -> None:
 
 
 def num_layers(config: PreTrainedConfig) -> int:
-    """Decoder layers of a text config; those of an encoder beside it do not count."""
+    """Return the number of decoder layers of a text config, without encoder layers."""
     return int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
 
 
@@ -329,7 +332,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
-    """The stack of decoder layers; None where there is none."""
+    """Return the list of decoder layers; None if there is none."""
     count = num_layers(text_config(model))
     stacks = [each for each in model.get_decoder().modules() if isinstance(each, nn.ModuleList) and len(each) == count]
     return stacks[0] if stacks else None

@@ -1,8 +1,7 @@
-"""Rotary frequencies that change with the length of a text (longrope): each request has those of its own text.
+"""Rotary frequencies that depend on the sequence length (longrope), chosen for each request.
 
-transformers reads a text with other frequencies when it outgrows the window that the model was first trained on, and by the
-longest text of a batch. Here the choice is each request's. When one outgrows that window it is read again from its beginning,
-since the keys cached of it have the other frequencies.
+transformers changes the frequencies when the longest sequence of a batch exceeds the original training window. Here each
+request has its own. A request that exceeds the window is prefilled again, because its cached keys have the short frequencies.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from outrider.runner import attention
 
 
 class LongRope(nn.Module):
-    """In the place of a rotary embedding whose frequencies go by the largest position that it is given."""
+    """Replaces a rotary embedding whose frequencies depend on the largest position of a pass."""
 
     is_long: Tensor
 
     def __init__(self, rotary: nn.Module, is_long: Tensor) -> None:
-        """``is_long`` bool [R, 1]: of each row of the cache, whether its text is beyond that window; changed in place."""
+        """``is_long`` bool [R, 1]: whether the sequence of each cache row exceeds the original window; changed in place."""
         super().__init__()
         self.border = original_window(rotary)
         self.short, self.long = settled(rotary, 0), settled(rotary, self.border)
@@ -32,9 +31,9 @@ class LongRope(nn.Module):
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         rows = attention.rows_of_tokens()
-        if rows is None:  # the model's own forward, of a short text
+        if rows is None:  # the model's own forward pass, of a short sequence
             return self.short(x, position_ids, *args, **options)  # type: ignore[no-any-return]
-        # Some models choose more than frequencies by the largest position, and are given one of the right kind.
+        # Some models also choose other values by the largest position, so each call gets one on its side of the border.
         beyond = torch.full_like(position_ids[..., :1], self.border)
         short = self.short(x, position_ids.clamp(max=self.border - 1), *args, **options)
         long = self.long(x, torch.cat([position_ids, beyond], -1), *args, **options)
@@ -43,7 +42,7 @@ class LongRope(nn.Module):
 
 
 def settled(rotary: nn.Module, position: int) -> nn.Module:
-    """A copy of a rotary embedding that keeps the frequencies of texts that reach ``position``."""
+    """Return a copy of a rotary embedding with the frequencies for sequences that reach ``position``, fixed."""
     own: Any = copy.deepcopy(rotary)
     own(own.inv_freq, torch.tensor([[position]], device=own.inv_freq.device))
     own.rope_type = "default"  # from here on nothing is recomputed
@@ -51,16 +50,16 @@ def settled(rotary: nn.Module, position: int) -> nn.Module:
 
 
 class LongTexts:
-    """Which rows of a cache hold texts beyond the window that a model was first trained on."""
+    """Records which cache rows hold sequences that exceed the model's original training window."""
 
     def __init__(self, border: int, num_rows: int, device: torch.device) -> None:
         self.border = border
         self._flags = [False] * num_rows
-        # Of two dimensions: what has one, and is short, inductor writes into the code.
+        # Two dimensions, because inductor inlines short one-dimensional tensors as constants.
         self.is_long = torch.zeros(num_rows, 1, dtype=torch.bool, device=device)
 
     def settle(self, rows: Sequence[int], texts: Sequence[Sequence[int]], cached_lens: list[int]) -> None:
-        """Notes how long the texts of some rows are. What is cached with the other frequencies counts as not cached."""
+        """Update the flags of some rows; a row whose flag changes loses its cached tokens, which have the other frequencies."""
         for row, text in zip(rows, texts, strict=True):
             if self._flags[row] != (len(text) > self.border):
                 self._flags[row] = not self._flags[row]
@@ -68,13 +67,15 @@ class LongTexts:
                 cached_lens[row] = 0
 
     def copy(self, source: int, target: int) -> None:
-        """The target row now holds a text of the source row."""
+        """Copy the flag of a row whose cached tokens are copied."""
         self._flags[target] = self._flags[source]
         self.is_long[target] = self._flags[source]
 
 
 def settle_longrope(model: PreTrainedModel, max_len: int, num_rows: int) -> LongTexts | None:
-    """Fixes, in place, frequencies that would change with the longest text of a pass. None where no text changes its own."""
+    """Replace longrope embeddings in place, so that frequencies do not depend on other requests.
+
+    Returns None if no sequence can exceed the original window."""
     found = [(name, module) for name, module in model.named_modules() if getattr(module, "rope_type", None) == "longrope"]
     texts = None
     for name, module in found:
@@ -88,11 +89,11 @@ def settle_longrope(model: PreTrainedModel, max_len: int, num_rows: int) -> Long
 
 
 def original_window(rotary: Any) -> int:
-    """The length up to which a longrope embedding keeps to its first frequencies."""
+    """Return the original training window: up to this length a longrope embedding uses the short frequencies."""
     return int(rotary.config.rope_parameters["original_max_position_embeddings"])
 
 
 def usual_window(model: PreTrainedModel, window: int) -> int:
-    """The context window of those who ask for none: a text that goes beyond the original one is read twice."""
+    """Return the default context window: the original one, because longer sequences are prefilled twice."""
     found = [original_window(module) for module in model.modules() if getattr(module, "rope_type", None) == "longrope"]
     return min([window, *found])

@@ -52,7 +52,7 @@ class ModelRunner:
     def __init__(
         self, model: PreTrainedModel, config: RunnerConfig, device: torch.device, name: str, shape: CacheShape
     ) -> None:
-        """A model made ready by ``load``; ``shape``: what its layers store."""
+        """``model``: prepared by ``load``; ``shape``: the cache entries of its layers."""
         self.model, self.config, self.device, self.name = model, config, device, name
         text = loading.text_config(model)
         self.vocab_size = int(text.vocab_size)
@@ -65,13 +65,13 @@ class ModelRunner:
         budget = None if config.kv_memory is None else int(config.kv_memory * 2**30)
         self.cache = KVCache(shape, config.max_batch, self.max_len, self.dtype, device, budget, config.max_drafts)
         self.max_drafts = config.max_drafts if shape.states.kinds else None  # of a request in one pass; None: any number
-        self.takes_trees = not shape.states.kinds and not shape.by_request  # a state, or a mask of the model's, has one past
+        self.takes_trees = not shape.states.kinds and not shape.by_request  # states and models' own masks allow one path only
         self.max_len = self.cache.max_len  # lower if limited by memory
         self._long_texts = settle_longrope(model, self.max_len, config.max_batch)
         self.layouts = Layouts(self.cache, device, self.max_len)
         self.costs = CostBook(self.layouts.is_padded)  # shared by all engines that it serves
         self.passes = PassRunner(model, self.cache, config.compile, self.costs.renew)
-        # Lengths that no text may cross within a round: beyond, it is read in another way.
+        # Lengths that a sequence must not cross within a round, because it is then prefilled again with other frequencies.
         self.borders: tuple[int, ...] = () if self._long_texts is None else (self._long_texts.border,)
         self._read = ReadHidden()
         self._round: _Round | None = None
@@ -102,13 +102,13 @@ class ModelRunner:
                 return cls._checked(packed, config, device, str(model), shape, "eager")
         if device.type == "cpu":
             in_16_bits = reader is not None and not reader.has_codes and config.bits is None
-            refuse_too_large(model, growth=2 if in_16_bits else 1)  # of 8-bit floating-point numbers
+            refuse_too_large(model, growth=2 if in_16_bits else 1)  # 8-bit floating-point weights become 16 bits
         loaded = loading.load_model(model, config.dtype, device, config.trust_remote_code, reader)
         loading.check_weights(loaded, str(model))
         own_dtype = loaded.dtype
         runner = cls._ready(loaded, config, device, str(model), shape)
         if config.bits is not None and shape is not None:
-            file = PackedFile.of(model, config.bits, config.dtype)  # the files are there now, of whatever source
+            file = PackedFile.of(model, config.bits, config.dtype)  # also for a hub id, whose files are downloaded by now
             if file is not None:
                 file.save(loaded, own_dtype)
         return runner
@@ -126,7 +126,7 @@ class ModelRunner:
     def _ready(
         cls, model: PreTrainedModel, config: RunnerConfig, device: torch.device, name: str, shape: CacheShape | None
     ) -> ModelRunner:
-        """The runner of a model that it may change. ``shape``: None where only the model itself can tell."""
+        """Return a runner that takes ownership of the model. ``shape``: None if it must be surveyed on the loaded model."""
         own_attention = loading.text_config(model)._attn_implementation
         if shape is None:
             shape = survey(model)
@@ -147,7 +147,7 @@ class ModelRunner:
         shape: CacheShape,
         own_attention: str | None,
     ) -> ModelRunner:
-        """The runner of a model that is ready to run. ``own_attention``: the attention that it was made with."""
+        """Return the runner of a prepared model after the self-check. ``own_attention``: the attention it was loaded with."""
         runner = cls(model, config, device, name, shape)
         if config.self_check:
             check_itself(model, runner.cache, runner.layouts, None if shape.by_request else own_attention)
@@ -210,7 +210,7 @@ class ModelRunner:
         self.passes.compile_now()
 
     def release(self, request_ids: Sequence[str]) -> None:
-        """Forgets requests."""
+        """Free the rows and hidden states of requests."""
         self._read.forget(request_ids)
         self.cache.release(request_ids)
 
@@ -242,7 +242,7 @@ class ModelRunner:
         return [rest < SHORT for rest in left]
 
     def is_prefilled(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> list[bool]:
-        """Whether each text is cached but for a few tokens."""
+        """Return for each sequence whether at most a few of its tokens are uncached."""
         pairs = zip(request_ids, texts, strict=True)
         return [len(text) - 1 - self.cache.cached_len(request_id) < SHORT for request_id, text in pairs]
 
@@ -277,7 +277,7 @@ class ModelRunner:
             pass
         for row in rows:
             self.cache.cached_lens[row] += steps - 1
-        return None  # a model of its own runs no part of the target's pass
+        return None  # a separate model runs no part of the target's pass
 
     def catch_up(
         self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], spare: int, hidden: tuple[int, ...] = ()
@@ -290,7 +290,7 @@ class ModelRunner:
         return rows, [list(text[lens[row] :]) for text, row in zip(texts, rows, strict=True)]
 
     def read_to_last(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
-        """Prefill what is uncached of sequences that ``catch_up`` has returned, but for the last token of each."""
+        """Prefill the uncached tokens of sequences after ``catch_up``, except for the last token of each."""
         self._read_on(request_ids, texts, rows, self._unread(texts, rows), ())
 
     def feed(
@@ -350,10 +350,10 @@ class ModelRunner:
     def _continued(
         self, partial: PartialPass, request_ids: Sequence[str], tokens: Sequence[list[int]], wanted: tuple[int, ...]
     ) -> tuple[list[Tensor] | None, LayerSpan]:
-        """Hidden states [n_b, H] of each request's uncached tokens after the layers that drafting ran, and the layers left.
+        """Return the remaining span, and each request's hidden states [n_b, H] of uncached tokens where it begins.
 
-        Tokens that the drafts did not cover go through the first layers now. None and all layers where nothing is known, or
-        where a hidden state is ``wanted`` of the layers that would be skipped.
+        Tokens that drafting did not process go through the first layers now. Returns None and the whole span if no partial
+        pass applies, or if a hidden state of a skipped layer is ``wanted``.
         """
         lens = [self.cache.cached_len(request_id) for request_id in request_ids]
         known = [partial.num_known(*each) for each in zip(request_ids, lens, tokens, strict=True)]
@@ -419,9 +419,9 @@ class ModelRunner:
         return [len(text) - 1 - lens[row] for text, row in zip(texts, rows, strict=True)]
 
     def _rows(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], hidden: tuple[int, ...]) -> list[int]:
-        """The requests' rows; a new one starts from the longest cached prefix of its text.
+        """Return the requests' rows; a new request starts from the longest cached prefix.
 
-        Hidden states are not cached: where they are wanted, every token is read again.
+        With ``hidden`` no prefix is reused, because hidden states are not cached.
         """
         pairs = zip(request_ids, texts, strict=True)
         if self._long_texts is not None:
@@ -442,13 +442,13 @@ class ModelRunner:
         span: LayerSpan = WHOLE,
         passes: PassRunner | None = None,
     ) -> float:
-        """Seconds of a pass of ``width`` tokens a request over ``cache_len`` cached ones: the least of ``repeat`` runs.
+        """Measure a pass of ``width`` tokens per request over ``cache_len`` cached ones: the fewest seconds of ``repeat`` runs.
 
-        ``hidden``: the hidden states that it reports; ``span`` begins at the first layer; ``passes``: others than the
-        runner's. Raises ``OutriderError`` where fewer than ``batch`` rows of the cache are free.
+        ``hidden``: the hidden states to report; ``span`` must begin at the first layer; ``passes``: instead of the runner's.
+        Raises ``OutriderError`` if fewer than ``batch`` rows of the cache are free.
 
-        The tokens are random ones, new in each run: equal tokens would be sent to the same experts of a mixture, and a pass of
-        many would read no more weights than one of a single token.
+        Tokens are random and new in each run: equal tokens would be routed to the same experts of a mixture, so a wide pass
+        would read no more weights than a pass of one token.
         """
         probe = random.Random(0)
         slots = max(0, min(cache_len, self.max_len - width))

@@ -1,4 +1,4 @@
-"""Packed weights on disk: what rounding to 8 or 4 bits made of a checkpoint is kept in the cache folder and mapped next time.
+"""Disk cache of packed weights: a checkpoint rounded to 8 or 4 bits is stored once and memory-mapped at later starts.
 
 The 16-bit weights are then not read, so that a model which exceeds the memory in 16 bits runs once it has been packed. A file
 belongs to the state of the checkpoint's files (names, sizes, times), the code that packs and the number of bits; ``disk_cache``
@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 
 KIND, SUFFIX = "weights", ".packed"
 START, STEP = 4096, 64  # bytes: of the first tensor, between tensors
-CODE = ("blocks.py", "linear.py", "packed_files.py")  # whose changes make other files
+CODE = ("blocks.py", "linear.py", "packed_files.py")  # part of the key: a change of this code invalidates files
 
 
 @dataclass(frozen=True)
 class PackedFile:
-    """The place of one checkpoint's packed weights in the cache folder."""
+    """The file of one checkpoint's packed weights in the cache folder."""
 
     source: Path  # the checkpoint's folder
     bits: int
@@ -49,9 +49,9 @@ class PackedFile:
 
     @classmethod
     def of(cls, source: str | Path, bits: int, dtype: Any) -> PackedFile | None:
-        """Return the place for a folder or a hub id whose files are on this machine; None for other sources.
+        """Return the file for a folder, or for a hub id whose files are on this machine; None for other sources.
 
-        ``dtype``: what the checkpoint is read as before it is rounded.
+        ``dtype``: the dtype as which the checkpoint is loaded before rounding.
         """
         folder = _folder(source)
         files = weight_files(folder) if folder is not None else []
@@ -61,14 +61,14 @@ class PackedFile:
         try:
             stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
             texts = [(folder / "config.json").read_text(), *((Path(__file__).parent / name).read_text() for name in CODE)]
-        except OSError:  # a file that goes while it is looked at
+        except OSError:  # a file was deleted in the meantime
             return None
         texts += [path.read_text() for path in sorted(native.build.FOLDER.glob("*blocks*"))]
         versions = [torch.__version__, transformers.__version__, str(kernels.prefers_pairs())]
         return cls(folder, bits, f"{family}-{_hash(repr(stats), *texts, *versions)}", family)
 
     def load(self, config: PreTrainedConfig, model_class: Any, by_request: bool) -> PreTrainedModel | None:
-        """Return the packed model of the config; None where the cache has no file, and after one warning where it is wrong."""
+        """Return the packed model; None if the cache has no file, or, with a warning, if the file does not fit the model."""
         path = disk_cache.find(KIND, self.key, SUFFIX)
         if path is None:
             return None
@@ -88,7 +88,7 @@ class PackedFile:
         return model
 
     def save(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        """Store a packed model, instead of those of earlier states of its checkpoint; one warning where that cannot be.
+        """Store a packed model and delete files of earlier states of its checkpoint; log a warning if that fails.
 
         ``dtype``: the model's before it was packed.
         """
@@ -114,16 +114,16 @@ class PackedFile:
 
 
 def _fill(model: PreTrainedModel, path: Path, places: dict[str, Any]) -> None:
-    """Give a model on the meta device its tensors, in place. Raises ``OutriderError`` if the file has others than the model."""
+    """Fill a model on the meta device, in place. Raises ``OutriderError`` if the file's tensors differ from the model's."""
     expected = {name: list(tensor.shape) for name, tensor in _tensors(model)}
     if expected != {name: place[1] for name, place in places.items()}:
-        raise OutriderError("it has other tensors")
+        raise OutriderError("its tensors differ")
     with path.open("rb") as file:
         start = _padded(8 + int.from_bytes(file.read(8), "little"), START)
     num_bytes = path.stat().st_size
     whole = torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
     free = free_memory()
-    in_memory = free is not None and 2 * num_bytes < free  # passes read huge pages faster than a mapped file
+    in_memory = free is not None and 2 * num_bytes < free  # huge pages are faster than a mapped file
     found: dict[int, Tensor] = {}
     for name, tensor in _tensors(model):
         dtype, shape, at = getattr(torch, places[name][0]), places[name][1], start + places[name][2]
@@ -171,7 +171,7 @@ def _folder(source: str | Path) -> Path | None:
         return Path(source)
     try:
         found = try_to_load_from_cache(str(source), "config.json")
-    except ValueError:  # no hub id
+    except ValueError:  # not a hub id
         return None
     return Path(found).parent if isinstance(found, str) else None
 

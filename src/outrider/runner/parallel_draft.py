@@ -19,13 +19,13 @@ from outrider.runner.loading import text_config
 from outrider.runner.model_runner import ModelRunner, Pick
 from outrider.types import OutriderError
 
-MASK_KEYS = ("pard_token", "ptd_token_id")  # in configs: of AMD's published drafts, and another one that vLLM reads
+MASK_KEYS = ("pard_token", "ptd_token_id")  # keys in configs: AMD's published drafts; also read by vLLM
 
 
 def mask_token_of(config: PreTrainedConfig) -> int | None:
     """Return the mask token that a draft's config names, None without one.
 
-    Raises ``OutriderError`` for one that the model has no embedding of.
+    Raises ``OutriderError`` for a mask token without an embedding.
     """
     text: Any = text_config(config)
     for name in MASK_KEYS:
@@ -55,7 +55,7 @@ class ParallelDraft(ModelRunner):
         """Draft ``steps`` tokens after each sequence in one pass: ``pick(logits [B, 1, V], step)`` chooses them in turn."""
         rows, pending = self.catch_up(request_ids, texts, spare=steps)
         bases, masks = [self.cache.cached_lens[row] for row in rows], [self.mask_token] * (steps - 1)
-        # Padded passes are captured once per width: a round catches up with at most as many drafts as this one makes, and one.
+        # Padded passes are captured once per width: the next round catches up with at most ``steps`` + 1 tokens.
         read = self.layouts.chain([text + masks for text in pending], rows, bases, least=2 * steps)
         last = [start + len(text) - 1 for start, text in zip(read.starts, pending, strict=True)]
         logits, _ = self.passes.run(read.ids, read.layout, (), self.layouts.places(last, [steps] * len(rows)))

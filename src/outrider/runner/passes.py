@@ -22,15 +22,15 @@ Kind = tuple[tuple[int, ...], LayerSpan]  # (hidden states, layers)
 class PassRunner:
     """Runs passes of one model, all of them compiled or all of them eager.
 
-    The two differ in the last bits of their results, so a run that changed from one to the other would give the same request
-    another text. The first pass decides; only ``compile_now`` changes it afterwards.
+    The two round differently, so changing from one to the other could change the text of the same request. The first pass
+    decides; only ``compile_now`` changes it afterwards.
     """
 
     def __init__(
         self, model: PreTrainedModel, cache: KVCache, compile: str, on_compiled: Callable[[], None] | None = None
     ) -> None:
         """``on_compiled`` is called when compiled passes replace eager ones that were run."""
-        # What is given one request after another is not one function of a pass's inputs.
+        # A model that runs one request after another is not a single function of a pass's inputs.
         self._compile = "never" if cache.shape.by_request else compile
         self._model, self._cache, self._on_compiled = model, cache, on_compiled
         self._runs: dict[Kind, Run] = {}
@@ -80,7 +80,7 @@ class PassRunner:
         if self._compile == "never":
             return lambda inputs: tuple(module(*inputs))
         if compiled.is_supported(self._model):
-            may_change = build or not self._runs  # eager passes were run: what is on disk would not give their bits
+            may_change = build or not self._runs  # after eager passes, compiled ones would change the rounding
             run = compiled.load(module, build) if may_change else None
             if run is not None:
                 self._compiled.add(kind)

@@ -1,8 +1,8 @@
 """Recurrent layers over Outrider's own cache: short convolutions, the gated delta rule, linear attention, selective scans.
 
 No model code is forked. transformers' recurrent layers call a handful of functions by name, the same names in every
-architecture. ``bind`` gives each layer's ``forward`` other functions under these names, which keep the state after every
-position of a pass, for each of the requests that share it. Going back to an accepted draft then moves no data.
+architecture. ``bind`` replaces these functions in each layer's ``forward`` with ones that store the state after every position
+of a pass, for each of its requests. Rolling back to an accepted draft then moves no data.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _library.define(f"selective_scan(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor
 
 
 def _tokens(cache_rows: Tensor, bases: Tensor, ends: Tensor) -> Iterator[tuple[int, int, range]]:
-    """Cache row, first position and tokens of each request of a pass."""
+    """Yield the cache row, first position and token indices of each request of a pass."""
     first = 0
     for row, base, end in zip(cache_rows.tolist(), bases.tolist(), ends.tolist(), strict=True):
         yield row, base, range(first, end)
@@ -46,7 +46,7 @@ def _tokens(cache_rows: Tensor, bases: Tensor, ends: Tensor) -> Iterator[tuple[i
 def _scan(
     step: Callable[[int, Tensor], tuple[Tensor, Tensor]], out: Tensor, rings: Tensor, requests: tuple[Tensor, ...]
 ) -> Tensor:
-    """Runs ``step(token, state) -> (state, output)`` through each request; rings [R, S, ...] keep its last S states."""
+    """Run ``step(token, state) -> (state, output)`` through each request; rings [R, S, ...] keep the last S states."""
     slots = rings.shape[1]
     for row, base, tokens in _tokens(*requests):
         state = rings[row, (base - 1) % slots].clone() if base else torch.zeros_like(rings[row, 0])
@@ -153,12 +153,12 @@ torch.library.register_fake("outrider::selective_scan", lambda x, *_: torch.empt
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
-# What the layers call in place of transformers' own functions
+# Replacements of transformers' functions
 # ---------------------------------------------------------------------------------------------------------------------------
 
 
 class StatePass(Protocol):
-    """The pass under way, as recurrent layers see it."""
+    """The active pass, as recurrent layers see it."""
 
     @property
     def cache_rows(self) -> Tensor: ...  # [B] int64
@@ -168,17 +168,17 @@ class StatePass(Protocol):
     def ends(self) -> Tensor: ...  # [B] int64
 
     def state(self, key: StateKey, shape: StateShape) -> tuple[Tensor, int]:
-        """The store [L, R, S, ...] of one recurrent state, and its index there."""
+        """Return the store [L, R, S, ...] of one recurrent state, and its index in that store."""
         ...
 
 
 _active: StatePass | None = None
-_layer = (0, 0)  # whose functions are called next: models name the layer to the cache just before
+_layer = (0, 0)  # layer and state of the next call: models query the cache for the layer just before it
 
 
 @contextmanager
 def active_states(states: StatePass) -> Iterator[None]:
-    """Makes ``states`` what recurrent layers work on."""
+    """Make ``states`` the active states of recurrent layers."""
     global _active
     previous, _active = _active, states
     try:
@@ -188,7 +188,7 @@ def active_states(states: StatePass) -> Iterator[None]:
 
 
 def enter(layer: int, index: int) -> None:
-    """Told by the cache: the functions called next are those of this layer's state ``index``."""
+    """Set the layer and state that the next function call uses; the cache calls this."""
     global _layer
     _layer = (layer, index)
 
@@ -287,7 +287,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def bind(model: nn.Module) -> None:
-    """Lets the recurrent layers of a model call Outrider's functions in a pass, in place; elsewhere transformers' own."""
+    """Make a model's recurrent layers call Outrider's functions within passes, in place."""
     for module in model.modules():
         kind = _bound(type(module))  # type: ignore[arg-type]  # a class is hashable
         if kind is not None:
@@ -296,7 +296,7 @@ def bind(model: nn.Module) -> None:
 
 @cache
 def _bound(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """The class with ``forward`` bound; None for one that calls none of ``FUNCTIONS``, or is bound already."""
+    """Return the class with ``forward`` bound; None if it calls none of ``FUNCTIONS`` or is bound already."""
     forward: Any = inspect.unwrap(kind.forward)
     used = FUNCTIONS.keys() & set(forward.__code__.co_names)
     if not used or hasattr(kind, "outrider_bound"):

@@ -1,4 +1,4 @@
-"""Refuse, before weights are read, what cannot have weights in 8 or 4 bits: rounded (``weights``) or as its files have them."""
+"""Refuse, before weights are read, models that cannot run in 8 or 4 bits: rounded (``weights``) or quantised in their files."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from outrider.runner.linear import share_of_linear
 from outrider.runner.survey import without_weights
 from outrider.types import OutriderError
 
-LEAST = 0.8  # share of the weights that must be rounded for the option to have its effect
+LEAST = 0.8  # minimum share of the weights that rounding must affect
 
 
 def refuse_rounding(
     weights: str, device: torch.device, config: PreTrainedConfig, model_class: Any, reader: Format | None = None
 ) -> None:
-    """Raise ``OutriderError``, in one line, unless a model of this config can have its weights in 8 or 4 bits.
+    """Raise ``OutriderError``, in one line, unless the weights of this config's model can be rounded to 8 or 4 bits.
 
-    ``model_class``: None for code that comes with the model, which only the loaded model shows. ``reader``: of a quantised
-    checkpoint.
+    ``model_class``: None for remote code, which is checked after loading. ``reader``: of a quantised checkpoint.
     """
     if device.type != "cpu":
         raise OutriderError(f"weights={weights} needs device cpu, got {device}: leave out weights or choose the CPU")
@@ -44,9 +43,9 @@ def refuse_rounding(
 
 
 def choose_reader(source: str, config: PreTrainedConfig, model_class: Any, device: torch.device) -> Format | None:
-    """Return the reader of a checkpoint that is quantised; None where it is not, or where transformers' quantiser loads it.
+    """Return the reader of a quantised checkpoint; None if it is not quantised or transformers' quantiser loads it.
 
-    Raises ``OutriderError``, in one line, for what cannot be run on this device.
+    Raises ``OutriderError``, in one line, for a checkpoint that cannot run on this device.
     """
     quantized = quantization_of(config)
     if quantized is None or gguf.find(source) is not None:
@@ -63,7 +62,7 @@ def choose_reader(source: str, config: PreTrainedConfig, model_class: Any, devic
 
 
 def _mostly_other(config: PreTrainedConfig, model_class: Any) -> str | None:
-    """Return how few of a model's weights are in linear layers; None where most are."""
+    """Return why rounding would affect too few of a model's weights; None if it affects most."""
     share = share_of_linear(without_weights(config, model_class))
     if share >= LEAST:
         return None

@@ -1,8 +1,8 @@
-"""Guard against wrong text: compare a loaded model over Outrider's cache with its own forward pass without a cache.
+"""Self-check of a loaded model: compare its logits over Outrider's cache with its own forward pass without a cache.
 
-Architectures differ in ways that nobody lists. One short text is run over Outrider's cache in every way that a request is (its
-prompt at once and in pieces, one token, several, again after a rollback; several requests in one pass), and what comes out
-must be what the model itself says of that text.
+It finds architectures that Outrider would run incorrectly. One short sequence runs over the cache in every way that a request
+can (the prompt at once and in chunks, one token, several, again after a rollback, several requests in one pass); the logits
+must equal the model's own.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from outrider.types import OutriderError, first_line
 
 logger = logging.getLogger(__name__)
 
-LENGTH = 12  # tokens of the text
-# How many tokens of the text each request reads in the first pass, and up to where it goes on in the second: with several
-# tokens, with one, and with several in the place of others that it has read, as after a rollback.
+LENGTH = 12  # tokens of the sequence
+# Tokens of each request after the first pass and after the second one, which continues with several tokens, with one, and
+# with several that overwrite rejected ones, as after a rollback.
 FIRST, SECOND = (7, 5, 8), (11, 6, 12)
-REJECTED = (0, 0, 4)  # tokens that are not the text's, read in the first pass and then overwritten
-TOLERANCE = {torch.float32: 1e-3}  # of the largest logit
-TOLERANCE_16_BIT = 0.05  # kernels may round differently, and what is wrong is off by far more
+REJECTED = (0, 0, 4)  # additional wrong tokens of the first pass, overwritten by the second
+TOLERANCE = {torch.float32: 1e-3}  # relative to the largest logit
+TOLERANCE_16_BIT = 0.05  # kernels may round differently; errors are far larger
 
 
 @torch.inference_mode()
 def check_itself(model: PreTrainedModel, cache: KVCache, layouts: Layouts, own_attention: str | None) -> None:
-    """Raises ``OutriderError`` unless passes over the cache give the logits of the model's own forward, without a cache.
+    """Raise ``OutriderError`` unless passes over the cache give the logits of the model's own forward pass without a cache.
 
-    ``own_attention``: transformers' name of the attention that the model was loaded with; None where it still has that.
-    Takes three short passes.
+    ``own_attention``: transformers' name of the attention that the model was loaded with; None if it still uses it.
+    Runs three short passes.
     """
     kind, vocab_size = type(model).__name__, int(text_config(model).vocab_size)
     length = min(LENGTH, cache.max_len)
@@ -49,7 +49,7 @@ def check_itself(model: PreTrainedModel, cache: KVCache, layouts: Layouts, own_a
         found = _cached_logits(model, cache, layouts, text)
     except OutriderError:
         raise
-    except Exception as failure:  # a model's own code, called in a way that it does not know
+    except Exception as failure:  # model code can fail in many ways
         logger.debug("%s fails over Outrider's cache", kind, exc_info=failure)
         raise OutriderError(f"{kind} fails when it runs over Outrider's cache: {first_line(failure)}") from failure
     if not bool(torch.isfinite(own).all()):
@@ -60,23 +60,23 @@ def check_itself(model: PreTrainedModel, cache: KVCache, layouts: Layouts, own_a
     for what, start, logits in found:
         if logits.shape[1] != own.shape[1]:
             raise OutriderError(
-                f"{kind} gives {logits.shape[1]} logits a token over Outrider's cache, and {own.shape[1]} without"
+                f"{kind} returns {logits.shape[1]} logits per token over Outrider's cache, and {own.shape[1]} without"
             )
         errors = (logits - own[start : start + len(logits)]).abs().amax(1)
         # Most tokens must agree, not all: in 16 bits one rounded router may choose another expert.
         if not bool(errors.median() <= allowed):
             raise OutriderError(
-                f"{kind} does not say over Outrider's cache what it says without a cache ({what}: logits are off by"
-                f" {float(errors.median()):.2g}): run it with transformers' generate; self_check=False runs it all the same"
+                f"{kind} gives different logits with Outrider's cache than without a cache ({what}: they differ by"
+                f" {float(errors.median()):.2g}): run it with transformers' generate; self_check=False disables this check"
             )
 
 
 def _own_logits(model: PreTrainedModel, text: list[int], own_attention: str | None) -> Tensor:
-    """float32 [T, V] of the model's own forward, with the attention that it was loaded with."""
+    """Return float32 [T, V] of the model's own forward pass, with the attention that it was loaded with."""
     ids = torch.tensor([text], device=model.device)
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if "position_ids" in inspect.signature(type(model).forward).parameters:
-        inputs["position_ids"] = torch.arange(len(text), device=model.device)[None]  # as generate counts
+        inputs["position_ids"] = torch.arange(len(text), device=model.device)[None]  # like generate
     if own_attention is not None:
         model.set_attn_implementation(own_attention)
     try:
@@ -88,7 +88,7 @@ def _own_logits(model: PreTrainedModel, text: list[int], own_attention: str | No
 
 
 def _cached_logits(model: PreTrainedModel, cache: KVCache, layouts: Layouts, text: list[int]) -> list[tuple[str, int, Tensor]]:
-    """Logits [n, V] of parts of the text over the cache: what was done, the index of the part's first token, the logits."""
+    """Return for parts of the sequence over the cache: a description, the index of the first token, the logits [n, V]."""
     passes = PassRunner(model, cache, "never")
     names = [f"self-check-{index}" for index in range(min(len(FIRST), cache.max_rows))]
     vocab_size = int(text_config(model).vocab_size)
@@ -97,10 +97,10 @@ def _cached_logits(model: PreTrainedModel, cache: KVCache, layouts: Layouts, tex
     try:
         rows = [cache.row(name) for name in names]
         for what, starts, stops, spare in ("prompts", (0, 0, 0), FIRST, REJECTED), ("drafts", FIRST, SECOND, (0, 0, 0)):
-            if max(stops) > len(text):  # of a context window that is too short
+            if max(stops) > len(text):  # the context window is too short
                 break
             parts = [text[start:stop] for start, stop, _ in zip(starts, stops, rows, strict=False)]
-            # Of recurrent layers the state before what is rejected must still be there.
+            # The ring of recurrent layers must still hold the state before the rejected tokens.
             extra = [min(more, cache.states.slots - 1) for more in spare]
             fed = [part + wrong[stop : stop + more] for part, stop, more in zip(parts, stops, extra, strict=False)]
             laid = layouts.chain(fed, rows, list(starts[: len(rows)]))

@@ -1,7 +1,7 @@
-"""A model that drafts for itself, over its own cache: by its first layers, or by another form of its weights.
+"""Self-speculative drafting over the target's own cache: with its first layers, or with quantised weights.
 
-Drafts write to the cache after the committed tokens, where the score of the same round writes again: there is nothing to take
-back. What the model's own first layers computed is returned as a ``PartialPass``, from which the score continues.
+Drafts write to the cache after the committed tokens, and the score of the same round overwrites them: no rollback is needed.
+Hidden states after the first layers are returned as a ``PartialPass``, from which the score continues.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SelfDraft:
     """Drafts with the runner's own model and cache, with the interface of a draft model's runner."""
 
     def __init__(self, runner: ModelRunner, passes: PassRunner | None = None, depth: int | None = None) -> None:
-        """``depth``: draft with the first layers and the head; else ``passes``: of another form of the weights."""
+        """``depth``: draft with the first layers and the head; otherwise with ``passes`` of a model with other weights."""
         self._runner, self._depth = runner, depth
         self.drafts_ahead = runner.max_drafts is None  # recurrent layers: the target's states end at the committed tokens
         self.passes = passes or runner.passes
@@ -67,7 +67,7 @@ class SelfDraft:
     def rollout(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], steps: int, pick: Pick) -> PartialPass | None:
         """Feed token after token after each sequence, as ``ModelRunner.rollout`` does.
 
-        Return what the first layers computed; None where another form of the weights drafts.
+        Return the output of the first layers; None if a model with other weights drafts.
         """
         logits = self.extend(request_ids, texts)
         bases = [slot + len(fed) for slot, fed in zip(self._slots, self._fed, strict=True)]

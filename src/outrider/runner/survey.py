@@ -1,7 +1,7 @@
-"""What a model's layers store of a text, and whether Outrider can run them: seen by running the model once without weights.
+"""Determine what a model's layers store per token, and whether Outrider can run them, by one run without weights.
 
-On the meta device, where a forward pass computes shapes alone, a model shows in a fraction of a second what no config says
-reliably: which layers attend, with how many heads of what sizes, which of them read what another one has stored.
+A forward pass on the meta device computes only shapes. It shows in a fraction of a second what configs do not state reliably:
+which layers have attention, the number and size of their heads, and which layers share another layer's keys and values.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 
 NAME = "outrider-survey"
 NUM_TOKENS = 3
-WITHOUT_CACHE = ("mlp", "moe")  # kinds of layers that look at no other token
+WITHOUT_CACHE = ("mlp", "moe")  # layer types that process each token separately
 INSTEAD = "run it with transformers' generate, without speculation"
 
 
 @dataclass
 class _Seen:
-    """What the attention and the recurrent layers of one forward pass were called with."""
+    """Records the calls of attention and recurrent layers in one forward pass."""
 
     device: torch.device | str = "cpu"
     layers: dict[int, LayerShape] = field(default_factory=dict)
@@ -47,9 +47,9 @@ class _Seen:
     ends: Tensor = field(default_factory=lambda: torch.full((1,), NUM_TOKENS))
 
     def state(self, key: StateKey, shape: StateShape) -> tuple[Tensor, int]:
-        """Notes what a recurrent layer would store; a store for one request that nobody reads again."""
+        """Record the shape of a recurrent state; return a temporary store for one request."""
         if key in self.states:
-            raise OutriderError("a layer goes on from the same recurrent state more than once in a pass")
+            raise OutriderError("a layer updates the same recurrent state more than once in a pass")
         self.states[key] = shape
         return torch.zeros(1, 1, NUM_TOKENS + shape.taps, *shape.sizes, device=self.device), 0
 
@@ -58,10 +58,10 @@ _seen = _Seen()
 
 
 def survey(model: PreTrainedModel) -> CacheShape:
-    """What the layers of a model store. It is run on tokens, on the device where it is, and left with the survey's attention.
+    """Return the cache shape of a model. Runs it on tokens, on its device, and leaves it with the survey's attention.
 
-    Raises ``OutriderError``, with the reason, for a model that Outrider cannot run, and whatever a model without weights raises
-    when what it computes depends on numbers.
+    Raises ``OutriderError``, with the reason, for a model that Outrider cannot run. On the meta device it also raises any
+    exception of a model whose shapes depend on values.
     """
     own = text_config(model)._attn_implementation
     try:
@@ -75,7 +75,7 @@ def survey(model: PreTrainedModel) -> CacheShape:
 
 
 def _survey_attention(model: PreTrainedModel) -> CacheShape:
-    """By what attention is called with."""
+    """Survey by the calls of attention."""
     global _seen
     name, _seen = type(model).__name__, _Seen(model.device)
     _refuse_own_caches(model)
@@ -93,7 +93,7 @@ def _survey_attention(model: PreTrainedModel) -> CacheShape:
     except Exception as error:
         if not _seen.layers and not _seen.states and not model.get_decoder()._can_set_attn_implementation():
             raise OwnAttention(_not_attending(name)) from error
-        if model.device.type == "meta" and "meta" in str(error):  # what it computes depends on numbers
+        if model.device.type == "meta" and "meta" in str(error):  # its shapes depend on values
             raise
         raise OutriderError(f"{name} fails on a short text: {first_line(error)}") from error
     known = {*_seen.layers, *_seen.shared, *(key.layer for key in _seen.states)}
@@ -104,7 +104,7 @@ def _survey_attention(model: PreTrainedModel) -> CacheShape:
 
 
 def _refuse_own_caches(model: PreTrainedModel) -> None:
-    """Raises ``OutriderError`` for layers whose architecture brings a cache of its own, which decides what they attend to."""
+    """Raise ``OutriderError`` for layers whose cache class belongs to the architecture and selects the tokens to attend to."""
     config = text_config(model)
     caches: dict[str, type] = cache_utils.DYNAMIC_LAYER_TYPE_MAPPING
     for kind in getattr(config, "layer_types", None) or ():
@@ -113,7 +113,7 @@ def _refuse_own_caches(model: PreTrainedModel) -> None:
 
 
 def _survey_stores(model: PreTrainedModel) -> CacheShape | None:
-    """By what an ordinary cache is given, of a model that attends by code of its own; None where that does not tell."""
+    """Survey a model with its own attention code by the updates of its cache; None if that is not conclusive."""
     cache, seen, ran = _Noting(), _Seen(model.device), set[int]()
     try:
         with torch.inference_mode(), recurrence.active_states(seen), _noting_layers(model, ran):
@@ -129,7 +129,7 @@ def _survey_stores(model: PreTrainedModel) -> CacheShape | None:
 
 
 class _Noting(PassThrough):
-    """A cache that notes what each layer stores."""
+    """Cache that records the shapes that each layer stores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def _inputs(model: PreTrainedModel, past: PassThrough, by_request: bool = False)
 
 @contextmanager
 def _noting_layers(model: PreTrainedModel, ran: set[int]) -> Iterator[None]:
-    """Adds to ``ran`` the decoder layers that a forward pass comes to."""
+    """Add the decoder layers that a forward pass runs to ``ran``."""
     handles = [
         layer.register_forward_pre_hook(lambda *_, index=index: ran.add(index))
         for index, layer in enumerate(find_decoder_layers(model) or ())
@@ -165,25 +165,25 @@ def _noting_layers(model: PreTrainedModel, ran: set[int]) -> Iterator[None]:
 
 
 def without_weights(config: PreTrainedConfig, model_class: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return a model of this config on the meta device. Raises ``OutriderError`` for a config that describes no model."""
+    """Return a model of this config on the meta device. Raises ``OutriderError`` for an invalid config."""
     config = copy.deepcopy(config)
     config.__dict__.pop("quantization_config", None)
     try:
         with quiet(), torch.device("meta"):
             model: PreTrainedModel = model_class._from_config(config, dtype=dtype, attn_implementation="eager")
-    except Exception as error:  # a config may lie in more ways than can be listed
+    except Exception as error:  # invalid configs raise many kinds of exceptions
         raise OutriderError(f"the config of {config.model_type} describes no model: {reason(error)}") from error
     return model
 
 
 def survey_without_weights(config: PreTrainedConfig, model_class: Any) -> CacheShape | None:
-    """What a model of this config will store, before its weights are read: None where only the model itself can tell.
+    """Return the cache shape for a config, before weights are read; None if it must be surveyed on the loaded model.
 
-    Raises ``OutriderError`` for a config that describes no model, or one that Outrider cannot run.
+    Raises ``OutriderError`` for an invalid config, or a model that Outrider cannot run.
     """
     model = without_weights(config, model_class)
     with quiet():
-        model.set_experts_implementation("batched_mm")  # whose shapes do not depend on which experts are chosen
+        model.set_experts_implementation("batched_mm")  # shapes independent of the chosen experts
         try:
             return survey(model.eval())
         except OutriderError:
@@ -203,7 +203,7 @@ def _not_attending(name: str) -> str:
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *_: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Notes what a layer would store, in the place of attention."""
+    """Replacement of attention that records the shapes that a layer stores."""
     layer: Any = getattr(module, "layer_idx", None)
     if layer is None:
         raise OutriderError(f"{type(module).__name__} does not say which layer it belongs to")

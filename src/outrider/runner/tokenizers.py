@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.types import OutriderError
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # the first that both folders have decides
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # compared: the first in both folders
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -44,7 +44,7 @@ def check_same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedToke
 
 
 def check_same_files(target: Path, draft: Path) -> None:
-    """Raise ``DifferentVocabulary`` unless two folders' tokenizer files, compared without loading a tokenizer, say the same."""
+    """Raise ``DifferentVocabulary`` unless two folders' tokenizer files agree, without loading a tokenizer."""
     name = next((name for name in TOKENIZER_FILES if (target / name).exists() and (draft / name).exists()), None)
     if name is None:
         raise DifferentVocabulary("draft and target have no tokenizer files to compare")
@@ -172,7 +172,7 @@ class Spelling:
         return self._encode(text)
 
     def segment(self, data: bytes) -> list[int] | None:
-        """Encode any bytes greedily, incomplete characters too; None if a byte has no token."""
+        """Encode any bytes greedily, including incomplete characters; None if a byte has no token."""
         token_ids, at = [], 0
         while at < len(data):
             sizes = range(min(self._longest, len(data) - at), 0, -1)

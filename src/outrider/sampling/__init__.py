@@ -1,4 +1,4 @@
-"""From logits to probabilities to tokens, for draft and target alike. Independent of models, verifiers and the loop."""
+"""Converts logits to probabilities and tokens, for draft and target. Independent of models, verifiers and the loop."""
 
 from outrider.sampling.logprobs import raw_logprobs, top_logprobs
 from outrider.sampling.sampler import InvalidLogits, Sampler

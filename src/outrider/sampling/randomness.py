@@ -1,4 +1,4 @@
-"""Counter-based random numbers per request: hashes of their purpose, independent of batches and of earlier numbers."""
+"""Counter-based random numbers: hashes of seed, position and purpose, independent of the batch and of earlier numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WORD = (1 << 64) - 1
 
 
 def mix(word: int) -> int:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014)."""
+    """Mix 64 bits with the finaliser of splitmix64 (Steele, Lea, Flood 2014)."""
     word &= _WORD
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -22,7 +22,7 @@ def mix(word: int) -> int:
 
 
 def key_of(*parts: int, prefix: int = 0) -> int:
-    """Return 64 bits that depend on every part; ``prefix`` is the key of earlier parts."""
+    """Hash the parts to 64 bits. ``prefix``: the key of earlier parts."""
     for part in parts:
         prefix = mix((prefix ^ part) + GOLDEN)
     return prefix
@@ -34,7 +34,7 @@ def signed(word: int) -> int:
 
 
 def uniforms(key: int, count: int) -> list[float]:
-    """Return ``count`` numbers in [0, 1); longer lists extend shorter ones."""
+    """Return ``count`` uniform numbers in [0, 1). A larger count extends the list."""
     return [(mix(key + i * GOLDEN) >> 11) * 2.0**-53 for i in range(1, count + 1)]
 
 

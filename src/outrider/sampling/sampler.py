@@ -1,7 +1,7 @@
 """Sampler settings of a batch of requests, and their random numbers.
 
-A request's random numbers do not depend on its batch or on padding: trials and drafts are hashes of (seed, committed length,
-purpose, index), and a round's last token takes one number from the request's generator.
+A request's random numbers do not depend on its batch or on padding: those for acceptance and drafts are hashes of (seed,
+committed length, purpose, index), and the last token of a round uses one number of the request's generator.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from outrider.sampling.randomness import GOLDEN, first_above, gumbel, key_of, si
 from outrider.sampling.shaping import Shaping
 from outrider.types import OutriderError, Request
 
-_COIN, _DRAFT, _NOISE = range(3)  # purposes of random numbers
-_MAX_PARTS = 16  # samplers of a part of the batch that are kept
+_ACCEPT, _DRAFT, _NOISE = range(3)  # purposes of random numbers
+_MAX_PARTS = 16  # cached samplers of parts of the batch
 
 
 class InvalidLogits(OutriderError):
-    """Invalid logits (NaN, +inf, or only -inf) in ``rows`` of the batch, the requests ``request_ids``."""
+    """Logits that are NaN, +inf or all -inf, in ``rows`` of the batch, which are the requests ``request_ids``."""
 
     def __init__(self, rows: Sequence[int], request_ids: Sequence[str]) -> None:
         self.rows, self.request_ids = tuple(rows), tuple(request_ids)
@@ -33,12 +33,12 @@ class InvalidLogits(OutriderError):
 
 
 class Sampler:
-    """Sampler of B requests, built once per batch composition; implements ``types.Randomness``.
+    """Sampler of B requests, built once per batch composition; implements ``types.BatchSampler``.
 
     Order: logit bias and token masks, grammars, repetition penalty (prompt and output), presence and frequency penalties
     (output), temperature, top-k, top-p, min-p. ``logits[:, j]`` follows draft ``start + j - 1`` (-1: the last committed token);
-    ``drafts`` [B, >= start + M - 1] are the round's so far, a chain or, with ``parents``, a tree; padding must be valid ids.
-    ``lens`` [B]: number of drafts per request; logits beyond them are ignored and their results undefined.
+    ``drafts`` [B, >= start + M - 1] are the drafts of the round so far, a chain or, with ``parents``, a tree; padding must be
+    valid ids. ``lens`` [B]: number of drafts per request; results for logits after them are undefined.
     Raises ``OutriderError`` for a token id outside the vocabulary.
     """
 
@@ -53,14 +53,14 @@ class Sampler:
         self._grammars = GrammarMasks(self.requests)
         self._penalties = Penalties(self.requests, vocab_size, self.device)
         self._lens: list[int] = []
-        self._num_tosses = 0  # calls of bernoulli() in the round
+        self._num_calls = 0  # calls of bernoulli() in the round
         self._prefixes: dict[int, list[int]] = {}  # purpose -> common part of each request's keys in the round
         self._noise: dict[tuple[int, int], Tensor] = {}  # (row, position) -> Gumbel noise [V]
         self._steps: Tensor | None = None  # [V] counter of the noise
         self._parts: dict[tuple[int, ...], Sampler] = {}  # rows -> their sampler
 
     def take(self, rows: Sequence[int]) -> Sampler:
-        """The sampler of these requests alone, in this order."""
+        """Return the sampler of these requests, in this order."""
         key = tuple(rows)
         if key not in self._parts:
             if len(self._parts) == _MAX_PARTS:
@@ -89,7 +89,7 @@ class Sampler:
             probs = self.probs(logits, drafts, parents, start, lens)
             return torch.stack([self.draw(probs[:, j], start + j) for j in range(probs.shape[1])], dim=1)
         counts = _counts(logits, lens)
-        best, token_ids = _max(self._decisive(logits, drafts, parents, start, counts), counts)
+        best, token_ids = _max(self._argmax_scores(logits, drafts, parents, start, counts), counts)
         self._check(best, counts)
         return token_ids
 
@@ -115,13 +115,15 @@ class Sampler:
     def confidences(
         self, logits: Tensor, drafts: Tensor | None = None, parents: Tensor | None = None, start: int = 0
     ) -> Tensor:
-        """Return confidences [B, M, V]: how likely each token is to be the result of ``tokens`` in a deterministic round.
+        """Estimate the probability [B, M, V] that ``tokens`` returns each token in a deterministic round, to grow trees.
 
-        Used to grow trees: greedy rows as at temperature 1; coupled noise, which the target uses too, is included.
+        It is the softmax of the scores whose argmax is the token: for greedy rows at temperature 1, with noise if coupled.
         """
-        return torch.softmax(self._decisive(logits, drafts, parents, start, _counts(logits, None)), dim=-1)
+        return torch.softmax(self._argmax_scores(logits, drafts, parents, start, _counts(logits, None)), dim=-1)
 
-    def _decisive(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: list[int]) -> Tensor:
+    def _argmax_scores(
+        self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: list[int]
+    ) -> Tensor:
         """Return scores [B, M, V] whose argmax is the token of a deterministic round."""
         scores = self._scores(logits, drafts, parents, start, counts)
         if self._all_greedy:
@@ -133,18 +135,14 @@ class Sampler:
     def bernoulli(self, probs: Tensor) -> Tensor:
         """Draw Bernoulli variables: float [B, N] in [0, 1] -> bool [B, N]; entry (b, i) does not depend on B and N."""
         self._sync_round()
-        self._num_tosses += 1
-        heights = self._uniforms(_COIN, self._num_tosses, probs.shape[1])
-        if probs.device.type != "cpu":
-            return torch.tensor(heights, dtype=torch.float64, device=probs.device).view(probs.shape) < probs
-        pairs = zip(heights, probs.tolist(), strict=True)
-        falls = [[height < prob for height, prob in zip(*pair, strict=True)] for pair in pairs]
-        return torch.tensor(falls, dtype=torch.bool).view(probs.shape)
+        self._num_calls += 1
+        uniform = torch.tensor(self._uniforms(_ACCEPT, self._num_calls, probs.shape[1]), dtype=torch.float64)
+        return uniform.view(probs.shape).to(probs.device) < probs
 
     def categorical(self, probs: Tensor) -> Tensor:
         """Sample one token per row with each request's generator: float [B, V] -> int64 [B]; never one with probability 0."""
-        heights = [torch.rand((), dtype=torch.float64, generator=request.generator).item() for request in self.requests]
-        return first_above(probs, heights)
+        uniform = [torch.rand((), dtype=torch.float64, generator=request.generator).item() for request in self.requests]
+        return first_above(probs, uniform)
 
     def draw(self, probs: Tensor, index: int) -> Tensor:
         """Sample draft ``index`` of the round, keyed by (seed, sequence length, index): float [B, V] -> int64 [B].
@@ -152,15 +150,15 @@ class Sampler:
         For proposers: unlike ``categorical``, independent of how many drafts other requests have.
         """
         self._sync_round()
-        return first_above(probs, [height for (height,) in self._uniforms(_DRAFT, index, 1)])
+        return first_above(probs, [uniform for (uniform,) in self._uniforms(_DRAFT, index, 1)])
 
     def _scores(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: list[int]) -> Tensor:
         """Return logits [B, M, V] with bias, grammars and penalties; the same tensor if nothing applies."""
         if logits.shape[-1] != self.vocab_size:
-            raise ValueError(f"logits have {logits.shape[-1]} columns, the vocabulary has {self.vocab_size} tokens")
+            raise ValueError(f"logits have {logits.shape[-1]} columns: expected the vocabulary's {self.vocab_size}")
         scores = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
         if self._bias is not None:
-            self._bias = self._bias.to(scores.dtype)  # once: all scores have one dtype
+            self._bias = self._bias.to(scores.dtype)  # converted once, as all scores have the same dtype
             scores = scores + self._bias
         if not self._grammars.is_empty:
             scores = scores.clone() if scores is logits else scores
@@ -183,12 +181,12 @@ class Sampler:
         """Start a round when committed tokens were added: reset trial counters and drop old noise."""
         lens = [len(request.token_ids) for request in self.requests]
         if lens != self._lens:
-            self._lens, self._num_tosses = lens, 0
+            self._lens, self._num_calls = lens, 0
             self._prefixes.clear()
             self._noise = {key: noise for key, noise in self._noise.items() if key[1] >= lens[key[0]]}
 
     def _uniforms(self, purpose: int, call: int, count: int) -> list[list[float]]:
-        """Return [B][count] numbers in [0, 1)."""
+        """Return ``count`` uniform numbers in [0, 1) for each of the B requests."""
         prefixes = self._prefixes.get(purpose)
         if prefixes is None:
             numbered = zip(self.requests, self._lens, strict=True)
@@ -207,7 +205,7 @@ class Sampler:
         return torch.stack(rows).view(scores.shape).to(scores.dtype)
 
     def _noise_at(self, row: int, position: int) -> Tensor:
-        """Return noise [V], cached until the position is committed, for drafts and target alike."""
+        """Return noise [V], the same for drafts and target, cached until the position is committed."""
         noise = self._noise.get((row, position))
         if noise is None:
             if self._steps is None:
@@ -251,7 +249,7 @@ def _bias_of(requests: Sequence[Request], vocab_size: int, device: torch.device)
         params = request.params
         for token_id in (*params.logit_bias, *params.banned_token_ids, *(params.allowed_token_ids or ())):
             if not 0 <= token_id < vocab_size:
-                raise OutriderError(f"token id {token_id} in the bias or mask is outside the vocabulary of {vocab_size}")
+                raise OutriderError(f"invalid token id {token_id} in a bias or mask: expected 0 to {vocab_size - 1}")
         if params.allowed_token_ids is not None:
             row.fill_(-math.inf)
             row[list(params.allowed_token_ids)] = 0.0
@@ -259,5 +257,5 @@ def _bias_of(requests: Sequence[Request], vocab_size: int, device: torch.device)
             row[token_id] += value
         row[list(params.banned_token_ids)] = -math.inf
         if not bool((row > -math.inf).any()):
-            raise OutriderError("allowed_token_ids and banned_token_ids leave no allowed token")
+            raise OutriderError("allowed_token_ids and banned_token_ids leave no token: expected at least one")
     return bias.to(device)

@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider import native
 from outrider.types import SamplingParams
 
-_COLDEST = 1e-6  # lower temperatures would overflow and are greedy anyway
+_MIN_TEMPERATURE = 1e-6  # lower temperatures would overflow and are equivalent to greedy decoding
 
 
 class Shaping:
@@ -25,7 +25,12 @@ class Shaping:
         rows = [
             (0.0, 0, 1.0, 0.0)
             if param.is_greedy
-            else (max(param.temperature, _COLDEST), param.top_k if param.top_k < vocab_size else 0, param.top_p, param.min_p)
+            else (
+                max(param.temperature, _MIN_TEMPERATURE),
+                param.top_k if param.top_k < vocab_size else 0,
+                param.top_p,
+                param.min_p,
+            )
             for param in params
         ]
         self._settings = torch.tensor(rows, dtype=torch.float64, device=device).view(-1, 4)
@@ -39,7 +44,7 @@ class Shaping:
         return torch.where(temperatures > 0, temperatures, 1.0)
 
     def probs(self, scores: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return probabilities [B, M, V], one-hot for greedy rows, and [B, M] that is finite where scores were valid.
+        """Return probabilities [B, M, V], one-hot for greedy rows, and a tensor [B, M] that is finite where scores are valid.
 
         Only the first ``counts[b]`` rows of request b are defined.
         """

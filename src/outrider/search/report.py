@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.bench.contenders import PLAIN, Contender
 from outrider.bench.provenance import provenance
-from outrider.bench.tables import add_row, number, span
+from outrider.bench.tables import add_row, bare_table, number, span
 from outrider.search.search import Passed, Search
 
 if TYPE_CHECKING:
@@ -78,12 +78,7 @@ def _rung(passed: Passed) -> dict[str, Any]:
 
 def table(found: Mapping[str, Any]) -> Table:
     """Return a terminal table of the best candidates."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    title = f"{found['target']}: speedup over plain decoding, prefill included"
-    view = Table(title=Text(title), title_justify="left", box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    view = bare_table(f"{found['target']}: speedup over plain decoding, prefill included", (0, 1, 0, 0))
     for name in COLUMNS[:-1]:
         view.add_column(name, justify="left" if name == "method" else "right", overflow="fold")
     for row in rows(found)[:SHOWN]:

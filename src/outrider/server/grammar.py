@@ -167,7 +167,7 @@ class TokenMatcher:
         self._seconds_left = MASKS_SECONDS
 
     def allowed(self, output: Sequence[int], path: Sequence[int]) -> Tensor | None:
-        """Return the mask of allowed tokens (see ``types.Matcher``), empty if a limit is exceeded after drafts.
+        """Return the mask of allowed tokens (see ``types.Matcher``); an empty one if the path's drafts exceed a limit.
 
         Raises ``OutriderError`` if one is exceeded after the output, or if masks take too long.
         """

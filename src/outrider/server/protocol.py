@@ -157,27 +157,12 @@ class SamplingFields(Body):
 
     def params(self, max_tokens: int, logprobs: int | None, grammar: Grammar | None) -> SamplingParams:
         """Return the engine's sampling parameters. Raises ``OutriderError`` for invalid values."""
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=self.logit_bias or {},
-            allowed_token_ids=None if self.allowed_token_ids is None else tuple(set(self.allowed_token_ids)),
-            banned_token_ids=tuple(set(self.banned_token_ids)),
-            stop=stop,
-            stop_token_ids=tuple(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
-            seed=self.seed,
-            n=self.n,
-            logprobs=logprobs,
-            grammar=grammar,
-        )
+        shared = declared(SamplingParams).keys() & SamplingFields.model_fields.keys()
+        given = {name: value for name in shared if (value := getattr(self, name)) is not None}
+        for name in ("allowed_token_ids", "banned_token_ids"):
+            if name in given:
+                given[name] = set(given[name])
+        return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, grammar=grammar)
 
     def num_drafts(self, served: str) -> int | None:
         """Return the requested drafts per round, or None for the server's default. ``served``: name of the served method.

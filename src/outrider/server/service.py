@@ -121,7 +121,8 @@ class Service:
         call = _call(http)
         deadline = call.arrived + self.config.request_timeout
         with self.bridge.room(asked.num_sequences):
-            prepared = await _unless_disconnected(http, deadline, self._prepared(body, asked, call))
+            left = max(deadline - monotonic(), 0.0)
+            prepared = await _unless_disconnected(http, self._prepared(body, asked, call), left)
             if prepared is None:
                 return Response(status_code=CLOSED)
             prompts, params = prepared
@@ -229,11 +230,11 @@ class UnknownModel(OutriderError):
     """The requested model is not served."""
 
 
-async def _unless_disconnected(http: Request, deadline: float, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """Return the result of ``work``, or None if the client disconnects. Raises ``asyncio.TimeoutError`` at the deadline."""
+async def _unless_disconnected(http: Request, work: Coroutine[Any, Any, Result], seconds: float | None = None) -> Result | None:
+    """Return the result of ``work``, or None if the client disconnects. Raises ``TimeoutError`` after ``seconds``."""
     tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(http))]
     try:
-        await asyncio.wait(tasks, timeout=max(deadline - monotonic(), 0.0), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():
             result: Result = tasks[0].result()
             return result
@@ -254,22 +255,16 @@ async def _disconnected(http: Request) -> None:
 async def _whole(watched: Watched, http: Request) -> Response:
     """Return the complete response; if the client disconnects, cancel its requests."""
 
-    async def collect() -> None:
+    async def collect() -> bool:
         async for _ in watched.chunks():
             pass
+        return True
 
-    tasks = [asyncio.ensure_future(collect()), asyncio.ensure_future(_disconnected(http))]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():
-            return Response(status_code=CLOSED)
-        tasks[0].result()
-        return JSONResponse(watched.answer.whole())
+        is_complete = await _unless_disconnected(http, collect())
+        return JSONResponse(watched.answer.whole()) if is_complete else Response(status_code=CLOSED)
     finally:
         watched.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class EventStream(StreamingResponse):

@@ -23,7 +23,7 @@ def expected_tau(accepted: Tensor, k: int) -> float:
     """Return the mean acceptance length with k drafts per round: 1 + sum over j of P(j in a row are accepted).
 
     ``accepted`` [B, S] are probabilities per position; every position followed by k others starts a round, so that easy and
-    hard passages are weighted as they occur instead of as if positions were independent.
+    hard passages keep their correlation instead of being treated as independent positions.
     """
     places = accepted.shape[1] - k + 1
     if places < 1:
@@ -47,7 +47,7 @@ def summary(pairs: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
 
 
 def chain_summary(pairs: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
-    """Return what ``summary`` does for rounds of K drafts [B, A, K] each, and the mean acceptance of each depth."""
+    """Return the values of ``summary`` for rounds of K drafts, [B, A, K] each, and the mean acceptance of each depth."""
     greedy, sampled = (torch.cat(each).flatten(0, 1).cpu() for each in zip(*pairs, strict=True))
     found: dict[str, Any] = {}
     for name, accepted in (("greedy", greedy), ("sampled", sampled)):

@@ -1,9 +1,10 @@
 """Loss of heads that draft a block in one pass on a frozen target, and their acceptance by position.
 
-DFlash (arXiv 2602.06036): after random positions of a text, the anchors, a block each is predicted in one pass over the whole
-row; earlier drafts of a block count more, since a draft is of use only if all before it are accepted: draft j >= 0 weighs
-exp(-j / gamma). The label is the target's distribution after the true tokens before it. DSpark (arXiv 2607.05147) trains its
-bias by the token before on the same blocks.
+DFlash (arXiv 2602.06036): one pass over a row predicts a block after each of some random positions, the anchors. A draft is
+useful only if all earlier ones are accepted, so draft j >= 0 has the weight exp(-j / gamma). Its label is the target's
+distribution after the true preceding tokens. DSpark (arXiv 2607.05147) trains its bias by the previous token on these blocks.
+DFlash 2's objective is unpublished: as in NVIDIA's NeMo Automodel, a second term with the same weights is the cross entropy of
+the path selector's scores of the candidates, given the true previous token.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from outrider.train.capture import FeatureCache, read_rows
 from outrider.train.precision import arithmetic
 from outrider.train.soft_entropy import SoftEntropy, said_by, soft_entropy
 
-MAX_GAMMA = 7.0  # the paper's for blocks of 16; it has 5 for 10 and 4 for 8
+MAX_GAMMA = 7.0  # the paper's value for blocks of 16; 5 for blocks of 10 and 4 for blocks of 8
 
 
 @dataclass
@@ -50,7 +51,19 @@ class BlockLoss:
             out = self._blocks(ids, features, anchors)
             for draft in range(shape.max_drafts):
                 wanted = said_by(self._target_logits(last, anchors + draft), self.head.draft_ids)
-                loss, hit = self.entropy(self._logits(out, ids, anchors, draft), wanted)
+                before = ids.gather(1, anchors + draft)
+                logits = self.head.logits(out[:, :, draft])
+                selector = self.head.candidate_selector
+                if selector is None:
+                    loss, hit = self.entropy(self.head.logits_after(out[:, :, draft], logits, before), wanted)
+                else:
+                    loss, hit = self.entropy(logits, wanted)
+                    candidates, scores = selector.scores(out[:, :, draft], logits, before)
+                    # Tokens that are no candidates have no part: where all are wrong, there is nothing to learn.
+                    loss = (
+                        loss
+                        - (wanted.probs.gather(-1, candidates) * scores.log_softmax(-1, dtype=torch.float32)).sum(-1).mean()
+                    )
                 losses.append(loss)
                 hits.append(hit)
                 weights.append(math.exp(-draft / gamma))
@@ -59,7 +72,7 @@ class BlockLoss:
         return total, {"loss": total.detach(), **parts}
 
     def _num_anchors(self, length: int) -> int:
-        """Return how many blocks of a row are trained at once: as many tokens as the row has, about."""
+        """Return the number of blocks trained per row: together about as many tokens as the row."""
         return max(1, min(length // self.head.shape.block_size, length - self.head.shape.max_drafts))
 
     def _blocks(self, ids: Tensor, features: list[Tensor], anchors: Tensor) -> Tensor:
@@ -73,7 +86,8 @@ class BlockLoss:
         context = head.fuse(features)
         hidden = head.embed(tokens.flatten(1), context)
         rotation = head.rotary_emb(context, positions)
-        out: Tensor = head(hidden, context, rotation, _attention(positions, anchors, shape.block_size))
+        attend = _attention(positions, anchors, shape.block_size)
+        out: Tensor = head(hidden, context, rotation, attend, within.repeat(num)[None])
         return out.view(batch, num, shape.block_size, -1)[:, :, shape.block_size - shape.max_drafts :]
 
     def _target_logits(self, last: Tensor, places: Tensor) -> Tensor:
@@ -82,15 +96,14 @@ class BlockLoss:
             return self.head.target_logits(last.gather(1, places[:, :, None].expand(-1, -1, last.shape[2])))
 
     def _logits(self, out: Tensor, ids: Tensor, anchors: Tensor, draft: int) -> Tensor:
-        """Return the head's logits [B, N, Vd] of one draft, after the true token before it."""
-        logits, bias = self.head.logits(out[:, :, draft]), self.head.bias_after(ids.gather(1, anchors + draft))
-        return logits if bias is None else logits + bias
+        """Return the head's logits [B, N, Vd] of one draft, given the true previous token."""
+        return self.head.logits_after(out[:, :, draft], self.head.logits(out[:, :, draft]), ids.gather(1, anchors + draft))
 
     @torch.no_grad()
     def measure(self) -> dict[str, list[float]]:
-        """Return the acceptance of each draft on held-out rows where the ones before it were accepted.
+        """Return the acceptance of each draft on held-out rows, given that the earlier ones are accepted.
 
-        ``greedy``: how often the likeliest tokens agree; ``sampled``: the acceptance probability at temperature 1.
+        ``greedy``: share of equal likeliest tokens; ``sampled``: acceptance probability at temperature 1.
         ``tokens_per_pass``: expected tokens per pass of the target for blocks of all drafts, greedy and sampled.
         """
         found: list[tuple[Tensor, Tensor]] = []
@@ -115,12 +128,12 @@ class BlockLoss:
 
 
 def by_draft(name: str, values: Sequence[Any]) -> dict[str, Any]:
-    """Return the values of the first, second, fourth, ... draft: what a curve shows."""
+    """Return the values of the first, second, fourth, ... draft, for the training curve."""
     return {f"{name}_{number}": value for number, value in enumerate(values, 1) if number & (number - 1) == 0}
 
 
 def _attention(positions: Tensor, anchors: Tensor, block: int) -> Attend:
-    """Return attention in which each block sees the row before its anchor, and itself.
+    """Return an attention function in which each block sees the row before its anchor, and itself.
 
     ``positions`` [B, S + N * block]: those of the row, then those of the blocks; ``anchors`` [B, N].
     """

@@ -15,7 +15,7 @@ from outrider.heads.own_logits import InPlaceOf
 from outrider.runner.loading import decoder_layers, text_config
 from outrider.types import OutriderError
 
-TOLERANCE = 1e-3  # relative to the largest logit: both ways of running round alike in float32
+TOLERANCE = 1e-3  # relative to the largest logit, in float32
 
 
 class Decoder:

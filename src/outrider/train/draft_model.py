@@ -14,7 +14,7 @@ from outrider.runner.loading import decoder_layers, text_config
 from outrider.train.shrink import can_shrink, shrink
 from outrider.types import OutriderError
 
-LAYERS_SHARE, FEW = 8, 2  # an eighth of the target's layers, at least two: one cannot look up earlier continuations
+LAYERS_SHARE, FEW = 8, 2  # an eighth of the target's layers, at least two: one layer cannot form induction heads
 NEURONS = 32  # the feed-forward width is a multiple
 
 

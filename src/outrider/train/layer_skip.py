@@ -19,7 +19,7 @@ class LayerSkip:
     """Settings of layer dropout, early-exit loss, and exits per step.
 
     With ``grow_at`` only every second layer is trained until that share of the run, for a randomly initialised model. The
-    others start as the identity (zero output projections): half the work, and adding them changes nothing at that moment.
+    others start as the identity (zero output projections), so training needs half the work and adding them changes no output.
     """
 
     max_drop: float = 0.1  # dropout of the last layer (p_max)

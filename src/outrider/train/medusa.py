@@ -59,7 +59,7 @@ def _read(cache: FeatureCache, rows: Tensor, layer: int) -> tuple[Tensor, Tensor
 
 @torch.no_grad()
 def measure_accuracies(heads: MedusaHeads, output: nn.Linear, cache: FeatureCache, layer: int) -> Accuracies:
-    """Return [head][rank]: how often the candidate of that rank is the target's likeliest token, on held-out rows."""
+    """Return [head][rank]: share of held-out positions at which the candidate of that rank is the target's likeliest token."""
     count, device = heads.shape.num_heads, output.weight.device
     ranks = min(NUM_RANKS, heads.shape.vocab_size)
     hits, total = torch.zeros(count, ranks), 0

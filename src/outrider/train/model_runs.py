@@ -177,7 +177,7 @@ def trainable(runner: ModelRunner, source: str | None = None) -> PreTrainedModel
 def _existing(source: str, bench: Bench, is_parallel: bool) -> PreTrainedModel:
     """Load an existing draft. Raises ``OutriderError`` if its vocabulary differs from the target's.
 
-    Also for one that drafts in parallel and would forget how to.
+    Also raises it for a parallel draft without --parallel, because training would remove the ability.
     """
     if bench.tokenizer is not None:
         try:

@@ -1,8 +1,8 @@
-"""Training of drafts that read mask tokens: K drafts from one pass (PARD: An et al. 2025, arXiv 2504.18583).
+"""Training of parallel drafts with mask tokens: K drafts from one pass (PARD: An et al. 2025, arXiv 2504.18583).
 
-The masks of a chain follow the first tokens of a row, up to its anchor, as they do when the draft is used: each sees the row up
-to the anchor and the masks of its own chain. One pass reads a row and the chains of many anchors. Deeper masks cost as much and
-teach less, so only a part of the chains reaches each depth (conditional drop-token, COD).
+As in drafting, the masks of a chain continue a row after its anchor: each mask sees the row up to the anchor and the earlier
+masks of its chain. One pass processes a row and the chains of many anchors. Deeper masks cost as much and improve the draft
+less, so only a share of the chains reaches each depth (conditional drop-token, COD).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from outrider.runner.parallel_draft import MASK_KEYS, mask_token_of
 from outrider.train.acceptance import acceptance, chain_summary
 from outrider.types import OutriderError, first_line
 
-TOLERANCE = 1e-3  # relative to the largest logit: two ways of running round alike in float32
-SPARE_NAME = re.compile(r"[<\[]\|?(reserved|unused)[ _\w-]*\|?[>\]]")  # of a token that tokenizers keep for later use
+TOLERANCE = 1e-3  # relative to the largest logit, in float32
+SPARE_NAME = re.compile(r"[<\[]\|?(reserved|unused)[ _\w-]*\|?[>\]]")  # name of a reserved token
 ROWS = 2  # held-out rows in a pass
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """Drafts of one pass to train for, and which part of the chains reaches each of their depths.
+    """Number of drafts per pass to train for, and the share of chains that reaches each depth.
 
     Raises ``OutriderError`` for invalid values.
     """
@@ -49,8 +49,8 @@ class Parallel:
 class Entries:
     """The entries of a pass: S tokens of a row, then masks. [T] each."""
 
-    anchors: Tensor  # the last token that an entry sees; of a token itself
-    depths: Tensor  # masks of its chain up to an entry; 0 for tokens
+    anchors: Tensor  # the last token that an entry sees; a token's own index
+    depths: Tensor  # number of an entry's mask in its chain; 0 for tokens
 
     @classmethod
     def of(cls, seq_len: int, by_depth: Sequence[Tensor]) -> Entries:
@@ -69,7 +69,7 @@ class Entries:
 
     @property
     def positions(self) -> Tensor:
-        """[T]: an entry predicts the token after this one."""
+        """Return [T]: the index of the token after which each entry predicts."""
         return self.anchors + self.depths
 
     def visible(self) -> Tensor:
@@ -90,9 +90,9 @@ class Masks:
 
     @classmethod
     def prepare(cls, draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, how: Parallel, seq_len: int) -> Masks:
-        """Give a draft a mask token unless it has one, and check that it can read masks in rows of ``seq_len`` tokens.
+        """Add a mask token to a draft that has none, and check that the draft supports masks in rows of ``seq_len`` tokens.
 
-        Raises ``OutriderError`` for rows that are too short, and for a model that attends in another way.
+        Raises ``OutriderError`` for rows that are too short, and for a model with unsupported attention.
         """
         if seq_len < how.depths + 2:
             raise OutriderError(f"rows of {seq_len} tokens are too short for {how.depths} parallel drafts")
@@ -137,7 +137,7 @@ class Masks:
 
     @torch.no_grad()
     def check(self, seq_len: int) -> None:
-        """Raise ``OutriderError`` unless chains read together give what each gives alone."""
+        """Raise ``OutriderError`` unless chains in one pass give the same logits as each chain alone."""
         draft, kind, count = self.draft, type(self.draft).__name__, self.how.depths - 1
         text = torch.arange(seq_len, device=draft.device)[None] * 7 % int(text_config(draft).vocab_size)
         anchors = [seq_len // 2, seq_len - 1 - count]
@@ -186,9 +186,9 @@ def mask_token(draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 
 
 def spare_token(tokenizer: PreTrainedTokenizerBase | None, size: int) -> int:
-    """Return an id that no text has, ``size`` if the embedding of that size has none left.
+    """Return an unused token id; ``size``, the size of the embedding, if there is none.
 
-    The first row after those of the tokenizer's tokens, else the last token whose name says that it is reserved or unused.
+    Prefer the first row after the tokenizer's tokens, then the last token named reserved or unused.
     """
     if tokenizer is None:
         return size

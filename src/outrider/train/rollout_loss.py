@@ -1,12 +1,12 @@
 """Losses of heads that draft token by token on a frozen target, and acceptance measurements.
 
-EAGLE-1 (arXiv 2401.15077, section 3.2): smooth L1 to the target's next feature and a tenth of the cross entropy to what the
-target's head makes of it, on features with noise. EAGLE-3 (arXiv 2503.01840, section 3): cross entropy alone, over several
+EAGLE-1 (arXiv 2401.15077, section 3.2): smooth L1 loss to the target's next feature and a tenth of the cross entropy to the
+target's distribution, on features with noise. EAGLE-3 (arXiv 2503.01840, section 3): cross entropy alone, over several
 steps on the head's own outputs (training-time test), weighted 0.8 ** step; MTP heads are trained like that too (FastMTP, arXiv
 2509.18362). EAGLE-1 over several steps is HASS (arXiv 2408.15766).
 
-Further depths cost as much as the first and teach less, so a run starts with one depth; while the learning rate falls, when
-most is learned, all are trained.
+Further depths cost as much as the first and improve the head less, so a run starts with one depth; all depths are trained
+while the learning rate decays.
 """
 
 from __future__ import annotations

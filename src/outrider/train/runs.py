@@ -37,7 +37,7 @@ from outrider.types import OutriderError
 
 Evaluate = Callable[[bool], dict[str, Any]]
 Found = TypeVar("Found")
-NAME_OF_MTP, NAME_OF_BLOCK = "mtp", "dflash"  # of their parts of the work folder
+NAME_OF_MTP, NAME_OF_BLOCK = "mtp", "dflash"  # subfolders of the work folder
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Source:
     max_tokens: int = 1_000_000  # maximum tokens of text, and of features on disk
     regenerate: bool = False  # replace all but the first prompt_len tokens of each row by the target's continuation
     prompt_len: int = 64
-    temperature: float = 0.0  # of that continuation
+    temperature: float = 0.0  # temperature of the continuation
 
 
 class Rows(Protocol):
@@ -126,7 +126,7 @@ class Bench:
 
 
 class Latest(Generic[Found]):
-    """The last measurement. It is made once at the end of a run, also if the run had already ended before."""
+    """The last measurement of a run, made once after training, also if a resumed run had already ended."""
 
     def __init__(self, measure: Callable[[], Found]) -> None:
         self._measure = measure
@@ -249,7 +249,7 @@ class MtpRun:
 
 
 def train_mtp(bench: Bench, out: Path, how: HeadPlan, kind: MtpRun = MtpRun()) -> bool:
-    """Train an MTP head, a new one or further, and write it to ``out``. Return False if interrupted.
+    """Train an MTP head, new or continued, and write it to ``out``. Return False if interrupted.
 
     Raises ``OutriderError`` like ``MtpRun.check`` and ``mtp_formats.load``, before any text is generated or read.
     """
@@ -275,14 +275,18 @@ class BlockRun:
     layers: int | None = None  # of the head; None: a seventh of the target's, 2 to 5
     hidden_states: tuple[int, ...] | None = None  # of the target; None: as many as layers, evenly spaced
     markov_rank: int = 0  # above 0: DSpark's bias by the token before, of this rank
+    selector_rank: int = 0  # above 0: DFlash 2's convolutions, and its path selector of this rank
 
     def settled(self, runner: ModelRunner, seq_len: int) -> shapes.BlockSizes:
         """Return the sizes for a target and this row length.
 
         Raises ``OutriderError`` for an invalid block size, hidden states or row length.
         """
-        if self.block_size < 2 or self.markov_rank < 0 or (self.layers is not None and self.layers < 1):
+        ranks = (self.markov_rank, self.selector_rank)
+        if self.block_size < 2 or min(ranks) < 0 or (self.layers is not None and self.layers < 1):
             raise OutriderError("invalid block size, rank or layers: expected at least 2, 0 and 1")
+        if min(ranks) > 0:
+            raise OutriderError("markov_rank and selector_rank exclude each other: a head is DSpark's or DFlash 2's")
         if seq_len < self.block_size + 2:
             raise OutriderError(f"rows of {seq_len} tokens are too short for blocks of {self.block_size}")
         layers = self.layers or max(2, min(5, runner.num_layers // 7))
@@ -290,7 +294,7 @@ class BlockRun:
         check_captured(runner, states, seq_len)
         if min(states) < 1:
             raise OutriderError(f"invalid hidden states {states}: this head reads outputs of layers, from 1 on")
-        return shapes.BlockSizes(states, layers, self.block_size, self.markov_rank)
+        return shapes.BlockSizes(states, layers, self.block_size, *ranks)
 
 
 def train_block(bench: Bench, out: Path, how: HeadPlan, kind: BlockRun = BlockRun()) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -146,7 +147,7 @@ def new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ..
 def new_mtp(runner: ModelRunner) -> MtpHead:
     """Return an MTP head that initially repeats its input feature, up to its scale.
 
-    Its layer is like the last one of the target, or Llama's where those of the target do not run by themselves.
+    Its layer is a copy of the target's last kind of layer, or a Llama layer if the target's cannot run separately.
     """
     try:
         body = Body.of(runner.model.config, type(runner.model), runner.cache.shape)
@@ -162,19 +163,20 @@ def new_mtp(runner: ModelRunner) -> MtpHead:
         for name, weight in head.layers.named_parameters():
             if re.search(r"\b(o_proj|down_proj)\b", name):
                 nn.init.zeros_(weight)
-        # The norm of the feature takes away its scale. Weights of some norms are one less than their scale.
+        # The feature's norm removes its scale. Some norms store their scale minus one.
         head.norm.weight += final_scale(runner).square().mean().sqrt().cpu() - 1
     return trainable(head, runner)
 
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """What a new block drafter is made of."""
+    """Sizes of a new block drafter."""
 
     hidden_states: tuple[int, ...]
     num_layers: int
     block_size: int
     markov_rank: int = 0  # above 0: DSpark's
+    selector_rank: int = 0  # above 0: DFlash 2's
 
 
 def new_block(runner: ModelRunner, sizes: BlockSizes, mask_token_id: int) -> BlockHead:
@@ -192,21 +194,32 @@ def new_block(runner: ModelRunner, sizes: BlockSizes, mask_token_id: int) -> Blo
             (0,) * sizes.num_layers,
             predicts_next=sizes.markov_rank > 0,
             markov_rank=sizes.markov_rank,
+            **(_second(sizes.selector_rank, hidden, runner.vocab_size) if sizes.selector_rank else {}),
         )
     )
     head.lend(runner.model.get_input_embeddings(), output_layer(runner))
     with torch.no_grad():
         for name, weight in head.named_parameters():
-            if re.search(r"\b(o_proj|down_proj|markov_w2)\b", name):
+            if re.search(r"\b(o_proj|down_proj|markov_w2|kernel_projection|successor_codebook)\b", name):
                 nn.init.zeros_(weight)
         head.norm.weight.copy_(final_scale(runner))
     return head.to(runner.device)
 
 
-def mask_token(rows: Tensor, runner: ModelRunner) -> int:
-    """Return the token that stands for drafts: the last one of those that occur least in the rows [R, S].
+def _second(rank: int, hidden_size: int, vocab_size: int) -> dict[str, Any]:
+    """Return what makes a head DFlash 2's, with the sizes of z-lab's heads as far as the target allows."""
+    return {
+        "conv_taps": 2,
+        "conv_group": math.gcd(16, hidden_size),
+        "selector_rank": rank,
+        "num_candidates": min(16, vocab_size),
+    }
 
-    Tokens whose embedding is nearly zero, as padding's often is, are left out: nothing but its embedding makes a query.
+
+def mask_token(rows: Tensor, runner: ModelRunner) -> int:
+    """Return the mask token of a new block drafter: the last one of the least frequent tokens in rows [R, S].
+
+    Tokens with a nearly zero embedding, often padding, are excluded, because a mask's query depends only on its embedding.
     """
     ids = torch.arange(runner.vocab_size, device=runner.device)
     size = runner.model.get_input_embeddings()(ids).float().norm(dim=-1).cpu()

@@ -44,7 +44,7 @@ def shrink(target: PreTrainedModel, draft: PreTrainedModel, layers: Sequence[int
     """Fill ``draft`` with ``target`` projected to its embeddings' principal directions; both have Llama-like layers.
 
     Draft layer i is target layer ``layers[i]``: its first heads, its strongest neurons, the norms' gains folded in. ``pieces``
-    [Vd, V]: of which of the target's tokens each of the draft's is made, where the draft has a vocabulary of its own.
+    [Vd, V]: which target tokens form each draft token, if the draft has its own vocabulary.
     """
     large: Any = target
     small: Any = draft

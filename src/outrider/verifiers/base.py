@@ -1,4 +1,4 @@
-"""Interface of verifiers, and shared formulas."""
+"""Interface of verifiers, and functions that they share."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ from torch import Tensor
 from outrider import native
 from outrider.types import Proposal, Randomness, Verdict
 
-_TINY = 1e-30
+TINY = 1e-30  # avoids division by a probability of 0
 
 
 class Verifier(ABC):
-    """Decides which drafts are accepted, from probabilities or tokens and randomness only."""
+    """Decides which drafts are accepted, from probabilities or tokens and random numbers only."""
 
     lossless: ClassVar[bool]  # whether the output distribution is exactly the target's
     handles_trees: ClassVar[bool]
-    judges: ClassVar[
-        Literal["probs", "tokens"]
-    ]  # what `target` is: Sampler.probs() [B, N + 1, V] or Sampler.tokens() [B, N + 1]
+    # The argument ``target`` of ``verify``: Sampler.probs() [B, N + 1, V] or Sampler.tokens() [B, N + 1].
+    judges: ClassVar[Literal["probs", "tokens"]]
 
     @abstractmethod
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
-        """Verify a valid proposal. Values beyond ``lens``, NaN included, are never read."""
+        """Verify a valid proposal. Values after ``lens[b]`` drafts are never read and may be NaN."""
 
 
 def accept_prob(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     """Return min(1, target / draft), elementwise. At draft probability 0 (rounding): 1 iff the target's is positive."""
-    return (target_probs / draft_probs.clamp_min(_TINY)).clamp_max(1.0)
+    return (target_probs / draft_probs.clamp_min(TINY)).clamp_max(1.0)
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
@@ -60,13 +59,13 @@ def left_over(proposal: Proposal, target_probs: Tensor, num_accepted: Tensor) ->
 
 
 def _rows(values: Tensor, index: Tensor) -> Tensor:
-    """values[b, index[b]]: [B, N, V], [B] -> [B, V]."""
+    """Return values[b, index[b]]: [B, N, V], [B] -> [B, V]."""
     offsets = torch.arange(0, values.shape[0] * values.shape[1], values.shape[1], device=values.device)
     return values.flatten(0, 1).index_select(0, index + offsets)
 
 
 def within(values: Tensor, lens: Tensor) -> Tensor:
-    """Return values [B, N] of drafts, 0 beyond ``lens`` [B]."""
+    """Return values [B, N] with 0 after the first ``lens`` [B] of each row."""
     width = values.shape[1]
     if min(lens.tolist()) == width:
         return values
@@ -80,3 +79,10 @@ def chain_verdict(num_accepted: Tensor, next_token: Tensor, width: int) -> Verdi
         num_accepted, next_token = torch.stack((num_accepted, next_token)).cpu()
     path = [[*range(count), *[-1] * (width - count)] for count in num_accepted.tolist()]
     return Verdict(torch.tensor(path, dtype=torch.long).view(len(path), width), num_accepted, next_token)
+
+
+def path_verdict(paths: list[list[int]], next_token: Tensor) -> Verdict:
+    """Return the verdict from the accepted path of each request and next tokens [B] on any device."""
+    depth = max(map(len, paths), default=0)
+    padded = torch.tensor([path + [-1] * (depth - len(path)) for path in paths], dtype=torch.long).view(len(paths), depth)
+    return Verdict(padded, torch.tensor([len(path) for path in paths], dtype=torch.long), next_token.cpu())

@@ -1,7 +1,8 @@
 """Block verification: verifies a chain as a whole and accepts at least as many drafts as rejection, in expectation.
 
-Sun, Mendlovic, Leviathan, Aharoni, Ro, Beirami, Suresh 2024 (arXiv 2403.10444), Algorithm 2, for chains; trees by its
-generalisation (traversal.py). Point masses use rejection: no rule can accept more than the target's probability of them.
+Sun, Mendlovic, Leviathan, Aharoni, Ro, Beirami, Suresh 2024 (arXiv 2403.10444), Algorithm 2, for chains; its generalisation in
+traversal.py for trees. Point masses are verified by rejection, which already accepts them with the target's probability, the
+maximum of any lossless rule.
 """
 
 from __future__ import annotations
@@ -10,15 +11,13 @@ import torch
 from torch import Tensor
 
 from outrider.types import Proposal, Randomness, Verdict
-from outrider.verifiers.base import chain_verdict, residual
+from outrider.verifiers.base import TINY, chain_verdict, residual
 from outrider.verifiers.rejection import RejectionVerifier
 from outrider.verifiers.traversal import verify_tree
 
-_TINY = 1e-30
-
 
 class BlockVerifier(RejectionVerifier):
-    """Accepts the longest prefix, of a tree the first path, whose Bernoulli trial succeeds, by its joint probabilities."""
+    """Accepts the longest prefix of a chain (in a tree: the first path, leaves first) whose Bernoulli trial succeeds."""
 
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
         """``target`` [B, N + 1, V] are target probabilities. See ``Verifier.verify``."""
@@ -34,24 +33,24 @@ class BlockVerifier(RejectionVerifier):
         index = torch.arange(1, width + 1, device=device)
         excess = (weights[:, 1:-1, None] * target[:, 1:-1] - draft_probs[:, 1:]).clamp_min(0.0).sum(dim=-1)  # [B, N - 1]
         total = excess + 1 - weights[:, 1:-1]
-        # 0 / 0: target and draft agree from here on, so a longer prefix is accepted
+        # 0 / 0: target and draft agree after this prefix, so a longer one is accepted
         inner = torch.where(total > 0, excess / total, 1.0)
         chances = torch.where(index == lens, weights[:, 1:], torch.nn.functional.pad(inner, (0, 1)))
-        falls = random.bernoulli(torch.where(index <= lens, chances, 0.0))
-        num_accepted = (falls * index).amax(dim=-1)  # [B]
+        is_accepted = random.bernoulli(torch.where(index <= lens, chances, 0.0))
+        num_accepted = (is_accepted * index).amax(dim=-1)  # [B]
         rows = torch.arange(len(token_ids), device=device)
-        partly = (num_accepted < lens.squeeze(-1)).unsqueeze(-1)
-        weight = torch.where(partly, weights[rows, num_accepted].unsqueeze(-1), 1.0)
-        taken = torch.where(partly, draft_probs[rows, num_accepted.clamp_max(width - 1)], 0.0)
-        next_token = random.categorical(residual(weight * target[rows, num_accepted], taken))
+        has_rejection = (num_accepted < lens.squeeze(-1)).unsqueeze(-1)
+        weight = torch.where(has_rejection, weights[rows, num_accepted].unsqueeze(-1), 1.0)
+        rejected = torch.where(has_rejection, draft_probs[rows, num_accepted.clamp_max(width - 1)], 0.0)
+        next_token = random.categorical(residual(weight * target[rows, num_accepted], rejected))
         return chain_verdict(num_accepted, next_token, width)
 
 
 def _prefix_weights(token_ids: Tensor, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     """Return p_i = min(1, p_(i - 1) target(x_i) / draft(x_i)), p_0 = 1: [B, N + 1]."""
     drafts = token_ids.unsqueeze(-1)
-    of_draft = draft_probs.gather(-1, drafts).clamp_min(_TINY)
-    ratios = (target_probs[:, :-1].gather(-1, drafts) / of_draft).squeeze(-1)  # [B, N]
+    ratios = target_probs[:, :-1].gather(-1, drafts) / draft_probs.gather(-1, drafts).clamp_min(TINY)
+    ratios = ratios.squeeze(-1)  # [B, N]
     weights = [torch.ones_like(ratios[:, 0])]
     for ratio in ratios.unbind(1):
         weights.append((weights[-1] * ratio).clamp_max(1.0))

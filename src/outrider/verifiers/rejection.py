@@ -1,4 +1,4 @@
-"""Speculative (rejection) sampling: lossless for chains and trees, sampled or point-mass drafts.
+"""Speculative (rejection) sampling: lossless for chains and trees of sampled drafts or point masses.
 
 Leviathan, Kalman, Matias 2023, Algorithm 1; Chen et al. 2023, Algorithm 2. Trees: multi-step speculative sampling of SpecInfer
 (Miao et al. 2024, Algorithm 2), with siblings sampled with or without replacement according to the proposal's probabilities.
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from outrider.types import Proposal, Randomness, Verdict
-from outrider.verifiers.base import Verifier, accept_prob, chain_verdict, left_over, residual, within
+from outrider.verifiers.base import Verifier, accept_prob, chain_verdict, left_over, path_verdict, residual, within
 
 
 class RejectionVerifier(Verifier):
-    """Accepts draft x with probability min(1, target(x) / draft(x)); samples from the residual after a rejection."""
+    """Accepts draft x with probability min(1, target(x) / draft(x)); after a rejection samples from the residual."""
 
     lossless: ClassVar[bool] = True
     handles_trees: ClassVar[bool] = True
@@ -37,18 +37,18 @@ def _verify_chain(proposal: Proposal, target_probs: Tensor, random: Randomness) 
     chances = target_probs.gather(-1, drafts)  # acceptance probability of a point mass
     if proposal.probs is not None:
         chances = accept_prob(chances, proposal.probs.gather(-1, drafts))
-    survives = random.bernoulli(within(chances.squeeze(-1), proposal.lens))
-    num_accepted = survives.cumprod(dim=-1).sum(dim=-1)  # [B]
+    is_accepted = random.bernoulli(within(chances.squeeze(-1), proposal.lens))
+    num_accepted = is_accepted.cumprod(dim=-1).sum(dim=-1)  # [B]
     return chain_verdict(num_accepted, random.categorical(left_over(proposal, target_probs, num_accepted)), width)
 
 
 def _verify_tree(proposal: Proposal, parents: Tensor, target_probs: Tensor, random: Randomness) -> Verdict:
-    """Traverse in index order: parents precede children, and siblings are in the order of trial."""
+    """Verify trees. Nodes are tried in index order, in which parents precede children."""
     batch, num_nodes = proposal.token_ids.shape
     drafts, above, lens = proposal.token_ids.tolist(), parents.tolist(), proposal.lens.tolist()
     node = [-1] * batch  # the last accepted draft
-    left = target_probs[:, 0].clone()  # [B, V] target distribution after node, minus rejected children
-    accepted = torch.zeros(batch, num_nodes, dtype=torch.bool)
+    left = target_probs[:, 0].clone()  # [B, V] residual of the target after node and its rejected children
+    paths: list[list[int]] = [[] for _ in range(batch)]
     for i in range(num_nodes):
         tried = [b for b in range(batch) if i < lens[b] and above[b][i] == node[b]]
         chances = left.new_zeros(batch, 1)
@@ -56,14 +56,15 @@ def _verify_tree(proposal: Proposal, parents: Tensor, target_probs: Tensor, rand
             draft = drafts[b][i]
             chance = left[b, draft]
             chances[b] = chance if proposal.probs is None else accept_prob(chance, proposal.probs[b, i, draft])
-        # one trial per node, used or not, so that a request's random numbers do not depend on others
-        taken = random.bernoulli(chances)
+        # One trial per node, used or not, so that a request's random numbers do not depend on other requests.
+        is_accepted = random.bernoulli(chances)
         for b in tried:
-            if taken[b]:
-                accepted[b, i], node[b], left[b] = True, i, target_probs[b, i + 1]
+            if is_accepted[b]:
+                paths[b].append(i)
+                node[b], left[b] = i, target_probs[b, i + 1]
             else:
                 left[b] = residual(left[b], _drawn_from(proposal, b, i, left[b]))
-    return tree_verdict(accepted, random.categorical(left))
+    return path_verdict(paths, random.categorical(left))
 
 
 def _drawn_from(proposal: Proposal, b: int, i: int, like: Tensor) -> Tensor:
@@ -71,13 +72,3 @@ def _drawn_from(proposal: Proposal, b: int, i: int, like: Tensor) -> Tensor:
     if proposal.probs is not None:
         return proposal.probs[b, i]
     return torch.zeros_like(like).index_fill_(0, proposal.token_ids[b, i].to(like.device), 1.0)
-
-
-def tree_verdict(accepted: Tensor, next_token: Tensor) -> Verdict:
-    """Build the verdict on the CPU from accepted nodes bool [B, N] and next tokens [B]. Depth increases with the index."""
-    accepted = accepted.cpu()
-    num_accepted = accepted.sum(dim=-1)
-    order = accepted.long().argsort(dim=-1, descending=True, stable=True)  # accepted nodes first, in index order
-    path = torch.where(torch.arange(accepted.shape[1]) < num_accepted.unsqueeze(-1), order, -1)
-    depth = int(num_accepted.max()) if path.numel() else 0
-    return Verdict(path[:, :depth], num_accepted, next_token.cpu())

@@ -1,7 +1,7 @@
 """Traversal verification: block verification for trees. Accepts at least as many drafts as rejection, in expectation.
 
-Weng et al. 2025 (arXiv 2505.12398), Algorithm 2. Siblings may be drawn with or without replacement: only the distribution that
-each was drawn from enters.
+Weng et al. 2025 (arXiv 2505.12398), Algorithm 2. Siblings may be sampled with or without replacement: the rule uses only the
+distribution that each was sampled from.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from outrider.types import Proposal, Randomness, Verdict
-from outrider.verifiers.base import accept_prob
-from outrider.verifiers.rejection import tree_verdict
+from outrider.verifiers.base import accept_prob, path_verdict
 
 End = tuple[list[int], Tensor]  # the accepted path, and the distribution [V] of the token after it
-# Yields the probability that the accepted path ends at a node, and is sent whether it does.
+# Yields the probability that the accepted path ends at a node and receives whether it does.
 Traversal = Generator[float, bool, End | None]
 
 
@@ -27,24 +26,22 @@ def verify_tree(proposal: Proposal, parents: Tensor, target_probs: Tensor, rando
     traversals = [_Tree.of(proposal, parents, target_probs, b).traverse(-1, 1.0) for b in range(batch)]
     chances, ends = [0.0] * batch, dict[int, End]()
 
-    def go_on(b: int, fell: bool | None) -> None:
+    def resume(b: int, ends_here: bool | None) -> None:
         try:
-            chances[b] = next(traversals[b]) if fell is None else traversals[b].send(fell)
+            chances[b] = next(traversals[b]) if ends_here is None else traversals[b].send(ends_here)
         except StopIteration as stop:
             chances[b], ends[b] = 0.0, stop.value
 
     for b in range(batch):
-        go_on(b, None)
-    # one trial per node, used or not, so that a request's random numbers do not depend on others
+        resume(b, None)
+    # One trial per node, used or not, so that a request's random numbers do not depend on other requests.
     for _ in range(num_nodes):
-        falls = random.bernoulli(target_probs.new_tensor(chances).unsqueeze(-1)).flatten().tolist()
+        is_end = random.bernoulli(target_probs.new_tensor(chances).unsqueeze(-1)).flatten().tolist()
         for b in range(batch):
             if b not in ends:
-                go_on(b, falls[b])
-    accepted = torch.zeros(batch, num_nodes, dtype=torch.bool)
-    for b, (path, _) in ends.items():
-        accepted[b, path] = True
-    return tree_verdict(accepted, random.categorical(torch.stack([ends[b][1] for b in range(batch)])))
+                resume(b, is_end[b])
+    next_token = random.categorical(torch.stack([ends[b][1] for b in range(batch)]))
+    return path_verdict([ends[b][0] for b in range(batch)], next_token)
 
 
 @dataclass(frozen=True)
@@ -52,9 +49,9 @@ class _Tree:
     """One request's tree."""
 
     tokens: Sequence[int]
-    children: Sequence[Sequence[int]]  # of the root, then of each node; siblings in the order in which they were drawn
-    drawn_from: Tensor  # [N, V]
-    target: Tensor  # [N + 1, V]: after the root, then after each node
+    children: Sequence[Sequence[int]]  # of the root, then of each node; siblings in the order in which they were sampled
+    drawn_from: Tensor  # [N, V]: the distribution that each node was sampled from
+    target: Tensor  # [N + 1, V]: target distribution after the root, then after each node
 
     @classmethod
     def of(cls, proposal: Proposal, parents: Tensor, target_probs: Tensor, b: int) -> _Tree:
@@ -66,11 +63,11 @@ class _Tree:
         return cls(proposal.token_ids[b].tolist(), children, proposal.probs[b], target_probs[b])
 
     def traverse(self, node: int, weight: float) -> Traversal:
-        """Look for the end of the accepted path at this node (-1: the root) and below it, leaves first.
+        """Find the end of the accepted path in the subtree of this node (-1: the root), leaves first.
 
-        ``weight``: the probability that the target, rather than the draft, leads here: with it the path ends here or below. A
-        child takes from ``weight * left`` what its draft's distribution covers; what remains is for its siblings, and in the
-        end for the node itself, whose next token comes from it.
+        ``weight``: the probability with which the path ends in this subtree. Each child is visited with the weight
+        ``accept_prob(weight * left, draft)`` of its token; then its draft distribution is subtracted from ``weight * left``,
+        which is renormalised for the next sibling and at last for the token after this node.
         """
         left = self.target[node + 1]
         for child in self.children[node + 1]:
@@ -84,7 +81,7 @@ class _Tree:
                 if mass > 0:
                     left, weight = excess / mass, mass / (mass + (1 - weight))
                 elif weight < 1:
-                    weight = 0.0  # else target and draft agree, and only rounding led here
+                    weight = 0.0  # with weight 1 target and draft are equal, and only rounding led here
         if node < 0 or (yield weight):
             return [], left
         return None

@@ -1,7 +1,7 @@
 """Typical acceptance. LOSSY: the output does not follow the target's distribution (Cai et al. 2024, Medusa, section 2.3.1).
 
-A draft is accepted if target(x) > min(epsilon, delta exp(-entropy)). The longest accepted path is kept, the likelier one on
-ties. At temperature 0 this is exact match.
+A draft is accepted if target(x) > min(epsilon, delta exp(-entropy)). Of all accepted paths the longest is kept, on ties the
+likeliest. At temperature 0 this is exact match.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.types import OutriderError, Proposal, Randomness, Verdict
-from outrider.verifiers.base import Verifier
-
-_TINY = 1e-30
+from outrider.verifiers.base import TINY, Verifier, path_verdict
 
 
 class TypicalVerifier(Verifier):
@@ -33,7 +31,7 @@ class TypicalVerifier(Verifier):
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
         """``target`` [B, N + 1, V] are target probabilities. See ``Verifier.verify``."""
         probs = target.nan_to_num(0.0)
-        entropy = -(probs * probs.clamp_min(_TINY).log()).sum(-1)  # [B, N + 1]
+        entropy = -(probs * probs.clamp_min(TINY).log()).sum(-1)  # [B, N + 1]
         limits = (self.delta * (-entropy).exp()).clamp_max(self.epsilon).tolist()
         drafts, batch = proposal.token_ids.tolist(), len(proposal.token_ids)
         parents = None if proposal.parents is None else proposal.parents.tolist()
@@ -52,7 +50,4 @@ class TypicalVerifier(Verifier):
                     best = max(best, (len(path), likelihood, path), key=lambda found: found[:2])
             paths.append(best[2])
         ends = torch.tensor([path[-1] + 1 if path else 0 for path in paths], device=target.device)
-        next_token = random.categorical(target[torch.arange(batch, device=target.device), ends]).cpu()
-        depth = max(map(len, paths), default=0)
-        padded = torch.tensor([path + [-1] * (depth - len(path)) for path in paths], dtype=torch.long).view(batch, depth)
-        return Verdict(padded, torch.tensor([len(path) for path in paths]), next_token)
+        return path_verdict(paths, random.categorical(target[torch.arange(batch, device=target.device), ends]))

@@ -42,7 +42,7 @@ def found(sweep: Sweep, **objective: float) -> dict[str, Any]:
     return {cell["mode"]: cell for cell in cells(sweep.groups, Objective(**objective))}
 
 
-def test_latencies_and_speeds_are_the_servers_own() -> None:
+def test_latencies_and_speeds_match_the_server() -> None:
     both = found(swept(FakeServer(), Load(concurrency=1)))
     plain, speculative = both[PLAIN], both[SPECULATIVE]
     assert plain["first_token_ms"] == speculative["first_token_ms"] == {"p50": pytest.approx(250), "p95": pytest.approx(250)}
@@ -57,7 +57,7 @@ def test_latencies_and_speeds_are_the_servers_own() -> None:
     assert speculative["first_token_p95_ratio"] == pytest.approx(1)
 
 
-def test_clients_are_as_many_as_asked_for() -> None:
+def test_the_number_of_clients_is_the_requested_one() -> None:
     for concurrency in (1, 3, 8):
         server = FakeServer()
         sweep = swept(server, Load(concurrency=concurrency), repeat=1)
@@ -67,7 +67,7 @@ def test_clients_are_as_many_as_asked_for() -> None:
         assert cell["tok_s"] == pytest.approx(concurrency * 9 / 0.41)
 
 
-def test_connections_are_used_again() -> None:
+def test_connections_are_reused() -> None:
     """As those of most clients are; a server may behave otherwise on a new one (the first acknowledgements come at once)."""
     server = FakeServer()
     swept(server, Load(concurrency=2), repeat=1)
@@ -86,7 +86,7 @@ def test_arrivals_have_the_rate_and_are_the_same_for_both_modes() -> None:
     assert fmean([gap**2 for gap in gaps]) == pytest.approx(2 / 25, rel=0.4)  # exponential, not regular
 
 
-def test_drafts_are_counted_by_the_servers_page() -> None:
+def test_drafts_are_counted_from_the_metrics_page() -> None:
     server = FakeServer()
     both = found(swept(server, Load(concurrency=2), repeat=3))
     cell = both[SPECULATIVE]
@@ -108,7 +108,7 @@ def test_a_server_that_does_not_count_tokens_in_chunks_is_measured_too() -> None
     assert all("continuous_usage_stats" not in body["stream_options"] for body in server.bodies[2:])
 
 
-def test_goodput_counts_what_keeps_the_objective() -> None:
+def test_goodput_counts_requests_that_meet_the_objective() -> None:
     server = FakeServer()
     sweep = swept(server, Load(concurrency=1), repeat=1)
     assert found(sweep, first_token=0.3, token=0.05)[PLAIN]["good_share"] == 1
@@ -118,21 +118,21 @@ def test_goodput_counts_what_keeps_the_objective() -> None:
     assert (strict[PLAIN]["good_share"], strict[SPECULATIVE]["good_share"]) == (0, 1)  # drafts make the difference
 
 
-def test_refused_requests_are_failures_and_no_speed() -> None:
+def test_refused_requests_count_as_failures_without_tokens() -> None:
     server = FakeServer(limit=2)
     cell = found(swept(server, Load(concurrency=4), repeat=1))[SPECULATIVE]
     assert cell["failed"] > 0 and cell["errors"] == ["429: the server is busy"]
     assert cell["good_share"] == 1 - cell["failed"] / cell["requests"]
 
 
-def test_modes_take_turns_and_begin_in_turn() -> None:
+def test_modes_take_turns_in_rotating_order() -> None:
     server = FakeServer()
     swept(server, Load(concurrency=1), repeat=2, requests_per_client=1)
     asked = ["plain" if "speculative" in body else "speculative" for body in server.bodies if body["max_tokens"] == 9]
     assert asked == ["plain", "speculative", "speculative", "plain"]
 
 
-def test_repeats_go_on_with_the_prompts_and_modes_have_the_same() -> None:
+def test_repeats_continue_with_the_next_prompts_for_all_modes() -> None:
     server = FakeServer()
     swept(server, Load(concurrency=2), requests_per_client=1)
     asked = [(body["prompt"].split("\n")[1], "speculative" in body) for body in server.bodies if body["max_tokens"] == 9]
@@ -149,7 +149,7 @@ def test_servers_rest_before_each_run() -> None:
     assert document(sweep, Objective(), {})["rest_s"] == 7.5
 
 
-def test_no_prompt_begins_like_another_unless_it_should() -> None:
+def test_prompts_have_unique_beginnings_except_the_shared_prefix() -> None:
     server = FakeServer()
     swept(server, Load(concurrency=3))
     prompts = [body["prompt"] for body in server.bodies[2:]]  # behind the questions that tell what the server can
@@ -161,7 +161,7 @@ def test_no_prompt_begins_like_another_unless_it_should() -> None:
     assert all(prompt[11:].startswith("once upon a time\n") for prompt in measured)
 
 
-def test_progress_says_what_is_left_and_an_interrupt_loses_no_run() -> None:
+def test_progress_estimates_the_rest_and_an_interrupt_keeps_finished_runs() -> None:
     told: list[Progress] = []
     sweep = Sweep(BOTH, [Load(concurrency=1), Load(concurrency=3)], Traffic(["a"], max_tokens=9, repeat=2),
                   transport=FakeServer().transport())  # fmt: skip
@@ -194,7 +194,7 @@ def test_the_document_and_the_table_name_the_worst_cell() -> None:
 
 
 @pytest.mark.parametrize("num_failed", [0, 256])
-def test_every_figure_of_the_table_can_be_read_in_80_columns(num_failed: int) -> None:
+def test_the_table_fits_80_columns(num_failed: int) -> None:
     sweep = swept(FakeServer(), Load(concurrency=64), Load(rate=0.25), Load(rate=12.5), repeat=1)
     result = document(sweep, Objective(), {})
     for cell, longest in zip(result["cells"], (99_998.0, 1_234_567.0) * 3, strict=True):
@@ -224,7 +224,7 @@ def test_a_load_is_clients_or_a_rate() -> None:
             Load(**wrong)
 
 
-def test_virtual_time_is_nobodys_time() -> None:
+def test_the_virtual_clock_does_not_wait() -> None:
     loop = VirtualTime()
     before = loop.time()
     loop.run_until_complete(asyncio.sleep(3600))
@@ -240,12 +240,12 @@ def test_virtual_time_is_nobodys_time() -> None:
         (["--plain-url", "http://fake"], "requires --url"),
     ],
 )
-def test_an_option_that_would_do_nothing_is_refused(options: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_without_effect_is_refused(options: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", *options]) == 2
     assert says in capsys.readouterr().err
 
 
-def test_a_server_that_never_counts_tokens_is_no_server_of_speed_0() -> None:
+def test_a_server_without_token_counts_is_an_error_not_speed_0() -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "fake", "owned_by": "another"}]})
@@ -264,7 +264,7 @@ def test_a_rate_is_a_number_above_0(number: float) -> None:
 
 
 @pytest.mark.parametrize("answers", [{"data": []}, [1], {"data": [3]}])
-def test_what_is_no_openai_server_is_told_in_one_line(answers: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_kind_of_server_gives_a_one_line_error(answers: object, monkeypatch: pytest.MonkeyPatch) -> None:
     def get(url: str, **more: object) -> httpx.Response:
         good = {"data": [{"id": "m", "owned_by": "vllm"}]}
         return httpx.Response(200, json=answers if "plain" in url else good, request=httpx.Request("GET", url))
@@ -275,13 +275,13 @@ def test_what_is_no_openai_server_is_told_in_one_line(answers: object, monkeypat
         bench_serve.modes("http://a", "http://plain", {})
 
 
-def test_an_address_that_is_none_is_told_in_one_line() -> None:
+def test_an_invalid_address_gives_a_one_line_error() -> None:
     for url in ("http://[", "localhost:8000", ""):
         with pytest.raises(OutriderError, match="does not answer as an OpenAI-compatible server"):
             bench_serve.modes(url, None, {})
 
 
-def test_a_server_of_its_own_is_asked_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_own_server_needs_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     from outrider.server.config import KEYS_VARIABLE
 
     seen: dict[str, str] = {}

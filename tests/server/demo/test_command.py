@@ -20,21 +20,21 @@ def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return last
 
 
-def test_a_port_that_is_taken_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_occupied_port_gives_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("uvicorn")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         said = refusal(capsys, "--port", str(taken.getsockname()[1]))
     assert "cannot listen on 127.0.0.1" in said and "--port" in said
 
 
-def test_without_the_server_s_libraries_it_says_what_to_install(
+def test_missing_server_libraries_give_the_install_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert "pip install 'outrider[serve]'" in refusal(capsys)
 
 
-def test_methods_that_do_not_exist_or_have_no_draft_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_unknown_methods_and_missing_drafts_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("uvicorn")
     (tmp_path / "config.json").write_text("{}")
     assert "unknown method 'magic'" in refusal(capsys, "--port", "0", "--method", "magic")

@@ -98,7 +98,7 @@ def server(demo: Demo, track: HandTrack) -> Iterator[Server]:
         (b" " * 2001, 413, "longer than 2000 bytes"),
     ],
 )
-def test_wrong_input_is_answered_with_one_line(server: Server, demo: Demo, body: bytes, status: int, told: str) -> None:
+def test_invalid_input_gives_one_line(server: Server, demo: Demo, body: bytes, status: int, told: str) -> None:
     answered, _, text = server.ask("POST", "/api/race", body, Content_Type="application/json")
     assert answered == status
     message = json.loads(text)["error"]
@@ -126,7 +126,7 @@ def test_the_page_loads_nothing_from_elsewhere(server: Server) -> None:
     assert about["target"] == "toy" and about["methods"] == {"draft": 16} and about["waiting"] == 0
 
 
-def test_visitors_race_one_after_the_other_and_are_told_their_place(server: Server, track: HandTrack) -> None:
+def test_visitors_race_in_order_and_see_their_position(server: Server, track: HandTrack) -> None:
     first = server.race(**GOOD | {"prompt": "first"})
     assert first.next() == {"type": "started"}
     second = server.race(**GOOD | {"prompt": "second"})
@@ -139,7 +139,7 @@ def test_visitors_race_one_after_the_other_and_are_told_their_place(server: Serv
     assert track.racing == ["first", "second", "third"]
 
 
-def test_a_full_line_refuses_and_says_when_to_come_back(server: Server, track: HandTrack) -> None:
+def test_a_full_queue_refuses_with_retry_after(server: Server, track: HandTrack) -> None:
     visits = [server.race(**GOOD) for _ in range(3)]
     for visit in visits:
         visit.next()
@@ -165,7 +165,7 @@ def test_a_tab_closed_during_its_race_frees_the_place(server: Server, track: Han
     until(lambda: track.closed == ["first", "second"])
 
 
-def test_a_visitor_who_reads_nothing_holds_nobody_up(server: Server, track: HandTrack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_visitor_who_does_not_read_delays_nobody(server: Server, track: HandTrack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "UNREAD", 0.5)
     track.padding = "x" * 1_000_000
     body = json.dumps(GOOD | {"prompt": "silent"}).encode()
@@ -182,7 +182,7 @@ def test_a_visitor_who_reads_nothing_holds_nobody_up(server: Server, track: Hand
         second.leave()
 
 
-def test_a_tab_closed_in_line_frees_the_place(server: Server, track: HandTrack, demo: Demo) -> None:
+def test_a_tab_closed_in_the_queue_frees_the_place(server: Server, track: HandTrack, demo: Demo) -> None:
     first, second = server.race(**GOOD | {"prompt": "first"}), server.race(**GOOD | {"prompt": "second"})
     assert first.next() and second.next()
     third = server.race(**GOOD | {"prompt": "third"})
@@ -194,7 +194,7 @@ def test_a_tab_closed_in_line_frees_the_place(server: Server, track: HandTrack, 
     assert track.racing == ["first", "third"]
 
 
-def test_a_race_that_fails_tells_no_secrets_and_hurts_nobody(server: Server, track: HandTrack) -> None:
+def test_a_failed_race_shows_no_internals_and_affects_nobody_else(server: Server, track: HandTrack) -> None:
     broken = server.race(**GOOD | {"prompt": "breaks"}).rest()
     assert broken[-1]["type"] == "error" and "secret" not in broken[-1]["message"]
     track.may_end.set()

@@ -86,7 +86,7 @@ def visitor(browser: Any, server: Server) -> Iterator[Visitor]:
     assert not visitor.complaints
 
 
-def test_the_slider_moves_the_measured_acceptance_and_no_word(visitor: Visitor) -> None:
+def test_the_slider_changes_acceptance_but_not_the_text(visitor: Visitor) -> None:
     rates, texts = [], set()
     for accuracy in (100, 50, 0):
         visitor.race(accuracy)
@@ -157,7 +157,7 @@ def test_it_can_be_used_by_keyboard_alone(visitor: Visitor) -> None:
     assert page.locator(".tok[aria-selected=true]").count() == 1
 
 
-def test_a_race_ends_when_its_end_is_known_not_when_its_last_round_is_shown(visitor: Visitor) -> None:
+def test_a_race_ends_with_its_last_event_before_the_replay_ends(visitor: Visitor) -> None:
     """The verdict comes with the end: on a slow machine all rounds are on the page some time before."""
     ends = visitor.page.evaluate(
         """async () => {
@@ -177,7 +177,7 @@ def test_a_race_ends_when_its_end_is_known_not_when_its_last_round_is_shown(visi
     assert ends == [True, True]
 
 
-def test_a_race_that_is_refused_leaves_the_one_before_it_to_be_replayed(visitor: Visitor) -> None:
+def test_a_refused_race_keeps_the_previous_replay(visitor: Visitor) -> None:
     visitor.race()
     first, said = visitor.page.input_value("#prompt"), visitor.said("speculative")
     visitor.page.fill("#prompt", "x y z " * 600)
@@ -191,7 +191,7 @@ def test_a_race_that_is_refused_leaves_the_one_before_it_to_be_replayed(visitor:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_can_be_read_in_both_colour_schemes_and_on_a_narrow_screen(browser: Any, server: Server, scheme: str) -> None:
+def test_text_is_readable_in_both_colour_schemes_and_on_narrow_screens(browser: Any, server: Server, scheme: str) -> None:
     """Every colour of text against what it stands on: at least 4.5 to 1 (WCAG 2.2, AA)."""
     visitor = Visitor(browser, server.url, color_scheme=scheme, viewport={"width": 390, "height": 844})
     visitor.race(accuracy=50)
@@ -202,7 +202,7 @@ def test_text_can_be_read_in_both_colour_schemes_and_on_a_narrow_screen(browser:
     visitor.context.close()
 
 
-def test_mistakes_and_a_server_that_is_gone_are_said_on_the_page(visitor: Visitor) -> None:
+def test_errors_and_a_lost_server_are_shown_on_the_page(visitor: Visitor) -> None:
     page = visitor.page
     page.fill("#prompt", "x y z " * 600)
     page.click("#start")

@@ -33,7 +33,7 @@ def text_of(events: Sequence[dict[str, Any]], lane: str) -> str:
 
 @pytest.mark.parametrize("k", [0, 1, 4, "auto"])
 @pytest.mark.parametrize("method", ["draft", "ngram"])
-def test_greedy_lanes_say_the_same(track: Track, method: str, k: int | str) -> None:
+def test_greedy_lanes_emit_the_same_tokens(track: Track, method: str, k: int | str) -> None:
     events = run(track, replace(WANTED, method=method, k=k))
     assert events[0]["type"] == "started" and events[-1]["type"] == "finished"
     assert events[-1]["first_difference"] is None and events[-1]["faults"] == 0
@@ -41,7 +41,7 @@ def test_greedy_lanes_say_the_same(track: Track, method: str, k: int | str) -> N
     assert text_of(events, "plain") == text_of(events, "speculative") != ""
 
 
-def test_accuracy_moves_acceptance_from_all_to_nothing_and_no_word(track: Track) -> None:
+def test_accuracy_changes_acceptance_but_not_the_text(track: Track) -> None:
     runs = [run(track, replace(WANTED, accuracy=accuracy)) for accuracy in (1.0, 0.6, 0.0)]
     rates = [events[-1]["figures"]["alpha"] for events in runs]
     assert rates[0] == 1.0 and 0.25 < rates[1] < 0.85 and rates[2] < 0.03
@@ -50,7 +50,7 @@ def test_accuracy_moves_acceptance_from_all_to_nothing_and_no_word(track: Track)
     assert taus[0] == pytest.approx(5, abs=0.5) and taus[2] < 1.1
 
 
-def test_a_lane_s_clock_counts_its_own_rounds_and_who_is_behind_runs_next(track: Track) -> None:
+def test_a_clock_counts_its_own_rounds_and_the_smaller_runs_next(track: Track) -> None:
     events = [event for event in run(track, WANTED) if event["type"] == "round"]
     clocks = {"plain": 0.0, "speculative": 0.0}
     ended: set[str] = set()
@@ -64,7 +64,7 @@ def test_a_lane_s_clock_counts_its_own_rounds_and_who_is_behind_runs_next(track:
     assert ended == {"plain", "speculative"}
 
 
-def test_a_token_s_distributions_and_residual_are_those_of_the_verifier(folders: dict[str, str]) -> None:
+def test_distributions_and_residual_match_the_verifier(folders: dict[str, str]) -> None:
     llm = LLM(folders["target"], method="plain", max_batch=2, compile="never")
     track = Track(llm, ["draft"], folders["draft"], PATIENT)
     worn = track._engines["draft"].proposer.inner  # type: ignore[attr-defined]
@@ -94,7 +94,7 @@ def test_a_token_s_distributions_and_residual_are_those_of_the_verifier(folders:
     assert {"accepted", "corrected"} <= seen
 
 
-def test_at_temperature_0_the_target_s_odds_before_its_choice_are_shown(track: Track) -> None:
+def test_greedy_targets_show_their_probabilities_before_the_argmax(track: Track) -> None:
     tokens = [token for round_ in rounds_of(run(track, WANTED), "plain") for token in round_["tokens"]]
     for token in tokens:
         place = token["place"]
@@ -128,14 +128,14 @@ def test_time_is_limited(track: Track, monkeypatch: pytest.MonkeyPatch) -> None:
     assert last["type"] == "finished" and "time" in last["reasons"].values()
 
 
-def test_rejected_guesses_and_those_behind_them_are_told(track: Track) -> None:
+def test_rejected_and_unreached_drafts_are_reported(track: Track) -> None:
     for round_ in rounds_of(run(track, replace(WANTED, accuracy=0.0)), "speculative"):
         if round_["drafted"]:
             (guess,) = round_["tokens"][-1]["place"]["guesses"]
             assert not guess["accepted"] and len(round_["dropped"]) == round_["drafted"] - 1
 
 
-def test_what_cannot_be_run_is_refused(track: Track, folders: dict[str, str]) -> None:
+def test_invalid_requests_are_refused(track: Track, folders: dict[str, str]) -> None:
     with pytest.raises(OutriderError, match="unknown method 'magic': available are draft, ngram"):
         track.encode(replace(WANTED, method="magic"))
     with pytest.raises(OutriderError, match="with max_tokens=60"):

@@ -16,7 +16,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with options.results.open("a") as file:
         for result in run(names, options.jobs, options.timeout):
             done[result.name] = result
-            file.write(json.dumps(result.to_json()) + "\n")
+            file.write(json.dumps(asdict(result)) + "\n")
             file.flush()
             print(f"{len(done):3}/{len(known)} {result.name}: {result.verdict} {result.reason}"[:200], flush=True)
     results = [done[name] for name in known if name in done]

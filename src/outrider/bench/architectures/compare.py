@@ -9,7 +9,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,10 +44,6 @@ class Result:
     reason: str = ""  # if it does not run
     cells: dict[str, str] = field(default_factory=dict)  # method -> same (accepted/drafted), refused: why, differs: where
     seconds: float = 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-serialisable dictionary."""
-        return asdict(self)
 
 
 def compare(name: str, methods: Sequence[str] = tuple(METHODS)) -> Result:

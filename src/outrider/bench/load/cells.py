@@ -9,9 +9,8 @@ from typing import Any
 
 from outrider.bench.load.counters import Counters
 from outrider.bench.load.sweep import PLAIN, Group, Run
-from outrider.bench.statistics import quantiles
+from outrider.bench.statistics import percentiles
 
-LEVELS = (0.5, 0.95)
 MIN_SECONDS = 1e-6  # minimum seconds of a run, against division by zero
 
 
@@ -86,10 +85,7 @@ def _p95_ratio(first: Mapping[str, float] | None, plain: Sequence[Run] | None) -
 
 def _milliseconds(seconds: Iterable[float | None], weights: Sequence[float] | None = None) -> dict[str, float] | None:
     """Return p50 and p95; None without values."""
-    values = [1000 * each for each in seconds if each is not None]
-    if not values:
-        return None
-    return dict(zip(("p50", "p95"), quantiles(values, weights or [1.0] * len(values), LEVELS), strict=True))
+    return percentiles([1000 * each for each in seconds if each is not None], weights)
 
 
 def _acceptance(runs: Sequence[Run]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 
@@ -26,24 +27,20 @@ class Counters:
     by_position: dict[int, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)  # seconds
 
-    def __sub__(self, before: Counters) -> Counters:
+    def __add__(self, other: Counters, sign: int = 1) -> Counters:
+        def added(own: dict[Any, float], others: dict[Any, float]) -> dict[Any, float]:
+            return {key: own.get(key, 0.0) + sign * others.get(key, 0.0) for key in sorted({*own, *others})}
+
         return Counters(
-            self.rounds - before.rounds,
-            self.drafts - before.drafts,
-            self.accepted - before.accepted,
-            {position: count - before.by_position.get(position, 0.0) for position, count in self.by_position.items()},
-            {phase: seconds - before.phases.get(phase, 0.0) for phase, seconds in self.phases.items()},
+            self.rounds + sign * other.rounds,
+            self.drafts + sign * other.drafts,
+            self.accepted + sign * other.accepted,
+            added(self.by_position, other.by_position),
+            added(self.phases, other.phases),
         )
 
-    def __add__(self, other: Counters) -> Counters:
-        positions, phases = {*self.by_position, *other.by_position}, {*self.phases, *other.phases}
-        return Counters(
-            self.rounds + other.rounds,
-            self.drafts + other.drafts,
-            self.accepted + other.accepted,
-            {each: self.by_position.get(each, 0.0) + other.by_position.get(each, 0.0) for each in sorted(positions)},
-            {each: self.phases.get(each, 0.0) + other.phases.get(each, 0.0) for each in sorted(phases)},
-        )
+    def __sub__(self, before: Counters) -> Counters:
+        return self.__add__(before, -1)
 
 
 def parse(page: str) -> Counters:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.bench.load.cells import Objective, cells, worst
 from outrider.bench.load.sweep import Sweep
 from outrider.bench.provenance import origin
-from outrider.bench.tables import number
+from outrider.bench.tables import bare_table, number
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,16 +46,13 @@ def document(sweep: Sweep, objective: Objective, extra: Mapping[str, Any]) -> di
 
 def table(result: Mapping[str, Any]) -> Table:
     """Return a table for a terminal with 80 columns; failures are shown only if there are any."""
-    from rich import box
-    from rich.table import Table
-
     limits, cells = result["objective_ms"], result["cells"]
     title = (
         "load: concurrent clients, or arrivals; ms p50/p95; good: requests per second with the first token in "
         f"{limits['first_token']:g} ms and {limits['token']:g} ms per token"
     )
     has_failed = any(cell["failed"] for cell in cells)
-    view = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=0)
+    view = bare_table(title)
     view.add_column("load", no_wrap=True)
     view.add_column("mode", no_wrap=True)
     for name in ("tok/s", "x", "first", "between", "good", "tau", "rate", *(("fail",) if has_failed else ())):

@@ -1,10 +1,10 @@
 """Checkpoints of the compressed-tensors library (llm-compressor, vLLM): integers, FP8 and MXFP4.
 
-Which format a layer has is seen from its tensors. ``pack-quantized``: ``weight_packed`` int32 [outputs, inputs * bits / 32]
+The format of a layer is recognised by its tensors. ``pack-quantized``: ``weight_packed`` int32 [outputs, inputs * bits / 32]
 holds integers + 2^(bits - 1), consecutive inputs in a word; ``weight_zero_point`` int32 [outputs * bits / 32, groups] likewise,
 but consecutive outputs; ``weight_g_idx`` [inputs] names the group of each input where that is not in order.
 ``int-quantized``: ``weight`` int8 [outputs, inputs]. ``float-quantized``: ``weight`` float8. ``mxfp4-pack-quantized``:
-``weight_packed`` uint8. Activations that such a checkpoint would round are not: the weights' values are the file's.
+``weight_packed`` uint8. Activations are not quantised, even if the checkpoint asks for it; weights keep the file's values.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CompressedTensors:
     keys = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Raises ``OutriderError`` for variants that are not read."""
+        """Raises ``OutriderError`` for unsupported variants."""
         schemes = [scheme for scheme in (config.get("config_groups") or {}).values() if isinstance(scheme, dict)]
         for form in [config.get("format"), *(scheme.get("format") for scheme in schemes)]:
             if form is not None and form not in FORMATS:

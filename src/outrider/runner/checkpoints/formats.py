@@ -1,6 +1,6 @@
-"""Which quantised checkpoints are read into Outrider's own weights, which transformers runs, and which nothing here runs.
+"""Choose how a quantised checkpoint runs: with Outrider's own weights, with transformers' quantiser, or not at all.
 
-All is decided from the config, before weights are read or downloaded.
+The choice depends on the config only and is made before weights are read or downloaded.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def method_of(quantization: Mapping[str, Any]) -> str:
 def choose(source: str, quantization: Mapping[str, Any], device: torch.device) -> Format | None:
     """Return the reader of a quantised checkpoint; None where transformers' own quantiser loads it.
 
-    Raises ``OutriderError``, in one line, for what neither can run on this device.
+    Raises ``OutriderError``, in one line, if neither can run it on this device.
     """
     method = method_of(quantization)
     reads = FORMATS.get(method) if device.type == "cpu" and native.load() else None
@@ -65,7 +65,7 @@ def choose(source: str, quantization: Mapping[str, Any], device: torch.device) -
         except OutriderError as error:
             problem = f"{error} is not read"
     if method == "mxfp4" and device.type == "cpu" and problem is None:
-        return None  # values are exact in bfloat16, into which transformers converts them without further libraries
+        return None  # transformers converts these to bfloat16 exactly, without further libraries
     own = _why_not_transformers(quantization)
     if own is None and problem is None:
         return None
@@ -74,7 +74,7 @@ def choose(source: str, quantization: Mapping[str, Any], device: torch.device) -
 
 
 def loader_options(reader: Format | None, quantization: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
-    """Return what ``from_pretrained`` is told about a quantised checkpoint."""
+    """Return the arguments of ``from_pretrained`` for a quantised checkpoint."""
     if reader is not None:
         return {"quantization_config": StoredConfig(reader)}
     if quantization is not None and method_of(quantization) == "mxfp4" and device.type == "cpu":
@@ -83,14 +83,14 @@ def loader_options(reader: Format | None, quantization: Mapping[str, Any] | None
 
 
 def _why_not_transformers(quantization: Mapping[str, Any]) -> str | None:
-    """Return why transformers' quantiser cannot load such a checkpoint on this machine; None where it says that it can."""
+    """Return why transformers' quantiser cannot load such a checkpoint on this machine; None if it can."""
     try:
         with warnings.catch_warnings(action="ignore"):
             quantizer = AutoHfQuantizer.from_config(dict(quantization), pre_quantized=True)
             quantizer.validate_environment(device_map=None, weights_only=True)
     except ValueError as error:
         return "the format is unknown" if "Unknown quantization type" in str(error) else first_line(error)
-    except Exception as error:  # a library that is missing or too old, in more ways than can be listed
+    except Exception as error:  # missing or old libraries raise many kinds of exceptions
         logger.debug("no quantiser for %s", quantization, exc_info=True)
         return first_line(error)
     return None

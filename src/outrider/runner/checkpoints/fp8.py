@@ -28,7 +28,7 @@ class Fp8:
     keys = ("weight", "weight_scale_inv", "weight_scale")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Raises ``OutriderError`` for variants that are not read."""
+        """Raises ``OutriderError`` for unsupported variants."""
         self.block = block_of(config.get("weight_block_size"))
 
     def read(self, layer: LayerTensors) -> Tensor:

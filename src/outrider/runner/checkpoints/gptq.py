@@ -27,7 +27,7 @@ class Gptq:
     keys = ("qweight", "qzeros", "scales", "g_idx")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Raises ``OutriderError`` for variants that are not read."""
+        """Raises ``OutriderError`` for unsupported variants."""
         self.group_size = config.get("group_size")
         version = config.get("checkpoint_format") or config.get("format") or "gptq"
         if version not in ("gptq", "gptq_v2"):

@@ -1,7 +1,7 @@
-"""Places the tensors of a quantised checkpoint in a model: linear layers hold what the files store, until they are packed.
+"""Load quantised checkpoints: linear layers hold the stored tensors until they are packed.
 
-transformers reads the files and names the tensors as for any checkpoint; only the layers that have quantised tensors in the
-files are replaced before that. The config does not decide which those are.
+transformers reads the files and maps tensor names as for any checkpoint; before that, layers with quantised tensors in the
+files (not in the config) are replaced.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StoredLinear(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(self, reader: Format, layer: LayerTensors, bias: Tensor | None) -> None:
-        """``layer``: its tensors, on the meta device. ``bias``: an empty one of the checkpoint's dtype."""
+        """``layer``: tensors on the meta device. ``bias``: empty, in the checkpoint's dtype."""
         super().__init__()
         self.out_features, self.in_features = layer.outputs, layer.inputs
         self.name, self._reader = layer.name, reader
@@ -60,7 +60,7 @@ class StoredLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def read(self) -> QuantizedWeight | Tensor:
-        """Return the weight. Raises ``OutriderError``, naming the tensor, for values that no weight has."""
+        """Return the weight. Raises ``OutriderError``, naming the tensor, for invalid values."""
         return self._reader.read(LayerTensors(self.name, self.out_features, self.in_features, dict(self.named_buffers())))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class StoredLinear(nn.Module):
 
 
 class StoredConfig(QuantizationConfigMixin):
-    """What transformers' loader is given in place of the checkpoint's quantisation."""
+    """Replaces the checkpoint's quantisation config for transformers' loader."""
 
     def __init__(self, reader: Format) -> None:
         self.reader, self.quant_method = reader, METHOD  # type: ignore[assignment]
@@ -88,7 +88,7 @@ class StoredQuantizer(HfQuantizer):
         place(model, self.quantization_config.reader, checkpoint_files or ())
 
     def postprocess_model(self, model: PreTrainedModel, **_: Any) -> None:
-        self.remove_quantization_config(model)  # type: ignore[no-untyped-call]  # for others it is a model in 16 bits
+        self.remove_quantization_config(model)  # type: ignore[no-untyped-call]  # other code sees a model in 16 bits
 
     def is_serializable(self) -> bool:
         return False
@@ -99,7 +99,7 @@ class StoredQuantizer(HfQuantizer):
 
 
 def without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config as that of a checkpoint in 16 bits."""
+    """Return a copy of the config without quantisation."""
     config = copy.deepcopy(config)
     for part in (config, config.get_text_config(decoder=True)):
         part.__dict__.pop("quantization_config", None)
@@ -111,12 +111,12 @@ def headers(files: Sequence[str]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for file in files:
         if not str(file).endswith(".safetensors"):
-            raise OutriderError(f"{file} is no safetensors file: quantised weights are read from safetensors only")
+            raise OutriderError(f"{file} is not a safetensors file: quantised weights are read from safetensors only")
         try:
             with safe_open(file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  # not a mapping
                     part = opened.get_slice(name)
-                    if part.get_dtype() in DTYPES:  # else of a format that nothing here reads, seen as missing
+                    if part.get_dtype() in DTYPES:  # other dtypes are unsupported and count as missing
                         found[name] = torch.empty(part.get_shape(), dtype=DTYPES[part.get_dtype()], device="meta")
         except (SafetensorError, OSError) as error:
             raise OutriderError(f"cannot read {file}: {first_line(error)}") from error
@@ -135,7 +135,7 @@ def place(model: PreTrainedModel, reader: Format, files: Sequence[str]) -> None:
     for stem in sorted(stems | _unmarked(found)):
         place_name, is_merged = names.of(stem)
         module = modules.get(place_name)
-        if module is None and not is_merged:  # of what the model lacks, such as heads that draft
+        if module is None and not is_merged:  # not part of the model, such as draft heads
             continue
         if type(module) not in (nn.Linear, Conv1D):
             raise OutriderError(
@@ -165,7 +165,7 @@ def place(model: PreTrainedModel, reader: Format, files: Sequence[str]) -> None:
 
 
 def _unmarked(found: dict[str, Tensor]) -> set[str]:
-    """Return the layers whose weight consists of codes, whether or not they have scales."""
+    """Return the layers with a quantised weight, whether or not they have scales."""
     return {
         name.removesuffix(".weight")
         for name, tensor in found.items()

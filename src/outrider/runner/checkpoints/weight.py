@@ -1,4 +1,4 @@
-"""What every format's reader returns, and what readers share: checks of tensors, and codes packed into integers."""
+"""Interface of the format readers, and their shared functions: checks of tensors, unpacking of codes."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def spread(each: Tensor, group: int, inputs: int) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerTensors:
-    """The tensors of one quantised linear layer in a checkpoint: by the last part of their names, such as ``qweight``."""
+    """The tensors of one quantised linear layer in a checkpoint, by the last part of their names, such as ``qweight``."""
 
-    name: str  # of the layer in the checkpoint
+    name: str  # the layer's name in the checkpoint
     outputs: int
     inputs: int
     tensors: Mapping[str, Tensor]  # on the meta device while only the headers of the files have been read
@@ -92,9 +92,9 @@ class LayerTensors:
         return tensor
 
     def group(self, groups: int, stated: object) -> int:
-        """Return the inputs of a group, for ``groups`` groups; ``stated``: the config's group size, if it says one.
+        """Return the inputs per group for ``groups`` groups; ``stated``: the config's group size, if it has one.
 
-        Raises ``OutriderError`` where the inputs cannot be divided into so many groups.
+        Raises ``OutriderError`` if the inputs cannot be divided into this number of groups.
         """
         if isinstance(stated, int) and stated > 0 and -(-self.inputs // stated) == groups:
             return stated
@@ -105,7 +105,7 @@ class LayerTensors:
         return self.inputs // groups
 
     def grouped(self, key: str, group: int) -> Tensor | None:
-        """Return the order of inputs by the group that a tensor names for each; None where they are in order.
+        """Return the order of inputs by group, from a tensor with the group of each input; None if they are in order.
 
         Raises ``OutriderError`` unless every group but the last gets ``group`` inputs.
         """
@@ -133,7 +133,7 @@ class Format(Protocol):
 
     @property
     def has_codes(self) -> bool:
-        """Whether layers are integer codes, which keep their 4 or 8 bits, rather than floating-point numbers of 8 or 4 bits."""
+        """Whether weights are integer codes, which keep their 4 or 8 bits; False for floating-point numbers of 8 or 4 bits."""
         ...
 
     @property

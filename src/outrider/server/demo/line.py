@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
+from contextlib import AbstractContextManager, suppress
 
 
 class LineFull(Exception):
@@ -21,45 +21,31 @@ class WaitingLine:
         return len(self._places)
 
     def join(self) -> Place:
-        """Append a visitor and return the place, a context manager that frees it. Raises ``LineFull``."""
+        """Append a visitor and return the place. Raises ``LineFull``."""
         if len(self._places) >= self.longest:
             raise LineFull
-        place = Place(self)
-        self._places.append(place)
-        return place
-
-    def ahead_of(self, place: Place) -> int:
-        return self._places.index(place)
-
-    def leave(self, place: Place) -> None:
-        """Free a place; later visitors move up."""
-        self._places.remove(place)
-        for other in self._places:
-            other.moved.set()
+        self._places.append(Place(self._places))
+        return self._places[-1]
 
 
-class Place:
-    """One visitor's place, a context manager."""
+class Place(AbstractContextManager["Place"]):
+    """One visitor's place, a context manager that frees it, so that later visitors move up."""
 
-    def __init__(self, line: WaitingLine) -> None:
-        self._line = line
-        self.moved = asyncio.Event()
+    def __init__(self, line: list[Place]) -> None:
+        self._line, self._moved = line, asyncio.Event()
 
     @property
     def ahead(self) -> int:
         """Number of visitors before this one; 0 if it is this visitor's turn."""
-        return self._line.ahead_of(self)
+        return self._line.index(self)
 
     async def wait(self, seconds: float) -> None:
         """Wait until the place moves up, at most ``seconds``."""
-        try:
-            await asyncio.wait_for(self.moved.wait(), seconds)
-        except TimeoutError:
-            return
-        self.moved.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._moved.wait(), seconds)
+        self._moved.clear()
 
-    def __enter__(self) -> Place:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._line.leave(self)
+    def __exit__(self, *error: object) -> None:
+        self._line.remove(self)
+        for other in self._line:
+            other._moved.set()

@@ -1,4 +1,4 @@
-"""The base of proposers that wrap another one."""
+"""Base class of proposers that wrap another one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from outrider.proposers.base import Proposer
 from outrider.types import Context, Request, Verdict
 
 
-class Around(Proposer):
-    """A proposer that passes every call on to the inner one."""
+class ProposerWrapper(Proposer):
+    """Delegates every call except ``propose`` to the inner proposer."""
 
     def __init__(self, inner: Proposer) -> None:
         self.inner = inner
@@ -19,7 +19,7 @@ class Around(Proposer):
 
     @property
     def memory(self) -> object:
-        """Return the inner proposer's value."""
+        """What the inner proposer learned from finished requests."""
         return self.inner.memory
 
     @memory.setter

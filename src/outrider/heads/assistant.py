@@ -1,0 +1,256 @@
+"""Gemma 4's assistants: a few layers that attend to the target's own keys and values (ai.google.dev/gemma/docs/mtp/overview,
+transformers' ``gemma4_assistant``).
+
+The input is the embedding of a token and the target's last feature before it. The layers compute queries alone; keys and values
+are those of committed tokens, stored by the target's last layer of the same kind, so an assistant has no KV cache and drafts do
+not see each other. All drafts have the position of the last committed token. A projection of the output stands for the
+target's next feature. With ordered embeddings, logits are computed for the tokens of the likeliest clusters only.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from outrider.heads.checkpoint import TargetSizes, fill, find_folder, made, read_folder, tensor_names
+from outrider.heads.feature_head import Rotation
+from outrider.heads.head_runner import RolloutRunner
+from outrider.heads.rollout_head import RolloutHead
+from outrider.runner import ModelRunner, attention
+from outrider.runner.attention import PassLayout
+from outrider.runner.kv_cache import CacheShape, LayerShape
+from outrider.runner.loading import load_config, text_config
+from outrider.runner.survey import without_weights
+from outrider.types import IMPOSSIBLE_LOGIT, OutriderError
+
+MARK = "pre_projection.weight"  # a tensor of assistants only
+IGNORED = (r"rotary_emb\.", r"^copy$")  # the output head is the embedding
+TABLE = "model.embed_tokens.weight"
+
+
+class AssistantHead(RolloutHead):
+    """The assistant's modules, with new weights. ``stored``: by kind of layer, what the target stores for it."""
+
+    def __init__(self, config: Any, decoder: Any, stored: dict[str, LayerShape]) -> None:
+        """``config``: the assistant's; ``decoder``: its layers on the meta device, which become the head's."""
+        super().__init__()
+        self.text, self._stored = decoder.config, stored
+        hidden, self.target_hidden_size = int(self.text.hidden_size), int(config.backbone_hidden_size)
+        self.pre_projection = nn.Linear(2 * self.target_hidden_size, hidden, bias=False)
+        self.post_projection = nn.Linear(hidden, self.target_hidden_size, bias=False)
+        self.layers, self.norm = (each.to_empty(device="cpu") for each in (decoder.layers, decoder.norm))
+        self.rotary_emb: nn.Module = type(decoder.rotary_emb)(self.text)
+        self.num_clusters = int(config.centroid_intermediate_top_k) if config.use_ordered_embeddings else 0
+        if self.num_clusters:
+            self.centroids = nn.Linear(hidden, int(config.num_centroids), bias=False)
+            self.register_buffer("token_ordering", torch.arange(int(self.text.vocab_size)))  # tokens by cluster
+            self.table = nn.Parameter(torch.empty(int(self.text.vocab_size), hidden))
+        else:
+            self.lm_head = nn.Linear(hidden, int(self.text.vocab_size), bias=False)
+        self.register_buffer("draft_ids", None)
+        self.text._attn_implementation = attention.NAME
+        for layer in self.layers:
+            own: Any = layer.self_attn
+            if own.sliding_window is not None:  # transformers' mask: up to so many positions before the last stored one
+                own.sliding_window += 2
+
+    @property
+    def hidden_states(self) -> tuple[int, ...]:
+        return (self._num_target_layers,)
+
+    @property
+    def uses_targets_output(self) -> bool:
+        return False
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        return CacheShape.of({})
+
+    def exact_rotary(self) -> nn.Module:
+        made: nn.Module = type(self.rotary_emb)(self.text)
+        return made
+
+    def check_fit(self, target: TargetSizes) -> None:
+        hidden, vocab = self.target_hidden_size, int(self.text.vocab_size)
+        if hidden != target.hidden_size:
+            raise OutriderError(f"the head expects hidden size {hidden}, but {target.name} has {target.hidden_size}")
+        if vocab != target.vocab_size:
+            raise OutriderError(f"the head was made for {vocab} tokens, but {target.name} has {target.vocab_size}")
+        for index, layer in enumerate(self.layers):
+            own: Any = layer.self_attn
+            shape = self._stored.get(own.layer_type)
+            if shape is None:
+                raise OutriderError(f"layer {index} of the head reads {own.layer_type}, which {target.name} does not have")
+            heads = own.q_proj.out_features // own.head_dim
+            if own.head_dim != shape.key_dim or own.head_dim != shape.value_dim or heads % shape.num_kv_heads:
+                raise OutriderError(
+                    f"model.layers.{index}.self_attn.q_proj.weight has {heads} heads of {own.head_dim}, but the keys of"
+                    f" {target.name} in {own.layer_type} have {shape.num_kv_heads} of {shape.key_dim}"
+                )
+        self._num_target_layers = target.num_layers
+
+    def fuse(self, features: Sequence[Tensor]) -> Tensor:
+        return features[0]
+
+    def forward(self, token_ids: Tensor, hidden: Tensor, position_ids: Tensor, rotation: Rotation | None = None) -> Tensor:
+        out: Tensor = self.pre_projection(torch.cat((self.embed(token_ids, hidden), hidden), -1))
+        rotations = {kind: self.rotary_emb(out, position_ids, kind) for kind in self._stored}
+        # The tokens of the pass have no keys and values: nothing sees what is written in their slots.
+        none = {
+            kind: (out.new_zeros(1, shape.num_kv_heads, out.shape[1], shape.key_dim),) * 2
+            for kind, shape in self._stored.items()
+        }
+        for layer in self.layers:
+            kind = _kind_of(layer)
+            out = layer(out, shared_kv_states=none, position_embeddings=rotations[kind], position_ids=position_ids)
+        normed: Tensor = self.norm(out)
+        return normed
+
+    def feedback(self, out: Tensor) -> Tensor:
+        fed: Tensor = self.post_projection(out)
+        return fed
+
+    def logits(self, out: Tensor) -> Tensor:
+        if not self.num_clusters:
+            found: Tensor = self.lm_head(out)
+            return found
+        clusters = self.centroids(out).topk(self.num_clusters, -1).indices
+        order: Any = self.token_ordering
+        tokens = order.view(self.centroids.out_features, -1)[clusters].flatten(-2)  # [..., clusters x tokens of each]
+        chosen = (self.table[tokens].to(out.dtype) @ out[..., None]).squeeze(-1)
+        return chosen.new_full((*out.shape[:-1], len(order)), IMPOSSIBLE_LOGIT).scatter(-1, tokens, chosen)
+
+
+class AssistantRunner(RolloutRunner):
+    """Runs an assistant over the KV cache of its target. Its own cache only counts the tokens whose features it has seen."""
+
+    def __init__(self, head: AssistantHead, target: ModelRunner, bits: int | None = None) -> None:
+        super().__init__(head, target, bits)
+        sources, self._target_cache = sources_of(target), target.cache
+        self._places = tuple(target.cache.shape.places[sources[_kind_of(layer)]] for layer in head.layers)
+
+    @torch.inference_mode()
+    def extend(
+        self, request_ids: Sequence[str], tokens: Sequence[Sequence[int]], features: Sequence[Sequence[Tensor]]
+    ) -> Tensor:
+        rows = [self.cache.row(request_id) for request_id in request_ids]
+        ends = [self.cache.cached_lens[row] + len(new) for row, new in zip(rows, tokens, strict=True)]
+        if ends != [self._target_cache.cached_len(request_id) for request_id in request_ids]:
+            raise RuntimeError("the target has not stored what it told the features of")
+        for row, end in zip(rows, ends, strict=True):
+            self.cache.cached_lens[row] = end
+        last = torch.tensor([[new[-1]] for new in tokens], device=self.device)
+        hidden = torch.stack([self.head.fuse([each[-1:].to(self.device, self.dtype) for each in own]) for own in features])
+        return self._queried(request_ids, last, hidden)[:, 0]
+
+    @torch.inference_mode()
+    def level(self, request_ids: Sequence[str], token_ids: Tensor, hidden: Tensor, depth: int, sees: Tensor) -> Tensor:
+        return self._queried(request_ids, token_ids, hidden)
+
+    def _queried(self, request_ids: Sequence[str], token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """Return the head's output [B, W, H] for tokens [B, W] and the features before them [B, W, Ht]."""
+        cache, (batch, width) = self._target_cache, token_ids.shape
+        rows = [cache.row(request_id) for request_id in request_ids]
+        bases = [cache.cached_lens[row] for row in rows]
+        cache.reserve(max(bases) + width)
+        numbers = torch.tensor([*rows, *bases, *range(width, batch * width + 1, width)], device=self.device)
+        row_ids, starts, ends = numbers.chunk(3)
+        positions = starts.repeat_interleave(width)[None]
+        unseen = torch.zeros(batch, width, width, dtype=torch.bool, device=self.device)
+        layout = PassLayout(cache.stores, self._places, row_ids, starts, ends, positions, unseen)
+        out = self._run(layout, token_ids.reshape(1, -1), hidden.flatten(0, 1)[None])
+        return out.view(batch, width, -1)
+
+    def _rotation(self, positions: Tensor) -> Rotation | None:
+        return None  # each kind of layer has its own
+
+
+def is_assistant(folder: Path) -> bool:
+    """Return whether a folder holds an assistant, by the names of its tensors."""
+    return any(name == MARK for name in tensor_names(folder))
+
+
+def check_files(folder: Path, target: TargetSizes) -> None:
+    """Raise ``OutriderError`` for an assistant of another target, or a quantised one; only headers are read."""
+    with torch.device("meta"):
+        _, tensors = read_folder(folder)
+    _check_weights(tensors, folder)
+    shape, inputs = tensors[MARK].shape, 2 * target.hidden_size
+    if len(shape) != 2 or shape[1] != inputs:
+        raise OutriderError(f"{MARK} has shape {list(shape)}, expected {inputs} inputs for this target")
+
+
+def load(source: str | Path, target: ModelRunner) -> AssistantHead:
+    """Read an assistant for this target, in float32. Raises ``OutriderError`` naming the tensor that does not fit."""
+    folder = find_folder(source)
+    _, tensors = read_folder(folder)
+    _check_weights(tensors, source)
+    config = load_config(folder)
+    own, other = text_config(config).model_type, text_config(target.model).model_type
+    if not hasattr(config, "backbone_hidden_size") or own != other:
+        raise OutriderError(f"{source} drafts over the KV cache of {own}, but {target.name} is {other}")
+    if target.cache.shape.by_request:
+        raise OutriderError(f"{target.name} attends by code of its own, which an assistant cannot read the KV cache of")
+    places = {kind: target.cache.shape.places[layer] for kind, layer in sources_of(target).items()}
+    stored = {kind: target.cache.shape.kinds[place[0]][0] for kind, place in places.items() if place is not None}
+    head = made(lambda: AssistantHead(config, _decoder(config), stored), source)
+    head.check_fit(target)
+    fill(head, {_own_name(name, head): tensor for name, tensor in tensors.items()}, source, IGNORED, _stored_name)
+    if head.num_clusters:
+        order: Any = head.token_ordering
+        if not torch.equal(order.sort().values, torch.arange(len(order))):
+            raise OutriderError(f"{source}: masked_embedding.token_ordering must hold each of the {len(order)} tokens once")
+    return head.eval().requires_grad_(False)
+
+
+def _decoder(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return the assistant's layers without weights.
+
+    transformers 5.23 cannot make them: its config refuses models all of whose layers read keys and values of others.
+    """
+    text = copy.deepcopy(text_config(config))
+    kind = MODEL_MAPPING[type(text)]
+    reading = property(lambda own: ["reuse"] * own.num_hidden_layers)
+    text.__class__ = type(type(text).__name__, (type(text),), {"kv_sharing_modes": reading})
+    return without_weights(text, kind)
+
+
+def sources_of(target: ModelRunner) -> dict[str, int]:
+    """Return the last layer of each kind that stores keys and values of its own."""
+    text: Any = text_config(target.model)
+    kinds: list[str] = list(getattr(text, "layer_types", None) or ())
+    num_own = target.num_layers - int(getattr(text, "num_kv_shared_layers", None) or 0)
+    return {kind: layer for layer, kind in enumerate(kinds[:num_own])}
+
+
+def _kind_of(layer: Any) -> str:
+    kind: str = layer.self_attn.layer_type
+    return kind
+
+
+def _check_weights(tensors: dict[str, Tensor], source: object) -> None:
+    for name, tensor in tensors.items():
+        if not name.endswith("token_ordering") and (not tensor.is_floating_point() or tensor.element_size() < 2):
+            raise OutriderError(f"{source} is quantised: {name} is {str(tensor.dtype).removeprefix('torch.')}")
+
+
+def _own_name(name: str, head: AssistantHead) -> str:
+    if name == TABLE:
+        return "table" if head.num_clusters else "lm_head.weight"
+    return "copy" if name == "lm_head.weight" else re.sub(r"^(model|masked_embedding)\.", "", name)
+
+
+def _stored_name(name: str) -> str:
+    if name in ("table", "lm_head.weight"):
+        return TABLE
+    for prefix, pattern in (("masked_embedding.", r"centroids|token_ordering"), ("model.", r"layers\.|norm\.")):
+        if re.match(pattern, name):
+            return prefix + name
+    return name

@@ -1,0 +1,277 @@
+"""Gemma 4's assistants compute what transformers' class does over the same keys and values, and leave texts as they are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_folder import letter_tokenizer
+from toy import outputs_of
+from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
+
+from outrider import LLM, SamplingParams
+from outrider.engine.finding import choices, known_drafters
+from outrider.heads import assistant
+from outrider.heads.assistant import AssistantRunner
+from outrider.heads.checkpoint import MTP, kinds_of
+from outrider.proposers.recognition import TargetFiles
+from outrider.registry import PROPOSERS
+from outrider.runner import ModelRunner, RunnerConfig
+from outrider.types import IMPOSSIBLE_LOGIT, OutriderError
+
+VOCAB, HIDDEN, WINDOW = 60, 32, 5
+SHARED = {
+    "vocab_size": VOCAB,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": WINDOW,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+KINDS = ["sliding_attention", "full_attention"]
+ORDERED = {"use_ordered_embeddings": True, "num_centroids": 12, "centroid_intermediate_top_k": 4}
+CONFIG = RunnerConfig(compile="never", max_batch=4)
+
+
+def randomized(model, seed):
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.8 / parameter.shape[-1] ** 0.5)
+        else:
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+    return model.eval().requires_grad_(False)
+
+
+def gemma(num_shared=2, **changes):
+    """Like the small Gemma 4 models; without shared layers like the large ones."""
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 6}
+    sizes |= {"hidden_size_per_layer_input": 8 if num_shared else 0, "vocab_size_per_layer_input": VOCAB}
+    more = {"layer_types": KINDS * 3, "num_kv_shared_layers": num_shared}
+    config = Gemma4TextConfig(**SHARED | sizes | more | changes)
+    return randomized(Gemma4ForCausalLM(config), 0)
+
+
+def drafter(**changes):
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "hidden_size_per_layer_input": 0}
+    more = {"layer_types": KINDS * 2, "num_kv_shared_layers": 4, "vocab_size_per_layer_input": 0}
+    text = Gemma4TextConfig(**SHARED | sizes | more)
+    config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=HIDDEN, **changes)
+    with pytest.MonkeyPatch.context() as patch:  # transformers 5.23 refuses configs all of whose layers are shared
+        patch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(lambda own: ["reuse"] * own.num_hidden_layers))
+        model = randomized(Gemma4AssistantForCausalLM(config), 1)
+    if model.masked_embedding is not None:
+        model.masked_embedding.token_ordering.copy_(torch.randperm(VOCAB))
+    for layer in model.model.layers:
+        layer.layer_scalar.fill_(0.7)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return gemma()
+
+
+@pytest.fixture(scope="module")
+def target(model):
+    return ModelRunner.load(model, CONFIG)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("assistant")
+    drafter(**ORDERED).save_pretrained(place)
+    return place
+
+
+def read(target, request_id, text):
+    """Store a text's keys and values in the target's cache, and return its last features."""
+    target.prefill([request_id], [text])
+    target.extend([request_id], [text])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changes", [{}, ORDERED], ids=["one table", "ordered embeddings"])
+@pytest.mark.parametrize("num_shared", [2, 4])
+def test_an_assistant_computes_what_transformers_class_does(changes, num_shared, tmp_path):
+    model, small = gemma(num_shared), drafter(**changes)
+    small.save_pretrained(tmp_path)
+    target = ModelRunner.load(model, CONFIG)
+    head = assistant.load(tmp_path, target)
+    assert head.hidden_states == (6,) and len(head.state_dict()) > 40
+    runner = AssistantRunner(head, target)
+    texts = {"a": torch.randint(3, VOCAB, (17,)), "b": torch.randint(3, VOCAB, (4,))}  # beyond the window, and within
+    states = {}
+    for name, text in texts.items():
+        read(target, name, text[:-1].tolist())
+        states[name] = model(text[None, :-1], output_hidden_states=True, return_shared_kv_states=True, use_cache=True)
+    own = {name: states[name].hidden_states[-1][0] for name in texts}
+    out = runner.extend(list(texts), [text[1:].tolist() for text in texts.values()], [[own[name]] for name in texts])
+    drafts = torch.tensor([[7, 9, 30], [11, 9, 7]])
+    fed = head.feedback(out)[:, None].expand(-1, 3, -1)
+    level = runner.level(list(texts), drafts, fed, 1, torch.eye(3).bool().expand(2, -1, -1))
+    deeper = runner.level(list(texts), drafts[:, :1], head.feedback(level)[:, 1:2], 2, torch.ones(2, 1, 4).bool())
+    for row, (name, text) in enumerate(texts.items()):
+
+        def wanted(token, feature, text=text, name=name):
+            inputs = torch.cat((model.get_input_embeddings()(torch.tensor([[token]])), feature[None, None]), -1)
+            kept = states[name].shared_kv_states
+            position = torch.tensor([[len(text) - 1]])
+            return small(inputs_embeds=inputs, position_ids=position, shared_kv_states=dict(kept))
+
+        steps = [(out[row], wanted(int(text[-1]), own[name][-1]))]
+        steps += [(level[row, node], wanted(int(drafts[row, node]), steps[0][1].last_hidden_state[0, 0])) for node in range(3)]
+        steps += [(deeper[row, 0], wanted(int(drafts[row, 0]), steps[2][1].last_hidden_state[0, 0]))]
+        for found, one in steps:
+            torch.testing.assert_close(head.feedback(found), one.last_hidden_state[0, 0], rtol=1e-3, atol=1e-3)
+            logits, theirs = head.logits(found), one.logits[0, 0]
+            chosen = logits > IMPOSSIBLE_LOGIT / 2
+            assert int(chosen.sum()) == (20 if changes else VOCAB)
+            torch.testing.assert_close(logits[chosen], theirs[chosen], rtol=1e-3, atol=1e-3)
+            assert bool((theirs[~chosen] < theirs[chosen].min()).all())
+
+
+PROMPTS = [[7, 3, 11, 4, 9, 2, 30], [5, 6], [8, 10, 8, 12, 8, 9, 9, 9, 4, 22, 31, 8]]
+
+
+class EvenAndOdd:
+    """A grammar of even and odd tokens in turn."""
+
+    def matcher(self):
+        return self
+
+    def allowed(self, output, path):
+        if any((token - place) % 2 for place, token in enumerate([*output, *path])):
+            return None  # these drafts break it
+        return torch.arange(VOCAB) % 2 == (len(output) + len(path)) % 2
+
+
+def engine(model, method, k=4, **options):
+    options = {"compile": "never", "max_batch": 4, "same_text": True, **options}
+    return LLM(model, tokenizer=letter_tokenizer(VOCAB, 1), method=method, num_draft_tokens=k, **options)
+
+
+def texts_of(llm, prompts, params):
+    return [completion.token_ids for completion in outputs_of(llm.generate(prompts, params))]
+
+
+@pytest.mark.parametrize("method", ["mtp", "mtp:top_k=1", "suffix+mtp"])
+def test_texts_are_plain_decodings_in_a_batch_of_free_and_constrained_requests(method, model, folder):
+    params = [
+        SamplingParams(max_tokens=20, ignore_eos=True),
+        SamplingParams(max_tokens=20, temperature=0.9, seed=4, ignore_eos=True),
+        SamplingParams(max_tokens=20, temperature=1.0, seed=2, grammar=EvenAndOdd()),
+        SamplingParams(max_tokens=20, repetition_penalty=1.4, ignore_eos=True),
+    ]
+    prompts = [*PROMPTS, [4, 4]]
+    wanted = texts_of(engine(model, "plain"), prompts, params)
+    for k in (1, 6, "auto"):
+        llm = engine(model, method, k, draft=str(folder))
+        assert texts_of(llm, prompts, params) == wanted
+        assert texts_of(llm, prompts[2:], params[2:]) == wanted[2:]
+        assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
+
+
+def test_a_target_without_shared_layers(folder):
+    model = gemma(num_shared=0)
+    params = [SamplingParams(max_tokens=16, temperature=t, seed=4, ignore_eos=True) for t in (0.0, 0.9, 0.0)]
+    wanted = texts_of(engine(model, "plain"), PROMPTS, params)
+    llm = engine(model, "mtp", draft=str(folder))
+    assert texts_of(llm, PROMPTS, params) == wanted
+    assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
+
+
+def test_samples_of_one_prompt(model, folder):
+    params = SamplingParams(max_tokens=16, temperature=1.0, seed=3, n=3, ignore_eos=True)
+    wanted = texts_of(engine(model, "plain"), PROMPTS, params)
+    llm = engine(model, "mtp", draft=str(folder))
+    assert texts_of(llm, PROMPTS, params) == wanted
+    assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
+
+
+def test_sampled_drafts_without_coupling(model, folder):
+    llm = engine(model, "mtp", draft=str(folder), same_text=False)
+    texts = texts_of(llm, PROMPTS, SamplingParams(max_tokens=24, temperature=1.0, seed=3, ignore_eos=True))
+    assert all(len(text) == 24 for text in texts) and llm.stats.faults == 0 and llm.stats.num_drafts > 0
+
+
+def test_a_folder_is_recognised_for_its_target_alone(model, folder, tmp_path):
+    model.save_pretrained(tmp_path / "target")
+    gemma(hidden_size=48).save_pretrained(tmp_path / "wide")
+    assert kinds_of(folder) == [MTP]
+    assert PROPOSERS.get("mtp").recognise(folder, TargetFiles.read("t", tmp_path / "target")).what == "MTP head"
+    with pytest.raises(OutriderError, match=r"pre_projection.weight has shape \[16, 64\], expected 96 inputs"):
+        PROPOSERS.get("mtp").recognise(folder, TargetFiles.read("t", tmp_path / "wide"))
+    assert PROPOSERS.get("draft").recognise(folder, TargetFiles.read("t", tmp_path / "target")) is None
+
+
+def test_it_is_found_next_to_its_target(model, folder, tmp_path):
+    model.save_pretrained(tmp_path / "gemma-4-E2B-it")
+    shutil.copytree(folder, tmp_path / "gemma-4-E2B-it-assistant")
+    files = TargetFiles.read("gemma-4-E2B-it", tmp_path / "gemma-4-E2B-it")
+    found = next(choices(files, None, {}))
+    assert (found.method, found.draft) == ("mtp", str(tmp_path / "gemma-4-E2B-it-assistant"))
+    assert known_drafters(files) == ["google/gemma-4-E2B-it-assistant"]
+
+
+def changed(change):
+    def make(tensors, config):
+        change(tensors)
+
+    return make
+
+
+def configured(change):
+    return lambda tensors, config: change(config)
+
+
+LAYER = "model.layers.1.self_attn.q_proj.weight"
+WRONG = {
+    "missing": (changed(lambda t: t.pop(LAYER)), f"lacks 1 tensors of the head, the first {LAYER}"),
+    "renamed": (changed(lambda t: t.update({"model.layers.1.self_attn.query.weight": t.pop(LAYER)})), f"the first {LAYER}"),
+    "cut": (changed(lambda t: t.update({LAYER: t[LAYER][:9]})), rf"{LAYER} has shape \[9, 16\], expected \[64, 16\]"),
+    "no table": (changed(lambda t: t.pop("model.embed_tokens.weight")), "the first model.embed_tokens.weight"),
+    "no clusters": (
+        changed(lambda t: t.pop("masked_embedding.centroids.weight")),
+        "the first masked_embedding.centroids.weight",
+    ),
+    "no order": (
+        changed(lambda t: t["masked_embedding.token_ordering"].zero_()),
+        "token_ordering must hold each of the 60 tokens",
+    ),
+    "unknown": (
+        changed(lambda t: t.update({"model.layers.0.odd": torch.zeros(2)})),
+        "does not have: 1, the first model.layers.0.odd",
+    ),
+    "not finite": (
+        changed(lambda t: t["model.norm.weight"].fill_(float("nan"))),
+        "the weights of model.norm.weight contain NaN",
+    ),
+    "rounded": (changed(lambda t: t.update({LAYER: t[LAYER].to(torch.int8)})), f"is quantised: {LAYER} is int8"),
+    "other width": (configured(lambda c: c.update(backbone_hidden_size=48)), "expects hidden size 48, but .* has 32"),
+    "other vocabulary": (configured(lambda c: c["text_config"].update(vocab_size=96)), "made for 96 tokens, but .* has 60"),
+    "other heads": (
+        configured(lambda c: c["text_config"].update(num_attention_heads=3)),
+        r"model.layers.0.self_attn.q_proj.weight has 3 heads of 8, but the keys of .* in sliding_attention have 2 of 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_broken_assistant_is_one_line_that_names_what_is_wrong(case, folder, target, tmp_path):
+    make, message = WRONG[case]
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
+    config = json.loads((folder / "config.json").read_text())
+    make(tensors, config)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(OutriderError, match=message) as error:
+        assistant.load(tmp_path, target)
+    assert "\n" not in str(error.value)
