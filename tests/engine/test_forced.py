@@ -365,3 +365,36 @@ def test_forced_nodes_of_a_tree_count_for_the_grammar() -> None:
     assert outputs(found)["a"] == plain_output(rule, max_tokens=40)
     assert all(each.depths == [1] for each in rounds[:-2]) and engine.stats.num_accepted <= len(rounds)
     assert engine.stats.num_forced + engine.stats.num_accepted + len(rounds) == 40 and engine.stats.num_forced >= 13
+
+
+@pytest.mark.parametrize("takes_trees", [True, False])
+@pytest.mark.parametrize("grammar_drafts", [True, False])
+def test_verdicts_have_the_indices_of_the_proposers_own_tree(grammar_drafts: bool, takes_trees: bool) -> None:
+    """The grammar drops nodes of the tree, so that the scored tree has others at their indices."""
+    runner = TableRunner()
+    runner.takes_trees = takes_trees
+    heard: list[tuple[list[int], list[int]]] = []
+
+    def rule(output: tuple[int, ...]) -> Sequence[int]:
+        return [5, 6] if len(output) < 3 else [3]
+
+    class Trees(Proposer):
+        """Draft a forbidden token, and the right two after it, each after a forbidden one."""
+
+        drafts_trees = True
+
+        def propose(self, context: Context, k: int) -> Proposal:
+            (request,) = context.requests
+            self.output, right = request.token_ids[request.num_prompt_tokens :], []
+            for _ in range(2):
+                logits = runner.logits_after([*request.token_ids, *right])
+                right.append(max(rule((*self.output, *right)), key=lambda token: float(logits[token])))
+            return Proposal(torch.tensor([[1, right[0], 2, right[1]]]), torch.tensor([4]), None, torch.tensor([[-1, -1, 1, 1]]))
+
+        def commit(self, context: Context, verdict: Verdict) -> None:
+            heard.append((self.output, verdict.path[0, : int(verdict.num_accepted[0])].tolist()))
+
+    engine = make_engine(Trees(), k=2, runner=runner, grammar_drafts=grammar_drafts)
+    found = run(engine, [forced("a", rule, max_tokens=4)])
+    assert outputs(found)["a"] == plain_output(rule, max_tokens=4)
+    assert heard[0] == ([], [1, 3]) and engine.stats.faults == 0

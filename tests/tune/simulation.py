@@ -190,16 +190,17 @@ def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) ->
         if cell.machine.unsteady and noise.random() < times.total * 1e3 / DWELL:
             slowness = SLOW + 1 - slowness
         times = _as_measured(times, slowness, noise)
-        num_tokens += sum(each.num_emitted for each in drafts)
         for row, each in zip(rows, drafts, strict=True):
+            num_tokens += each.num_emitted
             row.request.token_ids.extend([0] * each.num_emitted)
             if row in drafted_for:
                 seen[row] = len(row.request.token_ids)
         if costs is not None and not fresh:
-            outside = times.verify + times.host
-            costs.record_round(lens, NUM_PROMPT_TOKENS, times.score, outside, cell.temperature == 0, is_cold=is_cold)
-        about = (forced, reaches) if any(forced) else ()
-        found = Round(max(asked_lengths), lens, depths, accepted, times, 0, is_cold, None, *about)
+            costs.record_round(
+                lens, NUM_PROMPT_TOKENS, times.score, times.verify + times.host, cell.temperature == 0, is_cold=is_cold
+            )
+        by_grammar = {"forced": forced, "reaches": reaches} if any(forced) else {}
+        found = Round(max(asked_lengths), lens, depths, accepted, times, is_cold=is_cold, **by_grammar)
         policy.observe(asked, found, bool(fresh))
         ended = [row.request.request_id for row in rows if row.left <= 0]
         if ended:

@@ -10,12 +10,9 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
 from outrider.engine.features import FeatureStore
 from outrider.engine.round import RoundResult
-from outrider.engine.validation import check, useful
+from outrider.engine.validation import Checked, check, useful
 from outrider.proposers.base import Proposer
 from outrider.sampling import InvalidLogits
 from outrider.types import Context, Proposal, Request, Verdict
@@ -48,7 +45,7 @@ class GuardedProposer:
         """
         self._proposer, self._vocab_size, self._report = proposer, vocab_size, report
         self._takes_trees = takes_trees
-        self._nodes: dict[str, Tensor] = {}  # request -> [D]: indices of its first path in the proposer's tree
+        self._nodes: dict[str, list[int]] = {}  # request -> indices of its drafts in the proposer's tree; empty: unchanged
         self._features = FeatureStore(proposer.needs_hidden)
         self._requests: defaultdict[str, _Drafting] = defaultdict(_Drafting)
         self._drafted: set[str] = set()  # requests of this round that the proposer drafted for
@@ -81,10 +78,8 @@ class GuardedProposer:
         try:
             view = self._features.attach(context) if self._features.layers else context
             checked = useful(check(self._proposer.propose(view, k), context.limits, k, self._vocab_size), context)
-            if not self._takes_trees and checked.proposal.parents is not None:
-                chains, nodes = checked.proposal.first_paths()
-                checked = replace(checked, proposal=chains)
-                self._nodes = dict(zip(context.request_ids, nodes, strict=True))
+            if checked.proposal.parents is not None:
+                checked = self._as_scored(checked, context)
         except Exception as error:
             self._blame(context.requests, error)
             return self._none(batch)
@@ -103,7 +98,7 @@ class GuardedProposer:
         context = context.take(rows)
         try:
             if self._nodes:
-                verdict = _in_tree(verdict, torch.stack([self._nodes[request_id] for request_id in context.request_ids]))
+                verdict = _in_tree(verdict, [self._nodes[request_id] for request_id in context.request_ids])
             self._proposer.commit(context, verdict)
         except Exception as error:
             self._fail(context.requests, f"{type(error).__name__}: {error}")
@@ -147,6 +142,24 @@ class GuardedProposer:
     def _is_able(self, drafting: _Drafting) -> bool:
         # After a fault the hidden states of committed tokens are lost: a proposer that needs them is not called again.
         return self._round >= drafting.paused_until and not (drafting.num_faults and self._features.layers)
+
+    def _as_scored(self, checked: Checked, context: Context) -> Checked:
+        """Reduce trees to chains if the target scores no trees, and keep the drafts' indices in the proposer's trees."""
+        kept = checked.kept
+        if not self._takes_trees:
+            chains, firsts = checked.proposal.first_paths()
+            first_nodes: list[list[int]] = firsts.tolist()
+            kept = (
+                first_nodes
+                if kept is None
+                else [
+                    [nodes[each] for each in first if each < len(nodes)] for nodes, first in zip(kept, first_nodes, strict=True)
+                ]
+            )
+            checked = replace(checked, proposal=chains)
+        if kept is not None:
+            self._nodes = {request_id: list(nodes) for request_id, nodes in zip(context.request_ids, kept, strict=True)}
+        return checked
 
     def _prefill(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -198,7 +211,9 @@ class GuardedProposer:
             logger.warning("proposer %r failed to release a request: %s", self._proposer.name, error)
 
 
-def _in_tree(verdict: Verdict, nodes: Tensor) -> Verdict:
-    """Map the verdict on first paths to indices in the proposer's trees. ``nodes`` [B, D]: indices of each first path."""
-    path = torch.where(verdict.path >= 0, nodes.gather(1, verdict.path.clamp(min=0)), -1) if nodes.shape[1] else verdict.path
+def _in_tree(verdict: Verdict, nodes: Sequence[Sequence[int]]) -> Verdict:
+    """Return a verdict with the proposer's indices. ``nodes[b]``: the index of each scored draft in the proposer's tree."""
+    path = verdict.path.clone()
+    for b, count in enumerate(verdict.num_accepted.tolist()):
+        path[b, :count] = path.new_tensor([nodes[b][node] for node in path[b, :count].tolist()])
     return replace(verdict, path=path)

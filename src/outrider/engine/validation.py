@@ -25,6 +25,7 @@ class Checked:
     token_ids: list[list[int]]
     lens: list[int]
     faults: dict[int, str] = field(default_factory=dict)  # row -> what is wrong
+    kept: Sequence[Sequence[int]] | None = None  # [B][N]: indices of the drafts in the proposer's proposal; None: all of it
 
 
 def check(proposal: object, limits: Sequence[int], k: int, vocab_size: int) -> Checked:
@@ -103,7 +104,7 @@ def _pruned(checked: Checked, kept: Sequence[Sequence[int]]) -> Checked:
         probs = probs.gather(1, index.to(probs.device).unsqueeze(-1).expand(-1, -1, probs.shape[-1]))
     token_ids = proposal.token_ids.gather(1, index)
     pruned = replace(proposal, token_ids=token_ids, lens=torch.tensor(lens), probs=probs, parents=parents)
-    return Checked(pruned, token_ids.tolist(), lens, checked.faults)
+    return Checked(pruned, token_ids.tolist(), lens, checked.faults, kept)
 
 
 def _is_point_mass(proposal: Proposal, b: int, node: int, token: int) -> bool:
