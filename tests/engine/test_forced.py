@@ -339,6 +339,36 @@ def test_drafts_from_a_grammar_are_one_option_for_every_method(k: int | str, dra
     assert not uses_grammar_drafts(Speculation(num_draft_tokens=k, grammar_drafts=False))
 
 
+def test_a_proposer_that_needs_hidden_states_drafts_through_a_short_run() -> None:
+    """The masks leave it no other token there; what it drafted of the run counts as the grammar's."""
+    runner = TableRunner()
+    rounds: list[Round] = []
+    seen: list[int] = []
+
+    def chains(context: Context, k: int) -> Sequence[Sequence[int]]:
+        drafts = []
+        for request, limit in zip(context.requests, context.limits, strict=True):
+            assert request.matcher is not None
+            output, chain = request.token_ids[request.num_prompt_tokens :], []
+            seen.append(len(output))
+            for _ in range(min(k, limit)):
+                allowed = request.matcher.allowed(output, chain)
+                assert allowed is not None
+                chain.append(int(runner.logits_after(request.token_ids + chain).masked_fill(~allowed, -1e9).argmax()))
+            drafts.append(chain)
+        return drafts
+
+    proposer = ScriptedProposer.of_chains(chains)
+    proposer.drafts_ahead = False
+    engine = make_engine(proposer, k=6, runner=runner)
+    engine.observer = lambda each: rounds.append(each.round)
+    found = run(engine, [forced("a", blocks, max_tokens=50)])
+    assert outputs(found)["a"] == plain_output(blocks, max_tokens=50)
+    assert engine.stats.num_rounds == len(seen) <= 7  # asked in every round: six drafts, what is forced after them, one more
+    assert engine.stats.num_forced >= 32 and engine.stats.num_accepted + engine.stats.num_forced + len(rounds) == 50
+    assert all(each.depths == each.num_accepted and max(each.depths) <= 2 for each in rounds)  # of six, four are forced
+
+
 def test_forced_nodes_of_a_tree_count_for_the_grammar() -> None:
     runner = TableRunner()
     rounds: list[Round] = []

@@ -6,8 +6,9 @@ not always a forced token: where the masks allow several tokenizations of the te
 
 ``ForcedDrafts`` stands between the round and the guarded proposer. Forced tokens come before the proposer's drafts, which it
 makes as if they were committed, and after a chain of drafts. A proposer that cannot draft after tokens that the target has not
-read does not draft in a round that begins with forced ones. Its own drafts that are forced are marked too, so that they do not
-count as accepted. The proposer receives the verdict on its own drafts only.
+read drafts through a forced span shorter than its K, and does not draft in a round that begins with a longer one. Its own
+drafts that are forced are marked too, so that they do not count as accepted. The proposer receives the verdict on its own
+drafts only.
 """
 
 from __future__ import annotations
@@ -97,7 +98,10 @@ class ForcedDrafts:
             if row is None:
                 continue
             if row.before and not self._drafts_ahead:
-                limits[b] = 0
+                if min(k, limits[b]) > len(row.before):
+                    row.before = []  # the proposer drafts these itself, because the masks allow no others
+                else:
+                    limits[b] = 0
             limits[b] = max(min(limits[b], row.room - len(row.before)), 0)
             if row.before and k > 0 and limits[b] > 0:
                 requests[b] = _ahead(request, row.before)
