@@ -119,9 +119,10 @@ class ForcedDrafts:
             row = self._rows.get(request.request_id)
             if row is None:
                 continue
-            parents = range(-1, num_own - 1) if trees is None else trees[b][:num_own]
             tree = None if trees is None else trees[b]
-            row.own = [_the_only(request, [*row.before, *path_to(node, drafts[b], tree)]) is not None for node in parents]
+            for node, token in enumerate(drafts[b][:num_own]):
+                path = path_to(node, drafts[b], tree)[:-1]
+                row.own.append(_the_only(request, [*row.before, *path]) == token)
             room = min(self._most, row.room) - len(row.before) - num_own
             if room > 0 and (trees is None or num_own == 0):
                 row.after = forced_tokens(request, [*row.before, *drafts[b][:num_own]], room)
