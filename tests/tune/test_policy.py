@@ -74,8 +74,9 @@ def test_forced_tokens_speak_neither_for_drafts_nor_against_them(machine, batch,
     good = Cell(machine, Text((0.9,)), forced=forced, batch=batch)
     assert automatic(good) > (0.84 if machine is EMBEDDED else 0.95) * best_fixed(good)  # 0.9 of it without a grammar
     bad = Cell(machine, Text((0.02,)), forced=forced, batch=batch)
-    assert automatic(bad) > 0.93 * plain(bad)
-    assert sum(k > 0 for k in recorded(bad).asked) <= 15
+    assert automatic(bad) > (0.93 if machine is EMBEDDED else 0.97) * plain(bad)
+    if machine is EMBEDDED or batch > 1:  # elsewhere a draft costs next to nothing and is asked for more often
+        assert sum(k > 0 for k in recorded(bad).asked) <= 15
 
 
 def test_text_that_turns_predictable_is_found():
