@@ -160,7 +160,7 @@ def greedy_continuation(runner: TableRunner, text: list[int], count: int) -> lis
 
 
 def oracle(runner: TableRunner, right: int | None = None) -> ScriptedProposer:
-    """Draft k tokens, of which the first ``right`` (None: all) are those of greedy decoding and the next one is wrong."""
+    """Draft k tokens: the first ``right`` (default: all) equal those of greedy decoding, and the next one differs."""
 
     def chains(context, k):
         drafts = []

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_folder import letter_tokenizer
-from toy import outputs_of
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
 
-from outrider import LLM, SamplingParams
+from outrider import SamplingParams
 from outrider.engine.finding import choices, known_drafters
 from outrider.heads import assistant
 from outrider.heads.assistant import AssistantRunner
@@ -21,6 +20,8 @@ from outrider.proposers.recognition import TargetFiles
 from outrider.registry import PROPOSERS
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.types import IMPOSSIBLE_LOGIT, OutriderError
+
+from .drafting import even_and_odd, letters_llm, texts_of
 
 VOCAB, HIDDEN, WINDOW = 60, 32, 5
 SHARED = {
@@ -138,28 +139,8 @@ def test_an_assistant_computes_what_transformers_class_does(changes, num_shared,
             assert bool((theirs[~chosen] < theirs[chosen].min()).all())
 
 
+engine = partial(letters_llm, vocab_size=VOCAB, max_batch=4)
 PROMPTS = [[7, 3, 11, 4, 9, 2, 30], [5, 6], [8, 10, 8, 12, 8, 9, 9, 9, 4, 22, 31, 8]]
-
-
-class EvenAndOdd:
-    """A grammar of even and odd tokens in turn."""
-
-    def matcher(self):
-        return self
-
-    def allowed(self, output, path):
-        if any((token - place) % 2 for place, token in enumerate([*output, *path])):
-            return None  # these drafts break it
-        return torch.arange(VOCAB) % 2 == (len(output) + len(path)) % 2
-
-
-def engine(model, method, k=4, **options):
-    options = {"compile": "never", "max_batch": 4, "same_text": True, **options}
-    return LLM(model, tokenizer=letter_tokenizer(VOCAB, 1), method=method, num_draft_tokens=k, **options)
-
-
-def texts_of(llm, prompts, params):
-    return [completion.token_ids for completion in outputs_of(llm.generate(prompts, params))]
 
 
 @pytest.mark.parametrize("method", ["mtp", "mtp:top_k=1", "suffix+mtp"])
@@ -167,7 +148,7 @@ def test_texts_are_plain_decodings_in_a_batch_of_free_and_constrained_requests(m
     params = [
         SamplingParams(max_tokens=20, ignore_eos=True),
         SamplingParams(max_tokens=20, temperature=0.9, seed=4, ignore_eos=True),
-        SamplingParams(max_tokens=20, temperature=1.0, seed=2, grammar=EvenAndOdd()),
+        SamplingParams(max_tokens=20, temperature=1.0, seed=2, grammar=even_and_odd(VOCAB)),
         SamplingParams(max_tokens=20, repetition_penalty=1.4, ignore_eos=True),
     ]
     prompts = [*PROMPTS, [4, 4]]

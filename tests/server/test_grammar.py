@@ -160,26 +160,6 @@ def test_an_unsupported_schema_is_refused(plain: LLM, schema: dict[str, Any]) ->
         compiler(plain).json(schema)
 
 
-def test_drafts_that_run_into_a_limit_are_a_dead_end_and_change_nothing(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error of llguidance's matcher is final, but the target may reject those drafts."""
-    monkeypatch.setattr(schemas, "MAX_LEXER_STATES", 40)
-    compiled = compiler(plain).json({"type": "string", "pattern": "^(a|bc(d|e)*f[a-z]{3,9}(xy|z){2,5})+$"})
-    output = plain.tokenizer.encode('"aabc', add_special_tokens=False)
-    drafts = plain.tokenizer.encode('"aabcdefabcxyz', add_special_tokens=False)[len(output) :]
-    matcher = compiled.matcher()
-    before = matcher.allowed(output, [])
-    masks = [matcher.allowed(output, drafts[:count]) for count in range(len(drafts) + 1)]
-    limit = next(count for count, mask in enumerate(masks) if mask is not None and not mask.any())
-    assert before is not None and before.any() and limit > 0
-    monkeypatch.setattr(matcher, "_masks", {})
-    for count, mask in enumerate(masks[:limit]):
-        again = matcher.allowed(output, drafts[:count])
-        assert again is not None and mask is not None and torch.equal(again, mask)
-    assert compiled.refusal is None
-    with pytest.raises(OutriderError, match="unsupported JSON schema"):
-        matcher.allowed(output + drafts[:limit], [])
-
-
 def test_schemas_are_enforced_over_http_and_bad_ones_refused(served: Served) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "who", "schema": SCHEMA, "strict": True}}
     messages = [{"role": "user", "content": "Who?"}]

@@ -147,18 +147,13 @@ class GuardedProposer:
         """Reduce trees to chains if the target scores no trees, and keep the drafts' indices in the proposer's trees."""
         kept = checked.kept
         if not self._takes_trees:
-            chains, firsts = checked.proposal.first_paths()
-            first_nodes: list[list[int]] = firsts.tolist()
-            kept = (
-                first_nodes
-                if kept is None
-                else [
-                    [nodes[each] for each in first if each < len(nodes)] for nodes, first in zip(kept, first_nodes, strict=True)
-                ]
-            )
-            checked = replace(checked, proposal=chains)
+            chains, first_paths = checked.proposal.first_paths()
+            nodes: list[list[int]] = first_paths.tolist()
+            if kept is not None:
+                nodes = [[own[at] for at in path if at < len(own)] for own, path in zip(kept, nodes, strict=True)]
+            kept, checked = nodes, replace(checked, proposal=chains)
         if kept is not None:
-            self._nodes = {request_id: list(nodes) for request_id, nodes in zip(context.request_ids, kept, strict=True)}
+            self._nodes = {request_id: list(own) for request_id, own in zip(context.request_ids, kept, strict=True)}
         return checked
 
     def _prefill(self, requests: Sequence[Request]) -> None:

@@ -19,7 +19,16 @@ import torch
 from torch import Tensor, nn
 from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from outrider.heads.checkpoint import TargetSizes, fill, find_folder, made, read_folder, tensor_names
+from outrider.heads.checkpoint import (
+    ASSISTANT_TENSOR,
+    TargetSizes,
+    fill,
+    find_folder,
+    made,
+    read_folder,
+    refuse_quantised,
+    tensor_names,
+)
 from outrider.heads.feature_head import Rotation
 from outrider.heads.head_runner import RolloutRunner
 from outrider.heads.rollout_head import RolloutHead
@@ -30,9 +39,9 @@ from outrider.runner.loading import load_config, text_config
 from outrider.runner.survey import without_weights
 from outrider.types import IMPOSSIBLE_LOGIT, OutriderError
 
-MARK = "pre_projection.weight"  # a tensor of assistants only
 IGNORED = (r"rotary_emb\.", r"^copy$")  # the output head is the embedding
 TABLE = "model.embed_tokens.weight"
+ORDERING = ("masked_embedding.token_ordering",)
 
 
 class AssistantHead(RolloutHead):
@@ -74,8 +83,8 @@ class AssistantHead(RolloutHead):
         return CacheShape.of({})
 
     def exact_rotary(self) -> nn.Module:
-        made: nn.Module = type(self.rotary_emb)(self.text)
-        return made
+        rotary: nn.Module = type(self.rotary_emb)(self.text)
+        return rotary
 
     def check_fit(self, target: TargetSizes) -> None:
         hidden, vocab = self.target_hidden_size, int(self.text.vocab_size)
@@ -102,7 +111,7 @@ class AssistantHead(RolloutHead):
     def forward(self, token_ids: Tensor, hidden: Tensor, position_ids: Tensor, rotation: Rotation | None = None) -> Tensor:
         out: Tensor = self.pre_projection(torch.cat((self.embed(token_ids, hidden), hidden), -1))
         rotations = {kind: self.rotary_emb(out, position_ids, kind) for kind in self._stored}
-        # The tokens of the pass have no keys and values: nothing sees what is written in their slots.
+        # Tokens of this pass have no keys and values: no token attends to the zeros in their slots.
         none = {
             kind: (out.new_zeros(1, shape.num_kv_heads, out.shape[1], shape.key_dim),) * 2
             for kind, shape in self._stored.items()
@@ -143,7 +152,7 @@ class AssistantRunner(RolloutRunner):
         rows = [self.cache.row(request_id) for request_id in request_ids]
         ends = [self.cache.cached_lens[row] + len(new) for row, new in zip(rows, tokens, strict=True)]
         if ends != [self._target_cache.cached_len(request_id) for request_id in request_ids]:
-            raise RuntimeError("the target has not stored what it told the features of")
+            raise RuntimeError("the features are of other tokens than those in the target's KV cache")
         for row, end in zip(rows, ends, strict=True):
             self.cache.cached_lens[row] = end
         last = torch.tensor([[new[-1]] for new in tokens], device=self.device)
@@ -174,24 +183,24 @@ class AssistantRunner(RolloutRunner):
 
 def is_assistant(folder: Path) -> bool:
     """Return whether a folder holds an assistant, by the names of its tensors."""
-    return any(name == MARK for name in tensor_names(folder))
+    return ASSISTANT_TENSOR in tensor_names(folder)
 
 
 def check_files(folder: Path, target: TargetSizes) -> None:
     """Raise ``OutriderError`` for an assistant of another target, or a quantised one; only headers are read."""
     with torch.device("meta"):
         _, tensors = read_folder(folder)
-    _check_weights(tensors, folder)
-    shape, inputs = tensors[MARK].shape, 2 * target.hidden_size
+    refuse_quantised(tensors, folder, ORDERING)
+    shape, inputs = tensors[ASSISTANT_TENSOR].shape, 2 * target.hidden_size
     if len(shape) != 2 or shape[1] != inputs:
-        raise OutriderError(f"{MARK} has shape {list(shape)}, expected {inputs} inputs for this target")
+        raise OutriderError(f"{ASSISTANT_TENSOR} has shape {list(shape)}, expected {inputs} inputs for this target")
 
 
 def load(source: str | Path, target: ModelRunner) -> AssistantHead:
     """Read an assistant for this target, in float32. Raises ``OutriderError`` naming the tensor that does not fit."""
     folder = find_folder(source)
     _, tensors = read_folder(folder)
-    _check_weights(tensors, source)
+    refuse_quantised(tensors, source, ORDERING)
     config = load_config(folder)
     own, other = text_config(config).model_type, text_config(target.model).model_type
     if not hasattr(config, "backbone_hidden_size") or own != other:
@@ -233,12 +242,6 @@ def sources_of(target: ModelRunner) -> dict[str, int]:
 def _kind_of(layer: Any) -> str:
     kind: str = layer.self_attn.layer_type
     return kind
-
-
-def _check_weights(tensors: dict[str, Tensor], source: object) -> None:
-    for name, tensor in tensors.items():
-        if not name.endswith("token_ordering") and (not tensor.is_floating_point() or tensor.element_size() < 2):
-            raise OutriderError(f"{source} is quantised: {name} is {str(tensor.dtype).removeprefix('torch.')}")
 
 
 def _own_name(name: str, head: AssistantHead) -> str:

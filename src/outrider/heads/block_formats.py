@@ -30,6 +30,7 @@ from outrider.heads.checkpoint import (
     made,
     offsets_to_ids,
     read_folder,
+    refuse_quantised,
     write_folder,
 )
 from outrider.heads.own_tables import has_own_table
@@ -117,9 +118,7 @@ def _check_weights(tensors: Mapping[str, Tensor], source: str) -> None:
             raise OutriderError(f"{source} is not a block drafter: {name} is missing")
         if tensors[name].dim() != num_dims:
             raise OutriderError(f"{source}: {name} has shape {list(tensors[name].shape)}, expected {num_dims} dimensions")
-    for name, tensor in tensors.items():
-        if name not in MAPPINGS and (not tensor.is_floating_point() or tensor.element_size() < 2):
-            raise OutriderError(f"{source} is quantised: {name} is {str(tensor.dtype).removeprefix('torch.')}")
+    refuse_quantised(tensors, source, MAPPINGS)
 
 
 def _shape(
@@ -170,13 +169,21 @@ def _second(
 ) -> dict[str, int]:
     """Return the fields of a shape that describe DFlash 2's convolutions and path selector, if the head has them."""
     found: dict[str, int] = {}
-    if said.get("conv_kernel_size") or any("_conv." in name for name in tensors):
+    for part, mark, keys in (
+        ("short convolutions", "_conv.", ("conv_kernel_size", "conv_group_size")),
+        ("path selector", "candidate_selector.", ("selector_rank", "selector_top_k")),
+    ):
+        name = next((name for name in tensors if mark in name), None)
+        missing = [key for key in keys if not said.get(key)]
+        if name is not None and missing:
+            raise OutriderError(f"{source} has DFlash 2's {part} ({name}), but config.json lacks {' and '.join(missing)}")
+    if said.get("conv_kernel_size"):
         found = {"conv_taps": _number(said, "conv_kernel_size", source), "conv_group": _number(said, "conv_group_size", source)}
         if hidden_size % found["conv_group"]:
             raise OutriderError(
                 f"{source}: config.json says conv_group_size={found['conv_group']}: expected a divisor of {hidden_size}"
             )
-    if said.get("selector_rank") or any(name.startswith("candidate_selector.") for name in tensors):
+    if said.get("selector_rank"):
         found |= {
             "selector_rank": _number(said, "selector_rank", source),
             "num_candidates": _number(said, "selector_top_k", source, most=num_tokens),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ Head = TypeVar("Head", bound=nn.Module)
 SUFFIXES = (".safetensors", ".bin", ".pt")
 FILES = ("model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+ASSISTANT_TENSOR = "pre_projection.weight"  # of Gemma 4's assistants only
 LAYER_KEYS = (  # config keys that describe a head's layers, of any architecture
     "hidden_size",
     "intermediate_size",
@@ -79,7 +80,9 @@ BLOCK = DraftKind(
     r"^((model|draft_model)\.)?(hidden_norm\.weight|markov_head\.|candidate_selector\.|layers\.[1-9]\d*\.self_attn\.q_norm\.weight)",
 )
 MTP = DraftKind(
-    "mtp", "an MTP head", r"^mtp\.|\bmtp_layers\.0\.|\.(eh_proj|enorm|hnorm|shared_head)\.|^pre_projection\.weight$"
+    "mtp",
+    "an MTP head",
+    rf"^mtp\.|\bmtp_layers\.0\.|\.(eh_proj|enorm|hnorm|shared_head)\.|^{re.escape(ASSISTANT_TENSOR)}$",
 )
 
 
@@ -115,7 +118,7 @@ def kinds_of(folder: Path) -> list[DraftKind]:
     except Exception:  # broken files are reported when they are loaded
         return []
     kinds = (MEDUSA, BLOCK, EAGLE, MODEL, MTP)  # in order of precedence: heads may store an embedding, and models a head
-    if "pre_projection.weight" in names:  # Gemma 4's assistant, which has an embedding and layers as a model has
+    if ASSISTANT_TENSOR in names:  # it also has an embedding and layers, like a model
         return [MTP]
     found = [kind for kind in kinds if any(re.search(kind.mark, name) for name in names)]
     if BLOCK in found and EAGLE not in found:  # without a projection of features these are layers of any model
@@ -258,6 +261,13 @@ def made(make: Callable[[], Head], source: object) -> Head:
         raise OutriderError(f"{source}: unknown activation or rotary type {error} in config.json") from error
     except Exception as error:  # invalid values raise many kinds of exceptions
         raise OutriderError(f"{source}: cannot build a head from its config: {first_line(error)}") from error
+
+
+def refuse_quantised(tensors: Mapping[str, Tensor], source: object, integers: Collection[str] = ()) -> None:
+    """Raise ``OutriderError`` for a tensor in less than 16 bits or of integers, except those named ``integers``."""
+    for name, tensor in tensors.items():
+        if name not in integers and (not tensor.is_floating_point() or tensor.element_size() < 2):
+            raise OutriderError(f"{source} is quantised: {name} is {str(tensor.dtype).removeprefix('torch.')}")
 
 
 def offsets_to_ids(tensors: dict[str, Tensor]) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
 
-from outrider.heads import assistant, block_formats, eagle_formats, medusa, mtp_formats
+from outrider.heads import block_formats, eagle_formats, medusa, mtp_formats
 from outrider.heads.block import BlockHead
 from outrider.heads.checkpoint import read_folder
 from outrider.heads.eagle import EagleHead
@@ -47,7 +47,7 @@ def of_eagle(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterat
 
 def of_mtp(folder: Path, target: ModelRunner) -> Iterator[Finding]:
     """Check an MTP head. Raises ``OutriderError`` for unreadable or invalid files."""
-    head = (assistant.load if assistant.is_assistant(folder) else mtp_formats.load)(folder, target)
+    head = mtp_formats.load_any(folder, target)
     yield Finding("ok", "hidden size", f"both have {target.hidden_size} features")
     output = "the target's" if head.uses_targets_output else "its own"
     yield Finding("ok", "tensors", f"all {len(head.state_dict())} are there; its output head is {output}")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider.heads import assistant
+from outrider.heads.assistant import AssistantHead
 from outrider.heads.checkpoint import (
     MTP,
     TargetSizes,
@@ -24,6 +25,7 @@ from outrider.heads.checkpoint import (
     kinds_of,
     read_config,
     read_folder,
+    refuse_quantised,
     tensor_names,
     write_folder,
 )
@@ -87,6 +89,11 @@ def load(source: str | Path, target: ModelRunner) -> MtpHead:
     return head.eval().requires_grad_(False)
 
 
+def load_any(folder: Path, target: ModelRunner) -> MtpHead | AssistantHead:
+    """Read an MTP head or one of Gemma 4's assistants. Raises ``OutriderError`` if it does not fit the target."""
+    return (assistant.load if assistant.is_assistant(folder) else load)(folder, target)
+
+
 def is_head(folder: Path, target: TargetSizes) -> bool:
     """Return whether a folder holds a head by the names of its tensors; only headers are read.
 
@@ -103,9 +110,7 @@ def is_head(folder: Path, target: TargetSizes) -> bool:
     name, wanted = f"{prefix}{layout.parts['fc']}.weight", (target.hidden_size, 2 * target.hidden_size)
     if name not in tensors:
         raise OutriderError(f"{folder} lacks tensors of the head, the first {name}")
-    for each, tensor in tensors.items():
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise OutriderError(f"the head is quantised: {each} is {str(tensor.dtype).removeprefix('torch.')}")
+    refuse_quantised(tensors, "the head")
     if tensors[name].shape != wanted:
         raise OutriderError(f"{name} has shape {list(tensors[name].shape)}, expected {list(wanted)} for this target")
     return True

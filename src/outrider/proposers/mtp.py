@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from outrider.heads import assistant, findings, mtp_formats
+from outrider.heads import findings, mtp_formats
 from outrider.heads.assistant import AssistantHead, AssistantRunner
 from outrider.heads.checkpoint import MTP, folder_of, measured_acceptance
 from outrider.heads.mtp import MtpHead
@@ -48,8 +48,7 @@ class MtpMethod(MethodSpec):
             return self._proposer(setting.draft, setting.target, setting.config(TreeConfig))
         folder = folder_of(setting.draft or setting.target.name)
         config = setting.config(TreeConfig, acceptance=measured_acceptance(folder))
-        load = assistant.load if assistant.is_assistant(folder) else mtp_formats.load
-        return self._proposer(load(folder, setting.target), setting.target, config)
+        return self._proposer(mtp_formats.load_any(folder, setting.target), setting.target, config)
 
     def _proposer(self, head: MtpHead | AssistantHead, target: ModelRunner, config: TreeConfig) -> MtpProposer:
         kind = AssistantProposer if isinstance(head, AssistantHead) else MtpProposer
@@ -67,7 +66,7 @@ class MtpMethod(MethodSpec):
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Check the head's tensors, dtype and size from its files."""
         setting = setting.of(self)
-        if not isinstance(setting.draft, MtpHead):
+        if not isinstance(setting.draft, (MtpHead, AssistantHead)):
             yield from findings.of_mtp(folder_of(setting.draft or setting.target.name), setting.target)
 
 

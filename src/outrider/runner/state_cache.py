@@ -89,7 +89,7 @@ class StateCache:
                 self._lost[row] = max(self._lost[row] if base else 0, end - self.slots)
 
     def usable(self, row: int, num_tokens: int) -> int:
-        """Return ``num_tokens`` if the state after so many tokens of a row is still stored, else 0."""
+        """Return ``num_tokens`` if the row's state after that many tokens is still stored, else 0."""
         return num_tokens if not self.stores or num_tokens > self._lost[row] else 0
 
     def copy(self, source: int, target: int) -> None:

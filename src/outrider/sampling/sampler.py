@@ -249,7 +249,9 @@ def _bias_of(requests: Sequence[Request], vocab_size: int, device: torch.device)
         params = request.params
         for token_id in (*params.logit_bias, *params.banned_token_ids, *(params.allowed_token_ids or ())):
             if not 0 <= token_id < vocab_size:
-                raise OutriderError(f"invalid token id {token_id} in a bias or mask: expected 0 to {vocab_size - 1}")
+                raise OutriderError(
+                    f"invalid token id {token_id} in a bias or mask: expected an id of the vocabulary, 0 to {vocab_size - 1}"
+                )
         if params.allowed_token_ids is not None:
             row.fill_(-math.inf)
             row[list(params.allowed_token_ids)] = 0.0

@@ -147,13 +147,7 @@ class TokenGrammar:
 
     def matcher(self) -> TokenMatcher:
         """Return a matcher in the initial state, for a new output."""
-        return TokenMatcher(self, self.matcher_after([]), self._vocab_size, self._eos_token_ids)
-
-    def matcher_after(self, output: Sequence[int]) -> LLMatcher:
-        """Return a new matcher of llguidance in the state after an output."""
-        matcher = self._matcher.deep_copy()
-        matcher.consume_tokens(list(output))
-        return matcher
+        return TokenMatcher(self, self._matcher.deep_copy(), self._vocab_size, self._eos_token_ids)
 
 
 class TokenMatcher:
@@ -167,9 +161,10 @@ class TokenMatcher:
         self._seconds_left = MASKS_SECONDS
 
     def allowed(self, output: Sequence[int], path: Sequence[int]) -> Tensor | None:
-        """Return the mask of allowed tokens (see ``types.Matcher``); an empty one if the path's drafts exceed a limit.
+        """Return the mask of allowed tokens (see ``types.Matcher``).
 
-        Raises ``OutriderError`` if one is exceeded after the output, or if masks take too long.
+        Raises ``OutriderError`` if a limit is exceeded, or if masks take too long. A limit on states ends all answers of this
+        grammar: copies of llguidance's matcher share the states of its lexer.
         """
         started = thread_time()
         if len(output) != self._num_consumed:
@@ -180,9 +175,6 @@ class TokenMatcher:
         key = tuple(path)
         if key not in self._masks:
             self._masks[key] = self._after(key)
-            if key and self._matcher.is_error():  # it stays in that state, but the target may reject these drafts
-                self._masks[key] = torch.zeros(self._vocab_size, dtype=torch.bool)
-                self._matcher = self._grammar.matcher_after(output)
             self._check()
             self._seconds_left += SECONDS_A_MASK - (thread_time() - started)
         if self._seconds_left < 0:
@@ -199,7 +191,7 @@ class TokenMatcher:
             mask = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
             return mask[: self._vocab_size] > 0
         finally:
-            if num_taken and not self._matcher.is_error():
+            if num_taken:
                 self._matcher.rollback(num_taken)
 
     def _check(self) -> None:

@@ -1,0 +1,24 @@
+"""Engines of tiny targets whose tokens are letters, and what the tests of several heads ask of them."""
+
+from __future__ import annotations
+
+from tiny_folder import letter_tokenizer
+from toy import outputs_of
+from toy_grammar import RuleGrammar
+
+from outrider import LLM
+
+
+def letters_llm(target, method, k=4, *, vocab_size, **options):
+    """Return an LLM with coupled sampling that drafts k tokens by ``method``."""
+    options = {"compile": "never", "same_text": True, **options}
+    return LLM(target, tokenizer=letter_tokenizer(vocab_size, 1), method=method, num_draft_tokens=k, **options)
+
+
+def texts_of(llm, prompts, params):
+    return [completion.token_ids for completion in outputs_of(llm.generate(prompts, params))]
+
+
+def even_and_odd(vocab_size):
+    """Return a grammar of even and odd tokens in turn, which never ends."""
+    return RuleGrammar(lambda text: range(len(text) % 2, vocab_size, 2), vocab_size, eos=-1)
