@@ -299,7 +299,12 @@ class Round:
     is_cold: bool = False  # a plain round with cold CPU caches, soon after a model drafted
     judged: list[int] | None = None  # depths that the verifier reached; needed for trees: a path may end at a leaf early
     forced: list[int] | None = None  # drafts determined by a grammar, per request, included in ``lens``; None: none
-    reaches: list[int] | None = None  # longest path of the proposer's drafts, forced ones included; None: ``depths``
+    own_depths: list[int] | None = None  # longest path of the proposer's drafts, forced ones included; None: ``depths``
+
+    @property
+    def reaches(self) -> list[int]:
+        """Return the length of the longest path that the proposer drafted for each request."""
+        return self.own_depths or self.depths
 
     @property
     def num_judged(self) -> list[int]:

@@ -7,9 +7,10 @@ shown have noise and hiccups; its result is weighed without them.
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import accumulate, cycle
 
 import torch
 
@@ -93,7 +94,7 @@ class _Row:
     def __init__(self, name: str, slot: int, length: int, luck: random.Random, cell: Cell, text: Text) -> None:
         params = SamplingParams(max_tokens=length, temperature=cell.temperature)
         self.request = Request(name, [0] * NUM_PROMPT_TOKENS, NUM_PROMPT_TOKENS, params, 0, torch.Generator())
-        self.slot, self.length, self.text, self.stretches = slot, length, text, cell.forced
+        self.slot, self.length, self.text, self.ends = slot, length, text, [*accumulate(cell.forced)]
         self.accepts = [luck.random() for _ in range(length + 1)]
         self.makes = [luck.random() for _ in range(length + 1)]
 
@@ -121,17 +122,14 @@ class _Row:
         return _Drafts(run + num_forced + tail, run + num_taken + (tail if count == wanted else 0), sum(free), depth, wanted)
 
     def is_forced(self, position: int) -> bool:
-        position %= sum(self.stretches) or 1
-        at = 0
-        while at < len(self.stretches) and position >= self.stretches[at]:
-            position -= self.stretches[at]
-            at += 1
-        return at % 2 == 1
+        return bool(self.ends) and bisect_right(self.ends, position % self.ends[-1]) % 2 == 1
 
     def _run(self, position: int, most: int) -> int:
-        return next(
-            (n for n in range(max(min(most, MAX_FORCED), 0)) if not self.is_forced(position + n)), max(min(most, MAX_FORCED), 0)
-        )
+        """The number of forced tokens from a position on, at most as many as a round takes."""
+        count = 0
+        while count < min(most, MAX_FORCED) and self.is_forced(position + count):
+            count += 1
+        return count
 
 
 @dataclass(frozen=True)
@@ -174,8 +172,7 @@ def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) ->
         asked_lengths = policy.next_lengths(context)
         drafts = [row.draft(k) for row, k in zip(rows, asked_lengths, strict=True)]
         accepted, depths = [each.num_accepted for each in drafts], [each.num_drafts for each in drafts]
-        forced, reaches = [each.num_forced for each in drafts], [each.reach for each in drafts]
-        lens = [made + run for made, run in zip(depths, forced, strict=True)]
+        forced, lens = [each.num_forced for each in drafts], [each.num_forced + each.num_drafts for each in drafts]
         asked = context.limited(asked_lengths)
         drafted_for = [row for row, limit in zip(rows, asked.limits, strict=True) if limit > 0]
         behind = sum(len(row.request.token_ids) - seen.get(row, 0) for row in drafted_for)
@@ -196,10 +193,9 @@ def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) ->
             if row in drafted_for:
                 seen[row] = len(row.request.token_ids)
         if costs is not None and not fresh:
-            costs.record_round(
-                lens, NUM_PROMPT_TOKENS, times.score, times.verify + times.host, cell.temperature == 0, is_cold=is_cold
-            )
-        by_grammar = {"forced": forced, "reaches": reaches} if any(forced) else {}
+            outside = times.verify + times.host
+            costs.record_round(lens, NUM_PROMPT_TOKENS, times.score, outside, cell.temperature == 0, is_cold=is_cold)
+        by_grammar = {"forced": forced, "own_depths": [each.reach for each in drafts]}
         found = Round(max(asked_lengths), lens, depths, accepted, times, is_cold=is_cold, **by_grammar)
         policy.observe(asked, found, bool(fresh))
         ended = [row.request.request_id for row in rows if row.left <= 0]

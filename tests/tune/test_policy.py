@@ -72,10 +72,13 @@ def test_a_hopeless_draft_is_hardly_ever_asked():
 def test_forced_tokens_speak_neither_for_drafts_nor_against_them(machine, batch, forced):
     """They belong to the text, as many with any K, so that good drafts pay as much as elsewhere and bad ones as little."""
     good = Cell(machine, Text((0.9,)), forced=forced, batch=batch)
-    assert automatic(good) > (0.84 if machine is EMBEDDED else 0.95) * best_fixed(good)  # 0.9 of it without a grammar
+    # With three of four tokens forced, a small target has a quarter of the rounds to win back what reading the prompts costs.
+    assert automatic(good) > (0.84 if machine is EMBEDDED else 0.95) * best_fixed(good)
     bad = Cell(machine, Text((0.02,)), forced=forced, batch=batch)
     assert automatic(bad) > (0.93 if machine is EMBEDDED else 0.97) * plain(bad)
-    if machine is EMBEDDED or batch > 1:  # elsewhere a draft costs next to nothing and is asked for more often
+    # Elsewhere a draft costs a hundredth of a pass and its row a thirtieth, less than the noise of the wide passes of forced
+    # tokens: what bad ones lose is bounded, not their number, which without a grammar is up to 26.
+    if machine is EMBEDDED or batch > 1:
         assert sum(k > 0 for k in recorded(bad).asked) <= 15
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from outrider.engine.round import Drafter
-from outrider.sampling.grammar_masks import allowed_after, is_dead_end, path_to
+from outrider.sampling.grammar_masks import allowed_after, is_dead_end, is_empty, path_to
 from outrider.types import BatchSampler, Context, Matcher, Proposal, Request, Verdict
 
 MAX_FORCED = 15  # forced drafts of a request in one round: a pass of 16 rows; a longer span takes another round
@@ -122,7 +122,7 @@ class ForcedDrafts:
             tree = None if trees is None else trees[b]
             for node, token in enumerate(drafts[b][:num_own]):
                 path = path_to(node, drafts[b], tree)[:-1]
-                row.own.append(_the_only(request, [*row.before, *path]) == token)
+                row.own.append(_only_token(allowed_after(request, [*row.before, *path])) == token)
             room = min(self._most, row.room) - len(row.before) - num_own
             if room > 0 and (trees is None or num_own == 0):
                 row.after = forced_tokens(request, [*row.before, *drafts[b][:num_own]], room)
@@ -168,19 +168,17 @@ def forced_tokens(request: Request, path: Sequence[int], most: int) -> list[int]
     """
     run: list[int] = []
     while True:
-        after = [*path, *run]
-        token = _the_only(request, after)
+        allowed = allowed_after(request, [*path, *run])
+        token = _only_token(allowed)
         if token is None:
-            allowed = allowed_after(request, after)
-            return run if allowed is not None and np.count_nonzero(allowed.numpy()) else run[:-1]
+            return run[:-1] if allowed is None or is_empty(allowed) else run
         if len(run) == most:
             return run
         run.append(token)
 
 
-def _the_only(request: Request, path: Sequence[int]) -> int | None:
-    """Return the token that must follow the request's output and the drafts of ``path``; None if there are several or none."""
-    allowed = allowed_after(request, path)
+def _only_token(allowed: torch.Tensor | None) -> int | None:
+    """Return the token that a mask on the CPU leaves; None if it leaves several or none."""
     if allowed is None or np.count_nonzero(allowed.numpy()) != 1:
         return None
     return int(allowed.numpy().argmax())

@@ -68,8 +68,9 @@ class Ledger:
         drafted_with_model = self._drafts_with_model and result.k > 0
         self._num_cold = NUM_COLD if drafted_with_model else max(self._num_cold - 1, 0)
         depths = path_depths(proposal, is_forced)
-        reaches = None if proposal.own is None else path_depths(proposal, (~proposal.own).tolist())
-        round_ = Round(result.k, lens, depths, accepted, times, result.scores.first_layer, is_cold, judged, forced, reaches)
+        own_depths = None if proposal.own is None else path_depths(proposal, (~proposal.own).tolist())
+        first_layer = result.scores.first_layer
+        round_ = Round(result.k, lens, depths, accepted, times, first_layer, is_cold, judged, forced, own_depths)
         self._record_times(result, round_, is_prefill)
         return round_, origins
 

@@ -63,14 +63,12 @@ class Track:
     def worths(self, expected: Sequence[float], most: int) -> list[float]:
         """Return the accepted tokens that a draft at depth 1, 2, ... adds, if there is one; 0 below ``most``.
 
-        As many as ``expected``. The share of drafts that a grammar forces adds none: they come without drafts too.
+        As many as ``expected``. Drafts that a grammar forces add none, because those tokens come without drafts too: a depth
+        counts for the share that is free.
         """
         worths = list(accumulate(self.own.rates(self.shared.rates(expected)), mul))
-        if self.num_free < self.num_own:
-            share, totals = self.num_free / self.num_own, [0.0, *accumulate(worths)]
-            ends = [depth * share for depth in range(len(worths) + 1)]
-            totals = [totals[int(end)] + end % 1 * worths[min(int(end), len(worths) - 1)] for end in ends]
-            worths = [after - before for before, after in pairwise(totals)]
+        share = self.num_free / self.num_own if self.num_own else 1.0
+        worths = [share * worths[int(share * depth)] for depth in range(len(worths))]
         most = max(most, 0)
         return worths[:most] + [0.0] * len(worths[most:])
 
@@ -157,8 +155,8 @@ class DraftLengthPolicy:
 
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
         """Learn from a round: acceptance, cost, and gained or lost time."""
-        reaches = round_.reaches or round_.depths
-        batch, longest, times = len(reaches), max(reaches), round_.times
+        reaches, times = round_.reaches, round_.times
+        batch, longest = len(reaches), max(reaches)
         forced = self._learn_forced(round_, is_prefill)
         # One with nothing but forced tokens was perhaps not drafted for.
         drafted_for = [b for b in range(batch) if context.limits[b] > 0 and (reaches[b] or not forced[b])]
@@ -255,14 +253,13 @@ class DraftLengthPolicy:
     def _learn(self, drafted_for: Sequence[int], round_: Round) -> None:
         self._num_drafted += 1
         self._num_unchecked += 1
-        reaches = round_.reaches or round_.depths
-        self._reach = max(self._reach, *reaches)
+        self._reach = max(self._reach, *round_.reaches)
         for b in drafted_for:
             track = self._batch[b]
             track.num_seen = len(self._requests[b].token_ids)
             num_drafts, num_accepted = round_.depths[b], round_.num_accepted[b]
-            track.add_own(reaches[b], num_drafts)
-            if reaches[b] and not num_drafts:
+            track.add_own(round_.reaches[b], num_drafts)
+            if round_.reaches[b] and not num_drafts:  # all forced: they say nothing of its other drafts
                 continue
             if num_drafts:
                 track.own.fade(DECAY)
@@ -282,8 +279,7 @@ class DraftLengthPolicy:
         if plain is None or any([request.num_draft_tokens is not None for request in self._requests]):
             return
         cache_len = len(self._requests[0].token_ids)
-        longest = max(round_.reaches or round_.depths)
-        seconds = self.costs.round(round_.k, round_.lens, longest, num_drafting, cache_len)
+        seconds = self.costs.round(round_.k, round_.lens, max(round_.reaches), num_drafting, cache_len)
         if not is_prefill:
             seconds = min(round_.times.total, seconds)
         if round_.forced is not None:  # those rows would have been scored without drafts too
