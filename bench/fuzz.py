@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import math
 import multiprocessing
 import os
 import random
@@ -37,8 +38,8 @@ from outrider.bench.provenance import origin
 CASE_SECONDS = 20.0  # of processor time
 SLOWDOWN = 15.0  # times that, by the clock: other processes may want the processor
 MEMORY = 6 << 30  # bytes that a target's process may take beside what it starts with
-WARM_CASES, MAX_GROWTH = 200, 96 << 20  # bytes, after so many cases: libraries fill their caches first
-TURN_SECONDS = 60.0
+WARM_CASES, MAX_GROWTH = 100, 96 << 20  # bytes, after so many cases: libraries fill their caches first
+TURN_SECONDS = 600.0  # at most, that one target runs: long enough for memory that grows to be seen
 
 
 def arguments() -> argparse.Namespace:
@@ -110,16 +111,17 @@ class Run:
         self.name, self._seed, self._folder = name, seed, folder
         self.next = 0  # number of the next case
         self.findings: dict[str, str] = {}  # what is wrong -> file
-        self.growth = 0  # bytes, at most
+        self.growth: int | None = None  # bytes, at most; None while no process has run for long enough
         self._kinds: set[str] = set()
 
     def go_on(self, seconds: float) -> None:
-        """Run cases for some seconds."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            self._one_process(end)
+        """Run cases for some seconds, in which the starts of processes do not count."""
+        while seconds > 0:
+            started = self._one_process(seconds)
+            seconds -= time.monotonic() - started
 
-    def _one_process(self, end: float) -> None:
+    def _one_process(self, seconds: float) -> float:
+        """Run cases in one process, until the time is over or the process cannot go on. When it was ready."""
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
         process = context.Process(target=work, args=(self.name, self._seed, self.next, there), daemon=False)
@@ -127,24 +129,26 @@ class Run:
         there.close()
         first, before, data, memory = self.next, 0, b"", 0
         try:
-            while time.monotonic() < end:
-                message = self._message(here, process.pid or 0)
+            message, ready = self._message(here, process.pid or 0), time.monotonic()
+            while time.monotonic() - ready < seconds:
                 if isinstance(message, str):
                     self.found(message if process.is_alive() else f"the process ended with code {exit_code(process)}", data)
                     self.next += 1
-                    return
+                    break
                 number, data, wrong, memory = message
-                if not memory:  # it begins
-                    continue
-                if wrong is not None:
-                    self.found(wrong, data)
-                self.next = number + 1
-                if number == first + WARM_CASES:
-                    before = memory
-                if before and memory - before > MAX_GROWTH:
-                    self.found(f"memory grew by {(memory - before) >> 20} MiB in {number - first - WARM_CASES} cases", data)
-                    return
-                self.growth = max(self.growth, memory - before if before else 0)
+                if memory:  # the case has ended
+                    self.next = number + 1
+                    if wrong is not None:
+                        self.found(wrong, data)
+                    if number == first + WARM_CASES:
+                        before = memory
+                    if before and memory - before > MAX_GROWTH:
+                        self.found(f"memory grew by {(memory - before) >> 20} MiB in {number - first - WARM_CASES} cases", data)
+                        break
+                    if before:
+                        self.growth = max(self.growth or 0, memory - before)
+                message = self._message(here, process.pid or 0)
+            return ready
         finally:
             with contextlib.suppress(OSError):
                 here.send("stop")
@@ -237,19 +241,19 @@ def main() -> int:
         if len(args.targets) != 1:
             raise SystemExit("error: --case and --guided need one of --targets")
         return guided(args.targets[0], args.seed, args.minutes) if args.guided else again(args.targets[0], args.seed, args.case)
-    runs, end = [Run(name, args.seed, args.findings) for name in args.targets], time.monotonic() + 60 * args.minutes
-    turn = min(TURN_SECONDS * max(1.0, args.minutes / 10), 60 * args.minutes / len(runs))
-    while time.monotonic() < end:
+    runs, seconds = [Run(name, args.seed, args.findings) for name in args.targets], 60 * args.minutes / len(args.targets)
+    num_turns = math.ceil(seconds / TURN_SECONDS)
+    for _ in range(num_turns):
         for run in runs:
-            run.go_on(min(turn, end - time.monotonic()))
+            run.go_on(seconds / num_turns)
     result = {
         **origin(),
         "minutes": args.minutes,
         "seed": args.seed,
         "cases": {run.name: run.next for run in runs},
-        "growth_mib": {run.name: run.growth >> 20 for run in runs},
+        "growth_mib": {run.name: None if run.growth is None else run.growth >> 20 for run in runs},
         "findings": {run.name: run.findings for run in runs if run.findings},
-        "holds": not any(run.findings for run in runs),
+        "holds": not any(run.findings or not run.next for run in runs),
     }
     return told(result, args.out)
 

@@ -1,4 +1,4 @@
-"""Mutations of valid inputs, for ``fuzz.py``: of JSON by its structure, of TOML by its values, of anything by its bytes."""
+"""Mutations of valid inputs, for ``fuzz.py``: JSON's structure, TOML's values, GGUF's numbers, anything's bytes."""
 
 from __future__ import annotations
 
@@ -136,3 +136,19 @@ def of_safetensors(data: bytes, choose: random.Random) -> bytes:
     header = of_json(("dtype", "shape", "data_offsets", "__metadata__"))(data[8 : 8 + size], choose)
     length = len(header) if choose.random() < 0.9 else choose.choice((0, 1, len(header) - 1, 10**9, 2**63, 2**64 - 1))
     return length.to_bytes(8, "little") + header + data[8 + size :]
+
+
+def of_gguf(data: bytes, choose: random.Random) -> bytes:
+    """Change numbers of a GGUF file: its counts and first keys, its tensors' shapes, types and offsets, or any."""
+    found, tensors = bytearray(data), max(data.find(b"token_embd") - 8, 0)
+    low, high = choose.choice(((0, 64), (0, 1024), (tensors, tensors + 2048), (0, len(data))))
+    if len(found) < 64 or choose.random() < 0.2:
+        return data[:low] + of_bytes(data[low:high], choose) + data[high:]
+    for _ in range(choose.randint(1, MAX_CHANGES)):
+        size, at = choose.choice((1, 4, 4, 8)), choose.randrange(low, min(high, len(found) - 8))
+        held = int.from_bytes(found[at : at + size], "little")
+        number = choose.choice(
+            (held + 1, held - 1, held * 2, held << 32, 0, 1, 3, 8, 255, 2**31 - 1, 2**32 - 1, 2**63, 2**64 - 1)
+        )
+        found[at : at + size] = (number % 256**size).to_bytes(size, "little")
+    return bytes(found)

@@ -3,8 +3,9 @@
     python bench/soak.py --minutes 30 --clients 32 --out results/soak.json
     python bench/soak.py --minutes 30 --clients 32 --hostile 0.1 --against results/soak.json --out results/soak-hostile.json
 
-With ``--hostile`` a part of the calls is made to stall the server (``hostile.py``): they must be refused, or their connections
-closed, and the others' first tokens may come at most 1.5 times as late as in the run ``--against`` which this one is held.
+With ``--hostile`` as many others make calls that are to stall or break the server (``hostile.py``), until these are that part
+of all calls. None may make the server fail, and the clients' first tokens may come at most 1.5 times as late as in the run
+``--against`` which this one is held.
 
 The server is a process of its own whose proposer fails every few seconds. Every greedy answer is compared with what the same
 engine says offline, streams must end, nothing may be stuck, and memory may not grow by more than 5% after the first fifth.
@@ -24,6 +25,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ PROMPTS = [
     "def add(a, b):\n    return a + b\n\n\n" * 6,  # read by its first score
     "She wrote the number down, and the next, and went on. " * 40,  # read in several parts
 ]
+Call = Callable[[httpx.AsyncClient, random.Random], Awaitable[None]]
 MAX_TOKENS = (8, 24, 60)
 FAULT_SECONDS = 3.0
 STUCK_SECONDS = 300.0
@@ -67,10 +70,10 @@ def arguments() -> argparse.Namespace:
 
 
 def share(text: str) -> float:
-    """An option's number, 0 to 1."""
+    """An option's number, 0 to 0.5."""
     value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1")
+    if not 0 <= value <= 0.5:
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 0.5")
     return value
 
 
@@ -115,7 +118,10 @@ class Soak:
         self.counts: dict[str, int] = {}
         self.wrong: list[str] = []
         self.rss: list[tuple[float, int]] = []
+        self.worker_rss = 0  # bytes of the server's worker processes, at most
         self.first_tokens: list[float] = []  # seconds, of honest streams
+        self.num_honest = self.num_hostile = 0
+        self._due: asyncio.Queue[None] = asyncio.Queue()  # hostile calls to make
 
     def count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1
@@ -124,8 +130,10 @@ class Soak:
         """All clients until the time is over, with the server's memory looked at every few seconds."""
         started = time.monotonic()
         clients = [asyncio.create_task(self._client(index)) for index in range(self._args.clients)]
+        adversaries = [asyncio.create_task(self._adversary(index)) for index in range(self._args.clients)]
         while time.monotonic() < self._end:
             self.rss.append((time.monotonic() - started, resident(self._pid)))
+            self.worker_rss = max(self.worker_rss, sum(map(resident, children(self._pid))))
             await asyncio.sleep(min(5.0, max(self._end - time.monotonic(), 0.1)))
         done, stuck = await asyncio.wait(clients, timeout=STUCK_SECONDS)
         for task in done:
@@ -133,6 +141,9 @@ class Soak:
         for task in stuck:
             self.wrong.append("a client never heard the end of its answer")
             task.cancel()
+        for task in adversaries:
+            task.cancel()
+        await asyncio.gather(*adversaries, return_exceptions=True)
 
     async def _client(self, index: int) -> None:
         choose = random.Random(f"{self._args.seed}-{index}")
@@ -140,13 +151,27 @@ class Soak:
             while time.monotonic() < self._end:
                 kinds = (self._whole, self._stream, self._cancel, self._malformed, self._huge)
                 (kind,) = choose.choices(kinds, (4, 4, 2, 1, 1))
-                if choose.random() < self._args.hostile:
-                    kind = self._hostile
-                try:
-                    await kind(http, choose)
-                except (httpx.HTTPError, ValueError, LookupError) as error:  # a lost connection, an answer of another form
-                    self.wrong.append(f"{kind.__name__}: {type(error).__name__} {error}")
+                self.num_honest += 1
+                if choose.random() < self._args.hostile / (1 - self._args.hostile):
+                    self._due.put_nowait(None)
+                await self._try(kind, http, choose)
                 await asyncio.sleep(choose.random() * 0.2)
+
+    async def _adversary(self, index: int) -> None:
+        """Makes hostile calls, as often as the clients' calls say, each with a connection of its own."""
+        choose = random.Random(f"{self._args.seed}-hostile-{index}")
+        limits = httpx.Limits(max_keepalive_connections=0)
+        async with httpx.AsyncClient(base_url=self._url, timeout=STUCK_SECONDS, limits=limits) as http:
+            while True:
+                await self._due.get()
+                self.num_hostile += 1
+                await self._try(self._hostile, http, choose)
+
+    async def _try(self, kind: Call, http: httpx.AsyncClient, choose: random.Random) -> None:
+        try:
+            await kind(http, choose)
+        except (httpx.HTTPError, OSError, ValueError, LookupError) as error:  # a lost connection, an answer of another form
+            self.wrong.append(f"{kind.__name__}: {type(error).__name__} {error}")
 
     def _asked(self, choose: random.Random) -> tuple[tuple[str, int], dict[str, Any]]:
         key = choose.choice(PROMPTS), choose.choice(MAX_TOKENS)
@@ -164,7 +189,7 @@ class Soak:
 
     async def _stream(self, http: httpx.AsyncClient, choose: random.Random) -> None:
         key, body = self._asked(choose)
-        text, is_done, started = "", False, time.monotonic()
+        text, is_done, is_first, started = "", False, True, time.monotonic()
         async with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
             if answer.status_code == 429:
                 self.count("busy")
@@ -174,9 +199,10 @@ class Soak:
                 return
             async for line in answer.aiter_lines():
                 is_done |= line == "data: [DONE]"
-                if not text and line.startswith("data: {"):
-                    self.first_tokens.append(time.monotonic() - started)
                 if line.startswith("data: {"):
+                    if is_first:
+                        self.first_tokens.append(time.monotonic() - started)
+                    is_first = False
                     text += "".join(choice["text"] for choice in json.loads(line[6:]).get("choices", ()))
         if not is_done:
             self.wrong.append("a stream ended before its end")
@@ -207,13 +233,14 @@ class Soak:
     async def _hostile(self, http: httpx.AsyncClient, choose: random.Random) -> None:
         """Is refused, or answered like any other, or finds the connection closed; a server that fails is wrong."""
         if choose.random() < 0.25:
-            self.count(await hostile.hold(self._args.port, choose))
-            return
-        kind, body = choose.choice((hostile.schema, hostile.text))(choose)
-        answer = await http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-        self.count(f"{kind}: {answer.status_code}")
-        if answer.status_code >= 500:
-            self.wrong.append(f"{kind}: {answer.status_code} {answer.text[:200]}")
+            kind, status = await hostile.connection(self._args.port, choose)
+        else:
+            kind, body = choose.choice((hostile.schema, hostile.text, hostile.value, hostile.malformed))(choose)
+            answer = await http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+            status = answer.status_code
+        self.count(f"{kind}: {status}")
+        if status >= 500 or (kind.startswith("malformed") and not 400 <= status < 500):
+            self.wrong.append(f"{kind}: {status}")
 
     def _refused(self, answer: httpx.Response, kind: str) -> None:
         self.count(kind)
@@ -227,8 +254,20 @@ class Soak:
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process holds."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of memory that a process holds; 0 where it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread that has ended
+            found += [int(child) for child in (task / "children").read_text().split()]
+    return found
 
 
 def expected(args: argparse.Namespace) -> dict[tuple[str, int], str]:
@@ -322,8 +361,8 @@ def main() -> int:
         server = subprocess.Popen([sys.executable, __file__, "--serve", *sys.argv[1:]], stderr=errors)
     try:
         seconds = ready_seconds(server, url, log)
-        soak = Soak(args, wanted, server.pid)
         hostile.texts()
+        soak = Soak(args, wanted, server.pid)
         asyncio.run(soak.run())
         page, left = settled(url)
     except BaseException:
@@ -338,7 +377,7 @@ def main() -> int:
         **origin(),
         "minutes": args.minutes,
         "clients": args.clients,
-        "hostile": args.hostile,
+        "hostile": round(soak.num_hostile / max(soak.num_honest + soak.num_hostile, 1), 3),
         "first_token_p50": round(percentile(soak.first_tokens, 0.5), 4),
         "first_token_p95": round(late, 4),
         "first_token_p95_against": None if delayed is None else round(delayed, 2),
@@ -347,6 +386,8 @@ def main() -> int:
         "wrong": wrong[:20],
         "num_wrong": len(wrong),
         "rss_growth": round(grown, 4),
+        "rss_mib": max((size for _, size in soak.rss), default=0) >> 20,
+        "worker_rss_mib": soak.worker_rss >> 20,
         "proposer_faults": faults,
         "holds": holds,
     }

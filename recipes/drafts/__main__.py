@@ -1,4 +1,4 @@
-"""Command line of the recipe: `python -m recipes.drafts distilled` and `python -m recipes.drafts foreign`."""
+"""Command line of the recipe: `python -m recipes.drafts distilled`, `parallel` and `foreign`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 from outrider.train.distillation import DIVERGENCES, Distillation
 from outrider.train.draft_model import DraftShape
 from outrider.train.model_runs import DraftRun, train_draft
+from outrider.train.parallel import Parallel
 from outrider.train.runs import HeadPlan
 from recipes import run
 from recipes.drafts import foreign as foreign_draft
@@ -66,6 +67,25 @@ def compare(family: Path, out: Path, tokens: Path) -> None:
     found["ratio"] = {k: round(found["distilled"][k] / found["family"][k], 3) for k in found["family"]}
     (out / "compared.json").write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
+
+
+@app.command()
+def parallel(
+    minutes: Minutes = 20.0,
+    rows: Rows = COUNT,
+    family: Family = PACKAGE,
+    tokens: Tokens = Path("build/family/tokens"),
+    work: Annotated[Path, typer.Option("--work", help="rows and checkpoints; the heads' folder has rows")] = Path(
+        "build/heads"
+    ),
+    out: Out = Path("build/drafts/parallel"),
+) -> None:
+    """Train the family's draft further so that it makes 8 drafts in one pass (PARD); run again to resume."""
+    muon, adam = LEARNED
+    kind = DraftRun(start=str(family / "draft"), parallel=Parallel(depths=8))
+    how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=muon, adam_lr=adam, seed=SEED, compiled=True)
+    if not train_draft(bench(family / "target", tokens, work, rows), out, how, kind):
+        sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
 
 
 @app.command()
