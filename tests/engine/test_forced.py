@@ -369,6 +369,29 @@ def test_a_proposer_that_needs_hidden_states_drafts_through_a_short_run() -> Non
     assert all(each.depths == each.num_accepted and max(each.depths) <= 2 for each in rounds)  # of six, four are forced
 
 
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_forced_tokens_that_a_proposer_misses_are_drafted_without_it(is_tree: bool) -> None:
+    """It is asked to draft through the span, and each of its drafts violates the grammar; those of another request do not."""
+
+    def wrong(context: Context, k: int) -> Proposal:
+        chain = chain_proposal([[0] * min(k, limit) for limit in context.limits])
+        parents = torch.arange(-1, chain.num_nodes - 1).repeat(len(context.limits), 1)
+        return replace(chain, parents=parents) if is_tree else chain
+
+    proposer = ScriptedProposer(wrong)
+    proposer.drafts_ahead, proposer.drafts_trees = False, is_tree
+    engine = make_engine(proposer, k=6)
+    found = run(engine, [forced("a", blocks, max_tokens=50), make_request("b", [5, 6], max_tokens=50)])
+    assert outputs(found)["a"] == plain_output(blocks, max_tokens=50)
+    assert len(found["a"]) == 11 and engine.stats.num_forced == 39 and engine.stats.faults == 0
+
+
+def test_a_proposer_is_not_asked_to_draft_at_a_dead_end() -> None:
+    recorder = Recorder()
+    found = run(make_engine(recorder, k=2), [forced("a", lambda output: FREE if len(output) < 2 else [], max_tokens=9)])
+    assert outputs(found)["a"][2] == "error" and {len(text) for text, _ in recorder.seen} <= {2, 3}
+
+
 def test_forced_nodes_of_a_tree_count_for_the_grammar() -> None:
     runner = TableRunner()
     rounds: list[Round] = []
