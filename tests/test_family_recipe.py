@@ -236,7 +236,7 @@ def test_an_export_replaces_model_folders_only(tmp_path: Path) -> None:
     (mine / "notes.txt").write_text("not to be lost")
     options = ["--preset", "tiny", "--work", str(work)]
     for words, why in (
-        (["target", str(mine)], "no model folder"),
+        (["target", str(mine)], "not a model folder"),
         (["head", "x"], "unknown model"),
         (["draft", "x"], "no checkpoint"),
     ):
