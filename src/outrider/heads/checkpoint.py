@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -261,6 +261,27 @@ def made(make: Callable[[], Head], source: object) -> Head:
         raise OutriderError(f"{source}: unknown activation or rotary type {error} in config.json") from error
     except Exception as error:  # invalid values raise many kinds of exceptions
         raise OutriderError(f"{source}: cannot build a head from its config: {first_line(error)}") from error
+
+
+def count_numbered(names: Iterable[str], pattern: str) -> int:
+    """Return how many numbers from 0 to the highest one there are at the group of a pattern of tensor names."""
+    return 1 + max((int(found[1]) for name in names if (found := re.match(pattern, name)) is not None), default=-1)
+
+
+def named_states(states: Any, layers: Any, default: Callable[[], tuple[int, ...]], source: str) -> tuple[int, ...]:
+    """Return the hidden states that a config names, in transformers' numbering; if it names none, ``default()`` with a warning.
+
+    ``layers``: instead of ``states``, the layers whose outputs they are, counted from 0. Raises ``OutriderError`` for ids that
+    are not integers.
+    """
+    try:
+        if states or layers:
+            return tuple(int(index) for index in states) if states else tuple(int(index) + 1 for index in layers)
+    except (TypeError, ValueError):
+        raise OutriderError(f"{source}: invalid layer ids {states or layers!r} in config.json: expected integers") from None
+    found = default()
+    logger.warning("%s does not name the hidden states it reads: assuming %s", source, found)
+    return found
 
 
 def refuse_quantised(tensors: Mapping[str, Tensor], source: object, integers: Collection[str] = ()) -> None:

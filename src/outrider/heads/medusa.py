@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from outrider.heads.checkpoint import TargetSizes, fill, find_folder, read_folder, write_folder
+from outrider.heads.checkpoint import TargetSizes, count_numbered, fill, find_folder, read_folder, write_folder
 from outrider.types import IMPOSSIBLE_LOGIT, OutriderError
 
 Accuracies = tuple[tuple[float, ...], ...]  # [head][rank]: probability that the candidate of that rank is the target's token
@@ -97,8 +97,7 @@ def load(source: str | Path, vocab_size: int) -> tuple[MedusaHeads, Accuracies |
     if not any(name.startswith("blocks.0.") for name in tensors):
         raise OutriderError(f"{source} has no Medusa heads: expected '0.0.linear.weight' or 'blocks.0.layers.0.weight'")
     # The number of heads is counted in the file, because configs are often wrong.
-    heads = 1 + max(int(found[1]) for found in (re.match(r"blocks\.(\d+)\.", name) for name in tensors) if found)
-    layers = 1 + max(int(found[1]) for found in (re.match(r"blocks\.0\.layers\.(\d+)\.", name) for name in tensors) if found)
+    heads, layers = count_numbered(tensors, r"blocks\.(\d+)\."), count_numbered(tensors, r"blocks\.0\.layers\.(\d+)\.")
     shared = tensors.pop("lm_head.weight", None)
     if shared is not None:  # vLLM's original_lm_head
         tensors |= {f"lm_heads.{head}.weight": shared for head in range(heads) if f"lm_heads.{head}.weight" not in tensors}
