@@ -170,7 +170,9 @@ def test_export_asks_what_a_method_is_and_never_what_it_is_called():
                 compared = {c.value for c in ast.walk(node) if isinstance(c, ast.Constant) and isinstance(c.value, str)}
                 assert not compared & names, f"{path.name}:{node.lineno} compares with a method's name"
             if isinstance(node, ast.ImportFrom):
-                assert not re.fullmatch(r"outrider\.proposers\.(?!base|method|portable|recognition)\w+", node.module or ""), path
+                assert not re.fullmatch(r"outrider\.proposers\.(?!base|method|portable|recognition)\w+", node.module or ""), (
+                    path
+                )
 
 
 def test_verifiers_and_types_know_no_model_and_no_temperature():

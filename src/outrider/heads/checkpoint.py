@@ -291,6 +291,14 @@ def refuse_quantised(tensors: Mapping[str, Tensor], source: object, integers: Co
             raise OutriderError(f"{source} is quantised: {name} is {str(tensor.dtype).removeprefix('torch.')}")
 
 
+def check_ids(ids: Tensor | None, vocab_size: int, what: str, whose: str) -> None:
+    """Raise ``OutriderError`` if a head's table of token ids, if it has one, contains an id outside a target's vocabulary."""
+    if ids is not None and not ids.is_meta:
+        odd = next((int(each) for each in (ids.min(), ids.max()) if not 0 <= each < vocab_size), None)
+        if odd is not None:
+            raise OutriderError(f"{what} contains token {odd}, but {whose} has {vocab_size} tokens")
+
+
 def offsets_to_ids(tensors: dict[str, Tensor]) -> bool:
     """Replace ``d2t``, the offset from each draft id to its target id, with ``draft_ids``, in place.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from outrider.heads.checkpoint import TargetSizes
+from outrider.heads.checkpoint import TargetSizes, check_ids
 from outrider.heads.own_logits import Finish
 from outrider.runner.kv_cache import CacheShape
 from outrider.types import IMPOSSIBLE_LOGIT, OutriderError
@@ -101,11 +101,4 @@ class FeatureHead(nn.Module):
 
     def check_draft_ids(self, target: TargetSizes) -> None:
         """Raise ``OutriderError`` if the head's vocabulary has tokens that the target's lacks."""
-        if self.draft_ids is None or self.draft_ids.is_meta:
-            return
-        lowest, highest = int(self.draft_ids.min()), int(self.draft_ids.max())
-        if lowest < 0 or highest >= target.vocab_size:
-            odd = lowest if lowest < 0 else highest
-            raise OutriderError(
-                f"the head's draft vocabulary contains token {odd}, but {target.name} has {target.vocab_size} tokens"
-            )
+        check_ids(self.draft_ids, target.vocab_size, "the head's draft vocabulary", target.name)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from outrider.heads.checkpoint import TargetSizes, count_numbered, fill, find_folder, read_folder, write_folder
+from outrider.heads.checkpoint import TargetSizes, check_ids, count_numbered, fill, find_folder, read_folder, write_folder
 from outrider.types import IMPOSSIBLE_LOGIT, OutriderError
 
 Accuracies = tuple[tuple[float, ...], ...]  # [head][rank]: probability that the candidate of that rank is the target's token
@@ -109,11 +109,7 @@ def load(source: str | Path, vocab_size: int) -> tuple[MedusaHeads, Accuracies |
         raise OutriderError(
             f"{source} has a vocabulary of {size} tokens, but the target has {vocab_size}: made for another target"
         )
-    if mapped and not tensors["token_map"].is_meta:
-        lowest, highest = int(tensors["token_map"].min()), int(tensors["token_map"].max())
-        if lowest < 0 or highest >= vocab_size:
-            odd = lowest if lowest < 0 else highest
-            raise OutriderError(f"{source}: its token map contains token {odd}, but the target has {vocab_size} tokens")
+    check_ids(tensors.get("token_map"), vocab_size, f"{source}: its token map", "the target")
     shape = MedusaShape(heads, layers, first.shape[1], size, "blocks.0.layers.0.bias" in tensors, mapped)
     made = MedusaHeads(shape)
     fill(made, tensors, source)
