@@ -1,10 +1,10 @@
-"""How often is the audit wrong? Audits of a lossless method, each with another seed: any that does not certify is an alarm.
+"""Measure the false alarm rate of the audit: repeat it on a lossless method with different seeds.
 
     python bench/audit_check.py --audits 20 --out results/audit-repeated.json
     python bench/audit_check.py --method ngram --tv 0.1
 
-It holds if at most one of twenty gave a false alarm or was void. Exit code 1 where it does not. The last line of output is the
-result as JSON.
+An audit that does not certify the method is a false alarm. The check passes if at most one of twenty audits is a false alarm or
+void; otherwise the exit code is 1. The last line of output is the result as JSON.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from outcome import check_out, count, told
 
 from outrider.bench.provenance import origin
 
-ALARMS = 0.05  # of the audits, at most
-WHERE = ("device", "dtype", "threads", "target")  # of an audit, beside where all results come from
+ALARMS = 0.05  # maximum share of audits with a false alarm
+WHERE = ("device", "dtype", "threads", "target")  # keys of an audit's document to keep, besides the usual provenance
 
 
 def main() -> int:
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def audited(args: argparse.Namespace, seed: int, out: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The command with one seed: where it ran, and what of its document is worth keeping."""
+    """Run the command with one seed. Returns its environment and the parts of its document to keep."""
     words = ["audit", "--method", args.method, "--tv", str(args.tv), "--seed", str(seed), "--out", str(out)]
     run = subprocess.run([sys.executable, "-m", "outrider", *words], capture_output=True, text=True)
     if not out.exists():

@@ -1,11 +1,11 @@
-"""Injects faults below Outrider, and checks what each command says and keeps. Linux, as root: mounts and memory groups.
+"""Inject system faults and check how each command reacts. Needs Linux and root, for mounts and memory groups.
 
     python bench/faults.py --out results/faults.json --page docs/faults.md
-    python bench/faults.py --only disk            # the faults whose name begins so
+    python bench/faults.py --only disk            # only faults whose name begins with "disk"
 
-The commands are those of a user, in processes of their own, on the embedded family. A fault holds if the command ends (or, a
-server, goes on) as docs/faults.md promises: an exit code of the documented ones, one line, no traceback, and nothing already
-made is lost. Exit code 1 if one does not.
+The commands are the user's commands, run as separate processes on the embedded family. A fault passes if the command ends (or
+the server continues) as docs/faults.md promises: with a documented exit code, a one-line error, no traceback, and without
+losing completed work. Exit code 1 if any fault does not pass.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from outrider.bench.provenance import origin
 PROMPT = "def add(a, b):"
 GENERATE = ("generate", "-k", "4", "--max-tokens", "24", "--temperature", "0", PROMPT)
 TRAIN = ("train", "medusa", "--heads", "2", "--epochs", "0.2", "--batch-tokens", "512", "--seq-len", "64")
-LIMIT = 300.0  # seconds that a command may take under a fault
-NUM_SIGNALS = 12  # per command, at moments spread over the time that it takes
+LIMIT = 300.0  # seconds, per command
+NUM_SIGNALS = 12  # per command, spread over its run time
 
 CLOCK = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <sys/time.h>
 #include <time.h>
-// Real time jumps by a day, forth and back, every half second of monotonic time. Monotonic time is left as it is.
+// Real time jumps forward and back by a day every half second of monotonic time. Monotonic time is unchanged.
 typedef int (*Clock)(clockid_t, struct timespec*);
 static Clock real(void) { static Clock found; if (!found) found = (Clock)dlsym(RTLD_NEXT, "clock_gettime"); return found; }
 static long jump(void) {
@@ -73,7 +73,7 @@ int gettimeofday(struct timeval* to, void* zone) {
 
 
 class Broken(Exception):
-    """A promise that was not kept."""
+    """A promise was not kept."""
 
 
 def expect(holds: object, what: str) -> None:
@@ -83,7 +83,7 @@ def expect(holds: object, what: str) -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """A command that has ended."""
+    """Result of a command that ended."""
 
     code: int
     out: str
@@ -91,34 +91,34 @@ class Ended:
 
     @property
     def said(self) -> str:
-        """The last line that it wrote to standard error."""
+        """Return the last line of standard error."""
         lines = [line for line in self.err.replace("\r", "\n").splitlines() if line.strip()]
         return lines[-1].strip() if lines else ""
 
     def expect_error(self, *codes: int) -> str:
-        """An error in one line, with one of these exit codes. Returns the line."""
+        """Check that the command failed with a one-line error and one of these exit codes. Returns the line."""
         expect(self.code in codes, f"exit code {self.code}, expected {codes}: {self.err[-600:]}")
-        expect("Traceback" not in self.err, f"a traceback: {self.err[-600:]}")
-        expect("rror" in self.err or self.code == 130, f"no word: {self.err[-600:]}")
+        expect("Traceback" not in self.err, f"unexpected traceback: {self.err[-600:]}")
+        expect("rror" in self.err or self.code == 130, f"no error message: {self.err[-600:]}")
         return f"exit {self.code}: {self.said}"
 
     def expect_text(self, wanted: str) -> str:
-        """The text of a run without the fault."""
+        """Check that the output is the same as without the fault."""
         expect(self.code == 0, f"exit code {self.code}: {self.err[-600:]}")
         expect("Traceback" not in self.err, f"a traceback: {self.err[-600:]}")
-        expect(self.out == wanted, f"other text: {self.out!r}")
+        expect(self.out == wanted, f"different text: {self.out!r}")
         return "the same text"
 
 
 class Place:
-    """A folder to work in, and commands with and without a fault."""
+    """A working folder, and commands with and without a fault."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._wanted: str | None = None
 
     def start(self, *words: object, under: Callable[[], None] | None = None, **environment: object) -> subprocess.Popen[str]:
-        """An Outrider command; ``under`` runs in its process first."""
+        """Start an Outrider command; ``under`` runs first in its process."""
         return subprocess.Popen(
             [sys.executable, "-m", "outrider", *map(str, words)],
             stdin=subprocess.DEVNULL,
@@ -130,25 +130,25 @@ class Place:
         )
 
     def run(self, *words: object, under: Callable[[], None] | None = None, **environment: object) -> Ended:
-        """The same, to its end."""
+        """Run an Outrider command and wait for its end."""
         return ended(self.start(*words, under=under, **environment))
 
     def wanted(self) -> str:
-        """What ``GENERATE`` writes without a fault."""
+        """Return the output of ``GENERATE`` without a fault."""
         if self._wanted is None:
             self._wanted = self.run(*GENERATE).out
             expect(self._wanted.strip(), "no text without a fault")
         return self._wanted
 
     def text(self) -> Path:
-        """A text to train on."""
+        """Write a training text."""
         path = self.folder / "text.txt"
         path.write_text("\n\n".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(800)))
         return path
 
     @contextlib.contextmanager
     def disk(self, size: str) -> Iterator[Path]:
-        """A disk of this size."""
+        """Mount a disk of this size."""
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         folder.chmod(0o700)
         call("mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "none", folder)
@@ -159,7 +159,7 @@ class Place:
 
     @contextlib.contextmanager
     def mounted_image(self) -> Iterator[tuple[Path, Path]]:
-        """A disk in a file, with the embedded target's folder on it: the file, and where it is mounted."""
+        """Mount a disk image that contains the embedded target's folder. Yields the image file and the mount point."""
         image, mounted = self.folder / "image", self.folder / "mounted"
         mounted.mkdir()
         call("truncate", "-s", "96M", image)
@@ -173,7 +173,7 @@ class Place:
 
     @contextlib.contextmanager
     def serving(self, *words: object, **environment: object) -> Iterator[Server]:
-        """A server that is ready."""
+        """Start a server and wait until it is ready."""
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port = found.getsockname()[1]
@@ -203,7 +203,7 @@ class Server:
         return False
 
     def ask(self, prompt: str = PROMPT, **more: Any) -> tuple[int, str]:
-        """A completion: the answer's status and its text or error."""
+        """Request a completion. Returns the status, and the text or error."""
         body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, **more}
         answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=120)
         found = answer.json()
@@ -221,18 +221,18 @@ def _begin(under: Callable[[], None] | None) -> None:
 
 
 def ended(process: subprocess.Popen[str]) -> Ended:
-    """What a process wrote until its end, which must come in time."""
+    """Wait for a process and return its output. Raises ``Broken`` after ``LIMIT`` seconds."""
     try:
         out, err = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
-        raise Broken(f"it had not ended after {LIMIT:.0f} s: {err[-600:]}") from None
+        raise Broken(f"not finished after {LIMIT:.0f} s: {err[-600:]}") from None
     return Ended(process.returncode, out, err)
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
-    """Wait until something holds."""
+    """Poll until a condition holds. Raises ``Broken`` after ``LIMIT`` seconds."""
     end = time.monotonic() + LIMIT
     while not holds():
         expect(time.monotonic() < end, f"not within {LIMIT:.0f} s: {what}")
@@ -251,33 +251,33 @@ def full(folder: Path) -> None:
 
 
 def copied_target(to: Path) -> Path:
-    """The embedded target's folder, copied."""
+    """Copy the embedded target's folder."""
     return Path(shutil.copytree(Path(outrider.__file__).parent / "family" / "target", to))
 
 
-# Faults: functions of a Place that return what was seen. Their docstrings are the promises.
+# Each fault is a function of a Place that returns what was observed. Its docstring is the promise.
 
 
 def disk_full_cache(place: Place) -> str:
-    """The text as without it, and one warning."""
+    """Same text as without the fault, and one warning."""
     with place.disk("64k") as folder:
         full(folder)
         done = place.run(*GENERATE, "--compile", "never", OUTRIDER_CACHE=folder)
-        expect(done.err.count("cache folder") == 1, f"not one warning: {done.err[-600:]}")
+        expect(done.err.count("cache folder") == 1, f"expected exactly one warning: {done.err[-600:]}")
         return done.expect_text(place.wanted()) + ", one warning"
 
 
 def disk_read_only_cache(place: Place) -> str:
-    """The text as without it, and one warning."""
+    """Same text as without the fault, and one warning."""
     with place.disk("1m") as folder:
         call("mount", "-o", "remount,ro", folder)
         done = place.run(*GENERATE, "--compile", "never", OUTRIDER_CACHE=folder)
-        expect(done.err.count("cache folder") == 1, f"not one warning: {done.err[-600:]}")
+        expect(done.err.count("cache folder") == 1, f"expected exactly one warning: {done.err[-600:]}")
         return done.expect_text(place.wanted()) + ", one warning"
 
 
 def disk_full_standard_output(place: Place) -> str:
-    """An error in one line, exit code 1."""
+    """One-line error, exit code 1."""
     process = subprocess.run(
         f"{sys.executable} -m outrider generate -k 4 --json --max-tokens 8 hello > /dev/full",
         shell=True, capture_output=True, text=True, timeout=LIMIT,
@@ -286,40 +286,40 @@ def disk_full_standard_output(place: Place) -> str:
 
 
 def disk_full_training(place: Place) -> str:
-    """An error in one line, exit code 1; with space the same command goes on from its checkpoint and ends."""
+    """One-line error, exit code 1. With free space, the same command resumes from its checkpoint and finishes."""
     with place.disk("24m") as folder:
         words = (*TRAIN, "--text", place.text(), "--out", folder / "head")
         first = place.run(*words).expect_error(1)
-        expect(not (folder / "head" / "config.json").exists(), "half a head was left")
+        expect(not (folder / "head" / "config.json").exists(), "an incomplete head was left")
         call("mount", "-o", "remount,size=2g", folder)
         again = place.run(*words)
-        expect(again.code == 0, f"it does not go on: {again.err[-600:]}")
-        return f"{first}; then it goes on"
+        expect(again.code == 0, f"it did not resume: {again.err[-600:]}")
+        return f"{first}; then it resumed"
 
 
 def disk_full_export(place: Place) -> str:
-    """An error in one line, exit code 1, and no half of a folder that looks whole."""
+    """One-line error, exit code 1, and no incomplete folder that looks complete."""
     with place.disk("64k") as folder:
         full(folder)
         target = copied_target(place.folder / "target")
         words = ("export", "--to", "vllm", "--target", target, "--method", "ngram", "--out", folder / "made")
         said = place.run(*words).expect_error(1, 2)
-        expect(not (folder / "made" / "run.sh").exists(), "half an export was left")
+        expect(not (folder / "made" / "run.sh").exists(), "an incomplete export was left")
         return said
 
 
 def disk_read_only_output(place: Place) -> str:
-    """An error in one line, exit code 2 or 1, before anything is loaded."""
+    """One-line error, exit code 1 or 2, before anything is loaded."""
     with place.disk("1m") as folder:
         call("mount", "-o", "remount,ro", folder)
         started = time.monotonic()
         said = place.run("bench", "--out", folder / "out.json").expect_error(1, 2)
-        expect(time.monotonic() - started < 60, "the error came late")
+        expect(time.monotonic() - started < 60, "the error took more than 60 s")
         return said
 
 
 def weights_cut_short(place: Place) -> str:
-    """An error in one line, exit code 2."""
+    """One-line error, exit code 2."""
     target = copied_target(place.folder / "short")
     weights = next(target.glob("*.safetensors"))
     os.truncate(weights, weights.stat().st_size // 2)
@@ -327,20 +327,20 @@ def weights_cut_short(place: Place) -> str:
 
 
 def weights_that_cannot_be_read(place: Place) -> str:
-    """An error in one line, exit code 2."""
+    """One-line error, exit code 2."""
     with place.mounted_image() as (image, mounted):
         target = mounted / "target"
         call("umount", mounted)
-        call("mount", "-o", "loop,ro", image, mounted)  # nothing of it is in the page cache now
+        call("mount", "-o", "loop,ro", image, mounted)  # so that none of it is in the page cache
         for name in ("config.json", *(file.name for file in target.glob("*.safetensors"))):
             with (target / name).open("rb") as file:
                 file.read(4096)
-        os.truncate(image, 12 << 20)  # reads behind it fail, as on a disk that breaks
+        os.truncate(image, 12 << 20)  # reads beyond this offset fail, as on a failing disk
         return place.run(*GENERATE, "--target", target).expect_error(2)
 
 
 def weights_read_slowly(place: Place) -> str:
-    """The text as without it."""
+    """Same text as without the fault."""
     throttle = Path("/sys/fs/cgroup/blkio/blkio.throttle.read_bps_device")
     words = ("generate", "--max-tokens", "24", "--temperature", "0")
     wanted = place.run(*words, "-k", "0", PROMPT).out
@@ -359,7 +359,7 @@ def weights_read_slowly(place: Place) -> str:
 
 
 def memory_at_load(place: Place) -> str:
-    """An error in one line, exit code 1 or 2."""
+    """One-line error, exit code 1 or 2."""
     target = copied_target(place.folder / "large")
     grow(next(target.glob("*.safetensors")), 6 << 30)
     limit = partial(resource.setrlimit, resource.RLIMIT_AS, (4 << 30,) * 2)
@@ -367,7 +367,7 @@ def memory_at_load(place: Place) -> str:
 
 
 def memory_group_at_load(place: Place) -> str:
-    """Refused in one line before the weights are loaded, exit code 2: the group's limit is less than the weights take."""
+    """One-line error before the weights are loaded, exit code 2, because the group's limit is below the size of the weights."""
     group = Path("/sys/fs/cgroup/memory") / f"outrider-{os.getpid()}"
     group.mkdir()
     target = copied_target(place.folder / "large")
@@ -385,7 +385,7 @@ def memory_group_at_load(place: Place) -> str:
 
 
 def grow(weights: Path, size: int) -> None:
-    """Add a tensor of this many bytes, a hole in the file, to a safetensors file."""
+    """Add a sparse tensor of ``size`` bytes to a safetensors file."""
     content = weights.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -399,7 +399,7 @@ def grow(weights: Path, size: int) -> None:
 
 
 def memory_while_serving(place: Place) -> str:
-    """A request for which there is no memory is answered with an error; the server goes on."""
+    """A request that does not fit into memory gets an error; the server continues."""
     with place.serving("--compile", "never", "--max-batch", "32") as server:
         wanted = server.ask()[1]
         used = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[0]) * resource.getpagesize()
@@ -416,12 +416,12 @@ def memory_while_serving(place: Place) -> str:
 
 
 def limit(pid: int, size: int) -> None:
-    """Set the limit of a process's address space."""
+    """Set the address space limit of a process."""
     resource.prlimit(pid, resource.RLIMIT_AS, (size, resource.RLIM_INFINITY))
 
 
 def worker_killed(place: Place) -> str:
-    """Every answer is right; workers are replaced."""
+    """All answers are correct; killed workers are replaced."""
     with place.serving("--compile", "never") as server:
         wanted = server.ask()[1]
         for _ in range(5):
@@ -429,7 +429,7 @@ def worker_killed(place: Place) -> str:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
             server.expect_text(wanted)
-        return "5 of 5 answers right"
+        return "5 of 5 correct answers"
 
 
 def children(pid: int) -> list[int]:
@@ -437,41 +437,41 @@ def children(pid: int) -> list[int]:
 
 
 def clock_jumps(place: Place) -> str:
-    """The text as without it; no time limit strikes, and no time is negative."""
+    """Same text as without the fault; no time limit triggers, and no duration is negative."""
     source, library = place.folder / "clock.c", place.folder / "clock.so"
     source.write_text(CLOCK)
     call("cc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl")
     done = place.run(*GENERATE, "--json", LD_PRELOAD=library)
     expect(done.code == 0, done.err[-600:])
     found = json.loads(done.out)
-    expect(found["text"].strip() == place.wanted().removeprefix(PROMPT).strip(), f"other text: {found['text']!r}")
+    expect(found["text"].strip() == place.wanted().removeprefix(PROMPT).strip(), f"different text: {found['text']!r}")
     expect(all(not isinstance(value, (int, float)) or value >= 0 for value in found.values()), str(found))
     with place.serving("--compile", "never", "--request-timeout", "30", LD_PRELOAD=library) as server:
         answers = [server.ask(max_tokens=64) for _ in range(8)]
         expect(len(set(answers)) == 1 and answers[0][0] == 200, str(answers))
         expect(server.is_ready(), "not ready")
-    return "the same text; 8 of 8 answers of a server"
+    return "the same text; 8 of 8 server answers"
 
 
 def signal_while_generating(place: Place) -> str:
-    """Exit code 130 and one word, in whichever phase: start, load, compile, prefill or decoding."""
+    """Exit code 130 and one line in every phase: start, load, compile, prefill, decode."""
     return swept(place, ("generate", "-k", "4", "--max-tokens", "900", "--ignore-eos", PROMPT), "tok/s")
 
 
 def signal_while_exporting(place: Place) -> str:
-    """Exit code 130 and one word; an export is whole or not there."""
+    """Exit code 130 and one line; the export is either complete or absent."""
     folder = place.folder / "exported"
 
     def whole() -> None:
         files = {path.name for path in folder.glob("*")} if folder.exists() else set()
-        expect(not files or "run.sh" in files, f"a part: {files}")
+        expect(not files or "run.sh" in files, f"incomplete export: {files}")
 
     words = ("export", "--to", "vllm", "--target", copied_target(place.folder / "target"), "--method", "ngram", "--out", folder)
     return swept(place, words, "own-code", whole)
 
 
 def signal_while_training(place: Place) -> str:
-    """Exit code 130 and one word; the same command goes on from its checkpoint, and the head is that of an unbroken run."""
+    """Exit code 130 and one line; the same command resumes and trains the same head as an uninterrupted run."""
     words = (*TRAIN, "--text", place.text(), "--out")
     unbroken = place.run(*words, place.folder / "unbroken")
     expect(unbroken.code == 0, unbroken.err[-600:])
@@ -479,12 +479,12 @@ def signal_while_training(place: Place) -> str:
     last = place.run(*words, place.folder / "broken")
     expect(last.code == 0, last.err[-600:])
     heads = [next((place.folder / name).glob("*.safetensors")).read_bytes() for name in ("unbroken", "broken")]
-    expect(heads[0] == heads[1], "another head than that of an unbroken run")
-    return f"{said}; then the head of an unbroken run"
+    expect(heads[0] == heads[1], "the head differs from that of an uninterrupted run")
+    return f"{said}; then the same head as in an uninterrupted run"
 
 
 def swept(place: Place, words: tuple[object, ...], last_words: str, check: Callable[[], None] = lambda: None) -> str:
-    """Interrupt a command at moments all over the time that it takes. ``last_words``: what it writes when its work is done."""
+    """Interrupt a command at times spread over its run. ``last_words``: its output when its work is done."""
     started = time.monotonic()
     expect(place.run(*words).code == 0, "the command fails without a signal")
     took, were_done = time.monotonic() - started, []
@@ -496,12 +496,12 @@ def swept(place: Place, words: tuple[object, ...], last_words: str, check: Calla
         is_done = last_words in done.err and "interrupted" not in done.err
         were_done.append(is_done)
         expect("Traceback" not in done.err, f"after signal {index}: {done.err[-900:]}")
-        # Python itself ends by SIGINT where that came inside exec() of a text; a shell calls both 130.
+        # Python exits by SIGINT if it is interrupted during exec() of source text; a shell reports 130 for both.
         ends = (0, -signal.SIGTERM, -signal.SIGINT) if is_done else (130, -signal.SIGINT)
         expect(done.code in ends, f"exit code {done.code} after signal {index}: {done.err[-600:]}")
-        expect(is_done or "interrupted" in done.err, f"no word after signal {index}: {done.err[-300:]}")
+        expect(is_done or "interrupted" in done.err, f"no message after signal {index}: {done.err[-300:]}")
         check()
-    return f"{were_done.count(False)} times exit 130, {were_done.count(True)} times the end came first"
+    return f"{were_done.count(False)} times exit 130, {were_done.count(True)} times the command finished first"
 
 
 FAULTS: tuple[Callable[[Place], str], ...] = (
@@ -530,7 +530,7 @@ def name_of(fault: Callable[[Place], str]) -> str:
 
 
 def measure(fault: Callable[[Place], str]) -> dict[str, Any]:
-    """Inject a fault in a folder of its own."""
+    """Inject one fault in a separate folder."""
     with tempfile.TemporaryDirectory(prefix="outrider-faults-") as folder:
         try:
             seen, verdict = fault(Place(Path(folder))).replace(folder, "..."), "held"
@@ -546,7 +546,7 @@ def measure(fault: Callable[[Place], str]) -> dict[str, Any]:
 
 PAGE = """# Faults below Outrider
 
-What each fault does to a command or a server, and what was seen when it was injected. Written by
+The effect of each fault on a command or a server: what is promised and what was observed. Generated by
 `python bench/faults.py --out results/faults.json --page docs/faults.md`.
 
 | fault | promise | verdict | seen |
@@ -557,15 +557,15 @@ COLUMNS = ("fault", "promise", "verdict", "seen")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="the faults whose name begins so")
+    parser.add_argument("--only", default="", help="run only faults whose name begins with this")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--page", type=Path, help="write the table to this Markdown file")
     args = parser.parse_args()
     check_out(args.out)
     if sys.platform != "linux" or os.geteuid() != 0:
         raise SystemExit("error: mounts and memory groups need Linux and root")
-    if ctypes.CDLL(None, use_errno=True).unshare(0x20000) != 0:  # mounts are this process's own
-        raise SystemExit(f"error: no mounts of its own: {os.strerror(ctypes.get_errno())}")
+    if ctypes.CDLL(None, use_errno=True).unshare(0x20000) != 0:  # private mount namespace
+        raise SystemExit(f"error: cannot create a mount namespace: {os.strerror(ctypes.get_errno())}")
     call("mount", "--make-rprivate", "/")
     rows = []
     for fault in FAULTS:

@@ -1,15 +1,15 @@
-"""Mutates what Outrider reads, and checks that it refuses in one line what it cannot use.
+"""Mutate the inputs of Outrider and check that invalid ones are rejected with a one-line error.
 
     python bench/fuzz.py --minutes 60                             # all targets, in turn
     python bench/fuzz.py --targets head,plan --minutes 5 --seed 7
-    python bench/fuzz.py --targets head --seed 7 --case 1234      # one case again, in this process
+    python bench/fuzz.py --targets head --seed 7 --case 1234      # repeat one case in this process
     python bench/fuzz.py --targets plan --guided --minutes 5      # guided by coverage: pip install atheris
 
-A case is (seed, target, number): the same three always give the same bytes. Each target runs in a process of its own, with a
-limit on memory. A finding is a crash, an exception that is not ``OutriderError``, an error of several lines, an HTTP 500, a
-case that takes over 20 s of processor time, or memory that grows with the number of cases. Its bytes go to ``fuzz-findings/``;
-once it is mended they belong into ``tests/fuzz_seeds/TARGET/``, from which later runs and the tests start. Exit code 1 if there
-are findings. The last line of output is the result as JSON.
+A case is (seed, target, number), which determines its bytes. Each target runs in a separate process with a memory limit. A
+finding is a crash, an exception other than ``OutriderError``, an error of several lines, an HTTP 500, a case that takes more
+than 20 s of processor time, or memory that grows with the number of cases. Its bytes are written to ``fuzz-findings/``; after
+the fix, move them to ``tests/fuzz_seeds/TARGET/``, from which later runs and the tests start. Exit code 1 if there are
+findings. The last line of output is the result as JSON.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import math
 import multiprocessing
 import os
 import random
@@ -37,24 +38,26 @@ from outrider.bench.provenance import origin
 CASE_SECONDS = 20.0  # of processor time
 SLOWDOWN = 15.0  # times that, by the clock: other processes may want the processor
 MEMORY = 6 << 30  # bytes that a target's process may take beside what it starts with
-WARM_CASES, MAX_GROWTH = 200, 96 << 20  # bytes, after so many cases: libraries fill their caches first
-TURN_SECONDS = 60.0
+WARM_CASES, MAX_GROWTH = 100, 96 << 20  # bytes, after so many cases: libraries fill their caches first
+TURN_SECONDS = 600.0  # at most, that one target runs: long enough for memory that grows to be seen
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--targets", type=names, default=list(TARGETS), help=f"of {', '.join(TARGETS)}; default: all")
-    parser.add_argument("--case", type=int, help="run this case alone, and show what it raises")
-    parser.add_argument("--guided", action="store_true", help="one target, guided by coverage")
+    parser.add_argument(
+        "--targets", type=names, default=list(TARGETS), help=f"comma-separated targets of {', '.join(TARGETS)}; default: all"
+    )
+    parser.add_argument("--case", type=int, help="run only this case and print its exception")
+    parser.add_argument("--guided", action="store_true", help="fuzz one target, guided by coverage")
     parser.add_argument("--findings", type=Path, default=Path("fuzz-findings"))
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
 
 def names(text: str) -> list[str]:
-    """An option's targets."""
+    """Parse the value of ``--targets``."""
     unknown = [name for name in text.split(",") if name not in TARGETS]
     if unknown:
         raise argparse.ArgumentTypeError(f"unknown target {unknown[0]!r}: expected {', '.join(TARGETS)}")
@@ -62,13 +65,13 @@ def names(text: str) -> list[str]:
 
 
 def case(target: Target, seed: int, number: int) -> bytes:
-    """The bytes of a case."""
+    """Return the bytes of a case."""
     choose = random.Random(f"{seed}-{target.name}-{number}")
     return target.mutate(choose.choice(target.seeds()), choose)
 
 
 def attempt(target: Target, data: bytes) -> str | None:
-    """What is wrong with how a case ends, in one line; None where nothing is."""
+    """Run a case. Returns the fault as one line, or None."""
     try:
         target.run(data)
     except Finding as error:
@@ -80,7 +83,7 @@ def attempt(target: Target, data: bytes) -> str | None:
 
 
 def work(name: str, seed: int, first: int, pipe: Connection) -> None:
-    """A target's process: runs cases from ``first`` on and reports each before and after, until it is ended."""
+    """Main function of a target's process: run cases from ``first`` on, report before and after each, until killed."""
     silence()
     target = TARGETS[name]()
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -96,7 +99,7 @@ def work(name: str, seed: int, first: int, pipe: Connection) -> None:
 
 
 def silence() -> None:
-    """Keep what libraries print out of the report."""
+    """Discard output of libraries."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
@@ -104,22 +107,23 @@ def silence() -> None:
 
 
 class Run:
-    """One target's cases and findings, over any number of processes."""
+    """Cases and findings of one target, over any number of processes."""
 
     def __init__(self, name: str, seed: int, folder: Path) -> None:
         self.name, self._seed, self._folder = name, seed, folder
         self.next = 0  # number of the next case
         self.findings: dict[str, str] = {}  # what is wrong -> file
-        self.growth = 0  # bytes, at most
+        self.growth: int | None = None  # bytes, at most; None while no process has run for long enough
         self._kinds: set[str] = set()
 
     def go_on(self, seconds: float) -> None:
-        """Run cases for some seconds."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            self._one_process(end)
+        """Run cases for some seconds, in which the starts of processes do not count."""
+        while seconds > 0:
+            started = self._one_process(seconds)
+            seconds -= time.monotonic() - started
 
-    def _one_process(self, end: float) -> None:
+    def _one_process(self, seconds: float) -> float:
+        """Run cases in one process, until the time is over or the process cannot go on. When it was ready."""
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
         process = context.Process(target=work, args=(self.name, self._seed, self.next, there), daemon=False)
@@ -127,24 +131,26 @@ class Run:
         there.close()
         first, before, data, memory = self.next, 0, b"", 0
         try:
-            while time.monotonic() < end:
-                message = self._message(here, process.pid or 0)
+            message, ready = self._message(here, process.pid or 0), time.monotonic()
+            while time.monotonic() - ready < seconds:
                 if isinstance(message, str):
                     self.found(message if process.is_alive() else f"the process ended with code {exit_code(process)}", data)
                     self.next += 1
-                    return
+                    break
                 number, data, wrong, memory = message
-                if not memory:  # it begins
-                    continue
-                if wrong is not None:
-                    self.found(wrong, data)
-                self.next = number + 1
-                if number == first + WARM_CASES:
-                    before = memory
-                if before and memory - before > MAX_GROWTH:
-                    self.found(f"memory grew by {(memory - before) >> 20} MiB in {number - first - WARM_CASES} cases", data)
-                    return
-                self.growth = max(self.growth, memory - before if before else 0)
+                if memory:  # the case has ended
+                    self.next = number + 1
+                    if wrong is not None:
+                        self.found(wrong, data)
+                    if number == first + WARM_CASES:
+                        before = memory
+                    if before and memory - before > MAX_GROWTH:
+                        self.found(f"memory grew by {(memory - before) >> 20} MiB in {number - first - WARM_CASES} cases", data)
+                        break
+                    if before:
+                        self.growth = max(self.growth or 0, memory - before)
+                message = self._message(here, process.pid or 0)
+            return ready
         finally:
             with contextlib.suppress(OSError):
                 here.send("stop")
@@ -154,20 +160,20 @@ class Run:
 
     @staticmethod
     def _message(pipe: Connection, pid: int) -> Any:
-        """The process's next message, or why there is none."""
+        """Return the next message of the process, or why there is none."""
         started, used = time.monotonic(), processor_seconds(pid)
         while not pipe.poll(0.2):
             if time.monotonic() - started > SLOWDOWN * CASE_SECONDS:
-                return f"a case takes over {SLOWDOWN * CASE_SECONDS:g} s"
+                return f"a case takes more than {SLOWDOWN * CASE_SECONDS:g} s"
             if processor_seconds(pid) - used > CASE_SECONDS and used > 0:
-                return f"a case takes over {CASE_SECONDS:g} s of processor time"
+                return f"a case takes more than {CASE_SECONDS:g} s of processor time"
         try:
             return pipe.recv()
         except (EOFError, OSError):
             return "the process has ended"
 
     def found(self, wrong: str, data: bytes) -> None:
-        """Keep a finding, the first of its kind."""
+        """Save a finding if it is the first of its kind."""
         kind = re.sub(r"'[^']*'|[^\W\d_]*\d[\w.+-]*|/\S*", "", wrong)  # without values and paths
         if kind in self._kinds:
             return
@@ -185,7 +191,7 @@ def exit_code(process: Any) -> int | None:
 
 
 def processor_seconds(pid: int) -> float:
-    """What a process has used; 0 where it has ended."""
+    """Return the processor time used by a process; 0 if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -194,7 +200,7 @@ def processor_seconds(pid: int) -> float:
 
 
 def again(name: str, seed: int, number: int) -> int:
-    """Run one case here and show what it raises."""
+    """Run one case in this process and print its exception."""
     with contextlib.closing(TARGETS[name]()) as target:
         data = case(target, seed, number)
         print(data[:2000])
@@ -207,7 +213,7 @@ def again(name: str, seed: int, number: int) -> int:
 
 
 def guided(name: str, seed: int, minutes: float) -> int:
-    """Fuzz one target in this process with libFuzzer, which follows the coverage of Outrider's Python code."""
+    """Fuzz one target in this process with libFuzzer, guided by the coverage of Outrider's Python code."""
     try:
         import atheris
     except ImportError:
@@ -237,19 +243,19 @@ def main() -> int:
         if len(args.targets) != 1:
             raise SystemExit("error: --case and --guided need one of --targets")
         return guided(args.targets[0], args.seed, args.minutes) if args.guided else again(args.targets[0], args.seed, args.case)
-    runs, end = [Run(name, args.seed, args.findings) for name in args.targets], time.monotonic() + 60 * args.minutes
-    turn = min(TURN_SECONDS * max(1.0, args.minutes / 10), 60 * args.minutes / len(runs))
-    while time.monotonic() < end:
+    runs, seconds = [Run(name, args.seed, args.findings) for name in args.targets], 60 * args.minutes / len(args.targets)
+    num_turns = math.ceil(seconds / TURN_SECONDS)
+    for _ in range(num_turns):
         for run in runs:
-            run.go_on(min(turn, end - time.monotonic()))
+            run.go_on(seconds / num_turns)
     result = {
         **origin(),
         "minutes": args.minutes,
         "seed": args.seed,
         "cases": {run.name: run.next for run in runs},
-        "growth_mib": {run.name: run.growth >> 20 for run in runs},
+        "growth_mib": {run.name: None if run.growth is None else run.growth >> 20 for run in runs},
         "findings": {run.name: run.findings for run in runs if run.findings},
-        "holds": not any(run.findings for run in runs),
+        "holds": not any(run.findings or not run.next for run in runs),
     }
     return told(result, args.out)
 

@@ -1,11 +1,10 @@
-"""Answers of a given form under every method: each must validate, and no draft that breaks the form may be scored.
+"""Check structured output under every method: answers must validate, and no draft that violates the grammar may be scored.
 
     python bench/grammar_check.py --answers 500 --out results/grammar.json
 
-One engine after the other drafts for the embedded target, or for ``--target``: each method alone and, as ``grammar+METHOD``,
-with drafts of what the form leaves no choice about. Methods that the target cannot have are named with the reason. Exit code 1
-where an answer does not validate, such a draft was scored, or no method was left. The last line of output is the result as
-JSON.
+Each method drafts for the embedded target, or for ``--target``: alone, and as ``grammar+METHOD`` together with the tokens that
+the grammar determines. Methods that the target does not support are listed with the reason. Exit code 1 if an answer is
+invalid, a forbidden draft was scored, or no method was tested. The last line of output is the result as JSON.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ MAX_TOKENS = 160
 
 
 class Watch:
-    """Counts drafts on their way to the target, and those among them that the form forbids."""
+    """Counts scored drafts, and those among them that the grammar forbids."""
 
     def __init__(self, llm: LLM) -> None:
         self.num_drafts = self.num_forbidden = 0
@@ -83,7 +82,7 @@ class Watch:
 
 
 def check(method: str, grammar_drafts: bool, args: argparse.Namespace) -> dict[str, Any]:
-    """One method. Raises ``OutriderError`` where the target cannot have it."""
+    """Check one method. Raises ``OutriderError`` if the target does not support it."""
     options: dict[str, Any] = {"max_batch": 16, "max_len": 512, "grammar_drafts": grammar_drafts}
     llm = LLM(args.target, draft=args.draft, method=method, num_draft_tokens=args.k, **options)
     compiler = GrammarCompiler(tools(llm))
@@ -114,10 +113,10 @@ def check(method: str, grammar_drafts: bool, args: argparse.Namespace) -> dict[s
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--answers", type=count, default=500, help="of each method")
-    parser.add_argument("--method", help="separated by commas (default: every one that there is)")
+    parser.add_argument("--answers", type=count, default=500, help="number of answers per method")
+    parser.add_argument("--method", help="methods, separated by commas (default: all)")
     parser.add_argument("--k", type=int, default=4)
-    parser.add_argument("--target", help="folder or hub id; left out: the embedded family")
+    parser.add_argument("--target", help="folder or hub id (default: the embedded target)")
     parser.add_argument("--draft")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -134,7 +133,7 @@ def main() -> int:
 
 
 def holds(found: dict[str, Any]) -> bool:
-    """Whether something was checked, and nothing was wrong with it."""
+    """Return whether something was checked and nothing failed."""
     checked = [each for each in found.values() if "skipped" not in each]
     return bool(checked) and not any(each["invalid"] or each["forbidden_drafts"] for each in checked)
 

@@ -1,11 +1,11 @@
-"""What drafts from a grammar gain: every method with and without them, in turns, prompt by prompt, on one loaded target.
+"""Measure the speedup of grammar drafts: every method with and without them, in turns per prompt, on one loaded target.
 
     python bench/grammar_speed.py --inflate 1b --prompts WikiQuestions.json --out results/grammar-1b.json
 
-``--prompts`` holds questions with a context, as a JSON list of objects with "context" and "question" (ArcticInference's
-json_mode). Each is asked for two forms: "question", a truth value and a text, and "record", many keys and short values. Exit
-code 1 where an answer does not validate. The last line of output is the result as JSON; ``gain`` is the speed of the best
-method with drafts from the grammar over that of the best without.
+``--prompts`` is a JSON list of objects with "context" and "question" (ArcticInference's json_mode). Each is answered in two
+forms: "question", a Boolean and a text, and "record", many keys with short values. Exit code 1 if an answer is invalid. The
+last line of output is the result as JSON; ``gain`` is the speed of the best method with grammar drafts divided by that of the
+best method without.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ MAX_TOKENS, MAX_CONTEXT = 256, 1200  # tokens of an answer; characters of a cont
 
 @dataclass
 class Lane:
-    """One method, with or without drafts from the grammar, and what it did with one form."""
+    """Results of one method, with or without grammar drafts, for one form."""
 
     name: str
     engine: Engine
@@ -94,7 +94,10 @@ class Lane:
 
 
 def lanes(llm: LLM, methods: Sequence[str], k: int | str) -> Iterator[Lane]:
-    """Two engines for each method, over one proposer: no request runs in both. Raises ``OutriderError`` for a wrong method."""
+    """Yield two engines for each method that share one proposer; no request runs in both.
+
+    Raises ``OutriderError`` for a wrong method.
+    """
     for method in methods:
         speculation = replace(llm.speculation, method=method, num_draft_tokens=k)
         proposer = build_proposer(speculation, llm.runner, llm.tokenizer)
@@ -106,10 +109,10 @@ def lanes(llm: LLM, methods: Sequence[str], k: int | str) -> Iterator[Lane]:
 
 
 def measure(llm: LLM, form: str, prompts: Sequence[str], args: argparse.Namespace) -> tuple[list[Lane], list[str]]:
-    """Every lane on every prompt, each time another one first. Returns the lanes, and why answers are not of the form."""
+    """Run every lane on every prompt, rotating the order. Returns the lanes and descriptions of invalid answers."""
     grammar, invalid = GrammarCompiler(tools(llm)).json(FORMS[form]), []
     found = list(lanes(llm, args.methods, args.k))
-    for repeat in range(args.repeats + 1):  # the first round of all is a warm-up
+    for repeat in range(args.repeats + 1):  # the first repeat is a warm-up
         is_measured = repeat > 0
         for lane in found if is_measured else ():
             lane.tokens.append([])
@@ -140,7 +143,7 @@ def measure(llm: LLM, form: str, prompts: Sequence[str], args: argparse.Namespac
 
 
 def report(found: Sequence[Lane]) -> dict[str, Any]:
-    """Rounds and speeds of each lane; each with drafts from the grammar as a ratio to the one without."""
+    """Return rounds and speeds of each lane, and the ratio of each lane with grammar drafts to the one without."""
     rows: dict[str, Any] = {}
     for at, lane in enumerate(found):
         num_answers = len(lane.texts)
@@ -174,14 +177,14 @@ def main() -> int:
     parser.add_argument("--prompts", type=Path, required=True, help="JSON list of objects with context and question")
     parser.add_argument("--num-prompts", type=count, default=10)
     parser.add_argument("--repeats", type=count, default=3)
-    parser.add_argument("--warmup", type=count, default=2, help="prompts that are run once before, not measured")
-    parser.add_argument("--forms", default=",".join(FORMS), help="separated by commas")
-    parser.add_argument("--methods", default="plain,suffix,draft", help="separated by commas; the first is the baseline")
+    parser.add_argument("--warmup", type=count, default=2, help="prompts of the unmeasured warm-up run")
+    parser.add_argument("--forms", default=",".join(FORMS), help="forms of answers, separated by commas")
+    parser.add_argument("--methods", default="plain,suffix,draft", help="comma-separated methods; the first is the baseline")
     parser.add_argument("--k", default="auto")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--target", type=Path, help="folder; left out: the embedded family")
+    parser.add_argument("--target", type=Path, help="folder (default: the embedded target)")
     parser.add_argument("--draft")
-    parser.add_argument("--inflate", help="run the target at the cost of this size, such as 1b")
+    parser.add_argument("--inflate", help="inflate the target to the cost of this size, such as 1b")
     parser.add_argument("--compile", default="auto")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -1,16 +1,17 @@
-"""What speculation costs and gains on a recurrent hybrid of 1.1 billion parameters and Qwen3.5's proportions.
+"""Measure the cost and gain of speculation on a recurrent hybrid of 1.1 billion parameters with Qwen3.5's proportions.
 
     python bench/hybrid_check.py --out results/hybrid.json                                     # 3 GB, some minutes
-    python bench/hybrid_check.py --hidden 256 --layers 4 --max-tokens 16 --repeat 2            # to see that it works
+    python bench/hybrid_check.py --hidden 256 --layers 4 --max-tokens 16 --repeat 2            # quick test
 
-Three of four layers are Gated DeltaNet; the weights are random, since only costs count. Measured, each against its bar:
+Three of four layers are Gated DeltaNet. The weights are random, because only costs matter. Each measurement has a bar:
 
-- a pass over 8 tokens against one over 1 token, in turn: the median of the ratios of the pairs;
-- the part of a round that commit and rollback take;
-- plain decoding against transformers' generate, in turn;
-- drafts against plain decoding, in turn: a proposer that knows the text, each of whose drafts survives 80% of the time.
+- cost of a pass over 8 tokens / a pass over 1 token, alternating: median over pairs;
+- share of a round's time taken by commit and rollback;
+- speed of plain decoding / transformers' generate, alternating;
+- speed with drafts / plain decoding, alternating; the proposer knows the text, and each draft survives with probability 0.8.
 
-Greedy text with drafts must be plain's. Exit code 1 where a bar is missed. The last line of output is the result as JSON.
+Greedy output with drafts must equal plain output. Exit code 1 if a bar is missed. The last line of output is the result as
+JSON.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from outrider.types import Context, Verdict
 
 WIDE = 8  # tokens of the wide pass
 SURVIVE = 0.8
-WIDE_COST, WIDE_COST_WITHOUT_UNITS = 1.3, 1.8  # at most, on a processor with matrix units and on others
-COMMIT_SHARE = 0.02  # at most
-OVER_GENERATE, OVER_PLAIN = 2.0, 2.2  # at least
+WIDE_COST, WIDE_COST_WITHOUT_UNITS = 1.3, 1.8  # maximum cost ratio, on processors with and without matrix units
+COMMIT_SHARE = 0.02  # maximum
+OVER_GENERATE, OVER_PLAIN = 2.0, 2.2  # minimum
 
 
 def model_of(hidden: int, layers: int) -> PreTrainedModel:
-    """Random bfloat16 weights; hidden 2048 and 24 layers are 1.1 billion of them."""
+    """Build a model with random bfloat16 weights; hidden 2048 and 24 layers are 1.1 billion parameters."""
     torch.manual_seed(0)
     heads = max(1, hidden // 256)
     config = Qwen3_5TextConfig(
@@ -68,7 +69,7 @@ def model_of(hidden: int, layers: int) -> PreTrainedModel:
 
 
 class Clocked:
-    """The seconds that a runner's commits take: they move the cache back to what was accepted."""
+    """Measure the seconds of a runner's commits, which roll the cache back to the accepted tokens."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.seconds, self._commit = 0.0, runner.commit
@@ -81,7 +82,7 @@ class Clocked:
 
 
 def knowing(text: list[int]) -> Degraded:
-    """Drafts what follows in a text; each draft survives with probability ``SURVIVE``."""
+    """Return a proposer that drafts the known continuation; each draft survives with probability ``SURVIVE``."""
 
     def chains(context: Context, k: int) -> list[list[int]]:
         pairs = zip(context.requests, context.limits, strict=True)
@@ -91,13 +92,13 @@ def knowing(text: list[int]) -> Degraded:
 
 
 def wide_cost(runner: ModelRunner, repeat: int) -> float:
-    """Median ratio of a pass over ``WIDE`` tokens to one over 1 token."""
+    """Return the median cost ratio of a pass over ``WIDE`` tokens to one over 1 token."""
     pairs = [[runner.pass_cost(width, 1, 256, repeat=2) for width in (WIDE, 1)] for _ in range(repeat)]
     return median(wide / narrow for wide, narrow in pairs)
 
 
 def measure(args: argparse.Namespace) -> tuple[dict[str, Any], ModelRunner]:
-    """All figures."""
+    """Measure everything. Returns the figures and the runner."""
     model = model_of(args.hidden, args.layers)
     prompt = torch.randint(model.config.vocab_size, (64,)).tolist()
     params = SamplingParams(max_tokens=args.max_tokens, temperature=0, ignore_eos=True)
@@ -121,7 +122,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], ModelRunner]:
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     same = True
     for turn in range(args.repeat + 1):
-        if turn == 1:  # what came before was warming up
+        if turn == 1:  # end of the warm-up
             clock.seconds = 0.0
         for name, way in ways.items():
             started = perf_counter()

@@ -1,7 +1,8 @@
-"""Mutations of valid inputs, for ``fuzz.py``: of JSON by its structure, of TOML by its values, of anything by its bytes."""
+"""Mutations of valid inputs, for ``fuzz.py``: JSON's structure, TOML's values, GGUF's numbers, anything's bytes."""
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
@@ -24,7 +25,7 @@ ODD_TOML = (
 
 
 def of_bytes(data: bytes, choose: random.Random) -> bytes:
-    """Flip, insert, remove, repeat or cut bytes."""
+    """Flip, insert, remove, repeat or truncate bytes."""
     found = bytearray(data)
     for _ in range(choose.randint(1, MAX_CHANGES)):
         at, end = sorted(choose.randrange(len(found) + 1) for _ in range(2))
@@ -48,14 +49,14 @@ def of_bytes(data: bytes, choose: random.Random) -> bytes:
 
 
 def of_value(value: Any, choose: random.Random, words: tuple[str, ...] = ()) -> Any:
-    """Change some values of a JSON document; ``words`` are keys that its readers look for."""
+    """Change some values of a JSON document; ``words`` are keys that its readers use."""
     for _ in range(choose.randint(1, MAX_CHANGES)):
         value = _changed(value, choose, words)
     return value
 
 
 def _changed(value: Any, choose: random.Random, words: tuple[str, ...]) -> Any:
-    """Descend to a random place and change it, in place where it is inside."""
+    """Descend to a random position and change the value there in place."""
     if not isinstance(value, (dict, list)) or not value or choose.random() < 0.02:
         return _odd(value, choose)
     parent = value
@@ -84,16 +85,16 @@ def _changed(value: Any, choose: random.Random, words: tuple[str, ...]) -> Any:
 
 
 def _odd(value: Any, choose: random.Random) -> Any:
-    """Another value: a near one where it is a number, so that sizes stop fitting together, else an odd one."""
+    """Return another value: for numbers often a near one, so that sizes no longer match, otherwise an unusual one."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and choose.random() < 0.4:
         return choose.choice((value + 1, value - 1, value * 2, -value, value / 2, str(value)))
     if isinstance(value, str) and choose.random() < 0.3:
         return choose.choice((value + "x", value[: len(value) // 2], value.upper(), value * 50))
-    return choose.choice(ODD)
+    return copy.deepcopy(choose.choice(ODD))  # later changes are made in place
 
 
 def of_json(words: tuple[str, ...] = ()) -> Mutate:
-    """A mutation of JSON texts: mostly of their values, sometimes of their bytes."""
+    """Return a mutation of JSON texts: mostly of values, sometimes of bytes."""
 
     def mutate(data: bytes, choose: random.Random) -> bytes:
         if choose.random() < 0.15:
@@ -129,10 +130,26 @@ def of_toml(data: bytes, choose: random.Random) -> bytes:
 
 
 def of_safetensors(data: bytes, choose: random.Random) -> bytes:
-    """Change the header of a safetensors file, which is JSON after eight bytes of length, or any bytes."""
+    """Change the header of a safetensors file (JSON after an 8-byte length), or any bytes."""
     if choose.random() < 0.2:
         return of_bytes(data, choose)
     size = int.from_bytes(data[:8], "little")
     header = of_json(("dtype", "shape", "data_offsets", "__metadata__"))(data[8 : 8 + size], choose)
     length = len(header) if choose.random() < 0.9 else choose.choice((0, 1, len(header) - 1, 10**9, 2**63, 2**64 - 1))
     return length.to_bytes(8, "little") + header + data[8 + size :]
+
+
+def of_gguf(data: bytes, choose: random.Random) -> bytes:
+    """Change numbers of a GGUF file: its counts and first keys, its tensors' shapes, types and offsets, or any."""
+    found, tensors = bytearray(data), max(data.find(b"token_embd") - 8, 0)
+    low, high = choose.choice(((0, 64), (0, 1024), (tensors, tensors + 2048), (0, len(data))))
+    if len(found) < 64 or choose.random() < 0.2:
+        return data[:low] + of_bytes(data[low:high], choose) + data[high:]
+    for _ in range(choose.randint(1, MAX_CHANGES)):
+        size, at = choose.choice((1, 4, 4, 8)), choose.randrange(low, min(high, len(found) - 8))
+        held = int.from_bytes(found[at : at + size], "little")
+        number = choose.choice(
+            (held + 1, held - 1, held * 2, held << 32, 0, 1, 3, 8, 255, 2**31 - 1, 2**32 - 1, 2**63, 2**64 - 1)
+        )
+        found[at : at + size] = (number % 256**size).to_bytes(size, "little")
+    return bytes(found)

@@ -1,4 +1,4 @@
-"""How the checks of this folder begin and end."""
+"""Common start and end of the checks in this folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.types import OutriderError
 
 
 def check_out(out: Path | None) -> None:
-    """Ends the script now where its result could not be written in the end."""
+    """Exit now if the result could not be written at the end."""
     try:
         check_writable("--out", out)
     except OutriderError as error:
@@ -21,14 +21,17 @@ def check_out(out: Path | None) -> None:
 
 
 def count(text: str) -> int:
-    """An option's number, 1 or more: of nothing at all everything holds."""
+    """Parse an option's positive integer. 0 is rejected because a check of nothing always passes."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+        raise argparse.ArgumentTypeError(f"invalid number {text!r}: expected an integer of at least 1")
     return int(text)
 
 
 def told(result: Mapping[str, Any], out: Path | None) -> int:
-    """Writes a result to its file and, as the last line, to standard output. The exit code: 0 where it ``holds``, else 1."""
+    """Write a result to its file and, as the last line, to standard output.
+
+    Returns the exit code: 0 if it ``holds``, else 1.
+    """
     write_or_say(out, lambda: json.dumps(result, indent=1) + "\n", "; the result follows")
     print(json.dumps(result))
     return 0 if result["holds"] else 1

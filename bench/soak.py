@@ -1,14 +1,15 @@
-"""A server under everything at once: many clients, cancelled streams, malformed bodies, huge prompts, a failing proposer.
+"""Load a server with many clients, cancelled streams, malformed bodies, huge prompts and a failing proposer.
 
     python bench/soak.py --minutes 30 --clients 32 --out results/soak.json
     python bench/soak.py --minutes 30 --clients 32 --hostile 0.1 --against results/soak.json --out results/soak-hostile.json
 
-With ``--hostile`` a part of the calls is made to stall the server (``hostile.py``): they must be refused, or their connections
-closed, and the others' first tokens may come at most 1.5 times as late as in the run ``--against`` which this one is held.
+With ``--hostile`` as many others make calls that are to stall or break the server (``hostile.py``), until these are that part
+of all calls. None may make the server fail, and the clients' first tokens may come at most 1.5 times as late as in the run
+``--against`` which this one is held.
 
-The server is a process of its own whose proposer fails every few seconds. Every greedy answer is compared with what the same
-engine says offline, streams must end, nothing may be stuck, and memory may not grow by more than 5% after the first fifth.
-Exit code 1 where any of that does not hold. The last line of output is the result as JSON.
+The server is a separate process whose proposer fails every few seconds. Every greedy answer is compared with the same engine's
+offline output, streams must end, no request may hang, and memory may not grow by more than 5% after the first fifth of the run.
+Exit code 1 if a condition fails. The last line of output is the result as JSON.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,37 +42,38 @@ PROMPTS = [
     "The ship left the harbour",
     '{"name": "Ada", ',
     "import os\n\n",
-    "def add(a, b):\n    return a + b\n\n\n" * 6,  # read by its first score
-    "She wrote the number down, and the next, and went on. " * 40,  # read in several parts
+    "def add(a, b):\n    return a + b\n\n\n" * 6,  # prefilled in its first round
+    "She wrote the number down, and the next, and went on. " * 40,  # prefilled in several chunks
 ]
+Call = Callable[[httpx.AsyncClient, random.Random], Awaitable[None]]
 MAX_TOKENS = (8, 24, 60)
 FAULT_SECONDS = 3.0
 STUCK_SECONDS = 300.0
 MAX_GROWTH = 0.05
-MAX_DELAY = 1.5  # of honest first tokens, 95th percentile, under hostile calls
+MAX_DELAY = 1.5  # maximum ratio of first-token times without hostile requests, 95th percentile
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--clients", type=count, default=32)
-    parser.add_argument("--target", help="folder or hub id; left out: the embedded family")
+    parser.add_argument("--target", help="folder or hub id (default: the embedded target)")
     parser.add_argument("--draft")
     parser.add_argument("--method")
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--hostile", type=share, default=0.0, help="part of the calls that are made to stall the server")
-    parser.add_argument("--against", type=Path, help="result of a run without hostile calls, on the same machine")
+    parser.add_argument("--hostile", type=share, default=0.0, help="share of requests designed to stall the server")
+    parser.add_argument("--against", type=Path, help="result of a run without hostile requests on the same machine")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def share(text: str) -> float:
-    """An option's number, 0 to 1."""
+    """An option's number, 0 to 0.5."""
     value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1")
+    if not 0 <= value <= 0.5:
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 0.5")
     return value
 
 
@@ -80,7 +83,7 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """The server's process: its proposer raises, or says nonsense, every few seconds."""
+    """Main function of the server process. Its proposer raises or returns invalid proposals every few seconds."""
     from outrider import LLM, Proposal
     from outrider.server.config import KeyRing, ServerConfig
     from outrider.server.run import listen, log_json
@@ -106,7 +109,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 class Soak:
-    """The clients, and what they found."""
+    """The clients and their findings."""
 
     def __init__(self, args: argparse.Namespace, wanted: dict[tuple[str, int], str], pid: int) -> None:
         self._args, self._wanted, self._pid = args, wanted, pid
@@ -115,24 +118,32 @@ class Soak:
         self.counts: dict[str, int] = {}
         self.wrong: list[str] = []
         self.rss: list[tuple[float, int]] = []
+        self.worker_rss = 0  # bytes of the server's worker processes, at most
         self.first_tokens: list[float] = []  # seconds, of honest streams
+        self.num_honest = self.num_hostile = 0
+        self._due: asyncio.Queue[None] = asyncio.Queue()  # hostile calls to make
 
     def count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1
 
     async def run(self) -> None:
-        """All clients until the time is over, with the server's memory looked at every few seconds."""
+        """Run all clients until the time is over, sampling the server's memory every few seconds."""
         started = time.monotonic()
         clients = [asyncio.create_task(self._client(index)) for index in range(self._args.clients)]
+        adversaries = [asyncio.create_task(self._adversary(index)) for index in range(self._args.clients)]
         while time.monotonic() < self._end:
             self.rss.append((time.monotonic() - started, resident(self._pid)))
+            self.worker_rss = max(self.worker_rss, sum(map(resident, children(self._pid))))
             await asyncio.sleep(min(5.0, max(self._end - time.monotonic(), 0.1)))
         done, stuck = await asyncio.wait(clients, timeout=STUCK_SECONDS)
         for task in done:
             task.result()
         for task in stuck:
-            self.wrong.append("a client never heard the end of its answer")
+            self.wrong.append("a client never received the end of its answer")
             task.cancel()
+        for task in adversaries:
+            task.cancel()
+        await asyncio.gather(*adversaries, return_exceptions=True)
 
     async def _client(self, index: int) -> None:
         choose = random.Random(f"{self._args.seed}-{index}")
@@ -140,13 +151,27 @@ class Soak:
             while time.monotonic() < self._end:
                 kinds = (self._whole, self._stream, self._cancel, self._malformed, self._huge)
                 (kind,) = choose.choices(kinds, (4, 4, 2, 1, 1))
-                if choose.random() < self._args.hostile:
-                    kind = self._hostile
-                try:
-                    await kind(http, choose)
-                except (httpx.HTTPError, ValueError, LookupError) as error:  # a lost connection, an answer of another form
-                    self.wrong.append(f"{kind.__name__}: {type(error).__name__} {error}")
+                self.num_honest += 1
+                if choose.random() < self._args.hostile / (1 - self._args.hostile):
+                    self._due.put_nowait(None)
+                await self._try(kind, http, choose)
                 await asyncio.sleep(choose.random() * 0.2)
+
+    async def _adversary(self, index: int) -> None:
+        """Makes hostile calls, as often as the clients' calls say, each with a connection of its own."""
+        choose = random.Random(f"{self._args.seed}-hostile-{index}")
+        limits = httpx.Limits(max_keepalive_connections=0)
+        async with httpx.AsyncClient(base_url=self._url, timeout=STUCK_SECONDS, limits=limits) as http:
+            while True:
+                await self._due.get()
+                self.num_hostile += 1
+                await self._try(self._hostile, http, choose)
+
+    async def _try(self, kind: Call, http: httpx.AsyncClient, choose: random.Random) -> None:
+        try:
+            await kind(http, choose)
+        except (httpx.HTTPError, OSError, ValueError, LookupError) as error:  # a lost connection, an answer of another form
+            self.wrong.append(f"{kind.__name__}: {type(error).__name__} {error}")
 
     def _asked(self, choose: random.Random) -> tuple[tuple[str, int], dict[str, Any]]:
         key = choose.choice(PROMPTS), choose.choice(MAX_TOKENS)
@@ -164,7 +189,7 @@ class Soak:
 
     async def _stream(self, http: httpx.AsyncClient, choose: random.Random) -> None:
         key, body = self._asked(choose)
-        text, is_done, started = "", False, time.monotonic()
+        text, is_done, is_first, started = "", False, True, time.monotonic()
         async with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
             if answer.status_code == 429:
                 self.count("busy")
@@ -174,16 +199,17 @@ class Soak:
                 return
             async for line in answer.aiter_lines():
                 is_done |= line == "data: [DONE]"
-                if not text and line.startswith("data: {"):
-                    self.first_tokens.append(time.monotonic() - started)
                 if line.startswith("data: {"):
+                    if is_first:
+                        self.first_tokens.append(time.monotonic() - started)
+                    is_first = False
                     text += "".join(choice["text"] for choice in json.loads(line[6:]).get("choices", ()))
         if not is_done:
             self.wrong.append("a stream ended before its end")
         self._compare(key, text)
 
     async def _cancel(self, http: httpx.AsyncClient, choose: random.Random) -> None:
-        """Goes away in the middle of a stream, or while a whole answer is waited for."""
+        """Disconnect in the middle of a stream, or while waiting for a complete answer."""
         body = self._asked(choose)[1] | {"max_tokens": 400}
         if choose.random() < 0.5:
             async with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
@@ -205,15 +231,16 @@ class Soak:
         self._refused(answer, "huge")
 
     async def _hostile(self, http: httpx.AsyncClient, choose: random.Random) -> None:
-        """Is refused, or answered like any other, or finds the connection closed; a server that fails is wrong."""
+        """Send a hostile request. It may be rejected, answered or disconnected; a failing server is a finding."""
         if choose.random() < 0.25:
-            self.count(await hostile.hold(self._args.port, choose))
-            return
-        kind, body = choose.choice((hostile.schema, hostile.text))(choose)
-        answer = await http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-        self.count(f"{kind}: {answer.status_code}")
-        if answer.status_code >= 500:
-            self.wrong.append(f"{kind}: {answer.status_code} {answer.text[:200]}")
+            kind, status = await hostile.connection(self._args.port, choose)
+        else:
+            kind, body = choose.choice((hostile.schema, hostile.text, hostile.value, hostile.malformed))(choose)
+            answer = await http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+            status = answer.status_code
+        self.count(f"{kind}: {status}")
+        if status >= 500 or (kind.startswith("malformed") and not 400 <= status < 500):
+            self.wrong.append(f"{kind}: {status}")
 
     def _refused(self, answer: httpx.Response, kind: str) -> None:
         self.count(kind)
@@ -227,12 +254,24 @@ class Soak:
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process holds."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of memory that a process holds; 0 where it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread that has ended
+            found += [int(child) for child in (task / "children").read_text().split()]
+    return found
 
 
 def expected(args: argparse.Namespace) -> dict[tuple[str, int], str]:
-    """What the engine says offline, without drafts."""
+    """Return the engine's offline output without drafts."""
     from outrider import LLM, SamplingParams
 
     llm = LLM(args.target, **options(args) | {"num_draft_tokens": 0})
@@ -243,7 +282,7 @@ def expected(args: argparse.Namespace) -> dict[tuple[str, int], str]:
 
 
 def check_port(port: int) -> None:
-    """Ends the script where another server has the port: it would be the one that is asked."""
+    """Exit if another server uses the port, because the clients would talk to it."""
     from outrider.server.run import listen
     from outrider.types import OutriderError
 
@@ -254,7 +293,7 @@ def check_port(port: int) -> None:
 
 
 def ready_seconds(server: subprocess.Popen[bytes], url: str, log: Path) -> float:
-    """Waits until the server is ready. Says how long that took."""
+    """Wait until the server is ready. Returns the seconds that this took."""
     started = time.monotonic()
     while True:
         if server.poll() is not None or time.monotonic() - started > STUCK_SECONDS:
@@ -266,27 +305,27 @@ def ready_seconds(server: subprocess.Popen[bytes], url: str, log: Path) -> float
 
 
 def ended(server: subprocess.Popen[bytes]) -> list[str]:
-    """Ends the server; what is wrong with how it ended."""
+    """End the server. Returns what was wrong with its end."""
     if server.poll() is not None:
-        return [f"the server had ended, with code {server.returncode}"]
+        return [f"the server ended early, with code {server.returncode}"]
     server.send_signal(signal.SIGTERM)
     try:
         code = server.wait(90)
     except subprocess.TimeoutExpired:
         server.kill()
-        return ["the server did not end at a signal"]
+        return ["the server did not end after a signal"]
     return [] if code == 0 else [f"the server ended with code {code}"]
 
 
 def settled(url: str) -> tuple[str, list[str]]:
-    """The page of metrics once nothing is left to do; what is left after a while."""
+    """Wait until the server is idle. Returns the metrics page, and gauges that are not 0 in time."""
     for _ in range(100):
         page = httpx.get(f"{url}/metrics", timeout=30).text
         left = [name for name in ("vllm:num_requests_running", "vllm:num_requests_waiting") if metric(page, name)]
         if not left:
             break
         time.sleep(0.1)
-    return page, [f"{name} is not 0 in the end" for name in left]
+    return page, [f"{name} is not 0 at the end" for name in left]
 
 
 def metric(page: str, name: str) -> float:
@@ -294,18 +333,18 @@ def metric(page: str, name: str) -> float:
 
 
 def growth(rss: list[tuple[float, int]], minutes: float) -> float:
-    """Of memory, after the first fifth of the time."""
+    """Return the relative growth of memory after the first fifth of the time."""
     sizes = [size for at, size in rss if at > 60 * minutes / 5]
     return max(sizes) / sizes[0] - 1 if sizes else 0.0
 
 
 def percentile(values: list[float], part: float) -> float:
-    """The value that this part of the values does not exceed; 0 where there are none."""
+    """Return a percentile (``part`` from 0 to 1) of the values; 0 if there are none."""
     return sorted(values)[int(part * (len(values) - 1))] if values else 0.0
 
 
 def delay(late: float, against: Path | None) -> float | None:
-    """How many times later honest first tokens come than in another run; None where there is none."""
+    """Return the ratio of first-token times to those of another run; None without one."""
     return None if against is None else late / float(json.loads(against.read_text())["first_token_p95"])
 
 
@@ -322,8 +361,8 @@ def main() -> int:
         server = subprocess.Popen([sys.executable, __file__, "--serve", *sys.argv[1:]], stderr=errors)
     try:
         seconds = ready_seconds(server, url, log)
-        soak = Soak(args, wanted, server.pid)
         hostile.texts()
+        soak = Soak(args, wanted, server.pid)
         asyncio.run(soak.run())
         page, left = settled(url)
     except BaseException:
@@ -338,7 +377,7 @@ def main() -> int:
         **origin(),
         "minutes": args.minutes,
         "clients": args.clients,
-        "hostile": args.hostile,
+        "hostile": round(soak.num_hostile / max(soak.num_honest + soak.num_hostile, 1), 3),
         "first_token_p50": round(percentile(soak.first_tokens, 0.5), 4),
         "first_token_p95": round(late, 4),
         "first_token_p95_against": None if delayed is None else round(delayed, 2),
@@ -347,6 +386,8 @@ def main() -> int:
         "wrong": wrong[:20],
         "num_wrong": len(wrong),
         "rss_growth": round(grown, 4),
+        "rss_mib": max((size for _, size in soak.rss), default=0) >> 20,
+        "worker_rss_mib": soak.worker_rss >> 20,
         "proposer_faults": faults,
         "holds": holds,
     }

@@ -1,13 +1,13 @@
-"""Does `outrider tune` find what trying everything finds? Three kinds of traffic, and a draft that is useless on purpose.
+"""Compare `outrider tune` with exhaustive search, for three kinds of traffic and a deliberately useless draft.
 
     python bench/tune_check.py --num-prompts 12 --repeat 1 --out results/tune.json      # about 15 minutes
     python bench/tune_check.py --target ./my-model --draft ./my-draft --num-prompts 8
 
-For each traffic the search runs, then the exhaustive one: every method at every length in turn with plain decoding on every
-prompt, ``--repeat`` times. The two plans run in turn with each other afterwards. The search holds if each plan reaches 95% of
-the exhaustive best's speed in at most a fifth of its time, and if the useless draft is answered with plain decoding.
-Exit code 1 where it does not hold. The last line of output is the result as JSON.
-Passes that have not been compiled on this machine before are compiled in the search's time: run it twice.
+For each traffic, the search runs, then the exhaustive one: every method at every length, alternating with plain decoding on
+every prompt, ``--repeat`` times. Then the two plans alternate. The check passes if each plan reaches 95% of the exhaustive
+best's speed in at most a fifth of its time, and if the search chooses plain decoding for the useless draft. Otherwise the exit
+code is 1. The last line of output is the result as JSON. Run the check twice: the first time, compilation counts as search
+time.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from outrider.search.measurements import Group, Measurements
 from outrider.search.traffic import Text, encoded, read_builtin
 
 CLOSE, SHARE = 0.95, 0.2  # of the exhaustive best's speed, and of its time
-DUEL = 5  # repeats of the last comparison
-LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 15)  # that the exhaustive search tries, besides the adaptive length
+DUEL = 5  # repeats of the final comparison
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 15)  # lengths of the exhaustive search, besides the adaptive length
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", help="folder or hub id; left out: the embedded family")
+    parser.add_argument("--target", help="folder or hub id (default: the embedded target)")
     parser.add_argument("--draft")
     parser.add_argument("--method", default=ALL)
     parser.add_argument("--traffics", default="code,chat,edit", help="built-in workloads")
@@ -53,7 +53,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--num-prompts", type=count, default=16)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--batch", type=count, default=1)
-    parser.add_argument("--repeat", type=count, default=2, help="of the exhaustive search")
+    parser.add_argument("--repeat", type=count, default=2, help="repeats of the exhaustive search")
     parser.add_argument("--compile", default="always")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
@@ -64,7 +64,7 @@ def say(*what: object) -> None:
 
 
 class Check:
-    """One target, and what the searches find for each traffic."""
+    """Searches for one target, by traffic."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -76,9 +76,9 @@ class Check:
         return encoded(self.llm.tokenizer, read_builtin([traffic], args.num_prompts, params), self.llm.runner.max_len)
 
     def search(self, traffic: str, methods: str, draft: str | None) -> tuple[Search, Choice, list[tuple[float, str]]]:
-        """Runs the search as the command does, loading of drafts included.
+        """Run the search as the command does, including the loading of drafts.
 
-        Also gives the fastest contender after each rung and the plan at the end, with the seconds from the start.
+        Also returns, with seconds from the start, the fastest contender after each rung and the final plan.
         """
         started = perf_counter()
         speculation = replace(self.llm.speculation, draft=draft)
@@ -91,7 +91,7 @@ class Check:
         return search, choice, [*leaders, (perf_counter() - started, choice.chosen.label)]
 
     def compare(self, traffic: str) -> dict[str, Any]:
-        """Both searches, and their plans against each other."""
+        """Run both searches and compare their plans."""
         search, choice, leaders = self.search(traffic, self.args.method, self.args.draft)
         seconds, label = leaders[-1]
         say(f"{traffic}: {label} after {seconds:.0f} s: {choice.reason}")
@@ -122,7 +122,7 @@ class Check:
         }
 
     def speedups(self, search: Search, every: Sequence[Contender], repeat: int) -> Callable[[str], float]:
-        """Runs all contenders in turn on every prompt. Returns speeds over plain decoding's, by label."""
+        """Run all contenders in turn on every prompt. Returns their speedups over plain decoding, by label."""
         contenders, texts, measured, batch = search.contenders, search.texts, Measurements(), self.args.batch
         order = [PLAIN_CONTENDER, *every]
         for contender in order:
@@ -143,7 +143,7 @@ class Check:
         return lambda label: measured.ratio(label).value
 
     def useless(self, traffic: str) -> dict[str, Any]:
-        """A draft with random weights, and nothing else to choose from."""
+        """Search with a random draft as the only choice."""
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
         source = self.args.draft or DRAFT
@@ -161,7 +161,7 @@ def lengths_of(proposer: Proposer) -> list[int | str]:
 
 
 def first_close(leaders: Sequence[tuple[float, str]], close: Callable[[str], float]) -> float | None:
-    """Seconds after which every leader was within 5% of the best, by the exhaustive search's speeds. None: never."""
+    """Return the seconds after which every leader was within 5% of the exhaustive best; None: never."""
     after = None
     for seconds, leader in reversed(leaders):
         if close(leader) < CLOSE:

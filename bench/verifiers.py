@@ -1,8 +1,8 @@
-"""Verifiers against each other: the same drafter and prompts, taking turns at each prompt. Acceptance, speed, and their ratios.
+"""Compare verifiers with the same drafter and prompts, alternating at each prompt: acceptance, speed and ratios.
 
     python bench/verifiers.py --method eagle:max_nodes=15 -k 6 --prompts HumanEval.jsonl.gz --out results/tree-verifiers.json
 
-The first verifier is the base of the ratios. Each repeat has its own seeds; the interval is a bootstrap over prompts.
+The first verifier is the baseline of the ratios. Each repeat has its own seeds; intervals are bootstrapped over prompts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.bench.statistics import Timings, speedup_interval
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", help="folder or hub id; left out: the embedded models")
+    parser.add_argument("--target", help="folder or hub id (default: the embedded target)")
     parser.add_argument("--draft")
     parser.add_argument("--method", default="eagle:max_nodes=15")
     parser.add_argument("-k", type=count, default=6)
@@ -62,7 +62,10 @@ def main() -> int:
 
 
 def figures(own: np.ndarray, base: np.ndarray) -> dict[str, Any]:
-    """Return figures and their ratios to the base with 95% intervals. Both arguments: [prompts, (tokens, rounds, seconds)]."""
+    """Return figures and their ratios to the baseline with 95% intervals.
+
+    Both arguments: [prompts, (tokens, rounds, seconds)].
+    """
     found: dict[str, Any] = {}
     for column, what in enumerate(("tokens_per_round", "tok_s"), start=1):
         mine, theirs = (Timings(counts[None, :, 0], counts[None, :, column]) for counts in (own, base))

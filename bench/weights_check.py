@@ -1,16 +1,16 @@
-"""What weights in 8 and 4 bits cost in perplexity, and gain in speed and memory, against the checkpoint's own.
+"""Measure what 8- and 4-bit weights cost in perplexity and gain in speed and memory, relative to the checkpoint's weights.
 
     python bench/weights_check.py --target FOLDER --text held-out.txt --out results/weights.json
-    python bench/weights_check.py --text README.md --tokens 512 --repeat 1          # the embedded target, to see that it works
+    python bench/weights_check.py --text README.md --tokens 512 --repeat 1          # quick test with the embedded target
 
-Each precision is measured in a process of its own, one after the other:
+Each precision is measured in a separate process, one after another:
 
-- perplexity over the first tokens of a text file, in windows, computed by the passes that decoding uses;
-- plain tokens a second after the first token, greedy, batch 1;
-- a pass over 8 tokens against one over 1 token, in turn: the median of the ratios of the pairs;
-- bytes of the weights, and the process's memory over what it had before the model was loaded: after the runs, and at its peak.
+- perplexity over the first tokens of a text file, in windows, computed with the passes used for decoding;
+- tokens per second of plain greedy decoding after the first token, batch 1;
+- cost of a pass over 8 tokens / a pass over 1 token, alternating: median over pairs;
+- bytes of the weights; increase of the process's memory since before loading, after the runs and at its peak.
 
-Exit code 1 where the perplexity of int8 or int4 misses its bar. The last line of output is the result as JSON.
+Exit code 1 if the perplexity of int8 or int4 misses its bar. The last line of output is the result as JSON.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from outrider.sampling import Sampler
 from outrider.types import Context, Proposal, Request, Verdict
 
 WIDE = 8  # tokens of the wide pass
-DEPTH = 128  # cached tokens of the timed passes
-CHUNK = 64  # tokens of a pass that computes perplexity
-BARS = {"int8": 1.01, "int4": 1.04}  # perplexity over the checkpoint's, at most
+DEPTH = 128  # cached tokens before the timed passes
+CHUNK = 64  # tokens per pass when computing perplexity
+BARS = {"int8": 1.01, "int4": 1.04}  # maximum ratio of perplexity to the checkpoint's
 PROMPT = "The"
 
 
 def perplexity(runner: ModelRunner, ids: Sequence[int], window: int) -> float:
-    """Of the tokens of a text, each window on its own and without its first token."""
+    """Return the perplexity of a text in independent windows, without the first token of each."""
     total, number = 0.0, 0
     chunk = min(CHUNK, runner.max_drafts or CHUNK)
     for start in range(0, len(ids) - 1, window):
@@ -63,7 +63,7 @@ def perplexity(runner: ModelRunner, ids: Sequence[int], window: int) -> float:
 
 
 def plain_speed(llm: LLM, max_tokens: int) -> float:
-    """Tokens a second after the first one."""
+    """Return tokens per second after the first token."""
     seconds = []
     for tokens in (1, max_tokens):
         began = perf_counter()
@@ -73,12 +73,12 @@ def plain_speed(llm: LLM, max_tokens: int) -> float:
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Return the resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def measure(weights: str | None, target: str | None, text: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Everything about one precision; runs in a process of its own."""
+    """Measure one precision. Runs in a separate process."""
     before = resident()
     llm = LLM(target, method="plain", weights=weights, max_batch=1, max_len=args.max_len, compile=args.compile)
     tensors = {each.data_ptr(): each.nbytes for each in [*llm.runner.model.parameters(), *llm.runner.model.buffers()]}
@@ -110,19 +110,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="folder or hub id (default: the embedded target)")
     parser.add_argument("--text", type=Path, required=True, help="held-out text")
-    parser.add_argument("--tokens", type=count, default=16384, help="of the text, at most (default: %(default)s)")
+    parser.add_argument("--tokens", type=count, default=16384, help="maximum tokens of the text (default: %(default)s)")
     parser.add_argument("--window", type=count, default=512, help="tokens of a window (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=count, default=64, help="of a plain run (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=count, default=64, help="tokens of a plain run (default: %(default)s)")
     parser.add_argument("--max-len", type=count, default=1024, help="context length (default: %(default)s)")
     parser.add_argument("--repeat", type=count, default=5, help="runs and pairs of passes (default: %(default)s)")
     parser.add_argument("--compile", choices=("auto", "always", "never"), default="always", help="default: %(default)s")
-    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
+    parser.add_argument("--out", type=Path, help="write the result to this JSON file")
     args = parser.parse_args()
     check_out(args.out)
     text = args.text.read_text(encoding="utf-8")
     cells = []
     for weights in (None, *BARS):
-        with multiprocessing.get_context("spawn").Pool(1) as pool:  # memory of its own
+        with multiprocessing.get_context("spawn").Pool(1) as pool:  # separate memory
             cells.append(pool.apply(measure, (weights, args.target, text, args)))
         print({name: value for name, value in cells[-1].items() if name != "provenance"}, file=sys.stderr)
     own = cells[0]["perplexity"]

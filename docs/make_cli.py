@@ -1,6 +1,6 @@
 """Write docs/cli.md and docs/options.md from the declarations of commands and options. Usage: python docs/make_cli.py [--check]
 
-With --check nothing is written: exit code 1 if a page is not what the declarations say.
+With --check nothing is written; the exit code is 1 if a page is out of date.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ temperature 0.7 and top-p 0.9 unless a temperature is given.
 
 
 def commands() -> Iterator[tuple[list[str], Any]]:
-    """Every command with its words: ``["bench", "serve"]``."""
+    """Yield every command with its words, such as ``["bench", "serve"]``."""
     import typer
 
     from outrider.cli.app import build_app
@@ -59,7 +59,7 @@ def commands() -> Iterator[tuple[list[str], Any]]:
 
 
 def tables(command: Any) -> dict[str, str]:
-    """A table of the arguments and one for each heading of options."""
+    """Return a table of the arguments, and one for each heading of options."""
     rows: dict[str, list[Sequence[str]]] = {}
     for each in command.params:
         heading = "Arguments" if each.param_type_name == "argument" else getattr(each, "rich_help_panel", None) or "Options"
@@ -71,13 +71,13 @@ def tables(command: Any) -> dict[str, str]:
 
 
 def names(parameter: Any) -> list[str]:
-    """The names of an argument or the flags of an option."""
+    """Return the name of an argument, or the flags of an option."""
     found = [*parameter.opts, *parameter.secondary_opts]
     return [name for name in found if name.startswith("-")] or found
 
 
 def described(parameter: Any) -> str:
-    """The help of a parameter, with its default."""
+    """Return the help of a parameter, with its default."""
     text = (parameter.help or "").rstrip(".")
     default = parameter.default
     if "(default:" not in text and default not in (None, False, True, ()) and not callable(default):
@@ -86,13 +86,13 @@ def described(parameter: Any) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines) + "\n"
 
 
 def cli_page() -> str:
-    """docs/cli.md. A table that several commands have is written once."""
+    """Return docs/cli.md. A table shared by several commands is written once."""
     found = list(commands())
     counts = Counter(item for _, command in found for item in tables(command).items())
     shared = [(heading, text) for (heading, text), count in counts.items() if count > 2 and heading != "Options"]
@@ -120,7 +120,7 @@ def cli_page() -> str:
 
 
 def options_page() -> str:
-    """docs/options.md."""
+    """Return docs/options.md."""
     from outrider.engine.options import Speculation
     from outrider.runner.config import RunnerConfig
     from outrider.sampling_params import SamplingParams
@@ -165,7 +165,7 @@ def options_page() -> str:
 
 
 def declarations(config: Any) -> Iterator[tuple[str, Any, tuple[str, str, str]]]:
-    """Name, option and the cells that every table has, for each option that a dataclass declares."""
+    """Yield name, option and the cells common to all tables, for each option declared by a dataclass."""
     defaults = {each.name: each for each in fields(config)}
     for name, option in declared(config).items():
         values = option.kind.expected + (" or None" if option.optional else "")
@@ -173,7 +173,7 @@ def declarations(config: Any) -> Iterator[tuple[str, Any, tuple[str, str, str]]]
 
 
 def shown_default(declaration: Field[Any]) -> str:
-    """The default as Python writes it."""
+    """Return the default in Python syntax."""
     return f"`{declaration.default!r}`" if declaration.default is not MISSING else "empty"
 
 

@@ -1,6 +1,7 @@
-"""Photographs the demo for the README: a race of the embedded family, light and dark. Usage: python docs/make_images.py [url]
+"""Take screenshots of the demo for the README: a race of the embedded family, light and dark. Usage: python docs/make_images.py
+[url]
 
-Starts `outrider demo` itself unless given the address of one that runs. Needs playwright and a Chromium.
+Starts `outrider demo` unless the address of a running one is given. Needs playwright and Chromium.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MOST_BYTES = 300_000
 
 
 def photograph(browser: Browser, url: str, scheme: str) -> Path:
-    """One race, with a corrected token looked at. Returns the image's path."""
+    """Run one race, select a corrected token and take a screenshot. Returns the image's path."""
     page = browser.new_page(color_scheme=scheme, viewport={"width": 1280, "height": 900}, reduced_motion="reduce")  # type: ignore[arg-type]
     page.set_default_timeout(PATIENCE)
     page.goto(url)
@@ -36,7 +37,7 @@ def photograph(browser: Browser, url: str, scheme: str) -> Path:
 
 
 def main(url: str | None) -> None:
-    """Both schemes; refuses images too large to be carried by a README."""
+    """Take screenshots in both colour schemes. Fails if an image is too large for the README."""
     server = None
     if url is None:
         command = [sys.executable, "-m", "outrider", "demo", "--port", "0"]

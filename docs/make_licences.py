@@ -1,6 +1,6 @@
-"""Writes docs/licences.md: the packages that ``make`` installs, each with its licence.
+"""Write docs/licences.md: the packages installed by ``make`` with their licences.
 
-Read from the metadata of the installed packages, so run it with the Python in which ``make test`` installed them.
+Licences are read from installed packages, so run this with the Python in which ``make test`` installed them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HEAD = """# Licences of what Outrider is installed with
 
 Written by `docs/make_licences.py` from the packages' own metadata. Outrider itself is under the Apache License 2.0.
 """
-LOCKS = {"requirements.txt": "To run", "requirements-dev.txt": "To test, beside these"}
+LOCKS = {"requirements.txt": "To run", "requirements-dev.txt": "To test, in addition"}
 
 
 def locked(name: str) -> list[str]:
@@ -28,7 +28,7 @@ def locked(name: str) -> list[str]:
 
 
 def licence_of(package: str) -> str | None:
-    """Return the licence that an installed package names, None where it is not installed."""
+    """Return the licence in an installed package's metadata, or None if the package is not installed."""
     try:
         about = metadata.metadata(package)
     except metadata.PackageNotFoundError:
@@ -47,7 +47,7 @@ def page() -> str:
         packages = [package for package in locked(name) if package not in listed]
         listed.update(packages)
         if name == "requirements.txt":
-            packages.append("torch")  # installed by its version alone
+            packages.append("torch")  # pinned by version only
         rows = [f"| {package} | {licence} |" for package in packages if (licence := licence_of(package))]
         parts.append(f"\n## {heading}\n\n| package | licence |\n|---|---|\n" + "\n".join(rows) + "\n")
     return "".join(parts)

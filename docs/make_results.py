@@ -1,7 +1,7 @@
-"""Writes docs/results.md, and the results table of README.md, from results/*.json. Usage: python docs/make_results.py [--check]
+"""Write docs/results.md, and the results table of README.md, from results/*.json. Usage: python docs/make_results.py [--check]
 
-Every figure comes from a file, and a ratio is that of its two columns. With --check nothing is written: the exit code is 1, and
-the files that are out of date are named. tests/test_results.py runs it so.
+Every figure comes from a file, and a ratio is that of its two columns. With --check nothing is written: files that are out of
+date are printed, and the exit code is 1. tests/test_results.py runs this check.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ BEGIN = "<!-- results:begin -->"
 END = "<!-- results:end -->"
 COLUMNS = ("plain tok/s", "speculative tok/s", "ratio", "95% interval")
 OURS = "outrider"
-FAMILY_SINCE = "2026-11-25T02"  # when the embedded models became those that ship; files without a date are older
-MOST_CELLS = 40  # of a grid whose workloads are shown one by one
+FAMILY_SINCE = "2026-11-25T02"  # date of the current embedded models; files without a date are older
+MOST_CELLS = 40  # largest grid whose workloads are shown one by one
 PROVENANCE = {
     "version",
     "commit",
@@ -55,7 +55,7 @@ class Speeds:
     interval: Sequence[float | None] | None
 
     def columns(self) -> list[str]:
-        """The four entries of ``COLUMNS``: the ratio is that of the speeds as they are shown."""
+        """Return the four entries of ``COLUMNS``. The ratio is computed from the rounded speeds."""
         base, other = (float(speed(each)) for each in (self.base, self.other))
         low, high = self.interval or (None, None)
         span = "" if low is None or high is None else f"{low:.2f} to {high:.2f}"
@@ -68,7 +68,7 @@ def speed(value: float) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of README's table: what it is called, and which cell of which file it shows."""
+    """One line of README's table: its label, and the cell of a file that it shows."""
 
     what: str
     file: str
@@ -94,12 +94,12 @@ README_ROWS = (
 
 
 def documents(folder: Path) -> dict[str, Document]:
-    """Every result by its file's name without the ending, in the order of names."""
+    """Return name -> document of all result files, in the order of names."""
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
 
 
 def processor(document: Document) -> str | None:
-    """Which processor (or GPU) a result was measured on; None where the file does not say."""
+    """Return the processor (or GPU) of a result, or None if it was not recorded."""
     for name in ("device", "cpu"):
         if document.get(name):
             return re.sub(r"^cpu: ", "", str(document[name]))
@@ -110,13 +110,13 @@ def processor(document: Document) -> str | None:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [f"| {' | '.join(entry.replace('|', chr(92) + '|') for entry in line)} |" for line in [columns, *rows]]
     return "\n".join([lines[0], "|" + "---|" * len(columns), *lines[1:]])
 
 
 def bench_speeds(cell: Cell) -> Speeds:
-    """Speeds after the first token; of the tokens before loops where the file has them."""
+    """Return speeds after the first token, before loops if the file has these."""
     shown = headline(cell)
     return Speeds(shown["plain_decode_tok_s"], shown["decode_tok_s"], shown.get("decode_speedup_interval"))
 
@@ -131,7 +131,7 @@ def paired_interval(base: Sequence[float], other: Sequence[float]) -> tuple[floa
 
 
 def bench_table(document: Document) -> str:
-    """Every method of every condition; workloads together in large grids."""
+    """Return a table of every method and condition; large grids combine the workloads."""
     cells = [cell for cell in document["cells"] if not is_plain(cell) and cell["decode_tok_s"]]
     many = len(cells) > MOST_CELLS
     groups: dict[tuple[str, ...], list[Cell]] = {}
@@ -154,7 +154,7 @@ def bench_table(document: Document) -> str:
 
 
 def serve_table(document: Document) -> str:
-    """Each load with drafts and without."""
+    """Return a table of each load with and without drafts."""
     loads: dict[str, dict[str, Cell]] = {}
     for cell in document["cells"]:
         loads.setdefault(cell["load"], {})[cell["mode"]] = cell
@@ -168,9 +168,10 @@ def serve_table(document: Document) -> str:
 
 
 def peers_table(document: Document) -> str:
-    """Ours beside each other engine, method by method, at the file's rate: with the prompt's pass or after the first token.
+    """Return a table of Outrider and each other engine by method, at the file's rate: prefill included or after the first
+    token.
 
-    Where bits per weight were compared, the best cell of each engine comes last, then the share of the memory's bandwidth.
+    If bits per weight were compared, the best cell of each engine is last, followed by the share of the memory bandwidth.
     """
     name = str(document.get("best_by", "tok_s"))
     measured = [cell for cell in document["cells"] if cell.get("tok_s") and not cell.get("error")]
@@ -203,7 +204,7 @@ def peers_table(document: Document) -> str:
 
 
 def first_token_table(document: Document) -> str:
-    """Seconds until the first token, and how many times less ours are."""
+    """Return a table of first-token times, and Outrider's speedup."""
     rows = []
     for cell, own in peer_pairs([cell for cell in document["cells"] if cell.get("first_s") and not cell["error"]]):
         both = Speeds(own["first_s"], cell["first_s"], paired_interval(own["first_s_rounds"], cell["first_s_rounds"]))
@@ -212,7 +213,7 @@ def first_token_table(document: Document) -> str:
 
 
 def peer_pairs(cells: Sequence[Cell]) -> list[tuple[Cell, Cell]]:
-    """Every cell of another engine with ours of the same method, bits and prompt length."""
+    """Return every cell of another engine with Outrider's of the same method, bits and prompt length."""
     conditions = ("method", "bits", "prompt_tokens")
     ours = {tuple(cell.get(name) for name in conditions): cell for cell in cells if cell["engine"] == OURS}
     pairs = [(cell, ours.get(tuple(cell.get(name) for name in conditions))) for cell in cells if cell["engine"] != OURS]
@@ -220,7 +221,7 @@ def peer_pairs(cells: Sequence[Cell]) -> list[tuple[Cell, Cell]]:
 
 
 def best_of_each(cells: Sequence[Cell], rate: str) -> dict[str, Cell]:
-    """Every engine's fastest cell."""
+    """Return every engine's fastest cell."""
     best: dict[str, Cell] = {}
     for cell in cells:
         if cell["engine"] not in best or cell[rate] > best[cell["engine"]][rate]:
@@ -237,7 +238,7 @@ def changed_texts(cell: Cell) -> str:
 
 
 def bandwidth_sentence(document: Document) -> str:
-    """Which share of a copy's bandwidth the weights of one row take; empty where it was not measured."""
+    """Return a sentence on the share of the copy bandwidth used to read the weights per token, or "" if it was not measured."""
     shares = [f"{cell['engine']} {cell['copy_share']:.0%}" for cell in document["cells"] if "copy_share" in cell]
     if not shares:
         return ""
@@ -247,7 +248,7 @@ def bandwidth_sentence(document: Document) -> str:
 
 
 def facts_table(document: Document) -> str:
-    """What a check says of itself: its single values, and how many entries its lists have."""
+    """Return a table of a check's values, and the number of entries in its lists."""
     rows = []
     for name, value in document.items():
         if name in PROVENANCE or value is None or value == {}:
@@ -258,15 +259,15 @@ def facts_table(document: Document) -> str:
 
 
 EARLIER = (
-    "# Measured with earlier embedded models\n\nNot measured again since the embedded models were trained anew. The greedy text"
-    " of those models falls into loops, which are easy to draft: expect less of drafts. Speeds at 1B without drafts still hold."
+    "# Measured with earlier embedded models\n\nMeasured before the embedded models were retrained. The greedy output of"
+    " the earlier models loops, and loops are easy to draft: expect smaller speedups. Plain speeds at 1B are still valid."
 )
 TOPICS = {
-    "Methods": "Tokens per second after the first token; of the tokens before loops where the file records loops.",
-    "Serving": "Tokens of all answers per second of the whole run, prompts included.",
-    "Other engines": "Both engines in turn in one run; after the first token, or with the prompt's pass, as the file says.",
-    "First tokens of other engines": "Seconds from a request to its first token, in turn in one run.",
-    "Checks": "What a check says of itself.",
+    "Methods": "Tokens per second after the first token; before loops if the file records loops.",
+    "Serving": "Tokens of all answers per second over the whole run, prefill included.",
+    "Other engines": "Both engines alternate in one run; after the first token, or prefill included, as stated.",
+    "First tokens of other engines": "Seconds from a request to its first token; the engines alternate in one run.",
+    "Checks": "Values reported by the checks.",
 }
 
 
@@ -291,7 +292,7 @@ MAKERS = {
 
 
 def section(name: str, document: Document) -> str:
-    """One file: where it comes from, then its table."""
+    """Return the section of one file: its origin and its table."""
     where = [processor(document) or "processor not recorded", f"commit {document.get('commit', 'not recorded')}"]
     where += [str(document[key]) for key in ("dtype", "date") if document.get(key)]
     kind = topic(document)
@@ -302,18 +303,18 @@ def section(name: str, document: Document) -> str:
 
 
 def uses_earlier_family(document: Document) -> bool:
-    """Whether speeds were measured with embedded models that no longer ship."""
+    """Return whether speeds were measured with earlier embedded models."""
     return topic(document) in ("Methods", "Serving", "Other engines") and str(document.get("date") or "") < FAMILY_SINCE
 
 
 def page(found: Mapping[str, Document]) -> str:
-    """docs/results.md."""
+    """Return docs/results.md."""
     parts = [
         "# Results",
-        "Written by `python docs/make_results.py` from `results/*.json`; a test compares the two. A ratio is that of the two "
-        "columns before it; its 95% interval is of the ratios within a repeat: by bootstrap over repeats and prompts "
-        "([how](bench.md#what-the-figures-mean)), for servers and other engines by Student's t over repeats. "
-        "A command has the options of the commit that it ran at.",
+        "Generated by `python docs/make_results.py` from `results/*.json`; a test checks that it is up to date. A ratio is "
+        "that of the two columns before it; its 95% interval is of the ratios within a repeat: by bootstrap over repeats "
+        "and prompts ([how](bench.md#what-the-figures-mean)), for servers and other engines by Student's t over repeats. "
+        "Commands have the options of their commits.",
     ]
     for is_earlier in (False, True):
         parts += [EARLIER] if is_earlier else []
@@ -325,10 +326,10 @@ def page(found: Mapping[str, Document]) -> str:
 
 
 def readme_table(found: Mapping[str, Document], rows: Sequence[Row] = README_ROWS) -> str:
-    """README's one results table. Raises ``ValueError`` where its rows are of more than one machine, or have no cell."""
+    """Return README's results table. Raises ``ValueError`` if rows have no cell or come from several machines."""
     machines = {processor(found[row.file]) for row in rows}
     if len(machines) != 1 or None in machines:
-        raise ValueError(f"the rows of README's table are of several machines: {machines}")
+        raise ValueError(f"README's table has rows of several machines: {machines}")
     lines = [[row.what, *bench_speeds(cell_of(found[row.file], row)).columns()] for row in rows]
     files = ", ".join(dict.fromkeys(f"`{row.file}`" for row in rows))
     where = f"Processor: {machines.pop()}. From {files} in [all results](docs/results.md)."
@@ -336,7 +337,7 @@ def readme_table(found: Mapping[str, Document], rows: Sequence[Row] = README_ROW
 
 
 def cell_of(document: Document, row: Row) -> Cell:
-    """The cell that a row shows. Raises ``ValueError`` where there is none, or more than one."""
+    """Return the cell of a row. Raises ``ValueError`` unless there is exactly one."""
     wanted = {"method": row.method, "k": row.k, "temperature": row.temperature, "workload": row.workload, "batch": 1}
     cells: list[Cell] = [cell for cell in document["cells"] if all(cell[name] == value for name, value in wanted.items())]
     if len(cells) != 1:
@@ -345,18 +346,18 @@ def cell_of(document: Document, row: Row) -> Cell:
 
 
 def with_block(text: str, block: str) -> str:
-    """``text`` with what stands between the markers replaced. Raises ``ValueError`` where they are not there once."""
+    """Return ``text`` with the block between the markers replaced. Raises ``ValueError`` unless each marker occurs once."""
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ValueError(f"expected {BEGIN} and {END}, once each")
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}\n{block}\n{END}{rest.split(END)[1]}"
 
 
-# --- what a reader can check ------------------------------------------------------------------------------------------------
+# --- checks -----------------------------------------------------------------------------------------------------------------
 
 
 def wrong_ratios(text: str) -> list[str]:
-    """Rows of Markdown tables whose ratio is not that of the two columns before it, to the digits shown."""
+    """Return the table rows whose ratio differs from that of the two columns before it, to the digits shown."""
     wrong, columns = [], list[str]()
     for line in text.splitlines():
         entries = [entry.strip() for entry in line.strip().strip("|").split("|")] if line.startswith("|") else []
@@ -373,7 +374,7 @@ def wrong_ratios(text: str) -> list[str]:
 
 
 def stray_figures(text: str) -> list[str]:
-    """Lines with a speed or a speedup that no script wrote: outside of code, and of what stands between the markers."""
+    """Return the lines outside of code and generated blocks that contain a speed or a speedup."""
     text = re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", "", text, flags=re.DOTALL)
     text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     figure = re.compile(r"(?<![\w.`])\d+(?:\.\d+)?x\b|\d\s*(?:tok/s|tokens/s|tokens (?:a|per) second)")
@@ -381,7 +382,7 @@ def stray_figures(text: str) -> list[str]:
 
 
 def main(check: bool) -> int:
-    """Writes both pages, or says which would change."""
+    """Write both pages; with ``check``, print those that are out of date and return 1."""
     found = documents(ROOT / "results")
     readme = ROOT / "README.md"
     made = {

@@ -1,4 +1,4 @@
-"""Write your own proposer: the answer is one of a few known sentences, so draft those. Usage: custom_proposer.py [TARGET]"""
+"""Write your own proposer: answers are among a few known sentences, so draft those. Usage: custom_proposer.py [TARGET]"""
 
 import sys
 
@@ -8,7 +8,7 @@ KNOWN = ["The capital of France is Paris.", "The capital of Italy is Rome.", "I 
 
 
 class KnownAnswers(Proposer):
-    """Draft the rest of the known sentence that the text has begun."""
+    """Draft the rest of a known sentence whose beginning is the end of the text."""
 
     name = "known"
 

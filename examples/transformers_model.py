@@ -1,4 +1,4 @@
-"""Use a loaded transformers model, quantised or sharded ones too. Usage: python examples/transformers_model.py FOLDER"""
+"""Use a loaded transformers model, including quantised or sharded ones. Usage: python examples/transformers_model.py FOLDER"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""How what comes with the package was made, in one command each."""
+"""Recipes that reproduce the embedded models, each with one command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.types import OutriderError
 
 
 def run(app: typer.Typer) -> None:
-    """Runs a recipe's commands: a mistake of the user's is one line and exit code 2."""
+    """Run a recipe's commands. User errors are reported in one line, with exit code 2."""
     try:
         app()
     except OutriderError as error:

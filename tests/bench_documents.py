@@ -1,4 +1,4 @@
-"""Benchmark documents with known numbers, as ``outrider bench`` writes them, without a model or a clock."""
+"""Benchmark documents with known numbers in the format of ``outrider bench``, made without a model or a clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PLAIN_MS = {"draft": 0.0, "score": 10.0, "verify": 0.5, "host": 0.5}
 def cell(
     method: str, k: int | str, speeds: list[float], plain_speeds: list[float], workload: str = "code", **more: Any
 ) -> dict[str, Any]:
-    """One cell whose repeats ran at those speeds."""
+    """Return a cell whose repeats have these speeds."""
     speedups = [ours / plain for ours, plain in zip(speeds, plain_speeds, strict=True)]
     middle, is_plain = sorted(speedups)[len(speedups) // 2], k == 0
     longest = k if isinstance(k, int) else 3
@@ -58,7 +58,7 @@ def cell(
 
 
 def document(cells: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    """Cells with what stands around them."""
+    """Return a document of these cells."""
     given = {
         "version": "0.1.0",
         "commit": "0123456789ab",
@@ -75,12 +75,12 @@ def document(cells: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
 
 
 def noisy(mean: float, noise: float, generator: random.Random, repeats: int = 5) -> list[float]:
-    """Speeds around a mean, with relative noise."""
+    """Return speeds around a mean, with relative noise."""
     return [mean * (1 + generator.gauss(0, noise)) for _ in range(repeats)]
 
 
 def grid(temperatures: tuple[float, ...] = (0.0,), batches: tuple[int, ...] = (1,)) -> dict[str, Any]:
-    """Plain and two methods at several K over two workloads."""
+    """Return plain decoding and two methods at several K over two workloads."""
     cells = []
     for temperature in temperatures:
         for batch in batches:

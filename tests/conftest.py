@@ -1,4 +1,4 @@
-"""The tests run in two processes (``scripts/test``): what is compiled once a machine is compiled by the first that needs it."""
+"""Shared setup. The tests run in two processes (``scripts/test``); code compiled once per machine is compiled by the first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Builds the C++ library, or waits until the other process has: both would begin at the same moment."""
+    """Build the C++ library, or wait for the other process, because both would start building at the same time."""
     if not hasattr(config, "workerinput") or sys.platform == "win32":
         return
     import fcntl

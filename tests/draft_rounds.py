@@ -1,4 +1,4 @@
-"""Requests under way with a draft model: what it proposes, and what of it is accepted."""
+"""Running requests with a draft model: proposals and accepted drafts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.types import Context
 
 
 class DraftRounds:
-    """Requests of these lengths, and the rounds that a test makes of them. The test's class has the model."""
+    """Base class of tests: requests of given lengths, and rounds with the subclass's model."""
 
     def __init__(self, proposer, lengths, vocab, params, coupled=False):
         self.proposer, self.vocab, self.coupled = proposer, vocab, coupled

@@ -1,4 +1,4 @@
-"""GGUF files of tiny models, written with the gguf package's writer, and the models with the values that the files hold."""
+"""GGUF files of tiny models, written with the gguf package, and models with the values stored in the files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONFIGS: Mapping[str, Callable[..., Any]] = {
     "qwen2": lambda **more: Qwen2Config(**SHAPE | {"rope_theta": 2e4} | more),
     "qwen3": lambda **more: Qwen3Config(**SHAPE | {"head_dim": 64, "rope_theta": 1e6} | more),
 }
-# Where the float16 scales of a block of bytes stand, and how large they are for weights about as large as a matrix's.
+# Offsets of the float16 scales in the bytes of a block, and their size for weights of usual magnitude.
 SCALES = {
     Kind.Q2_K: {80: 6e-3, 82: 5e-3},
     Kind.Q3_K: {108: 9e-4},
@@ -42,12 +42,12 @@ SCALES = {
 
 
 def mixed(name: str) -> Kind:
-    """As files of the kind Q4_K_M are: most in 4 bits, what is sensitive in 6."""
+    """Return the type of a tensor as in Q4_K_M files: 6 bits for sensitive ones, 4 bits for the others."""
     return Kind.Q6_K if any(part in name for part in ("attn_v", "ffn_down", "token_embd", "output.weight")) else Kind.Q4_K
 
 
 def make_model(architecture: str, seed: int = 0, **config: Any) -> PreTrainedModel:
-    """A random float32 model whose choices differ from token to token."""
+    """Return a random float32 model whose greedy tokens vary."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[architecture](**config), dtype=torch.float32).eval()
     for parameter in model.parameters():
@@ -65,9 +65,9 @@ def write(
     change: Callable[[gguf.GGUFWriter], None] | None = None,
     without: tuple[str, ...] = (),
 ) -> PreTrainedModel:
-    """Write a model, each matrix in the type that ``kind_of`` its name says. Return a copy with the values of the file.
+    """Write a model, each matrix in the type given by ``kind_of`` its name. Returns a copy with the values of the file.
 
-    K types have random codes: the package cannot quantise to them. ``change`` adds entries or tensors before all is written.
+    K types have random codes, because the package cannot quantise to them. ``change`` adds entries or tensors before writing.
     """
     config, architecture = model.config, model.config.model_type
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -103,7 +103,7 @@ def write(
             writer.add_tensor(name, array)
             continue
         kind = kind_of(name)
-        if turned:  # llama.cpp pairs the two halves of a head
+        if turned:  # llama.cpp interleaves the two halves of a head
             array = array.reshape(turned, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
         data = random_codes(array.shape, kind, rng) if kind in SCALES else gguf.quants.quantize(array, kind)
         writer.add_tensor(name, data, raw_dtype=kind)
@@ -119,7 +119,7 @@ def write(
 
 
 def random_codes(shape: tuple[int, ...], kind: Kind, rng: np.random.Generator) -> np.ndarray:
-    """Bytes of random codes with scales of a sensible size."""
+    """Return bytes of random codes with scales of usual size."""
     weights, size = gguf.GGML_QUANT_SIZES[kind]
     raw = rng.integers(0, 256, (shape[0], shape[1] // weights, size), dtype=np.uint8)
     for at, largest in SCALES[kind].items():
@@ -130,7 +130,7 @@ def random_codes(shape: tuple[int, ...], kind: Kind, rng: np.random.Generator) -
 
 
 def add_tokenizer(writer: gguf.GGUFWriter) -> None:
-    """The tokenizer of ``tiny_folder``."""
+    """Add the tokenizer of ``tiny_folder``."""
     tokenizer = make_tokenizer()
     told = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)

@@ -1,6 +1,6 @@
-"""Tiny quantised checkpoints, written number by number from each format's published layout, with the values that they mean.
+"""Tiny quantised checkpoints, written from each format's published layout, and the values they represent.
 
-Nothing here uses Outrider: ``Written.values`` are what a reader must return, bit for bit.
+Nothing here uses Outrider. ``Written.values`` are the exact values that a reader must return.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 0,
     "vocab_size": 320,
 }
-Stored = tuple[dict[str, Tensor], Tensor]  # tensors by the last part of their names; the values [outputs, inputs] float32
+Stored = tuple[dict[str, Tensor], Tensor]  # tensors by the last part of their names; values [outputs, inputs] float32
 Write = Callable[[Tensor, np.random.Generator], Stored]
 
 
@@ -80,7 +80,7 @@ def rounded(
     rng: np.random.Generator,
     scale_dtype: torch.dtype = torch.float16,
 ):
-    """Codes, scales and zeros, [outputs, inputs] and [outputs, groups], that approximate a weight; zeros from 1 up."""
+    """Return codes [outputs, inputs], scales and zeros [outputs, groups] that approximate a weight; zeros are at least 1."""
     outputs, inputs = weight.shape
     groups = -(-inputs // group)
     parts = torch.nn.functional.pad(weight, (0, groups * group - inputs)).view(outputs, groups, group)
@@ -98,13 +98,16 @@ def rounded(
 
 
 def meaning(codes: np.ndarray, scales: Tensor, zeros: np.ndarray, group_of: np.ndarray) -> Tensor:
-    """(code - zero) * scale in float64, then float32: exact for 16-bit scales."""
+    """Return (code - zero) * scale computed in float64 and rounded to float32, which is exact for 16-bit scales."""
     wide = scales.double().numpy()[:, group_of]
     return torch.from_numpy(((codes - zeros[:, group_of]) * wide).astype(np.float32))
 
 
 def words(codes: np.ndarray, bits: int, places: tuple[int, ...] | None = None) -> Tensor:
-    """int32 [rows, n * bits / 32] of codes [rows, n]: code ``i`` of a word at bit ``bits * places[i]``, or ``bits * i``."""
+    """Pack codes [rows, n] into int32 [rows, n * bits / 32].
+
+    Code ``i`` of a word starts at bit ``bits * places[i]`` (default: ``bits * i``).
+    """
     each = 32 // bits
     rows, n = codes.shape
     out = np.zeros((rows, -(-n // each)), dtype=np.uint64)
@@ -122,7 +125,7 @@ def gptq(
     version: int = 1,
     dtype: torch.dtype = torch.float16,
 ):
-    """The quantisation config and the writer of a GPTQ checkpoint."""
+    """Return the quantisation config and the layer writer of a GPTQ checkpoint."""
 
     def write_layer(weight: Tensor, rng: np.random.Generator) -> Stored:
         inputs = weight.shape[1]
@@ -130,7 +133,7 @@ def gptq(
         group_of = np.arange(inputs) // size
         order = np.random.default_rng(inputs).permutation(inputs) if by_activation else np.arange(inputs)
         codes, scales, zeros = rounded(weight[:, order], bits, size, sym, rng, dtype)
-        back = np.argsort(order)  # the files keep inputs in their own order
+        back = np.argsort(order)  # the files keep the original order of inputs
         codes, group_of = codes[:, back], group_of[back]
         stored = zeros - 1 if version == 1 else zeros
         tensors = {
@@ -146,10 +149,8 @@ def gptq(
 
 
 def awq(group: int = 64):
-    """The quantisation config and the writer of an AWQ checkpoint (gemm)."""
-    places = tuple(
-        [0, 2, 4, 6, 1, 3, 5, 7].index(i) for i in range(8)
-    )  # the k-th nibble holds output [0, 2, 4, 6, 1, 3, 5, 7][k]
+    """Return the quantisation config and the layer writer of an AWQ checkpoint (gemm)."""
+    places = tuple([0, 2, 4, 6, 1, 3, 5, 7].index(i) for i in range(8))  # nibble k contains output [0, 2, 4, 6, 1, 3, 5, 7][k]
 
     def write_layer(weight: Tensor, rng: np.random.Generator) -> Stored:
         size = weight.shape[1] if group == -1 else group
@@ -161,7 +162,7 @@ def awq(group: int = 64):
 
 
 def packed(bits: int = 4, group: int = 32, sym: bool = True, by_activation: bool = False, plain_zeros: bool = False):
-    """compressed-tensors, ``pack-quantized``."""
+    """Return those of compressed-tensors' ``pack-quantized``."""
 
     def write_layer(weight: Tensor, rng: np.random.Generator) -> Stored:
         outputs, inputs = weight.shape
@@ -203,7 +204,7 @@ def _compressed(form: str, scheme: dict[str, Any]) -> dict[str, Any]:
 
 
 def integers(per: str = "channel"):
-    """compressed-tensors, ``int-quantized``: W8A8."""
+    """Return those of compressed-tensors' ``int-quantized``: W8A8."""
 
     def write_layer(weight: Tensor, rng: np.random.Generator) -> Stored:
         scales = (weight.abs().amax(1, keepdim=True) if per == "channel" else weight.abs().amax().reshape(1)) / 127
@@ -215,7 +216,7 @@ def integers(per: str = "channel"):
 
 
 def floats(per: str = "channel", dtype: torch.dtype = torch.bfloat16, library: str = "compressed-tensors", power: bool = False):
-    """FP8: of compressed-tensors, or as Qwen and DeepSeek store it. ``power``: scales that are powers of two."""
+    """Return those of FP8: compressed-tensors', or Qwen's and DeepSeek's. ``power``: scales are powers of two."""
 
     def write_layer(weight: Tensor, rng: np.random.Generator) -> Stored:
         outputs, inputs = weight.shape
@@ -242,7 +243,7 @@ def floats(per: str = "channel", dtype: torch.dtype = torch.bfloat16, library: s
 
 
 def mxfp4():
-    """compressed-tensors, ``mxfp4-pack-quantized``."""
+    """Return those of compressed-tensors' ``mxfp4-pack-quantized``."""
     numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
     def write_layer(weight: Tensor, rng: np.random.Generator) -> Stored:
@@ -295,7 +296,7 @@ FORMATS = {
 
 
 def write_experts(folder: Path) -> Written:
-    """A tiny gpt-oss whose experts are stored in MXFP4, as the published checkpoints store them."""
+    """Write a tiny gpt-oss whose experts are stored in MXFP4, as in the published checkpoints."""
     numbers = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
     sizes = SIZES | {
         "hidden_size": 64,

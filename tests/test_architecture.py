@@ -1,4 +1,4 @@
-"""The rooms and their walls, checked on the source: imports go one way, no method is named elsewhere, sizes stay small."""
+"""Package boundaries, checked in the source: import order, names of methods, and sizes of files and functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider.registry import PROPOSERS
 ROOT = Path(outrider.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-# What each room may import of the others. Rooms are folders of src/outrider, or single modules.
+# Imports permitted to each package. Packages are folders of src/outrider, or single modules.
 BELOW = {
     "errors": set(),
     "lazy": set(),
@@ -75,8 +75,8 @@ TOP = {
     "__main__",
 }  # may import everything below, and each other
 METHOD_BLIND = ("engine", "runner", "verifiers", "server", "tune", "search")
-WRAPPERS = ("GuardedProposer", "ClockedProposer")  # of the engine's own: they stand for any proposer
-COMMON_WORDS = {"draft", "plain"}  # also things, not only methods: looked for as whole string literals
+WRAPPERS = ("GuardedProposer", "ClockedProposer")  # the engine's own wrappers, independent of the method
+COMMON_WORDS = {"draft", "plain"}  # also ordinary words: only whole string literals count
 MAX_FILE, MAX_FUNCTION = 500, 60
 
 
@@ -98,8 +98,9 @@ MODULES = {module_of(path): path for path in FILES}
 
 @cache
 def imported_modules(path: Path) -> frozenset[str]:
-    """Modules of the package that a file names anywhere: imported at its top, in a function or for type checkers only, or as
-    the text ``"outrider.module:attribute"`` of a registry."""
+    """Return the modules of the package named in a file: imported anywhere, also in functions and for type checkers, or as
+    ``"outrider.module:attribute"`` in a registry.
+    """
     found = set()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom):
@@ -114,7 +115,7 @@ def imported_modules(path: Path) -> frozenset[str]:
 
 
 def circle_through(module: str) -> list[str] | None:
-    """Modules that import each other from ``module`` back to it; None if there are none."""
+    """Return a cycle of imports through ``module``, or None."""
     ways, seen = [[module]], {module}
     while ways:
         way = ways.pop()
@@ -137,7 +138,7 @@ def test_imports_go_one_way(path):
     room = room_of(path)
     if room in TOP:
         return
-    assert room in BELOW, f"the room {room} is not in docs/structure.md's order of imports"
+    assert room in BELOW, f"the package {room} is not in docs/structure.md's order of imports"
     forbidden = {room_of(MODULES[module]) for module in imported_modules(path)} - BELOW[room] - {room}
     assert not forbidden, f"{path.relative_to(ROOT)} imports {forbidden}"
 
@@ -159,8 +160,8 @@ def test_no_method_is_named_outside_its_file(room):
                 assert not compared & names, f"{path.name}:{node.lineno} compares with a method's name"
 
 
-def test_export_asks_what_a_method_is_and_never_what_it_is_called():
-    """Other engines have words for their own methods, some of them like ours: these may stand there, but decide nothing."""
+def test_export_does_not_decide_by_names_of_methods():
+    """Other engines' names of methods may equal ours. They may occur as values, but not in conditions."""
     names = set(PROPOSERS)
     for path in FILES:
         if room_of(path) != "export":
@@ -175,7 +176,7 @@ def test_export_asks_what_a_method_is_and_never_what_it_is_called():
                 )
 
 
-def test_verifiers_and_types_know_no_model_and_no_temperature():
+def test_verifiers_and_types_are_independent_of_models_and_temperature():
     for path in FILES:
         if room_of(path) == "verifiers":
             names = {node.id for node in ast.walk(tree_of(path)) if isinstance(node, ast.Name)}
@@ -192,7 +193,7 @@ def test_files_and_functions_stay_small(path):
             assert length <= MAX_FUNCTION, f"{node.name} has {length} lines"
 
 
-def test_file_names_hold_no_history():
+def test_file_names_have_no_version_suffixes():
     odd = [path.name for path in FILES if re.search(r"_(v\d+|new|old|legacy|common|misc|utils?\d*|helpers?)\.py$", path.name)]
     assert not odd
 
@@ -219,7 +220,7 @@ def test_exported_names_are_exactly_the_public_ones():
         _ = outrider.nonsense
 
 
-def test_every_room_exports_what_it_lists():
+def test_every_package_exports_the_names_it_lists():
     for path in FILES:
         if path.name != "__init__.py" or path.parent == ROOT:
             continue

@@ -1,4 +1,4 @@
-"""Two methods in turn: who drafts for whom, what each is told, and that nothing is lost between them."""
+"""Combined methods: which one drafts for which request, and the verdicts that each gets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOCAB = 9
 
 
 class Recorder(Proposer):
-    """Drafts by a table of request -> drafts and writes down what it is asked and told."""
+    """Drafts from a table of request -> drafts, and records calls."""
 
     def __init__(self, name, chains, needs_hidden=(), probs=False, parents=None):
         self.name, self.chains, self.needs_hidden = name, chains, needs_hidden
@@ -115,13 +115,13 @@ def test_each_method_gets_the_verdict_on_its_own_drafts():
     proposer, context = combined(first, second), context_of("a", "b", "c")
     proposer.propose(context, 3)
     proposer.commit(context, verdict_of([[0, 1, 2], [0, 1], []], [3, 4, 8]))
-    # of b's and c's drafts the first hears that none was kept, and which token came next
+    # for b's and c's drafts the first gets the next token and no accepted draft
     assert first.told == [(("a", "b", "c"), [[0, 1, 2], [-1, -1, -1], [-1, -1, -1]], [3, 0, 0], [3, 5, 8])]
     assert second.told == [(("b", "c"), [[0, 1, -1], [-1, -1, -1]], [2, 0], [4, 8])]
 
 
 def test_verdicts_for_single_requests_equal_those_for_the_batch():
-    """As the engine tells it where one of them failed."""
+    """The engine calls it so after one request failed."""
     first, second = Recorder("first", {"a": [1, 1, 1], "b": [2]}), Recorder("second", {"b": [5, 6], "c": [7, 7]})
     proposer, context = combined(first, second), context_of("a", "b", "c")
     proposer.propose(context, 3)
@@ -166,14 +166,14 @@ def test_a_released_request_is_released_in_both_methods():
 
 
 def test_a_first_method_that_samples_its_drafts_is_rejected():
-    """To keep or drop a drawn draft by what was drawn would bend the distribution of those that are kept."""
+    """Keeping or dropping a sampled draft because of its value would change the distribution of the kept ones."""
     with pytest.raises(OutriderError, match="invalid order of methods"):
         combined(Recorder("drawing", {"a": [1]}, probs=True), Recorder("second", {})).propose(context_of("a"), 3)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_draft_model_catches_up_after_rounds_in_which_it_was_not_called(temperature):
-    """Every draft of the second is what the draft model itself says after the committed text."""
+    """Every draft of the second method is the draft model's own continuation of the committed tokens."""
     drafting = Drafting(temperature=temperature)
     copied = {}
     first = ScriptedProposer.of_chains(lambda context, k: [copied.get(name, []) for name in context.request_ids])

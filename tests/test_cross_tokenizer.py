@@ -1,4 +1,4 @@
-"""A draft with another tokenizer: its distribution over the shared tokens, its text in the target's tokens."""
+"""A draft with another tokenizer: its distribution over the shared tokens, and its text in the target's tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEXT = "def add(first, second):\n    return first + second\n\nThe ship left the 
 
 
 def metaspace():
-    """Words with a leading ▁, as Llama 2 and Gemma write them: a space is put in front of every text."""
+    """Return words with a leading ▁, as in Llama 2 and Gemma: every text gets a leading space."""
     words = ["▁", "▁the", "▁ship", "▁def", "▁re", "turn", "at", "er", *"abcdefghijklmnopqrstuvwxyz(),:+=!0123456789ABCT"]
     vocab = {"<unk>": 0, "<eos>": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
     vocab |= {word: len(vocab) + i for i, word in enumerate(words)}
@@ -56,7 +56,7 @@ TOKENIZERS = {
 PAIRS = [("large", "small"), ("small", "large"), ("large", "metaspace"), ("metaspace", "small"), ("characters", "large")]
 
 
-# --- the committed text in the draft's tokens -------------------------------------------------------------------------------
+# --- committed text in the draft's tokens -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
@@ -74,7 +74,7 @@ def test_the_translation_does_not_depend_on_how_the_text_grows(target, draft):
     assert len(ids) - growing._num_settled <= 3 * WINDOW
 
 
-def test_a_round_translates_only_the_end_of_the_text():
+def test_a_round_translates_only_the_end_of_the_output():
     tokenizer = TOKENIZERS["large"]
     ids = tokenizer.encode(TEXT * 20, add_special_tokens=False)
     pair = TokenizerPair(tokenizer, TOKENIZERS["small"])
@@ -123,7 +123,7 @@ def test_the_drafts_own_bos_token_is_added_once():
     assert Translation(same).read(draft.encode("def add")) == draft.encode("def add")
 
 
-# --- drafted text in the target's tokens ------------------------------------------------------------------------------------
+# --- drafts in the target's tokens ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
@@ -133,7 +133,7 @@ def test_drafted_text_is_tokenised_as_by_the_target(target, draft):
     translation, exact, rounds = Translation(pair), 0, 0
     for at in range(5, len(ids) - 8, 3):
         text = translation.read(ids[:at])
-        # what the draft would say, if it said just what follows in its own words
+        # as if the draft generated exactly this text
         follows = pair.target.joined(ids[at : at + 8]).decode(errors="ignore")
         drafted = pair.draft.segment(follows.encode())
         assert text is not None
@@ -145,7 +145,7 @@ def test_drafted_text_is_tokenised_as_by_the_target(target, draft):
 
 
 def test_a_token_across_the_border_is_split_there():
-    """The target has "ab", but "a" is committed already: the draft's "b" must not bring it back."""
+    """The target has a token "ab", but "a" is already committed, so the draft's "b" must not become "ab"."""
     target = letter_tokenizer(12, 0, pairs=0)
     backend = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "c": 2, "ab": 3, "bc": 4}, merges=[("a", "b"), ("b", "c")]))
     backend.decoder = decoders.Fuse()
@@ -179,7 +179,7 @@ def test_invalid_characters_in_drafts_are_harmless():
 
 
 def twin(seed=0):
-    """A target and its own weights under other ids as the draft: whatever the target says the draft says too."""
+    """Return a target and, as draft, its own weights with permuted ids, so that both predict the same."""
     target_tokenizer, draft_tokenizer = letter_tokenizer(VOCAB, 1, pairs=0), letter_tokenizer(VOCAB, 2, pairs=0)
     target = make_model(small_config("llama", vocab_size=VOCAB, tie_word_embeddings=False), seed)
     draft = copy.deepcopy(target)
@@ -206,7 +206,7 @@ def test_a_draft_that_differs_only_in_ids_is_fully_accepted(temperature, same_te
 
 
 class Drafting:
-    """A draft with another vocabulary and requests under way."""
+    """A draft with another vocabulary, and running requests."""
 
     def __init__(self, temperatures, max_len=256, **params):
         self.model = make_model(small_config("llama", vocab_size=VOCAB, max_position_embeddings=max_len))
@@ -232,11 +232,11 @@ class Drafting:
             request.token_ids += [*self.proposal.token_ids[b, : accepted[b]].tolist(), next_tokens[b]]
 
     def fresh(self, request):
-        """The committed text as a new draft would read it."""
+        """Return the committed text in a new draft's tokens."""
         return Translation(self.pair).read(request.token_ids)
 
     def expected(self, request, drafts, temperature):
-        """The draft's distribution after text and drafts, on the shared tokens alone, in the target's ids."""
+        """Return the draft's distribution after text and drafts, restricted to the shared tokens, in the target's ids."""
         own = plain_logits(self.model, self.fresh(request) + drafts)[-1]
         shared = torch.full((VOCAB,), -torch.inf)
         for of_draft, of_target in self.pair.common:
@@ -306,7 +306,7 @@ def test_a_mask_without_common_tokens_gives_no_drafts():
 
 
 class Narrow:
-    """A form of the answer that allows the same few tokens in every place."""
+    """A grammar that allows the same few tokens at every position."""
 
     def __init__(self, allowed):
         self.mask = torch.zeros(VOCAB, dtype=torch.bool)
@@ -317,8 +317,8 @@ class Narrow:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_form_that_leaves_no_shared_token_is_drafted_within_it(temperature):
-    """Once the draft had no distribution then, and every request of the batch lost its drafts."""
+def test_a_grammar_without_shared_tokens_does_not_fail(temperature):
+    """Without a distribution, every request of the batch would lose its drafts."""
     drafting = Drafting([temperature, 1.0], frequency_penalty=0.1)
     alone = sorted(set(range(VOCAB)) - {of_target for _, of_target in drafting.pair.common})[:2]
     drafting.requests[0].matcher = Narrow(alone)
@@ -333,7 +333,7 @@ def test_greedy_requests_with_masks_are_drafted_within_them():
     assert set(drafting.propose(4).token_ids[0].tolist()) <= set(shared[:3])
 
 
-def test_released_requests_leave_room_for_others():
+def test_released_requests_free_their_rows():
     drafting = Drafting([1.0, 0.0])
     for turn in range(6):
         drafting.propose(2)
@@ -343,7 +343,7 @@ def test_released_requests_leave_room_for_others():
     assert not drafting.proposer._translations
 
 
-# --- choosing it ------------------------------------------------------------------------------------------------------------
+# --- selection --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_named_draft_with_another_tokenizer_is_translated_automatically(tmp_path):

@@ -1,4 +1,4 @@
-"""A draft made worse on purpose: how much of it is kept, and that the proposer behind it never notices."""
+"""Deliberately degraded drafts: the share that is kept, and the verdicts that the inner proposer gets."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_tree_keeps_its_shape() -> None:
 
 
 def test_the_inner_proposer_gets_the_verdict_on_its_own_drafts_only() -> None:
-    """A wrong token that was accepted all the same is, to it, the token after a path that ended before."""
+    """If a replaced token is accepted, the inner proposer sees it as the next token of a shorter path."""
     heard: list[Any] = []
     inner = proposing(chain())
     inner.commit = lambda context, verdict: heard.append(verdict)  # type: ignore[method-assign]

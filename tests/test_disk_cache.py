@@ -1,4 +1,4 @@
-"""Code is loaded from the cache folder: nothing that others could have written, nothing damaged, and no folder is no error."""
+"""Code in the cache folder: only private, intact files are loaded; a missing folder is not an error."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from outrider.disk_cache import cache_dir, find, lasting_dir, store
 from outrider.types import OutriderError
 
 is_root = hasattr(os, "getuid") and os.getuid() == 0
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has rights of another kind")
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX file permissions")
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache folder, and nothing remembered of earlier warnings."""
+    """Return an empty cache folder, with no record of earlier warnings."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(disk_cache, "_temporary_root", disk_cache.cache(disk_cache._temporary_root.__wrapped__))
     return tmp_path / "cache"
@@ -48,7 +48,7 @@ def test_folders_are_private_and_files_are_named_by_their_content(cache: Path, b
     assert path.stat().st_mode & 0o077 == 0
     assert find("kernels", "cpu-1", ".so") == path
     assert find("kernels", "cpu-2", ".so") is None and find("passes", "cpu-1", ".so") is None
-    assert [file.name for file in path.parent.iterdir()] == [path.name]  # nothing is left of writing it
+    assert [file.name for file in path.parent.iterdir()] == [path.name]  # no temporary file is left
 
 
 @pytest.mark.parametrize("content", [b"", b"code" * 500, b"kode" + b"code" * 999])
@@ -89,7 +89,7 @@ def test_a_link_to_an_unsafe_folder_is_not_used(cache: Path, tmp_path: Path, bui
     (tmp_path / "open" / "real").mkdir(mode=0o700)
     cache.symlink_to(tmp_path / "open" / "real")
     assert cache in store(built, "kernels", "cpu-1", ".so").parents
-    (tmp_path / "open").chmod(0o777)  # the folder that the link leads to could be exchanged
+    (tmp_path / "open").chmod(0o777)  # the target of the link could be exchanged
     assert find("kernels", "cpu-1", ".so") is None
 
 
@@ -101,7 +101,7 @@ def test_links_and_files_writable_by_others_are_not_returned(built: Path, tmp_pa
     assert find("kernels", "cpu-1", ".so") is None and built.exists()
 
 
-@pytest.mark.skipif(not is_root, reason="only root gives files away")
+@pytest.mark.skipif(not is_root, reason="needs root, to change owners")
 @pytest.mark.parametrize("which", ["kernels", "kernels/file"])
 def test_files_of_another_user_are_not_used(which: str, cache: Path, built: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = store(built, "kernels", "cpu-1", ".so")
@@ -118,7 +118,7 @@ def test_without_a_cache_folder_a_private_one_is_used_with_one_warning(
         cache.write_text("")
     elif kind == "no folder":
         monkeypatch.setenv("OUTRIDER_CACHE", "/proc/nowhere")
-    else:  # root may write wherever the mode says otherwise
+    else:  # root ignores file modes
         monkeypatch.setattr(disk_cache.tempfile, "TemporaryFile", refusing(OSError(30, "Read-only file system")))
     assert find("kernels", "cpu-1", ".so") is None
     path = store(built, "kernels", "cpu-1", ".so")
@@ -126,7 +126,7 @@ def test_without_a_cache_folder_a_private_one_is_used_with_one_warning(
     exports = cache_dir("exports", "one")
     assert exports.parent.parent == path.parent.parent and exports.stat().st_mode & 0o777 == 0o700
     assert len(warnings(caplog)) == 1 and "OUTRIDER_CACHE" in caplog.text and "\n" not in warnings(caplog)[0]
-    with pytest.raises(OutriderError, match="the cache folder cannot be used"):  # where gigabytes are to be kept
+    with pytest.raises(OutriderError, match="the cache folder cannot be used"):  # no temporary folder for large files
         lasting_dir("inflated")
 
 
@@ -159,7 +159,7 @@ def test_a_read_only_cache_can_be_read(built: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_interrupted_write_leaves_no_file_that_is_found(built: Path, cache: Path) -> None:
-    """Killed at each system call on the way, by turns."""
+    """The process is killed at one system call after another."""
     program = (
         "import os, sys; from pathlib import Path; from outrider import disk_cache\n"
         "def die(*_, **__): os._exit(9)\n"

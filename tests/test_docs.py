@@ -1,4 +1,4 @@
-"""The documentation is true: its example runs, the examples run, its command-line page is what the commands say."""
+"""The documentation is correct: its example and the examples run, and its command-line page is up to date."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def embedded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny model in place of the embedded family."""
+    """Replace the embedded family by the tiny model."""
     monkeypatch.setattr("outrider.family.TARGET", model)
     monkeypatch.setattr("outrider.family.DRAFT", model)
 
@@ -82,7 +82,7 @@ def test_every_example_is_tested() -> None:
 
 
 def test_the_command_line_page_is_up_to_date() -> None:
-    """Nor is the page of options."""
+    """The page of options too."""
     done = subprocess.run(
         [sys.executable, ROOT / "docs" / "make_cli.py", "--check"], capture_output=True, text=True, timeout=120
     )
@@ -117,7 +117,7 @@ def test_anchors_and_options_named_in_the_documentation_exist() -> None:
         if page.name == "results.md":  # its commands have the options of their commits
             continue
         for command in re.findall(r"(?:^|`|\$ )outrider ([^`#\n]*)", text, re.M):
-            own = re.findall(r"(?<!\S)--[a-z][\w-]*", command.split(" -- ")[0])  # what stands behind goes to another engine
+            own = re.findall(r"(?<!\S)--[a-z][\w-]*", command.split(" -- ")[0])  # arguments after -- are for another engine
             missing += [f"{page.name}: {option}" for option in own if option not in options]
     assert not missing
 
@@ -136,7 +136,7 @@ def test_the_log_is_indexed_and_its_entries_are_short() -> None:
 
 
 def anchor(heading: str) -> str:
-    """The name under which a heading is linked to."""
+    """Return the anchor of a heading."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 

@@ -1,4 +1,4 @@
-"""The doctor says in plain words whether a draft fits its target, and a pair that does not fit is never called healthy."""
+"""The doctor reports whether a draft fits its target, and never passes a misfit."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ def test_passes_over_experts_are_timed_with_tokens_that_use_different_ones(tmp_p
     gate = next(module for name, module in runner.model.named_modules() if name.endswith("mlp.gate"))
     gate.register_forward_hook(lambda module, args, out: used.append(len(set(out[-1].flatten().tolist()))))
     runner.pass_cost(6, 1, 16)
-    assert max(used) > 4  # equal tokens are sent to two of the eight
+    assert max(used) > 4  # equal tokens are routed to two of the eight experts
     monkeypatch.setattr(ModelRunner, "pass_cost", lambda self, width, *_: float(width))
     found = examined(tmp_path, "ngram")
     assert level_of(found, "passes") == "suspicious"
-    # 8 * (1 - 0.75^6) = 6.6 of the eight are read by the root and five drafts
+    # the root and five drafts read 8 * (1 - 0.75^6) = 6.6 of the eight experts
     assert "reads 2 of 8 experts in a layer, 6 tokens about 7 of them" in text_of(found, "passes")
 
 
@@ -163,7 +163,7 @@ def test_a_draft_with_another_tokenizer_is_measured_by_the_method_that_takes_one
     assert level_of(found, "context") == "ok" and found.acceptance is not None
 
 
-def test_two_methods_in_turn_are_examined_as_each_of_them(target, tmp_path):
+def test_a_combined_method_is_examined_as_both_of_its_methods(target, tmp_path):
     found = examined(target, method="suffix+draft:draft.draft=" + str(target))
     assert level_of(found, "vocabulary") == "ok" and found.acceptance.by_position[0] > 0.9
     head = write_eagle3(tmp_path / "head", 320, 320) and tmp_path / "head"
@@ -185,7 +185,7 @@ def test_without_drafts_no_gain_is_reported(target):
 
 
 class Guessing(Proposer):
-    """Drafts what the target says: with the right option always, else in so many places of ten; zeros in the others."""
+    """With the right option, drafts the target's output; otherwise only at a given share of positions, and zeros elsewhere."""
 
     name = "guessing"
     answers: ClassVar[list[list[int]]] = []
@@ -217,7 +217,7 @@ class GuessingMethod(MethodSpec):
 
 @pytest.fixture
 def guessing(target, monkeypatch):
-    """The method, and what the target says to the doctor's prompts."""
+    """Register the method with the target's output for the doctor's prompts."""
     from outrider.bench.workloads import builtin, encode
 
     monkeypatch.setitem(PROPOSERS._entries, "guessing", GuessingMethod())
@@ -237,7 +237,7 @@ def test_the_fitting_alternative_is_named_at_low_acceptance(target):
 
 @pytest.mark.usefixtures("guessing")
 def test_a_better_alternative_is_named_at_high_acceptance_too(target, monkeypatch):
-    """One layer beside the right one costs a head some of its acceptance, seldom all."""
+    """A hidden state that is off by one layer costs a head some acceptance, but rarely all."""
     monkeypatch.setattr(checkup, "MIN_GAIN", 99.0)
     found = examined(target, method="guessing:layer=2:tenths=6", params=LONG)
     assert found.acceptance.by_position[0] > checkup.DOUBTFUL

@@ -1,4 +1,4 @@
-"""A draft model drafts what it would say itself, whatever happened to its drafts before."""
+"""A draft model's drafts are its own continuation, whatever happened to earlier drafts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EAGER = RunnerConfig(compile="never")
 
 
 class Drafting(DraftRounds):
-    """A draft model with requests under way; every proposal is held against the model's own plain forward."""
+    """A draft model with running requests. Every proposal is compared with the model's plain forward pass."""
 
     def __init__(self, lengths=(3, 20, 37), target_vocab=VOCAB, config=EAGER, temperature=0.0, coupled=False, **shape):
         self.model = make_model(small_config("llama", **shape))
@@ -27,12 +27,12 @@ class Drafting(DraftRounds):
         super().__init__(proposer, lengths, target_vocab, SamplingParams(temperature=temperature), coupled)
 
     def logits(self, text):
-        """[Vt]: the draft model's own, in the target's vocabulary."""
+        """Return the draft model's logits in the target's vocabulary: [Vt]."""
         own = plain_logits(self.model, text)[-1]
         return torch.nn.functional.pad(own, (0, max(0, self.vocab - own.shape[0])), value=-torch.inf)[: self.vocab]
 
     def check(self):
-        """Greedy drafts are the model's argmax; the probabilities of sampled ones are the model's."""
+        """Check that greedy drafts are the model's argmax, and the probabilities of sampled ones the model's."""
         for b, request in enumerate(self.requests):
             text = list(request.token_ids)
             for node in range(int(self.proposal.lens[b])):
@@ -132,7 +132,7 @@ def test_padded_vocabularies_of_either_model_are_supported(target_vocab, tempera
     drafting.check()
 
 
-def test_released_requests_leave_room_for_others():
+def test_released_requests_free_their_rows():
     drafting = Drafting(lengths=(5, 9), config=RunnerConfig(compile="never", max_batch=2))
     for turn in range(3):
         drafting.propose(2)

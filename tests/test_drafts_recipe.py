@@ -1,4 +1,4 @@
-"""The recipe of a draft with a vocabulary of its own: its tokens are spelled by the target's."""
+"""Recipe of a draft with its own vocabulary, initialised from the target's embeddings."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ TINY = PRESETS["tiny"]
 CODE = 'def add{0}(first, second):\n    """Return the sum."""\n    total = first + second * {0}\n    return total\n\n'
 
 
-def test_each_token_is_the_mean_of_those_that_spell_it():
+def test_each_embedding_is_the_mean_of_those_of_the_same_bytes():
     own, of_target = (tokenizer.train(iter([TEXT * 3 + " 東京"]), size) for size in (330, 290))
     table = foreign.pieces(own, of_target)
     assert torch.allclose(table.sum(1), torch.ones(len(own)))
     for index in range(len(own)):
         spelled = [piece for piece, share in enumerate(table[index].tolist()) if share]
         assert set(spelled) == set(of_target.encode(own.decode([index]))) or "\N{REPLACEMENT CHARACTER}" in own.decode([index])
-    lone = own.convert_tokens_to_ids("æ")  # a byte that is no character
+    lone = own.convert_tokens_to_ids("æ")  # a byte that is not a character
     assert table[lone, of_target.convert_tokens_to_ids("æ")] == 1
 
 
-def test_a_draft_of_another_vocabulary_begins_with_the_targets_embeddings():
+def test_a_draft_with_another_vocabulary_starts_with_the_targets_embeddings():
     target = model.build(Shape(64, 3, 1, 1, 96), TINY, 1)
     torch.nn.init.normal_(target.model.embed_tokens.weight)
     draft = model.build(Shape(48, 1, 1, 1, 64), TINY, 2)
@@ -57,7 +57,7 @@ def test_it_is_trained_from_the_familys_text_and_drafts_for_the_embedded_target(
                 file.write("\n<|endoftext|>\n".join(f"# {source.name}\n{text}" for text in documents))
     monkeypatch.setattr(corpus, "read_stdlib", lambda: documents)
     learned = foreign.prepare(work, texts, 1.0, 400, documents)
-    assert foreign.prepare(work, texts, 1.0, 999, []).get_vocab() == learned.get_vocab()  # once is enough
+    assert foreign.prepare(work, texts, 1.0, 999, []).get_vocab() == learned.get_vocab()  # it is not trained again
     mixed = foreign.mixture(work / "tokens")
     assert mixed.names[-1] == "written" and abs(mixed.shares[-1] - 0.5) < 1e-9
     assert foreign.train(work, Path(family.__file__).parent, 0.002, out)
@@ -70,13 +70,13 @@ def test_it_is_trained_from_the_familys_text_and_drafts_for_the_embedded_target(
     assert drafted.stats.num_drafts > 0 and drafted.stats.faults == 0
 
 
-def test_a_mistake_in_a_recipe_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_user_error_in_a_recipe_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     app = typer.Typer()
 
     @app.command()
     def wrong() -> None:
-        raise OutriderError("no such folder: name another")
+        raise OutriderError("folder missing: give another")
 
     with pytest.raises(SystemExit, match="2"), patch.object(sys, "argv", ["recipe"]):
         recipes.run(app)
-    assert capsys.readouterr().err == "error: no such folder: name another\n"
+    assert capsys.readouterr().err == "error: folder missing: give another\n"

@@ -1,4 +1,4 @@
-"""The target's first layers draft, and the score goes on behind them: same text, same cache, fewer layers run."""
+"""The target's first layers draft, and the score continues after them: same output, same cache, fewer layers run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LAYERS, DEPTH, VOCAB = 4, 2, 67
 TYPES = ["llama", "gpt2", "gemma2", "gemma3_text", "qwen3", "gpt_neox", "phi3", "cohere2", "deepseek_v3", "granite"]
 
 
-# Sizes that vectors divide: torch rounds the elements left over at the end of a tensor otherwise than those before.
+# Multiples of the vector width: otherwise torch rounds the remaining elements at the end of a tensor differently.
 EVEN = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
 
 
@@ -48,10 +48,10 @@ def four_layers(model_type="llama", **shape):
 
 
 class Drafting:
-    """A target that drafts for itself, held against its own plain forward and against a second runner that never drafts."""
+    """A target that drafts for itself, compared with its plain forward pass and with a second runner without drafts."""
 
     def __init__(self, model_type="llama", lengths=(3, 20, 37), depth=DEPTH, temperature=0.0, model=None, compile="never"):
-        """``model``: one in the place of a random one of ``model_type``."""
+        """``model``: use this one instead of a random one of ``model_type``."""
         self.model = model or make_model(four_layers(model_type, **(EVEN if model_type == "llama" else {})))
         config = RunnerConfig(compile=compile, prefill_chunk=16)
         self.runner = ModelRunner.load(untouched(self.model), config)
@@ -60,7 +60,7 @@ class Drafting:
         self.requests = [make_request(f"r{index}", make_text(length, index, 60)) for index, length in enumerate(lengths)]
         for request in self.requests:
             request.params = SamplingParams(temperature=temperature)
-        self.hidden = ()  # states that the scores report
+        self.hidden = ()  # hidden states to report
         self.spans = []
         run = self.runner.passes.run
 
@@ -74,7 +74,7 @@ class Drafting:
         return Context(tuple(self.requests), tuple(limits), Sampler(self.requests, VOCAB))
 
     def step(self, limits, accepted, proposal=None):
-        """Drafts, scores, checks every row against the plain forward, accepts so many drafts of each request."""
+        """Draft, score, compare every row with the plain forward pass, and accept the given number of drafts per request."""
         context = self.context(limits)
         drafts = self.proposer.propose(context, max(limits))
         proposal = drafts if proposal is None else replace(proposal, partial_pass=drafts.partial_pass)
@@ -149,7 +149,7 @@ def test_sampled_drafts_have_their_own_distribution_in_probs():
 
 
 def test_drafts_of_another_source_are_scored_correctly():
-    """As when another proposer's drafts, cut ones or none are scored in the place of these."""
+    """For example, another proposer's drafts, shortened drafts, or none."""
     drafting = Drafting()
     own = drafting.proposer.propose(drafting.context([3, 3, 3]), 3).token_ids.tolist()
     others = proposal_of([[own[0][0], (own[0][1] + 1) % VOCAB, 5], [own[1][0]], []])
@@ -188,7 +188,7 @@ def test_hidden_states_of_skipped_layers_are_available():
 
 
 def test_hidden_states_equal_those_of_a_plain_forward_pass():
-    drafting = Drafting(lengths=(40,))  # longer than what is read with the drafts
+    drafting = Drafting(lengths=(40,))  # longer than a prompt that is prefilled with the drafts
     layers = drafting.hidden = (DEPTH, drafting.runner.num_layers)
     text = list(drafting.requests[0].token_ids)
     while not all(drafting.runner.prefill(["r0"], [text], layers)):
@@ -229,7 +229,7 @@ def test_partial_passes_do_not_count_as_costs_of_full_passes(monkeypatch):
 
 
 def still(model, first):
-    """Makes the layers from ``first`` on add nothing."""
+    """Make the layers from ``first`` on add nothing."""
     for layer in model.model.layers[first:]:
         nn.init.zeros_(layer.self_attn.o_proj.weight)
         nn.init.zeros_(layer.mlp.down_proj.weight)
@@ -252,7 +252,7 @@ def test_a_target_without_a_useful_exit_is_reported(tmp_path, caplog):
     runner.pass_cost = lambda *_, span=WHOLE, **__: 4.0 if span.stop is None else 3.9
     with caplog.at_level(logging.WARNING):
         pick_exit(runner, make_tokenizer())
-    assert "promises a gain" in caplog.text
+    assert "is expected to be faster" in caplog.text
 
 
 @pytest.mark.parametrize("layers", [0, 4, 9, -1])
@@ -268,7 +268,7 @@ def test_a_target_of_one_layer_is_rejected():
 
 
 class Pair(nn.Module):
-    """A layer of a model that hands two things from layer to layer."""
+    """A layer of a model that passes two states from layer to layer."""
 
     def __init__(self, layer, is_last):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The family's recipe on tiny sizes: it learns, resumes exactly, keeps its time budget, and reads no prompts."""
+"""The family's recipe at tiny size: it learns, resumes exactly, keeps its time budget, and reads no benchmark prompts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CODE = 'def add(first, second):\n    """Return the sum."""\n    total = first + 
 
 
 def target_job(folder: Path, plan: Plan = PLAN) -> Job:
-    """A tiny target on a stream with an obvious pattern."""
+    """Return a run of a tiny target on tokens with an obvious pattern."""
     net = model.build(TINY.target, TINY, plan.seed)
     stream = np.tile(np.arange(3, 67, dtype=np.uint16), 40)
     batches = data.Mixture({"pattern": stream, "reverse": stream[::-1]}, {"pattern": 2.0, "reverse": 1.0}, plan.seed)
@@ -57,7 +57,7 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
 
 def test_the_draft_learns_from_the_target(tmp_path: Path) -> None:
     teacher = model.build(TINY.target, TINY, 1)
-    torch.nn.init.normal_(teacher.model.embed_tokens.weight)  # a teacher with an opinion
+    torch.nn.init.normal_(teacher.model.embed_tokens.weight)  # make the teacher's distribution less uniform
     student = model.build(TINY.draft, TINY, 2)
     stream = np.random.default_rng(0).integers(3, 200, 5000).astype(np.uint16)
     rows = data.DistillationRows(data.Mixture({"noise": stream}, {"noise": 1.0}, 3), torch.full((4, 33), 7), 0.5)
@@ -70,7 +70,7 @@ def test_the_draft_learns_from_the_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_draft_begins_as_layers_of_its_target(preset: str) -> None:
+def test_a_draft_is_initialised_with_layers_of_its_target(preset: str) -> None:
     teacher = model.build(PRESETS[preset].target, PRESETS[preset], 0)
     student = stages.new_draft(PRESETS[preset], teacher, 1)
     assert student.config.vocab_size == teacher.config.vocab_size
@@ -104,7 +104,7 @@ def test_the_learning_rate_rises_stays_and_falls() -> None:
     assert factors == pytest.approx([0.5, 1.0, 1.0, 0.5, 0.01])
 
 
-def test_orthogonalise_evens_out_singular_values() -> None:
+def test_orthogonalise_equalises_singular_values() -> None:
     torch.manual_seed(0)
     for shape in ((2, 16, 48), (2, 48, 16)):
         values = torch.linalg.svdvals(optim.orthogonalise(torch.randn(shape), torch.float32))
@@ -112,8 +112,8 @@ def test_orthogonalise_evens_out_singular_values() -> None:
         assert values.max() < 1.5
 
 
-def test_orthogonalise_in_16_bits_evens_out_singular_values_that_are_far_apart() -> None:
-    """The squares of these do not fit 16 bits: the iteration through them ends with singular values of 4 to 8."""
+def test_orthogonalise_in_16_bits_equalises_singular_values_that_are_far_apart() -> None:
+    """The squares of these values exceed 16 bits: iterating on them would give singular values of 4 to 8."""
     torch.manual_seed(0)
     left, _, right = torch.linalg.svd(torch.randn(2, 64, 192), full_matrices=False)
     matrices = left * torch.logspace(0, -3, 64) @ right
@@ -122,7 +122,7 @@ def test_orthogonalise_in_16_bits_evens_out_singular_values_that_are_far_apart()
     assert torch.cosine_similarity(exact.flatten(), found.flatten(), 0) > 0.99
 
 
-def test_growing_changes_nothing_at_that_moment() -> None:
+def test_adding_layers_does_not_change_the_output() -> None:
     net = model.build(TINY.target, TINY, 0)
     ids = torch.arange(40)[None]
     decoder = model.LlamaDecoder(net)
@@ -133,7 +133,7 @@ def test_growing_changes_nothing_at_that_moment() -> None:
 
 
 def random_text(rng: random.Random) -> str:
-    """Any UTF-8 text: letters of all planes, controls, spaces, newlines."""
+    """Return random UTF-8 text: letters of all planes, controls, spaces, newlines."""
     planes = [(0, 0x7F), (0x20, 0x7E), (0xA0, 0x2FFF), (0xE000, 0xFFFD), (0x1F300, 0x1FAFF), (0x20000, 0x2A6D0)]
     letters = [chr(rng.randint(*rng.choice(planes))) for _ in range(80)]
     return "".join(rng.choice([letter, letter, " ", "    ", "\n", "\t"]) for letter in letters)
@@ -158,12 +158,12 @@ def test_the_tokenizer_round_trips_any_text(tmp_path: Path) -> None:
 
 
 def write_xz(path: Path, documents: list[str]) -> None:
-    """One corpus file."""
+    """Write one corpus file."""
     with lzma.open(path, "wt", encoding="utf-8") as file:
         file.write("\n<|endoftext|>\n".join(documents) + "\n<|endoftext|>\n")
 
 
-def test_no_prompt_is_ever_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_prompts_are_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, prompts = tmp_path / "corpus", tmp_path / "prompts"
     folder.mkdir()
     prompts.mkdir()
@@ -181,7 +181,7 @@ def test_no_prompt_is_ever_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert found.held_out, name
         assert not set(found.train) & set(found.held_out)
         assert "SECRET" not in "".join(found.train + found.held_out)
-    with pytest.raises(ValueError, match="never for training"):
+    with pytest.raises(ValueError, match="must not be used for training"):
         corpus.read_documents(prompts / "books_en.txt.xz")
 
 
@@ -208,14 +208,14 @@ def test_acceptance_length_counts_rounds() -> None:
         ("    return first\n\nclass Next(:\n", True),
         ("    return first\n    broken(", True),
         ("    return (\n", False),
-        ("    first = 0\n    if first:\n        ret", True),  # the limit cut it
-        ("    first = 0\n    if first:\n", False),  # it ended so
+        ("    first = 0\n    if first:\n        ret", True),  # cut by the token limit
+        ("    first = 0\n    if first:\n", False),  # ended by itself
         ("    if first:\n        ret", False),  # nothing is left
         ("\n\n", False),
         ("return first\n", False),
     ],
 )
-def test_what_counts_as_python(continuation: str, valid: bool) -> None:
+def test_the_check_for_valid_python(continuation: str, valid: bool) -> None:
     assert samples.parses(samples.SIGNATURES[0], continuation) is valid
 
 
@@ -255,13 +255,13 @@ def test_near_duplicates_of_held_out_or_earlier_text_are_dropped() -> None:
     }
     kept = corpus.without_duplicates(splits)
     assert {name: found.train for name, found in kept.items()} == {
-        "tales": ["\n".join(tale)],  # stays here, goes from the books, whatever their order
-        "books": [],  # one is a tale, the other is held out among the peps
+        "tales": ["\n".join(tale)],  # kept here and dropped from the books, in any order
+        "books": [],  # one is a tale, the other is held out in the peps
         "peps": ["short\nlines"],
     }
 
 
-def test_conversations_are_what_the_chat_template_writes(tmp_path: Path) -> None:
+def test_conversations_follow_the_chat_template(tmp_path: Path) -> None:
     learned = tokenizer.train(iter([CODE * 3]), 320)
     turns = [("What is 2 + 3?", "2 + 3 = 5."), ("Thanks", "My pleasure.")]
     messages = [
@@ -270,7 +270,7 @@ def test_conversations_are_what_the_chat_template_writes(tmp_path: Path) -> None
     assert learned.apply_chat_template(messages, tokenize=False) == chats.document(turns) + "<|endoftext|>\n"
 
 
-def test_conversations_hold_commands_stories_and_right_sums() -> None:
+def test_conversations_contain_commands_stories_and_correct_sums() -> None:
     pages = ["# ls\n\n> List.\n\n- List [a]ll files in {{path}}:\n\n`ls {{[-a|--all]}} {{path}}`"]
     fable = "THE FOX\n\n" + "A fox saw some grapes and could not reach them. " * 6
     text = "\n".join(chats.write(pages, [fable]))
@@ -291,7 +291,7 @@ def test_a_run_can_be_ended_early_with_its_decay(tmp_path: Path) -> None:
 
 def test_repeats_are_the_tokens_of_a_loop_after_its_first_period_and_before_the_end() -> None:
     assert loops.repeats([9, 5, 6, 5, 6, 5, 6, 7], end=0) == [False] * 3 + [True] * 4 + [False]
-    assert loops.repeats([5, 6, 5, 6], end=0) == [False] * 4  # twice is no loop
+    assert loops.repeats([5, 6, 5, 6], end=0) == [False] * 4  # two repetitions are not a loop
     assert loops.repeats([5, 5, 5, 5, 0, 5, 5, 5], end=0) == [False, True, True, True, False, False, False, False]
 
 

@@ -1,4 +1,4 @@
-"""GGUF files: values bit for bit those of the gguf package, text that drafts do not change, and one line for broken files."""
+"""GGUF files: values equal the gguf package's, output does not depend on drafts, and one-line errors for broken files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_format_has_the_values_of_the_library(name):
     kind, rng = Kind[name], np.random.default_rng(0)
     if kind in gguf_files.SCALES:
         data = gguf_files.random_codes((70, 512), kind, rng)
-        for at in gguf_files.SCALES[kind]:  # scales of either sign, and 0
+        for at in gguf_files.SCALES[kind]:  # scales of both signs, and 0
             data[:3, at : at + 2] = np.float16(-3e-3).reshape(1).view(np.uint8)
             data[3, at : at + 2] = 0
     else:
@@ -50,7 +50,7 @@ def test_every_format_has_the_values_of_the_library(name):
 
 
 def own_weights(model, name, shape):
-    """The weight of a layer, which may be a part of a fused one, in float32."""
+    """Return a layer's weight, which may be part of a fused one, in float32."""
     module = model.get_submodule(name)
     if not isinstance(module, linear.FusedSlice):
         return linear.weight_of(module).float()
@@ -152,7 +152,7 @@ def test_tokenizer_and_chat_template_come_from_the_file(tmp_path):
 
 
 def test_a_folder_with_a_config_and_a_tokenizer(tmp_path):
-    """Its config is the model's, also where the file says less."""
+    """The folder's config is used, also if the file has fewer entries."""
     scaled = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}
     model = gguf_files.make_model("llama", rope_parameters=scaled)
     exact = gguf_files.write(
@@ -172,7 +172,7 @@ def test_a_folder_with_a_config_and_a_tokenizer(tmp_path):
 
 
 def test_rotary_factors_of_llama_3(tmp_path):
-    """A tensor of factors stands for the scaling of positions, which the file's entries do not describe."""
+    """A tensor of factors replaces the scaling of positions, which the file's entries do not describe."""
     scaled = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     model = gguf_files.make_model("llama", rope_parameters=scaled | {"original_max_position_embeddings": 64})
     usual = gguf_files.make_model("llama").model.rotary_emb.inv_freq
@@ -188,7 +188,7 @@ def test_rotary_factors_of_llama_3(tmp_path):
 
 
 @pytest.mark.parametrize("kernels, dtype", [(True, "float32"), (False, "auto"), (False, "float32")])
-def test_without_blocks_a_file_is_dequantised_and_that_is_said(kernels, dtype, tmp_path, monkeypatch, caplog):
+def test_without_blocks_a_file_is_dequantised_with_a_message(kernels, dtype, tmp_path, monkeypatch, caplog):
     exact = gguf_files.write(tmp_path / "model.gguf", gguf_files.make_model("llama"), gguf_files.mixed)
     if not kernels:
         monkeypatch.setattr(native, "load", lambda: False)
@@ -214,7 +214,7 @@ def test_files_without_codes_keep_their_type_or_are_rounded(kind, tmp_path):
 
 @pytest.fixture
 def unread(monkeypatch):
-    """Fails where weights are read."""
+    """Fail the test if weights are read."""
 
     def fail(*_, **__):
         raise AssertionError("weights were read")
@@ -230,7 +230,7 @@ def refusal(path, **options):
     return message
 
 
-def test_unsupported_files_are_refused_before_weights_are_read(unread, tmp_path, monkeypatch):
+def test_unsupported_files_are_rejected_before_weights_are_read(unread, tmp_path, monkeypatch):
     path, model = tmp_path / "model.gguf", gguf_files.make_model("llama")
 
     def changed(change, kind=Kind.Q8_0):
@@ -262,16 +262,16 @@ def test_unsupported_files_are_refused_before_weights_are_read(unread, tmp_path,
     assert "needs the package gguf: pip install 'outrider[gguf]'" in refusal(path)
 
 
-def test_a_file_that_is_cut_is_refused_wherever_it_is_cut(unread, tmp_path):
+def test_a_truncated_file_is_rejected_wherever_it_is_cut(unread, tmp_path):
     whole, cut = tmp_path / "model.gguf", tmp_path / "cut.gguf"
     gguf_files.write(whole, gguf_files.make_model("llama"), KINDS["Q8_0"])
     data = whole.read_bytes()
     for length in (4, 20, 24, 100, 1000, 5000, 20_000, len(data) // 2, len(data) - 1000):
         cut.write_bytes(data[:length])
-        assert "cut.gguf: the file is cut or damaged" in refusal(cut), length
+        assert "cut.gguf: the file is truncated or damaged" in refusal(cut), length
 
 
-def test_tensors_that_are_not_the_models_are_named(tmp_path):
+def test_tensors_that_do_not_belong_to_the_model_are_named(tmp_path):
     path, model = tmp_path / "model.gguf", gguf_files.make_model("qwen3")
 
     def written(change=None, without=()):
@@ -293,7 +293,7 @@ def test_tensors_that_are_not_the_models_are_named(tmp_path):
 
 
 @needs_kernels
-def test_scales_that_are_no_numbers_are_refused_by_the_name_of_their_tensor(tmp_path):
+def test_scales_that_are_nan_are_rejected_with_the_name_of_their_tensor(tmp_path):
     path, broken = tmp_path / "model.gguf", np.full((256, 34), 0xFF, np.uint8)  # NaN in float16
     gguf_files.write(
         path,

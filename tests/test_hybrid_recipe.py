@@ -1,4 +1,4 @@
-"""The small hybrid's recipe: it learns, and what it writes runs in Outrider with drafts."""
+"""Recipe of the small hybrid: it learns, and the exported model runs in Outrider with drafts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TINY = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # of transformers, for kernels that are not there
+@pytest.mark.filterwarnings("ignore")  # transformers warns of missing kernels
 def test_the_hybrid_learns_and_runs(tmp_path: Path) -> None:
     plan = Plan(24_000, 512, ((1.0, 32),), muon_lr=0.02, warmup=0.0, eval_every_s=1e9, save_every_s=1e9)
     model = recipe.build(320, plan.seed, **TINY)

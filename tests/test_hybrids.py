@@ -1,4 +1,4 @@
-"""Whole hybrids in the engine: whatever drafts, how many and in which batch, the text is plain decoding's."""
+"""Whole hybrids in the engine: for any drafts, number of drafts and batch, the output equals plain decoding's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outrider.runner import ModelRunner, RunnerConfig
 from outrider.runner.kv_cache import SLACK
 from outrider.types import Context
 
-KINDS = [kind for kind in HYBRIDS if kind != "mamba2"]  # one of each operator, beside attention
+KINDS = [kind for kind in HYBRIDS if kind != "mamba2"]  # one of each operator, with and without attention
 LONGEST = 8
 OPTIONS: dict[str, Any] = {"compile": "never", "prefill_chunk": 16, "same_text": True}
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -28,7 +28,7 @@ SAMPLED = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.9, seed=3, igno
 
 
 class OfEach(FixedLength):
-    """Each request has its own number of drafts, in the order of their ids."""
+    """Each request has its own number of drafts, in the order of ids."""
 
     def __init__(self, lengths: list[int]) -> None:
         super().__init__(max(lengths))
@@ -39,7 +39,7 @@ class OfEach(FixedLength):
 
 
 def texts(model: PreTrainedModel, prompts: list[list[int]], params: Any, **options: Any) -> list[list[int]]:
-    """The tokens of every sample."""
+    """Return the tokens of every sample."""
     llm = LLM(copy.deepcopy(model), **(OPTIONS | options))
     found = outputs_of(llm.generate(prompts, params))
     assert llm.stats.faults == 0
@@ -50,10 +50,12 @@ def texts(model: PreTrainedModel, prompts: list[list[int]], params: Any, **optio
 
 @pytest.mark.parametrize("dtype, batch", [(torch.float32, 1), (torch.float32, 3), (torch.bfloat16, 3)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_is_plains_for_every_draft_length_batch_and_way_of_sampling(kind: str, dtype: torch.dtype, batch: int) -> None:
+def test_output_equals_plain_decoding_for_every_draft_length_batch_and_sampling(
+    kind: str, dtype: torch.dtype, batch: int
+) -> None:
     model, prompts = hybrid(kind, dtype), PROMPTS[-batch:]
-    cases = list(itertools.product(range(LONGEST + 1), (GREEDY, SAMPLED), prompts))  # those of a batch have one length
-    mixed = cases[:: len(prompts) + 1] if batch > 1 else []  # and then others, too
+    cases = list(itertools.product(range(LONGEST + 1), (GREEDY, SAMPLED), prompts))  # a batch has one length
+    mixed = cases[:: len(prompts) + 1] if batch > 1 else []  # and mixed ones
     lengths, ways, asked = (list(each) for each in zip(*cases, *mixed, strict=True))
     found = texts(model, asked, ways, draft=noisy(model), num_draft_tokens=OfEach(lengths), max_batch=batch)
     plain = texts(model, prompts * 2, [way for way in (GREEDY, SAMPLED) for _ in prompts], method="plain", max_batch=1)
@@ -64,22 +66,22 @@ def test_text_is_plains_for_every_draft_length_batch_and_way_of_sampling(kind: s
 @pytest.mark.parametrize("k", [4, 16])
 @pytest.mark.parametrize("method", ["early-exit", "low-bit"])
 @pytest.mark.parametrize("kind", HYBRIDS)
-def test_drafts_of_the_models_own_leave_the_state_that_the_score_begins_with(kind: str, method: str, k: int) -> None:
-    """The last tokens of a prompt are scored with the drafts: all of them together are more than the states kept."""
+def test_the_models_own_drafts_leave_the_state_for_the_score(kind: str, method: str, k: int) -> None:
+    """The last tokens of a prompt are scored with the drafts; together they are more than the number of kept states."""
     model = hybrid(kind)
     for params in (GREEDY, SAMPLED):
         found = texts(model, PROMPTS, params, method=method, num_draft_tokens=k)
         assert found == texts(model, PROMPTS, params, method="plain")
 
 
-# Largest error of a prompt's logits over the largest logit, weights rounded in both: float16 is computed in float32.
+# Largest error of a prompt's logits / largest logit, with equally rounded weights. float16 is computed in float32.
 ROUNDING = {torch.float32: 1e-5, torch.float16: 1e-5, torch.bfloat16: 0.03}
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_prefill_in_chunks_of_any_size_is_close_to_the_models_own_forward(kind: str, dtype: torch.dtype) -> None:
-    """transformers computes a prompt by chunked formulas, Outrider's operators token by token in float32."""
+def test_prefill_in_chunks_of_any_size_is_close_to_the_models_own_forward_pass(kind: str, dtype: torch.dtype) -> None:
+    """transformers processes a prompt with chunked formulas, Outrider's operators token by token in float32."""
     model, text = hybrid(kind, dtype), [(7 * index * index + 3 * index) % 60 + 1 for index in range(150)]
     with torch.inference_mode():
         runners = [ModelRunner.load(model, RunnerConfig(compile="never", prefill_chunk=chunk)) for chunk in (5, 64, 256)]
@@ -92,9 +94,9 @@ def test_prefill_in_chunks_of_any_size_is_close_to_the_models_own_forward(kind: 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not native.load(), reason="no C++ compiler")
-@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+@pytest.mark.filterwarnings("ignore")  # torch's own warnings during compilation
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiled_passes_write_what_eager_ones_write(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_passes_emit_the_same_text_as_eager_ones(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = hybrid(kind, num_hidden_layers=2)
     eager = [texts(model, PROMPTS, params, method="plain") for params in (GREEDY, SAMPLED)]
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
@@ -105,14 +107,14 @@ def test_compiled_passes_write_what_eager_ones_write(kind: str, tmp_path: Path, 
     assert 0 < llm.stats.num_accepted < llm.stats.num_drafts
 
 
-def test_samples_share_a_prompt_and_memory_and_a_cancelled_request_leaves_nothing() -> None:
-    """n > 1 forks states; a small budget queues requests and moves rows; a row goes on to another request."""
+def test_samples_share_a_prompt_and_memory_and_cancelled_requests_leave_no_state() -> None:
+    """n > 1 forks states; a small budget makes requests wait and moves rows; a freed row is reused."""
     model = hybrid("qwen3_5_text")
     many = replace(SAMPLED, n=4)
     wanted = texts(model, PROMPTS, many, method="plain", max_batch=1)
     draft = noisy(model)
     assert texts(model, PROMPTS, many, draft=draft, num_draft_tokens=4, max_batch=6) == wanted
-    # room for two of the longest requests
+    # memory for two of the longest requests
     cache = LLM(copy.deepcopy(model), method="plain", **OPTIONS).runner.cache
     states = 4 * cache.shape.states.floats_per_row(cache.states.slots)
     tokens = (len(PROMPTS[1]) + SAMPLED.max_tokens + SLACK) * cache.shape.floats_per_token * cache.dtype.itemsize
@@ -128,7 +130,7 @@ def test_samples_share_a_prompt_and_memory_and_a_cancelled_request_leaves_nothin
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_turns_go_on_from_kept_states_up_to_the_end_of_the_context(kind: str) -> None:
+def test_conversations_continue_from_stored_states_up_to_the_end_of_the_context(kind: str) -> None:
     model, turns = hybrid(kind), 3
     llm = LLM(copy.deepcopy(model), draft=noisy(model), num_draft_tokens=4, prefix_cache=True, max_len=100, **OPTIONS)
     text = PROMPTS[1]
@@ -143,7 +145,7 @@ def test_turns_go_on_from_kept_states_up_to_the_end_of_the_context(kind: str) ->
 @pytest.mark.parametrize("max_drafts", [1, 2])
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_few_states_are_enough_for_few_drafts(kind: str, max_drafts: int) -> None:
-    """The check of a loaded model takes back no more than such a cache allows."""
+    """The self-check of a loaded model rolls back no more tokens than such a cache supports."""
     model = hybrid(kind)
     found = texts(model, PROMPTS, GREEDY, method="low-bit", num_draft_tokens=4, max_drafts=max_drafts)
     assert found == texts(model, PROMPTS, GREEDY, method="plain")
@@ -151,7 +153,7 @@ def test_few_states_are_enough_for_few_drafts(kind: str, max_drafts: int) -> Non
 
 @pytest.mark.parametrize("method", ["ngram", "early-exit", "low-bit"])
 @pytest.mark.parametrize("kind", HYBRIDS)
-def test_a_hybrid_writes_what_generate_writes(kind: str, method: str) -> None:
+def test_the_output_of_a_hybrid_equals_generate(kind: str, method: str) -> None:
     model = hybrid(kind)
     llm = LLM(model, method=method, num_draft_tokens=4, compile="never", max_batch=3, prefill_chunk=16)
     found = outputs_of(llm.generate(PROMPTS, SamplingParams(max_tokens=20, ignore_eos=True, temperature=0)))
@@ -160,8 +162,8 @@ def test_a_hybrid_writes_what_generate_writes(kind: str, method: str) -> None:
         assert output.token_ids == expected[0, len(prompt) :].tolist()
 
 
-def test_a_hybrid_draft_goes_back_to_what_was_accepted() -> None:
-    """The draft is recurrent, too: other weights, so that some drafts are rejected."""
+def test_a_hybrid_draft_rolls_back_to_the_accepted_tokens() -> None:
+    """The draft is recurrent too. It has other weights, so that some drafts are rejected."""
     target, draft = hybrid("qwen3_5_text"), hybrid("qwen3_5_text")
     torch.manual_seed(1)
     for parameter in draft.parameters():

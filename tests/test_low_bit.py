@@ -1,4 +1,4 @@
-"""The target in fewer bits drafts for itself: same text, and a cache that holds what the full-precision target would."""
+"""A quantised copy of the target drafts: same output, and a cache in full precision."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOCAB = 67
 
 
 def even_model(model_type="llama"):
-    """Of sizes that vectors divide: torch rounds the elements left over at the end of a tensor otherwise than those before."""
+    """Return a model with multiples of the vector width: otherwise torch rounds the end of a tensor differently."""
     return make_model(small_config(model_type, hidden_size=64, intermediate_size=64, head_dim=16))
 
 

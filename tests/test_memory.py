@@ -66,14 +66,14 @@ def test_weights_on_a_failing_disk_are_rejected(
 ) -> None:
     class Mapped(loading.mmap.mmap):
         def madvise(self, *_: int) -> None:
-            raise OSError(number, "what the kernel says")
+            raise OSError(number, "Bad address")
 
     folder = make_folder(tmp_path / "target")
     monkeypatch.setattr(loading.mmap, "mmap", Mapped)
     if refused:
         with pytest.raises(OutriderError, match=r"^cannot read .*model\.safetensors: the disk reports an error$"):
             loading.check_readable(folder)
-    else:  # a kernel that does not know the request
+    else:  # a kernel without this request
         loading.check_readable(folder)
 
 

@@ -1,4 +1,4 @@
-"""The library of C++ operators: built once and whole by the compiler that was asked for; without one the references serve."""
+"""The library of C++ operators: built once with the chosen compiler; without a compiler, reference implementations are used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A program in the place of the compiler: it writes down how it was called, and "whole" as what it makes."""
+    """Write a program that replaces the compiler: it records its calls and writes "whole" as its output."""
     program, calls = tmp_path / "cc", tmp_path / "calls"
     program.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nwhile [ "$1" != -o ]; do shift; done\nprintf whole > "$2"\n')
     program.chmod(0o755)
@@ -63,7 +63,7 @@ def test_every_source_is_compiled_and_linked(calls: Path) -> None:
 
 
 def test_a_truncated_cached_library_is_rebuilt_and_an_intact_one_is_not(calls: Path) -> None:
-    """Loading half a library ends the process with a bus error, at every start."""
+    """Loading a truncated library would end the process with a bus error at every start."""
     file = built()
     assert file.read_text() == "whole" and built() == file
     once = len(calls.read_text().splitlines())

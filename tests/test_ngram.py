@@ -1,4 +1,4 @@
-"""Prompt lookup: longest match first, the most recent on ties, never itself; the incremental index equals a search."""
+"""Prompt lookup: longest match first, the latest on ties, never itself; the incremental index equals a search."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def drafts(token_ids, k=4, limit=99, **config):
 
 
 def by_search(token_ids, k, config):
-    """The definition: look for each n-gram from the longest on, from the most recent place back."""
+    """Definition: search each n-gram, longest first, from the latest position backwards."""
     for n in range(config.max_n, config.min_n - 1, -1):
         if n > len(token_ids):
             continue

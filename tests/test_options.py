@@ -1,4 +1,4 @@
-"""Options, as they are declared: a value of any type is taken in its one form or refused in one line that names the option."""
+"""Declared options: values of any type are normalised or rejected in one line that names the option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts of one pass over mask tokens: those of the model's plain forward, whatever happened in rounds before."""
+"""Drafts of one pass over mask tokens equal the model's plain forward pass after any earlier rounds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2}
 
 
 class Drafting(DraftRounds):
-    """A parallel draft with requests under way; every proposal is compared with plain forwards over masks."""
+    """A parallel draft with running requests. Every proposal is compared with plain forward passes over masks."""
 
     def __init__(self, lengths=(3, 20, 37), params=GREEDY, coupled=False, config=EAGER, **shape):
         self.model = make_model(small_config("llama", pard_token=MASK, **shape))
@@ -39,7 +39,7 @@ class Drafting(DraftRounds):
         super().__init__(DraftModelProposer(self.draft, VOCAB), lengths, VOCAB, params, coupled)
 
     def logits(self, b, k):
-        """[k, V]: after the text and after each of k - 1 masks, from one forward without a cache."""
+        """Return logits [k, V] after the committed tokens and after each of k - 1 masks, computed without a cache."""
         return plain_logits(self.model, [*self.requests[b].token_ids, *[MASK] * (k - 1)])[-k:]
 
     def check(self):
@@ -66,7 +66,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_drafts_are_those_of_the_plain_forward_after_full_partial_and_no_acceptance(name):
+def test_drafts_equal_the_plain_forward_after_full_partial_and_no_acceptance(name):
     params, coupled = SETTINGS[name]
     drafting = Drafting(params=params, coupled=coupled)
     for k, accepted in ((4, [4, 4, 4]), (1, [0, 1, 0]), (6, [6, 0, 2]), (16, [1, 16, 4]), (2, [0, 0, 0])):
@@ -78,7 +78,7 @@ def test_drafts_are_those_of_the_plain_forward_after_full_partial_and_no_accepta
 
 
 @pytest.mark.parametrize("operators", OPERATORS)
-def test_every_kind_of_kernel_and_padding_drafts_the_same(operators, monkeypatch):
+def test_drafts_are_the_same_with_every_kernel_and_padding(operators, monkeypatch):
     force(operators, monkeypatch)
     drafting = Drafting(params=SamplingParams(temperature=0.8), config=RunnerConfig(compile="never", prefill_chunk=8))
     for k, accepted in ((5, [5, 0, 3]), (3, [3, 3, 0]), (7, [0, 7, 1])):
@@ -88,7 +88,7 @@ def test_every_kind_of_kernel_and_padding_drafts_the_same(operators, monkeypatch
 
 
 def test_mask_tokens_do_not_remain_in_the_cache():
-    """Two proposals of one round, the first with more masks: the second is what a draft without a past proposes."""
+    """Of two proposals in one round, the first has more masks. The second equals that of a fresh draft."""
     often, once = Drafting(params=SamplingParams(temperature=0.9)), Drafting(params=SamplingParams(temperature=0.9))
     for k in (12, 3, 7):
         often.propose(k)
@@ -99,7 +99,7 @@ def test_mask_tokens_do_not_remain_in_the_cache():
     for request in often.requests:
         for mine, theirs in zip(*(each.draft.cache.read(request.request_id) for each in (often, once)), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-    # as many masks as drafts accepted and more: their slots are read only after they were written again
+    # slots of masks are overwritten before they are read
     often.commit([5, 2, 0], [1, 2, 3])
     once.requests = [make_request(f"new{b}", request.token_ids) for b, request in enumerate(often.requests)]
     for request in once.requests:
@@ -119,16 +119,16 @@ def test_limits_context_and_pauses_are_respected():
     assert drafting.propose(5, [0, 0, 0]).lens.tolist() == [0, 0, 0]
     drafting.commit([0, 0, 0], [4, 5, 6])
     for request in drafting.requests:
-        request.token_ids += make_text(9, 9, 60)  # rounds that it did not draft in
+        request.token_ids += make_text(9, 9, 60)  # rounds in which it did not draft
     assert drafting.propose(2, [2, 2, 1]).lens.tolist() == [2, 0, 1]
     drafting.check()
 
 
-# -- which models draft so ----------------------------------------------------------------------------------------------------
+# -- recognition -------------------------------------------------------------------------------------------------------------
 
 
 def parallel_folder(folder: Path, token: object = MASK, key: str = "pard_token", **sizes) -> Path:
-    """A draft as it is published: an ordinary folder whose config names its mask token."""
+    """Write a published kind of draft: an ordinary folder whose config has a mask token."""
     make_folder(folder, seed=2, **{"num_hidden_layers": 1, **sizes})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {key: token, "spd_type": "pard"}))
@@ -176,7 +176,7 @@ def test_a_mask_token_without_an_embedding_is_rejected_in_one_line(token, target
     assert "invalid pard_token" in said and "Traceback" not in said
 
 
-def test_an_ordinary_draft_is_not_asked_for_masks_and_a_cut_one_names_its_tensor(target, tmp_path):
+def test_an_ordinary_draft_has_no_masks_and_a_truncated_one_names_its_tensor(target, tmp_path):
     plain = make_folder(tmp_path / "plain", num_hidden_layers=1)
     with pytest.raises(OutriderError, match=r"names no mask token \(pard_token\): leave out parallel=true") as error:
         build(target, plain, parallel="true")
@@ -190,7 +190,7 @@ def test_an_ordinary_draft_is_not_asked_for_masks_and_a_cut_one_names_its_tensor
         build(target, cut)
 
 
-def test_it_is_recognised_by_its_config_and_examined(target, tmp_path):
+def test_a_parallel_draft_is_recognised_by_its_config_and_examined(target, tmp_path):
     folder = parallel_folder(tmp_path / "draft")
     files = TargetFiles.read(str(target), target)
     found = METHOD.recognise(folder, files)
@@ -219,7 +219,7 @@ def copy_of(setting, **options):
 
 @pytest.fixture(scope="module")
 def models():
-    """A target and a parallel draft that agrees with it in part."""
+    """Return a target and a parallel draft whose drafts are partly accepted."""
     target = make_model(small_config("llama"))
     draft = noisy(target)
     draft.config.pard_token = MASK
@@ -237,13 +237,13 @@ def texts(models, params, prompts=PROMPTS, **options):
 
 
 @pytest.mark.parametrize("max_batch", [1, 3])
-def test_greedy_text_is_plain_decodings_for_every_k(models, max_batch):
+def test_greedy_output_equals_plain_decoding_for_every_k(models, max_batch):
     params = SamplingParams(max_tokens=25, ignore_eos=True)
     plain, _ = texts(models, params, draft=None, method="plain")
     for k in (1, 2, 5, 16, "auto"):
         found, stats = texts(models, params, num_draft_tokens=k, max_batch=max_batch)
         assert found == plain
-        assert stats.num_accepted > 0 or k == "auto"  # which may find that drafts do not pay
+        assert stats.num_accepted > 0 or k == "auto"  # auto may find that drafting is not worthwhile
     found, _ = texts(models, params, method="suffix+draft", num_draft_tokens=4)
     assert found == plain
 
@@ -256,7 +256,7 @@ def test_the_same_text_is_sampled_with_and_without_drafts(models):
 
 
 class Alternating:
-    """A grammar: even and odd tokens in turn, the first one even; its own matcher."""
+    """A grammar of alternating even and odd tokens, the first one even. It is its own matcher."""
 
     def matcher(self):
         return self
@@ -275,7 +275,7 @@ def test_constrained_and_free_requests_share_a_batch(models, temperature):
     plain, _ = texts(models, params, draft=None, method="plain", same_text=True)
     found, stats = texts(models, params, num_draft_tokens=5, same_text=True)
     assert found == plain and stats.num_accepted > 0
-    found, _ = texts(models, params, num_draft_tokens=5)  # drafts sampled from the distributions that the grammar leaves
+    found, _ = texts(models, params, num_draft_tokens=5)  # drafts sampled under the grammar
     for text in (found[0], found[2]):
         assert [token % 2 for token in text] == [place % 2 for place in range(len(text))]
     drafting = Drafting(lengths=(5, 9), params=free)

@@ -1,4 +1,4 @@
-"""The comparison with other engines: what is measured, what is kept when an engine fails, and what its tables say."""
+"""The comparison with other engines: measurements, failures of an engine, and tables."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ serve(Fake)
 
 @pytest.fixture(scope="module")
 def peers() -> Any:
-    """The scripts' modules, imported as they import each other."""
+    """Import the scripts' modules as they import each other."""
     sys.path.insert(0, str(PEERS))
     try:
         import bandwidth
@@ -60,7 +60,7 @@ def peers() -> Any:
     return type("Peers", (), names | {"report": report, "rounds": rounds, "llamacpp": worker_llamacpp})
 
 
-def test_every_engine_names_number_formats_that_its_worker_takes(peers: Any) -> None:
+def test_every_engine_declares_number_formats_that_its_worker_supports(peers: Any) -> None:
     for spec in peers.engines.ENGINES.values():
         assert {*spec.dtypes, *spec.by_bits.values()} <= set(peers.protocol.DTYPES)
         assert set(spec.by_bits) <= set(peers.engines.BITS)
@@ -72,7 +72,7 @@ def test_rounds_take_the_next_prompts_cyclically(peers: Any) -> None:
     assert peers.rounds.deal(6, 4, 3) == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]]
 
 
-def test_windows_have_the_wanted_length_and_do_not_repeat(peers: Any) -> None:
+def test_windows_have_the_requested_length_and_do_not_repeat(peers: Any) -> None:
     windows = peers.prompts.windows(list(range(10)), 7, 3)
     assert windows == [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 0, 1, 2, 3], [4, 5, 6, 7, 8, 9, 0]]
     with pytest.raises(peers.prompts.BadInput):
@@ -115,7 +115,7 @@ def test_the_bandwidth_is_positive_and_shares_are_of_its_median(peers: Any, monk
     assert "copy_share" not in cells[1]
 
 
-def test_llamacpp_times_are_the_servers_and_a_cached_prompt_is_refused(peers: Any) -> None:
+def test_llamacpp_times_are_the_servers_and_a_cached_prompt_is_rejected(peers: Any) -> None:
     answer = {"tokens": [4, 5, 6], "timings": {"prompt_n": 7, "prompt_ms": 250.0, "predicted_ms": 500.0}}
     sample = peers.llamacpp.sample_of(answer, 7)
     assert (sample.token_ids, sample.seconds, sample.first_seconds, sample.first_tokens) == ([4, 5, 6], 0.75, 0.25, 1)
@@ -143,7 +143,7 @@ def test_time_and_memory_count_the_servers_that_a_worker_started(peers: Any) -> 
         running = peers.protocol.cpu_seconds()
         assert running > before
         child.communicate(b"\n")
-    assert peers.protocol.cpu_seconds() >= running - 0.02  # a server that has ended counts on; its time is in clock ticks
+    assert peers.protocol.cpu_seconds() >= running - 0.02  # an ended server still counts; its time is in clock ticks
 
 
 def test_drafts_that_change_the_text_are_counted(peers: Any) -> None:
@@ -160,7 +160,7 @@ def test_drafts_that_change_the_text_are_counted(peers: Any) -> None:
     peers.rounds.compare_texts(cells)
     assert (cells[1]["changed_texts"], cells[1]["compared_texts"]) == (1, 2)
     assert "changed_texts" not in cells[0] and "changed_texts" not in cells[3]
-    assert "same_text" not in cells[0]  # ours is missing
+    assert "same_text" not in cells[0]  # Outrider's output is missing
     cells.append(entry("plain", 8, {"0": "a", "1": "x"}) | {"engine": "outrider"})
     peers.rounds.compare_texts(cells)
     assert cells[0]["same_text"] == 0.5 and cells[4]["same_text"] == 1.0 and "same_text" not in cells[1]
@@ -168,7 +168,7 @@ def test_drafts_that_change_the_text_are_counted(peers: Any) -> None:
 
 @pytest.fixture
 def race(peers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``race(groups, before)`` runs two fake engines, `outrider` and `slow`; `slow` fails while the file `broken` exists."""
+    """Return ``race(groups, before)``, which runs fake engines `outrider` and `slow`; `slow` fails while ``broken`` exists."""
     for name, seconds in (("outrider", 0.01), ("slow", 0.02)):
         broken = tmp_path / ("broken" if name == "slow" else "never")
         code = FAKE.format(peers=str(PEERS), broken=str(broken), seconds=seconds)
@@ -225,7 +225,7 @@ def test_a_failing_engine_loses_only_its_own_cells_and_resuming_measures_only_th
     before = conditions | {"cells": list(first.values()), "bandwidth": []}
     kept = peers.compare.kept_cells(before, conditions)
     assert len(kept) == 5
-    with pytest.raises(peers.prompts.BadInput, match="cannot resume: its threads is 1, now it is 2"):
+    with pytest.raises(peers.prompts.BadInput, match="cannot resume: threads was 1 and is now 2"):
         peers.compare.kept_cells(before, conditions | {"threads": 2})
     with pytest.raises(peers.prompts.BadInput, match="not a result of this script"):
         peers.compare.kept_cells([1], conditions)
@@ -237,7 +237,7 @@ def test_a_failing_engine_loses_only_its_own_cells_and_resuming_measures_only_th
         for key in first
         if key not in errors
     )
-    assert second["slow", "draft", 8]["decode_ratio"] > 0  # ours ran again beside it
+    assert second["slow", "draft", 8]["decode_ratio"] > 0  # Outrider ran again together with it
     assert len(document["bandwidth"]) == 3
 
 
@@ -255,7 +255,7 @@ def test_cells_describe_the_measurement(peers: Any, race: Any) -> None:
     assert [title.split(",")[0] for title in titles[:2]] == ["Tokens per second", "At equal bits"]
 
 
-def test_first_token_times_have_a_table_of_their_own(peers: Any, race: Any) -> None:
+def test_first_token_times_have_a_separate_table(peers: Any, race: Any) -> None:
     group = peers.rounds.Group
     prompts = {length: peers.prompts.windows([7, 8, 9], length, 2) for length in (5, 2000)}
     document = race(prompts, [group("plain", 8, 5), group("plain", 8, 2000)], [])

@@ -1,4 +1,4 @@
-"""Work that takes long reports what it does, from a thread of its own."""
+"""Slow operations report their progress from a separate thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("outrider.test_progress")
 
 @pytest.fixture
 def records(monkeypatch: pytest.MonkeyPatch) -> Records:
-    """All that a logger says from now on, whatever other tests have done to logging."""
+    """Collect all log messages, independent of what other tests did to logging."""
 
     def of(said_by: logging.Logger) -> list[logging.LogRecord]:
         found: list[logging.LogRecord] = []

@@ -1,4 +1,4 @@
-"""What ``make`` installs: every file has a hash, and every package is on the page of licences."""
+"""Packages installed by ``make``: every file has a hash, and every package is on the page of licences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOCKS = ("requirements", "requirements-dev")
 
 
 def packages(name: str) -> dict[str, str]:
-    """The lock's entries by package: everything up to the next package."""
+    """Return package -> its entries in the lock file."""
     parts = re.split(r"^(?=[a-z0-9])", (ROOT / f"{name}.txt").read_text(), flags=re.MULTILINE)[1:]
     return {part.partition("==")[0]: part for part in parts}
 
@@ -27,7 +27,7 @@ def test_every_package_is_pinned_by_version_and_hash(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOCKS)
-def test_the_lock_holds_what_was_asked_for(name: str) -> None:
+def test_the_lock_contains_the_requested_packages(name: str) -> None:
     found = packages(name)
     for line in (ROOT / f"{name}.in").read_text().splitlines():
         if line and not line.startswith("#"):
@@ -45,7 +45,7 @@ def test_both_locks_agree() -> None:
 @pytest.mark.parametrize("name", LOCKS)
 def test_licences_are_listed(name: str) -> None:
     page = (ROOT / "docs" / "licences.md").read_text()
-    elsewhere = ("win32", "emscripten", "python_full_version", "darwin")  # installed under other systems or Pythons only
+    elsewhere = ("win32", "emscripten", "python_full_version", "darwin")  # installed only on other systems or Pythons
     for package, entry in packages(name).items():
         assert f"| {package} |" in page or any(marker in entry.splitlines()[0] for marker in elsewhere), package
     assert "not named" not in page

@@ -1,4 +1,4 @@
-"""Published figures are those of results/*.json: the pages are made from them, and no other page holds a speed."""
+"""Published figures come from results/*.json: pages are generated from them, and no other page contains a speed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench_documents import cell, document
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "docs" / "make_results.py"
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]  # docs/log is history
-# Measured before `outrider bench serve` recorded the processor; a file that is measured again leaves this list.
+# Measured before `outrider bench serve` recorded the processor. Remove a file from this list when it is measured again.
 WITHOUT_PROCESSOR = {
     *("serve-1b", "serve-1b-amx", "serve-1b-many", "serve-1b-own-k", "serve-family-own-k"),
     *("serve-vllm-1b", "serve-vllm-draft"),
@@ -34,7 +34,7 @@ def make() -> ModuleType:
     return module
 
 
-def test_the_pages_match_the_results() -> None:
+def test_the_pages_are_up_to_date() -> None:
     done = subprocess.run([sys.executable, SCRIPT, "--check"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -116,14 +116,14 @@ def test_only_the_block_between_the_markers_is_replaced(make: ModuleType) -> Non
 
 def test_intervals_of_servers_and_peers_are_of_ratios_within_a_round(make: ModuleType) -> None:
     assert make.paired_interval([10.0], [20.0]) is None
-    low, high = make.paired_interval([10.0, 20.0, 40.0], [20.0, 40.0, 80.0])  # noise that both share
+    low, high = make.paired_interval([10.0, 20.0, 40.0], [20.0, 40.0, 80.0])  # noise common to both
     assert low == pytest.approx(2.0) and high == pytest.approx(2.0)
     low, high = make.paired_interval([10.0, 10.0, 10.0], [19.0, 20.0, 21.0])
     assert low < 2 < high and high - low > 0.3
 
 
 def peer(engine: str, method: str, bits: int, speed: float, **more: Any) -> dict[str, Any]:
-    """A cell of `bench/peers/compare.py --bits`."""
+    """Return a cell of `bench/peers/compare.py --bits`."""
     rounds = {"decode_tok_s": speed, "decode_tok_s_rounds": [speed, speed], "tok_s": speed, "tok_s_rounds": [speed, speed]}
     known = {"engine": engine, "method": method, "bits": bits, "prompt_tokens": None, "error": None, "meta": {"dtype": "x"}}
     return known | rounds | more

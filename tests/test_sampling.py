@@ -1,4 +1,4 @@
-"""The sampler against a slow reference and transformers' processors; its randomness; coupled noise; its errors."""
+"""The sampler compared with a slow reference and transformers' processors; random numbers, coupled noise, and errors."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_distribution_is_the_same_without_the_native_library(
 
 
 def test_a_row_is_the_same_in_any_batch() -> None:
-    """All settings in one batch, drafts of different lengths padded: bit for bit what each row is alone."""
+    """With all settings in one batch and padded drafts, each row has the same bits as alone."""
     logits = random_logits(len(SETTINGS), 4, dtype=torch.float32)
     drafts = torch.randint(VOCAB, (len(SETTINGS), 3), generator=torch.Generator().manual_seed(1))
     together = Sampler([request_of(params) for params in SETTINGS], VOCAB).probs(logits, drafts)
@@ -110,7 +110,7 @@ def test_transformers_processors_agree() -> None:
 
 @pytest.mark.parametrize("params", SETTINGS)
 @pytest.mark.parametrize("start", [0, 2])
-def test_a_draft_is_scored_as_if_the_drafts_before_it_were_committed(params: SamplingParams, start: int) -> None:
+def test_a_draft_is_scored_as_if_earlier_drafts_were_committed(params: SamplingParams, start: int) -> None:
     drafts, logits = torch.tensor([[7, 8, 8, 3]]), random_logits(1, 5)
     probs = Sampler([request_of(params)], VOCAB).probs(logits[:, start:], drafts, start=start)
     for j in range(start, 5):
@@ -119,7 +119,7 @@ def test_a_draft_is_scored_as_if_the_drafts_before_it_were_committed(params: Sam
 
 
 @pytest.mark.parametrize("params", [SETTINGS[11], SETTINGS[-1]])
-def test_a_tree_node_is_scored_with_its_ancestors_alone(params: SamplingParams) -> None:
+def test_a_tree_node_is_scored_with_its_ancestors_only(params: SamplingParams) -> None:
     drafts, parents = torch.tensor([[7, 8, 8, 3, 3]]), torch.tensor([[-1, -1, 0, 1, 2]])
     paths = [[], [7], [8], [7, 8], [8, 3], [7, 8, 3]]
     logits = random_logits(1, 6)
@@ -130,8 +130,8 @@ def test_a_tree_node_is_scored_with_its_ancestors_alone(params: SamplingParams) 
         assert torch.allclose(Sampler([committed], VOCAB).probs(logits[:, j : j + 1])[0, 0], probs[1, j], atol=1e-14)
 
 
-def test_counts_keep_up_with_the_committed_text() -> None:
-    """One sampler over a growing request equals a fresh sampler each time, whatever drafts were scored between."""
+def test_counts_follow_the_committed_tokens() -> None:
+    """One sampler over a growing request equals a new one each time, whatever drafts were scored in between."""
     params = replace(SETTINGS[-1], temperature=1.0)
     request, logits = request_of(params, output=[]), random_logits(1, 2)
     kept = Sampler([request], VOCAB)
@@ -147,7 +147,7 @@ def test_penalties_without_the_drafts_they_need_are_an_error() -> None:
         Sampler([request_of(SETTINGS[-1])], VOCAB).probs(random_logits(1, 2))
 
 
-def test_path_mask_is_the_ancestors_and_the_node() -> None:
+def test_path_mask_contains_ancestors_and_the_node() -> None:
     mask = path_mask(torch.tensor([[-1, 0, 0, 2, 3, -1]]), 0, 7)
     expected = [[], [0], [0, 1], [0, 2], [0, 2, 3], [0, 2, 3, 4], [5]]
     assert [row.nonzero().flatten().tolist() for row in mask[0]] == expected
@@ -162,7 +162,7 @@ def test_greedy_takes_the_first_of_equal_maxima() -> None:
     assert sampler.probs(logits)[0, 0].nonzero().tolist() == [[4]]
 
 
-def test_inputs_are_not_written_to() -> None:
+def test_inputs_are_not_modified() -> None:
     logits = random_logits(len(SETTINGS), 2, dtype=torch.float32)
     before = logits.clone()
     sampler = Sampler([request_of(params) for params in SETTINGS], VOCAB, coupled=True)
@@ -220,7 +220,7 @@ def test_invalid_logits_name_the_request(poison: float, temperature: float, coup
         assert "\n" not in str(caught.value)
         with pytest.raises(InvalidLogits):
             judge(logits, lens=torch.tensor([2, 2, 2]))
-        judge(logits, lens=torch.tensor([2, 1, 2]))  # the row is beyond the drafts of its request
+        judge(logits, lens=torch.tensor([2, 1, 2]))  # the row is after the drafts of its request
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_extreme_uniform_numbers_never_select_impossible_tokens(
 
 
 def test_first_above_matches_the_cumulative_sum() -> None:
-    """The search over blocks against one sum in float64; heights at which rounding decides are left out."""
+    """The blockwise search compared with one float64 sum, except at heights where rounding decides."""
     generator = torch.Generator().manual_seed(0)
     for vocab in (1, 63, 64, 65, 500, 4096):
         probs = torch.softmax(4 * torch.randn(50, vocab, generator=generator), dim=-1)
@@ -355,7 +355,7 @@ def test_random_numbers_do_not_depend_on_the_batch_the_padding_or_the_sampler() 
     halves = torch.full((5, 7), 0.5)
     assert torch.equal(together.bernoulli(halves)[3, :4], alone.bernoulli(halves[3:4, :4])[0])
     flat = torch.full((5, 9), 1 / 9)
-    for index in range(3):  # the others go on drafting longer
+    for index in range(3):  # the others draft longer
         together.draw(flat, index)
     assert together.draw(flat, 1)[3] == alone.draw(flat[3:4], 1)[0]
     assert together.categorical(flat)[3] == alone.categorical(flat[3:4])[0]
@@ -381,7 +381,7 @@ def test_uncoupled_tokens_are_draws_from_the_probs() -> None:
 
 
 def test_mix_is_splitmix64_and_the_noise_is_its_vectorised_form() -> None:
-    assert mix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF  # first output of splitmix64 seeded with 0
+    assert mix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF  # first output of splitmix64 with seed 0
     steps = torch.tensor([signed(0x9E3779B97F4A7C15), 5])
     uniforms = [((mix(12345 + step) >> 12) + 0.5) * 2.0**-52 for step in (0x9E3779B97F4A7C15, 5)]
     assert gumbel(12345, steps).tolist() == pytest.approx([-math.log(-math.log(uniform)) for uniform in uniforms], rel=1e-6)
@@ -405,15 +405,15 @@ def test_coupled_tokens_are_the_same_for_any_split_batch_and_tree() -> None:
     assert torch.equal(Sampler(requests, VOCAB, coupled=True).tokens(logits, drafts, chain), whole)
 
 
-def test_coupled_noise_of_a_tree_goes_by_depth() -> None:
+def test_coupled_noise_of_a_tree_depends_on_depth() -> None:
     request, logits = request_of(SamplingParams(temperature=1.0)), random_logits(1, 1, dtype=torch.float32).expand(1, 4, -1)
     sampler, parents = Sampler([request], VOCAB, coupled=True), torch.tensor([[-1, -1, 0]])
     by_depth = sampler.tokens(logits[:, :3])[0]
     assert sampler.tokens(logits, torch.tensor([[1, 2, 3]]), parents)[0].tolist() == by_depth[[0, 1, 1, 2]].tolist()
 
 
-def test_coupled_noise_goes_by_absolute_position() -> None:
-    """The token drawn for a position does not depend on how many of those before it are drafts."""
+def test_coupled_noise_depends_on_the_absolute_position() -> None:
+    """The token sampled at a position does not depend on the number of drafts before it."""
     request, logits = request_of(SamplingParams(temperature=1.0)), random_logits(1, 4, dtype=torch.float32)
     sampler = Sampler([request], VOCAB, coupled=True)
     ahead = sampler.tokens(logits)
@@ -430,7 +430,7 @@ def test_coupled_sampling_has_the_right_marginal() -> None:
     assert chi_square(token_ids[:, 0] * 9 + token_ids[:, 1], joint) < 77.1  # 35 degrees of freedom, p = 5e-5
 
 
-def test_coupled_draft_and_target_agree_as_often_as_the_bound_says() -> None:
+def test_coupled_draft_and_target_agree_at_least_as_often_as_the_bound() -> None:
     """At least (1 - TV) / (1 + TV): Daliri, Musco, Suresh, arXiv 2408.07978."""
     requests = many(SamplingParams(temperature=1.0), 4000)
     other = torch.tensor([0.05, 0.15, 0.0, 0.3, 0.3, 0.1, 0.05, 0.05, 0.0])

@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p against the slow reference, in C++ and in torch."""
+"""Top-k, top-p and min-p compared with the slow reference, in C++ and in torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CUTS = [(k, top_p, min_p) for k in (0, 1, 3, 40, 400) for top_p in (1e-6, 0.3, 0
 
 
 def native_truncated(probs: Tensor, cuts: Tensor) -> Tensor:
-    """The same through the C++: temperature 1 of the probabilities' logarithms."""
+    """Apply the C++ implementation at temperature 1 to the logarithms of probabilities."""
     if not native.load():
         pytest.skip("no C++ compiler")
     settings = torch.cat((torch.ones(len(cuts), 1, dtype=torch.float64), cuts), dim=1)
@@ -46,7 +46,7 @@ def random_probs(rows: int, vocab: int, spread: float = 3.0, dtype: torch.dtype 
 @pytest.mark.parametrize("vocab", [5, 1000])
 @pytest.mark.parametrize("spread", [0.1, 3.0])
 def test_the_distribution_equals_the_reference(truncate: Callable[[Tensor, Tensor], Tensor], vocab: int, spread: float) -> None:
-    """All settings in one batch, whose rows need few candidates, many or all tokens."""
+    """All settings in one batch, in which rows need few candidates, many, or all tokens."""
     cuts = [(k if k < vocab else 0, top_p, min_p) for k, top_p, min_p in CUTS]
     kept = truncate(random_probs(len(CUTS), vocab, spread), cuts_of(*cuts))
     torch.testing.assert_close(kept, reference_laws(vocab, spread), rtol=1e-11, atol=1e-13)
@@ -54,7 +54,7 @@ def test_the_distribution_equals_the_reference(truncate: Callable[[Tensor, Tenso
 
 @cache
 def reference_laws(vocab: int, spread: float) -> Tensor:
-    """float64 [cuts, V]: what the slow reference makes of each setting."""
+    """Return the slow reference's distribution for each setting: float64 [cuts, V]."""
     laws = []
     for row, (k, top_p, min_p) in zip(random_probs(len(CUTS), vocab, spread), CUTS, strict=True):
         params = SamplingParams(temperature=1.0, top_k=k if k < vocab else 0, top_p=top_p, min_p=min_p)
@@ -62,7 +62,7 @@ def reference_laws(vocab: int, spread: float) -> Tensor:
     return torch.tensor(laws, dtype=torch.float64)
 
 
-def test_both_forms_agree_in_float32_and_on_several_rows_a_request() -> None:
+def test_both_implementations_agree_in_float32_and_on_several_rows_per_request() -> None:
     probs = random_probs(len(CUTS), 4096, dtype=torch.float32)
     probs = probs.unsqueeze(1).repeat(1, 3, 1)
     native, reference = native_truncated(probs.clone(), cuts_of(*CUTS)), reference_truncated(probs.clone(), cuts_of(*CUTS))
@@ -87,7 +87,7 @@ def test_top_p_keeps_the_smallest_set_and_lowest_ids_of_a_tie(truncate: Callable
     assert kept(0.65) == [1, 2, 3]
     assert kept(1e-9) == [3]
     assert kept(1.0) == [0, 1, 2, 3, 4]
-    assert kept(0.6, top_k=2) == [1, 2, 3]  # ties make top-k keep four, of 0.9 in all: 0.54 is reached by three
+    assert kept(0.6, top_k=2) == [1, 2, 3]  # ties make top-k keep four with a total of 0.9: three reach 0.54
 
 
 def test_top_k_and_min_p_keep_ties(truncate: Callable[[Tensor, Tensor], Tensor]) -> None:

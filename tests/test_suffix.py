@@ -1,4 +1,4 @@
-"""Suffix automaton: matches, counts and continuations equal a search through the whole text; bounds hold in the worst cases."""
+"""Suffix automaton: matches, counts and continuations equal a full search; time and size are bounded in the worst case."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def automaton(token_ids):
 
 
 def places(text, part):
-    """Where a part ends in a text."""
+    """Return the end positions of a part in a sequence."""
     return [end for end in range(len(part), len(text) + 1) if text[end - len(part) : end] == part]
 
 
@@ -78,9 +78,9 @@ def test_exactly_the_substrings_are_found(seed):
 
 
 def counts_by_definition(text):
-    """Update exclusion: a token counts in each context where it is new, and in the longest where it is not.
+    """Update exclusion: a token counts in each context in which it is new, and in the longest in which it is not.
 
-    Contexts that end at the same places count as one.
+    Contexts with the same end positions count as one.
     """
     counts = {}
     for end, token in enumerate(text):
@@ -100,7 +100,7 @@ def counts_by_definition(text):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_counts_are_those_of_update_exclusion(seed):
+def test_counts_equal_update_exclusion(seed):
     text = random_texts(seed)[:32]
     built = automaton(text)
     for context, counts in counts_by_definition(text).items():
@@ -110,7 +110,7 @@ def test_counts_are_those_of_update_exclusion(seed):
         assert counts[built._best[state]] == max(counts.values())
 
 
-def test_a_continuation_is_what_followed():
+def test_a_continuation_is_the_sequence_that_followed():
     assert drafts([1, 2, 3, 4, 5, 9, 1, 2]) == [3, 4, 5, 9]
 
 
@@ -132,21 +132,21 @@ def test_the_longest_match_wins_over_a_more_frequent_one():
     assert drafts([1, 2, 3, 7, 4, 2, 3, 6, 5, 2, 3, 6, 8, 1, 2, 3], k=1) == [7]
 
 
-def test_a_draft_stops_where_its_probability_by_counts_falls_below_the_threshold():
-    text = [1, 2, 7, 5, 6, 0, 1, 2, 8, 3, 1, 2]  # after 1 2 came 7 and 8: each once
+def test_a_draft_ends_when_its_probability_falls_below_the_threshold():
+    text = [1, 2, 7, 5, 6, 0, 1, 2, 8, 3, 1, 2]  # after 1 2 came 7 and 8, once each
     assert drafts(text, min_prob=0.4) == [8, 3, 1, 2]
     assert drafts(text, min_prob=0.6) == []
     assert drafts([9, 1, 7, 5, 1, 7, 4, 1, 7, 5, 2, 8, 1], min_prob=0.7) == [7]  # then 5 with 2/3
     assert drafts([9, 1, 7, 5, 1, 7, 4, 1, 7, 5, 2, 8, 1], min_prob=0.6, k=2) == [7, 5]
 
 
-def test_the_probability_is_that_of_the_whole_draft():
+def test_the_threshold_applies_to_the_probability_of_the_whole_draft():
     text = [0, 1, 2, 0, 1, 3, 0, 4, 0, 1]  # after 0: 1 twice of three; after 1: 3 once of two
     assert drafts(text[:-1], min_prob=0.5, k=2) == [1]
     assert drafts(text[:-1], min_prob=0.3, k=2) == [1, 3]
 
 
-def test_drafts_grow_with_the_match():
+def test_longer_matches_give_longer_drafts():
     text = list(range(100, 200))
     for length in (1, 2, 5, 8):
         assert len(drafts([*text, 1, *text[:length]], k=50, drafts_per_match=2.0)) == 2 * length
@@ -191,7 +191,7 @@ WORST = {
 
 
 @pytest.mark.parametrize("name", WORST)
-def test_size_and_work_are_linear_for_worst_case_texts(name):
+def test_size_and_work_are_linear_for_worst_case_sequences(name):
     class Counted(SuffixAutomaton):
         num_counts = 0
 
@@ -208,8 +208,8 @@ def test_size_and_work_are_linear_for_worst_case_texts(name):
     assert built.num_counts <= 4 * len(text)
 
 
-def test_a_round_costs_microseconds_however_long_the_text():
-    """The bound is 20 times what it takes on a slow machine: a search through the text would miss it by more."""
+def test_a_round_takes_microseconds_for_any_length():
+    """The bound is 20 times the time on a slow machine; a search through the sequence would exceed it by more."""
     text = random.Random(0).choices(range(50), k=20_000)
     long, proposer = request(text), SuffixProposer()
     propose(proposer, long)
@@ -250,7 +250,7 @@ def test_tokens_committed_after_the_first_round_are_stored():
     assert propose(proposer, request([4, 5], "second"), k=1) == [[6]]
 
 
-def test_a_draft_never_crosses_from_one_text_to_another():
+def test_a_draft_never_continues_from_one_sequence_into_another():
     proposer = with_memory(1000)
     for index, text in enumerate(([1, 2, 3], [4, 5, 6])):
         propose(proposer, request(text, f"r{index}"))
@@ -259,7 +259,7 @@ def test_a_draft_never_crosses_from_one_text_to_another():
     assert propose(proposer, request([2, 3], "newer"), k=9) == [[]]
 
 
-def test_the_requests_own_text_wins_on_ties():
+def test_the_requests_own_tokens_win_on_ties():
     proposer = with_memory(1000)
     propose(proposer, request([1, 2, 7], "old"))
     proposer.release(["old"])
@@ -267,7 +267,7 @@ def test_the_requests_own_text_wins_on_ties():
     assert propose(proposer, request([5, 1, 2, 8, 3, 2], "newer"), k=1) == [[8]]
 
 
-def test_a_running_request_uses_added_texts_and_forgets_dropped_ones():
+def test_a_running_request_uses_added_outputs_and_not_dropped_ones():
     proposer, running = with_memory(64), request([1, 2], "running")
     assert propose(proposer, running) == [[]]
     propose(proposer, request([1, 2, 3, 4, 5, 6, 7], "ended"))
@@ -282,7 +282,7 @@ def test_a_running_request_uses_added_texts_and_forgets_dropped_ones():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_stored_texts_are_bounded_and_the_oldest_is_dropped_first(seed):
+def test_stored_outputs_are_bounded_and_the_oldest_is_dropped_first(seed):
     choose, bound = random.Random(seed), 8 + 37 * seed
     memory, texts, fresh = EarlierTexts(bound), [], iter(range(10_000))
     for _ in range(60):
@@ -296,7 +296,7 @@ def test_stored_texts_are_bounded_and_the_oldest_is_dropped_first(seed):
     assert held > bound // 2
 
 
-def test_only_the_end_of_a_text_longer_than_the_memory_is_stored():
+def test_only_the_end_of_an_output_longer_than_the_memory_is_stored():
     proposer = with_memory(16)
     propose(proposer, request(range(100), "long"))
     proposer.release(["long"])

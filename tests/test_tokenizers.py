@@ -1,4 +1,4 @@
-"""A draft whose ids mean other tokens is found before it drafts."""
+"""A draft whose ids have other meanings is found before it drafts."""
 
 from __future__ import annotations
 

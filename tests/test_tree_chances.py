@@ -1,4 +1,4 @@
-"""What earlier rounds say of the next tree: by hand-counted drafts, and in whole generations with heads of random weights."""
+"""Acceptance learned from earlier rounds: from given drafts, and in whole generations with random heads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_accepted_drafts_raise_the_calibrated_probability():
         calibration.learn([0.4, 0.1], None if number % 10 == 0 else 0)  # nine of ten
     first, second = calibration.chances(np.array([0.4, 0.1]))
     assert first == pytest.approx(0.9, abs=0.05) and second < 0.02
-    # Other confidences, and the same one of a second child, were not seen.
+    # other confidences, and the same one for a second child, were not observed
     assert calibration.chances(np.array([0.97]))[0] == pytest.approx(0.97, abs=0.02)
     assert calibration.chances(np.array([0.5, 0.4]))[1] == pytest.approx(0.4, abs=0.05)
 
@@ -39,7 +39,7 @@ def test_old_observations_decay():
 
 def test_only_tokens_with_confidence_zero_have_probability_zero():
     calibration = Calibration()
-    calibration.learn([1.0, 0.0], 1)  # a token so unlikely that it came was not impossible, only below what floats tell apart
+    calibration.learn([1.0, 0.0], 1)  # an emitted token had a probability too small for float32, but not zero
     first, second, third = calibration.chances(np.array([1.0, 1e-30, 0.0]))
     assert 0 < second < first < 1 and third == 0
 
@@ -55,7 +55,7 @@ def test_rates_count_only_drafts_whose_parents_were_accepted():
     assert rates.table[1] == before[1]
 
 
-def test_a_grown_tree_learns_from_all_candidates_along_the_accepted_path():
+def test_a_grown_tree_learns_from_all_candidates_on_the_accepted_path():
     # The root's children 7 and 8, of which only 7 is a node; its children 5 and 6.
     seen = []
 
@@ -65,7 +65,7 @@ def test_a_grown_tree_learns_from_all_candidates_along_the_accepted_path():
 
     tree = GrownTree([7, 8, 5, 6], [-1, -1, 0, 0], [0.6, 0.3, 0.5, 0.4], [0, 3], Counting())
     for path, token, counted in (
-        ([0, 1], 9, [([0.6, 0.3], 0), ([0.5, 0.4], 1)]),  # 7, 6 and what nobody knows
+        ([0, 1], 9, [([0.6, 0.3], 0), ([0.5, 0.4], 1)]),  # 7, 6 and an unknown token
         ([0], 5, [([0.6, 0.3], 0), ([0.5, 0.4], 0)]),  # 7, then 5, which was left out
         ([], 8, [([0.6, 0.3], 1)]),
         ([], 1, [([0.6, 0.3], None)]),
@@ -104,7 +104,7 @@ def home(tmp_path_factory):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("head", ["eagle3", "medusa"])
 def test_methods_learn_the_acceptance_of_their_heads(home, head, temperature):
-    """Heads of random weights: little is accepted, and soon little is expected. A fixed size keeps what it was told."""
+    """Random heads are rarely accepted, and the expected acceptance soon falls. A fixed size does not change."""
     method = "eagle" if head == "eagle3" else head
     for fixed in (False, True):
         said = f"{method}:draft={home / head}" + (":max_nodes=6" if fixed else "")

@@ -1,4 +1,4 @@
-"""Trees are as large as they pay: by hand-computed prices, and by those that a real runner learned."""
+"""Trees are as large as worthwhile: for given costs, and for costs learned by a real runner."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def context(batch=1):
 
 def test_the_best_size_has_the_most_tokens_per_second():
     passes = [1.0, 1.2, 1.4, 1.6, 1.8]
-    # 1/1, 1.5/1.2, 1.8/1.4, 1.9/1.6, 1.95/1.8 tokens a second
+    # 1/1, 1.5/1.2, 1.8/1.4, 1.9/1.6, 1.95/1.8 tokens per second
     assert TreeCosts(1, 0.0, passes).best_size([0.5, 0.3, 0.1, 0.05]) == (2, pytest.approx(1.8 / 1.4))
-    # what was drafted is paid for whatever the size, so it pays to score more of it
+    # the cost of drafting does not depend on the size, so scoring more of it is worthwhile
     assert TreeCosts(1, 4.0, passes).best_size([0.5, 0.3, 0.1, 0.05])[0] == 3
-    assert TreeCosts(1, 0.0, [1.0, 5.0]).best_size([0.1])[0] == 1  # none at all is for the policy to choose
+    assert TreeCosts(1, 0.0, [1.0, 5.0]).best_size([0.1])[0] == 1  # the policy decides whether to draft at all
 
 
-def test_a_level_pays_if_its_gain_exceeds_the_tokens_lost_to_its_time():
+def test_a_level_is_added_if_its_gain_exceeds_the_tokens_lost_to_its_time():
     costs = TreeCosts(1, 0.0, [1.0, 1.1, 1.2, 1.3])
     worths = [0.6, 0.3]
     speed = 1.9 / 1.2
@@ -76,7 +76,7 @@ def test_nodes_are_added_while_they_raise_the_speed(runner, row, nodes):
 
 
 def exponents():
-    """How often each rank occurs on the paths of up to three."""
+    """Return how often each rank occurs on the paths of up to three nodes."""
     import itertools
 
     for depth in (1, 2, 3):

@@ -30,7 +30,7 @@ def sampler_of(batch: int, first: int = 0) -> Sampler:
 
 
 class Script:
-    """A Randomness in which every coin with a chance falls as told, and the likeliest token is drawn."""
+    """A Randomness in which coins fall as given (if possible) and the most likely token is drawn."""
 
     def __init__(self, falls: bool) -> None:
         self._falls = falls
@@ -56,7 +56,7 @@ def test_accept_prob_is_the_clipped_ratio_and_never_nan() -> None:
     assert accept_prob(target, draft).tolist() == pytest.approx([0.5, 1.0, 1.0, 0.0, 1.0])
 
 
-def test_residual_is_normalised_and_the_target_where_nothing_is_left() -> None:
+def test_residual_is_normalised_and_equals_the_target_if_it_is_empty() -> None:
     target = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]])
     draft = torch.tensor([[0.2, 0.6, 0.2], [0.5, 0.3, 0.2]])
     assert torch.equal(residual(target, draft), torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.3, 0.2]]))
@@ -95,7 +95,7 @@ def test_an_empty_proposal_is_plain_decoding(name: str) -> None:
 @pytest.mark.parametrize(("verifier", "tree"), [(PROBABILISTIC[0], False), (PROBABILISTIC[0], True), (PROBABILISTIC[1], False)])
 @pytest.mark.parametrize("point_mass", [False, True])
 def test_a_verdict_does_not_depend_on_the_batch(verifier: Verifier, point_mass: bool, tree: bool) -> None:
-    """Rows of different lengths in one batch get the verdicts that they get alone, unpadded."""
+    """Rows of different lengths in one batch get the same verdicts as alone and unpadded."""
     batch, width = 40, 6
     draft = random_probs(batch, width, seed=1)
     generator = torch.Generator().manual_seed(2)
@@ -125,7 +125,7 @@ def test_a_verdict_does_not_depend_on_the_batch(verifier: Verifier, point_mass: 
 
 @pytest.mark.parametrize("verifier", PROBABILISTIC)
 def test_a_draft_of_probability_zero_gives_no_nan(verifier: Verifier) -> None:
-    """A proposer that lies, or rounds, is judged by what it says: the emitted token is still one the target can say."""
+    """A proposer with wrong or rounded probabilities is judged by them; the emitted token still is possible for the target."""
     target, draft = random_probs(1, 3), random_probs(1, 2, seed=1)
     draft[..., 4] = 0.0
     target[:, 1, 4] = 0.0
@@ -146,7 +146,7 @@ def test_exact_match_follows_the_targets_tokens_down_a_chain() -> None:
 
 
 def test_exact_match_follows_the_targets_tokens_down_a_tree() -> None:
-    """The second child of the root is right, its twin is not tried, and its own second child is right."""
+    """The second child of the root is correct, its duplicate is not tried, and its own second child is correct."""
     drafts, parents = torch.tensor([[4, 5, 5, 6, 7]]), torch.tensor([[-1, -1, -1, 1, 1]])
     target = torch.tensor([[5, 0, 7, 0, 0, 9]])
     verdict = ExactMatchVerifier().verify(Proposal(drafts, torch.tensor([5]), None, parents), target, Script(True))
@@ -155,8 +155,8 @@ def test_exact_match_follows_the_targets_tokens_down_a_tree() -> None:
     assert verdict.next_token.tolist() == [9]
 
 
-def test_exact_match_emits_the_plain_text_whatever_is_drafted_under_coupled_noise() -> None:
-    """Rounds of random drafts, some right by chance or by the shared noise, against one token at a time."""
+def test_exact_match_with_coupled_noise_emits_plain_decodings_tokens_for_any_drafts() -> None:
+    """Rounds of random drafts, some correct by chance or because of the shared noise, against plain decoding."""
     params = SamplingParams(temperature=1.0, top_k=3)
     generator = torch.Generator().manual_seed(0)
     table = 2 * torch.randn(VOCAB, VOCAB, generator=generator)  # logits after a token
@@ -182,7 +182,7 @@ def test_exact_match_emits_the_plain_text_whatever_is_drafted_under_coupled_nois
 
 
 @pytest.mark.parametrize("shape", ["tree", "chain", "nothing"])
-def test_block_judges_point_masses_as_rejection_does(shape: str) -> None:
+def test_block_judges_point_masses_like_rejection(shape: str) -> None:
     width = 0 if shape == "nothing" else 3
     drafts, lens = torch.arange(width).repeat(40, 1), torch.full((40,), width)
     parents = torch.tensor([[-1, -1, 0]]).repeat(40, 1) if shape == "tree" else None

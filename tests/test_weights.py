@@ -1,4 +1,4 @@
-"""Targets in 8 and 4 bits: the dequantised model's logits, the same text for any drafts, and one line for what cannot be."""
+"""Targets with 8- and 4-bit weights: the dequantised model's logits, output independent of drafts, and one-line errors."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 
 
 def wide_config(model_type="llama", **changes):
-    """Of layers large enough for 4 bits."""
+    """Return a config with layers large enough for 4 bits."""
     return small_config(model_type, **SIZES | changes)
 
 
 @torch.no_grad()
 def rounded(model, bits):
-    """The model in float32 with the values that its weights have in blocks."""
+    """Return the model in float32 with the values of its weights in blocks."""
     own, head, table = copy.deepcopy(model), model.get_output_embeddings(), model.get_input_embeddings()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) or module is table:
@@ -50,7 +50,7 @@ def rounded(model, bits):
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("precision", [8, 32])
 def test_logits_equal_those_of_the_dequantised_model(model_type, weights, precision, monkeypatch):
-    """With float32 activations within float32's rounding, with 8-bit ones within theirs."""
+    """Within float32's rounding for float32 activations, and within 8-bit rounding for 8-bit ones."""
     if precision == 32:
         monkeypatch.setattr(blocks, "activation_bits", lambda: 32)
         monkeypatch.setattr(linear.kernels, "prefers_pairs", lambda: False)  # attention and its cache in float32
@@ -68,13 +68,13 @@ def test_logits_equal_those_of_the_dequantised_model(model_type, weights, precis
         torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-4 * float(expected.abs().max()))
     else:
         assert (got - expected).norm() < 0.04 * expected.norm()
-    assert not torch.allclose(expected, plain, rtol=1e-3, atol=1e-3)  # the rounding is there
+    assert not torch.allclose(expected, plain, rtol=1e-3, atol=1e-3)  # quantisation has an effect
 
 
 @needs_kernels
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_every_linear_layer_and_the_embedding_are_packed_and_the_originals_gone(tied, dtype):
+def test_every_linear_layer_and_the_embedding_are_packed_and_the_originals_freed(tied, dtype):
     model = make_model(wide_config(tie_word_embeddings=tied)).to(getattr(torch, dtype))
     own = ModelRunner.load(untouched(model), RunnerConfig(weights="int4", compile="never")).model
     assert not any(isinstance(module, (nn.Linear, nn.Embedding)) for module in own.modules())
@@ -104,7 +104,7 @@ PROMPTS = [[7, 3, 9], [(5 * i * i + i) % 60 + 1 for i in range(45)], [(3 * i) % 
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_drafts_do_not_change_the_output(weights, method, batch, k):
     if method == "low-bit" and weights == "int4":
-        pytest.skip("refused, see below")
+        pytest.skip("not supported: see the test below")
     model = make_model(wide_config())
     options = {"weights": weights, "compile": "never", "max_batch": batch}
     expected = tokens_of(LLM(model, method="plain", **options | {"max_batch": 1}))
@@ -151,7 +151,7 @@ def test_low_bit_drafts_need_fewer_bits_than_the_target():
 
 @pytest.fixture
 def unread(monkeypatch):
-    """Fails where weights are read."""
+    """Fail the test if weights are read."""
 
     def fail(*_, **__):
         raise AssertionError("weights were read")
@@ -160,7 +160,7 @@ def unread(monkeypatch):
 
 
 @needs_kernels
-def test_models_that_cannot_be_rounded_are_refused_before_weights_are_read(unread, tmp_path, monkeypatch):
+def test_models_that_cannot_be_quantised_are_rejected_before_weights_are_read(unread, tmp_path, monkeypatch):
     folder = make_folder(tmp_path / "plain")
     assert "needs device cpu, got cuda" in refusal(folder, monkeypatch, cuda=True, device="cuda")
     quantized = make_folder(tmp_path / "quantized", quantization_config={"quant_method": "gptq", "bits": 4})
@@ -190,7 +190,7 @@ def test_doctor_and_provenance_name_the_precision(tmp_path, monkeypatch):
     assert said.startswith("the target's weights (int4) take 0 MB") and provenance(runner)["weights"] == "int4"
 
 
-def test_a_plan_names_the_precision_and_exports_refuse_it(tmp_path):
+def test_a_plan_names_the_precision_and_exports_reject_it(tmp_path):
     file = tmp_path / "plan.toml"
     file.write_text('weights = "int4"\n')
     plan = Plan.read(file)

@@ -1,4 +1,4 @@
-"""Which draft a method uses: the one named for it, the general one, or the one that comes with the target; and its options."""
+"""Selection of a method's draft (its own, the general one, or the target's), and options of methods."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A family: a target, and beside it a model and heads."""
+    """Create a target, and next to it a draft model and heads."""
     folder = tmp_path_factory.mktemp("family")
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": LAYERS, "max_position_embeddings": 2048}
     make_folder(folder / "target", **sizes)

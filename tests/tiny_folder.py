@@ -1,4 +1,4 @@
-"""Tiny random-weight model folders with a real byte-level BPE tokenizer, made in milliseconds and without a network."""
+"""Tiny random model folders with a real byte-level BPE tokenizer, made in milliseconds and without a network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ END = "<|end|>"
 
 
 def make_tokenizer(vocab_size: int = 320, chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of ``vocab_size`` entries with one special token, ``<|end|>`` (id 0)."""
+    """Return a byte-level BPE of ``vocab_size`` entries with one special token, ``<|end|>`` (id 0)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -39,7 +39,7 @@ def make_tokenizer(vocab_size: int = 320, chat_template: str | None = CHAT_TEMPL
 
 
 def make_folder(folder: Path, *, seed: int = 0, tokenizer: PreTrainedTokenizerFast | None = None, **config: Any) -> Path:
-    """Saves a random Llama (hidden 16, 2 layers, context 256, unless ``config`` says otherwise) with a tokenizer."""
+    """Save a random Llama (default: hidden 16, 2 layers, context 256) with a tokenizer."""
     tokenizer = tokenizer or make_tokenizer()
     shape: dict[str, Any] = {
         "vocab_size": len(tokenizer),
@@ -54,7 +54,7 @@ def make_folder(folder: Path, *, seed: int = 0, tokenizer: PreTrainedTokenizerFa
         "bos_token_id": None,
         "eos_token_id": 0,
         "dtype": "float32",
-        "initializer_range": 0.3,  # large, so that the random model's choices differ from token to token
+        "initializer_range": 0.3,  # large, so that the random model's greedy tokens vary
     }
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(LlamaConfig(**(shape | config)))
@@ -64,7 +64,7 @@ def make_folder(folder: Path, *, seed: int = 0, tokenizer: PreTrainedTokenizerFa
 
 
 def letter_tokenizer(vocab_size: int, seed: int, pairs: int | None = None) -> PreTrainedTokenizerFast:
-    """Letters and some pairs of them (a third of all, unless said), in an order of the seed's: its ids mean other tokens."""
+    """Return a tokenizer of letters and pairs of them (default: a third of all), in an order that depends on the seed."""
     choose = random.Random(seed)
     num_pairs = vocab_size // 3 if pairs is None else pairs
     letters = string.ascii_letters[: vocab_size - num_pairs]

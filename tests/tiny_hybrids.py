@@ -40,7 +40,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 
 
 def hybrid(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-    """A tiny model of random weights, large enough that its text does not repeat itself."""
+    """Return a tiny random model with weights large enough that its output does not loop."""
     torch.manual_seed(0)
     model: PreTrainedModel = (
         AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(SMALL | HYBRIDS[kind] | changes))).float().eval()
@@ -52,7 +52,7 @@ def hybrid(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Pre
 
 
 def noisy(model: PreTrainedModel) -> PreTrainedModel:
-    """A draft for a model: its own weights with noise, so that some drafts are rejected."""
+    """Return a draft for a model: its weights with noise, so that some drafts are rejected."""
     draft = copy.deepcopy(model)
     torch.manual_seed(1)
     for parameter in draft.parameters():

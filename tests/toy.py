@@ -1,4 +1,4 @@
-"""Models small enough to enumerate, and a sampler slow enough to be read: what the tests hold the package against."""
+"""Reference models small enough to enumerate, and a slow reference sampler in plain Python."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from outrider.types import Request, SamplingParams
 
 
 class TableLM:
-    """A language model that is a table: the logits after a text depend on its last ``order`` tokens alone."""
+    """Language model given by a table: the logits depend on the last ``order`` tokens."""
 
     def __init__(self, vocab_size: int = 3, seed: int = 0, order: int = 2, spread: float = 1.2) -> None:
         self.vocab_size, self.seed, self.order, self.spread = vocab_size, seed, order, spread
         self._table: dict[tuple[int, ...], Tensor] = {}
 
     def logits(self, text: Sequence[int]) -> Tensor:
-        """float64 [V] after the text."""
+        """Return the logits after a sequence: float64 [V]."""
         context = tuple(text[-self.order :])
         if context not in self._table:
             number = self.seed
@@ -31,7 +31,7 @@ class TableLM:
         return self._table[context]
 
     def batch(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """float64 [B, V]."""
+        """Return the logits after each sequence: float64 [B, V]."""
         return torch.stack([self.logits(text) for text in texts])
 
 
@@ -42,7 +42,7 @@ def make_request(
     seed: int = 0,
     name: str = "r",
 ) -> Request:
-    """A request whose first ``num_prompt`` tokens (all, unless said) are its prompt."""
+    """Return a request whose first ``num_prompt`` tokens (default: all) are its prompt."""
     num_prompt = len(token_ids) if num_prompt is None else num_prompt
     return Request(name, list(token_ids), num_prompt, params or SamplingParams(), seed, torch.Generator().manual_seed(seed))
 
@@ -50,7 +50,7 @@ def make_request(
 def reference_probs(
     logits: Sequence[float], prompt: Sequence[int], output: Sequence[int], params: SamplingParams
 ) -> list[float]:
-    """The documented order of the sampler set, one token at a time in Python floats: the next token's distribution."""
+    """Return the next token's distribution: the sampler's documented steps, token by token in Python floats."""
     scores = [float(score) for score in logits]
     for token in range(len(scores)):
         scores[token] += params.logit_bias.get(token, 0.0)
@@ -87,5 +87,5 @@ def _softmax(scores: Sequence[float]) -> list[float]:
 
 
 def outputs_of(generations: Sequence[Generation]) -> list[Completion]:
-    """All samples of all prompts, in order."""
+    """Return all samples of all prompts, in order."""
     return [completion for generation in generations for completion in generation.outputs]

@@ -1,4 +1,4 @@
-"""Grammars that are a function: the tokens that may follow an output."""
+"""Grammars given by a function that returns the allowed next tokens of an output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Rule = Callable[[tuple[int, ...]], Collection[int]]
 
 @dataclass(frozen=True)
 class RuleGrammar:
-    """``rule`` returns the allowed tokens after an output; nothing is said after ``eos`` and after what the rule forbids."""
+    """``rule`` returns the allowed tokens after an output; no token is allowed after ``eos`` or a forbidden token."""
 
     rule: Rule
     vocab_size: int

@@ -1,4 +1,4 @@
-"""Values of every type that a user may hand over by mistake, for property-based tests."""
+"""Values of all types that a user may pass by mistake, for property-based tests."""
 
 from __future__ import annotations
 

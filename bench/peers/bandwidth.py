@@ -1,4 +1,4 @@
-"""The machine's memory bandwidth, measured in the run whose speeds it is compared with, and a model's bytes per token."""
+"""Memory bandwidth of the machine, measured in the same run as the speeds, and bytes of weights read per token."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-MEGABYTES = 1024  # of each array: far more than any cache
+MEGABYTES = 1024  # per array: far larger than any cache
 REPEATS = 5
 
 
 def bandwidth(threads: int) -> dict[str, float]:
-    """Return GB/s of a large copy (bytes read and bytes written) and of a large read, by all threads together; medians."""
+    """Return the median GB/s of a large copy (bytes read plus bytes written) and of a large read, using all threads."""
     length = (MEGABYTES << 20) // 4
     source, target = np.ones(length, np.float32), np.ones(length, np.float32)
     pieces = [slice(length * i // threads, length * (i + 1) // threads) for i in range(threads)]
@@ -43,11 +43,11 @@ def _seconds(pool: ThreadPoolExecutor, task: Callable[[slice], None], pieces: li
         start = time.perf_counter()
         list(pool.map(task, pieces))
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])  # the first one touches the pages
+    return statistics.median(times[1:])  # the first iteration touches the pages
 
 
 def weights_read(model: Path) -> int:
-    """Return the parameters that one token reads: all, without an input embedding that is not the output head, too."""
+    """Return the number of parameters read per token: all except an input embedding that is not also the output head."""
     shapes: dict[str, Any] = {}
     for file in model.glob("*.safetensors"):
         with file.open("rb") as opened:
@@ -58,7 +58,7 @@ def weights_read(model: Path) -> int:
 
 
 def add_shares(cells: list[dict[str, Any]], parameters: int, measured: list[dict[str, float]]) -> None:
-    """Put into every cell of 16-bit plain decoding which share of the bandwidth reading its weights takes."""
+    """Add to every cell of 16-bit plain decoding the share of the bandwidth used to read its weights."""
     for cell in cells:
         if cell["method"] == "plain" and cell["bits"] == 16 and "decode_tok_s" in cell and measured:
             gb_s = cell["decode_tok_s"] * 2 * parameters / 1e9

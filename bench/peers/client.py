@@ -1,4 +1,4 @@
-"""The driver's side of a worker: start it, ask it, stop it, and turn every way it can fail into one line."""
+"""The driver's side of a worker: start, request, stop, and report every failure in one line."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from engines import EngineSpec, Setting
 
 
 class WorkerError(Exception):
-    """An engine could not do what it was asked; the message is one line."""
+    """An engine failed; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker of a comparison shares."""
+    """Settings shared by all workers of a comparison."""
 
     target: Path
     draft: Path | None
@@ -31,23 +31,23 @@ class Job:
     max_tokens: int
     temperature: float
     seed: int
-    timeout: float  # seconds one answer may take, loading and compiling included
+    timeout: float  # seconds per answer, including loading and compiling
 
 
 @dataclass(frozen=True)
 class Measurement:
     """One answer of a worker."""
 
-    tok_s: float  # all tokens over the whole time, prompts included
-    decode_tok_s: float  # tokens after the first chunk over the time after it
+    tok_s: float  # all tokens / total time, prefill included
+    decode_tok_s: float  # tokens after the first chunk / time after it
     first_s: float  # seconds from the request to the first chunk, mean over the prompts
     token_ids: list[list[int]]
-    other_cpu: float  # share of the machine that other processes used meanwhile: a ratio is worth little above a few percent
+    other_cpu: float  # share of the machine used by other processes; above a few percent, ratios are unreliable
     meta: dict[str, Any]
 
 
 class BusyClock:
-    """How much of the machine processes other than the measured one used since the clock was made (Linux only)."""
+    """Measure the share of the machine used by processes other than the measured one, since construction (Linux only)."""
 
     def __init__(self) -> None:
         self.start, self.busy = time.perf_counter(), _busy_seconds()
@@ -92,7 +92,7 @@ class Worker:
             raise
 
     def measure(self, setting: Setting, prompts: list[list[int]], seed: int, max_tokens: int | None = None) -> Measurement:
-        """Run all prompts once; the worker loads whatever the setting needs before its clock starts."""
+        """Run all prompts once. The worker loads what the setting needs before its clock starts."""
         wanted = min(max_tokens or self.job.max_tokens, self.job.max_tokens)
         request = {
             "method": setting.method,
@@ -108,7 +108,7 @@ class Worker:
         other_cpu = clock.others(answer.get("cpu_seconds", 0.0))
         short = [len(ids) for ids in answer["token_ids"] if len(ids) != wanted]
         if short:
-            raise WorkerError(f"{self.spec.name}: emitted {short[0]} tokens where {wanted} were asked for")
+            raise WorkerError(f"{self.spec.name}: emitted {short[0]} tokens instead of {wanted}")
         rest = answer["tokens"] - answer["first_tokens"]
         rest_seconds = answer["seconds"] - answer["first_seconds"]
         return Measurement(
@@ -121,7 +121,7 @@ class Worker:
         )
 
     def close(self) -> None:
-        """End the process and give its memory back."""
+        """End the process, which frees its memory."""
         if self.process.stdin:
             self.process.stdin.close()
         try:
@@ -159,7 +159,7 @@ class Worker:
     def _death(self) -> str:
         code = self.process.wait()
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        why = "killed, out of time or memory" if code == -9 else (lines or ["no message"])[-1][:300]
+        why = "killed (time limit or out of memory)" if code == -9 else (lines or ["no message"])[-1][:300]
         return f"{self.spec.name}: worker ended with code {code}: {why}"
 
 

@@ -31,12 +31,12 @@ EXAMPLES = """Examples:
   compare.py --target big --prompts HumanEval.jsonl.gz --bits 16,8,4 --peers openvino,llamacpp --first-token 128,512
 """
 RATES = {"total": "tok_s", "decode": "decode_tok_s"}
-LONG_PROMPT = 1000  # tokens; the first-token time of a longer prompt takes seconds, and is measured in one round
+LONG_PROMPT = 1000  # tokens; longer prompts are measured in one round, because each takes seconds
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared, checked."""
+    """Validated settings of a comparison."""
 
     engines: list[str]
     groups: list[Group]
@@ -49,7 +49,7 @@ class Plan:
     rate: str
 
     def rounds(self, group: Group) -> list[list[int]]:
-        """Return the indexes of every round's prompts."""
+        """Return the prompt indices of each round."""
         if group.prompt_tokens is None:
             return deal(len(self.prompts[None]), self.per_round, self.repeat)
         return [[number] for number in range(1 if group.prompt_tokens > LONG_PROMPT else self.repeat)]
@@ -61,31 +61,31 @@ def main(  # noqa: PLR0913 - one argument per command line option
     draft: Annotated[Path | None, typer.Option(help="Draft model folder.")] = None,
     peers: Annotated[str, typer.Option(help="Comma-separated.")] = "transformers,vllm,openvino",
     methods: Annotated[str, typer.Option(help="Comma-separated.")] = "plain,draft,ngram",
-    k: Annotated[str, typer.Option(help="Draft lengths to screen, comma-separated.")] = "1,2,3,5,8,12",
+    k: Annotated[str, typer.Option(help="Draft lengths to try, comma-separated.")] = "1,2,3,5,8,12",
     dtypes: Annotated[str, typer.Option(help="Fix number formats, as in vllm=float32,openvino=float16.")] = "",
-    bits: Annotated[str, typer.Option(help="Compare at equal bits per weight, of 16,8,4, instead of screening formats.")] = "",
+    bits: Annotated[str, typer.Option(help="Compare at these bits per weight (16,8,4) instead of screening formats.")] = "",
     first_token: Annotated[str, typer.Option(help="Measure first-token times at these prompt lengths instead.")] = "",
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts.")] = 8,
-    prompts_per_round: Annotated[int, typer.Option(min=0, help="Each round takes the next ones; 0: all.")] = 0,
+    prompts_per_round: Annotated[int, typer.Option(min=0, help="Prompts per round, in order; 0: all.")] = 0,
     screen_prompts: Annotated[int, typer.Option(min=1, help="Prompts per screened setting.")] = 3,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per prompt; every engine emits exactly these.")] = 64,
-    max_len: Annotated[int, typer.Option(help="Context length to reserve; 0 takes what the prompts need.")] = 0,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per prompt; every engine emits exactly this number.")] = 64,
+    max_len: Annotated[int, typer.Option(help="Context length to reserve; 0: as long as the prompts need.")] = 0,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     repeat: Annotated[int, typer.Option(min=1, help="Alternating rounds.")] = 5,
-    rate: Annotated[str, typer.Option(help="What picks the best setting: total or decode.")] = "total",
+    rate: Annotated[str, typer.Option(help="Rate that selects the best setting: total or decode.")] = "total",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of every engine.")] = os.cpu_count() or 1,
-    seed: Annotated[int, typer.Option(help="Of sampling; round i uses seed + i.")] = 0,
+    seed: Annotated[int, typer.Option(help="Sampling seed; round i uses seed + i.")] = 0,
     ours: Annotated[bool, typer.Option(help="Include Outrider itself.")] = True,
-    venvs: Annotated[Path, typer.Option(help="Where install.py put the environments.")] = HERE / ".venvs",
+    venvs: Annotated[Path, typer.Option(help="Folder of the environments made by install.py.")] = HERE / ".venvs",
     cache_dir: Annotated[Path, typer.Option(help="Converted models and workers' logs.")] = HERE / ".cache",
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds one answer may take.")] = 1800.0,
+    timeout: Annotated[float, typer.Option(min=1, help="Time limit of one answer, seconds.")] = 1800.0,
     out: Annotated[Path | None, typer.Option(help="Write the JSON document here too, after every group.")] = None,
-    resume: Annotated[bool, typer.Option(help="Keep the cells of --out that have no error.")] = False,
+    resume: Annotated[bool, typer.Option(help="Keep the cells of --out without an error.")] = False,
 ) -> None:
-    """Measure Outrider against its peers: screen each one's settings, then alternate the best ones."""
+    """Measure Outrider against its peers: screen the settings of each engine, then alternate the best ones."""
     try:
         if rate not in RATES:
-            raise BadInput(f"--rate {rate}: give total or decode")
+            raise BadInput(f"invalid --rate {rate}: expected total or decode")
         names = [OURS] * ours + _choices(peers, set(ENGINES) - {OURS}, "peer")
         lengths = _numbers("--first-token", first_token)
         max_tokens = 1 if lengths else max_tokens
@@ -94,7 +94,7 @@ def main(  # noqa: PLR0913 - one argument per command line option
         if "draft" in {group.method for group in groups} and draft is None:
             raise BadInput("method draft needs --draft")
         if not ks:
-            raise BadInput("--k: give at least one draft length")
+            raise BadInput("empty --k: expected at least one draft length")
         limit = max_len or _context(target, draft, [group.method for group in groups])
         read = _prompts(prompts, target, num_prompts, limit - max_tokens - max(ks) - 1, lengths, repeat)
         plan = Plan(
@@ -128,7 +128,7 @@ def main(  # noqa: PLR0913 - one argument per command line option
 
 
 def _document(plan: Plan, job: Job) -> dict[str, Any]:
-    """Everything that a result says of its conditions."""
+    """Return the conditions of the measurement."""
     return {
         **origin(),
         "loadavg_at_start": round(os.getloadavg()[0], 2),
@@ -167,10 +167,10 @@ def kept_cells(before: Any, now: dict[str, Any]) -> list[dict[str, Any]]:
     Raises ``BadInput`` if it was measured under other conditions.
     """
     if not isinstance(before, dict) or "bandwidth" not in before:
-        raise BadInput("cannot resume: not a result of this script")
+        raise BadInput("cannot resume: --out is not a result of this script")
     for name in SAME_ON_RESUME:
         if before.get(name) != now.get(name):
-            raise BadInput(f"cannot resume: its {name} is {before.get(name)!r}, now it is {now.get(name)!r}")
+            raise BadInput(f"cannot resume: {name} was {before.get(name)!r} and is now {now.get(name)!r}")
     return [cell for cell in before.get("cells", []) if not cell["error"]]
 
 
@@ -182,7 +182,7 @@ def _run(plan: Plan, job: Job, document: dict[str, Any], out: Path | None) -> No
             previous = None
             for group in plan.groups:
                 if previous is not None and (previous.method, previous.bits) != (group.method, group.bits):
-                    workers.close()  # peak memory is of one method
+                    workers.close()  # so that peak memory is of one method
                 previous = group
                 _run_group(group, plan, workers, document, bar)
                 if out is not None:
@@ -192,7 +192,7 @@ def _run(plan: Plan, job: Job, document: dict[str, Any], out: Path | None) -> No
 
 
 def _run_group(group: Group, plan: Plan, workers: Workers, document: dict[str, Any], bar: Progress) -> None:
-    """Measure the engines whose cells are missing; ours runs again beside a peer that is measured later."""
+    """Measure the engines whose cells are missing; Outrider runs again together with a peer that is measured later."""
     done = {Group(cell["method"], cell["bits"], cell["prompt_tokens"]).key(cell["engine"]) for cell in document["cells"]}
     offered = [name for name in plan.engines if group.bits is None or group.bits in ENGINES[name].by_bits]
     missing = [name for name in offered if group.key(name) not in done]
@@ -203,7 +203,7 @@ def _run_group(group: Group, plan: Plan, workers: Workers, document: dict[str, A
 
     def progress(what: str) -> None:
         bar.update(task, advance=1, description=what)
-        if not bar.console.is_terminal:  # a log shows no bars
+        if not bar.console.is_terminal:  # logs do not show progress bars
             bar.console.print(f"{bar.get_time() - start:.0f} s: {group.label}: {what}", highlight=False)
 
     progress("memory bandwidth")
@@ -237,11 +237,11 @@ def _groups(methods: list[str], bits: list[int], lengths: list[int]) -> list[Gro
 def _prompts(
     path: Path, target: Path, count: int, longest: int, lengths: list[int], repeat: int
 ) -> dict[int | None, list[list[int]]]:
-    """Prompts by the length that their group asks for; None: as they are in the file."""
+    """Return prompts by the length that their group needs; None: unchanged."""
     if not lengths:
         return {None: read_prompts(path, target, count, longest)}
     if max(lengths) > longest:
-        raise BadInput(f"--first-token {max(lengths)}: the target's context takes prompts of {longest} tokens at most")
+        raise BadInput(f"--first-token {max(lengths)}: the target's context allows at most {longest} prompt tokens")
     stream = [token for prompt in read_prompts(path, target, 1 << 20, 1 << 20) for token in prompt]
     return {length: windows(stream, length, repeat) for length in lengths}
 
@@ -257,7 +257,7 @@ def _choices(text: str, known: set[str], what: str) -> list[str]:
 def _numbers(option: str, text: str) -> list[int]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not all(word.isdigit() and int(word) > 0 for word in words):
-        raise BadInput(f"{option} {text}: give positive whole numbers, comma-separated")
+        raise BadInput(f"invalid {option} {text}: expected positive integers, comma-separated")
     return list(dict.fromkeys(int(word) for word in words))
 
 
@@ -265,7 +265,7 @@ def _bits(text: str) -> list[int]:
     bits = _numbers("--bits", text)
     for value in bits:
         if value not in BITS:
-            raise BadInput(f"--bits {value}: give some of {', '.join(map(str, BITS))}")
+            raise BadInput(f"invalid --bits {value}: expected some of {', '.join(map(str, BITS))}")
     return bits
 
 
@@ -274,13 +274,13 @@ def _fixed_dtypes(text: str) -> dict[str, str]:
     for pair in filter(None, text.split(",")):
         engine, _, dtype = pair.partition("=")
         if engine not in ENGINES or dtype not in DTYPES:
-            raise BadInput(f"--dtypes {pair}: give engine=dtype with a dtype of {', '.join(DTYPES)}")
+            raise BadInput(f"invalid --dtypes {pair}: expected engine=dtype with a dtype of {', '.join(DTYPES)}")
         fixed[engine] = dtype
     return fixed
 
 
 def _context(target: Path, draft: Path | None, methods: list[str]) -> int:
-    """The longest context that every model of the comparison takes."""
+    """Return the longest context that every model of the comparison supports."""
     models = [target] + ([draft] if draft is not None and "draft" in methods else [])
     return min(int(read_config(model).get("max_position_embeddings", 1 << 20)) for model in models)
 

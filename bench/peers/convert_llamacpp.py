@@ -1,4 +1,4 @@
-"""llama.cpp's own `convert_hf_to_gguf.py`, for tokenizers that it does not know: prompts are token ids, so none is needed."""
+"""Run llama.cpp's `convert_hf_to_gguf.py` for tokenizers it does not know. Prompts are token ids, so no tokenizer is needed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 SOURCE = Path(sys.prefix) / "llama.cpp"
-FALLBACK = "gpt-2"  # how text would be split before byte-pair merges
+FALLBACK = "gpt-2"  # pre-tokenizer, which splits text before byte-pair merges
 
 
 def main() -> None:
-    """Command line: that of the converter."""
+    """Command line: the converter's own."""
     sys.path[:0] = [str(SOURCE), str(SOURCE / "gguf-py")]
     import convert_hf_to_gguf
     from conversion.base import TextModel

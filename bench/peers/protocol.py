@@ -1,7 +1,7 @@
-"""What driver and workers say to each other: one JSON line per request, one per answer.
+"""Protocol between driver and workers: one JSON line per request and per answer.
 
-A worker is one engine in one process, run by that engine's own Python, so this file imports the standard library only.
-It knows no engine: a worker hands `serve` a factory and answers `generate` for one prompt at a time.
+A worker is one engine in one process, run by that engine's Python, so this file imports only the standard library. It is
+independent of engines: a worker passes a factory to `serve` and implements `generate` for one prompt at a time.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 METHODS = ("plain", "draft", "ngram")
-# auto: what the engine itself would choose; the last four are of weights only, the last two are llama.cpp's names
+# auto: the engine's own choice; the last four apply to weights only, the last two are llama.cpp's names
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "q8_0", "q4_k_m")
 
 
 @dataclass(frozen=True)
 class WorkerArgs:
-    """How a worker is started; `method` and `k` matter only to engines that fix them at load time."""
+    """Arguments of a worker; `method` and `k` matter only to engines that fix them at load time."""
 
     target: str
     draft: str | None
@@ -39,11 +39,11 @@ class WorkerArgs:
 
 @dataclass(frozen=True)
 class Request:
-    """Generate exactly `max_tokens` per prompt, batch 1, one prompt after the other, end-of-text ignored."""
+    """Generate exactly `max_tokens` per prompt at batch 1, one prompt after another, ignoring end-of-text."""
 
     method: str = "plain"
     k: int = 0
-    schedule: str = "constant"  # transformers: heuristic or dynamic too; ours: auto too
+    schedule: str = "constant"  # transformers also has heuristic and dynamic; Outrider also has auto
     max_tokens: int = 64
     temperature: float = 0.0
     seed: int = 0
@@ -52,7 +52,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt's output and its clock; the first chunk is what came out together with the prompt's pass."""
+    """Output and times of one prompt. The first chunk is what was emitted by the prefill pass."""
 
     token_ids: list[int]
     seconds: float
@@ -61,7 +61,7 @@ class Sample:
 
 
 class ChunkClock:
-    """Notes when the first new tokens of a generation appear and how many they were."""
+    """Records when the first new tokens of a generation appear, and how many they are."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
@@ -69,7 +69,7 @@ class ChunkClock:
         self.first_tokens = 0
 
     def chunk(self, num_tokens: int) -> None:
-        """Call it with the number of new tokens whenever some arrive."""
+        """Record the arrival of this many new tokens."""
         if self.first_tokens == 0 and num_tokens > 0:
             self.first_seconds = time.perf_counter() - self.start
             self.first_tokens = num_tokens
@@ -77,16 +77,16 @@ class ChunkClock:
     def sample(self, token_ids: list[int]) -> Sample:
         """Stop the clock."""
         seconds = time.perf_counter() - self.start
-        if self.first_tokens == 0:  # an engine that does not stream: everything is the first chunk
+        if self.first_tokens == 0:  # an engine that does not stream: all tokens are the first chunk
             return Sample(token_ids, seconds, seconds, len(token_ids))
         return Sample(token_ids, seconds, self.first_seconds, self.first_tokens)
 
 
 class Engine(Protocol):
-    """What a worker implements."""
+    """Interface of a worker."""
 
     def prepare(self, request: Request) -> None:
-        """Load or switch whatever this method needs, before the clock starts."""
+        """Load or switch what this method needs, before the clock starts."""
 
     def generate(self, prompt: list[int], request: Request) -> Sample:
         """Generate for one prompt."""
@@ -95,11 +95,11 @@ class Engine(Protocol):
         """Free the models."""
 
     def meta(self) -> dict[str, Any]:
-        """Versions and settings worth recording."""
+        """Return versions and settings to record."""
 
 
 def parse_args(argv: list[str] | None = None) -> WorkerArgs:
-    """Read a worker's command line."""
+    """Parse a worker's command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft")
@@ -113,7 +113,7 @@ def parse_args(argv: list[str] | None = None) -> WorkerArgs:
 
 
 def serve(factory: Callable[[WorkerArgs], Engine]) -> None:
-    """Answer requests from stdin on stdout until stdin closes; all library chatter goes to stderr."""
+    """Answer requests from stdin on stdout until stdin closes; output of libraries goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     sys.stdout = sys.stderr
@@ -121,7 +121,7 @@ def serve(factory: Callable[[WorkerArgs], Engine]) -> None:
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     try:
         engine = factory(args)
-    except Exception as error:  # the driver shows it as one line
+    except Exception as error:  # the driver reports it in one line
         _answer(answers, {"error": _one_line(error)})
         raise SystemExit(1) from error
     _answer(answers, {"error": None})
@@ -158,13 +158,13 @@ def _meta(engine: Engine, args: WorkerArgs) -> dict[str, Any]:
 
 
 def content_key(source: Path) -> str:
-    """Short name of a model folder's content, for what is made of it."""
+    """Return a short hash of a model folder's content, the key of files derived from it."""
     stamp = "".join(f"{path.name}{path.stat().st_size}{path.stat().st_mtime_ns}" for path in sorted(source.iterdir()))
     return hashlib.sha256(f"{source}{stamp}".encode()).hexdigest()[:12]
 
 
 def cpu_seconds() -> float:
-    """Processor time of this process and of the ones that it started, those included that have ended."""
+    """Return the processor time of this process and of its children, including ended ones."""
     ticks = 0
     for child in _children():
         ticks += sum(int(field) for field in (child / "stat").read_text().rpartition(")")[2].split()[11:13])
@@ -173,9 +173,9 @@ def cpu_seconds() -> float:
 
 
 def peak_mb() -> float:
-    """Peak memory of this process and of the ones that it started and that still run, in MiB.
+    """Return the peak memory of this process and of its running children, in MiB.
 
-    Not of ``getrusage``: that counts the driver's memory, from before this program replaced it in its process.
+    ``getrusage`` is not used, because it includes the driver's memory before this program replaced it in the process.
     """
     total = 0.0
     for process in (Path("/proc/self"), *_children()):
@@ -186,7 +186,7 @@ def peak_mb() -> float:
 
 
 def _children() -> list[Path]:
-    """The folders in /proc of this process's children; empty where there is no /proc."""
+    """Return the /proc folders of this process's children; empty without /proc."""
     tasks = Path("/proc/self/task")
     if not tasks.is_dir():
         return []

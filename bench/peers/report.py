@@ -1,4 +1,4 @@
-"""What a comparison leaves behind: tables for people and one JSON document for programs."""
+"""Tables and the JSON document of a comparison."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 
 
 def tables(document: dict[str, Any]) -> list[Table]:
-    """Every table that the document has cells for."""
+    """Return every table for which the document has cells."""
     cells = document["cells"]
     found = []
     if any(entry["prompt_tokens"] for entry in cells):
@@ -25,8 +25,8 @@ def tables(document: dict[str, Any]) -> list[Table]:
 
 
 def table(cells: list[dict[str, Any]]) -> Table:
-    """Every engine of every method, with ours over theirs."""
-    view = Table(title="Tokens per second, medians of alternating rounds (decode: without the prompt's pass)")
+    """Return the table of all engines and methods, with the ratio of Outrider to each."""
+    view = Table(title="Tokens per second, medians of alternating rounds (decode: without prefill)")
     view.add_column("method")
     view.add_column("engine")
     view.add_column("dtype")
@@ -66,10 +66,10 @@ def _row(entry: dict[str, Any]) -> list[str]:
 
 
 def equal_bits_table(cells: list[dict[str, Any]], rate: str) -> Table:
-    """One line for each method and number of bits, a column for each engine; the last lines are the best of each engine."""
+    """Return a table with one row per method and bits, one column per engine, and the best of each engine in the last rows."""
     measured = [entry for entry in cells if entry["bits"] and rate in entry and not entry["error"]]
     engines = list(dict.fromkeys(entry["engine"] for entry in measured))
-    what = "after the first token" if rate == "decode_tok_s" else "prompt included"
+    what = "after the first token" if rate == "decode_tok_s" else "prefill included"
     view = Table(title=f"At equal bits, and the best of each: tokens per second {what}")
     for name in ("bits", "method", *engines, *(f"ours / {name}" for name in engines if name != OURS)):
         view.add_column(name, justify="left" if name == "method" else "right")
@@ -101,10 +101,10 @@ def _speeds(found: dict[str, dict[str, Any]], engines: list[str], rate: str) -> 
 
 
 def first_token_table(cells: list[dict[str, Any]]) -> Table:
-    """Seconds until the first token, a line for each number of bits and prompt length."""
+    """Return a table of first-token times, one row per number of bits and prompt length."""
     measured = [entry for entry in cells if entry["prompt_tokens"] and "first_s" in entry]
     engines = list(dict.fromkeys(entry["engine"] for entry in measured))
-    view = Table(title="Milliseconds until the first token, medians of alternating rounds")
+    view = Table(title="Milliseconds to the first token, medians of alternating rounds")
     for name in ("bits", "prompt tokens", *engines, *(f"{name} / ours" for name in engines if name != OURS)):
         view.add_column(name, justify="right")
     for bits, length in dict.fromkeys((entry["bits"], entry["prompt_tokens"]) for entry in measured):
@@ -122,7 +122,7 @@ def first_token_table(cells: list[dict[str, Any]]) -> Table:
 
 
 def bandwidth_table(cells: list[dict[str, Any]], measured: list[dict[str, float]]) -> Table:
-    """The machine's bandwidth, and how much of it one row of 16-bit plain decoding takes for its weights."""
+    """Return a table of memory bandwidth and the share that 16-bit plain decoding uses to read its weights."""
     copy, read = (statistics.median(each[name] for each in measured) for name in ("copy_gb_s", "read_gb_s"))
     view = Table(title=f"Memory bandwidth: copy {copy:.1f} GB/s (read and written), read {read:.1f} GB/s")
     for name in ("16-bit plain decoding", "weights, GB/s", "share of copy", "share of read"):

@@ -1,4 +1,4 @@
-"""How a group is measured: screen every engine's settings once, then alternate the best ones, round after round."""
+"""Measurement of a group: screen every engine's settings once, then alternate the best ones over the rounds."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from typing import Any
 from client import Job, Measurement, Worker, WorkerError
 from engines import OURS, EngineSpec, Setting
 
-SETTLE_SECONDS = 0.3  # thread pools spin for a while after their last task: let the previous engine's come to rest
-WARM_TOKENS, WARM_PROMPT = 16, 512  # the most of the untimed generation before a setting is measured, and of its prompt
+SETTLE_SECONDS = 0.3  # pause for the previous engine's thread pool, which spins after its last task
+WARM_TOKENS, WARM_PROMPT = 16, 512  # limits of the untimed generation before a setting is measured: tokens, and prompt tokens
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Cells that are measured in turn: one method, one number of bits per weight, one prompt length."""
+    """Cells measured in turn: one method, one number of bits per weight, one prompt length."""
 
     method: str
-    bits: int | None = None  # None: the number formats are screened
-    prompt_tokens: int | None = None  # first-token times of prompts of this length; None: decoding
+    bits: int | None = None  # None: number formats are screened
+    prompt_tokens: int | None = None  # prompt length for first-token times; None: decoding
 
     def key(self, engine: str) -> tuple[Any, ...]:
-        """What identifies the cell of an engine in a result."""
+        """Return the key that identifies an engine's cell in a result."""
         return (self.method, self.bits, self.prompt_tokens, engine)
 
     @property
     def label(self) -> str:
-        """What progress shows."""
+        """Label in progress messages."""
         bits = f" {self.bits} bits" if self.bits else ""
         return f"{self.method}{bits}" + (f", {self.prompt_tokens} prompt tokens" if self.prompt_tokens else "")
 
 
 @dataclass
 class Contestant:
-    """One engine with the setting it runs the rounds in, and what it did in them."""
+    """One engine, its setting in the rounds, and its results."""
 
     spec: EngineSpec
     setting: Setting
     screening: list[dict[str, Any]] = field(default_factory=list)
     rounds: list[Measurement] = field(default_factory=list)
     texts: dict[int, str] = field(default_factory=dict)  # digest of the first output, by the prompt's index
-    unstable: set[int] = field(default_factory=set)  # prompts whose output was another one in a later round
+    unstable: set[int] = field(default_factory=set)  # prompts whose output changed in a later round
     error: str | None = None
 
     def rates(self, name: str) -> list[float]:
         return [getattr(measurement, name) for measurement in self.rounds]
 
     def record(self, measurement: Measurement, prompts: list[int]) -> None:
-        """Book one round over the prompts of these indexes."""
+        """Record one round over the prompts of these indices."""
         self.rounds.append(measurement)
         for index, token_ids in zip(prompts, measurement.token_ids, strict=True):
             text = digest(token_ids)
@@ -61,7 +61,7 @@ class Contestant:
 
 
 class Workers:
-    """Running workers, at most one per engine; another one is started only where the setting needs it."""
+    """Running workers, at most one per engine. A worker is replaced only if a setting requires it."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -78,7 +78,7 @@ class Workers:
         return self._running[spec.name][1]
 
     def drop(self, name: str) -> None:
-        """End an engine's worker, if it has one."""
+        """End an engine's worker, if it is running."""
         if name in self._running:
             self._running.pop(name)[1].close()
 
@@ -88,18 +88,18 @@ class Workers:
 
 
 class Screen:
-    """Finds an engine's best setting for a method: the number format first, at a middle K, then K."""
+    """Finds an engine's best setting for a method: first the number format at a medium K, then K."""
 
     def __init__(self, workers: Workers, prompts: list[list[int]], ks: list[int], dtypes: dict[str, str], rate: str) -> None:
         self.workers, self.prompts, self.ks, self.dtypes, self.rate = workers, prompts, ks, dtypes, rate
 
     def best(self, spec: EngineSpec, group: Group, progress: Progress) -> Contestant:
-        """Choose the setting; ``error`` is set where none could be run."""
+        """Choose the setting; ``error`` is set if none could be run."""
         method = group.method
         contestant = Contestant(spec, Setting(method, ""))
         dtypes, ks = self._formats(spec, group), self.ks
         if group.bits and spec.name == OURS:
-            ks = []  # it is not tuned: it chooses K while it runs
+            ks = []  # it chooses K while it runs
         middle = [self.ks[len(self.ks) // 2]]
         first = [setting for dtype in dtypes for setting in spec.settings(method, dtype, middle)[:1]]
         rates: dict[Setting, float] = {}
@@ -141,16 +141,16 @@ class Screen:
 
 
 def deal(num_prompts: int, per_round: int, repeat: int) -> list[list[int]]:
-    """Return the indexes of every round's prompts: the next ``per_round`` ones each time, from the first again at the end."""
+    """Return the prompt indices of every round: the next ``per_round`` each time, starting again after the last."""
     return [[(number * per_round + i) % num_prompts for i in range(per_round)] for number in range(repeat)]
 
 
 def alternate(
     contestants: list[Contestant], workers: Workers, prompts: list[list[int]], rounds: list[list[int]], progress: Progress
 ) -> None:
-    """Rounds of A B C, A B C, ...; an engine that fails drops out with its error and the others go on.
+    """Run rounds in the order A B C, A B C, ... An engine that fails is dropped with its error; the others continue.
 
-    ``rounds`` holds the indexes of each round's prompts.
+    ``rounds``: prompt indices of each round.
     """
     running = [contestant for contestant in contestants if contestant.error is None]
     seed = workers.job.seed
@@ -179,7 +179,7 @@ def _measure(
 
 
 def cell(contestant: Contestant, reference: Contestant | None, group: Group) -> dict[str, Any]:
-    """One engine's line of the result; `reference` is ours, None where it did not run."""
+    """Return one engine's cell of the result; `reference` is Outrider, None if it did not run."""
     setting = contestant.setting
     result: dict[str, Any] = {
         "engine": contestant.spec.name,
@@ -211,7 +211,7 @@ RATIOS = {"tok_s": "ratio", "decode_tok_s": "decode_ratio", "first_s": "first_ra
 
 
 def _ratios(ours: Contestant, peer: Contestant, names: tuple[str, ...]) -> dict[str, Any]:
-    """Our speed over the peer's, paired round by round; of times until the first token, theirs over ours."""
+    """Return Outrider's speed / the peer's, paired by round; for first-token times, the peer's / Outrider's."""
     result: dict[str, Any] = {}
     for name in names:
         pairs = [mine / theirs for mine, theirs in zip(ours.rates(name), peer.rates(name), strict=False)]
@@ -223,12 +223,12 @@ def _ratios(ours: Contestant, peer: Contestant, names: tuple[str, ...]) -> dict[
 
 
 def digest(token_ids: list[int]) -> str:
-    """Short name of an output."""
+    """Return a short hash of an output."""
     return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()[:12]
 
 
 def compare_texts(cells: list[dict[str, Any]]) -> None:
-    """Put into every cell which outputs equal ours, and with drafts how many differ from the same engine's without drafts."""
+    """Add to every cell the outputs that equal Outrider's and, with drafts, the number changed by drafting."""
     found = [cell for cell in cells if "texts" in cell]
     ours = {_condition(cell): cell["texts"] for cell in found if cell["engine"] == OURS}
     plain = {(cell["engine"], cell["bits"]): cell for cell in found if cell["method"] == "plain" and not cell["prompt_tokens"]}
@@ -238,7 +238,7 @@ def compare_texts(cells: list[dict[str, Any]]) -> None:
             cell["same_text"] = same / both
         alone = plain.get((cell["engine"], cell["bits"]))
         if cell["method"] == "plain" or alone is None or cell["meta"]["dtype"] != alone["meta"]["dtype"]:
-            continue  # in another number format it is another model
+            continue  # another number format is another model
         same, both = _same(cell["texts"], alone["texts"])
         cell["changed_texts"], cell["compared_texts"] = both - same, both
 
@@ -248,6 +248,6 @@ def _condition(cell: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _same(one: dict[str, str], other: dict[str, str]) -> tuple[int, int]:
-    """Return how many outputs of the same prompts are equal, and how many prompts both have."""
+    """Return the number of equal outputs, and the number of prompts that both have."""
     both = one.keys() & other.keys()
     return sum(one[index] == other[index] for index in both), len(both)

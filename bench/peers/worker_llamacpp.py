@@ -1,7 +1,7 @@
-"""The peer llama.cpp: its own server, built for this machine; checkpoints are converted and quantised by its own tools.
+"""Peer llama.cpp: its own server, built for this machine. Checkpoints are converted and quantised with its own tools.
 
-Times are those that the server reports, so that HTTP and JSON count for nothing. The number of drafts is fixed when the server
-starts, which takes a second or two, because weights are mapped.
+Times are those reported by the server, so that HTTP and JSON are not included. The number of drafts is fixed when the server
+starts, which takes one or two seconds because weights are memory-mapped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from protocol import Request, Sample, WorkerArgs, content_key, serve
 
-HOME = Path(sys.prefix)  # the environment that install.py made: llama.cpp/ and build/ are in it
+HOME = Path(sys.prefix)  # environment made by install.py, which contains llama.cpp/ and build/
 TOOLS = HOME / "build" / "bin"
 QUANTISED = {"q8_0": "Q8_0", "q4_k_m": "Q4_K_M"}  # llama.cpp's names
 UNQUANTISED = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
@@ -28,11 +28,11 @@ START_SECONDS = 300
 
 
 class LlamaCppEngine:
-    """One server at a time."""
+    """Runs one server at a time."""
 
     def __init__(self, args: WorkerArgs) -> None:
         if args.dtype not in QUANTISED | UNQUANTISED:
-            raise ValueError(f"llama.cpp has no number format {args.dtype}")
+            raise ValueError(f"llama.cpp does not support dtype {args.dtype}")
         self.args = args
         self.key: tuple[str, int] | None = None
         self.process: subprocess.Popen[bytes] | None = None
@@ -64,7 +64,7 @@ class LlamaCppEngine:
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end:
             if self.process.poll() is not None:
-                raise RuntimeError(f"llama-server ended with code {self.process.returncode} while it was loading; see the log")
+                raise RuntimeError(f"llama-server ended with code {self.process.returncode} while loading; see the log")
             try:
                 if self._ask("GET", "/health")[0] == 200:
                     return
@@ -81,7 +81,7 @@ class LlamaCppEngine:
             "temperature": request.temperature,
             "samplers": ["temperature"],
             "seed": request.seed,
-            "cache_prompt": False,  # each repetition must pay for its prompt, like every other engine
+            "cache_prompt": False,  # every engine prefills the prompt in each repetition
             "return_tokens": True,
         }
         status, text = self._ask("POST", "/completion", json.dumps(body))
@@ -114,7 +114,7 @@ class LlamaCppEngine:
 
 
 def sample_of(answer: dict[str, Any], prompt_tokens: int) -> Sample:
-    """Tokens and times of one answer; the first token comes out of the prompt's pass."""
+    """Return tokens and times of one answer. The first token is emitted by the prefill pass."""
     times = answer["timings"]
     if times["prompt_n"] != prompt_tokens:
         raise RuntimeError(f"llama-server processed {times['prompt_n']} of {prompt_tokens} prompt tokens")
@@ -123,19 +123,19 @@ def sample_of(answer: dict[str, Any], prompt_tokens: int) -> Sample:
 
 
 def common_options(args: WorkerArgs) -> list[str]:
-    """One sequence, no caches between requests, no web page."""
+    """Return options for one sequence, without caches between requests and without the web page."""
     threads = str(args.threads)
     options = ["--threads", threads, "--threads-batch", threads, "--ctx-size", str(args.max_len), "--parallel", "1"]
     return [*options, "--no-cache-prompt", "--cache-ram", "0", "--no-ui", "--fit", "off"]
 
 
 def draft_dtype(dtype: str) -> str:
-    """Draft models keep 16 bits, in every engine."""
+    """Return the number format of draft models: 16 bits, as in every engine."""
     return "bfloat16" if dtype in QUANTISED else dtype
 
 
 def model_file(model: str, dtype: str, cache_dir: str) -> Path:
-    """Convert a checkpoint once per content and number format; the file appears only when it is complete."""
+    """Convert a checkpoint once per content and number format. The file is moved into place when it is complete."""
     source = Path(model).resolve()
     folder = Path(cache_dir) / "llamacpp" / f"{source.name}-{content_key(source)}"
     file = folder / f"{dtype}.gguf"
@@ -164,7 +164,7 @@ def _free_port() -> int:
 
 
 def _die_with_parent() -> None:
-    """A worker that is killed takes its server with it (Linux)."""
+    """Terminate the server when its worker is killed (Linux)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""The peer OpenVINO GenAI: one pipeline per method, K is set per request; models are exported once, then cached."""
+"""Peer OpenVINO GenAI: one pipeline per method; K is set per request. Models are exported once, then cached."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import openvino
 import openvino_genai
 from protocol import ChunkClock, Request, Sample, WorkerArgs, content_key, serve
 
-# Of 16 bits the arithmetic is the processor's own choice, bfloat16 where it has it. Always said: unasked, the exporter
-# makes 8 bits of the weights of a model of a thousand million and more.
+# For 16 bits the processor chooses the arithmetic: bfloat16 if supported. The weight format is always given, because the
+# exporter's default for models of a billion parameters and more is 8 bits.
 WEIGHT_FORMATS = {"float32": "fp32", "float16": "fp16", "int8": "int8", "int4": "int4"}
 
 
 class OpenVinoEngine:
-    """Holds one pipeline at a time: a second target at 1B would not fit beside the other engines."""
+    """Holds one pipeline at a time, because a second target at 1B would not fit in memory."""
 
     def __init__(self, args: WorkerArgs) -> None:
         self.args = args
@@ -35,7 +35,7 @@ class OpenVinoEngine:
         if request.method == "draft":
             if self.args.draft is None:
                 raise ValueError("method draft needs --draft")
-            dtype = self.args.dtype if self.args.dtype == "float32" else "float16"  # drafts keep 16 bits in every engine
+            dtype = self.args.dtype if self.args.dtype == "float32" else "float16"  # drafts have 16 bits in every engine
             draft = _export(self.args.draft, dtype, self.args.cache_dir)
             options["draft_model"] = openvino_genai.draft_model(str(draft), "CPU", **self._properties())
         elif request.method == "ngram":
@@ -47,11 +47,11 @@ class OpenVinoEngine:
         return _export(self.args.target, self.args.dtype, self.args.cache_dir)
 
     def _properties(self) -> dict[str, Any]:
-        """Arithmetic in 16 bit where the processor has it (the default) unless float32 is asked for."""
+        """Return pipeline properties: 16-bit arithmetic where supported (the default), unless float32 is requested."""
         properties: dict[str, Any] = {
             "INFERENCE_NUM_THREADS": self.args.threads,
             "PERFORMANCE_HINT": "LATENCY",
-            "KV_CACHE_PRECISION": self._arithmetic(),  # its default on a CPU is 8 bit; on matrix units it takes bf16 alone
+            "KV_CACHE_PRECISION": self._arithmetic(),  # the default on a CPU is 8 bit; with matrix units only bf16 works
         }
         if self.args.dtype == "float32":
             properties["INFERENCE_PRECISION_HINT"] = "f32"
@@ -98,7 +98,7 @@ class TokenStreamer(openvino_genai.StreamerBase):
 
 def _scheduler(args: WorkerArgs) -> Any:
     config = openvino_genai.SchedulerConfig()
-    config.enable_prefix_caching = False  # each repetition must pay for its prompt, like every other engine
+    config.enable_prefix_caching = False  # every engine prefills the prompt in each repetition
     config.max_num_batched_tokens = max(args.max_len, 256)
     config.max_num_seqs = 1
     return config
@@ -120,7 +120,7 @@ def _generation_config(request: Request) -> Any:
 
 
 def _export(model: str, dtype: str, cache_dir: str) -> Path:
-    """Convert a checkpoint once per content and weight format; the folder appears only when it is complete."""
+    """Convert a checkpoint once per content and weight format. The folder is moved into place when it is complete."""
     source = Path(model).resolve()
     folder = Path(cache_dir) / "openvino" / f"{source.name}-{dtype}-{content_key(source)}"
     if folder.exists():

@@ -1,4 +1,4 @@
-"""Our own engine, behind the same protocol as its peers and through its public API only."""
+"""Outrider with the same protocol as its peers, through its public API only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider import LLM, SamplingParams
 
 
 class OutriderEngine:
-    """One `LLM` at a time, built anew where the method or K changes."""
+    """Holds one `LLM`, rebuilt when the method or K changes."""
 
     def __init__(self, args: WorkerArgs) -> None:
         torch.set_num_threads(args.threads)
@@ -67,7 +67,7 @@ class OutriderEngine:
 
 
 def _numbers(dtype: str) -> dict[str, str]:
-    """Weights in 8 or 4 bits are rounded when the checkpoint is loaded."""
+    """Return engine options for a number format. 8- and 4-bit weights are quantised when the checkpoint is loaded."""
     return {"weights": dtype} if dtype in ("int8", "int4") else {"dtype": dtype}
 
 

@@ -1,4 +1,4 @@
-"""The peer `transformers`: `generate`, assisted generation and prompt lookup."""
+"""Peer `transformers`: `generate`, assisted generation and prompt lookup."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class ChunkStreamer(BaseStreamer):
-    """Tells the clock about every chunk of tokens; `generate` puts the prompt first."""
+    """Records every chunk of tokens; `generate` emits the prompt first."""
 
     def __init__(self, clock: ChunkClock) -> None:
         self.clock = clock
@@ -28,7 +28,7 @@ class ChunkStreamer(BaseStreamer):
 
 
 class TransformersEngine:
-    """Target and draft stay loaded; every method and K is an argument of `generate`."""
+    """Keeps target and draft loaded; method and K are arguments of `generate`."""
 
     def __init__(self, args: WorkerArgs) -> None:
         torch.set_num_threads(args.threads)
@@ -86,7 +86,7 @@ class TransformersEngine:
 
 
 def _set_schedule(config: Any, request: Request) -> None:
-    """Constant K, K grown and shrunk by acceptance, or K cut where the draft is unsure (transformers' default)."""
+    """Set constant K, K adapted to acceptance, or K cut at low draft confidence (transformers' default)."""
     config.num_assistant_tokens = request.k
     config.num_assistant_tokens_schedule = "heuristic" if request.schedule == "heuristic" else "constant"
     config.assistant_confidence_threshold = 0.4 if request.schedule == "dynamic" else 0.0

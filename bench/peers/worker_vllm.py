@@ -1,4 +1,4 @@
-"""The peer vLLM (CPU build): one process per method and K, because both are fixed when the engine is built."""
+"""Peer vLLM (CPU build): one process per method and K, because both are fixed when the engine is built."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from protocol import ChunkClock, Request, Sample, WorkerArgs, serve
 
 
 class VllmEngine:
-    """vLLM in this very process, stepped by hand so that the first chunk can be timed."""
+    """vLLM in this process, stepped manually so that the first chunk can be timed."""
 
     def __init__(self, args: WorkerArgs) -> None:
         _set_environment(args)
@@ -24,7 +24,7 @@ class VllmEngine:
             max_model_len=args.max_len,
             max_num_seqs=1,
             skip_tokenizer_init=True,
-            enable_prefix_caching=False,  # each repetition must pay for its prompt, like every other engine
+            enable_prefix_caching=False,  # every engine prefills the prompt in each repetition
             speculative_config=_speculative(args),
             disable_log_stats=True,
         )
@@ -65,7 +65,7 @@ def _set_environment(args: WorkerArgs) -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
-    os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")  # 0.32 cannot load on a CPU what it saved, and compiles at every start
+    os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")  # 0.32 cannot load its saved code on a CPU
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

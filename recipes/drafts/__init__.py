@@ -1,4 +1,4 @@
-"""The recipe for more drafts of the embedded target: one distilled for longer, and one with a vocabulary of its own.
+"""Recipe for further drafts of the embedded target: one distilled for longer, and one with its own vocabulary.
 
-Run it with `python -m recipes.drafts --help` from the repository root, after the family itself; README.md has the commands.
+Run it with `python -m recipes.drafts --help` from the repository root, after the family's recipe. README.md has the commands.
 """

@@ -1,4 +1,4 @@
-"""Command line of the recipe: `python -m recipes.drafts distilled` and `python -m recipes.drafts foreign`."""
+"""Command line of the recipe: `python -m recipes.drafts distilled`, `parallel` and `foreign`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 from outrider.train.distillation import DIVERGENCES, Distillation
 from outrider.train.draft_model import DraftShape
 from outrider.train.model_runs import DraftRun, train_draft
+from outrider.train.parallel import Parallel
 from outrider.train.runs import HeadPlan
 from recipes import run
 from recipes.drafts import foreign as foreign_draft
@@ -23,30 +24,32 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
 PACKAGE = Path(__file__).parents[2] / "src" / "outrider" / "family"
 FROM_LAYERS = PRESETS["cpu"].distillation.layers
-LEARNED = (0.006, 0.0015)  # Muon's and Adam's learning rates for weights that are good already
+LEARNED = (0.006, 0.0015)  # learning rates of Muon and Adam for already trained weights
 FRESH = (0.01, 0.0025)
 
 Family = Annotated[Path, typer.Option("--family", help="folder of the family: target/ and draft/")]
 Tokens = Annotated[Path, typer.Option("--tokens", help="the family recipe's tokenised text")]
 Out = Annotated[Path, typer.Option("--out", help="folder for the finished draft")]
 Minutes = Annotated[float, typer.Option("--minutes", help="of training")]
-Rows = Annotated[int, typer.Option("--rows", help="rows of 256 tokens, begun by the corpus and written by the target")]
+Rows = Annotated[int, typer.Option("--rows", help="rows of 256 tokens: the target's continuations of corpus text")]
 
 
 @app.command()
 def distilled(  # noqa: PLR0913 - one parameter an option
     minutes: Minutes = 25.0,
-    fresh: Annotated[bool, typer.Option("--fresh", help="begin as the target's layers, not as the family's draft")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="initialise from the target's layers instead of the family's draft")
+    ] = False,
     loss: Annotated[str, typer.Option("--loss", help=" or ".join(DIVERGENCES))] = "kl",
     rows: Rows = COUNT,
     family: Family = PACKAGE,
     tokens: Tokens = Path("build/family/tokens"),
-    work: Annotated[Path, typer.Option("--work", help="rows and checkpoints; the heads' folder has rows")] = Path(
+    work: Annotated[Path, typer.Option("--work", help="folder of rows and checkpoints; the heads' folder has rows")] = Path(
         "build/heads"
     ),
     out: Out = Path("build/drafts/distilled"),
 ) -> None:
-    """Distil a draft of the family draft's size for longer and compare the two; run again to resume."""
+    """Distil a draft of the family draft's size for longer, and compare the two. Run again to resume."""
     at = bench(family / "target", tokens, work, rows)
     shape = DraftShape(PRESETS["cpu"].draft.layers, PRESETS["cpu"].draft.hidden, FROM_LAYERS)
     muon, adam = FRESH if fresh else LEARNED
@@ -58,7 +61,7 @@ def distilled(  # noqa: PLR0913 - one parameter an option
 
 
 def compare(family: Path, out: Path, tokens: Path) -> None:
-    """Mean acceptance length of both drafts on the target's own greedy text after held-out signatures, kept and printed."""
+    """Store and print the mean acceptance length of both drafts on the target's greedy text after held-out signatures."""
     target, learned = model.load(family / "target"), tokenizer.load(family / "target")
     found = {}
     for name, folder in (("family", family / "draft"), ("distilled", out)):
@@ -69,19 +72,40 @@ def compare(family: Path, out: Path, tokens: Path) -> None:
 
 
 @app.command()
+def parallel(
+    minutes: Minutes = 20.0,
+    rows: Rows = COUNT,
+    family: Family = PACKAGE,
+    tokens: Tokens = Path("build/family/tokens"),
+    work: Annotated[Path, typer.Option("--work", help="rows and checkpoints; the heads' folder has rows")] = Path(
+        "build/heads"
+    ),
+    out: Out = Path("build/drafts/parallel"),
+) -> None:
+    """Train the family's draft further so that it makes 8 drafts in one pass (PARD); run again to resume."""
+    muon, adam = LEARNED
+    kind = DraftRun(start=str(family / "draft"), parallel=Parallel(depths=8))
+    how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=muon, adam_lr=adam, seed=SEED, compiled=True)
+    if not train_draft(bench(family / "target", tokens, work, rows), out, how, kind):
+        sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
+
+
+@app.command()
 def foreign(  # noqa: PLR0913 - one parameter an option
     minutes: Minutes = 8.0,
-    vocab: Annotated[int, typer.Option("--vocab", help="tokens of the draft's own tokenizer")] = 6144,
+    vocab: Annotated[int, typer.Option("--vocab", help="vocabulary size of the draft's tokenizer")] = 6144,
     rows: Rows = COUNT,
-    megabytes: Annotated[float, typer.Option("--megabytes", help="at most this much text of each source")] = 12.0,
+    megabytes: Annotated[float, typer.Option("--megabytes", help="maximum text per source, in megabytes")] = 12.0,
     corpus: Annotated[Path, typer.Option("--corpus", help="folder of the xz text files")] = Path("../shared/corpus"),
     family: Family = PACKAGE,
     tokens: Tokens = Path("build/family/tokens"),
     rows_work: Annotated[Path, typer.Option("--rows-work", help="folder of the rows")] = Path("build/heads"),
-    work: Annotated[Path, typer.Option("--work", help="tokenizer, tokens and checkpoints")] = Path("build/drafts/foreign-work"),
+    work: Annotated[Path, typer.Option("--work", help="folder of tokenizer, tokens and checkpoints")] = Path(
+        "build/drafts/foreign-work"
+    ),
     out: Out = Path("build/drafts/foreign"),
 ) -> None:
-    """Train a tokenizer of another size and a draft with it; run again to resume. --rows 0: on corpus text alone."""
+    """Train a tokenizer of another size and a draft with it. Run again to resume. --rows 0: train on corpus text only."""
     for folder in (work, out):
         folder.mkdir(parents=True, exist_ok=True)
     (work / ".gitignore").write_text("*\n")

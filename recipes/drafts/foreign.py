@@ -1,4 +1,4 @@
-"""A draft with a vocabulary of its own: a byte-level BPE of another size, and a small Llama trained on plain text with it."""
+"""A draft with its own vocabulary: a byte-level BPE tokenizer of another size, and a small Llama trained with it on text."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from recipes.family.config import PRESETS, SEED
 from recipes.family.export import export
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-WRITTEN_SHARE = 0.5  # of the rows that are the target's own text, where there is any
+WRITTEN_SHARE = 0.5  # share of rows written by the target, if there are any
 FROM_LAYERS = (0, 2)
-SAMPLE = 12_000_000  # characters that the tokenizer is learned from
+SAMPLE = 12_000_000  # characters that the tokenizer is trained on
 
 
 def prepare(folder: Path, texts: Path, megabytes: float, vocab: int, written: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Learns the tokenizer and tokenises the family's text and the target's with it, unless that is done already."""
+    """Train the tokenizer, and tokenise the family's and the target's text with it, unless this was done already."""
     if not (folder / "tokens" / "tokens.json").exists():
         splits = corpus.load(texts, megabytes)
         learned = tokenizer.train(tokenizer.balanced_sample(splits, SAMPLE), vocab)
@@ -41,7 +41,7 @@ def prepare(folder: Path, texts: Path, megabytes: float, vocab: int, written: It
 
 
 def mixture(tokens: Path) -> data.Mixture:
-    """The family's mix, and the target's own text beside it."""
+    """Return the family's text mixture with the target's own text added."""
     mixed = data.training_mixture(tokens, SEED + 11)
     own = tokens / "train_written.bin"
     if not own.exists():
@@ -52,7 +52,7 @@ def mixture(tokens: Path) -> data.Mixture:
 
 
 def pieces(own: PreTrainedTokenizerFast, target: PreTrainedTokenizerFast) -> Tensor:
-    """[Vd, V]: each token of ``own`` as the mean of the target's tokens that spell it."""
+    """Return each token of ``own`` as the mean of the target tokens that spell it: [Vd, V]."""
     table = torch.zeros(len(own), len(target))
     for index, token in enumerate(own.convert_ids_to_tokens(list(range(len(own))))):
         text = own.decode([index])
@@ -64,7 +64,7 @@ def pieces(own: PreTrainedTokenizerFast, target: PreTrainedTokenizerFast) -> Ten
 
 
 def train(folder: Path, family: Path, minutes: float, out: Path) -> bool:
-    """Trains the draft on what ``prepare`` left in ``folder`` and writes it to ``out``. False if interrupted."""
+    """Train the draft on the output of ``prepare`` in ``folder`` and write it to ``out``. Returns False if interrupted."""
     learned, of_target = tokenizer.load(folder / "tokenizer"), tokenizer.load(family / "target")
     preset = replace(PRESETS["cpu"], vocab=len(learned))
     net = model.build(preset.draft, preset, SEED + 11)
@@ -92,7 +92,7 @@ def train(folder: Path, family: Path, minutes: float, out: Path) -> bool:
 
 
 def held_out(folder: Path, learned: PreTrainedTokenizerFast) -> evaluate.HeldOut:
-    """Held-out rows in the draft's own tokens."""
+    """Return held-out rows, tokenised with the draft's tokenizer."""
     names = [source.name for source in corpus.SOURCES]
     rows = data.held_out_rows(folder / "tokens", names, 256, 4_096)
     sizes = torch.tensor(tokenizer.token_bytes(learned), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The recipe that trains the embedded family: a Llama-shaped target and its distilled draft.
+"""Recipe of the embedded family: a Llama-shaped target and its distilled draft.
 
-Run it with `python -m recipes.family --help` from the repository root; README.md has the commands.
+Run it with `python -m recipes.family --help` from the repository root. README.md has the commands.
 """

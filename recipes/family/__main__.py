@@ -20,14 +20,14 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 PresetName = Annotated[str, typer.Option("--preset", help=f"machine class: {', '.join(PRESETS)}")]
 Corpus = Annotated[Path, typer.Option("--corpus", help="folder of the xz text files")]
 Work = Annotated[Path, typer.Option("--work", help="folder for checkpoints and tokenised text")]
-Minutes = Annotated[float | None, typer.Option("--minutes", help="time budget; the preset's own if not given")]
+Minutes = Annotated[float | None, typer.Option("--minutes", help="time budget (default: the preset's)")]
 Tokens = Annotated[
-    int | None, typer.Option("--tokens", help="tokens of the whole run; fewer than planned end a run early, with its decay")
+    int | None, typer.Option("--tokens", help="tokens of the whole run; a smaller number ends it early, with decay")
 ]
-Wall = Annotated[bool, typer.Option("--wall", help="pauses count, too: the run ends by the clock")]
-Compiled = Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile the layers")]
-Package = Annotated[Path, typer.Option("--package", help="folder that gets target/, draft/ and the model card")]
-Curves = Annotated[Path, typer.Option("--curves", help="folder that gets the curves and report.json")]
+Wall = Annotated[bool, typer.Option("--wall", help="count pauses: the run ends by the clock")]
+Compiled = Annotated[bool, typer.Option("--compile/--no-compile", help="compile the layers with torch.compile")]
+Package = Annotated[Path, typer.Option("--package", help="output folder of target/, draft/ and the model card")]
+Curves = Annotated[Path, typer.Option("--curves", help="output folder of the curves and report.json")]
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "src" / "outrider" / "family"
@@ -35,16 +35,16 @@ CORPUS, WORK = Path("../shared/corpus"), Path("build/family")
 
 
 def check_preset(preset: str) -> None:
-    """Refuses a name that is none."""
+    """Reject an unknown preset."""
     if preset not in PRESETS:
-        raise typer.BadParameter(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
+        raise typer.BadParameter(f"unknown preset {preset!r}; expected {', '.join(PRESETS)}")
 
 
 def workshop(preset: str, corpus: Path, work: Path) -> Workshop:
-    """The workshop the options describe, or a one-line error."""
+    """Return the workshop for these options. Raises a one-line error if the corpus is missing."""
     check_preset(preset)
     if not corpus.is_dir():
-        raise typer.BadParameter(f"no such corpus folder: {corpus}")
+        raise typer.BadParameter(f"corpus folder {corpus} does not exist")
     work.mkdir(parents=True, exist_ok=True)
     (work / ".gitignore").write_text("*\n")
     return Workshop(preset, corpus, work)
@@ -66,7 +66,7 @@ def target(
     wall: Wall = False,
     compiled: Compiled = True,
 ) -> None:
-    """Train the target; run again to resume."""
+    """Train the target. Run again to resume."""
     budget = {"minutes": minutes, "tokens_in_all": tokens, "count_pauses": wall}
     shop = replace(workshop(preset, corpus, work), compiled=compiled, **budget)
     if not stages.train_target(shop):
@@ -82,10 +82,10 @@ def loops(
     wall: Wall = False,
     compiled: Compiled = True,
 ) -> None:
-    """Train the finished target against its own greedy loops; run again to resume."""
+    """Train the finished target against its own greedy loops. Run again to resume."""
     shop = replace(workshop(preset, corpus, work), minutes=minutes, count_pauses=wall, compiled=compiled)
     if not (work / "target" / "checkpoint.pt").is_file():
-        raise typer.BadParameter(f"there is no target in {work}: run `python -m recipes.family target` first")
+        raise typer.BadParameter(f"no target in {work}: run `python -m recipes.family target` first")
     if not stages.train_against_loops(shop):
         sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
 
@@ -97,9 +97,9 @@ def draft(
     work: Work = WORK,
     minutes: Minutes = None,
     wall: Wall = False,
-    rows: Annotated[int | None, typer.Option("--generated", help="sequences the target writes first")] = None,
+    rows: Annotated[int | None, typer.Option("--generated", help="number of sequences that the target writes first")] = None,
 ) -> None:
-    """Export the target, let it write text, distil the draft on it; run again to resume."""
+    """Export the target, let it write text, and distil the draft on that text. Run again to resume."""
     shop = replace(workshop(preset, corpus, work), minutes=minutes, count_pauses=wall)
     stages.export_model(shop, "loops", work / "export" / "target")
     if not stages.train_draft(shop, rows):
@@ -108,14 +108,14 @@ def draft(
 
 @app.command()
 def export(name: str, out: Path, preset: PresetName = "cpu", work: Work = WORK) -> None:
-    """Write the last checkpoint of `target`, `loops` or `draft` as a Hugging Face folder, while it trains if need be."""
+    """Export the last checkpoint of `target`, `loops` or `draft` as a Hugging Face folder, possibly during training."""
     check_preset(preset)
     if name not in ("target", "loops", "draft"):
-        raise typer.BadParameter(f"unknown model {name!r}: target, loops or draft")
+        raise typer.BadParameter(f"unknown model {name!r}: expected target, loops or draft")
     if not (work / name / "checkpoint.pt").is_file():
-        raise typer.BadParameter(f"there is no checkpoint in {work / name}: run `python -m recipes.family {name}` first")
-    if out.exists() and not (out / "config.json").is_file():  # what is there is deleted first
-        raise typer.BadParameter(f"{out} is there and no model folder: name a new one")
+        raise typer.BadParameter(f"no checkpoint in {work / name}: run `python -m recipes.family {name}` first")
+    if out.exists() and not (out / "config.json").is_file():  # an existing folder is deleted first, so it must be a model
+        raise typer.BadParameter(f"{out} exists and is not a model folder: give another name")
     stages.export_model(Workshop(preset, CORPUS, work), name, out)
 
 
@@ -136,8 +136,8 @@ def card(
     preset: PresetName = "cpu",
     package: Package = PACKAGE,
     curves: Curves = HERE,
-    hardware: Annotated[str | None, typer.Option("--hardware", help="what the card says it was trained on")] = None,
-    note: Annotated[str, typer.Option("--note", help="a paragraph on this very run")] = "",
+    hardware: Annotated[str | None, typer.Option("--hardware", help="hardware description in the model card")] = None,
+    note: Annotated[str, typer.Option("--note", help="paragraph about this run in the model card")] = "",
 ) -> None:
     """Write the model card from the last measurements."""
     check_preset(preset)
@@ -152,7 +152,7 @@ def everything(
     package: Package = PACKAGE,
     curves: Curves = HERE,
 ) -> None:
-    """All stages in order; run again to go on where it stopped."""
+    """Run all stages in order. Run again to resume."""
     target(preset, corpus, work)
     loops(preset, corpus, work)
     draft(preset, corpus, work)

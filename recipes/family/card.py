@@ -1,4 +1,4 @@
-"""The model card, written from the measurements: no number in it is typed by hand."""
+"""Generate the model card from measurements; it contains no manually entered numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ body is not blank. Parsing says nothing about sense: see the samples."""
 
 
 def shape_row(name: str, shape: Shape, parameters: int) -> str:
-    """One model of the architecture table."""
+    """Return the table row of one model's shape."""
     return (
         f"| {name} | {parameters / 1e6:.2f} M | {shape.hidden} | {shape.layers} | {shape.heads} / {shape.kv_heads} "
         f"| {shape.intermediate} |"
@@ -33,7 +33,7 @@ def shape_row(name: str, shape: Shape, parameters: int) -> str:
 
 
 def architecture(preset: Preset, parameters: dict[str, int]) -> str:
-    """Sizes of both models."""
+    """Return the sizes of both models."""
     rows = [shape_row(name, getattr(preset, name), parameters[name]) for name in ("target", "draft")]
     return "\n".join(
         [
@@ -51,7 +51,7 @@ def architecture(preset: Preset, parameters: dict[str, int]) -> str:
 
 
 def sources(tokens: dict[str, int]) -> str:
-    """Where the text came from."""
+    """Return the sources of the text."""
     rows = [f"| {s.name} | {s.origin} | {s.licence} | {tokens[s.name] / 1e6:.2f} M | {s.weight:.0%} |" for s in corpus.SOURCES]
     return "\n".join(
         [
@@ -69,7 +69,7 @@ def sources(tokens: dict[str, int]) -> str:
 
 
 def training(name: str, plan: Plan, curve: list[dict[str, Any]], hardware: str) -> str:
-    """What one run was given and where it ended."""
+    """Return the settings and the end of one training run."""
     last = curve[-1]
     return (
         f"- **{name}**: {last['step']} steps, {last['tokens'] / 1e6:.2f} M tokens, "
@@ -79,7 +79,7 @@ def training(name: str, plan: Plan, curve: list[dict[str, Any]], hardware: str) 
 
 
 def bits(found: dict[str, dict[str, float]]) -> str:
-    """Validation table."""
+    """Return the validation table."""
     rows = [f"| {name} | {value:.3f} | {found['draft'][name]:.3f} |" for name, value in found["target"].items()]
     head = ["## Bits per byte on held-out documents", "", "| source | target | draft |", "|---|---|---|"]
     note = (
@@ -90,7 +90,7 @@ def bits(found: dict[str, dict[str, float]]) -> str:
 
 
 def speculation(report: dict[str, Any]) -> str:
-    """What the draft and the exits are good for."""
+    """Return acceptance and early-exit measurements."""
     found = report["held_out_functions"]
     exits = " | ".join(f"{value:.3f}" for value in found["exit_agreement"])
     layers = range(1, len(found["exit_agreement"]) + 1)
@@ -117,7 +117,7 @@ def speculation(report: dict[str, Any]) -> str:
 
 
 def loops(found: dict[str, dict[str, Any]]) -> str:
-    """How many texts loop, before the stage against loops and after it."""
+    """Return loop shares before and after training against loops."""
     rows = [
         f"| {when} | " + " | ".join(f"{each[how][what]:.0%}" for how in ("greedy", "sampled") for what in LOOPS) + " |"
         for when, each in found.items()
@@ -139,12 +139,12 @@ def loops(found: dict[str, dict[str, Any]]) -> str:
 
 
 def block(prompt: str, text: str, language: str) -> str:
-    """One sample: prompt and continuation as one piece."""
+    """Format one sample: prompt and continuation as one block."""
     return f"````{language}\n{prompt}{text.rstrip()}\n````"
 
 
 def sample_sections(report: dict[str, Any], tokens: int, temperature: float) -> str:
-    """Ten samples of each kind, as they came."""
+    """Return ten unselected samples of each kind."""
     own = report["own_signatures"]
     code = [f"Parses: {'yes' if parsed else 'no'}\n\n{block(prompt, text, 'python')}" for prompt, text, parsed in own["code"]]
     english = [block(f"[{prompt}]", text, "text") for prompt, text in report["english"]]
@@ -162,7 +162,7 @@ def sample_sections(report: dict[str, Any], tokens: int, temperature: float) -> 
 
 
 def render(preset: Preset, report: dict[str, Any], curves: dict[str, list[dict[str, Any]]], hardware: str, note: str) -> str:
-    """The whole card."""
+    """Return the complete card."""
     how = preset.distillation
     notes = "\n".join(
         [

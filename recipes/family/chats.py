@@ -1,6 +1,6 @@
 """Short question-and-answer documents in the chat template.
 
-Commands come from tldr, stories from the shortest tales; greetings, sums and everyday facts are written here.
+Commands come from tldr, stories from the shortest tales; greetings, sums and everyday facts are defined here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from .config import ASSISTANT, END, SEED, USER
 
-Turn = tuple[str, str]  # what the user asks, what the assistant answers
+Turn = tuple[str, str]  # question, answer
 
 GREETINGS = ("Hello", "Hello!", "Hi", "Hi!", "Hey", "Good morning", "Good evening!", "Hello there", "Hi there!", "Greetings")
 WELCOMES = (
@@ -69,7 +69,7 @@ def _pairs(table: str) -> list[list[str]]:
 
 
 def facts() -> list[Turn]:
-    """Everyday questions with one short answer."""
+    """Return everyday questions with one short answer each."""
     found: list[Turn] = []
     for country, city in _pairs(CAPITALS):
         found.append((f"What is the capital of {country}?", f"The capital of {country} is {city}."))
@@ -85,7 +85,7 @@ def facts() -> list[Turn]:
 
 
 def sum_turn(rng: random.Random) -> Turn:
-    """A question about two small numbers."""
+    """Return a question about two small numbers."""
     first, second = rng.randint(0, 20), rng.randint(0, 12)
     kind = rng.choice("+-*")
     value = {"+": first + second, "-": first - second, "*": first * second}[kind]
@@ -97,7 +97,7 @@ def sum_turn(rng: random.Random) -> Turn:
 
 
 def small_talk(rng: random.Random) -> Turn:
-    """A greeting, thanks, a farewell or a question about the model itself."""
+    """Return a greeting, thanks, a farewell, or a question about the model."""
     kind = rng.randrange(5)
     if kind < 3:
         asked, answered = ((GREETINGS, WELCOMES), (THANKS, NO_TROUBLE), (FAREWELLS, PARTINGS))[kind]
@@ -107,7 +107,7 @@ def small_talk(rng: random.Random) -> Turn:
 
 
 def commands(pages: list[str]) -> Iterator[Turn]:
-    """ "How do I ...?" from each example of the tldr pages."""
+    """Yield a "How do I ...?" question for each example of the tldr pages."""
     for page in pages:
         for what, command in re.findall(r"^- (.+):\n\n`(.+)`$", page, flags=re.MULTILINE):
             plain = re.sub(r"[\[\]{}]", "", what)
@@ -117,7 +117,7 @@ def commands(pages: list[str]) -> Iterator[Turn]:
 
 
 def stories(tales: list[str]) -> Iterator[Turn]:
-    """Requests for a story, answered by tales short enough to be told at once."""
+    """Yield requests for a story, answered by short tales."""
     for tale in tales:
         title, _, text = tale.partition("\n\n")
         if 200 < len(text) < STORY_CHARACTERS and len(title) < 60 and title.upper() == title:
@@ -126,12 +126,12 @@ def stories(tales: list[str]) -> Iterator[Turn]:
 
 
 def document(turns: list[Turn]) -> str:
-    """A conversation as the tokenizer's chat template writes it."""
+    """Format a conversation with the tokenizer's chat template."""
     return f"{END}\n".join(f"{USER}\n{asked}\n{ASSISTANT}\n{answered}" for asked, answered in turns)
 
 
 def write(tldr: list[str], tales: list[str]) -> list[str]:
-    """All conversations: each command, story and fact once or more, among small talk and sums."""
+    """Return all conversations: each command, story and fact at least once, mixed with small talk and sums."""
     rng = random.Random(SEED)
     asked = [*rng.sample(found := list(commands(tldr)), min(COMMANDS, len(found))), *stories(tales), *stories(tales)]
     asked += facts() * FACT_COPIES + [sum_turn(rng) for _ in range(SUMS)] + [small_talk(rng) for _ in range(SMALL_TALK)]

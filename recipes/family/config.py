@@ -1,4 +1,4 @@
-"""Sizes and training plans, one preset per kind of machine."""
+"""Model sizes and training plans, one preset per class of machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPECIAL_TOKENS = (END, USER, ASSISTANT)
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of one Llama: everything else (head_dim 64, tied embeddings, RoPE) is shared."""
+    """Size of one Llama. Other settings (head_dim 64, tied embeddings, RoPE) are the same for all."""
 
     hidden: int
     layers: int
@@ -26,32 +26,32 @@ class Shape:
 
 @dataclass(frozen=True)
 class DraftText:
-    """The text that the draft learns from, and how (DistillSpec, Zhou et al. 2024)."""
+    """Training text of the draft (DistillSpec, Zhou et al. 2024)."""
 
-    generated_rows: int  # sequences the target writes first
+    generated_rows: int  # number of sequences written by the target
     prompt_tokens: int = 96
     new_tokens: int = 160
     generation_batch: int = 256
-    generated_share: float = 0.6  # of each batch; the rest is corpus text
-    greedy_share: float = 0.5  # of the generated rows; the others are sampled at temperature 1
+    generated_share: float = 0.6  # share of each batch; the rest is corpus text
+    greedy_share: float = 0.5  # share of the generated rows; the others are sampled at temperature 1
     teaching: Distillation = field(default_factory=lambda: Distillation(plain_share=0.03))
-    layers: tuple[int, int] = (0, 2)  # the target layers the draft is cut out of
+    layers: tuple[int, int] = (0, 2)  # target layers that initialise the draft
 
 
 @dataclass(frozen=True)
 class AgainstLoops:
-    """How the model is trained against its own loops."""
+    """Settings of training against the model's own loops."""
 
-    rows: int = 16  # continued in a step
-    prompt_tokens: int = 64  # of each
+    rows: int = 16  # rows continued per step
+    prompt_tokens: int = 64  # tokens per row
     new_tokens: int = 160
-    every: int = 2  # steps
-    weight: float = 2.0  # of the unlikelihood, beside the loss of the text
+    every: int = 2  # steps between two such losses
+    weight: float = 2.0  # weight of the unlikelihood relative to the text loss
 
 
 @dataclass(frozen=True)
 class Preset:
-    """One machine class: sizes, budgets and how much of each source is tokenised."""
+    """Sizes, budgets and amount of tokenised text for one class of machine."""
 
     vocab: int
     target: Shape
@@ -60,7 +60,7 @@ class Preset:
     loops_plan: Plan
     draft_plan: Plan
     layer_skip: LayerSkip
-    source_megabytes: float  # at most this much text of each source
+    source_megabytes: float  # maximum text per source
     distillation: DraftText
     max_positions: int = 1024
     against_loops: AgainstLoops = field(default_factory=AgainstLoops)
@@ -89,7 +89,7 @@ PRESETS = {
         source_megabytes=1000,
         distillation=DraftText(32_768, 160, 352, 2048),
     ),
-    "tiny": Preset(  # for tests: seconds on any machine
+    "tiny": Preset(  # for tests: takes seconds on any machine
         vocab=320,
         target=Shape(hidden=64, layers=3, heads=1, kv_heads=1, intermediate=96),
         draft=Shape(hidden=64, layers=1, heads=1, kv_heads=1, intermediate=96),

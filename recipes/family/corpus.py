@@ -1,6 +1,6 @@
-"""Text in, documents out: which sources there are, how they are cleaned, and what is held out.
+"""Training documents: sources, cleaning and held-out split.
 
-Only the files named in `SOURCES` and the interpreter's standard library are ever opened.
+Only the files named in `SOURCES` and the interpreter's standard library are read.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from . import chats
 from .config import ASSISTANT, END, USER
 
 HELD_OUT_SHARE = 0.005
-LONG_LINE = 25  # letters and digits: shorter lines repeat by chance
-MOST_REPEATED = 0.3  # of a document's long lines; what repeats more is a duplicate
-FIRST = ("tales", "thealgorithms", "gsm8k")  # where a document stands in two sources, it stays in these
+LONG_LINE = 25  # letters and digits; shorter lines repeat by chance
+MOST_REPEATED = 0.3  # maximum share of repeated long lines, above which a document is a duplicate
+FIRST = ("tales", "thealgorithms", "gsm8k")  # a document found in two sources is kept in these
 STDLIB_SKIP = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 STDLIB_SKIP |= {"encodings", "pydoc_data", "ensurepip", "turtledemo"}
 
 
 @dataclass(frozen=True)
 class Source:
-    """One source of text: `file` is None for the standard library and for derived documents."""
+    """One source of text. `file` is None for the standard library and for derived documents."""
 
     name: str
     file: str | None
     weight: float  # share of the training rows
-    in_total: float  # share of the total of bits per byte, the same for every edition of the family
+    in_total: float  # weight in the total bits per byte, equal for all editions of the family
     origin: str
     licence: str
 
@@ -75,14 +75,14 @@ class Split:
 
 
 def digest(text: str) -> int:
-    """A stable 64-bit hash of a document, the only source of randomness in the split."""
+    """Return a stable 64-bit hash of a document, the only source of randomness in the split."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def read_documents(path: Path) -> list[str]:
-    """The documents of one xz file, separated by lines that hold only the end marker."""
+    """Return the documents of an xz file, which are separated by lines that contain only the end marker."""
     if "prompts" in path.resolve().parts:
-        raise ValueError(f"{path}: prompts are for measuring, never for training")
+        raise ValueError(f"{path}: prompts for measuring must not be used for training")
     with lzma.open(path, "rt", encoding="utf-8") as lines:
         text = lines.read()
     parts = re.split(rf"^{re.escape(END)}$", text, flags=re.MULTILINE)
@@ -90,7 +90,7 @@ def read_documents(path: Path) -> list[str]:
 
 
 def read_stdlib(root: Path | None = None) -> list[str]:
-    """The standard library's modules, without its tests and tables."""
+    """Return the modules of the standard library, without tests and tables."""
     root = root or Path(sysconfig.get_path("stdlib"))
     documents = []
     for path in sorted(root.rglob("*.py")):
@@ -103,7 +103,7 @@ def read_stdlib(root: Path | None = None) -> list[str]:
 
 
 def clean_gsm8k(text: str) -> str:
-    """Drop the calculator marks; every second problem becomes a chat, so that chat works at all."""
+    """Remove calculator marks, and format every second problem as a chat, so that the model learns the chat format."""
     text = re.sub(r"<<[^<>]*>>", "", text)
     text = re.sub(r"#### *(\S+)", r"The answer is \1.", text)
     if digest(text) % 2:
@@ -112,7 +112,7 @@ def clean_gsm8k(text: str) -> str:
 
 
 def clean_markdown(text: str) -> str:
-    """Drop YAML front matter, HTML comments and anchors."""
+    """Remove YAML front matter, HTML comments and anchors."""
     text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)
     text = re.sub(r"<!--.*?-->|<a id=[^>]*></a>", "", text, flags=re.DOTALL)
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n")
@@ -122,7 +122,7 @@ CLEANERS: dict[str, Callable[[str], str]] = {"gsm8k": clean_gsm8k, "cpp": clean_
 
 
 def functions(document: str) -> Iterator[str]:
-    """Functions and methods of one module as documents of their own, some of them asked for in a chat."""
+    """Yield the functions and methods of one module as separate documents, some as answers in a chat."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -147,7 +147,7 @@ def functions(document: str) -> Iterator[str]:
 
 
 def split(documents: list[str], limit: int) -> Split:
-    """Hold out about half a percent of the text, whole documents only, in hash order."""
+    """Hold out about half a percent of the text in whole documents, chosen by hash."""
     ordered = sorted(set(documents), key=digest)
     total = sum(map(len, ordered))
     held_out: list[str] = []
@@ -164,7 +164,7 @@ def split(documents: list[str], limit: int) -> Split:
 
 
 def lines_of(document: str) -> dict[int, int]:
-    """Hash and length of every long line, letters and digits only: what near-duplicates share."""
+    """Return hash -> length of every long line, reduced to letters and digits, to find near-duplicates."""
     plain = (re.sub(r"[\W_]+", "", line).lower() for line in document.splitlines())
     return {hash(line): len(line) for line in plain if len(line) >= LONG_LINE}
 
@@ -189,7 +189,7 @@ def without_duplicates(splits: dict[str, Split]) -> dict[str, Split]:
 
 
 def functions_of(splits: dict[str, Split], names: tuple[str, ...], limit: int) -> Split:
-    """Single functions of several sources; those of held-out files are held out too."""
+    """Return the functions of several sources as a split; those from held-out files are held out."""
     train: set[str] = set()
     held_out: set[str] = set()
     for name in names:
@@ -205,7 +205,7 @@ def functions_of(splits: dict[str, Split], names: tuple[str, ...], limit: int) -
 
 
 def load(corpus: Path, megabytes: float) -> dict[str, Split]:
-    """Every source, cleaned, split and free of near-duplicates, in the order of `SOURCES`."""
+    """Return every source, cleaned, split and without near-duplicates, in the order of `SOURCES`."""
     limit = int(megabytes * 1e6)
     splits: dict[str, Split] = {}
     for source in SOURCES:

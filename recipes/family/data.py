@@ -1,6 +1,6 @@
-"""Tokenised text on disk, and the batches drawn from it.
+"""Tokenised text on disk, and batches drawn from it.
 
-Every draw is a function of (seed, rows already drawn), so a resumed run reads exactly what an uninterrupted one would.
+Every draw is a function of (seed, number of rows drawn), so a resumed run reads the same rows as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GOLDEN = 0.6180339887498949
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, documents: Sequence[str], path: Path) -> int:
-    """Write documents as uint16 ids, each followed by the end token; returns the number of tokens."""
+    """Write documents as uint16 ids, each followed by the end token. Returns the number of tokens."""
     end = tokenizer.eos_token_id
     total = 0
     with open(path, "wb") as file:
@@ -33,7 +33,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, documents: Sequence[str], path: P
 
 
 def encode_all(tokenizer: PreTrainedTokenizerFast, splits: dict[str, Split], folder: Path) -> dict[str, int]:
-    """Tokenise every source into `folder`; returns training tokens by source."""
+    """Tokenise every source into `folder`. Returns source -> number of training tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     counts = {}
     for name, documents in splits.items():
@@ -46,8 +46,8 @@ def encode_all(tokenizer: PreTrainedTokenizerFast, splits: dict[str, Split], fol
 class Mixture:
     """Rows drawn from several token streams by weight.
 
-    The i-th row of a stream starts at frac(i * golden ratio) of it: starts are spread evenly at every
-    moment, which random offsets are not, and the whole state is one counter per stream.
+    The i-th row of a stream starts at the fraction frac(i * golden ratio) of its length. Unlike random offsets, these starts
+    are evenly spread after any number of rows, and the state is one counter per stream.
     """
 
     def __init__(self, streams: Mapping[str, np.ndarray], weights: Mapping[str, float], seed: int) -> None:
@@ -59,7 +59,7 @@ class Mixture:
         self.seed = seed
 
     def batch(self, step: int, rows: int, seq_len: int) -> Tensor:
-        """Ids of one step: [rows, seq_len + 1]."""
+        """Return the ids of one step: [rows, seq_len + 1]."""
         rng = np.random.default_rng((self.seed, step))
         chosen = rng.choice(len(self.names), size=rows, p=self.shares)
         out = np.empty((rows, seq_len + 1), dtype=np.int64)
@@ -74,13 +74,13 @@ class Mixture:
 
 
 def training_mixture(folder: Path, seed: int) -> Mixture:
-    """The mix of `SOURCES` over the tokenised training files."""
+    """Return the mixture of `SOURCES` over the tokenised training files."""
     streams = {s.name: np.memmap(folder / f"train_{s.name}.bin", dtype=np.uint16, mode="r") for s in SOURCES}
     return Mixture(streams, {s.name: s.weight for s in SOURCES}, seed)
 
 
 def held_out_rows(folder: Path, names: Iterable[str], seq_len: int, limit: int) -> dict[str, Tensor]:
-    """Per source, up to `limit` tokens of held-out text as rows [N, seq_len + 1]."""
+    """Return rows [N, seq_len + 1] of held-out text per source, up to `limit` tokens each."""
     found = {}
     for name in names:
         ids = np.fromfile(folder / f"val_{name}.bin", dtype=np.uint16)[: limit + 1].astype(np.int64)
@@ -92,7 +92,7 @@ def held_out_rows(folder: Path, names: Iterable[str], seq_len: int, limit: int) 
 
 
 class DistillationRows:
-    """Corpus rows mixed with rows the target wrote; the second kind is drawn whole, never cut."""
+    """Corpus rows mixed with rows written by the target, which are used whole."""
 
     def __init__(self, corpus: Mixture, generated: Tensor, share: float) -> None:
         self.corpus = corpus
@@ -102,7 +102,7 @@ class DistillationRows:
         self.rows_drawn["generated"] = 0
 
     def batch(self, step: int, rows: int, seq_len: int) -> Tensor:
-        """Ids of one step: [rows, seq_len + 1]."""
+        """Return the ids of one step: [rows, seq_len + 1]."""
         count = round(rows * self.share)
         first = self.rows_drawn["generated"]
         self.rows_drawn["generated"] += count

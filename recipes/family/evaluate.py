@@ -1,4 +1,4 @@
-"""Measuring: bits per byte on held-out documents, agreement of exits and draft with the target."""
+"""Measurements: bits per byte on held-out documents, and agreement of early exits and draft with the target."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .model import LlamaDecoder
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out rows by source and what each token weighs in bytes."""
+    """Held-out rows by source, and the length of each token in bytes."""
 
-    rows: dict[str, Tensor]  # name -> [N, S + 1]
+    rows: dict[str, Tensor]  # source -> [N, S + 1]
     weights: dict[str, float]
     token_bytes: Tensor  # [V]
 
 
 def bits_per_byte(model: LlamaForCausalLM, data: HeldOut, batch: int = 16) -> dict[str, float]:
-    """Bits per byte by source; `total` weighs the sources as in training."""
+    """Return bits per byte by source; `total` weighs the sources as in training."""
     device = next(model.parameters()).device
     found = {}
     for name, rows in data.rows.items():
@@ -41,29 +41,29 @@ def bits_per_byte(model: LlamaForCausalLM, data: HeldOut, batch: int = 16) -> di
 
 
 def exit_agreement(model: LlamaForCausalLM, rows: Tensor, prompt: int = 0) -> list[float]:
-    """Share of positions after `prompt` where each exit's greedy token is the full model's: L numbers."""
+    """Return the share of positions after `prompt` at which each exit's greedy token is the full model's: L numbers."""
     decoder = LlamaDecoder(model)
     best = [decoder.logits(hidden[:, prompt:]).argmax(-1) for hidden in decoder.hidden_states(rows[:, :-1])]
     return [round(float((exit_best == best[-1]).float().mean()), 4) for exit_best in best]
 
 
 def before_end(rows: Tensor, prompt: int, end: int) -> Tensor:
-    """Mask of the continuation tokens up to and including the first end token: [N, S - prompt]."""
+    """Return the mask of the continuation tokens up to and including the first end token: [N, S - prompt]."""
     ended = (rows[:, prompt:] == end).int().cumsum(1)
     return (ended - (rows[:, prompt:] == end).int()) == 0
 
 
 @torch.no_grad()
 def draft_matches(draft: LlamaForCausalLM, rows: Tensor, prompt: int) -> Tensor:
-    """Where the draft's greedy token is the one in the text, given the text before it: bool [N, S - prompt]."""
+    """Return where the draft's greedy token, given the preceding text, is the next token of the text: bool [N, S - prompt]."""
     logits = draft(input_ids=rows[:, :-1], use_cache=False).logits
     return logits[:, prompt - 1 :].argmax(-1) == rows[:, prompt:]
 
 
 def mean_acceptance_length(matches: Tensor, mask: Tensor, num_draft_tokens: int) -> float:
-    """Tokens per round of greedy speculation on text the target would write anyway: exact, not an estimate.
+    """Return the tokens per round of greedy speculation on the target's own greedy text. This is exact, not an estimate.
 
-    A round accepts matching drafts until the first mismatch or `num_draft_tokens`, and adds one token.
+    A round accepts drafts up to the first mismatch, at most `num_draft_tokens`, and adds one token.
     """
     rounds = emitted = 0
     for row, chosen in zip(matches.tolist(), mask.tolist(), strict=True):

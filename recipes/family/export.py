@@ -1,4 +1,4 @@
-"""From a checkpoint to an ordinary Hugging Face folder in bfloat16."""
+"""Convert a checkpoint to a Hugging Face folder in bfloat16."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .config import Preset, Shape
 
 
 def export(checkpoint: Path, shape: Shape, preset: Preset, tokenizer_folder: Path, out: Path) -> None:
-    """Write config, weights, generation config and tokenizer of any checkpoint, also of a running one."""
+    """Write config, weights, generation config and tokenizer of a checkpoint. The run may still be training."""
     net = model.build(shape, preset, seed=0)
     state = torch.load(checkpoint, map_location="cpu", weights_only=True)["model"]
     net.load_state_dict(state)

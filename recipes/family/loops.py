@@ -1,8 +1,8 @@
-"""Training against greedy loops, and how many texts loop.
+"""Training against greedy loops, and the share of outputs that loop.
 
-Small models that decode greedily end in loops. Sequence-level unlikelihood (Welleck et al. 2020, arXiv 1908.04319, section 5.2)
-makes the model continue text greedily and lowers the probability of what it repeats. The paper counts every repeated 4-gram;
-here only loops count, from their second period on: code repeats n-grams rightly.
+Small models loop under greedy decoding. Sequence-level unlikelihood (Welleck et al. 2020, arXiv 1908.04319, section 5.2) lets
+the model continue text greedily and lowers the probability of repeated tokens. The paper counts every repeated 4-gram; here
+only loops count, from their second period on, because repeated n-grams are normal in code.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from outrider.train.precision import arithmetic
 from . import samples
 from .config import AgainstLoops
 
-HELD_OUT = ("tales", "books", "tldr", "gsm8k", "chats")  # sources of the prompts that are not signatures
-OPENING = 24  # tokens of a held-out document that are a prompt
+HELD_OUT = ("tales", "books", "tldr", "gsm8k", "chats")  # sources of the prompts other than signatures
+OPENING = 24  # prompt tokens of a held-out document
 
 
 @dataclass
 class LoopLoss:
-    """The loss of the text and, every few steps, the unlikelihood of loops in the model's own continuations of it."""
+    """Loss of the text and, every few steps, unlikelihood of loops in the model's own continuations of it."""
 
     text: EarlyExitLoss
     net: LlamaForCausalLM
@@ -53,17 +53,17 @@ class LoopLoss:
         return loss + self.how.weight * unlikely, {**parts, "loops": repeated.float().mean(), "unlikelihood": unlikely.detach()}
 
     def _unlikelihood(self, rows: Tensor, start: int, repeated: Tensor) -> Tensor:
-        """-log(1 - p) of the ``repeated`` [B, N] tokens of the continuations, which begin at ``start``; mean over all N."""
+        """Return the mean of -log(1 - p) over the ``repeated`` [B, N] tokens of the continuations, which begin at ``start``."""
         decoder = self.text.decoder
         with arithmetic(rows.device, self.text.dtype):
             logits = decoder.logits(decoder.hidden_states(rows[:, :-1])[-1][:, start - 1 :]).float()
-        # log(1 - p) as the sum of the others: of a p that rounds to 1 it would have no gradient
+        # log(1 - p) as the sum of the other probabilities, because a p that rounds to 1 would have no gradient
         others = logits.scatter(-1, rows[:, start:, None], float("-inf")).logsumexp(-1)
         return ((logits.logsumexp(-1) - others) * repeated).mean()
 
 
 def repeats(token_ids: Sequence[int], end: int) -> list[bool]:
-    """Whether each token repeats the period before it in a loop. What follows the end of the text does not count."""
+    """Return for each token whether it repeats the previous period of a loop. Tokens after the end of the text do not count."""
     length = token_ids.index(end) + 1 if end in token_ids else len(token_ids)
     looping, found = in_loops(token_ids[:length]), [False] * len(token_ids)
     for period in range(1, MAX_PERIOD + 1):
@@ -73,7 +73,7 @@ def repeats(token_ids: Sequence[int], end: int) -> list[bool]:
 
 
 def mixed_prompts(tokens: Path, tokenizer: PreTrainedTokenizerFast, most: int = 50) -> list[str]:
-    """Our signatures, and openings of held-out documents."""
+    """Return the signatures of `samples.py`, and openings of held-out documents."""
     openings: list[str] = []
     for name in HELD_OUT:
         ids = np.fromfile(tokens / f"val_{name}.bin", dtype=np.uint16)
@@ -86,7 +86,7 @@ def mixed_prompts(tokens: Path, tokenizer: PreTrainedTokenizerFast, most: int = 
 def measure(
     net: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], new_tokens: int
 ) -> dict[str, Any]:
-    """Shares of texts that end in a loop and of tokens in loops, greedy and at temperature 0.7 with top-p 0.9."""
+    """Return the share of texts that end in a loop and of tokens in loops, greedy and at temperature 0.7 with top-p 0.9."""
     found: dict[str, Any] = {"prompts": len(prompts), "new_tokens": new_tokens}
     for name, temperature, top_p in (("greedy", 0.0, 1.0), ("sampled", 0.7, 0.9)):
         texts = samples.continuations(net, tokenizer, prompts, new_tokens, temperature, top_p)

@@ -1,4 +1,4 @@
-"""Building the two Llamas and running them layer by layer. The modelling code is transformers' own."""
+"""Build the two Llamas and run them layer by layer, using transformers' modelling code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .config import Preset, Shape
 
 
 def build(shape: Shape, preset: Preset, seed: int) -> LlamaForCausalLM:
-    """A fresh model; residual branches start at zero, which suits short runs."""
+    """Return a new model. Residual branches start at zero, which suits short runs."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=preset.vocab,
@@ -31,7 +31,7 @@ def build(shape: Shape, preset: Preset, seed: int) -> LlamaForCausalLM:
         bos_token_id=0,
         eos_token_id=0,
         pad_token_id=0,
-        # the backward pass of torch's own attention on CPUs costs a third of a step at 256 tokens, plain products a tenth
+        # at 256 tokens, the backward pass of torch's attention on CPUs takes a third of a step, plain matrix products a tenth
         attn_implementation="sdpa" if torch.cuda.is_available() else "eager",
     )
     model = LlamaForCausalLM(config)
@@ -42,20 +42,20 @@ def build(shape: Shape, preset: Preset, seed: int) -> LlamaForCausalLM:
 
 
 def load(folder: Path) -> LlamaForCausalLM:
-    """An exported model, in float32 for measuring."""
+    """Load an exported model in float32, for measurements."""
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def compile_layers(model: LlamaForCausalLM) -> None:
-    """Compile each layer in place: one graph a shape serves all depths, exits and skipped layers."""
+    """Compile each layer in place. One graph per shape serves all depths, exits and skipped layers."""
     for layer in model.model.layers:
         layer.compile(dynamic=False)
 
 
 class LlamaDecoder(Decoder):
-    """The same with a head that can be compiled: it is two modules, not a whole model's forward."""
+    """A decoder whose head can be compiled: it consists of two modules instead of a whole model's forward."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The model's own final norm and head on any layer's hidden state: [B, S, H] -> [B, S, V]."""
+        """Apply the model's final norm and head to the hidden state of any layer: [B, S, H] -> [B, S, V]."""
         out: Tensor = self.model.lm_head(self.model.model.norm(hidden))
         return out

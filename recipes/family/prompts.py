@@ -1,4 +1,4 @@
-"""Prefixes the target continues when it writes the draft's training text. All come from the training text itself."""
+"""Prompts that the target continues to write the draft's training text. All are taken from the training text."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-# A signature and, if there is one, its docstring: what a user of a code model types.
+# A signature with its docstring, if any, which is what users of a code model type.
 SIGNATURE = re.compile(r'\A(?:@.*\n)*def .*?\)(?: *->[^\n]*)?:\n(?:\s+[rR]?"""(?:.|\n)*?"""\n)?', re.DOTALL)
-FUNCTION_SHARE = 0.7  # of the prompts; the others are corpus prefixes cut anywhere
+FUNCTION_SHARE = 0.7  # share of the prompts; the others are corpus prefixes cut at any token
 
 
 def signature(function: str) -> str | None:
-    """The part of a function that is given as a prompt."""
+    """Return the part of a function that is used as a prompt."""
     found = SIGNATURE.match(function)
     return found.group() if found and len(found.group()) < 0.8 * len(function) else None
 
 
 def function_prompts(stream: np.ndarray, tokenizer: PreTrainedTokenizerFast, length: int) -> Iterator[Tensor]:
-    """Windows of `length` ids of a packed stream that end where a function's body begins."""
+    """Yield windows of `length` ids of a packed stream that end where a function's body begins."""
     end = tokenizer.eos_token_id
     ends = np.flatnonzero(np.asarray(stream) == end)
     for before, after in pairwise(ends):
@@ -38,7 +38,7 @@ def function_prompts(stream: np.ndarray, tokenizer: PreTrainedTokenizerFast, len
 
 
 def mixed_prompts(folder: Path, tokenizer: PreTrainedTokenizerFast, rows: int, length: int, others: Tensor) -> Tensor:
-    """Prompts [rows, length]: mostly function signatures, the rest from `others` [N, >= length]."""
+    """Return prompts [rows, length]: mostly function signatures, the rest from `others` [N, >= length]."""
     stream = np.memmap(folder / "train_functions.bin", dtype=np.uint16, mode="r")
     wanted = int(rows * FUNCTION_SHARE)
     found: list[Tensor] = []

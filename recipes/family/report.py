@@ -1,4 +1,4 @@
-"""Measuring the exported family: everything the model card says comes from here."""
+"""Measurements of the exported family, the source of the model card."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAMPLE_TEMPERATURE = 0.8
 def speculation(
     target: LlamaForCausalLM, draft: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tokens: Path
 ) -> dict[str, Any]:
-    """Agreement of exits and draft with the target on its greedy text after held-out signatures."""
+    """Measure the agreement of exits and draft with the target on its greedy text after held-out signatures."""
     stream = np.fromfile(tokens / "val_functions.bin", dtype=np.uint16)
     prompts = torch.stack(list(function_prompts(stream, tokenizer, PROMPT))[:32])
     rows = continue_rows(target, prompts, NEW, torch.zeros(len(prompts)), torch.Generator().manual_seed(SEED))
@@ -44,7 +44,7 @@ def speculation(
 
 
 def own_prompts(target: LlamaForCausalLM, draft: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """Share of greedy continuations of our signatures that parse, and the draft's agreement on them."""
+    """Return the share of greedy continuations of the signatures that parse, and the draft's agreement on them."""
     prompts = samples.SIGNATURES
     written = samples.continuations(target, tokenizer, prompts, SAMPLE_TOKENS, 0.0)
     texts = [samples.text_of(tokenizer, ids) for ids in written]
@@ -62,7 +62,7 @@ def own_prompts(target: LlamaForCausalLM, draft: LlamaForCausalLM, tokenizer: Pr
 
 
 def measure(folder: Path, tokens: Path, held_out: HeldOut, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """All measurements of the folders `target` and `draft` under `folder`, weights as exported."""
+    """Measure the models in `target` and `draft` under `folder`, with the exported weights."""
     target, draft = model.load(folder / "target"), model.load(folder / "draft")
     written = samples.continuations(target, tokenizer, samples.ENGLISH, 80, SAMPLE_TEMPERATURE)
     english = [samples.text_of(tokenizer, ids) for ids in written]

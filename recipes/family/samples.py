@@ -1,6 +1,6 @@
-"""What the model card shows: continuations of our own prompts, and how many of them parse as Python.
+"""Samples of the model card: continuations of original prompts, and the share that parses as Python.
 
-The signatures and openings were written for this file; none comes from a benchmark.
+The signatures and openings were written for this file; none is from a benchmark.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def continuations(
     temperature: float,
     top_p: float = 1.0,
 ) -> list[list[int]]:
-    """Each prompt's continuation up to and including the first end token, all prompts in one batch."""
+    """Generate each prompt's continuation up to and including the first end token, all prompts in one batch."""
     torch.manual_seed(SEED)
     batch = tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left")
     how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p} if temperature else {"do_sample": False}
@@ -104,16 +104,16 @@ def continuations(
 
 
 def text_of(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
-    """A continuation as text; the end token becomes a newline."""
+    """Decode a continuation; the end token becomes a newline."""
     ended = ids[-1:] == [tokenizer.eos_token_id]
     return str(tokenizer.decode(ids[:-1])) + "\n" if ended else str(tokenizer.decode(ids))
 
 
 def function_body(continuation: str) -> str:
-    """The continuation up to the first line that leaves the function.
+    """Return the continuation up to the first line that leaves the function.
 
-    Without such a line the text was cut by the token limit: the line that was cut goes, and so does the beginning of a block
-    of which nothing came (``if done:``). A bracket or string that is still open stays: most of them were never going to end.
+    Without such a line, the token limit cut the text: the last line is dropped, and with it the beginning of an empty block
+    (``if done:``). Open brackets and strings are kept, because most of them would never be closed.
     """
     lines = continuation.split("\n")
     for index, line in enumerate(lines):
@@ -126,7 +126,7 @@ def function_body(continuation: str) -> str:
 
 
 def parses(prompt: str, continuation: str) -> bool:
-    """Whether prompt and `function_body` are one valid piece of Python that has a body of its own."""
+    """Return whether prompt and `function_body` are valid Python with a non-empty body."""
     body = function_body(continuation)
     if not body.strip():
         return False

@@ -1,4 +1,4 @@
-"""The stages of the recipe; each reads what the one before left in the work folder."""
+"""Stages of the recipe. Each reads the previous stage's output from the work folder."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ from .export import export
 
 @dataclass(frozen=True)
 class Workshop:
-    """Where one family is made: the preset, the text and the folder for everything on the way."""
+    """One run of the recipe: preset, corpus and work folder."""
 
     preset_name: str
     corpus: Path
     folder: Path
     compiled: bool = True
-    minutes: float | None = None  # instead of the plan's own budget
-    tokens_in_all: int | None = None  # instead of the plan's own: a run that has passed the start of its decay there ends soon
+    minutes: float | None = None  # overrides the plan's budget
+    tokens_in_all: int | None = None  # overrides the plan's tokens; a run that is past the start of the decay ends soon
     count_pauses: bool = False
 
     @property
     def preset(self) -> Preset:
-        """The sizes and plans in force."""
+        """The preset, with sizes and plans."""
         return PRESETS[self.preset_name]
 
     def plan(self, own: Plan) -> Plan:
-        """A preset's plan with this workshop's budgets."""
+        """Return a preset's plan with this run's budgets."""
         tokens, minutes = self.tokens_in_all or own.max_tokens, self.minutes or own.minutes
         return replace(own, max_tokens=tokens, minutes=minutes, count_pauses=self.count_pauses)
 
     @property
     def device(self) -> torch.device:
-        """A GPU if there is one."""
+        """The GPU if there is one, else the CPU."""
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     @property
@@ -62,7 +62,7 @@ class Workshop:
         return self.folder / "tokens"
 
     def held_out(self, long: bool) -> HeldOut:
-        """Held-out rows: a few thousand tokens of each source, or several times that at the end."""
+        """Return held-out rows: a few thousand tokens of each source, or several times as many if ``long``."""
         names = [source.name for source in corpus.SOURCES]
         fitting = min(256, self.preset.max_positions // 2)
         rows = data.held_out_rows(self.tokens, names, fitting, 8_192 if long else 4_096)
@@ -71,7 +71,7 @@ class Workshop:
 
 
 def prepare(shop: Workshop) -> None:
-    """Train the tokenizer and tokenise every source, unless that is done already."""
+    """Train the tokenizer and tokenise every source, unless this was done already."""
     if (shop.tokens / "tokens.json").exists():
         return
     splits = corpus.load(shop.corpus, shop.preset.source_megabytes)
@@ -93,7 +93,7 @@ def _loss(shop: Workshop, net: LlamaForCausalLM, plan: Plan, skip: LayerSkip) ->
 
 
 def target_job(shop: Workshop) -> Job:
-    """The training run of the target."""
+    """Return the target's training run."""
     preset = shop.preset
     plan = shop.plan(preset.target_plan)
     net = model.build(preset.target, preset, plan.seed).to(shop.device)
@@ -110,13 +110,13 @@ def target_job(shop: Workshop) -> Job:
 
 
 def train_target(shop: Workshop) -> bool:
-    """Train the target to the end of its plan; False if interrupted."""
+    """Train the target to the end of its plan. Returns False if interrupted."""
     prepare(shop)
     return Trainer(target_job(shop)).run()
 
 
 def loops_job(shop: Workshop) -> Job:
-    """The run that trains the finished target against its own loops."""
+    """Return the run that trains the finished target against its own loops."""
     preset = shop.preset
     plan = shop.plan(preset.loops_plan)
     net = model.build(preset.target, preset, plan.seed).to(shop.device)
@@ -138,18 +138,18 @@ def loops_job(shop: Workshop) -> Job:
 
 
 def train_against_loops(shop: Workshop) -> bool:
-    """Train the target against its own loops to the end of the plan; False if interrupted."""
+    """Train the target against its own loops to the end of the plan. Returns False if interrupted."""
     return Trainer(loops_job(shop)).run()
 
 
 def export_model(shop: Workshop, name: str, out: Path) -> None:
-    """Export the last checkpoint of `target`, of `loops`, which is the target after that stage, or of `draft`."""
+    """Export the last checkpoint of `target`, `loops` (the target after that stage) or `draft`."""
     shape = shop.preset.draft if name == "draft" else shop.preset.target
     export(shop.folder / name / "checkpoint.pt", shape, shop.preset, shop.folder / "tokenizer", out)
 
 
 def write_text(shop: Workshop, teacher: LlamaForCausalLM, rows: int) -> Tensor:
-    """Sequences the target writes, greedy ones and sampled ones: [rows, S + 1], kept on disk."""
+    """Return sequences written by the target, greedy and sampled: [rows, S + 1]. They are stored on disk."""
     path, how = shop.folder / "generated.pt", shop.preset.distillation
     if path.exists():
         return torch.load(path, weights_only=True)
@@ -171,7 +171,7 @@ def write_text(shop: Workshop, teacher: LlamaForCausalLM, rows: int) -> Tensor:
 
 
 def new_draft(preset: Preset, teacher: LlamaForCausalLM, seed: int) -> LlamaForCausalLM:
-    """A draft that begins as some of its target's layers: as they are, or cut narrower."""
+    """Return a draft initialised with some of the target's layers, unchanged or reduced in width."""
     student = model.build(preset.draft, preset, seed).to(teacher.device)
     begin = copy_layers if preset.draft.hidden == preset.target.hidden else shrink
     begin(teacher, student, preset.distillation.layers)
@@ -179,7 +179,7 @@ def new_draft(preset: Preset, teacher: LlamaForCausalLM, seed: int) -> LlamaForC
 
 
 def draft_job(shop: Workshop, generated_rows: int | None) -> Job:
-    """The distillation run of the draft, from the target as it was exported."""
+    """Return the draft's distillation run from the exported target."""
     preset, how = shop.preset, shop.preset.distillation
     plan = shop.plan(preset.draft_plan)
     teacher = model.load(shop.folder / "export" / "target").to(shop.device).requires_grad_(False)
@@ -201,17 +201,17 @@ def draft_job(shop: Workshop, generated_rows: int | None) -> Job:
 
 
 def train_draft(shop: Workshop, generated_rows: int | None = None) -> bool:
-    """Distil the draft to the end of its plan; False if interrupted."""
+    """Distil the draft to the end of its plan. Returns False if interrupted."""
     return Trainer(draft_job(shop, generated_rows)).run()
 
 
 def hardware() -> str:
-    """This machine in a few words."""
+    """Return a short description of this machine."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
 
 
 def finish(shop: Workshop, package: Path, curves: Path) -> None:
-    """Export both models into `package`, measure them, draw the curves."""
+    """Export both models to `package`, measure them, and draw the curves."""
     for name, out in (
         ("target", shop.folder / "export" / "learned"),
         ("loops", package / "target"),
@@ -230,7 +230,7 @@ def finish(shop: Workshop, package: Path, curves: Path) -> None:
 
 
 def write_card(preset: Preset, package: Path, curves: Path, on: str, note: str) -> None:
-    """The model card from what `finish` left in `curves`."""
+    """Write the model card from the output of `finish` in `curves`."""
     found = json.loads((curves / "report.json").read_text())
     history = {name: json.loads((curves / f"{name}_curve.json").read_text()) for name in ("target", "loops", "draft")}
     (package / "MODEL_CARD.md").write_text(card.render(preset, found, history, on, note))

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer for Python and English, saved as an ordinary Hugging Face folder."""
+"""Byte-level BPE tokenizer for Python and English, saved as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from .config import ASSISTANT, END, SPECIAL_TOKENS, USER
 from .corpus import SOURCES, Split, digest
 
-# Words keep one leading space, underscore, dot or bracket; digits are single; a run of spaces (indentation)
-# and a run of newlines are pieces of their own, so that a prompt that ends in a newline continues naturally.
+# Words include one preceding space, underscore, dot or bracket; digits are separate. A run of spaces (indentation) and a run of
+# newlines are separate pieces, so that a prompt that ends in a newline continues naturally.
 PIECES = r"[ _.(]?\p{L}+|\p{N}| {2,}|\t+|\n+| ?[^\s\p{L}\p{N}]+|\s"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 
 
 def balanced_sample(splits: dict[str, Split], characters: int) -> Iterator[str]:
-    """Training documents in the mix's proportions, at most `characters` in all."""
+    """Yield training documents in the proportions of the mixture, at most `characters` in total."""
     for source in SOURCES:
         left = source.weight * characters
         for text in sorted(splits[source.name].train, key=lambda text: digest(text[::-1])):
@@ -38,7 +38,7 @@ def balanced_sample(splits: dict[str, Split], characters: int) -> Iterator[str]:
 
 
 def train(texts: Iterator[str], vocab: int) -> PreTrainedTokenizerFast:
-    """Learn the merges; all 256 bytes are in the alphabet, so any UTF-8 round-trips."""
+    """Learn the merges. The alphabet has all 256 bytes, so any UTF-8 text round-trips."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -67,7 +67,7 @@ def train(texts: Iterator[str], vocab: int) -> PreTrainedTokenizerFast:
 
 
 def write_config(folder: Path) -> None:
-    """Rewrite tokenizer_config.json with the keys that transformers 4 and other engines read, too."""
+    """Rewrite tokenizer_config.json with the keys that transformers 4 and other engines need."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END,
@@ -84,12 +84,12 @@ def write_config(folder: Path) -> None:
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Bytes each token stands for; special tokens count none."""
+    """Return the number of bytes of each token; special tokens have none."""
     special = set(tokenizer.all_special_ids)
-    # A byte-level token has one printable character for each byte.
+    # A byte-level token has one printable character per byte.
     return [0 if i in special else len(tokenizer.convert_ids_to_tokens(i)) for i in range(len(tokenizer))]
 
 
 def load(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer saved in `folder`."""
+    """Load the tokenizer saved in `folder`."""
     return PreTrainedTokenizerFast.from_pretrained(folder)

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.options import with_groups
-from outrider.train.runs import Bench, EagleRun, HeadPlan, train_eagle, train_medusa
+from outrider.cli.options import flag, with_groups
+from outrider.train.runs import Bench, BlockRun, EagleRun, HeadPlan, MtpRun, train_block, train_eagle, train_medusa, train_mtp
 from recipes import run
 from recipes.family.config import SEED
 from recipes.family.stages import hardware
@@ -21,46 +21,50 @@ from recipes.heads.rows import COUNT, SEQ_LEN, bench
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
 PACKAGE = Path(__file__).parents[2] / "src" / "outrider" / "family"
-NAMES = ("medusa", "eagle1", "eagle3")
+NAMES = ("medusa", "eagle1", "eagle3", "mtp", "dflash")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Of both commands."""
+    """Options of both commands."""
 
-    minutes: Annotated[float, typer.Option(help="of training a head")] = 28.0
-    rows: Annotated[int, typer.Option(help=f"rows of {SEQ_LEN} tokens, begun by the corpus and written by the target")] = COUNT
-    target: Annotated[Path, typer.Option(help="the target's folder")] = PACKAGE / "target"
-    tokens: Annotated[Path, typer.Option(help="the family recipe's tokenised text")] = Path("build/family/tokens")
-    package: Annotated[Path, typer.Option(help="folder that gets a folder for each head")] = PACKAGE
-    work: Annotated[Path, typer.Option(help="folder for rows, features and checkpoints")] = Path("build/heads")
-    hardware: Annotated[str | None, typer.Option(help="what the card says it was trained on")] = None
+    minutes: float = flag("Minutes of training per head.", 28.0)
+    rows: int = flag(f"Rows of {SEQ_LEN} tokens, begun by the corpus and continued by the target.", COUNT)
+    target: Path = flag("Folder of the target.", PACKAGE / "target")
+    tokens: Path = flag("Tokenised text of the family's recipe.", Path("build/family/tokens"))
+    package: Path = flag("Folder that gets one folder per head.", PACKAGE)
+    work: Path = flag("Folder for rows, features and checkpoints.", Path("build/heads"))
+    hardware: str | None = flag("Hardware named in the card.")
 
 
 def hidden_states(num_layers: int) -> tuple[int, int, int]:
-    """What EAGLE-3 reads: as its authors, but for the highest: three layers below the end is early in a target of eight."""
+    """Return EAGLE-3's hidden states: the paper's, but the last one is later, because the target has only eight layers."""
     return 2, num_layers // 2, num_layers - 1
 
 
 def train(name: str, at: Bench, package: Path, minutes: float, on: str) -> bool:
-    """One head; False if interrupted."""
+    """Train one head. Returns False if interrupted."""
     layers = hidden_states(at.runner.num_layers)
-    at.features([*layers, at.runner.num_layers])  # what all three read, captured once
+    at.features([*layers, at.runner.num_layers])  # what all of them read, captured once
     how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=2048, muon_lr=0.01, adam_lr=0.001, seed=SEED, compiled=True)
     out = package / name
     if name == "medusa":
         finished = train_medusa(at, out, how, num_heads=4, num_layers=3)
     elif name == "eagle1":
         finished = train_eagle(at, out, how, EagleRun(generation=1, steps=2))
-    else:
+    elif name == "eagle3":
         finished = train_eagle(at, out, how, EagleRun(generation=3, steps=3, layers=layers))
+    elif name == "mtp":
+        finished = train_mtp(at, out, how, MtpRun(steps=3))
+    else:
+        finished = train_block(at, out, how, BlockRun(block_size=8, layers=2, hidden_states=layers, markov_rank=128))
     if finished:
         publish(name, out, len(at.training_rows()), on)
     return finished
 
 
 def train_all(names: Sequence[str], how: Options) -> None:
-    """Heads in order, each to its end; ends the process where one is interrupted."""
+    """Train heads in order, each to its end. Exits if one is interrupted."""
     at = bench(how.target, how.tokens, how.work, how.rows)
     for name in names:
         if not train(name, at, how.package, how.minutes, how.hardware or hardware()):
@@ -70,16 +74,16 @@ def train_all(names: Sequence[str], how: Options) -> None:
 @app.command()
 @with_groups
 def one(*, name: Annotated[str, typer.Argument()], how: Options) -> None:
-    """Train one of medusa, eagle1, eagle3; run again to resume."""
+    """Train one head of medusa, eagle1, eagle3, mtp, dflash; run again to resume."""
     if name not in NAMES:
-        raise typer.BadParameter(f"unknown head {name!r}; known: {', '.join(NAMES)}")
+        raise typer.BadParameter(f"unknown head {name!r}; expected {', '.join(NAMES)}")
     train_all([name], how)
 
 
 @app.command(name="all")
 @with_groups
 def everything(*, how: Options) -> None:
-    """Text, features and the three heads in order; run again to go on where it stopped."""
+    """Text, features and all heads in order; run again to go on where it stopped."""
     train_all(NAMES, how)
 
 

@@ -1,4 +1,4 @@
-"""The card of a head: what it is, what it saw, how often the target agrees with it."""
+"""Model card of a head: method, training data, and acceptance."""
 
 from __future__ import annotations
 
@@ -25,11 +25,21 @@ WHAT = {
         " features of the target, with an output layer of its own. The native format.",
         "eagle",
     ),
+    "mtp": (
+        "A multi-token-prediction head (DeepSeek-V3, arXiv 2412.19437, section 2.2): one layer of the target's kind over the"
+        " next token's embedding and the target's last feature. Tensor names of Qwen's checkpoints (`mtp.*`).",
+        "mtp",
+    ),
+    "dflash": (
+        "A block drafter (DFlash, arXiv 2602.06036, with DSpark's bias by the token before, arXiv 2607.05147): two layers that"
+        " draft eight tokens in one pass over three fused features of the target. z-lab's format.",
+        "dflash",
+    ),
 }
 
 
 def publish(name: str, head: Path, rows: int, machine: str) -> None:
-    """Writes ``README.md`` beside the head and moves its curve beside this recipe."""
+    """Write ``README.md`` next to the head, and move its curve next to this recipe."""
     curve = json.loads((head / f"{name}_curve.json").read_text())
     for kind in ("json", "png"):
         shutil.move(head / f"{name}_curve.{kind}", Path(__file__).parent / f"{name}_curve.{kind}")
@@ -39,7 +49,7 @@ def publish(name: str, head: Path, rows: int, machine: str) -> None:
 
 
 def card(name: str, measured: dict[str, Any], end: dict[str, Any], rows: int, size: int, machine: str) -> str:
-    """The card's text."""
+    """Return the card's text."""
     what, method = WHAT[name]
     minutes = end["seconds"] / 60
     parts = [
@@ -53,15 +63,25 @@ def card(name: str, measured: dict[str, Any], end: dict[str, Any], rows: int, si
         f"The head saw {end['tokens'] / 1e6:.2f} M tokens in {end['step']} steps and {minutes:.0f} minutes on {machine}. Loss"
         f" curve: `recipes/heads/{name}_curve.png`.\n",
         "## Acceptance by position\n",
-        "Measured on rows that were held out of the head's training. A later position counts whether or not the earlier ones"
-        " were right, over the head's own drafts.\n",
+        "Measured on rows that were held out of the head's training.\n",
     ]
     if "accuracies" in measured:
         header = ("head (tokens ahead)", "likeliest token is the target's", "among the 3 likeliest", "among the 10")
         shares = [(row[0], sum(row[:3]), sum(row)) for row in measured["accuracies"]]
         parts.append(table(header, [(f"{i + 1} ({i + 2})", *map("{:.1%}".format, row)) for i, row in enumerate(shares)]))
+    elif "acceptance_by_position" in measured:
+        found = measured["acceptance_by_position"]
+        header = ("draft", "greedy, after accepted ones", "at temperature 1")
+        both = zip(found["greedy"], found["sampled"], strict=True)
+        parts.append(table(header, [(i + 1, *map("{:.1%}".format, row)) for i, row in enumerate(both)]))
+        parts.append(
+            "Expected tokens per pass of the target, greedy and at temperature 1: {} and {}.\n".format(
+                *found["tokens_per_pass"]
+            )
+        )
     else:
         held = measured["held_out"].values()
+        parts.append("A later position counts whether or not the earlier ones were right, over the head's own drafts:\n")
         parts.append(table(("depth", "likeliest token is the target's"), [(i + 1, f"{x:.1%}") for i, x in enumerate(held)]))
         ranks = measured["acceptance_by_rank"]
         parts.append("At temperature 1 and depth 1, by multi-round rejection:\n")
@@ -70,6 +90,6 @@ def card(name: str, measured: dict[str, Any], end: dict[str, Any], rows: int, si
 
 
 def table(header: tuple[object, ...], rows: list[tuple[object, ...]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [header, ("---",) * len(header), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"

@@ -1,4 +1,4 @@
-"""The rows that everything trained on the embedded target shares: beginnings of corpus text that the target goes on from."""
+"""Training rows shared by everything trained on the embedded target: the target's continuations of corpus text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEQ_LEN, PROMPT_LEN, COUNT = 256, 96, 12000
 
 
 def bench(target: Path, tokens: Path, work: Path, count: int) -> Bench:
-    """The target, its tokenizer and its rows; recipes that are given the same ``work`` share them."""
+    """Return target, tokenizer and rows. Recipes with the same ``work`` share them."""
     if not (tokens / "tokens.json").exists():
         sys.exit(f"no tokenised text in {tokens}: run `python -m recipes.family tokenizer` first")
     work.mkdir(parents=True, exist_ok=True)
@@ -31,15 +31,15 @@ def bench(target: Path, tokens: Path, work: Path, count: int) -> Bench:
 
 
 def training_rows(runner: ModelRunner, learned: PreTrainedTokenizerFast, tokens: Path, work: Path, count: int) -> torch.Tensor:
-    """Beginnings of corpus text and what the target wrote behind them, greedily and at temperature 1 in equal parts: [R, 256].
+    """Return beginnings of corpus text with the target's continuations, half greedy and half at temperature 1: [R, 256].
 
-    Raises ``OutriderError`` where ``work`` holds another number of rows.
+    Raises ``OutriderError`` if ``work`` contains another number of rows.
     """
     path = work / "rows.pt"
     if path.exists():
         found: torch.Tensor = torch.load(path, weights_only=True)
         if len(found) != count:
-            raise OutriderError(f"{path} holds {len(found)} rows, not {count}: name another folder or delete it")
+            raise OutriderError(f"{path} has {len(found)} rows, expected {count}: delete it or give another folder")
         return found
     others = data.training_mixture(tokens, SEED + 8).batch(0, count, PROMPT_LEN)
     starts = prompts.mixed_prompts(tokens, learned, count, PROMPT_LEN, others)

@@ -1,1 +1,1 @@
-"""A small hybrid on the family's text."""
+"""Recipe of a small hybrid model, trained on the family's text."""

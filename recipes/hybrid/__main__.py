@@ -1,4 +1,4 @@
-"""Trains a small hybrid of Qwen3.5's shape on the family's text: `python -m recipes.hybrid --minutes 60`."""
+"""Train a small hybrid of Qwen3.5's shape on the family's text: `python -m recipes.hybrid --minutes 60`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHAPE: dict[str, Any] = {
 
 
 def build(vocab_size: int, seed: int, **changes: Any) -> Qwen3_5ForCausalLM:
-    """A fresh model; three of four layers are Gated DeltaNet."""
+    """Return a new model; three of four layers are Gated DeltaNet."""
     torch.manual_seed(seed)
     ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     config = Qwen3_5TextConfig(vocab_size=vocab_size, tie_word_embeddings=True, **ids, **(SHAPE | changes))
@@ -45,7 +45,7 @@ def build(vocab_size: int, seed: int, **changes: Any) -> Qwen3_5ForCausalLM:
 
 
 def next_token_loss(model: PreTrainedModel) -> Callable[[Tensor, int, float], tuple[Tensor, dict[str, Any]]]:
-    """Mean cross entropy of ids [B, S + 1], in the arithmetic that is fast here."""
+    """Return the mean cross entropy of ids [B, S + 1], computed in the dtype that is fast on this machine."""
     dtype = autocast_dtype(model.device)
 
     def loss(ids: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
@@ -58,7 +58,7 @@ def next_token_loss(model: PreTrainedModel) -> Callable[[Tensor, int, float], tu
 
 
 def job(model: PreTrainedModel, batches: Batches, plan: Plan, folder: Path) -> Job:
-    """The training run."""
+    """Return the training run."""
     return Job("hybrid", model, batches, next_token_loss(model), plan, folder)
 
 
@@ -74,11 +74,11 @@ def export(model: PreTrainedModel, tokenizer_folder: Path, out: Path) -> None:
 def main(
     minutes: Annotated[float, typer.Option(help="of training")] = 60.0,
     family: Annotated[Path, typer.Option(help="the family recipe's work folder: tokens and tokenizer")] = Path("build/family"),
-    work: Annotated[Path, typer.Option(help="folder for the checkpoint, and for the model in model/")] = Path("build/hybrid"),
+    work: Annotated[Path, typer.Option(help="folder of the checkpoint, with the model in model/")] = Path("build/hybrid"),
 ) -> None:
-    """Train and export; run again to resume."""
+    """Train and export. Run again to resume."""
     if not (family / "tokens" / "tokens.json").exists():
-        raise typer.BadParameter(f"there is no tokenised text in {family}: run `python -m recipes.family tokenizer` first")
+        raise typer.BadParameter(f"no tokenised text in {family}: run `python -m recipes.family tokenizer` first")
     plan = Plan(10**9, 4096, ((1.0, 256),), minutes=minutes, muon_lr=0.01, adam_lr=0.0025, warmup=0.02)
     model = build(len(tokenizer.load(family / "tokenizer")), plan.seed)
     model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

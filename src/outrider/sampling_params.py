@@ -44,11 +44,13 @@ class SamplingParams:
 
     max_tokens: int = option(Whole(1, INT32), 256, "Maximum number of tokens to generate.", panel=SAMPLING)
     temperature: float = option(Number(0, 1e6), 0.0, "Temperature; 0 is greedy decoding.", panel=SAMPLING, letter="t")
-    top_k: int = option(Whole(0, INT32), 0, "Keep the k likeliest tokens; 0 keeps all.", panel=SAMPLING)
+    top_k: int = option(Whole(0, INT32), 0, "Keep the k most likely tokens; 0 keeps all.", panel=SAMPLING)
     top_p: float = option(
-        Number(above=0, at_most=1), 1.0, "Keep the likeliest tokens up to this total probability.", panel=SAMPLING
+        Number(above=0, at_most=1), 1.0, "Keep the most likely tokens up to this total probability.", panel=SAMPLING
     )
-    min_p: float = option(Number(0, 1), 0.0, "Drop tokens less likely than this fraction of the likeliest.", panel=SAMPLING)
+    min_p: float = option(
+        Number(0, 1), 0.0, "Drop tokens less likely than this fraction of the most likely one.", panel=SAMPLING
+    )
     repetition_penalty: float = option(
         Number(0.01, 100), 1.0, "Penalty on tokens of prompt and output; 1 is off.", panel=SAMPLING
     )  # as in CTRL (Keskar et al. 2019)
@@ -72,7 +74,7 @@ class SamplingParams:
     n: int = option(Whole(1, 16384), 1, "Samples per prompt.")
     grammar: Grammar | None = option(Objects("a Grammar", has_methods("matcher")), None, "Grammar that the output must match.")
     logprobs: int | None = option(
-        Whole(0, INT32), None, "Return log-probabilities of each token and of this many likeliest ones; None: none."
+        Whole(0, INT32), None, "Return log-probabilities of each token and of this many most likely ones; None: none."
     )
 
     def __post_init__(self) -> None:

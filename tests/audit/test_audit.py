@@ -1,4 +1,4 @@
-"""Audits of the running engine over a table: right verifiers pass, wrong ones are caught, lossy ones are called so."""
+"""Audits of the running engine on a table: correct verifiers pass, wrong ones are caught, lossy ones are named lossy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ QUESTION = Question(PROMPTS, SamplingParams(temperature=1.0), k=2, tv=0.2)
 
 
 def quiet(what: str, steps: int, total: float) -> None:
-    """Nobody watches."""
+    """Progress callback that does nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def drafts(rig: Rig) -> TableDraft:
 
 
 def certificate(rig: Rig, way: Way, question: Question = QUESTION) -> Certificate:
-    """Without the greedy part, which needs a model."""
+    """Return a certificate without the greedy part, which needs a model."""
     found = Certificate("table", "", way.verifier.lossless, question, GreedyResult(2, 0, 0.0, 1e-6))
     found.sampling = audit_samples(rig, way, question, quiet)
     return found
@@ -60,12 +60,12 @@ def test_a_correct_verifier_is_certified_and_every_wrong_one_caught(audited: Cer
     told = document(audited)
     controls = told["sampling"]["controls"]
     assert [each["caught"] for each in controls] == [True] * 3
-    # a sample takes a forward step each, so a control takes those where it shows soonest
+    # each sample takes one forward step, so a control uses the part that detects it with the fewest samples
     assert {each["name"]: each["planned_part"] for each in controls}["leaky"] == STRESSED
     assert all(each["samples"] <= 1.5 * each["planned_samples"] + len(PROMPTS) for each in controls)
     for part in (AS_IS, STRESSED):
         origins = told["sampling"]["parts"][part]["origins"]
-        assert set(origins) == {"accepted", "corrected", "bonus"}  # no tested token came from a round without drafts
+        assert set(origins) == {"accepted", "corrected", "bonus"}  # every tested token is from a round with drafts
         assert {test["token"] for test in told["sampling"]["parts"][part]["tests"]} == {None, 1, 2, 3, 4}
     first = told["sampling"]["parts"][AS_IS]["tests"][0]
     assert first["name"] == "G" and first["smallest_tv"] <= 0.2
@@ -73,14 +73,14 @@ def test_a_correct_verifier_is_certified_and_every_wrong_one_caught(audited: Cer
 
 @pytest.fixture(scope="module")
 def plan(audited: Certificate) -> Plan:
-    """Of ``QUESTION``: it hangs on the drafts, and not on the verifier."""
+    """Plan for ``QUESTION``; it depends on the drafts but not on the verifier."""
     assert audited.sampling is not None
     return audited.sampling.plan
 
 
 @pytest.mark.parametrize("control", wrong.CONTROLS, ids=lambda control: control.name)
 def test_a_wrong_verifier_is_not_certified(rig: Rig, drafts: TableDraft, plan: Plan, control: wrong.Control) -> None:
-    """Whoever shows in the drafts as they are needs none of the many samples with others in their place."""
+    """A control that is detectable with unchanged drafts does not need the many samples with replaced drafts."""
     enough = plan if plan.reach[control.name].part == STRESSED else few_stressed(plan)
     assert least_p(judge(rig, Way(drafts, control.verifier(5), 2), QUESTION, enough, quiet)) <= QUESTION.alpha
 
@@ -178,7 +178,7 @@ def test_replaced_drafts_have_correct_probabilities(rig: Rig) -> None:
 
 
 class _Spy(Stressed):
-    """Keeps what another proposer proposed."""
+    """Stores the proposals of the wrapped proposer."""
 
     def __init__(self, inner: Stressed, seen: list[Proposal]) -> None:
         super().__init__(inner, seed=0)
@@ -190,7 +190,7 @@ class _Spy(Stressed):
 
 
 class _Coins:
-    """Every coin falls against the draft; the likeliest token is drawn."""
+    """Reject every draft and sample the most likely token."""
 
     def bernoulli(self, probs: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(probs, dtype=torch.bool)
@@ -206,7 +206,7 @@ def test_wrong_verifiers_have_the_documented_distributions(parents: list[list[in
     target = torch.full((1, 4, 4), 0.1)
     target[0, :, 0], target[0, 1] = 0.7, torch.tensor([0.0, 0.0, 0.0, 1.0])
     right = RejectionVerifier().verify(proposal, target, _Coins())
-    assert right.num_accepted.tolist() == [0] and right.next_token.tolist() != [0]  # the rejected draft cannot be said
+    assert right.num_accepted.tolist() == [0] and right.next_token.tolist() != [0]  # a rejected draft is not sampled again
     assert wrong.WithoutResidual().verify(proposal, target, _Coins()).next_token.tolist() == [0]
     leaked = wrong.Leaky(leak=1.0).verify(proposal, target, _Coins())
     assert leaked.path.tolist() == [[0]] and leaked.next_token.tolist() == [3]
@@ -229,7 +229,7 @@ def test_a_gap_within_rounding_is_a_tie_and_a_larger_one_a_defect() -> None:
 
 @pytest.mark.parametrize(("rounding", "resolution"), [(0.5, 1e-6), (1.5, 0.2)])
 def test_differences_beyond_rounding_are_not_ties(rounding: float, resolution: float) -> None:
-    """A cache that is wrong moves every score: with that for a measure any difference would be a tie."""
+    """A wrong cache changes every score, so measuring rounding by it would turn every difference into a tie."""
     result = GreedyResult(4, 100, rounding, resolution, [Difference(0, 3, 1, 2, (-1.0, -1.2), None, 0.2, is_tie=True)])
     found = Certificate("m", "v", True, replace(QUESTION, params=SamplingParams()), result)
     assert found.verdict == "void" and "more than rounding explains" in document(found)["doubts"][0]

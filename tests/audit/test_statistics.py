@@ -1,4 +1,4 @@
-"""The statistics have the size and the power that they claim: known values, then seeded simulation without any engine."""
+"""Size and power of the tests are as stated: published values, and seeded simulations without an engine."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def test_holm_matches_its_definition() -> None:
 
 def test_the_g_statistic_has_the_mean_of_its_degrees_of_freedom() -> None:
     law = np.concatenate([np.full(10, 0.09), np.full(5, 0.02)])
-    drawn = NUMBERS.multinomial(500, law, 4000)  # ten are due in the rarest cells
+    drawn = NUMBERS.multinomial(500, law, 4000)  # expected count of the rarest cells: ten
     values = [g_statistic(seen.astype(float), 500 * law) for seen in drawn]
     assert np.mean(values) == pytest.approx(14, abs=4 * math.sqrt(28 / 4000))
     assert np.mean(np.array(values) > special.chdtri(14, 0.01)) < 0.016
 
 
-# The target's laws of the first token and, given each first token, of the second one; and a draft's.
+# The target's distributions of the first token and of the second given the first; and a draft's distribution.
 LAWS = torch.softmax(2 * torch.randn(13, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), -1)
 NOISE = torch.randn(13, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 DRAFTS = torch.softmax(LAWS.log() + NOISE, -1)
 
 
 def evidence_of(root: np.ndarray, num_samples: int = 400) -> Evidence:  # type: ignore[type-arg]
-    """Two tokens a sample, the first by ``root`` and the second by its own law, held against LAWS."""
+    """Return evidence of two-token samples against LAWS: the first from ``root``, the second from its own distribution."""
     samples = []
     for first, count in enumerate(NUMBERS.multinomial(num_samples, root).tolist()):
         for second in NUMBERS.choice(12, count, p=LAWS[1 + first].numpy()).tolist():
@@ -82,13 +82,13 @@ def test_every_test_counts_its_tokens() -> None:
     assert set(tests) == {("G", 1), ("calibration", 1), ("G", 2), ("calibration", 2), ("likelihood ratio", None)}
     assert tests["G", 1].num_tokens == tests["calibration", 2].num_tokens == 400
     assert tests["likelihood ratio", None].num_tokens == 800
-    assert tests["G", 2].num_tokens < 400  # after rare tokens there is too little to count
+    assert tests["G", 2].num_tokens < 400  # after rare first tokens there are too few tokens to test
 
 
 def test_the_smallest_tv_is_detected_at_the_stated_power() -> None:
     law, num_samples = LAWS[0].numpy(), 1000
     order = np.argsort(law)
-    half = order[np.searchsorted(np.cumsum(law[order]), 0.5) :]  # the hardest to see: likely tokens all a little likelier
+    half = order[np.searchsorted(np.cumsum(law[order]), 0.5) :]  # hardest to detect: all likely tokens slightly likelier
     freedom = next(test.freedom for test in evidence_of(law, num_samples).tests() if test.name == "G")
     tv = statistics.smallest_tv(freedom or 0, num_samples, 0.01, 0.95)
     off = law.copy()
@@ -122,7 +122,7 @@ def test_a_leak_is_caught_after_the_planned_number_of_rounds() -> None:
 
 
 def test_rounding_at_borders_is_tolerated_but_unlikely_tokens_still_count() -> None:
-    """Tokens that the target would hardly ever say, let through; and one that truncation leaves out, drawn once."""
+    """Very unlikely tokens at the border of truncation are tolerated; a single token excluded by it is not."""
     law = torch.tensor([[0.6, 0.4 - 1e-6, 1e-6, 0.0]], dtype=torch.float64)
     draft = [0.6, 0.39, 0.01, 1e-6]
     samples = [Sample((token,), ("accepted",), {0: draft[token]}) for token in [0] * 600 + [1] * 396 + [2] * 4]

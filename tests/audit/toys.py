@@ -1,4 +1,4 @@
-"""A draft that is a table near the target's, so that audits of the real engine take seconds."""
+"""A table draft close to the target's table, so that audits of the real engine take seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.engine.toy import VOCAB, TableRunner
 
 
 class TableDraft(Proposer):
-    """Drafts from the target's table with noise added, and carries the distributions it drew from."""
+    """Drafts from the target's table with noise added; the proposal carries the distributions."""
 
     name = "table"
 

@@ -1,4 +1,4 @@
-"""The grid's order, and the figures made of runs."""
+"""Order of the grid's runs, and results computed from runs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_plain_and_contenders_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPat
     assert plan.num_runs == len(order)
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts processes as Linux shows them")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc (Linux)")
 def test_busy_processes_run_only_during_the_measurement(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     running: list[int] = []
     real = grid.generate
@@ -80,7 +80,7 @@ def test_busy_processes_run_only_during_the_measurement(llm: LLM, monkeypatch: p
 
 
 def children() -> set[str]:
-    """Processes that this one has started and that still run."""
+    """Return running child processes of this process."""
     folder = Path(f"/proc/self/task/{os.getpid()}/children")
     return set(folder.read_text().split())
 
@@ -112,17 +112,17 @@ def test_rates_match_the_glossary() -> None:
     run = Run(token_ids=[[1] * 11], batches=[Batch(11, 3.0, 1, 1.0, rounds=rounds(4, 0, 2))])
     assert run.stats.acceptance_histogram == {4: 1, 0: 1, 2: 1}
     assert run.stats.mean_acceptance_length == 1 + 6 / 3
-    assert run.stats.acceptance_rate == 6 / (4 + 1 + 3)  # reached: all 4, the first only, 2 and the one rejected
+    assert run.stats.acceptance_rate == 6 / (4 + 1 + 3)  # reached: all 4; the first only; 2 and the rejected one
     assert run.tok_s == 11 / 3 and run.decode_tok_s == 10 / 2
     assert run.ms["draft"] == pytest.approx(100) and run.ms["score"] == pytest.approx(200)
-    assert sum(run.ms.values()) == pytest.approx(2000 / 3)  # host is whatever of the wall clock is left
+    assert sum(run.ms.values()) == pytest.approx(2000 / 3)  # host is the remainder of wall-clock time
 
 
 def test_cells_are_medians_of_ratios_within_a_repeat() -> None:
     def run(tokens: int, seconds: float, ids: int) -> Run:
         return Run(token_ids=[[ids] * tokens], batches=[Batch(tokens, seconds)])
 
-    speeds = [(10.0, 5.0), (10.0, 2.0), (20.0, 5.0)]  # seconds of plain, of the other; the machine was slow in the last one
+    speeds = [(10.0, 5.0), (10.0, 2.0), (20.0, 5.0)]  # seconds (plain, other); a slow machine in the last repeat
     repeats = [{NGRAM: run(10, fast, 1), PLAIN_CONTENDER: run(10, slow, 1)} for slow, fast in speeds]
     repeats[2][NGRAM].token_ids = [[2] * 10]
     found = cells.cells([Group(0.0, 1, "x", repeats)])
@@ -143,7 +143,7 @@ def test_a_run_records_latencies_memory_and_predicted_plain_speed(llm: LLM) -> N
     run = generate(Contenders(llm), PLAIN_CONTENDER, prompts, Plan((), {}, max_tokens=8).params(0, 0), 2)
     assert [batch.num_tokens for batch in run.batches] == [16, 8]
     assert len(run.pauses) == 3 * 7 and all(seconds > 0 and tokens == 1 for seconds, tokens in run.pauses)
-    # What plain decoding predicts of itself is what its rounds took: all but the caller's loop.
+    # The prediction covers the time of the rounds, without the caller's loop.
     assert all(0 < (batch.plain_seconds or 0) <= 1.05 * batch.seconds for batch in run.batches)
     assert run.predicted_plain_tok_s == pytest.approx(24 / sum(batch.plain_seconds or 0 for batch in run.batches))
     assert run.peak_bytes is None or run.peak_bytes > 50e6
@@ -154,12 +154,12 @@ def test_a_run_records_latencies_memory_and_predicted_plain_speed(llm: LLM) -> N
 
 def test_decoding_starts_after_the_first_tokens_of_every_prompt(tmp_path: Path) -> None:
     llm = LLM(make_folder(tmp_path), method="plain", compile="never", max_batch=2, prefill_chunk=20)
-    prompts = [[7, 8, 9], [10 + i % 30 for i in range(90)]]  # the second is read in five parts, while the first one goes on
+    prompts = [[7, 8, 9], [10 + i % 30 for i in range(90)]]  # the second is prefilled in five chunks while the first decodes
     run = generate(Contenders(llm), PLAIN_CONTENDER, prompts, Plan((), {}, max_tokens=12).params(0, 0), 2)
     (batch,) = run.batches
     assert batch.num_tokens == 24 and batch.first_tokens >= 5
     assert batch.waits[0] < batch.waits[1] == batch.first_seconds
-    assert run.stats.num_rounds == run.num_tokens - batch.first_tokens  # as many rounds as tokens after them
+    assert run.stats.num_rounds == run.num_tokens - batch.first_tokens  # one round per token after the first ones
     cell = cells.cells([Group(0.0, 2, "x", [{PLAIN_CONTENDER: run}])])[0]
     assert cell["first_token_ms"] == pytest.approx(1e3 * batch.first_seconds / 2, rel=1e-3)
     assert cell["time_to_first_token_ms"]["p50"] == pytest.approx(1e3 * batch.waits[0], rel=1e-3)
@@ -179,7 +179,7 @@ def test_a_failing_target_ends_the_measurement(llm: LLM, monkeypatch: pytest.Mon
     assert not llm.engine.has_work
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="this system does not tell the peak")
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="this system does not report peak memory")
 def test_peak_memory_counts_from_the_start_of_the_measurement() -> None:
     import torch
 
@@ -238,7 +238,7 @@ def test_reached_drafts_of_a_tree_are_counted_by_depth() -> None:
     plain = Run(batches=[Batch(4, 2.0, rounds=rounds(0, lens=0))], token_ids=[[1, 2, 3, 4]])
     cell = cells.cells([Group(0.0, 1, "x", [{PLAIN_CONTENDER: plain, NGRAM: run}])])[1]
     assert cell["cost_ratio"] == pytest.approx(0.1 / 0.2)  # three levels in 0.3 s
-    # The accepted path ended at a leaf of depth 1: nothing behind it was drafted, so nothing was refused.
+    # The accepted path ended at a leaf of depth 1: no draft after it, so none was rejected.
     run.batches.append(Batch(2, 1.0, rounds=(Round(3, [9], [3], [1], PhaseTimes(0.3, 0.2, 0.0, 0.0), judged=[1]),)))
     assert run.stats.num_judged == 4 and run.stats.acceptance_rate == 1.0
     assert run.conditional_acceptance(3) == [1.0, 1.0, 1.0]

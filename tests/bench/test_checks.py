@@ -1,4 +1,4 @@
-"""The scripts under bench/: bad input ends them at once, and nothing that was measured is lost."""
+"""Scripts in bench/: invalid input ends them immediately, and no measurement is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRIPTS = Path(__file__).parents[2] / "bench"
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> object:
-    """``script("soak")``: that file as a module."""
+    """Import a script as a module: ``script("soak")``."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
 
     def load(name: str) -> ModuleType:
@@ -27,8 +27,8 @@ def script(monkeypatch: pytest.MonkeyPatch) -> object:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("audit_check", ["--audits", "0"], "'0' is no number from 1 on"),
-        ("grammar_check", ["--answers", "none"], "'none' is no number from 1 on"),
+        ("audit_check", ["--audits", "0"], "invalid number '0': expected an integer of at least 1"),
+        ("grammar_check", ["--answers", "none"], "invalid number 'none': expected an integer of at least 1"),
         ("audit_check", ["--out", "file/x.json"], "cannot write --out"),
         ("tune_check", ["--out", "file/x.json"], "cannot write --out"),
     ],

@@ -1,4 +1,4 @@
-"""What `bench compare` says of documents whose noise is known."""
+"""`bench compare` on documents with known noise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WORKLOADS = ("code", "edit", "json", "math", "chat", "story")
 
 
 def measured(seed: int, plain: float = 100.0, draft: float = 150.0, noise: float = 0.02, **more: object) -> dict[str, object]:
-    """Plain and one method over six workloads; speeds drift together within a repeat, as on a real machine."""
+    """Return plain decoding and one method over six workloads. Speeds drift together within a repeat, as on a real machine."""
     generator, cells = random.Random(seed), []
     for name in WORKLOADS:
         base = noisy(plain, noise, generator)

@@ -1,4 +1,4 @@
-"""The HTML report: complete in itself, every figure with its numbers, nothing of the document lost or run."""
+"""The HTML report is self-contained, each plot has a table, and document text is escaped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIGURES = {
 
 
 class Page(HTMLParser):
-    """What the page is made of: tags with attributes, and for each figure what it holds."""
+    """Parsed page: tags with attributes, and the content of each figure."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

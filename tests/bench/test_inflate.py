@@ -27,7 +27,7 @@ def logits(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def perturb_norms(folder: Path) -> None:
-    """Trained norms are not all ones: a wrong place or scale must show."""
+    """Perturb norm weights like trained ones, so that a wrong position or scale is visible."""
     from safetensors.torch import save_file
 
     file = folder / "model.safetensors"
@@ -101,7 +101,7 @@ def test_extra_weights_are_random_and_real_ones_few(tmp_path: Path) -> None:
 
 
 def test_masked_weights_are_neither_constant_nor_repeated(tmp_path: Path) -> None:
-    """Engines that store equal constants once, or compress zeros, would otherwise read less than the parameters say."""
+    """Otherwise an engine that stores equal constants once, or compresses zeros, would read less than its parameters."""
     source = make_folder(tmp_path / "small")
     perturb_norms(source)
     shape = Shape(256, 5, 32, 8, 256)
@@ -112,9 +112,9 @@ def test_masked_weights_are_neither_constant_nor_repeated(tmp_path: Path) -> Non
     for name in extra:
         weight = weights[name]
         assert torch.all((weight != 0) if weight.ndim == 2 else (weight != 0).sum() == 256 - 16), f"{name} has zeros"
-        assert weight.unique().numel() > 0.5 * min(weight.numel(), 1000), f"{name} repeats itself"
+        assert weight.unique().numel() > 0.5 * min(weight.numel(), 1000), f"{name} has repeated values"
     for writer in ("self_attn.o_proj", "mlp.down_proj"):
-        silent = weights[f"model.layers.{real[0]}.{writer}.weight"][:, -8:]  # read by nobody: extra heads, extra rows
+        silent = weights[f"model.layers.{real[0]}.{writer}.weight"][:, -8:]  # weights without effect: extra heads, extra rows
         assert silent.count_nonzero() == silent.numel()
     every = list(weights.values())
     assert not any(torch.equal(a, b) for i, a in enumerate(every) for b in every[:i] if a.shape == b.shape)

@@ -1,4 +1,4 @@
-"""A head inflated with its target drafts what the small one drafts for the small target."""
+"""A head inflated with its target drafts the same tokens as the original."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from heads import block_checkpoints
 from heads.writers import FFN, HIDDEN, write_eagle1, write_eagle3, write_medusa, write_speculators, write_vllm_medusa
 from safetensors.torch import load_file, save_file
 from tiny_folder import make_folder
@@ -19,7 +18,11 @@ from outrider import LLM, SamplingParams
 from outrider.bench.inflate import inflate
 from outrider.bench.inflate_heads import inflate_head, inflated_head
 from outrider.bench.shapes import Shape
-from outrider.heads.checkpoint import EAGLE, MEDUSA, MODEL, kind_of
+from outrider.heads import block_formats, mtp_formats
+from outrider.heads.checkpoint import EAGLE, MEDUSA, MODEL, MTP, kind_of
+from outrider.heads.mtp import MtpHead
+from outrider.runner import ModelRunner, RunnerConfig
+from outrider.train import shapes
 from outrider.types import OutriderError
 
 VOCAB, DRAFT_VOCAB, LAYERS = 320, 90, 4
@@ -29,12 +32,13 @@ SHAPES = {
     "twice as wide": Shape(hidden=2 * HIDDEN, layers=6, heads=8, kv_heads=2, ffn=FFN + 8),
 }
 KINDS = ["medusa", "medusa of two layers", "vllm", "eagle1", "eagle1 of two layers"]
-KINDS += ["eagle3", "norm_before_fc", "fc_norm", "3.1"]
+KINDS += ["eagle3", "norm_before_fc", "fc_norm", "3.1", "mtp", "dflash", "dspark", "dflash2"]
+BLOCKS = {"dflash": {}, "dspark": {"markov_rank": 3}, "dflash2": {"selector_rank": 3}}
 
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory):
-    """A small target and its inflated forms, by name."""
+    """Create a small target and inflated versions, by name."""
     folder = tmp_path_factory.mktemp("family")
     small = make_folder(
         folder / "small", hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS, tie_word_embeddings=False,
@@ -56,9 +60,26 @@ def write(kind: str, folder: Path) -> None:
         write_speculators(folder, VOCAB, DRAFT_VOCAB, extra=kind if kind != "3.1" else "", norm_output=kind == "3.1")
 
 
+def write_new(kind: str, folder: Path, target: Path) -> None:
+    """Write an MTP head or a block drafter for a target, with random weights."""
+    runner = ModelRunner.load(target, RunnerConfig(device="cpu", compile="never"))
+    sizes = shapes.BlockSizes((1, 3), 2, 4, **BLOCKS.get(kind, {}))
+    torch.manual_seed(4)
+    head = shapes.new_mtp(runner) if kind == "mtp" else shapes.new_block(runner, sizes, VOCAB - 1)
+    for parameter in head.parameters():
+        with torch.no_grad():
+            parameter += 0.2 * torch.randn_like(parameter)
+    if isinstance(head, MtpHead):
+        mtp_formats.export(head, folder)
+    else:
+        block_formats.export(head, folder, LAYERS)
+
+
 def drafted(target: Path, head: Path) -> list[object]:
     """Every proposal of greedy and of sampled generations, and their texts."""
-    method = "medusa:max_nodes=6" if kind_of(head) == MEDUSA else "eagle:max_nodes=6"  # not what pays: the two cost differently
+    kind = kind_of(head)
+    assert kind is not None
+    method = kind.name + (":max_nodes=6" if kind in (MEDUSA, EAGLE, MTP) else "")  # not what pays: the two cost differently
     llm = LLM(str(target), draft=str(head), method=method, num_draft_tokens=4, compile="never", device="cpu")
     seen: list[object] = []
     propose = llm.proposer.propose
@@ -81,12 +102,15 @@ def drafted(target: Path, head: Path) -> list[object]:
 
 @pytest.fixture(scope="module")
 def small_head(family, tmp_path_factory):
-    """``small_head(kind)`` -> its folder, and what it drafts for the small target."""
+    """Return ``small_head(kind)`` -> its folder and its proposals for the small target."""
 
     @cache
     def made(kind):
         folder = tmp_path_factory.mktemp("heads") / "head"
-        write(kind, folder)
+        if kind == "mtp" or kind in BLOCKS:
+            write_new(kind, folder, family["small"])
+        else:
+            write(kind, folder)
         return folder, drafted(family["small"], folder)
 
     return made
@@ -141,12 +165,10 @@ def test_unsupported_heads_give_a_one_line_error(family, tmp_path):
     path = tmp_path / "last" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eagle_aux_hidden_state_layer_ids": [1, 2, LAYERS]}))
     (tmp_path / "mtp").mkdir()
-    save_file({"mtp.fc.weight": torch.zeros(2, 4)}, tmp_path / "mtp" / "model.safetensors")
-    with pytest.raises(OutriderError, match="holds an MTP head, which cannot be inflated"):
+    save_file({"model.layers.4.eh_proj.weight": torch.zeros(2, 4)}, tmp_path / "mtp" / "model.safetensors")
+    (tmp_path / "mtp" / "config.json").write_text("{}")
+    with pytest.raises(OutriderError, match="only MTP heads in Qwen's layout"):
         inflate_head(tmp_path / "mtp", family["twice as wide"], tmp_path / "out")
-    block_checkpoints.write(tmp_path / "block", block_checkpoints.native_config(), block_checkpoints.head_tensors())
-    with pytest.raises(OutriderError, match="holds a block drafter, which cannot be inflated"):
-        inflate_head(tmp_path / "block", family["twice as wide"], tmp_path / "out")
     with pytest.raises(OutriderError, match="cannot be inflated to this size"):
         inflate_head(tmp_path / "last", family["twice as wide"], tmp_path / "out")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob("*.part-*"))

@@ -1,4 +1,4 @@
-"""What counts as a loop, against its definition; and what a measurement leaves out because of it."""
+"""Detection of loops compared with its definition, and measurements before loops."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from outrider.bench.measure import Arrival, Batch, Run, generate
 from outrider.types import PhaseTimes, Round
 
 NGRAM = Contender("ngram", 3)
-FRESH = list(range(100, 140))  # tokens that do not repeat
+FRESH = list(range(100, 140))  # tokens without repetition
 
 
 def by_definition(tokens: Sequence[int], max_period: int, min_repeats: int) -> list[bool]:
-    """Every window that is one period, repeated often enough."""
+    """Test every window of one period, repeated often enough."""
     found = [False] * len(tokens)
     for period in range(1, max_period + 1):
         for begin in range(len(tokens)):
@@ -45,12 +45,12 @@ def test_loops_match_the_definition(tokens: list[int], max_period: int, min_repe
         (FRESH, 40, 0.0),
         ([1, 1], 2, 0.0),
         ([1, 1, 1], 0, 1.0),
-        ([*FRESH, 1, 2, 1, 2], 44, 0.0),  # twice is no loop
+        ([*FRESH, 1, 2, 1, 2], 44, 0.0),  # two repetitions are not a loop
         ([*FRESH, 1, 2, 1, 2, 1, 2], 40, 6 / 46),
-        ([*FRESH, 1, 2, 1, 2, 1, 2, 1], 40, 7 / 47),  # the part of a period that follows belongs to it
+        ([*FRESH, 1, 2, 1, 2, 1, 2, 1], 40, 7 / 47),  # a partial period at the end belongs to the loop
         ([*FRESH[:MAX_PERIOD] * 3], 0, 1.0),
         ([*FRESH[: MAX_PERIOD + 1] * 3], 99, 0.0),  # a longer period does not count
-        ([7, 7, 7, *FRESH], 0, 3 / 43),  # also where the text goes on
+        ([7, 7, 7, *FRESH], 0, 3 / 43),  # even if the text continues
     ],
 )
 def test_loop_start_and_share(tokens: list[int], start: int, share: float) -> None:
@@ -63,7 +63,7 @@ def test_ends_in_loop_is_false_after_a_loop() -> None:
 
 
 def batch(*, tokens_per_round: int, num_rounds: int, prompts: int = 1, seconds: float = 1.0) -> Batch:
-    """Each prompt's first token after 0.5 s, then so many tokens a round, each of which takes ``seconds``."""
+    """Return a batch: each prompt's first token after 0.5 s, then ``tokens_per_round`` per round of ``seconds``."""
     arrivals = [Arrival(0.5, prompt, 1, 0) for prompt in range(prompts)]
     for at in range(1, num_rounds + 1):
         arrivals += [Arrival(0.5 + at * seconds, prompt, 1 + at * tokens_per_round, at) for prompt in range(prompts)]
@@ -76,7 +76,7 @@ def batch(*, tokens_per_round: int, num_rounds: int, prompts: int = 1, seconds: 
 
 def test_a_batch_is_cut_after_the_last_round_before_a_loop() -> None:
     part = batch(tokens_per_round=3, num_rounds=10).before([8])
-    assert (part.num_tokens, part.seconds, len(part.rounds)) == (7, 2.5, 2)  # the third round has the ninth token
+    assert (part.num_tokens, part.seconds, len(part.rounds)) == (7, 2.5, 2)  # the third round contains the ninth token
     assert (part.first_tokens, part.first_seconds) == (1, 0.5)
     whole = batch(tokens_per_round=3, num_rounds=10)
     uncut = whole.before([31])
@@ -100,7 +100,7 @@ def test_results_before_loops_exclude_loops() -> None:
     text = [*FRESH[:31], *[7, 8] * 15]  # 61 tokens, the last 30 in a loop
 
     def speculative() -> Run:
-        """Two tokens a round before the loop, six in it."""
+        """Return a run with two tokens per round before the loop and six in it."""
         slow, fast = batch(tokens_per_round=2, num_rounds=15), batch(tokens_per_round=6, num_rounds=5)
         later = [Arrival(15 + each.seconds, 0, 30 + each.num_tokens, 15 + each.num_rounds) for each in fast.arrivals[1:]]
         arrivals = (*slow.arrivals, *later)
@@ -136,7 +136,7 @@ def test_an_output_that_loops_from_the_start_is_excluded_for_all_contenders() ->
     _, drafted = cells.cells([Group(0.8, 1, "x", repeats)])
     assert drafted["before_loops"]["decode_speedup"] == pytest.approx(2.0)
     low, high = drafted["before_loops"]["decode_speedup_interval"]
-    assert low == high == pytest.approx(2.0)  # the empty text is drawn by neither
+    assert low == high == pytest.approx(2.0)  # the empty output is never resampled
     alone = [{PLAIN_CONTENDER: run(1, 30, looping), NGRAM: run(2, 15, looping)}]
     found = cells.cells([Group(0.0, 1, "x", alone)])
     assert found[1]["before_loops"] is None and "loops from the start" in loop_warnings(found)[0]

@@ -1,4 +1,4 @@
-"""What stands in a result of where it comes from: the command that was typed, and no key; the processor."""
+"""Provenance in results: command line without API keys, and processor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outrider.bench.provenance import command, commit, cpu_name, origin
         (["/usr/bin/outrider", "bench", "-k", "4"], "outrider bench -k 4"),
         (["/lib/outrider/__main__.py", "tune"], "outrider tune"),  # python -m outrider
         (["bench/soak.py", "--minutes", "3"], "python bench/soak.py --minutes 3"),
-        (["/elsewhere/check.py"], "python check.py"),  # no folder of one machine
+        (["/elsewhere/check.py"], "python check.py"),  # paths of the machine are dropped
         (["outrider", "generate", "a b"], "outrider generate 'a b'"),
         (["outrider", "bench", "serve", "--concurrency", ""], "outrider bench serve --concurrency ''"),
         (
@@ -85,7 +85,7 @@ def test_a_commit_with_uncommitted_changes_is_marked(monkeypatch: pytest.MonkeyP
 
 
 def test_every_result_records_its_provenance() -> None:
-    """As README has it: version, commit, machine, command, date."""
+    """Version, commit, machine, command and date, as README states."""
     found = origin()
     assert {"version", "commit", "cpu", "command", "date", "versions"} == set(found)
-    assert all(found.values()) or found["commit"] is None  # no commit outside of a checkout
+    assert all(found.values()) or found["commit"] is None  # there is no commit outside a checkout

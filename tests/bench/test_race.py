@@ -1,4 +1,4 @@
-"""Lanes take turns by their clocks."""
+"""Lanes take turns by their clocks, and free their requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Intervals and changes against cases with known answers."""
+"""Intervals and changes in cases with known answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def timings(seconds: np.ndarray) -> Timings:
 
 
 def test_common_slowdowns_cancel() -> None:
-    machine = np.random.default_rng(1).uniform(1, 4, size=(5, 6))  # a machine four times slower at times, prompts that differ
+    machine = np.random.default_rng(1).uniform(1, 4, size=(5, 6))  # slowdowns up to 4x; different prompts
     base, fast = timings(machine), timings(machine / 2)
     low, high = speedup_interval(fast, base) or (0.0, 0.0)
     assert low == pytest.approx(2) and high == pytest.approx(2)
@@ -53,10 +53,10 @@ def test_a_single_measurement_has_no_interval() -> None:
 
 
 def test_95_percent_intervals_have_nearly_their_nominal_coverage() -> None:
-    """Noise by repeat and by prompt; with so few of them percentile intervals are a little narrow, which docs/bench.md says."""
+    """Noise by repeat and by prompt. With so few of them, percentile intervals are slightly narrow, as docs/bench.md states."""
     generator, hits = np.random.default_rng(7), 0
     for _ in range(100):
-        hard = generator.lognormal(0, 0.15, size=(1, 8))  # how much each prompt differs from the mean speedup
+        hard = generator.lognormal(0, 0.15, size=(1, 8))  # difference of each prompt from the mean speedup
         base = timings(generator.lognormal(0, 0.3, size=(6, 1)) * generator.lognormal(0, 0.02, size=(6, 8)))
         fast = timings(base.seconds * hard / np.mean(np.exp(0.15**2 / 2)) / 2 * generator.lognormal(0, 0.02, size=(6, 8)))
         low, high = speedup_interval(fast, base) or (0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Built-in prompts, and files of prompts in the formats that are in use."""
+"""Built-in prompts, and files of prompts in common formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One tiny family for all tests of the command line, and a way to run a command in this process."""
+"""A tiny family shared by all tests of the command line, and a function that runs a command in this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target's twin, so that every draft is accepted."""
+    """Copy of the target, so that every draft is accepted."""
     return make_folder(tmp_path_factory.mktemp("models") / "draft", seed=0, max_position_embeddings=512)
 
 
@@ -35,7 +35,7 @@ def other_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def outrider(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
-    """``outrider("generate", "hi", stdin="...")`` -> exit code, stdout, stderr."""
+    """Return ``outrider("generate", "hi", stdin="...")`` -> exit code, stdout, stderr."""
     import io
 
     from outrider.cli import main

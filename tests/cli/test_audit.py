@@ -1,4 +1,4 @@
-"""``outrider audit`` on a tiny model: exit codes, the JSON document, the page that opens offline."""
+"""``outrider audit`` on a tiny model: exit codes, JSON document and self-contained page."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ QUICK = [
 
 @pytest.fixture(scope="module")
 def models(target: Path, tmp_path_factory: pytest.TempPathFactory) -> list[object]:
-    """The target with a draft that is not its twin."""
+    """Return options of a target with a draft that is not its copy."""
     return ["--target", target, "--draft", make_folder(tmp_path_factory.mktemp("models") / "other", seed=1)]
 
 
 @pytest.fixture
 def two_controls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the third, which takes a hundred times as many samples to catch and has tests of its own."""
+    """Drop the third control, which takes a hundred times as many samples to detect and has separate tests."""
     monkeypatch.setattr(sampling, "CONTROLS", sampling.CONTROLS[:2])
 
 
@@ -122,7 +122,7 @@ def test_invalid_input_exits_with_code_2(outrider: Run, models: list[object], op
 def test_same_text_compares_every_cell_and_resumes(
     outrider: Run, models: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(same_text, "Grid", partial(same_text.Grid, repeat=1))  # of the cost
+    monkeypatch.setattr(same_text, "Grid", partial(same_text.Grid, repeat=1))  # repeats of the cost measurement
     out = tmp_path / "grid.json"
     options = ["--compile", "never", "--method", "draft", "-k", "1,3", "--batch", "1,2", "--max-tokens", 8]
     options += ["--num-prompts", 3]
@@ -130,7 +130,7 @@ def test_same_text_compares_every_cell_and_resumes(
     assert code == 0, (shown, err)
     document = read(out)
     assert document["kind"] == "same-text" and document["differing"] == 0 and document["certified"]
-    assert len(document["cells"]) == 2 * (1 + 2 * 2)  # plain at the second batch, and the grid, at two temperatures
+    assert len(document["cells"]) == 2 * (1 + 2 * 2)  # two temperatures: plain at the second batch size, and the grid
     assert all((cell["cost"] is not None) == (cell["batch"] == 1) for cell in document["cells"])
     interrupted = same_text.SameText.run
     calls: list[object] = []
@@ -150,7 +150,7 @@ def test_same_text_compares_every_cell_and_resumes(
     document["cells"][0]["differing"] = 1
     out.write_text(json.dumps(document))
     code, shown, _ = outrider("audit", "--same-text", *models, *options, "--out", out, "--resume")
-    assert code == 3 and "1 texts differ" in shown  # the earlier cells were kept
+    assert code == 3 and "1 texts differ" in shown  # earlier cells were kept
     assert len(read(out)["cells"]) == 10
     code, _, err = outrider("audit", "--same-text", *models, *options, "--seed", 1, "--max-tokens", 9, "--out", out, "--resume")
     assert code == 2 and "was made with other" in err

@@ -1,4 +1,4 @@
-"""`outrider bench compare` and `outrider bench report` on documents made of numbers."""
+"""`outrider bench compare` and `outrider bench report` on documents with known numbers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_other_files_are_refused(outrider: Run, tmp_path: Path, text: str, why: 
 
 
 def looping() -> dict[str, object]:
-    """A document whose texts loop, twice as fast over the whole text as before the loops."""
+    """Return a document whose outputs loop, with twice the speedup over whole outputs as before the loops."""
     result = measured(300.0)
     for each in result["cells"]:  # type: ignore[attr-defined]
         before = {name: each[name] for name in ("tok_s", "plain_tok_s", "mean_acceptance_length", "ms", "difference")}

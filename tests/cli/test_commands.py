@@ -1,4 +1,4 @@
-"""What the commands print, in this process on a tiny random model."""
+"""Output of the commands, run in this process on a tiny random model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def plain_text(outrider: Run, target: Path, *options: object) -> str:
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, number: int, signalled: type[KeyboardInterrupt] = KeyboardInterrupt) -> None:
-    """Ctrl-C in the engine's step of that number."""
+    """Raise Ctrl-C in the engine's ``number``-th step."""
     step, calls = Engine.step, []
 
     def interrupted(self: Engine) -> object:
@@ -91,7 +91,7 @@ def test_the_shares_in_the_summary_add_up() -> None:
 
 
 def test_uncompiled_passes_are_reported(outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.runner.compiled.load", lambda module, build: None)  # nothing is at hand
+    monkeypatch.setattr("outrider.runner.compiled.load", lambda module, build: None)  # no compiled library is available
     monkeypatch.setattr("outrider.runner.compiled.is_supported", lambda model: True)
     command = ["generate", "--target", target, "--method", "ngram", "--max-tokens", 4, "hello"]
     assert "--compile always" in outrider(*command)[2]
@@ -161,7 +161,7 @@ def test_show_colours_the_same_text(outrider: Run, target: Path, draft: Path) ->
 
 
 def test_the_painter_keeps_the_text_of_chunks() -> None:
-    """Text arrives later than its tokens (a held character, a stop string): colours must follow the tokens."""
+    """Text can be emitted later than its tokens (incomplete characters, possible stop strings); colours follow the tokens."""
 
     class Letters:
         def feed(self, token_ids: list[int]) -> str:
@@ -353,7 +353,7 @@ def test_compare_stops_where_generate_does(outrider: Run, target: Path, draft: P
 
 
 def test_ctrl_c_ends_a_race(outrider: Run, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupt(monkeypatch, 60)  # behind the warm-up
+    interrupt(monkeypatch, 60)  # after the warm-up
     code, _, err = outrider("compare", *models(target, draft), "-k", 2, "--max-tokens", 200, "--ignore-eos", PROMPT)
     assert code == app.EXIT_INTERRUPTED and "interrupted" in err
 
@@ -454,7 +454,7 @@ def test_bench_keeps_finished_measurements_when_the_target_fails(
         "bench", "--target", target, "--compile", "never", "--method", "ngram", "-k", 2, "--workloads", "math,story",
         "--num-prompts", 1, "--max-tokens", 4, "--repeat", 1, "--out", out_file,
     ]  # fmt: skip
-    monkeypatch.setattr(grid, "generate", failing(5))  # two to warm up, two measured of one workload, one of the next
+    monkeypatch.setattr(grid, "generate", failing(5))  # two for warm-up, two measured of one workload, one of the next
     code, out, err = outrider(*command)
     assert code == 2 and err.splitlines()[-1] == "error: the target failed"
     kept = json.loads(out)
@@ -462,23 +462,24 @@ def test_bench_keeps_finished_measurements_when_the_target_fails(
     calls.clear()
     monkeypatch.setattr(grid, "generate", failing(0))
     code, out, _ = outrider(*command)
-    assert code == 2 and not out and json.loads(out_file.read_text()) == kept  # what was there is not replaced by nothing
+    assert code == 2 and not out and json.loads(out_file.read_text()) == kept  # earlier results are kept
 
 
 def test_bench_inflates(outrider: Run, target: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from outrider.bench.shapes import SIZES, Shape
 
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    monkeypatch.setitem(SIZES, "1b", Shape(hidden=256, layers=5, heads=16, kv_heads=4, ffn=256))  # the source has 16 and 2
+    # the source has hidden size 16 and 2 layers
+    monkeypatch.setitem(SIZES, "1b", Shape(hidden=256, layers=5, heads=16, kv_heads=4, ffn=256))
     code, out, err = outrider(
         "bench", *models(target, draft), "--inflate", "1b", "--method", "draft", "-k", 2, "--workloads", "code",
         "--num-prompts", 1, "--max-tokens", 7, "--repeat", 1, "--max-len", 500,
     )  # fmt: skip
     assert code == 0, err
     result = json.loads(out)
-    assert result["target"].startswith("target-1b-")  # and not where the cache lies
+    assert result["target"].startswith("target-1b-")  # and without the path of the cache
     assert result["inflated"]["size"] == "1b" and result["inflated"]["parameters"] > 1_000_000
-    assert result["cells"][1]["mean_acceptance_length"] > 2.5  # the draft is the source's twin: the function is the same
+    assert result["cells"][1]["mean_acceptance_length"] > 2.5  # the draft copies the source, whose function is kept
 
 
 def test_out_of_memory_is_not_a_usage_error() -> None:

@@ -1,4 +1,4 @@
-"""Every mistake is one line on stderr and an exit code of 2, never a traceback."""
+"""Every user error is one line on stderr and exit code 2, without a traceback."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Run = Callable[..., "tuple[int, str, str]"]
 def assert_one_line(outcome: tuple[int, str, str], *words: str, code: int = 2) -> None:
     exit_code, out, err = outcome
     told = [line for line in err.splitlines() if line.strip()]
-    # Besides what takes its time and what was found to draft with.
+    # All lines except durations and the drafter that was found.
     lines = [
         line
         for line in told
@@ -77,7 +77,7 @@ WRONG_CONFIGS: list[tuple[Any, str]] = [
     ({"num_attention_heads": 3}, "not a multiple of the number of attention heads"),
     ({"num_attention_heads": 8}, "o_proj.weight is [16, 32], expected [16, 64]"),
     ({"num_key_value_heads": 4}, "k_proj.weight is [16, 16], expected [32, 16]"),
-    ({"num_hidden_layers": 1}, "is of no layer, expected 1 layers"),
+    ({"num_hidden_layers": 1}, "belongs to no layer, expected 1 layers"),
     ({"num_hidden_layers": -1}, "num_hidden_layers=-1"),
     ({"num_hidden_layers": 10**20}, "from 1 to 10000"),
     ({"num_hidden_layers": 3}, "lacks 9 tensors"),
@@ -140,7 +140,7 @@ def test_a_truncated_renamed_foreign_or_newer_block_drafter(outrider: Run, tmp_p
     config, head = block_checkpoints.native_config(vocab_size=320), tmp_path / "head"
     block_checkpoints.write(head, config, block_checkpoints.head_tensors())
     run = ("generate", "--target", tmp_path / "target", "--compile", "never", "--max-tokens", "4", "--draft", head, "hi")
-    assert outrider(*run)[0] == 0  # what it is says the method
+    assert outrider(*run)[0] == 0  # the method determines the kind
     run = (*run, "--method", "dflash")
     assert outrider(*run)[0] == 0
     name = "layers.1.mlp.up_proj.weight"

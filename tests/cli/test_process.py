@@ -1,4 +1,4 @@
-"""The command as a user starts it: a process of its own."""
+"""The command as a separate process, as a user starts it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_an_error_is_one_line_and_code_2(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cache", ["/proc/nowhere", "a file"])
 def test_commands_work_without_a_cache_folder(target: Path, tmp_path: Path, cache: str) -> None:
     (tmp_path / "a file").write_text("")
-    compiler = tmp_path / "cc"  # the kernels themselves would take half a minute
+    compiler = tmp_path / "cc"  # compiling the kernels would take half a minute
     compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho no library > "$2"\n')
     compiler.chmod(0o755)
     where = {"OUTRIDER_CACHE": str(tmp_path / cache), "CXX": str(compiler)}
@@ -69,13 +69,13 @@ def test_ctrl_c_and_sigterm_while_loading_print_one_word(target: Path, number: i
     process = subprocess.Popen(
         [sys.executable, "-m", "outrider", "generate", "--target", str(target), "-"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores Ctrl-C
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background test run ignores Ctrl-C
     )  # fmt: skip
-    time.sleep(5)  # by now it waits for standard input; on a busy machine it may take a second Ctrl-C
+    time.sleep(5)  # now it waits for standard input; on a busy machine it may need a second Ctrl-C
     for _ in range(12):
         process.send_signal(number)
         try:
-            process.wait(timeout=5)  # another one while it ends would end it at once
+            process.wait(timeout=5)  # another signal during the exit would kill it
             break
         except subprocess.TimeoutExpired:
             continue
@@ -93,5 +93,5 @@ def test_a_closed_pipe_ends_the_command_silently(target: Path) -> None:
     process.stdout.close()
     with process.stderr as stream:
         err = stream.read()
-    assert process.wait(timeout=60) == 1  # 0 of `audit` would say that it is certified
+    assert process.wait(timeout=60) == 1  # 0 would mean that `audit` certified the method
     assert "Traceback" not in err and "Exception ignored" not in err

@@ -1,4 +1,4 @@
-"""The race on a terminal, drawn on consoles of several widths."""
+"""Display of a race on terminals of several widths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ACCEPTED = "\x1b[32m"
 
 
 def rounds(num: int = 12, seconds: float = 0.01) -> Iterator[Round]:
-    """Two lanes that say "w0 w1 ...", the second one twice as fast."""
+    """Yield rounds of two lanes with the text "w0 w1 ...", the second lane twice as fast."""
     for at in range(num):
         word = f"w{at} "
         yield Round("plain", [(word, "plain")], (at + 1) * seconds, at + 1, 100.0, at == num - 1)

@@ -1,4 +1,4 @@
-"""``outrider train``: from a text file to a head that drafts, and one line for what cannot be trained."""
+"""``outrider train``: from a text file to a head that drafts, and one-line errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_head_is_trained_and_drafts(outrider: Run, target: Path, text: Path, t
     made = outrider("train", kind, *common, *FAST, *options)
     assert made.code == 0, made.err
     assert f"--method {method}" in made.err
-    assert outrider("train", kind, *common, *FAST, *options).code == 0  # again: nothing is left to do
+    assert outrider("train", kind, *common, *FAST, *options).code == 0  # repeating the command has nothing to do
     used = ("--method", method, "-k", "2", "--max-tokens", "12", "--compile", "never", "--json")
     drafted = outrider("generate", "--target", target, "--draft", tmp_path / "head", *used, "def add(")
     plain = outrider(

@@ -1,4 +1,4 @@
-"""`outrider tune` on tiny models: the plan that it writes, the page, what an interrupt leaves, and mistakes in one line."""
+"""`outrider tune` on tiny models: plan, report, resuming after an interrupt, and one-line errors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_plan_is_written_that_serve_reads(outrider: Run, target: Path, draft: 
     assert found["rungs"] and found["rungs"][0]["contenders"] >= 7
     assert any("batch 2, prompts 1" in name for name in document["found"]["rung 1"])
     twin = next(row for row in found["candidates"] if row["method"] == "draft" and row["k"] == 3)
-    assert twin["tau"] > 2.5  # the draft is the target's twin
+    assert twin["tau"] > 2.5  # the draft is a copy of the target
     html = page.read_text()
     assert html.startswith("<!doctype html>") and "Outrider plan" in html and html.count("<svg") == 1
     assert not re.search(r"https?:|<script|<link|<img|@import|src=", html)
@@ -126,7 +126,7 @@ def test_invalid_input_gives_one_line(
 
 
 def test_a_plan_works_from_any_directory(tmp_path: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders that it names, also among a method's options, are found from another folder; names of drafts stay names."""
+    """Folders in the plan, also in options of a method, are absolute; hub ids of drafts are unchanged."""
     monkeypatch.chdir(draft.parent)
     given = SimpleNamespace(
         llm=SimpleNamespace(speculation=SimpleNamespace(drafts={"heads": draft})),

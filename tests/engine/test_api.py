@@ -1,4 +1,4 @@
-"""The public API: what it exports, its signature, and values of any type, taken or refused in one line where they enter."""
+"""The public API: exported names, signatures, and validation of values of any type, with one-line errors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ids(generations):
     return [[completion.token_ids for completion in generation.outputs] for generation in generations]
 
 
-# --- what it exports --------------------------------------------------------------------------------------------------------
+# --- exported names ---------------------------------------------------------------------------------------------------------
 
 
 def test_exported_names_are_pinned():
@@ -217,13 +217,13 @@ def test_rows_of_a_matrix_are_prompts(llm, make):
     ],
 )
 def test_an_invalid_prompt_is_rejected_with_its_reason(llm, prompt, message):
-    for ask in (llm.generate, llm.stream):  # a stream too, before its first chunk is asked for
+    for ask in (llm.generate, llm.stream):  # a stream raises before its first chunk is requested
         with pytest.raises(OutriderError, match=message) as caught:
             ask(prompt)
         one_line(caught.value)
 
 
-# --- what comes back --------------------------------------------------------------------------------------------------------
+# --- outputs ----------------------------------------------------------------------------------------------------------------
 
 
 def test_samples_are_nested_in_their_prompt(llm):
@@ -251,7 +251,7 @@ def test_emission_chunk_and_completion_share_one_record(llm):
     assert joined.stats.num_tokens == 9
 
 
-# --- its life ---------------------------------------------------------------------------------------------------------------
+# --- lifetime ---------------------------------------------------------------------------------------------------------------
 
 
 def test_close_ends_requests_frees_models_and_rejects_further_use(folder):

@@ -1,4 +1,4 @@
-"""Streaming text: joined chunks are the full decode, no chunk holds half a character, no stop string is ever shown."""
+"""Streaming text: joined chunks equal the full decode, no chunk has an incomplete character, stop strings are never emitted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def byte_level():
 
 
 def sentencepiece_like():
-    """Words with a leading ▁ and bytes for the rest, decoded as Llama 2 does: the first space of a text is stripped."""
+    """Return a tokenizer of words with a leading ▁ and bytes. Like Llama 2's, it strips the first space when decoding."""
     words = ["▁def", "▁add", "▁text", "done", "▁"]
     vocab = {"<unk>": 0, "<eos>": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
     for word in words:

@@ -76,7 +76,7 @@ def test_stop_token_ids_end_a_request_inside_a_draft():
 @pytest.mark.parametrize("max_tokens", range(1, 8))
 def test_max_tokens_ends_a_request_inside_a_draft(max_tokens):
     runner = TableRunner()
-    # This proposer ignores the limits it is given.
+    # This proposer ignores the limits.
     eager = ScriptedProposer.of_chains(lambda c, k: [greedy_continuation(runner, r.token_ids, 5) for r in c.requests])
     found = outputs(run(make_engine(eager, 5, runner=runner), requests(max_tokens=max_tokens)))
     assert found == plain(max_tokens=max_tokens)
@@ -197,7 +197,7 @@ def test_logprobs_come_from_the_row_each_token_was_sampled_from(right):
 
 
 class Features(Proposer):
-    """Drafts the greedy continuation and collects the hidden states that it is given, by request."""
+    """Drafts the greedy continuation and collects the hidden states it receives, by request."""
 
     needs_hidden = (2,)
 
@@ -210,7 +210,7 @@ class Features(Proposer):
             self.seen.setdefault(request.request_id, []).append(context.hidden[2][b])
             seen = torch.cat([rows for rows in self.seen[request.request_id] if rows.numel()] or [torch.empty(0, 3)])
             wanted = [self.runner.logits_after(request.token_ids[: i + 1])[:3] + 2 for i in range(len(request.token_ids) - 1)]
-            if len(seen):  # from the second round on: all tokens but the last
+            if len(seen):  # from the second round on: all tokens except the last
                 torch.testing.assert_close(seen, torch.stack(wanted) if wanted else seen[:0])
             chains.append(greedy_continuation(self.runner, request.token_ids, min(k, context.limits[b])))
         return chain_proposal(chains)

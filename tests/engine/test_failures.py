@@ -15,7 +15,7 @@ from outrider.types import Proposal
 from .test_engine import Features, plain, requests
 from .toy import VOCAB, TableRunner, greedy_continuation, make_engine, oracle, outputs, run
 
-# --- proposers that misbehave -----------------------------------------------------------------------------------------------
+# --- failing proposers ------------------------------------------------------------------------------------------------------
 
 
 def good(context):
@@ -188,7 +188,7 @@ def test_features_continue_after_another_requests_invalid_draft():
     assert engine.stats.faults == 1
 
 
-# --- a target that misbehaves -----------------------------------------------------------------------------------------------
+# --- failing targets --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["fails_for", "nan_for"])

@@ -52,7 +52,7 @@ def no_network(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Create a target and drafters for it, each in its own folder, to be copied to where they are searched."""
+    """Create a target and drafters for it, each in its own folder; tests copy them to the places that are searched."""
     folder = tmp_path_factory.mktemp("made")
     make_folder(folder / "target", **SIZES)
     make_folder(folder / "draft", seed=1)
@@ -107,7 +107,7 @@ def greedy(llm):
 
 def test_a_head_in_the_targets_checkpoint_is_used(made, tmp_path, said):
     own = copied(made / "own", tmp_path / "own")
-    copied(made / "draft", tmp_path / "draft")  # beside it, and not looked at
+    copied(made / "draft", tmp_path / "draft")  # next to the target, but not used
     llm = loaded(own)
     assert llm.proposer.name == "mtp" and llm.drafter == "drafts with MTP head (in the target's checkpoint)"
     assert llm.drafter in said() and len(said()) == 1
@@ -229,7 +229,7 @@ def test_the_smallest_sufficient_model_of_the_family_is_used(made, target, tmp_p
     )
     cached(make_folder(tmp_path / "tiny", **one), "Org/model-tiny")
     cached(make_folder(tmp_path / "foreign", tokenizer=make_tokenizer(300)), "Org/foreign")
-    cached(made / "eagle3", "Org/head")  # known for nothing
+    cached(made / "eagle3", "Org/head")  # not known for any target
     cached(made / "target", "Org/same")
     found = chosen(target)
     assert (found.method, found.draft) == ("draft", str(small))
@@ -254,7 +254,7 @@ def test_without_a_drafter_the_default_method_is_used(target, said):
     assert llm.proposer.name == DEFAULT_METHOD == "suffix"
     assert said() == [llm.drafter] == ["drafts with suffix: no drafter was found for the target"]
     model = AutoModelForCausalLM.from_config(AutoModelForCausalLM.from_pretrained(target).config)
-    assert loaded(model).proposer.name == "suffix"  # of no folder
+    assert loaded(model).proposer.name == "suffix"  # drafters found for another folder are not used
 
 
 def test_places_are_searched_in_order(made, tmp_path, monkeypatch):
@@ -299,7 +299,7 @@ def test_a_draft_that_does_not_fit_is_logged_in_one_line(made, target, tmp_path,
     if harm == "config":
         (draft / "config.json").write_text("{")
     if harm == "cut":
-        assert chosen(target).method == DEFAULT_METHOD  # unreadable names tell nothing
+        assert chosen(target).method == DEFAULT_METHOD  # nothing is known of a name without a config
         return
     llm = loaded(target)
     lines = [line for line in said() if "not used" in line]
@@ -341,7 +341,7 @@ def test_a_head_for_another_target_is_logged_and_the_next_choice_is_used(made, t
 def test_a_misfit_found_while_building_is_logged_in_one_line(made, target, said):
     head = copied(made / "eagle3", target.parent / "eagle3")
     tensors = load_file(head / "model.safetensors")
-    tensors["d2t"] += 10_000  # values are not read while looking
+    tensors["d2t"] += 10_000  # tensor values are not read during the search
     save_file(tensors, head / "model.safetensors")
     assert chosen(target).method == "eagle"
     assert loaded(target).proposer.name == DEFAULT_METHOD
@@ -368,7 +368,7 @@ def test_hybrid_and_quantised_targets_use_drafters_that_they_support(made, targe
     assert rounded.proposer.name == "eagle" and greedy(rounded) == greedy(plain)
 
 
-# --- what the user named ----------------------------------------------------------------------------------------------------
+# --- drafts named by the user -----------------------------------------------------------------------------------------------
 
 
 def test_options_of_the_user_are_never_overridden(made, target, tmp_path):
@@ -405,7 +405,7 @@ class Masked(DraftModelProposer):
 
 
 class MaskedMethod(DraftModelMethod):
-    """A more specific kind of draft model, whose config names a mask token."""
+    """A more specific kind of draft model whose config has a mask token."""
 
     proposer = Masked
     own_draft = "masked"
@@ -461,7 +461,7 @@ def test_a_failed_download_is_logged_in_one_line(target, monkeypatch, tmp_path, 
     assert any("cannot download Org/small" in line for line in said())
 
 
-# --- looking ----------------------------------------------------------------------------------------------------------------
+# --- searching --------------------------------------------------------------------------------------------------------------
 
 
 def test_searching_reads_no_weights(made, target, monkeypatch):

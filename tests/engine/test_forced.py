@@ -1,4 +1,4 @@
-"""Forced tokens in the engine: where runs begin and end, what is booked, and what the proposer is told."""
+"""Forced tokens in the engine: limits of runs, statistics, and the proposer's view."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ FREE = range(1, VOCAB)
 
 
 def forced(request_id: str, rule, prompt: Sequence[int] = (3, 4), **params) -> Request:
-    """A request whose output follows a rule."""
+    """Return a request whose output follows a rule."""
     request = make_request(request_id, list(prompt), **params)
     return replace(request, matcher=RuleGrammar(rule, VOCAB, EOS).matcher())
 
 
 def blocks(output: tuple[int, ...]) -> Sequence[int]:
-    """A free token, then four forced ones that depend on it, again and again."""
+    """Allow one free token, then four forced ones that depend on it, repeatedly."""
     at = len(output) % 5
     return FREE if at == 0 else [1 + (output[len(output) - at] + at) % (VOCAB - 1)]
 
@@ -39,13 +39,13 @@ def plain_output(rule, runner: TableRunner | None = None, **params) -> tuple:
 
 
 class Recorder(Proposer):
-    """Drafts the same token k times, and keeps what it was asked and told."""
+    """Drafts the same token k times, and records requests and verdicts."""
 
     name = "recorder"
 
     def __init__(self, **attributes) -> None:
-        self.seen: list[tuple[list[int], int]] = []  # text and limit
-        self.told: list[tuple[list[int], int]] = []  # text and accepted drafts
+        self.seen: list[tuple[list[int], int]] = []  # tokens and limit
+        self.told: list[tuple[list[int], int]] = []  # tokens and number of accepted drafts
         for name, value in attributes.items():
             setattr(self, name, value)
 
@@ -63,7 +63,7 @@ def test_a_forced_run_is_one_pass() -> None:
     engine = make_engine()
     found = run(engine, [forced("a", blocks, max_tokens=50)])
     assert outputs(found)["a"] == plain_output(blocks, max_tokens=50)
-    assert engine.runner.num_scores == 11  # the first round has nothing forced before it
+    assert engine.runner.num_scores == 11  # no forced tokens precede the first round
     stats = engine.stats
     assert stats.num_tokens == 50 and stats.num_rounds == 11 and stats.num_forced == 39  # the last round has room for 3
     assert stats.num_drafts == stats.num_judged == stats.num_drafted_rounds == 0 and stats.acceptance_histogram == {0: 11}
@@ -73,7 +73,7 @@ def test_a_forced_run_is_one_pass() -> None:
 
 @pytest.mark.parametrize("length", [3, MAX_FORCED, MAX_FORCED + 1, 40])
 def test_a_run_at_the_end_ends_with_the_text(length: int) -> None:
-    """The end of the text is forced too, and costs no row: the round's own token is that one."""
+    """The end-of-sequence token is forced too, but needs no row: it is the round's next token."""
 
     def rule(output: tuple[int, ...]) -> Sequence[int]:
         return FREE if not output else [EOS] if len(output) > length else [1 + len(output) % 9]
@@ -114,7 +114,7 @@ def test_a_stop_token_inside_a_run() -> None:
 
 @pytest.mark.parametrize("after", [0, 1, 4, MAX_FORCED, MAX_FORCED + 1])
 def test_a_dead_end_ends_the_request_where_plain_decoding_does(after: int) -> None:
-    """Its text up to there stays, and the other request of the batch goes on."""
+    """The text before it is kept, and the other request of the batch continues."""
 
     def rule(output: tuple[int, ...]) -> Sequence[int]:
         return FREE if len(output) < 2 else [] if len(output) == 2 + after else [2]
@@ -161,7 +161,7 @@ def test_a_matcher_that_fails_ends_its_request_with_the_reason_and_no_other() ->
 
 
 def trap(refuses: bool, lure: int):
-    """Every token may follow, but nothing may follow ``lure``; a matcher that ``refuses`` says so by an error."""
+    """Return a grammar that allows every token, but none after ``lure``; if ``refuses``, its matcher raises an error there."""
 
     def rule(output: tuple[int, ...]) -> Sequence[int]:
         if output and output[-1] == lure:
@@ -177,7 +177,10 @@ def trap(refuses: bool, lure: int):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("is_tree", [False, True])
 def test_a_draft_that_leads_into_a_dead_end_costs_the_request_nothing(is_tree: bool, temperature: float, refuses: bool) -> None:
-    """The target takes it or another token, as without drafts; no other request of the batch notices."""
+    """The target accepts the draft or samples another token, as without drafts.
+
+    Other requests of the batch are not affected.
+    """
     runner = TableRunner()
     lure = next(token for token in FREE if token not in greedy_continuation(runner, [3, 4], 20))
     params = {"max_tokens": 20, "temperature": temperature, "seed": 2}
@@ -202,7 +205,7 @@ def test_a_draft_that_leads_into_a_dead_end_costs_the_request_nothing(is_tree: b
 
 @pytest.mark.parametrize("refuses", [False, True])
 def test_a_dead_end_that_the_target_takes_ends_the_request_with_its_text(refuses: bool) -> None:
-    """As without drafts: the last draft before the end of all is accepted, the next round has the error."""
+    """As without drafts: the last draft before the dead end is accepted, and the next round reports the error."""
     runner = TableRunner()
     text = greedy_continuation(runner, [3, 4], 20)
     lure = text[10]
@@ -223,7 +226,7 @@ def test_the_proposer_drafts_after_the_run_and_is_told_of_its_own_drafts() -> No
     asked = [(seen, limit) for seen, limit in recorder.seen if seen[:2] == [3, 4]]
     assert asked and all(seen == text[: len(seen)] for seen, _ in asked)
     lens = [len(seen) for seen, _ in asked]
-    assert lens == [2, *lens[1:]] and all((length - 2) % 5 == 0 for length in lens)  # after whole runs: at a free token
+    assert lens == [2, *lens[1:]] and all((length - 2) % 5 == 0 for length in lens)  # drafts start after whole runs
     assert all(limit <= 16 - (len(seen) - 2) - 1 for seen, limit in asked)
     assert all(told == text[: len(told)] and accepted <= 2 for told, accepted in recorder.told if told[:2] == [3, 4])
     assert engine.stats.faults == 0
@@ -234,7 +237,7 @@ def test_a_proposer_that_needs_hidden_states_waits_until_the_run_is_read() -> No
         engine = make_engine(recorder, k=2)
         found = outputs(run(engine, [forced("a", blocks, max_tokens=31), make_request("b", [5, 6], max_tokens=31)]))
         assert found["a"] == plain_output(blocks, max_tokens=31)
-        assert all(len(text) == 2 for text, _ in recorder.seen if text[:2] == [3, 4])  # a run follows every other round
+        assert all(len(text) == 2 for text, _ in recorder.seen if text[:2] == [3, 4])  # every other round has a forced run
         assert sum(text[:2] == [5, 6] for text, _ in recorder.seen) > 5 and engine.stats.faults == 0
 
 
@@ -253,7 +256,7 @@ def test_trees_hang_on_the_last_forced_token() -> None:
     found = run(engine, [forced("a", blocks, max_tokens=40), make_request("b", [5, 6], max_tokens=40)])
     assert outputs(found)["a"] == plain_output(blocks, max_tokens=40)
     assert engine.stats.faults == 0 and engine.stats.num_accepted > 20
-    assert len(found["a"]) < 10  # a round: four forced tokens, a draft that is right, and the round's own
+    assert len(found["a"]) < 10  # four forced tokens, a correct draft and the next token per round
 
 
 @pytest.mark.parametrize("own", [0, 2, None])
@@ -269,7 +272,7 @@ def test_a_request_for_plain_decoding_gets_it(own: int | None) -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 9])
 def test_more_drafts_than_the_target_takes_in_a_pass_are_not_scored(most: int) -> None:
-    """A round's nine: four forced tokens, a draft for the free one after them, and four forced after that."""
+    """A round has nine rows: four forced tokens, a draft for the next free one, and four forced tokens after it."""
     runner = TableRunner()
     runner.max_drafts = most
     engine, score, widths = make_engine(oracle(runner), k=4, runner=runner), runner.score, []
@@ -309,7 +312,7 @@ def test_rounds_book_forced_rows_in_the_pass_and_nowhere_else() -> None:
 
 
 class Asked(FixedLength):
-    """Remembers the rounds that it observed."""
+    """Records the rounds it observes."""
 
     def __init__(self, k: int) -> None:
         super().__init__(k)
@@ -328,7 +331,7 @@ def test_the_policy_sees_the_requests_as_committed() -> None:
 
 
 def test_sampling_params_with_a_grammar_of_ones_own() -> None:
-    """The protocol is ``allowed``: nothing of a library is asked for."""
+    """Only ``allowed`` of the protocol is required, no library."""
     params = SamplingParams(grammar=RuleGrammar(blocks, VOCAB, EOS))
     assert params.grammar is not None and params.grammar.matcher().allowed([5], []).sum() == 1
 
@@ -351,7 +354,7 @@ def test_a_model_drafts_forced_tokens_itself_where_its_number_of_drafts_adapts(k
 @pytest.mark.parametrize("takes_trees", [True, False])
 @pytest.mark.parametrize("grammar_drafts", [True, False])
 def test_verdicts_have_the_indices_of_the_proposers_own_tree(grammar_drafts: bool, takes_trees: bool) -> None:
-    """The grammar drops nodes of the tree, so that the scored tree has others at their indices."""
+    """The grammar drops nodes of the tree, so the scored tree has other indices."""
     runner = TableRunner()
     runner.takes_trees = takes_trees
     heard: list[tuple[list[int], list[int]]] = []
@@ -360,7 +363,7 @@ def test_verdicts_have_the_indices_of_the_proposers_own_tree(grammar_drafts: boo
         return [5, 6] if len(output) < 3 else [3]
 
     class Trees(Proposer):
-        """Draft a forbidden token, and the right two after it, each after a forbidden one."""
+        """Draft a forbidden token, and two correct tokens, each after a forbidden one."""
 
         drafts_trees = True
 

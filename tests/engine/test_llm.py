@@ -100,7 +100,7 @@ def test_samples_share_a_prompt_and_differ_in_seed(model, tokenizer, k):
     assert [c.sample_index for c in samples] == list(range(5))
     assert len({tuple(c.token_ids) for c in samples}) == 5
     assert seen(outputs_of(llm.generate(PROMPTS[0], params))) == seen(samples)
-    # Sample 0 is what the seed gives alone, and copied prompts change nothing.
+    # Sample 0 is the output of the seed alone, and copying the prompt's cache changes nothing.
     alone = LLM(model, tokenizer=tokenizer, method="ngram", num_draft_tokens=k, compile="never", max_batch=1)
     assert seen(outputs_of(alone.generate(PROMPTS[0], params))) == seen(samples)
 
@@ -259,7 +259,7 @@ def test_chat_uses_the_template_of_the_tokenizer(model):
 
 def test_a_dropped_llm_frees_its_models_at_once(model):
     gc.collect()
-    gc.disable()  # models are large: they must not wait for the collector
+    gc.disable()  # models are large: they must be freed without the garbage collector
     try:
         llm = LLM(model, draft=model, compile="never")
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5))

@@ -120,7 +120,7 @@ def test_a_proposer_prefills_long_prompts_in_chunks_without_delaying_others():
 
 def test_no_drafts_are_requested_while_a_round_prefills_the_prompt():
     runner = TableRunner()
-    runner.short = 4  # r2's text of eight is read by its first score
+    runner.short = 4  # r2's eight tokens are prefilled in its first round
     found = run(make_engine(oracle(runner), 3, runner=runner), requests())
     assert outputs(found) == outputs(run(make_engine(), requests()))
     assert [len(found[f"r{b}"][0].token_ids) for b in range(3)] == [4, 4, 1]
@@ -175,7 +175,7 @@ def test_a_prompt_whose_copy_fails_does_not_affect_others(monkeypatch):
     assert ended == {"r0": "length", "r1": "length", "r2": "length", "fork": "error"}
 
 
-# --- who is next ------------------------------------------------------------------------------------------------------------
+# --- scheduling -------------------------------------------------------------------------------------------------------------
 
 
 def order_of(asked):
@@ -295,7 +295,7 @@ def test_a_request_reuses_the_longest_cached_prefix():
     assert kv.cached_lens[row] == SHARED + 2
     assert kv.stores[0][0, row, 0, : SHARED + 2, 0].tolist() == [*shared, 90, 91]
     assert (kv.num_reused, kv.num_looked_up) == (2 * SHARED + 3, 3 * SHARED + 8)
-    other = kv.row_for("d", [*shared, 90, 91, 92, 93])  # the row that c began with has been copied, not taken
+    other = kv.row_for("d", [*shared, 90, 91, 92, 93])  # c's row was copied, not taken over
     assert kv.cached_lens[other] == SHARED + 3 and other != row
 
 
@@ -346,7 +346,7 @@ def test_the_cache_of_a_failed_request_is_not_reused():
 
 
 def test_memory_is_reserved_before_admission():
-    kv = cache(rows=8, budget=2 * (100 + SLACK) * 16)  # 16 bytes a token
+    kv = cache(rows=8, budget=2 * (100 + SLACK) * 16)  # 16 bytes per token
     assert kv.admit("a", 100) and kv.admit("b", 100) and not kv.admit("c", 10)
     kv.release(["a"])
     assert not kv.admit("c", 200) and kv.admit("c", 100)

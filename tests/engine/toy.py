@@ -1,4 +1,4 @@
-"""An engine with a runner without a model: the next token depends on the last two tokens through a fixed random table."""
+"""An engine without a model: the next token depends on the last two tokens through a fixed random table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ EOS = 0
 
 
 class TableRunner:
-    """Logits are a row of the table; the "cache" is a copy of the committed tokens, compared with the requests each round."""
+    """Runner whose logits are rows of the table.
+
+    Its "cache" copies the committed tokens and is compared with the requests each round.
+    """
 
     vocab_size = VOCAB
     num_layers, hidden_size = 4, 3
@@ -34,8 +37,8 @@ class TableRunner:
         self.table = table
         self.cached: dict[str, list[int]] = {}
         self.num_scores = 0
-        self.chunk: int | None = None  # tokens of prompts read a step
-        self.short = max_len  # tokens below which a text that is not cached is short
+        self.chunk: int | None = None  # prompt tokens prefilled per step
+        self.short = max_len  # number of uncached tokens below which a prompt is short
         self.fails_for: set[str] = set()
         self.nan_for: set[str] = set()
 
@@ -48,8 +51,8 @@ class TableRunner:
         logits = torch.full((len(context.requests), width, VOCAB), float("nan"))  # rows beyond lens are undefined
         drafts, lens = proposal.token_ids.tolist(), proposal.lens.tolist()
         parents = None if proposal.parents is None else proposal.parents.tolist()
-        before = []  # text of each request that this call reads, up to the root
-        places, ends = [], []  # of every row of logits, and the tokens that it follows
+        before = []  # committed tokens of each request that this pass reads, up to the root
+        places, ends = [], []  # row of logits, and the last two tokens before it
         for b, request in enumerate(context.requests):
             if request.request_id in self.fails_for:
                 raise RuntimeError("out of memory")

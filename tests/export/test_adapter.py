@@ -1,4 +1,4 @@
-"""Inside vLLM Outrider's proposers draft what they draft in Outrider, however rows move, and vLLM's way of calling is met."""
+"""In vLLM, Outrider's proposers draft the same tokens as in Outrider, for any order of rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ METHODS = ["suffix", "suffix+ngram:min_first=3", "ngram:min_n=1:max_n=3"]
 
 
 def config(method: str = "suffix", **more: Any) -> Any:
-    """As much of vLLM's ``VllmConfig`` as the adapter reads."""
+    """Return the fields of vLLM's ``VllmConfig`` that the adapter reads."""
     return SimpleNamespace(
         additional_config={"outrider": {"method": method}},
         speculative_config=SimpleNamespace(num_speculative_tokens=more.get("k", K)),
@@ -29,7 +29,7 @@ def config(method: str = "suffix", **more: Any) -> Any:
 
 
 class Batch:
-    """vLLM's persistent batch: rows of tokens, of which an ended one's place is taken by the last."""
+    """vLLM's persistent batch: rows of tokens; when a request ends, the last row takes its place."""
 
     def __init__(self) -> None:
         self.texts: list[list[int]] = []
@@ -49,7 +49,7 @@ class Batch:
 
 
 class Alone:
-    """The same proposer as Outrider's engine calls it, one request that it knows by its name."""
+    """The same proposer called by Outrider's engine for a single request."""
 
     def __init__(self, method: str) -> None:
         self.proposer = build(method)

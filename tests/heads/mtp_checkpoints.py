@@ -1,4 +1,4 @@
-"""Tiny checkpoints with MTP heads under the published names, and the heads' arithmetic written out on plain tensors."""
+"""Tiny checkpoints with MTP heads under the published names, and a reference implementation on plain tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": DELTA | EXPERTS | {"num_hidden_layers": 4, "num_experts": 4, "shared_expert_intermediate_size": 16},
     "deepseek_v3": LATENT | EXPERTS | {"n_routed_experts": 4, "num_key_value_heads": 4, "n_shared_experts": 1},
     "glm4_moe": EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1},
-    "qwen2": {},  # MiMo-7B's layers are Qwen2's
+    "qwen2": {},  # MiMo-7B has Qwen2's layers
 }
 # prefix, then the names of: fc, norm of the embedding, norm of the feature, final norm, decoder layer
 NAMES = {
@@ -44,7 +44,7 @@ NAMES = {
     "mimo": ("model.mtp_layers.0.", "input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm", ""),
 }
 LAYOUT_OF = dict(zip(FAMILIES, ("qwen", "qwen", "deepseek", "deepseek", "mimo"), strict=True))
-ZERO_CENTRED = ("qwen3_5_text", "qwen3_next")  # norms whose scale is one more than their weight
+ZERO_CENTRED = ("qwen3_5_text", "qwen3_next")  # norms whose scale is 1 + weight
 
 
 def tiny_target(family: str, **changes: Any) -> PreTrainedModel:
@@ -62,7 +62,7 @@ def randomised(module: Any) -> Any:
 
 
 def write_checkpoint(family: str, folder: Path, model: PreTrainedModel, own_tables: bool = False) -> dict[str, Tensor]:
-    """Save the target with a random head; return the head's tensors by their published names."""
+    """Save the target with a random head. Returns the head's tensors by their published names."""
     torch.manual_seed(3)
     prefix, *names, inner = NAMES[LAYOUT_OF[family]]
     hidden, last = int(model.config.hidden_size), model.model.layers[-1]
@@ -76,11 +76,11 @@ def write_checkpoint(family: str, folder: Path, model: PreTrainedModel, own_tabl
         if not stem:
             tensors[prefix + inner + name] = tensor + 0.1 * torch.rand_like(tensor) if "norm" in name else tensor
             continue
-        for expert, rows in enumerate(tensor):  # checkpoints store each expert's matrices
+        for expert, rows in enumerate(tensor):  # checkpoints store separate matrices per expert
             parts = ("gate_proj", "up_proj") if stack == "gate_up_proj" else ("down_proj",)
             for part, matrix in zip(parts, rows.chunk(len(parts)), strict=True):
                 tensors[f"{prefix}{inner}{stem}.experts.{expert}.{part}.weight"] = matrix.clone()
-    if LAYOUT_OF[family] == "deepseek":  # copies, as published
+    if LAYOUT_OF[family] == "deepseek":  # as in the published checkpoints
         tensors[f"{prefix}embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
         tensors[f"{prefix}shared_head.head.weight"] = model.lm_head.weight.detach().clone()
         if own_tables:
@@ -104,7 +104,10 @@ def set_config(folder: Path, **change: Any) -> None:
 
 
 class Reference:
-    """The head's formulas over a whole text, without a cache: the decoder layer is transformers', with eager attention."""
+    """Reference implementation over a whole sequence without a cache.
+
+    The decoder layer is transformers', with eager attention.
+    """
 
     def __init__(self, family: str, tensors: dict[str, Tensor], model: PreTrainedModel) -> None:
         self.model, self.tensors, self.family = model, tensors, family
@@ -128,7 +131,7 @@ class Reference:
 
     @torch.no_grad()
     def out(self, tokens: Tensor, features: Tensor) -> Tensor:
-        """Tokens [T] and the features [T, H] before them -> the head's outputs [T, H]."""
+        """Map tokens [T] and the preceding features [T, H] to the head's outputs [T, H]."""
         table = self.tensors.get(f"{self.prefix}embed_tokens.weight", self.model.get_input_embeddings().weight)
         embeds, features = self.norm(1, embedding(tokens, table)), self.norm(2, features)
         halves = (features, embeds) if LAYOUT_OF[self.family] == "mimo" else (embeds, features)

@@ -1,4 +1,4 @@
-"""The heads' arithmetic written out from the papers, on plain tensors, one text at a time and without a cache."""
+"""Reference implementations of heads from the papers, on plain tensors, one sequence at a time and without a cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float = 5000.0) -> Tensor:
-    """[T, heads, DIM] at positions [T]."""
+    """Apply rotary position embedding to [T, heads, DIM] at positions [T]."""
     frequencies = theta ** (-torch.arange(0, DIM, 2) / DIM)
     angles = positions[:, None].float() * frequencies
     cos, sin = angles.cos().repeat(1, 2)[:, None], angles.sin().repeat(1, 2)[:, None]
@@ -23,7 +23,7 @@ def rotate(x: Tensor, positions: Tensor, theta: float = 5000.0) -> Tensor:
 
 
 def attention(weights: dict[str, Tensor], prefix: str, x: Tensor, positions: Tensor, sees: Tensor) -> Tensor:
-    """[T, inputs] -> [T, H]; ``sees`` bool [T, T]."""
+    """Apply attention: [T, inputs] -> [T, H]; ``sees`` is the mask, bool [T, T]."""
     names = [f"{prefix}.self_attn.{name}_proj" for name in "qkv"]
     query, key, value = (x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0) for name in names)
     query = rotate(query.view(-1, HEADS, DIM), positions)
@@ -40,7 +40,7 @@ def mlp(weights: dict[str, Tensor], prefix: str, x: Tensor) -> Tensor:
 
 
 def eagle1(weights: dict[str, Tensor], tokens: Tensor, features: Tensor, positions: Tensor, sees: Tensor) -> Tensor:
-    """Entries (token, feature before it) -> predicted features [T, H]; the target's head reads them."""
+    """Map entries (token, preceding feature) to predicted features [T, H], which the target's head reads."""
     x = torch.cat((weights["embed_tokens.weight"][tokens], features), -1) @ weights["fc.weight"].T
     x = x + weights.get("fc.bias", 0.0)
     layer = 0
@@ -66,7 +66,7 @@ def eagle3_fuse(weights: dict[str, Tensor], low: Tensor, middle: Tensor, high: T
 def eagle3(
     weights: dict[str, Tensor], embeds: Tensor, hidden: Tensor, positions: Tensor, sees: Tensor, norm_before_residual: bool
 ) -> Tensor:
-    """Entries of embeddings [T, H] and fused or fed-back features [T, H] -> pre-norm output [T, H]."""
+    """Map embeddings [T, H] and fused or fed-back features [T, H] to pre-norm outputs [T, H]."""
     prefix = "midlayer" if "midlayer.hidden_norm.weight" in weights else "layers.0"
     normed = rms_norm(hidden, weights[f"{prefix}.hidden_norm.weight"])
     x = torch.cat((rms_norm(embeds, weights[f"{prefix}.input_layernorm.weight"]), normed), -1)
@@ -75,7 +75,7 @@ def eagle3(
 
 
 def eagle3_logits(weights: dict[str, Tensor], out: Tensor, vocab: int) -> Tensor:
-    """[T, V] over the target's vocabulary; what the head cannot say is as good as impossible."""
+    """Return logits [T, V] over the target's vocabulary, very low for tokens outside the draft vocabulary."""
     short = rms_norm(out, weights["norm.weight"]) @ weights["lm_head.weight"].T
     full = torch.full((len(out), vocab), -1e30)
     for draft_id, offset in enumerate(weights["d2t"].tolist()):
@@ -84,7 +84,7 @@ def eagle3_logits(weights: dict[str, Tensor], out: Tensor, vocab: int) -> Tensor
 
 
 def medusa_logits(weights: dict[str, Tensor], hidden: Tensor, head: int, layers: int = 1) -> Tensor:
-    """[T, V] of one head of the original format."""
+    """Return logits [T, V] of one head in the original format."""
     for layer in range(layers):
         linear = hidden @ weights[f"{head}.{layer}.linear.weight"].T + weights[f"{head}.{layer}.linear.bias"]
         hidden = hidden + silu(linear)

@@ -1,4 +1,4 @@
-"""Gemma 4's assistants compute what transformers' class does over the same keys and values, and leave texts as they are."""
+"""Gemma 4's assistants compute the same as transformers' class over the same keys and values, and do not change the output."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def randomized(model, seed):
 
 
 def gemma(num_shared=2, **changes):
-    """Like the small Gemma 4 models; without shared layers like the large ones."""
+    """Return a target like the small Gemma 4 models; without shared layers like the large ones."""
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 6}
     sizes |= {"hidden_size_per_layer_input": 8 if num_shared else 0, "vocab_size_per_layer_input": VOCAB}
     more = {"layer_types": KINDS * 3, "num_kv_shared_layers": num_shared}
@@ -65,7 +65,7 @@ def drafter(**changes):
     more = {"layer_types": KINDS * 2, "num_kv_shared_layers": 4, "vocab_size_per_layer_input": 0}
     text = Gemma4TextConfig(**SHARED | sizes | more)
     config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=HIDDEN, **changes)
-    with pytest.MonkeyPatch.context() as patch:  # transformers 5.23 refuses configs all of whose layers are shared
+    with pytest.MonkeyPatch.context() as patch:  # transformers 5.23 rejects configs in which all layers are shared
         patch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(lambda own: ["reuse"] * own.num_hidden_layers))
         model = randomized(Gemma4AssistantForCausalLM(config), 1)
     if model.masked_embedding is not None:
@@ -93,7 +93,7 @@ def folder(tmp_path_factory):
 
 
 def read(target, request_id, text):
-    """Store a text's keys and values in the target's cache, and return its last features."""
+    """Store a sequence's keys and values in the target's cache. Returns its last features."""
     target.prefill([request_id], [text])
     target.extend([request_id], [text])
 
@@ -101,14 +101,14 @@ def read(target, request_id, text):
 @torch.no_grad()
 @pytest.mark.parametrize("changes", [{}, ORDERED], ids=["one table", "ordered embeddings"])
 @pytest.mark.parametrize("num_shared", [2, 4])
-def test_an_assistant_computes_what_transformers_class_does(changes, num_shared, tmp_path):
+def test_an_assistant_computes_the_same_as_transformers_class(changes, num_shared, tmp_path):
     model, small = gemma(num_shared), drafter(**changes)
     small.save_pretrained(tmp_path)
     target = ModelRunner.load(model, CONFIG)
     head = assistant.load(tmp_path, target)
     assert head.hidden_states == (6,) and len(head.state_dict()) > 40
     runner = AssistantRunner(head, target)
-    texts = {"a": torch.randint(3, VOCAB, (17,)), "b": torch.randint(3, VOCAB, (4,))}  # beyond the window, and within
+    texts = {"a": torch.randint(3, VOCAB, (17,)), "b": torch.randint(3, VOCAB, (4,))}  # longer and shorter than the window
     states = {}
     for name, text in texts.items():
         read(target, name, text[:-1].tolist())
@@ -144,7 +144,7 @@ PROMPTS = [[7, 3, 11, 4, 9, 2, 30], [5, 6], [8, 10, 8, 12, 8, 9, 9, 9, 4, 22, 31
 
 
 @pytest.mark.parametrize("method", ["mtp", "mtp:top_k=1", "suffix+mtp"])
-def test_texts_are_plain_decodings_in_a_batch_of_free_and_constrained_requests(method, model, folder):
+def test_output_equals_plain_decoding_in_a_batch_of_free_and_constrained_requests(method, model, folder):
     params = [
         SamplingParams(max_tokens=20, ignore_eos=True),
         SamplingParams(max_tokens=20, temperature=0.9, seed=4, ignore_eos=True),
@@ -169,7 +169,7 @@ def test_a_target_without_shared_layers(folder):
     assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
 
 
-def test_samples_of_one_prompt(model, folder):
+def test_samples_of_one_prompt_equal_plain_decoding(model, folder):
     params = SamplingParams(max_tokens=16, temperature=1.0, seed=3, n=3, ignore_eos=True)
     wanted = texts_of(engine(model, "plain"), PROMPTS, params)
     llm = engine(model, "mtp", draft=str(folder))
@@ -183,7 +183,7 @@ def test_sampled_drafts_without_coupling(model, folder):
     assert all(len(text) == 24 for text in texts) and llm.stats.faults == 0 and llm.stats.num_drafts > 0
 
 
-def test_a_folder_is_recognised_for_its_target_alone(model, folder, tmp_path):
+def test_a_folder_is_recognised_only_for_its_target(model, folder, tmp_path):
     model.save_pretrained(tmp_path / "target")
     gemma(hidden_size=48).save_pretrained(tmp_path / "wide")
     assert kinds_of(folder) == [MTP]
@@ -246,7 +246,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_broken_assistant_is_one_line_that_names_what_is_wrong(case, folder, target, tmp_path):
+def test_a_broken_assistant_gives_a_one_line_error_that_names_the_fault(case, folder, target, tmp_path):
     make, message = WRONG[case]
     tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
     config = json.loads((folder / "config.json").read_text())

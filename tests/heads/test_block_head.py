@@ -1,4 +1,4 @@
-"""Block drafters in the layouts of checkpoints compute what their formulas say, and a broken one is named by its tensor."""
+"""Block drafters of every checkpoint layout match the reference implementation; errors in a broken one name the tensor."""
 
 from __future__ import annotations
 
@@ -111,18 +111,18 @@ def features_of(count, seed=1):
 
 @torch.no_grad()
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_head_of_a_checkpoint_computes_its_formulas(layout, model, target, tmp_path):
+def test_a_head_of_a_checkpoint_matches_the_reference(layout, model, target, tmp_path):
     config, tensors, attention = LAYOUTS[layout]
     stored = tensors(model)
     head = block_formats.load(write(tmp_path, config(), stored), target, model)
     assert head.hidden_states == (1, 3, 4) and head.shape.max_drafts == 7
-    assert head.uses_targets_output and not hasattr(head, "embed_tokens")  # copies are not kept
+    assert head.uses_targets_output and not hasattr(head, "embed_tokens")  # copies of the target's tables are not kept
     own = {name.removeprefix("model.").replace("_codebook.weight", "_codebook"): t for name, t in stored.items()}
     by_formula = Reference(own, model, **attention)
     runner, first = BlockRunner(head, target), 0 if head.shape.predicts_next else 1
     texts = {"a": features_of(11), "b": features_of(4, seed=2), "c": features_of(9, seed=3)}
     runner.extend(["c"], [[each[:6] for each in texts["c"]]])
-    # In one batch: a request with all its features new, one with few, one with a part cached; each with drafts of its own.
+    # One batch: a request with only new features, one with few, one with some cached; each with its own drafts.
     new = {"a": texts["a"], "b": texts["b"], "c": [each[6:] for each in texts["c"]]}
     counts = {"a": 7, "b": 1, "c": 3}
     out = runner.draft(list(new), list(new.values()), [5, 9, 13], list(counts.values()))
@@ -139,7 +139,7 @@ def test_a_head_of_a_checkpoint_computes_its_formulas(layout, model, target, tmp
                     found[list(candidates)], torch.tensor(list(candidates.values())), rtol=1e-4, atol=1e-3
                 )
                 others = torch.tensor([token not in candidates for token in range(VOCAB)])
-                assert found[others].max() < found.max() - 5000  # never drafted, but where a mask excludes all candidates
+                assert found[others].max() < found.max() - 5000  # never drafted, unless a mask excludes all candidates
                 assert found[others].argmax() == by_formula.logits(one)[others].argmax()
             continue
         bias = by_formula.bias(3) if head.shape.markov_rank else 0
@@ -148,7 +148,7 @@ def test_a_head_of_a_checkpoint_computes_its_formulas(layout, model, target, tmp
 
 @torch.no_grad()
 @pytest.mark.parametrize("device_pads", [False, True])
-def test_a_block_leaves_no_trace_in_the_cache(device_pads, target, tmp_path):
+def test_a_drafted_block_does_not_change_the_cache(device_pads, target, tmp_path):
     head = block_formats.load(write(tmp_path, native_config(), head_tensors()), target)
     runner, alone = BlockRunner(head, target), BlockRunner(head, target)
     runner._layouts.is_padded = device_pads
@@ -168,7 +168,7 @@ def test_a_block_leaves_no_trace_in_the_cache(device_pads, target, tmp_path):
 
 
 @torch.no_grad()
-def test_a_long_prompt_is_read_in_chunks(tmp_path):
+def test_a_long_prompt_is_prefilled_in_chunks(tmp_path):
     model = block_target(max_position_embeddings=1024)
     target = ModelRunner.load(model, CONFIG)
     tensors = head_tensors()
@@ -180,7 +180,7 @@ def test_a_long_prompt_is_read_in_chunks(tmp_path):
 
 
 @torch.no_grad()
-def test_a_reduced_vocabulary_with_tables_of_its_own(model, target, tmp_path):
+def test_a_reduced_vocabulary_with_its_own_tables(model, target, tmp_path):
     ids = torch.arange(1, 41)
     tables = {"embed_tokens.weight": torch.randn(VOCAB, HIDDEN), "lm_head.weight": torch.randn(40, HIDDEN)}
     maps = {"d2t": ids - torch.arange(40), "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, ids, True)}
@@ -199,17 +199,17 @@ def test_a_reduced_vocabulary_with_tables_of_its_own(model, target, tmp_path):
 
 
 @torch.no_grad()
-def test_a_scale_and_a_cap_of_the_logits_stand_in_for_the_targets(model, target, tmp_path):
+def test_a_scale_and_a_cap_of_the_heads_logits_replace_the_targets(model, target, tmp_path):
     config = second_config(output_multiplier=0.5, final_logit_softcapping=3.0)
     head = block_formats.load(write(tmp_path, config, head_tensors() | second_tensors()), target)
-    BlockRunner(head, target)  # lends the output head
+    BlockRunner(head, target)  # the target lends its output head
     out = features_of(4)[0]
     wanted = 3.0 * (0.5 * out @ model.lm_head.weight.T / 3.0).tanh()
     torch.testing.assert_close(head.logits(out), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["DFlash", "DSpark", "DFlash 2"])
-def test_an_exported_head_is_the_same_head(kind, target, tmp_path):
+def test_an_exported_head_equals_the_original(kind, target, tmp_path):
     if kind == "DFlash":
         config, stored = native_config(**SLIDING), head_tensors()
     elif kind == "DFlash 2":
@@ -367,14 +367,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_broken_head_is_one_line_that_names_what_is_wrong(case, target, tmp_path):
+def test_a_broken_head_gives_a_one_line_error_that_names_the_fault(case, target, tmp_path):
     make, message = WRONG[case]
     with pytest.raises(OutriderError, match=message) as error:
         block_formats.load(write(tmp_path, *make()), target, target.model)
     assert "\n" not in str(error.value)
 
 
-def test_a_head_for_another_target_is_refused(tmp_path):
+def test_a_head_for_another_target_is_rejected(tmp_path):
     write(tmp_path, native_config(), head_tensors())
     wide = ModelRunner.load(block_target(hidden_size=64), CONFIG)
     with pytest.raises(OutriderError, match=r"the head expects hidden size 32, but .* has 64"):
@@ -384,7 +384,7 @@ def test_a_head_for_another_target_is_refused(tmp_path):
         block_formats.load(tmp_path, shallow)
 
 
-def test_what_a_folder_holds(model, tmp_path):
+def test_the_kind_of_a_folder_is_recognised(model, tmp_path):
     write(tmp_path / "native", native_config(), head_tensors())
     write(tmp_path / "speculators", speculators_config(), head_tensors() | copies(model))
     write(tmp_path / "dspark", dspark_config(), head_tensors() | markov_tensors())
@@ -415,7 +415,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_the_text_is_plain_decodings_for_any_k_and_batch(kind, model, tmp_path):
+def test_output_equals_plain_decoding_for_any_k_and_batch(kind, model, tmp_path):
     config, tensors = HEADS[kind]
     write(tmp_path, config(), tensors())
     params = [SamplingParams(max_tokens=20, temperature=t, seed=4, ignore_eos=True) for t in (0.0, 0.9, 0.0)]
@@ -431,7 +431,7 @@ def test_the_text_is_plain_decodings_for_any_k_and_batch(kind, model, tmp_path):
 @torch.no_grad()
 @pytest.mark.parametrize("weights", [None, "int8"])
 def test_weights_in_8_bits(weights, tmp_path):
-    """The target is in 16 bits, or in 8; the head is then in 8."""
+    """With a 16-bit target and an 8-bit one; the head has 8-bit weights."""
     sizes = {"hidden_size": 64, "intermediate_size": 64}
     block_target(**sizes).bfloat16().save_pretrained(tmp_path / "target")
     target = ModelRunner.load(str(tmp_path / "target"), RunnerConfig(compile="never", max_batch=1, weights=weights))
@@ -451,7 +451,7 @@ def test_weights_in_8_bits(weights, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["DSpark", "DFlash 2"])
-def test_after_a_front_method_and_with_a_grammar_masks_and_penalties_in_one_batch(kind, model, tmp_path):
+def test_a_combined_method_with_grammar_masks_and_penalties_in_one_batch(kind, model, tmp_path):
     config, tensors = HEADS[kind]
     write(tmp_path, config(), tensors())
     params = [
@@ -492,7 +492,7 @@ def test_samples_of_one_prompt_share_its_features(model, tmp_path):
     assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
 
 
-def test_a_head_that_gives_nan_costs_its_drafts_alone(model, target, tmp_path):
+def test_nan_from_a_head_only_loses_its_drafts(model, target, tmp_path):
     head = block_formats.load(write(tmp_path, native_config(), head_tensors()), target)
     head.layers[0].mlp.down_proj.weight.fill_(float("nan"))
     params = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -502,11 +502,11 @@ def test_a_head_that_gives_nan_costs_its_drafts_alone(model, target, tmp_path):
     assert llm.stats.faults > 0 and llm.stats.num_drafts == 0
 
 
-def test_numbers_that_are_nan_after_one_token_cost_the_drafts_of_that_request_alone(model, target, tmp_path):
+def test_nan_after_one_token_only_loses_the_drafts_of_that_request(model, target, tmp_path):
     head = block_formats.load(write(tmp_path, dspark_config(), head_tensors() | markov_tensors()), target)
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     wanted = texts_of(engine(model, "plain"), PROMPTS, params)
-    first = wanted[0][0]  # the first token that a draft follows
+    first = wanted[0][0]  # the first token after which drafts are made
     assert not any(first in text for text in wanted[1:])
     head.markov_head.markov_w1.weight[first] = float("nan")
     llm = engine(model, "dflash", 1, draft=head)

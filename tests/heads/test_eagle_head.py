@@ -1,4 +1,4 @@
-"""Heads in every public format compute what their papers say: read over a cache, in chunks and level by level."""
+"""EAGLE heads of every public format match reference implementations: over a cache, in chunks, and level by level."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ KINDS = [
 
 
 def write(kind, folder):
-    """The weights written, and how their reference is computed: entries -> out, out -> logits, out -> fed back."""
+    """Write a head. Returns its weights and reference functions: entries -> out, out -> logits, out -> fed-back feature."""
     if kind.startswith("eagle1"):
         layers = 2 if "two" in kind else 1
         return write_eagle1(folder, VOCAB, bias="without" not in kind, layers=layers, qkv_bias="qwen2" in kind)
@@ -60,7 +60,7 @@ def write(kind, folder):
 
 
 class Reference:
-    """The same head by its paper's formulas."""
+    """Reference implementation of the same head from its paper."""
 
     def __init__(self, kind, weights, model):
         self.kind, self.weights, self.model = kind, weights, model
@@ -86,7 +86,7 @@ class Reference:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_reads_a_text_in_parts_and_drafts_a_tree_behind_it(kind, tmp_path, model, target):
+def test_a_head_prefills_in_chunks_and_drafts_a_tree(kind, tmp_path, model, target):
     weights = write(kind, tmp_path)
     by_paper, runner = Reference(kind, weights, model), RolloutRunner(load(tmp_path), target)
     count = len(runner.head.shape.hidden_states)
@@ -108,7 +108,7 @@ def test_a_head_reads_a_text_in_parts_and_drafts_a_tree_behind_it(kind, tmp_path
         causal = torch.ones(length, length).tril().bool()
         own = by_paper.out(tokens[b], hidden, torch.arange(length), causal)
         torch.testing.assert_close(out[b], own[-1], rtol=1e-4, atol=1e-4)
-        for node in range(3):  # each path of the tree as a text of its own
+        for node in range(3):  # compute each path of the tree as a separate sequence
             path = torch.stack((level_1[b, above[node]], level_2[b, node]))
             longer = torch.cat((hidden, by_paper.feedback(own[-1:])))
             upto = lambda n: torch.ones(n, n).tril().bool()  # noqa: E731
@@ -121,7 +121,7 @@ def test_a_head_reads_a_text_in_parts_and_drafts_a_tree_behind_it(kind, tmp_path
 
 
 def test_a_head_beside_a_16_bit_target_turns_by_exact_angles(tmp_path, model):
-    """A module moved to 16 bits takes its rotary frequencies with it."""
+    """The rotary frequencies stay in float32 when the module is converted to 16 bits."""
     write_eagle1(tmp_path, VOCAB)
     target = ModelRunner.load(deepcopy(model).bfloat16(), RunnerConfig(compile="never", max_batch=1))
     runner = RolloutRunner(load(tmp_path), target)
@@ -130,14 +130,14 @@ def test_a_head_beside_a_16_bit_target_turns_by_exact_angles(tmp_path, model):
 
 
 def test_layer_ids_are_counted_as_each_place_in_the_config_counts_them(tmp_path):
-    """[0, 1, 2] inside eagle_config are what the layers 0, 1, 2 put out; at the top the same layers are [1, 2, 3]."""
+    """[0, 1, 2] inside eagle_config are the outputs of layers 0, 1, 2; at the top level the same layers are [1, 2, 3]."""
     write_eagle3(tmp_path / "inner", VOCAB, DRAFT_VOCAB)
     assert load(tmp_path / "inner").shape.hidden_states == (1, 2, 3)
     write_eagle3(tmp_path / "outer", VOCAB, DRAFT_VOCAB, config={"eagle_aux_hidden_state_layer_ids": [0, 2, 4]})
     assert load(tmp_path / "outer").shape.hidden_states == (0, 2, 4)
 
 
-def test_a_config_that_is_silent_about_layers_is_guessed_with_a_warning(tmp_path, caplog):
+def test_a_config_without_layers_is_guessed_with_a_warning(tmp_path, caplog):
     write_eagle3(tmp_path, VOCAB, DRAFT_VOCAB, config={"eagle_config": None})
     assert eagle_formats.load(tmp_path, 32, VOCAB, HIDDEN).shape.hidden_states == (2, 16, 29)
     assert "assuming" in caplog.text
@@ -148,7 +148,7 @@ def test_a_config_that_is_silent_about_layers_is_guessed_with_a_warning(tmp_path
 
 @pytest.mark.parametrize("kind", ["native", "speculators"])
 @pytest.mark.parametrize("source", ["native", "speculators", "norm_before_fc", "fc_norm", "3.1"])
-def test_an_exported_head_is_the_same_head(source, kind, tmp_path, target):
+def test_an_exported_head_equals_the_original(source, kind, tmp_path, target):
     write(source, tmp_path / "in")
     first = load(tmp_path / "in")
     first.lend(target.model.get_input_embeddings(), target.model.get_output_embeddings())
@@ -185,7 +185,7 @@ def test_the_native_export_has_the_names_and_shapes_of_the_format(tmp_path, targ
 
 
 def test_a_head_over_the_whole_vocabulary_is_written_without_tables(tmp_path):
-    """vLLM stops at a d2t that it has no use for."""
+    """vLLM rejects a d2t table that it does not need."""
     tensors = write_eagle3(tmp_path / "in", VOCAB, VOCAB)
     rewrite(tmp_path / "in", lambda t: (t.pop("d2t"), t.pop("t2d")))
     eagle_formats.export(load(tmp_path / "in"), tmp_path / "out")
@@ -280,7 +280,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_broken_head_is_an_error_of_one_clear_line(case, tmp_path):
+def test_a_broken_head_gives_a_one_line_error(case, tmp_path):
     write_eagle3(tmp_path, VOCAB, DRAFT_VOCAB)
     damage, message = WRONG[case]
     damage(tmp_path)
@@ -297,7 +297,7 @@ def test_a_broken_head_is_an_error_of_one_clear_line(case, tmp_path):
         ({"vocab_size": 20}, "draft vocabulary"),
     ],
 )
-def test_a_head_for_another_target_is_refused(change, message, tmp_path, target):
+def test_a_head_for_another_target_is_rejected(change, message, tmp_path, target):
     write_eagle3(tmp_path, VOCAB, DRAFT_VOCAB)
     head = load(tmp_path)
     for name, value in change.items():
@@ -306,7 +306,7 @@ def test_a_head_for_another_target_is_refused(change, message, tmp_path, target)
         head.check_fit(target)
 
 
-def test_a_medusa_folder_is_not_taken_for_an_eagle_head(tmp_path):
+def test_a_medusa_folder_is_not_an_eagle_head(tmp_path):
     write_medusa(tmp_path, VOCAB, 2)
     with pytest.raises(OutriderError, match="not an EAGLE head"):
         load(tmp_path)

@@ -1,4 +1,4 @@
-"""What the doctor says of heads: what fits, what does not and why; and that a wrong head never makes wrong text."""
+"""The doctor's findings for heads: what fits, what does not and why; a wrong head never changes the output."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ OPTIONS = {"compile": "never", "device": "cpu"}
 
 
 def follower(tokens: torch.Tensor) -> torch.Tensor:
-    """The token that the target says after each."""
-    return (tokens * 7 + 3) % VOCAB  # 7 and 320 have no common factor: every token has one predecessor
+    """Return the target's greedy token after each token."""
+    return (tokens * 7 + 3) % VOCAB  # 7 and 320 are coprime, so every token has exactly one predecessor
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """What it says depends on the last token alone; between its layers the hidden state is far away from where it began."""
+    """A target whose output depends on the last token alone, and whose hidden states differ strongly between layers."""
     folder = make_folder(
         tmp_path_factory.mktemp("target"), hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS, mlp_bias=True,
         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=DIM, tie_word_embeddings=False,
@@ -51,7 +51,7 @@ def target(tmp_path_factory):
 
 
 def write_reading(folder, target, first_layer, **config):
-    """An EAGLE-3 head that undoes what the target's first layer adds, and says what follows what follows."""
+    """Write an EAGLE-3 head that inverts the addition of the target's first layer, and predicts two tokens ahead."""
     table = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
     tensors = write_eagle3(folder, VOCAB, VOCAB)
     for name in tensors:
@@ -112,14 +112,14 @@ def test_layers_that_are_off_by_one_are_found_by_trying_the_neighbours(target, t
         ("medusa", lambda folder: write_medusa(folder, VOCAB, 2)),
     ],
 )
-def test_a_head_for_another_target_of_the_same_sizes_does_not_fit(target, tmp_path, method, write):
+def test_a_head_for_another_target_of_the_same_size_does_not_fit(target, tmp_path, method, write):
     write(tmp_path)
     found = examined(target, method, tmp_path)
     assert not found.fits and level_of(found, "acceptance") == "wrong"
     assert level_of(found, "embedding") in (None, "suspicious")
 
 
-def test_a_small_draft_vocabulary_says_what_it_costs(target, tmp_path):
+def test_the_cost_of_a_small_draft_vocabulary_is_reported(target, tmp_path):
     write_eagle3(tmp_path / "eagle", VOCAB, 8)
     found = examined(target, "eagle", tmp_path / "eagle")
     assert level_of(found, "draft vocabulary") == "suspicious" and "8 of 320 tokens" in text_of(found, "draft vocabulary")
@@ -128,26 +128,26 @@ def test_a_small_draft_vocabulary_says_what_it_costs(target, tmp_path):
 
 
 def test_a_head_made_for_shorter_texts_is_suspicious(target, tmp_path):
-    """2k heads on 32k targets: config says 128, the target's window is 256."""
+    """Heads trained on 2k tokens for 32k targets: here the config says 128 and the target's context is 256."""
     write_eagle3(tmp_path, VOCAB, 200)
     found = examined(target, "eagle", tmp_path)
     assert level_of(found, "context") == "suspicious" and "made for 128 tokens" in text_of(found, "context")
 
 
-def test_what_drafting_reads_is_the_targets_output_head_too_where_it_serves(target, tmp_path):
+def test_the_size_includes_the_targets_output_head_if_it_is_used(target, tmp_path):
     weights = write_eagle1(tmp_path, VOCAB)
     own = sum(tensor.numel() for name, tensor in weights.items() if "embed" not in name) + VOCAB * HIDDEN
     assert f"reads {own / 1e6:.1f} M weights" in text_of(examined(target, "eagle", tmp_path), "size")
 
 
-def test_t2d_that_disagrees_with_d2t_is_told(target, tmp_path):
+def test_t2d_that_contradicts_d2t_is_reported(target, tmp_path):
     tensors = write_eagle3(tmp_path, VOCAB, 200)
     tensors["t2d"] = ~tensors["t2d"]
     save_file(tensors, tmp_path / "model.safetensors")
     assert "t2d and d2t disagree" in text_of(examined(target, "eagle", tmp_path), "draft vocabulary")
 
 
-def test_layers_that_nobody_names_or_two_places_name_differently_are_told(target, tmp_path):
+def test_missing_or_contradictory_layers_are_reported(target, tmp_path):
     write_eagle3(tmp_path, VOCAB, 200, config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]})
     assert "eagle_config names 1, 2, 3" in text_of(examined(target, "eagle", tmp_path), "layers")
 
@@ -177,7 +177,7 @@ def spoil(folder, what):
         ("nan", "midlayer.mlp.up_proj.weight contain NaN", True),
     ],
 )
-def test_what_cannot_fit_is_said_before_anything_is_drafted(target, tmp_path, what, said, refuses):
+def test_misfits_are_reported_before_anything_is_drafted(target, tmp_path, what, said, refuses):
     write_eagle3(tmp_path, VOCAB, 200)
     spoil(tmp_path, what)
     found = examined(target, "eagle", tmp_path)

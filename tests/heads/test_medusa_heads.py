@@ -1,4 +1,4 @@
-"""Medusa heads in both public formats, their trees, and what is said of heads that do not fit."""
+"""Medusa heads in both public formats: values, trees, and errors for heads that do not fit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def target():
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_the_original_format_computes_the_papers_formula(layers, tmp_path):
-    """The config says two heads, the file holds three: the file is right."""
+    """The config says two heads, but the file has three: the file counts."""
     weights = write_medusa(tmp_path, VOCAB, 3, layers=layers)
     heads, accuracies = medusa.load(tmp_path, VOCAB)
     assert heads.shape.num_heads == 3 and heads.shape.num_layers == layers and accuracies is None
@@ -46,7 +46,7 @@ def test_the_original_format_computes_the_papers_formula(layers, tmp_path):
         torch.testing.assert_close(heads(hidden)[head], wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_vllms_format_and_its_token_map(tmp_path):
+def test_vllms_format_with_a_token_map(tmp_path):
     weights = write_vllm_medusa(tmp_path, VOCAB, 2, map_to=15)
     heads, _ = medusa.load(tmp_path, VOCAB)
     hidden = torch.randn(3, HIDDEN)
@@ -56,7 +56,7 @@ def test_vllms_format_and_its_token_map(tmp_path):
         assert torch.equal(heads.candidates(hidden, 2, 4)[:, head], weights["token_map"][best])
 
 
-def test_exported_heads_are_in_vllms_format_and_the_same_heads(tmp_path):
+def test_exported_heads_are_in_vllms_format_and_equal_the_original(tmp_path):
     write_medusa(tmp_path / "in", VOCAB, 3)
     first, _ = medusa.load(tmp_path / "in", VOCAB)
     medusa.export(first, tmp_path / "out", VOCAB, [(0.5, 0.2), (0.3, 0.1), (0.2, 0.1)])
@@ -80,8 +80,8 @@ def proposal(target, k, limits=(9, 9), rows=(3, 5), **config):
     return proposer.propose(context, k), heads.candidates(last, 3, 10)
 
 
-def test_the_tree_is_made_of_each_heads_likeliest_tokens_where_acceptance_is_expected(target):
-    """Expected: 0.6, 0.6 * 0.5, 0.2, 0.6 * 0.5 * 0.4, 0.2 * 0.5 ...: the first branch grows to its end before the second."""
+def test_the_tree_has_the_tokens_with_the_highest_expected_acceptance(target):
+    """Expected: 0.6, 0.6 * 0.5, 0.2, 0.6 * 0.5 * 0.4, 0.2 * 0.5, ...: the first branch is completed before the second."""
     accuracies = ((0.6, 0.2), (0.5, 0.1), (0.4, 0.1))
     found, best = proposal(target, 3, accuracies=accuracies, max_nodes=4)
     assert found.probs is None and found.lens.tolist() == [4, 4]
@@ -91,7 +91,7 @@ def test_the_tree_is_made_of_each_heads_likeliest_tokens_where_acceptance_is_exp
         assert found.token_ids[b].tolist() == [best[b, 0, 0], best[b, 0, 1], best[b, 1, 0], best[b, 2, 0]]
 
 
-def test_a_tree_is_no_deeper_than_asked_for_or_of_use(target):
+def test_a_tree_is_no_deeper_than_requested_or_useful(target):
     found, _ = proposal(target, 2, limits=(9, 1), max_nodes=8)
     depths = [[0] * len(row) for row in found.parents.tolist()]
     for row, parents in zip(depths, found.parents.tolist(), strict=True):
@@ -100,25 +100,25 @@ def test_a_tree_is_no_deeper_than_asked_for_or_of_use(target):
     assert max(depths[0]) == 2 and max(depths[1][: int(found.lens[1])]) == 1
 
 
-def test_a_tree_has_no_more_candidates_of_a_head_than_there_are_tokens(target):
+def test_a_tree_has_at_most_as_many_candidates_as_the_vocabulary(target):
     found, _ = proposal(target, 1, accuracies=((0.02,) * (VOCAB + 5),), max_nodes=VOCAB + 5)
     assert [sorted(row) for row in found.token_ids.tolist()] == [list(range(VOCAB))] * 2
 
 
-def test_a_request_whose_prompt_was_not_read_yet_gets_no_drafts(target):
+def test_a_request_that_is_not_prefilled_gets_no_drafts(target):
     found, _ = proposal(target, 2, rows=(0, 4))
     assert found.lens.tolist()[0] == 0 and found.lens.tolist()[1] > 0
 
 
 @pytest.mark.parametrize("method, message", [("medusa", "needs Medusa heads: give"), ("eagle", "needs an EAGLE head")])
-def test_without_heads_the_method_says_what_it_needs(method, message, target):
+def test_without_heads_the_error_names_what_is_needed(method, message, target):
     with pytest.raises(OutriderError, match=message):
         PROPOSERS.get(method).build(Setting(target))
     with pytest.raises(OutriderError, match=r"no head at \./nowhere"):
         PROPOSERS.get(method).build(Setting(target, draft="./nowhere"))
 
 
-def test_heads_for_another_target_are_refused(target, tmp_path):
+def test_heads_for_another_target_are_rejected(target, tmp_path):
     write_medusa(tmp_path / "vocab", VOCAB + 2, 2)
     with pytest.raises(OutriderError, match="vocabulary of 42 tokens, but the target has 40"):
         medusa.load(tmp_path / "vocab", VOCAB)

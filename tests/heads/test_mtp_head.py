@@ -1,4 +1,4 @@
-"""MTP heads in the layouts of checkpoints compute what their formulas say, and a broken one is named by its tensor."""
+"""MTP heads of every checkpoint layout match the reference implementation; errors in a broken one name the tensor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONFIG = RunnerConfig(compile="never", max_batch=3)
 @pytest.mark.parametrize(
     ("family", "own_tables"), [*((family, False) for family in FAMILIES), ("deepseek_v3", True), ("glm4_moe", True)]
 )
-def test_a_head_of_a_checkpoint_computes_its_formulas(family, own_tables, tmp_path):
+def test_a_head_of_a_checkpoint_matches_the_reference(family, own_tables, tmp_path):
     model = tiny_target(family)
     tensors = write_checkpoint(family, tmp_path, model, own_tables)
     by_formula, target = Reference(family, tensors, model), ModelRunner.load(str(tmp_path), CONFIG)
@@ -41,7 +41,7 @@ def test_a_head_of_a_checkpoint_computes_its_formulas(family, own_tables, tmp_pa
     own = by_formula.out(tokens, features)[-1:]
     torch.testing.assert_close(out, own, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(runner.logits(out), by_formula.logits(own), rtol=1e-4, atol=1e-4)
-    drafts = torch.tensor([[5, 9]])  # two children of the root, and one of the second
+    drafts = torch.tensor([[5, 9]])  # two children of the root, and one of the second child
     level = runner.level(["a"], drafts, out[:, None].expand(-1, 2, -1), 1, torch.eye(2).bool()[None])
     deeper = runner.level(["a"], torch.tensor([[11]]), level[:, 1:], 2, torch.tensor([[[False, True, True]]]))
     for node, found in ((0, level[0, 0]), (1, level[0, 1])):
@@ -54,7 +54,7 @@ def test_a_head_of_a_checkpoint_computes_its_formulas(family, own_tables, tmp_pa
 
 @pytest.mark.parametrize("layout", mtp_formats.LAYOUTS)
 @pytest.mark.parametrize("family", ["qwen3_next", "glm4_moe", "qwen2"])
-def test_an_exported_head_is_the_same_head_under_the_layouts_names(family, layout, tmp_path):
+def test_an_exported_head_equals_the_original_under_the_layouts_names(family, layout, tmp_path):
     write_checkpoint(family, tmp_path / "in", tiny_target(family))
     target = ModelRunner.load(str(tmp_path / "in"), CONFIG)
     first = mtp_formats.load(tmp_path / "in", target)
@@ -163,18 +163,18 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_broken_head_is_one_line_that_names_the_tensor(case, tmp_path):
+def test_a_broken_head_gives_a_one_line_error_that_names_the_tensor(case, tmp_path):
     family, damage, message = WRONG[case]
     model = tiny_target(family)
     write_checkpoint(family, tmp_path, model)
-    target = ModelRunner.load(str(tmp_path), CONFIG)  # a target with a broken head is a target
+    target = ModelRunner.load(str(tmp_path), CONFIG)  # the target itself loads with a broken head
     damage(tmp_path)
     with pytest.raises(OutriderError, match=message) as error:
         mtp_formats.load(tmp_path, target)
     assert "\n" not in str(error.value)
 
 
-def test_a_head_for_another_target_is_refused(tmp_path):
+def test_a_head_for_another_target_is_rejected(tmp_path):
     write_checkpoint("qwen2", tmp_path / "a", tiny_target("qwen2"))
     tiny_target("qwen2", hidden_size=64, head_dim=16).save_pretrained(tmp_path / "wide")
     with pytest.raises(OutriderError, match=r"input_proj.weight has shape \[32, 64\], expected \[64, 128\]"):
@@ -184,17 +184,17 @@ def test_a_head_for_another_target_is_refused(tmp_path):
         mtp_formats.load(tmp_path / "a", ModelRunner.load(str(tmp_path / "glm"), CONFIG))
 
 
-def test_a_model_with_more_layers_is_no_head(tmp_path):
+def test_a_model_with_more_layers_is_not_a_head(tmp_path):
     tiny_target("qwen2", num_hidden_layers=3).save_pretrained(tmp_path / "deep")
     with pytest.raises(OutriderError, match=r"lacks .*, the first model.layers.2.eh_proj.weight"):
         mtp_formats.load(tmp_path / "deep", ModelRunner.load(tiny_target("qwen2"), CONFIG))
 
 
-def test_gemma_4s_assistant_is_refused(tmp_path):
+def test_gemma_4s_assistant_is_rejected(tmp_path):
     save_file({"model.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     set_config(tmp_path, model_type="gemma4_assistant")
-    with pytest.raises(OutriderError, match="is one of Gemma 4's assistants: there is no training for them"):
+    with pytest.raises(OutriderError, match="is one of Gemma 4's assistants: training and conversion are not supported"):
         mtp_formats.load(tmp_path, ModelRunner.load(tiny_target("qwen2"), CONFIG))
 
 
@@ -215,8 +215,8 @@ PROMPTS = [[7, 3, 11, 4, 9, 2, 30], [5], [8, 1, 8, 2, 8]]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_head_in_the_targets_folder_drafts_and_the_text_is_plain_decodings(family, tmp_path):
-    """Greedy, and sampled with coupled noise; targets with recurrent layers score chains."""
+def test_the_head_in_the_targets_folder_drafts_and_output_equals_plain_decoding(family, tmp_path):
+    """Greedy, and sampled with coupled noise. Targets with recurrent layers score chains."""
     write_checkpoint(family, tmp_path, tiny_target(family))
     params = [SamplingParams(max_tokens=16, temperature=t, seed=4, ignore_eos=True) for t in (0.0, 0.9, 1.0)]
     texts = []
@@ -239,7 +239,7 @@ def test_the_head_in_the_targets_folder_drafts_and_the_text_is_plain_decodings(f
     assert llm.stats.num_drafts > 0
 
 
-def test_a_head_keeps_16_bits_beside_a_target_in_4(tmp_path, monkeypatch):
+def test_a_head_keeps_16_bits_with_a_4_bit_target(tmp_path, monkeypatch):
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     write_checkpoint("qwen2", tmp_path, tiny_target("qwen2", hidden_size=128, intermediate_size=128, head_dim=32))
     target = ModelRunner.load(str(tmp_path), RunnerConfig(compile="never", max_batch=1, weights="int4"))
@@ -250,7 +250,7 @@ def test_a_head_keeps_16_bits_beside_a_target_in_4(tmp_path, monkeypatch):
     assert kinds == {torch.bfloat16}, kinds
 
 
-def test_what_a_folder_holds(tmp_path):
+def test_the_kind_of_a_folder_is_recognised(tmp_path):
     for family in ("qwen3_next", "glm4_moe", "qwen2"):
         write_checkpoint(family, tmp_path / family, tiny_target(family))
         assert kinds_of(tmp_path / family) == [MODEL, MTP]

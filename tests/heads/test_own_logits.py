@@ -1,4 +1,4 @@
-"""What a target does behind its output head, a cap or a scale, is done by whatever drafts or learns through that head."""
+"""A target's own scaling or capping of logits also applies wherever its output head is used for drafting or training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def runner_of(model):
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [*SHAPED, "llama", "gpt2", "mixtral"])
-def test_the_targets_own_code_finishes_its_logits(kind):
+def test_the_targets_own_code_transforms_its_logits(kind):
     model = model_of(kind)
     ids = torch.tensor([make_text(SEQ, 1), make_text(SEQ, 2)])
     said = model(ids, output_hidden_states=True, use_cache=False)
@@ -43,12 +43,12 @@ def test_the_targets_own_code_finishes_its_logits(kind):
     finish = finish_of(model)
     assert (finish is None) == (kind not in SHAPED)
     torch.testing.assert_close(numbers if finish is None else finish(numbers), said.logits)
-    torch.testing.assert_close(model(ids, use_cache=False).logits, said.logits)  # the model is as it was
+    torch.testing.assert_close(model(ids, use_cache=False).logits, said.logits)  # the model is unchanged
 
 
 @pytest.fixture(scope="module", params=SHAPED)
 def captured(request, tmp_path_factory):
-    """A target, its runner and its features of some rows."""
+    """Return a target, its runner and its features for some rows."""
     model = model_of(request.param)
     runner = runner_of(model)
     rows = torch.stack([torch.tensor(make_text(SEQ, seed)) for seed in range(8)]).int()
@@ -57,8 +57,8 @@ def captured(request, tmp_path_factory):
 
 
 @torch.no_grad()
-def test_heads_learn_what_the_target_says(captured):
-    """The loss is the cross entropy against the model's own logits, cap and scale included."""
+def test_heads_learn_the_targets_distribution(captured):
+    """The loss is the cross entropy against the model's own logits, including cap and scale."""
     model, runner, cache = captured
     ids, features = cache.read([0, 1])
     said = model(ids, use_cache=False).logits
@@ -73,8 +73,8 @@ def test_heads_learn_what_the_target_says(captured):
 
 
 @torch.no_grad()
-def test_fresh_heads_guess_what_the_targets_own_head_would(captured):
-    """A scale can be in a head's own weights; a cap cannot, and matters little where logits are small."""
+def test_untrained_heads_start_from_the_targets_own_head(captured):
+    """A head's weights can contain the scale but not the cap, which matters little for small logits."""
     model, runner, cache = captured
     if model.config.model_type == "gemma2":
         return
@@ -97,7 +97,7 @@ def test_gradients_pass_through_the_cap(captured):
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", SHAPED)
-def test_a_head_that_drafts_through_the_targets_output_head_does_what_the_target_does(kind):
+def test_a_head_that_uses_the_targets_output_head_transforms_logits_like_the_target(kind):
     model = model_of(kind)
     runner = runner_of(model)
     head = shapes.new_eagle(runner, 1, (2,), None)
@@ -111,13 +111,13 @@ def test_a_head_that_drafts_through_the_targets_output_head_does_what_the_target
     context = Context((request,), (1,), Sampler([request], VOCAB), scores.hidden)
     probs = proposer.propose(context, 1).probs
     assert probs is not None
-    # A fresh head repeats the feature that it is given, so it says what the target said of the token before.
+    # An untrained head repeats its input feature, so its logits are the target's for the previous token.
     torch.testing.assert_close(probs[0, 0], scores.logits[0, 0].softmax(-1), rtol=0.1, atol=0.01)
 
 
 @torch.no_grad()
 def test_an_exported_head_embeds_as_the_target_does(tmp_path):
-    """Gemma 3's embedding scales what it has stored: the copy in the file is of what it gives."""
+    """Gemma 3 scales its stored embeddings; the exported copy contains the scaled values."""
     runner = runner_of(model_of("gemma3_text"))
     head = shapes.new_eagle(runner, 1, (2,), None)
     eagle_formats.export(head, tmp_path)

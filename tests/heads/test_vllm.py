@@ -1,6 +1,6 @@
-"""vLLM's own code loads the heads that Outrider writes: scripts/test -m vllm, where vLLM is installed.
+"""vLLM's own code loads heads written by Outrider. Run with scripts/test -m vllm where vLLM is installed.
 
-vLLM pins a torch of its own: to use one from another environment, name its Python in VLLM_PYTHON.
+vLLM pins its own torch: to use it from another environment, give its Python in VLLM_PYTHON.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def runner(target):
 
 
 def loaded_by_vllm(target: Path, head: Path, method: str, tokens: int, out: Path) -> dict[str, torch.Tensor]:
-    """The parameters of vLLM's module, by their names, which builds as many Medusa heads as it is to draft tokens."""
+    """Return vLLM's parameters by name. For Medusa it builds as many heads as there are tokens to draft."""
     script = Path(__file__).with_name("vllm_load.py")
     environment = {**os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     command = [str(PYTHON), str(script), str(target), str(head), method, str(tokens), str(out)]

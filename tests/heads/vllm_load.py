@@ -1,4 +1,4 @@
-"""Run by vLLM's Python: loads a draft with vLLM's own code and writes the weights it holds, without running a model.
+"""Run by vLLM's Python: load a draft with vLLM's own code and write its weights, without running a model.
 
 python vllm_load.py TARGET HEAD METHOD TOKENS OUT.safetensors
 """
@@ -14,8 +14,8 @@ def main() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import base_loader, get_model
 
-    torch.accelerator.empty_cache = lambda: None  # as vLLM's own CPU worker does: without an accelerator it raises
-    # after loading, vLLM packs the weights for the CPU's kernels and drops them: what was loaded is compared, not its packing
+    torch.accelerator.empty_cache = lambda: None  # as in vLLM's CPU worker: without an accelerator the original raises
+    # After loading, vLLM packs the weights for CPU kernels and drops them. Weights before packing are compared.
     base_loader.process_weights_after_loading = lambda *_: None
     target, head, method, tokens, out = sys.argv[1:]
     speculative = {"method": method, "model": head, "num_speculative_tokens": int(tokens)}

@@ -1,6 +1,6 @@
-"""Tiny heads written as their makers publish them (EAGLE, SpecForge, speculators, Medusa, vLLM), by torch alone.
+"""Tiny heads in the published formats (EAGLE, SpecForge, speculators, Medusa, vLLM), written with torch only.
 
-Nothing of Outrider is used here: names, shapes and configs are those of the formats' descriptions.
+Nothing here uses Outrider: names, shapes and configs follow the formats' descriptions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def norm(size: int) -> Tensor:
 
 
 def layer_tensors(prefix: str, inputs: int = HIDDEN) -> dict[str, Tensor]:
-    """A decoder layer without norms; attention reads ``inputs`` numbers."""
+    """Return the tensors of a decoder layer without norms; attention has ``inputs`` input features."""
     return {
         f"{prefix}.self_attn.q_proj.weight": randn(HEADS * DIM, inputs),
         f"{prefix}.self_attn.k_proj.weight": randn(KV_HEADS * DIM, inputs),
@@ -68,9 +68,9 @@ def save(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], file:
 def write_eagle1(
     folder: Path, vocab: int, *, bias: bool = True, seed: int = 0, layers: int = 1, qkv_bias: bool = False
 ) -> dict[str, Tensor]:
-    """yuhuili/EAGLE-*: pytorch_model.bin, fc over cat(embedding, feature), no input norm in the first layer, no output head.
+    """Write yuhuili/EAGLE-*: pytorch_model.bin, fc over cat(embedding, feature), no input norm in layer 0, no output head.
 
-    ``qkv_bias``: as EAGLE-Qwen2-7B-Instruct, whose config says qwen2.
+    ``qkv_bias``: as in EAGLE-Qwen2-7B-Instruct, whose config has model type qwen2.
     """
     torch.manual_seed(seed)
     tensors = {"embed_tokens.weight": torch.randn(vocab, HIDDEN), "fc.weight": randn(HIDDEN, 2 * HIDDEN)}
@@ -108,7 +108,7 @@ def eagle3_tensors(vocab: int, draft_vocab: int, prefix: str) -> dict[str, Tenso
 def write_eagle3(
     folder: Path, vocab: int, draft_vocab: int, *, seed: int = 0, config: dict[str, Any] | None = None
 ) -> dict[str, Tensor]:
-    """SafeAILab and SpecForge: midlayer, d2t as offsets, the embedding left to the target."""
+    """Write the format of SafeAILab and SpecForge: midlayer, d2t as offsets, the embedding from the target."""
     torch.manual_seed(seed)
     tensors = eagle3_tensors(vocab, draft_vocab, "midlayer")
     base = layer_config(vocab) | {
@@ -124,7 +124,7 @@ def write_eagle3(
 def write_speculators(
     folder: Path, vocab: int, draft_vocab: int, *, seed: int = 0, extra: str = "", norm_output: bool = False
 ) -> dict[str, Tensor]:
-    """RedHatAI/*-speculator.eagle3: layers.0, embedding included, layer ids at the top, norm_before_residual unless said."""
+    """Write RedHatAI/*-speculator.eagle3: layers.0, embedding, layer ids at the top level, norm_before_residual by default."""
     torch.manual_seed(seed)
     tensors = eagle3_tensors(vocab, draft_vocab, "layers.0") | {"embed_tokens.weight": torch.randn(vocab, HIDDEN)}
     config: dict[str, Any] = {
@@ -148,7 +148,7 @@ def write_speculators(
 
 
 def write_medusa(folder: Path, vocab: int, num_heads: int, *, layers: int = 1, seed: int = 0) -> dict[str, Tensor]:
-    """FasterDecoding/medusa-*: medusa_lm_head.pt, a config without sizes that may lie about the number of heads."""
+    """Write FasterDecoding/medusa-*: medusa_lm_head.pt, and a config without sizes, whose number of heads may be wrong."""
     torch.manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for head in range(num_heads):
@@ -162,7 +162,7 @@ def write_medusa(folder: Path, vocab: int, num_heads: int, *, layers: int = 1, s
 
 
 def write_vllm_medusa(folder: Path, vocab: int, num_heads: int, *, map_to: int = 0, seed: int = 0) -> dict[str, Tensor]:
-    """vLLM's Medusa: blocks and lm_heads, perhaps over a part of the vocabulary (token_map)."""
+    """Write vLLM's Medusa: blocks and lm_heads, optionally over a part of the vocabulary (token_map)."""
     torch.manual_seed(seed)
     size = map_to or vocab
     tensors: dict[str, Tensor] = {}

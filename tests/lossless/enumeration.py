@@ -96,7 +96,7 @@ def draw_drafts(
                 for sibling in (j for j in range(i) if parents[j] == parent):
                     probs = probs.scatter(-1, token_ids[:, sibling : sibling + 1], 0.0)
                 mass = probs.sum(dim=-1, keepdim=True)
-                probs = torch.where(mass > 0, probs / mass, 1 / VOCAB)  # nothing left to draw: anything will do
+                probs = torch.where(mass > 0, probs / mass, 1 / VOCAB)  # nothing left to draw: any distribution is right
             rows.append(probs)
         return torch.stack(rows, dim=1)
 
@@ -121,7 +121,7 @@ def draw_in_parallel(output: Text, params: SamplingParams, num_drafts: int) -> D
 
 
 def fixed_drafts(rows: Sequence[Sequence[int]], parents: Sequence[int] | None = None) -> Drafts:
-    """A deterministic proposer: point masses, one proposal."""
+    """Return the single proposal of a deterministic proposer: point masses."""
     token_ids = torch.tensor(rows)
     tree = None if parents is None else torch.tensor([list(parents)] * len(rows))
     lens = torch.full((len(rows),), token_ids.shape[1])
@@ -142,11 +142,12 @@ def round_law(verifier: Verifier, drafts: Drafts, target_probs: Tensor) -> Law:
     every = Proposal(*map(repeated, (proposal.token_ids, proposal.lens, proposal.probs, proposal.parents)))
     verdict = verifier.verify(every, repeated(target_probs), random)
     weights = drafts.weights.repeat(times) * random.weights
-    weights = torch.where(weights > 0, weights, 0.0)  # NaN is no probability
+    weights = torch.where(weights > 0, weights, 0.0)  # NaN has no probability
     place, count = torch.arange(verdict.path.shape[1] + 1), verdict.num_accepted.unsqueeze(-1)
     kept = torch.nn.functional.pad(every.token_ids.gather(1, verdict.path.clamp_min(0)), (0, 1))
     emitted = torch.where(place < count, kept, torch.where(place == count, verdict.next_token.unsqueeze(-1), -1))
-    numbers = ((emitted + 1) * (VOCAB + 1) ** place).sum(dim=-1)  # each text as one number, its first token the last digit
+    # each sequence as one number whose last digit is its first token
+    numbers = ((emitted + 1) * (VOCAB + 1) ** place).sum(dim=-1)
     sums = torch.bincount(numbers, weights)
     return defaultdict(float, {_digits(number): float(sums[number]) for number in sums.nonzero().flatten().tolist()})
 

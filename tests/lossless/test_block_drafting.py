@@ -1,6 +1,6 @@
-"""The blocks that a block drafter draws, by enumeration: every draw of the real proposer, with its weight.
+"""Losslessness of block drafting by enumeration of all samples of the real proposer with their probabilities.
 
-A table stands in for the head. Nothing else is replaced.
+A table replaces the head; everything else is real.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BIAS = torch.tensor([[0.9, -0.4, 0.0], [-1.1, 0.3, 0.8], [0.2, 1.4, -0.6]], dtyp
 
 
 def pair_scores() -> CandidateSelector:
-    """The selector of a real head over two of the three tokens, whose pair scores are those of BIAS."""
+    """Return a real selector over two of the three tokens whose pair scores are those of BIAS."""
     selector = CandidateSelector(VOCAB, 1, VOCAB, 2).double().requires_grad_(False)
     selector.predecessor_codebook.copy_(BIAS)
     selector.successor_codebook.copy_(torch.eye(VOCAB))
@@ -41,7 +41,7 @@ SELECTOR = pair_scores()
 
 
 class TableBlock:
-    """A BlockRunner whose logits are a table's, by position, with a bias or a selector by the token before."""
+    """A BlockRunner whose logits come from a table by position, with a bias or a selector for the previous token."""
 
     def __init__(self, text: Text, kind: str) -> None:
         self._text, self._kind = text, kind
@@ -76,7 +76,7 @@ def test_a_sampled_block_is_lossless(setting: str, output: Text, verifier: Verif
         for script in itertools.product(range(VOCAB), repeat=COUNT):
             sampler = Scripted(script, make_request(text, params, num_prompt=len(PROMPT)))
             proposal = proposed(sampler, text, kind)
-            if proposal.probs is None:  # point masses: there is nothing to draw
+            if proposal.probs is None:  # point masses are not sampled
                 return Drafts(proposal, torch.ones(1, dtype=torch.float64))
             if sampler.weight > 0:
                 rows.append(proposal)

@@ -1,4 +1,4 @@
-"""Degrading a draft costs speed and not one part of the law: by enumeration, for chains and trees."""
+"""Degraded drafts do not change the output distribution: by enumeration, for chains and trees."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ OUTPUTS: list[Text] = [(), (2, 0, 2)]
 
 
 def likeliest(output: Text, params: SamplingParams) -> Drafts:
-    """A greedy draft: one chain of point masses."""
+    """Return a greedy draft: one chain of point masses."""
     text = list(output)
     for _ in range(3):
         text.append(int(DRAFT.logits(PROMPT + tuple(text)).argmax()))
@@ -86,14 +86,14 @@ def likeliest(output: Text, params: SamplingParams) -> Drafts:
 
 
 def top_tree(output: Text, params: SamplingParams) -> Drafts:
-    """A top-k tree of point masses: two likeliest tokens after the root, two after the first of them."""
+    """Return a top-k tree of point masses: the two likeliest tokens after the root, and after the first of them."""
     first = DRAFT.logits(PROMPT + output).topk(2).indices.tolist()
     second = DRAFT.logits((*PROMPT, *output, first[0])).topk(2).indices.tolist()
     return fixed_drafts([[*first, *second]], (-1, -1, 0, 0))
 
 
 def doubled(output: Text, params: SamplingParams) -> Drafts:
-    """A tree with the same token twice among siblings."""
+    """Return a tree in which two siblings are the same token."""
     return fixed_drafts([[1, 1, 0, 0, 2]], (-1, -1, 0, 1, 1))
 
 
@@ -114,17 +114,17 @@ def three_siblings(output: Text, params: SamplingParams) -> Drafts:
 
 
 def other_temperature(output: Text, params: SamplingParams) -> Drafts:
-    """A draft sampled with other settings than the target, with its true probabilities."""
+    """Sample a draft with other settings than the target's, with its true probabilities."""
     return draw_drafts(output, SamplingParams(temperature=0.5, top_k=2), CHAIN)
 
 
 def shared_tokens(output: Text, params: SamplingParams) -> Drafts:
-    """A draft that lacks one of the target's tokens: its distribution over the others, renormalised."""
+    """Sample a draft whose vocabulary lacks one of the target's tokens; its distribution is renormalised."""
     return draw_drafts(output, replace(params, allowed_token_ids=(0, 2)), CHAIN)
 
 
 def in_parallel(output: Text, params: SamplingParams) -> Drafts:
-    """A draft of one pass over mask tokens: each position is sampled independently of earlier drafts."""
+    """Sample a draft of one pass over mask tokens: each position is independent of earlier drafts."""
     return draw_in_parallel(output, params, len(CHAIN))
 
 
@@ -332,7 +332,7 @@ def test_typical_acceptance_is_lossy_and_declares_it(draft: Callable[[Text, Samp
     def off(params: SamplingParams) -> float:
         drafts = draft((), params)
         law = round_law(TypicalVerifier(), drafts, score(drafts.proposal, (), params))
-        outcomes = 2**drafts.proposal.num_nodes  # of coins, which this verifier does not toss
+        outcomes = 2**drafts.proposal.num_nodes  # outcomes of draws that this verifier does not make
         longest = drafts.proposal.num_nodes + 1
         law = continued({text: weight / outcomes for text, weight in law.items()}, (), params, longest)
         assert sum(law.values()) == pytest.approx(1)

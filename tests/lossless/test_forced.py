@@ -1,4 +1,4 @@
-"""Drafts that a grammar leaves no choice about change nothing: by enumeration, and in the running engine with every method."""
+"""Tokens forced by a grammar do not change the output distribution: by enumeration, and in the engine for every method."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from .test_running_engine import DRAFT, METHODS, PROMPT, TARGET, excess_of, tiny
 
 
 def small_rule(output: Text) -> Sequence[int]:
-    """Two forced tokens after the first of four: 2, then one that depends on the first. All three elsewhere."""
+    """After the first of four tokens force two: 2, then one that depends on the first. Elsewhere allow all three tokens."""
     at = len(output) % 4
     return [2] if at == 1 else [output[-2] % 2] if at == 2 else [0, 1, 2]
 
 
 SMALL = RuleGrammar(small_rule, enumeration.VOCAB, eos=-1)
-FORBIDDING = ("allowed", "banned")  # settings that forbid what the grammar forces: such a request fails with drafts and without
+FORBIDDING = ("allowed", "banned")  # settings that forbid a forced token: such a request fails with and without drafts
 
 
 def constrained(output: Text, params: SamplingParams) -> Request:
@@ -50,7 +50,7 @@ def constrained(output: Text, params: SamplingParams) -> Request:
 
 
 def constrained_law(law: Law, output: Text, params: SamplingParams, length: int, rule: Rule = small_rule) -> Law:
-    """A law, shorter texts continued by the constrained target to ``length`` tokens, or to a dead end."""
+    """Extend a distribution to ``length`` tokens, or to a dead end, with the constrained target."""
     total = dict(law)
     for short in range(length):
         for text in [text for text in total if len(text) == short]:
@@ -66,7 +66,7 @@ def constrained_law(law: Law, output: Text, params: SamplingParams, length: int,
 
 
 def forced_first(output: Text, params: SamplingParams, own: Drafts) -> Drafts:
-    """Every proposal of ``own``, each between what the grammar forces, as the engine puts them together."""
+    """Return every proposal of ``own`` with the forced tokens before and after it, as the engine combines them."""
     batch = len(own.weights)
     requests = [replace(constrained(output, params), request_id=str(b)) for b in range(batch)]
     context = Context(tuple(requests), (9,) * batch, Sampler(requests, enumeration.VOCAB))
@@ -106,7 +106,7 @@ def test_a_round_with_forced_tokens_is_lossless(drafting: str, setting: str, ver
 
 
 class Cut:
-    """A verifier whose accepted drafts end before a dead end, as in a round; all rows are of one request."""
+    """A verifier that cuts accepted drafts before a dead end, as the engine does; all rows belong to one request."""
 
     def __init__(self, inner: Verifier, request: Request) -> None:
         self._inner, self._request = inner, request
@@ -120,7 +120,7 @@ class Cut:
 @pytest.mark.parametrize("setting", ["greedy", "warm", "repetition", "hot"])
 @pytest.mark.parametrize("drafting", ["point masses", "chain", "tree"])
 def test_drafts_into_a_dead_end_are_lossless(drafting: str, setting: str, verifier: Verifier) -> None:
-    """Nothing may follow a 2 after a 1, wherever the drafts have it: the law is that of plain decoding up to there."""
+    """After 1 then 2 no token is allowed, at any position in the drafts: up to there the distribution is plain decoding's."""
 
     def rule(output: Text) -> Sequence[int]:
         return [] if output[-2:] == (1, 2) else [0, 1, 2]
@@ -136,7 +136,7 @@ def test_drafts_into_a_dead_end_are_lossless(drafting: str, setting: str, verifi
     checked = useful(check(own.proposal, context.limits, 9, enumeration.VOCAB), context).proposal
     assert params.is_greedy or min(checked.lens) < own.proposal.num_nodes  # some are cut
     laws: dict[Text, float] = {}
-    for b in range(batch):  # each as wide as it is
+    for b in range(batch):  # each row with its own width
         alone = checked.take([b]).narrow([int(checked.lens[b])])
         texts = enumeration.node_texts(alone, output)
         logits = torch.stack([enumeration.TARGET.batch([enumeration.PROMPT + text for text in row]) for row in texts])
@@ -157,7 +157,7 @@ EOS, VOCAB = 2, 8
 
 
 def rule(output: Text) -> Sequence[int]:
-    """3, a choice, what follows from it, 6, a choice, the end of the text."""
+    """Allow 3, a choice, the token that follows from it, 6, a choice, the end of the text."""
     at = len(output)
     return [[3], [0, 1, 5, 7], [], [6], [1, 4], [EOS]][at] if at != 2 else [{0: 1, 1: 4, 5: 5, 7: 3}[output[1]]]
 
@@ -201,11 +201,11 @@ def engine(method: str, **options: object) -> LLM:
 @pytest.mark.parametrize(
     ("method", "name"), [(method, "penalties and bias") for method in METHODS] + [("draft", name) for name in SETTINGS][:2]
 )
-def test_constrained_samples_follow_the_targets_law(method: str, name: str) -> None:
+def test_constrained_samples_follow_the_targets_distribution(method: str, name: str) -> None:
     params = SETTINGS[name]
     llm = engine(method, max_batch=256)
     found = outputs_of(llm.generate([PROMPT], replace(params, n=SAMPLES, max_tokens=9, seed=7, grammar=GRAMMAR)))
-    assert llm.stats.faults == 0 and llm.stats.num_forced >= SAMPLES  # some draft the others themselves
+    assert llm.stats.faults == 0 and llm.stats.num_forced >= SAMPLES  # some methods draft the other forced tokens themselves
     law, counts = exact_law(params), Counter(tuple(completion.token_ids) for completion in found)
     assert counts.keys() <= law.keys()
     observed = torch.tensor([float(counts[text]) for text in law], dtype=torch.float64)
@@ -215,10 +215,8 @@ def test_constrained_samples_follow_the_targets_law(method: str, name: str) -> N
 @pytest.mark.parametrize("k", [0, 1, 4, "auto"])
 @pytest.mark.parametrize("same_text", [False, True])
 @pytest.mark.parametrize("method", METHODS)
-def test_constrained_and_free_requests_of_a_batch_have_the_texts_of_plain_decoding(
-    method: str, same_text: bool, k: int | str
-) -> None:
-    """Greedy without same text, sampled too with it: constrained and free, two samples each, prompts of different lengths."""
+def test_constrained_and_free_requests_in_a_batch_equal_plain_decoding(method: str, same_text: bool, k: int | str) -> None:
+    """Greedy without same-text mode, and sampled with it: two samples of each kind, with prompts of different lengths."""
     temperatures = (0.0, 1.0) if same_text else (0.0,)
     params = [
         SamplingParams(max_tokens=12, temperature=temperature, seed=5, n=2, grammar=grammar, frequency_penalty=0.3)
@@ -237,8 +235,8 @@ def test_constrained_and_free_requests_of_a_batch_have_the_texts_of_plain_decodi
 
 
 @pytest.mark.parametrize("method", ["ngram", "early-exit", "low-bit", "mtp", "eagle"])
-def test_a_recurrent_target_keeps_its_text(method: str) -> None:
-    """Its passes score at most ``max_drafts`` drafts of a request, forced ones included."""
+def test_a_recurrent_target_emits_the_same_text(method: str) -> None:
+    """Its passes score at most ``max_drafts`` drafts of a request, including forced ones."""
     target = hybrid("qwen3_5_text", vocab_size=VOCAB)
     grammar = RuleGrammar(lambda output: [[6], [3]][len(output) % 2] if len(output) % 9 < 7 else [1, 3, 4, 5], VOCAB, EOS)
     params = SamplingParams(max_tokens=60, temperature=0.8, seed=3, n=2, grammar=grammar)
@@ -253,8 +251,8 @@ def test_a_recurrent_target_keeps_its_text(method: str) -> None:
     assert texts(method, True) == texts("plain", False)
 
 
-def test_a_larger_vocabulary_and_longer_runs_keep_the_text_of_every_method() -> None:
-    """Runs that are longer than one round takes."""
+def test_a_larger_vocabulary_and_longer_runs_emit_the_same_text_with_every_method() -> None:
+    """Runs are longer than one round can score."""
     target, draft = tiny_model(3, 40, 20.0), tiny_model(4, 40, 20.0, layers=1)
     grammar = RuleGrammar(lambda output: [output[-1] % 7 + 3] if len(output) % 25 else range(3, 40), 40, EOS)
     params = SamplingParams(max_tokens=70, temperature=0.9, seed=5, grammar=grammar)

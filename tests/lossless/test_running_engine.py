@@ -1,9 +1,9 @@
-"""The running engine, real models and all: its samples follow the target's law, and its greedy text is plain decoding's.
+"""The running engine with real models: samples follow the target's distribution, and greedy output equals plain decoding.
 
-The law of three tokens over a vocabulary of eight is enumerated with the target's plain forward and the slow reference sampler.
-4096 samples at a time are held against it by Pearson's chi-square at p = 1e-4, with fixed seeds. A law that is off evenly by
-a total variation of 0.07 is caught with a power of 99% at 30 cells, one of 0.12 at the full 512 (noncentral chi-square,
-Sankaran's approximation). The wrong verifiers at the end must be caught by the same test.
+The distribution of three tokens over a vocabulary of eight is enumerated with the target's plain forward pass and the slow
+reference sampler. 4096 samples at a time are compared with it by Pearson's chi-square at p = 1e-4, with fixed seeds. A
+deviation of total variation 0.07, evenly spread, is detected with a power of 99% at 30 cells, and one of 0.12 at the full 512
+(noncentral chi-square, Sankaran's approximation). The wrong verifiers at the end must be detected by the same test.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def tiny_model(seed: int, vocab_size: int = VOCAB, sharpness: float = 12.0, laye
 
 
 TARGET, DRAFT = tiny_model(1), tiny_model(2, layers=1)
-PARALLEL = tiny_model(3, vocab_size=VOCAB + 1, layers=1)  # drafts in one pass, with a mask token of its own
+PARALLEL = tiny_model(3, vocab_size=VOCAB + 1, layers=1)  # drafts in one pass, with a mask token
 PARALLEL.config.pard_token = VOCAB
 
 
@@ -186,7 +186,7 @@ def test_samples_of_combined_methods_coupled_noise_and_uneven_k_follow_the_targe
 @pytest.mark.parametrize("markov_rank", [0, 3])
 @pytest.mark.parametrize("name", ["temperature 1", "top-p"])
 def test_samples_of_a_block_drafter_follow_the_target(name: str, markov_rank: int) -> None:
-    """Drafts depend on the previous draft or do not."""
+    """With and without dependence of drafts on the previous draft."""
     samples = sample(SETTINGS[name], method="dflash", draft=block_head(TARGET, markov_rank))
     assert excess(samples, exact_law(SETTINGS[name])) < 1
 
@@ -211,7 +211,7 @@ def test_self_drafting_targets_emit_the_same_text_with_coupled_noise(method: str
 
 
 class WithoutResidual(RejectionVerifier):
-    """Wrong on purpose: after a rejection it samples from the target, not from the residual."""
+    """A wrong verifier: after a rejection it samples from the target instead of the residual."""
 
     def verify(self, proposal: Proposal, target: torch.Tensor, random: Randomness) -> Verdict:
         verdict = super().verify(proposal, target, random)
@@ -220,7 +220,7 @@ class WithoutResidual(RejectionVerifier):
 
 
 class Untempered(DraftModelProposer):
-    """Wrong on purpose: its probabilities are flatter than the distribution of its drafts."""
+    """A wrong proposer: its probabilities are flatter than the distribution of its drafts."""
 
     def propose(self, context: Context, k: int) -> Proposal:
         proposal = super().propose(context, k)

@@ -1,6 +1,6 @@
-"""The trees that a head draws, by enumeration: every draw of the real drafting code, with its weight, against the target's law.
+"""Losslessness of drafted trees by enumeration of all samples of the real drafting code with their probabilities.
 
-A table stands in for the head: its "features" are numbers of texts. Nothing else is replaced.
+A table replaces the head: its "features" are indices of sequences. Everything else is real.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TableHead:
 
 
 class Believing(Calibration):
-    """A calibration that returns the confidences."""
+    """A calibration that returns confidences unchanged."""
 
     def chances(self, confidences: Floats) -> Floats:
         return confidences.copy()
@@ -117,7 +117,8 @@ def test_a_sampled_tree_is_lossless(setting: str, output: Text) -> None:
 
 def drawn_by_depth(output: Text, params: SamplingParams) -> Drafts:
     """As in Medusa, the distribution of a node depends on its depth, not on the drafts before it."""
-    by_depth = DRAFT.batch([PROMPT + output + (0,) * depth for depth in range(max(SHAPE.depths))])  # [D, V], any will do
+    # [D, V], any distributions will do
+    by_depth = DRAFT.batch([PROMPT + output + (0,) * depth for depth in range(max(SHAPE.depths))])
     rows, weights = [], []
     for script in itertools.product(range(VOCAB), repeat=len(SHAPE.parents)):
         sampler = Scripted(script, make_request(PROMPT + output, params, num_prompt=len(PROMPT)))

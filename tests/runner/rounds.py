@@ -1,4 +1,4 @@
-"""Rounds of score and commit on a runner, held against the model's own forward without a cache."""
+"""Rounds of score and commit on a runner, compared with the model's own forward pass without a cache."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from outrider.runner import ModelRunner, kernels
 from outrider.runner.layouts import Layouts
 from outrider.types import Context, Proposal, Request, SamplingParams, Verdict
 
-VOCAB = 67  # no multiple of anything
-TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 2e-2}  # matrix units round what they multiply
+VOCAB = 67  # a prime, so that no padding applies by chance
+TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 2e-2}  # matrix units round their inputs
 
 
 def make_model(config: PreTrainedConfig, seed: int = 0, attention: str = "eager") -> PreTrainedModel:
-    """A random float32 model whose weights are large enough for its choices to differ from token to token."""
+    """Return a random float32 model with weights large enough that its greedy tokens vary."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
     for parameter in model.parameters():
@@ -32,19 +32,19 @@ def make_model(config: PreTrainedConfig, seed: int = 0, attention: str = "eager"
 
 @torch.no_grad()
 def plain_logits(model: PreTrainedModel, text: Sequence[int]) -> Tensor:
-    """[T, V] of the model's own forward: its own attention, no cache, no padding."""
+    """Return [T, V] of the model's own forward pass: its own attention, no cache, no padding."""
     return model(input_ids=torch.tensor([list(text)]), use_cache=False).logits[0].float()
 
 
 def force_reference(monkeypatch) -> None:
-    """Makes the runner work as on a machine without a C++ compiler, also after the C++ operators were loaded."""
+    """Make the runner work as without a C++ compiler, even if the C++ operators are already loaded."""
     monkeypatch.setattr(native, "load", lambda: False)
     monkeypatch.setattr(torch.ops.outrider, "linear", kernels.reference_linear)
     monkeypatch.setattr(torch.ops.outrider, "attend", kernels.reference_attend)
 
 
 def force_padding(monkeypatch) -> None:
-    """Makes passes run as many tokens of each request as of the longest, as on a device where they are captured."""
+    """Pad passes to the longest request, as on a device where passes are captured."""
     init = Layouts.__init__
 
     def padded(self, *args) -> None:
@@ -58,7 +58,7 @@ OPERATORS = ("kernels", "reference", "padded reference")
 
 
 def force(operators: str, monkeypatch) -> None:
-    """Makes the runner work as one of ``OPERATORS`` says."""
+    """Make the runner use one of ``OPERATORS``."""
     if "reference" in operators:
         force_reference(monkeypatch)
     if "padded" in operators:
@@ -74,7 +74,7 @@ def make_text(length: int, seed: int, vocab: int = VOCAB) -> list[int]:
 
 
 def proposal_of(chains: Sequence[Sequence[int]], parents: Sequence[Sequence[int]] | None = None) -> Proposal:
-    """Ragged drafts, right-padded with token 0 (and, in trees, with children of the root)."""
+    """Return ragged drafts, right-padded with token 0 (and, in trees, with children of the root)."""
     width = max(map(len, chains))
     tokens = [list(chain) + [0] * (width - len(chain)) for chain in chains]
     tree = None
@@ -85,7 +85,7 @@ def proposal_of(chains: Sequence[Sequence[int]], parents: Sequence[Sequence[int]
 
 
 def node_paths(parents: Sequence[int]) -> list[list[int]]:
-    """Of each node, the nodes from a child of the root down to it."""
+    """Return the path of each node, from a child of the root to the node."""
     paths: list[list[int]] = []
     for node, parent in enumerate(parents):
         paths.append([*(paths[parent] if parent >= 0 else []), node])
@@ -103,14 +103,14 @@ def verdict_of(paths: Sequence[Sequence[int]], next_tokens: Sequence[int]) -> Ve
 
 
 class Rounds:
-    """A batch of requests on a runner: every score is compared with the plain model, every commit is the caller's choice."""
+    """A batch of requests on a runner. Every score is compared with the plain model; the caller decides each commit."""
 
     def __init__(self, runner: ModelRunner, model: PreTrainedModel, texts: Sequence[Sequence[int]], tolerance: float = 0):
         self.runner, self.model = runner, model
         self.tolerance = tolerance or TOLERANCE[runner.dtype]
         self.requests = [make_request(f"r{index}", text) for index, text in enumerate(texts)]
         self.largest_error = 0.0
-        self.hidden: tuple[int, ...] = ()  # hidden states that the scores report
+        self.hidden: tuple[int, ...] = ()  # hidden states to report
 
     def step(
         self,
@@ -119,7 +119,7 @@ class Rounds:
         next_tokens: Sequence[int],
         parents: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Scores the drafts, checks the logits of every node, then keeps the nodes ``accepted`` of each request."""
+        """Score the drafts, check the logits of every node, and keep the nodes ``accepted`` of each request."""
         context = Context(tuple(self.requests), tuple(map(len, chains)), None)
         scores = self.runner.score(context, proposal_of(chains, parents), self.hidden)
         for b, (request, chain) in enumerate(zip(self.requests, chains, strict=True)):
@@ -138,5 +138,5 @@ class Rounds:
 
 
 def untouched(model: PreTrainedModel) -> PreTrainedModel:
-    """A second model with the same weights, for the runner to work on."""
+    """Return a copy of the model for the runner to modify."""
     return copy.deepcopy(model)

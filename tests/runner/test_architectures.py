@@ -1,4 +1,4 @@
-"""Whatever the architecture, a pass over the cache says what the model's own forward without a cache says."""
+"""For every architecture, a pass over the cache gives the logits of the model's own forward pass without a cache."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     "gpt_neox": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16},
-    "phimoe": {"num_local_experts": 4, "sliding_window": 9},  # said to the mask, not to attention
+    "phimoe": {"num_local_experts": 4, "sliding_window": 9},  # used in the mask, but not in attention
     "qwen3_moe": EXPERTS | {"num_experts": 4},
     "olmo2": {},
     "granite": {"attention_multiplier": 0.4, "logits_scaling": 3.0, "residual_multiplier": 0.7},
@@ -107,14 +107,14 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     # attention sinks
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9, "layer_types": SLIDING},
     "granite_swa": {"sliding_window": 9, "layer_types": SLIDING},
-    # heads that the config does not tell, or that differ by layer
+    # key/value heads that the config does not name, or that differ by layer
     "jetmoe": {"kv_channels": 6, "num_local_experts": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
     "mimo_v2_flash": EXPERTS
     | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "sliding_window": 9, "layer_types": SLIDING, "v_head_dim": 6},
-    # layers that read what others have stored, and heads of other sizes beside
+    # layers that read other layers' keys and values, and different head sizes
     "gemma3n_text": GEMMA_3N,
     "gemma4_text": GEMMA_4,
-    # chunks of attention, and positions that the layers count themselves
+    # attention in chunks, and positions computed by the layers
     "llama4_text": {
         "attention_chunk_size": 7,
         "layer_types": ["chunked_attention", "full_attention"],
@@ -123,7 +123,7 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
         "num_local_experts": 2,
         "intermediate_size_mlp": 48,
     },
-    # positions counted from the cache's length
+    # positions derived from the cache's length
     "bart": DECODER,
     "mbart": DECODER,
     "plbart": DECODER,
@@ -131,8 +131,8 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     "pegasus": DECODER,
     "blenderbot": DECODER,
     "blenderbot-small": DECODER,
-    "whisper": DECODER | {"max_target_positions": 64},  # knows no logits_to_keep
-    "longcat_flash": LONGCAT,  # its router multiplies by the weight of a layer of its own
+    "whisper": DECODER | {"max_target_positions": 64},  # does not support logits_to_keep
+    "longcat_flash": LONGCAT,  # its router multiplies by its own weight
 }
 OWN_ATTENTION: dict[str, dict[str, object]] = {
     **{kind: {} for kind in ("bloom", "diffllama", "doge", "falcon", "mpt")},
@@ -160,7 +160,7 @@ def operators(request, monkeypatch):
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_ragged_rounds_and_trees_score_as_the_plain_forward(model_type, operators):
+def test_ragged_rounds_and_trees_equal_the_plain_forward(model_type, operators):
     rounds = start(model_type)
     drafts = [[5, 6, 7], [8], [9, 10]]
     rounds.step(drafts, [[0, 1, 2], [0], [0, 1]], [11, 12, 13])  # all accepted
@@ -172,8 +172,8 @@ def test_ragged_rounds_and_trees_score_as_the_plain_forward(model_type, operator
 
 
 @pytest.mark.parametrize("model_type", OWN_ATTENTION)
-def test_models_with_attention_of_their_own_score_request_after_request(model_type, operators):
-    """In chains alone: their masks know no trees."""
+def test_models_with_their_own_attention_score_requests_one_by_one(model_type, operators):
+    """Chains only, because their masks do not support trees."""
     rounds = start(model_type)
     assert rounds.runner.cache.shape.by_request
     assert not rounds.runner.takes_trees
@@ -184,10 +184,10 @@ def test_models_with_attention_of_their_own_score_request_after_request(model_ty
     rounds.step(drafts, [[0], [], [0]], [51, 52, 53])
 
 
-def test_padded_passes_come_in_one_shape_whatever_drafts_each_request_has(monkeypatch):
+def test_padded_passes_have_one_shape_for_any_drafts(monkeypatch):
     force_padding(monkeypatch)
     rounds = start("llama")
-    rounds.step([[5], [8], [9]], [[], [], []], [11, 12, 13])  # reads the texts
+    rounds.step([[5], [8], [9]], [[], [], []], [11, 12, 13])  # prefills the prompts
     shapes, run = [], rounds.runner.passes.run
 
     def spy(tokens, layout, layers, places, span=WHOLE):
@@ -201,7 +201,7 @@ def test_padded_passes_come_in_one_shape_whatever_drafts_each_request_has(monkey
 
 
 def test_sliding_windows_matter_in_these_tests():
-    """The texts are longer than the windows: without them the plain forward says something else."""
+    """The sequences are longer than the windows, so the plain forward pass without windows differs."""
     for model_type in ("mistral", "gemma2", "gemma3_text", "phi3", "starcoder2", "cohere2", "phimoe"):
         model, text = make_model(small_config(model_type)), make_text(37, 1)
         wide = make_model(small_config(model_type, sliding_window=64))
@@ -209,15 +209,15 @@ def test_sliding_windows_matter_in_these_tests():
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mistral", "gemma3_text"])
-def test_scores_hold_up_to_the_last_position_of_the_context(model_type, operators):
+def test_scores_are_correct_up_to_the_last_position_of_the_context(model_type, operators):
     rounds = start(model_type, lengths=(58, 10, 1))
-    rounds.step([[5, 6, 7, 8], [9], []], [[0, 1, 2, 3], [0], []], [10, 11, 12])  # 63 tokens of 64
-    rounds.step([[5], [6, 7, 8, 9, 10, 11, 12, 13], []], [[], [0, 1, 2], []], [10, 11, 12])  # padding reaches over the end
+    rounds.step([[5, 6, 7, 8], [9], []], [[0, 1, 2, 3], [0], []], [10, 11, 12])  # 63 of 64 positions
+    rounds.step([[5], [6, 7, 8, 9, 10, 11, 12, 13], []], [[], [0, 1, 2], []], [10, 11, 12])  # padding exceeds the context
     rounds.step([[], [6, 7, 8], [1, 2]], [[], [0, 1, 2], []], [10, 11, 12])
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 16, 256])
-def test_prompts_read_in_chunks_of_any_size_score_the_same(chunk):
+def test_prompts_prefilled_in_chunks_of_any_size_score_the_same(chunk):
     model = make_model(small_config("mistral"))
     runner = ModelRunner.load(untouched(model), RunnerConfig(compile="never", prefill_chunk=chunk))
     rounds = Rounds(runner, model, [make_text(length, length) for length in (40, 17, 16, 18, 1)])
@@ -227,8 +227,8 @@ def test_prompts_read_in_chunks_of_any_size_score_the_same(chunk):
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3_text"])
 @pytest.mark.parametrize("chunk", [5, 256])
-def test_hidden_states_are_transformers_own_of_the_whole_text(model_type, chunk):
-    """Prompts that are read in chunks or with the drafts, text a round adds, the drafts themselves: embedding to final norm."""
+def test_hidden_states_equal_transformers_for_the_whole_sequence(model_type, chunk):
+    """Prompts prefilled in chunks or with drafts, later tokens, and drafts; from the embedding to the final norm."""
     model = make_model(small_config(model_type))
     runner = ModelRunner.load(untouched(model), RunnerConfig(compile="never", prefill_chunk=chunk))
     layers = tuple(range(runner.num_layers + 1))
@@ -247,21 +247,21 @@ def test_hidden_states_are_transformers_own_of_the_whole_text(model_type, chunk)
             request.token_ids.append(token)
 
 
-def test_a_hidden_state_that_the_model_does_not_have_is_refused():
+def test_a_hidden_state_that_the_model_lacks_is_rejected():
     runner = start("llama").runner
     with pytest.raises(OutriderError, match=r"has the hidden states 0 to \d+, not all of"):
         runner.score(Context((make_request("x", [1, 2]),), (0,), None), proposal_of([[]]), (runner.num_layers + 1,))
 
 
 def longrope_model():
-    """Reads texts of more than 32 tokens with other frequencies."""
+    """Return a model that uses other frequencies for sequences of more than 32 tokens."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0, 5.0, 7.0, 9.0]}
     config = small_config("phi3", original_max_position_embeddings=32, sliding_window=None)
     config.rope_parameters = rope | {"original_max_position_embeddings": 32, "factor": 2.0}
     return make_model(config)
 
 
-def test_longrope_keeps_to_its_original_window_unless_more_is_asked_for(operators):
+def test_longrope_keeps_its_original_window_unless_more_is_requested(operators):
     model = longrope_model()
     runner = ModelRunner.load(untouched(model), RunnerConfig(compile="never", prefill_chunk=16))
     assert runner.max_len == 32
@@ -271,26 +271,26 @@ def test_longrope_keeps_to_its_original_window_unless_more_is_asked_for(operator
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
-def test_longrope_reads_each_text_of_a_batch_by_its_own_length(operators, prefix_cache):
-    """transformers goes by the longest text of the batch. A text that outgrows the original window is read again."""
+def test_longrope_uses_each_requests_own_length(operators, prefix_cache):
+    """transformers uses the longest sequence of the batch. A request that outgrows the original window is prefilled again."""
     model = longrope_model()
     config = RunnerConfig(compile="never", prefill_chunk=16, max_len=60, prefix_cache=prefix_cache)
     runner = ModelRunner.load(untouched(model), config)
     assert (runner.max_len, runner.borders) == (60, (32,))
     texts = [make_text(10, 0), make_text(40, 1), make_text(30, 2)]
     rounds = Rounds(runner, model, texts)
-    rounds.step([[1, 2], [3], [5, 6]], [[0], [0], [0]], [4, 5, 7])  # the third reaches the border
+    rounds.step([[1, 2], [3], [5, 6]], [[0], [0], [0]], [4, 5, 7])  # the third reaches the limit
     rounds.step([[1, 2], [3], []], [[], [0], []], [4, 5, 7])
-    rounds.step([[1, 2], [3], [8, 9]], [[], [], [0]], [4, 5, 7])  # and is beyond
+    rounds.step([[1, 2], [3], [8, 9]], [[], [], [0]], [4, 5, 7])  # and exceeds it
     runner.retire([request.request_id for request in rounds.requests])
-    again = Rounds(runner, model, [make_text(40, 1)[:31], make_text(40, 1), make_text(30, 2)])  # rows change their kind
+    again = Rounds(runner, model, [make_text(40, 1)[:31], make_text(40, 1), make_text(30, 2)])  # rows change kind
     for request, name in zip(again.requests, "abc", strict=True):
         request.request_id = name
     again.step([[1], [3], [5, 6]], [[0], [0], [0]], [4, 5, 7])
 
 
 @pytest.mark.parametrize("prompt", [20, 31, 32, 33])
-def test_longrope_text_is_the_models_own_across_the_border_whatever_is_drafted(prompt):
+def test_longrope_output_equals_the_models_own_across_the_limit_for_any_drafts(prompt):
     model, text = longrope_model(), make_text(prompt, 3)
     wanted = list(text)
     for _ in range(20):

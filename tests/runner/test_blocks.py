@@ -1,4 +1,4 @@
-"""Weights in blocks of 8 and 4 bits: what rounding loses, the C++ against the reference, and a row's bits in any pass."""
+"""Weights in blocks of 8 and 4 bits: quantisation error, C++ against the reference, equal bits of a row in any pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHAPES = [(1, 1), (31, 7), (32, 128), (97, 513), (200, 1030), (416, 64)]
 
 
 def supported():
-    """Bits of activations that this CPU's instructions allow."""
+    """Return the activation bits that this CPU's instructions support."""
     packed = blocks.pack(torch.ones(32, 32), 8)
     found = []
     for bits in (8, 16, 32):
@@ -33,7 +33,7 @@ PRECISIONS = supported()
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("outputs, inputs", SHAPES)
-def test_8_bits_round_to_the_nearest_code_of_a_scale_that_clips_nothing(outputs, inputs, dtype):
+def test_8_bits_round_to_the_nearest_code_without_clipping(outputs, inputs, dtype):
     torch.manual_seed(outputs)
     weight = torch.randn(outputs, inputs).to(dtype)
     weight[0, : inputs // 2] = 0
@@ -47,7 +47,7 @@ def test_8_bits_round_to_the_nearest_code_of_a_scale_that_clips_nothing(outputs,
 
 
 @pytest.mark.parametrize("outputs, inputs", SHAPES)
-def test_4_bits_lose_less_than_rounding_by_the_largest_weight(outputs, inputs):
+def test_4_bits_have_a_smaller_error_than_scaling_by_the_largest_weight(outputs, inputs):
     torch.manual_seed(outputs)
     weight = torch.randn(outputs, inputs)
     packed = blocks.pack(weight, 4)
@@ -58,7 +58,7 @@ def test_4_bits_lose_less_than_rounding_by_the_largest_weight(outputs, inputs):
     error = blocks.unpack(packed, outputs, inputs) - weight
     assert error.square().sum() <= nearest.square().sum() + 1e-9
     if inputs >= 32:
-        assert error.norm() < 0.08 * weight.norm()  # evenly spaced codes of the largest weight: 0.10
+        assert error.norm() < 0.08 * weight.norm()  # uniform codes scaled by the largest weight: 0.10
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -72,11 +72,11 @@ def test_blocks_of_zeros_and_of_tiny_weights_stay_finite(bits):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("outputs, inputs", SHAPES)
-def test_the_operator_computes_what_the_reference_does(outputs, inputs, bits, precision):
+def test_the_operator_equals_the_reference(outputs, inputs, bits, precision):
     torch.manual_seed(inputs)
     packed = blocks.pack(torch.randn(outputs, inputs), bits)
     x, bias = torch.randn(2, 20, inputs), torch.randn(outputs)
-    x[0, 3], x[1, 2] = 0, 1000 * x[1, 2]  # a row's scales are its own
+    x[0, 3], x[1, 2] = 0, 1000 * x[1, 2]  # each row has its own scale
     got = torch.ops.outrider.linear_blocks(x, packed, bias, outputs, precision)
     weight = blocks.unpack(packed, outputs, inputs).double()
     exact = blocks.round_activations(x, precision).double() @ weight.T + bias.double()
@@ -97,7 +97,7 @@ def test_rounded_activations_are_close(precision, error):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("outputs, inputs", [(97, 513), (416, 1100), (1600, 40)])
-def test_a_row_has_the_same_bits_among_any_number_of_rows(outputs, inputs, bits, precision):
+def test_a_row_has_the_same_bits_in_passes_of_any_width(outputs, inputs, bits, precision):
     torch.manual_seed(0)
     packed, x, bias = blocks.pack(torch.randn(outputs, inputs), bits), torch.randn(60, inputs), torch.randn(outputs)
     multiply = torch.ops.outrider.linear_blocks
@@ -117,7 +117,7 @@ def test_an_embedding_reads_the_rows_of_a_weight_in_blocks(bits):
         torch.ops.outrider.embed_blocks(torch.tensor([96]), packed, 100)
 
 
-def test_weights_of_another_form_and_inputs_of_another_size_are_refused():
+def test_unsupported_weights_and_inputs_of_another_size_are_rejected():
     packed = blocks.pack(torch.randn(64, 100), 8)
     with pytest.raises(RuntimeError, match="input of size 200, weight for 4 blocks of 32"):
         torch.ops.outrider.linear_blocks(torch.randn(2, 200), packed, None, 64, 32)
@@ -128,7 +128,7 @@ def test_weights_of_another_form_and_inputs_of_another_size_are_refused():
         torch.ops.outrider.linear_blocks(torch.randn(2, 100), packed, None, 64, 32)
 
 
-# Codes of a checkpoint: bits, inputs that share a scale, what is added to a code, and what scales are as float32.
+# Codes of a checkpoint: bits, inputs per scale, what is added to a code, and the dtype of scales.
 EXACT = [
     (4, 32, "none", torch.bfloat16),
     (4, 32, "middle", torch.float16),  # Q4_0 of GGUF, symmetric GPTQ
@@ -151,7 +151,7 @@ EXACT = [
 
 
 def coded(outputs, inputs, bits, group, added, dtype, seed=0):
-    """A weight in blocks, and its values as a reference computes them in float32. Products have a multiple of 256 inputs."""
+    """Return a weight in blocks, and its float32 values from a reference. "products" needs a multiple of 256 inputs."""
     torch.manual_seed(seed)
     if dtype == "products":
         inputs = -(-inputs // 256) * 256
@@ -189,12 +189,12 @@ def test_codes_of_a_checkpoint_keep_their_values_bit_for_bit(outputs, inputs, bi
     assert torch.equal(torch.ops.outrider.embed_blocks(ids, packed, inputs), values)
     assert torch.equal(blocks.reference_embed_blocks(ids, packed, inputs), values)
     identity = torch.ops.outrider.linear_blocks(torch.eye(inputs), packed, None, outputs, 32)
-    assert torch.equal(identity, values.T)  # one product and zeros: float32 changes nothing
+    assert torch.equal(identity, values.T)  # one product and zeros, which is exact in float32
     assert blocks.bits_of(packed) == (4 if bits <= 4 else 8)
     assert blocks.shape_of(packed) == (-(-outputs // 32) * 32, -(-inputs // 32) * 32)
 
 
-def test_scales_take_no_more_bytes_than_their_numbers_need():
+def test_scales_use_the_smallest_sufficient_dtype():
     sizes = {
         (8, "middle", torch.float16): 34,
         (4, "middle", torch.float16): 18,
@@ -210,13 +210,13 @@ def test_scales_take_no_more_bytes_than_their_numbers_need():
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("bits, group, added, dtype", EXACT)
-def test_the_operator_computes_what_the_codes_of_a_checkpoint_say(bits, group, added, dtype, precision):
+def test_the_operator_computes_with_the_values_of_the_codes(bits, group, added, dtype, precision):
     packed, values = coded(97, 513, bits, group, added, dtype)
     x, bias = torch.randn(2, 20, values.shape[1]), torch.randn(97)
     x[0, 3], x[1, 2] = 0, 1000 * x[1, 2]
     got = torch.ops.outrider.linear_blocks(x, packed, bias, 97, precision)
     exact = blocks.round_activations(x, precision).double() @ values.double().T + bias.double()
-    # Numbers and offsets are summed each on their own, so an error is relative to both.
+    # Numbers and offsets are summed separately, so the error is relative to both.
     largest = values.abs() + (values.abs().amax(1, keepdim=True) if added in ("offsets", "zeros") else 0)
     assert ((got.double() - exact).abs() <= 1e-5 * (x.double().abs() @ largest.double().T).clamp_min(1)).all()
     reference = blocks.reference_linear_blocks(x, packed, bias, 97, precision)
@@ -225,7 +225,7 @@ def test_the_operator_computes_what_the_codes_of_a_checkpoint_say(bits, group, a
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("bits, group, added, dtype", EXACT)
-def test_a_row_has_the_same_bits_among_any_number_of_rows_of_exact_codes(bits, group, added, dtype, precision):
+def test_a_row_of_exact_codes_has_the_same_bits_in_passes_of_any_width(bits, group, added, dtype, precision):
     packed, values = coded(97, 1100, bits, group, added, dtype)
     x, multiply = torch.randn(40, values.shape[1]), torch.ops.outrider.linear_blocks
     alone = torch.cat([multiply(row[None], packed, None, 97, precision) for row in x])
@@ -234,7 +234,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows_of_exact_codes(bits, g
         assert torch.equal(multiply(x[40 - rows :], packed, None, 97, precision), alone[40 - rows :]), rows
 
 
-def test_codes_that_no_form_holds_exactly_are_refused():
+def test_codes_without_an_exact_representation_are_rejected():
     codes, scales = torch.full((32, 64), 200, dtype=torch.uint8), torch.ones(32, 2)
     for match, given in (
         ("unsupported group of 24 inputs", {"group": 24}),

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: every format's values bit for bit, the same text for any drafts, and one line for what is wrong."""
+"""Quantised checkpoints: exact values of every format, output independent of drafts, and one-line errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_dequantised_values_equal_the_format_exactly(name, tmp_path):
         assert torch.equal(values, made.values[key]), key
         if isinstance(weight, QuantizedWeight):
             assert (weight.order is not None) == ("by-activation" in name or name == "gptq-8-asym")
-        else:  # kept in 16 bits only where every value is exact there
+        else:  # 16 bits only if they represent every value exactly
             assert weight.dtype == (torch.bfloat16 if name in ("fp8-powers", "mxfp4") else torch.float32)
     assert model.lm_head.weight.dtype == torch.float16  # as in the file
     assert linear.is_plain(model) and not hasattr(model.config, "quantization_config")
@@ -65,7 +65,7 @@ def test_packed_layers_have_the_formats_values(name, tmp_path):
 
 
 def packed_values(model):
-    """The weights of packed layers, by the names of the layers before they were fused."""
+    """Return the weights of packed layers, by the layers' names before fusing."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, linear.PackedLinear):
@@ -86,7 +86,7 @@ class Whole:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("name", ["gptq-by-activation", "awq", "w4a16-asym", "w8a8", "fp8-qwen", "mxfp4"])
-def test_logits_are_the_dequantised_models(name, kind, tmp_path):
+def test_logits_equal_those_of_the_dequantised_model(name, kind, tmp_path):
     made = written(tmp_path, name, kind=kind)
     runner = ModelRunner.load(made.folder, EAGER)
     text = make_text(30, 1)
@@ -104,9 +104,9 @@ def tokens_of(llm, params=PARAMS):
 
 
 @pytest.mark.parametrize("name", ["gptq-by-activation", "awq", "w4a16-asym", "w8a8", "fp8-qwen", "mxfp4"])
-def test_drafts_change_no_text(name, tmp_path):
+def test_drafts_do_not_change_the_output(name, tmp_path):
     folder = written(tmp_path, name).folder
-    draft = written(tmp_path / "draft", name, num_hidden_layers=1).folder  # quantised likewise
+    draft = written(tmp_path / "draft", name, num_hidden_layers=1).folder  # quantised in the same way
     expected = tokens_of(LLM(folder, method="plain", compile="never", max_batch=1))
     for given, batch, k in itertools.product(({"method": "ngram"}, {"draft": draft}), (1, 4), (1, 4, 8)):
         llm = LLM(folder, num_draft_tokens=k, compile="never", max_batch=batch, **given)
@@ -188,7 +188,7 @@ WRONG = {
                 "model.embed_tokens.weight_scale": torch.ones(320, 1),
             }
         ),
-        "model.embed_tokens is quantised, and LlamaForCausalLM has no linear layer of its own for it",
+        "model.embed_tokens is quantised, and LlamaForCausalLM has no separate linear layer for it",
     ),
 }
 
@@ -231,7 +231,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_unsupported_formats_are_refused_before_weights_are_read(what, tmp_path, monkeypatch):
+def test_unsupported_formats_are_rejected_before_weights_are_read(what, tmp_path, monkeypatch):
     made = written(tmp_path, "gptq")
     config = json.loads((made.folder / "config.json").read_text())
     (made.folder / "config.json").write_text(json.dumps(config | {"quantization_config": REFUSED[what]}))
@@ -264,8 +264,8 @@ def test_integers_are_not_rounded_again(tmp_path):
         ModelRunner.load(made.folder, RunnerConfig(weights="int8", compile="never"))
 
 
-def test_experts_in_mxfp4_have_their_values(tmp_path):
-    """gpt-oss: blocks uint8 [experts, outputs, groups, 16] of two inputs a byte, scales uint8 [experts, outputs, groups]."""
+def test_experts_in_mxfp4_have_the_formats_values(tmp_path):
+    """gpt-oss: blocks uint8 [experts, outputs, groups, 16], two inputs per byte; scales uint8 [experts, outputs, groups]."""
     made = write_experts(tmp_path / "experts")
     runner = ModelRunner.load(made.folder, EAGER)
     for name, values in made.values.items():
@@ -288,7 +288,7 @@ def test_layers_may_be_spread_over_files(tmp_path):
     (made.folder / "model.safetensors").unlink()
     names = sorted(tensors)
     index = {"metadata": {}, "weight_map": {}}
-    for number in range(3):  # the parts of a layer in different files
+    for number in range(3):  # the tensors of a layer are in different files
         part = {name: tensors[name] for name in names[number::3]}
         file = f"model-{number + 1:05}-of-00003.safetensors"
         save_file(part, made.folder / file, metadata={"format": "pt"})
@@ -313,7 +313,7 @@ def test_a_quantised_head(tmp_path):
         ModelRunner.load(tied.folder, EAGER)
 
 
-def test_a_bias_in_the_files_counts(tmp_path):
+def test_a_bias_in_the_files_is_used(tmp_path):
     made = written(tmp_path, "gptq")
     expected = logits(made.folder)
     broken(made, lambda tensors: tensors.update({f"{LAYER}.bias": torch.zeros(128, dtype=torch.float16)}))
@@ -334,14 +334,14 @@ def test_layers_that_are_not_quantised_stay_so(tmp_path):
     assert (logits(made.folder) - expected).norm() < 0.04 * expected.norm()
 
 
-def test_inputs_marked_as_in_order_are(tmp_path):
+def test_a_g_idx_in_natural_order_is_accepted(tmp_path):
     made = written(tmp_path, "w4a16")
     expected = logits(made.folder)
     broken(made, lambda tensors: tensors.update({f"{LAYER}.weight_g_idx": torch.full((256,), -1, dtype=torch.int32)}))
     assert torch.equal(logits(made.folder), expected)
 
 
-def test_groups_that_blocks_cannot_hold_are_refused(tmp_path):
+def test_groups_without_a_block_form_are_rejected(tmp_path):
     quantization, write_layer = gptq(group=40)
     made = write(tmp_path / "model", quantization, write_layer, hidden_size=160)
     with pytest.raises(OutriderError, match=r"model\.layers\.\S+: unsupported group of 40 inputs"):
@@ -358,7 +358,7 @@ def test_low_bit_drafts_need_fewer_bits_than_the_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gptq-by-activation", "w4a16-asym"])
-def test_sampled_text_is_plains_with_same_text(name, tmp_path):
+def test_sampled_output_equals_plain_decoding_with_same_text(name, tmp_path):
     folder = written(tmp_path, name).folder
     params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.9, top_p=0.95, repetition_penalty=1.1, seed=3)
     plain = LLM(folder, method="plain", compile="never", same_text=True)

@@ -1,4 +1,4 @@
-"""The compiled pass says what the eager one says, comes from disk the second time, and its loss costs nothing but speed."""
+"""Compiled passes equal eager ones and are loaded from disk the second time; damaged packages only cost speed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .test_architectures import small_config
 
 pytestmark = [
     pytest.mark.skipif(not native.load(), reason="no C++ compiler"),
-    pytest.mark.filterwarnings("ignore"),  # torch's own, while it compiles
+    pytest.mark.filterwarnings("ignore"),  # torch's own warnings during compilation
 ]
 
 
@@ -37,7 +37,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def passes(tmp_path_factory):
-    """Where this module's packages are kept."""
+    """Return the cache folder of this module's packages."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -52,7 +52,7 @@ def load(model, mode):
 
 @pytest.fixture(scope="module")
 def runner(model, passes):
-    """Compiled once for the whole module."""
+    """Return a runner that is compiled once for the whole module."""
     patch = pytest.MonkeyPatch()
     patch.setenv("OUTRIDER_CACHE", str(passes))
     made = load(model, "always")
@@ -65,7 +65,7 @@ def runner(model, passes):
 
 @pytest.fixture(scope="module")
 def package(runner, passes):
-    """The package of the runner's whole pass: the first that is made."""
+    """Return the package of the runner's whole pass, which is built first."""
     return next((passes / "passes").glob("*.pt2"))
 
 
@@ -104,7 +104,7 @@ def test_compiled_rounds_equal_the_plain_forward(runner, model):
 
 
 def test_compiled_hidden_states_equal_eager_ones(runner, model):
-    """Embedding, a layer between and the final norm; a long prompt is read in chunks. Another kind of pass, compiled too."""
+    """Embedding, a middle layer and the final norm; a long prompt is prefilled in chunks. This is a second kind of pass."""
     texts = [make_text(length, length) for length in (3, 40)]
 
     def states(made, texts=texts):
@@ -115,7 +115,7 @@ def test_compiled_hidden_states_equal_eager_ones(runner, model):
 
     got, expected = states(runner), states(load(model, "never"))
     assert runner.passes.is_compiled
-    states(runner, texts[::-1])  # another round does not write where this one's stand
+    states(runner, texts[::-1])  # another round does not overwrite these hidden states
     for layer in (0, 1, 2):
         for b, length in enumerate((2 + 1 + 2, 39 + 1 + 1)):
             assert got.hidden[layer][b].shape == (length, model.config.hidden_size)
@@ -123,7 +123,7 @@ def test_compiled_hidden_states_equal_eager_ones(runner, model):
 
 
 def test_compiled_partial_passes_equal_the_compiled_whole_pass(model, package, passes):
-    """Of a target whose first layer drafts: to the bit, or the cache would hold what the whole pass does not write."""
+    """For a target whose first layer drafts. Bits must be equal, because both passes write the same cache."""
     before = set((passes / "passes").iterdir())
     drafting = Drafting(model=model, depth=1, compile="always")
     drafting.proposer.warmup(3, 3)
@@ -168,7 +168,7 @@ def test_never_stays_eager(runner, model):
 
 @pytest.fixture
 def damaged(package, monkeypatch, tmp_path):
-    """``damaged(content)``: a cache in which the package of that name holds something else."""
+    """Return ``damaged(content)``: a cache whose package of that name has other content."""
 
     def damaged(content, name=package.name):
         path = tmp_path / "passes" / name
@@ -192,7 +192,7 @@ def test_a_corrupt_package_is_removed_and_the_pass_still_runs(runner, model, dam
 
 @pytest.mark.parametrize("mode", ["auto", "always"])
 def test_an_intact_package_that_does_not_load_is_removed(runner, model, package, damaged, mode, monkeypatch, caplog):
-    """As where torch was built anew under the same version."""
+    """For example, torch was rebuilt with the same version."""
     content = b"not a package"
     name = f"{package.name.split('-')[0]}-{hashlib.sha256(content).hexdigest()[:32]}.pt2"
     broken = damaged(content, name)
@@ -204,7 +204,7 @@ def test_an_intact_package_that_does_not_load_is_removed(runner, model, package,
     assert again.passes.is_compiled == (mode == "always")
 
 
-def test_a_corrupt_package_is_replaced_where_compiling_is_asked_for(runner, model, package, damaged, monkeypatch):
+def test_a_corrupt_package_is_replaced_if_compilation_is_requested(runner, model, package, damaged, monkeypatch):
     damaged(b"not a package")
     monkeypatch.setattr(compiled, "_build", lambda module, key: disk_cache.store(package, "passes", key, ".pt2"))
     again = load(model, "always")
@@ -213,7 +213,7 @@ def test_a_corrupt_package_is_replaced_where_compiling_is_asked_for(runner, mode
 
 
 def test_compilation_uses_only_private_folders(runner, passes):
-    """Inductor's default is /tmp/torchinductor_<user>, which anyone can make first, and fill."""
+    """Inductor's default is /tmp/torchinductor_<user>, which another user can create and fill first."""
     assert any((passes / "inductor").iterdir())
     assert all(not folder.stat().st_mode & 0o077 for folder in (passes / "inductor", passes / "passes"))
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ or str(passes) not in os.environ["TORCHINDUCTOR_CACHE_DIR"]
@@ -239,8 +239,8 @@ def test_a_model_that_does_not_compile_stays_eager_with_a_warning(runner, model,
     assert "second line" not in caplog.text
 
 
-def test_a_run_that_began_eager_stays_eager(runner, model, tmp_path, monkeypatch, package):
-    """Another process may have put compiled passes into the cache meanwhile: their bits are not those of the text so far."""
+def test_a_run_that_started_eager_stays_eager(runner, model, tmp_path, monkeypatch, package):
+    """Another process may have added compiled passes to the cache, whose bits differ from those of the output so far."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     monkeypatch.setattr(compiled, "_build", lambda *_: pytest.fail("built"))
     late = load(model, "auto")
@@ -253,18 +253,18 @@ def test_a_run_that_began_eager_stays_eager(runner, model, tmp_path, monkeypatch
     assert not late.passes.is_compiled and late.passes.could_compile
 
 
-def test_a_run_that_began_compiled_stays_compiled(model, passes, package, monkeypatch):
+def test_a_run_that_started_compiled_stays_compiled(model, passes, package, monkeypatch):
     built = []
     monkeypatch.setattr(compiled, "_build", lambda module, key: built.append(key) or package)
     early = load(model, "auto")
     scored(early, [[1, 2, 3]], [[4]])
     assert early.passes.is_compiled and not built
-    early.passes.runner_of((0,))  # not on disk: built, or two kinds of pass would disagree
+    early.passes.runner_of((0,))  # not on disk: it is compiled, because two kinds of pass must agree
     assert early.passes.is_compiled and len(built) == 1
 
 
 @pytest.mark.parametrize(("num_tokens", "compile", "compiles"), [(40, "auto", True), (39, "auto", False), (40, "never", False)])
-def test_passes_are_compiled_before_a_long_run_and_never_after_the_first_text(
+def test_passes_are_compiled_before_a_long_run_and_never_after_the_first_output(
     num_tokens, compile, compiles, model, monkeypatch
 ):
     monkeypatch.setattr("outrider.engine.llm.LONG_RUN", 20)
@@ -284,17 +284,17 @@ def test_other_threads_run_while_a_compiled_pass_does(runner):
             sleep(0.0005)
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # else the pass leaves no core free where there are two
+    torch.set_num_threads(1)  # otherwise the pass would use all cores of a machine with two
     other = threading.Thread(target=look)
     other.start()
     try:
         shares = []
-        for _ in range(3):  # somebody else may have the core for a while
+        for _ in range(3):  # another process may use the core for a while
             stamps.clear()
             seconds = runner.pass_cost(350, 8, 0, repeat=1)
             stamps.append(perf_counter())
             shares.append(max(later - earlier for earlier, later in pairwise(list(stamps))) / seconds)
-        assert seconds > 0.01 and min(shares) < 0.5  # with Python's lock held, all of a pass
+        assert seconds > 0.01 and min(shares) < 0.5  # if Python's lock were held, the share would be the whole pass
     finally:
         ended.set()
         other.join()

@@ -1,4 +1,4 @@
-"""Gates as a part of the linear layer that computes them: the same numbers, the same bits in any pass, any architecture's."""
+"""Gates fused into linear layers: same values, same bits in any pass, for any architecture."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORMS = [
 
 
 def weight_in(form, weight):
-    """A packed weight and its scales, if it has any."""
+    """Return a packed weight and its scales, if any."""
     if form in ("8 bits", "4 bits"):
         return quantize(kernels.pack_weight(weight), int(form[0]))
     if form == "fours":
@@ -35,7 +35,7 @@ def weight_in(form, weight):
 
 
 def operators(which):
-    """(linear, linear_scaled, linear_gated)"""
+    """Return (linear, linear_scaled, linear_gated)."""
     if which == "kernel":
         return torch.ops.outrider.linear, torch.ops.outrider.linear_scaled, torch.ops.outrider.linear_gated
     return kernels.reference_linear, kernels.reference_linear_scaled, kernels.reference_linear_gated
@@ -44,12 +44,12 @@ def operators(which):
 @pytest.mark.parametrize("which", [pytest.param("kernel", marks=needs_kernels), "reference"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("activation", kernels.GATES)
-def test_a_gate_lets_through_what_its_activation_says(which, form, activation):
+def test_a_gated_layer_equals_activation_times_product(which, form, activation):
     linear, linear_scaled, gated = operators(which)
     torch.manual_seed(1)
     packed, scales = weight_in(form, torch.randn(192, 320) / 4)
     x = torch.randn(3, 20, 320)
-    x[0, 0], x[0, 1] = 100 * x[0, 0], 0  # gates far from zero, and at it
+    x[0, 0], x[0, 1] = 100 * x[0, 0], 0  # large gates, and gates at zero
     both = linear(x, packed, None, 192) if scales is None else linear_scaled(x, packed, scales, None, 192)
     gate, up = both.double().chunk(2, -1)
     expected = kernels.GATES[activation](gate) * up
@@ -63,8 +63,8 @@ def test_a_gate_lets_through_what_its_activation_says(which, form, activation):
 @needs_kernels
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("inputs", [320, 6016])
-def test_a_gated_row_is_the_same_bits_among_any_number_of_rows(form, inputs):
-    """6016 inputs of 100 rows and more are added in parts, between which sums wait in a room of their own."""
+def test_a_gated_row_has_the_same_bits_in_passes_of_any_width(form, inputs):
+    """For 100 rows and more, 6016 inputs are summed in parts, with intermediate sums in a separate buffer."""
     torch.manual_seed(inputs)
     packed, scales = weight_in(form, torch.randn(128, inputs) / inputs**0.5)
     x, gated = torch.randn(600, inputs), torch.ops.outrider.linear_gated
@@ -75,7 +75,7 @@ def test_a_gated_row_is_the_same_bits_among_any_number_of_rows(form, inputs):
 
 
 @needs_kernels
-def test_what_is_no_gate_is_refused():
+def test_invalid_gates_are_rejected():
     x, packed = torch.randn(2, 64), kernels.pack_weight(torch.randn(64, 64))
     with pytest.raises(RuntimeError, match="no activation relu"):
         torch.ops.outrider.linear_gated(x, packed, None, "relu")
@@ -88,7 +88,7 @@ def test_what_is_no_gate_is_refused():
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 FOUND = {
     "llama": (2, SIZES),
-    "phi3": (2, SIZES),  # one layer in its checkpoint, and the product the other way round
+    "phi3": (2, SIZES),  # one layer in its checkpoint; factors of the product are swapped
     "gemma": (2, SIZES),  # gelu
     "gpt2": (0, {}),  # none
     "olmo2": (2, SIZES),
@@ -98,7 +98,7 @@ FOUND = {
 
 @needs_kernels
 @pytest.mark.parametrize("model_type", FOUND)
-def test_gates_are_found_in_what_a_model_computes(model_type):
+def test_gates_are_found_in_a_models_graph(model_type):
     num_found, sizes = FOUND[model_type]
     program, before, after = fused(small_config(model_type, **sizes))
     assert count(program) == num_found
@@ -109,15 +109,15 @@ def test_gates_are_found_in_what_a_model_computes(model_type):
 
 @needs_kernels
 @pytest.mark.parametrize("changes", [{"intermediate_size": 80}, {"mlp_bias": True}, {"hidden_act": "relu"}])
-def test_layers_that_the_operator_does_not_take_stay_as_they_are(changes):
-    """Halves that are no whole panels, a bias, another activation."""
+def test_unsupported_layers_are_unchanged(changes):
+    """Halves that are not whole panels, a bias, another activation."""
     program, before, after = fused(small_config("llama", **SIZES | changes))
     assert count(program) == 0
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
 def fused(config):
-    """A model's pass as a graph with its gates fused, and its logits before and after."""
+    """Return a model's pass as a graph with fused gates, and its logits before and after."""
     runner = ModelRunner.load(untouched(make_model(config)), RunnerConfig(compile="never", max_batch=2))
     program = compiled.export(Pass(runner.model, runner.cache, ()))
     inputs = program.example_inputs[0]

@@ -1,4 +1,4 @@
-"""Passes replayed from fixed memory: the bookkeeping, without CUDA, by a recorder that runs the function again."""
+"""Passes replayed from static buffers: bookkeeping without CUDA, with a recorder that calls the function again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.runner.graphs import MAX_WIDTH, GraphRunner, record_cuda
 
 
 class Recorder:
-    """Replays by calling the function again into the same output tensors, as a graph would."""
+    """Replays by calling the function again with the same output tensors, like a graph."""
 
     def __init__(self) -> None:
         self.captures = 0
@@ -29,7 +29,7 @@ class Recorder:
 
 
 def sums(inputs: list[Tensor]) -> list[Tensor]:
-    """Depends on every input, so that one that is not copied shows."""
+    """Depend on every input, so that an input that is not copied is detected."""
     *numbers, keys, values = inputs
     total = torch.stack([tensor.sum() for tensor in numbers]).sum()
     return [(total + keys.sum() + values.sum()).reshape(1).float()]
@@ -64,7 +64,7 @@ def test_each_shape_is_captured_once() -> None:
     assert recorder.captures == 3
 
 
-def test_a_cache_that_moved_is_captured_anew() -> None:
+def test_a_cache_that_moved_is_captured_again() -> None:
     recorder = Recorder()
     runner = GraphRunner(sums, recorder)
     values = torch.ones(3)
@@ -74,7 +74,7 @@ def test_a_cache_that_moved_is_captured_anew() -> None:
     assert recorder.captures == 2
 
 
-def test_a_cache_of_another_shape_in_the_same_place_is_captured_anew() -> None:
+def test_a_cache_of_another_shape_at_the_same_address_is_captured_again() -> None:
     recorder = Recorder()
     runner = GraphRunner(sums, recorder)
     store, values = torch.arange(8.0), torch.ones(3)
@@ -93,7 +93,7 @@ def test_prompts_run_without_a_graph() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_graphs_replay_what_eager_computes() -> None:
+def test_cuda_graph_replays_equal_eager_passes() -> None:
     device = torch.device("cuda")
     keys, values = torch.ones(3, device=device), torch.ones(3, device=device)
     runner = GraphRunner(sums, record_cuda)

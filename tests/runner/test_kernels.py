@@ -1,4 +1,4 @@
-"""The operators against float64 arithmetic, and the C++ ones' promise: a row's bits do not depend on the rest of the pass."""
+"""Operators compared with float64 arithmetic, and the guarantee of the C++ ones: a row's bits do not depend on the pass."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def attend(which, *inputs):
 
 
 @pytest.mark.parametrize("outputs, inputs", [(1, 1), (31, 7), (32, 33), (97, 513), (200, 1030), (416, 64)])
-def test_packing_loses_nothing(outputs, inputs):
+def test_packing_is_lossless(outputs, inputs):
     weight = torch.randn(outputs, inputs)
     packed = kernels.pack_weight(weight)
     assert packed.shape == (math.ceil(outputs / 32), inputs, 32)
@@ -61,7 +61,7 @@ def test_linear_takes_strided_16_bit_and_empty_inputs(which):
 
 
 @needs_kernels
-def test_linear_refuses_an_input_of_another_size():
+def test_linear_rejects_an_input_of_another_size():
     with pytest.raises(RuntimeError, match="input of size 5"):
         torch.ops.outrider.linear(torch.zeros(2, 5), kernels.pack_weight(torch.zeros(8, 6)), None, 8)
 
@@ -69,7 +69,7 @@ def test_linear_refuses_an_input_of_another_size():
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("outputs, inputs", [(97, 513), (416, 1100), (1600, 40)])
-def test_a_rows_linear_is_the_same_bits_among_any_number_of_rows(dtype, outputs, inputs):
+def test_a_row_of_linear_has_the_same_bits_in_passes_of_any_width(dtype, outputs, inputs):
     torch.manual_seed(0)
     packed, x, bias = kernels.pack_weight(torch.randn(outputs, inputs).to(dtype)), torch.randn(40, inputs), torch.randn(outputs)
     alone = torch.cat([torch.ops.outrider.linear(row[None], packed, bias, outputs) for row in x])
@@ -84,7 +84,7 @@ PAIRS = [(32, 32), (97, 64), (40, 512), (200, 1056), (416, 96)]  # depths of 1, 
 
 
 @pytest.mark.parametrize("outputs, inputs", PAIRS)
-def test_packing_in_pairs_loses_nothing(outputs, inputs):
+def test_packing_in_pairs_is_lossless(outputs, inputs):
     weight = torch.randn(outputs, inputs).bfloat16()
     packed = kernels.pack_weight(weight, in_pairs=True)
     assert packed.shape == (math.ceil(outputs / 32), inputs // 2, 32, 2) and kernels.in_groups(packed)
@@ -107,7 +107,7 @@ def test_weights_in_pairs_multiply_rounded_inputs_and_add_in_float32(which, outp
 
 @needs_pairs
 @pytest.mark.parametrize("outputs, inputs", PAIRS)
-def test_weights_in_pairs_give_a_row_the_same_bits_among_any_number_of_rows(outputs, inputs):
+def test_weights_in_pairs_give_a_row_the_same_bits_in_passes_of_any_width(outputs, inputs):
     torch.manual_seed(0)
     packed = kernels.pack_weight(torch.randn(outputs, inputs).bfloat16(), in_pairs=True)
     x, bias = torch.randn(100, inputs), torch.randn(outputs)
@@ -119,8 +119,8 @@ def test_weights_in_pairs_give_a_row_the_same_bits_among_any_number_of_rows(outp
 
 @needs_pairs
 @pytest.mark.parametrize("inputs", [2048, 2080, 6048])
-def test_more_rows_than_the_cache_holds_get_the_same_bits(inputs):
-    """256 rows at once, and of so many 64 tiles' depth of inputs, 2048: the sums wait where results will be."""
+def test_more_rows_than_fit_the_cache_have_the_same_bits(inputs):
+    """256 rows at once, and 64 tiles of inputs (2048) at a time: intermediate sums are stored in the output."""
     packed, x = kernels.pack_weight(torch.randn(96, inputs).bfloat16(), in_pairs=True), torch.randn(600, inputs)
     together = torch.ops.outrider.linear(x, packed, None, 96)
     alone = torch.cat([torch.ops.outrider.linear(row[None], packed, None, 96) for row in x])
@@ -129,7 +129,7 @@ def test_more_rows_than_the_cache_holds_get_the_same_bits(inputs):
 
 
 @needs_pairs
-def test_layers_multiply_in_bfloat16_where_that_is_faster():
+def test_layers_multiply_in_bfloat16_if_that_is_faster():
     assert kernels.suits_pairs(torch.zeros(40, 64).bfloat16())
     assert not kernels.suits_pairs(torch.zeros(40, 48).bfloat16())  # tiles are 32 inputs deep
     assert not kernels.suits_pairs(torch.zeros(40, 64).half())
@@ -147,12 +147,12 @@ def test_an_embedding_reads_the_rows_of_a_packed_weight(which, in_pairs):
 
 
 def flat(tensor, lens):
-    """[B, H, W, D] -> [1, H, T, D]: the first ``lens[b]`` tokens of each request, one behind the other."""
+    """Flatten [B, H, W, D] to [1, H, T, D]: the first ``lens[b]`` tokens of each request, concatenated."""
     return torch.cat([each[:, :length] for each, length in zip(tensor, lens, strict=True)], 1)[None]
 
 
 class Pass:
-    """Inputs of ``attend`` on a random cache whose unwritten slots hold NaN; they are flat only when it is called."""
+    """Inputs of ``attend`` on a random cache whose unwritten slots are NaN. They are flattened when it is called."""
 
     def __init__(self, bases, width, kv_heads=2, dims=(24, 24), capacity=75, dtype=torch.float32):
         generator, heads = torch.Generator().manual_seed(0), 4
@@ -175,7 +175,7 @@ class Pass:
         self.visible = torch.ones(width, width, dtype=torch.bool).tril().repeat(self.batch, 1, 1)
 
     def branch(self):
-        """Makes the pass a tree: a root, two children, and chains that alternate between the two."""
+        """Make the pass a tree: a root, two children, and two interleaved chains."""
         for node in range(1, self.width):
             path = [0, *range(2 - node % 2, node + 1, 2)]
             self.visible[:, node] = False
@@ -184,7 +184,7 @@ class Pass:
         return self
 
     def deep_first(self):
-        """Makes the pass a tree: a root, a long chain below it, and then another one."""
+        """Make the pass a tree: a root, a long chain, and then a second chain."""
         half = self.width // 2
         for node in range(half + 1, self.width):
             self.visible[:, node, 1 : half + 1] = False
@@ -192,9 +192,9 @@ class Pass:
         return self
 
     def run(self, which, rows=None, span=None, lens=None, scale=0.3, softcap=0.0, window=0, layer=1):  # noqa: PLR0913
-        """The operator on a copy of the cache -> [B, W, H, D], zero where a request has no token.
+        """Run the operator on a copy of the cache -> [B, W, H, D], zero where a request has no token.
 
-        ``rows``: of the batch; ``span``: the first tokens of the pass only; ``lens``: of each request.
+        ``rows``: rows of the batch; ``span``: use only the first tokens of the pass; ``lens``: tokens of each request.
         """
         at, upto = (list(range(self.batch)) if rows is None else rows), slice(0, span)
         lens = lens or [span or self.width] * len(at)
@@ -207,7 +207,10 @@ class Pass:
         return torch.nn.utils.rnn.pad_sequence(out[0].split(lens), batch_first=True)
 
     def expected(self, scale=0.3, softcap=0.0, window=0, layer=1, rounded=False):
-        """One query at a time, in float64. ``rounded``: queries and weights to bfloat16, as pairs of them are multiplied."""
+        """Compute one query at a time in float64.
+
+        ``rounded``: round queries and weights to bfloat16, as products of pairs do.
+        """
         read = (lambda x: x.bfloat16().double()) if rounded else torch.Tensor.double
         heads, group = self.query.shape[1], self.query.shape[1] // self.key.shape[1]
         out = torch.empty(self.batch, self.width, heads, self.value.shape[3], dtype=torch.float64)
@@ -229,13 +232,13 @@ class Pass:
 
 
 def rounds(dtype, key_dim, value_dim):
-    """Whether attention rounds queries and weights: on matrix units, or by products of pairs."""
+    """Return whether attention rounds queries and weights: with matrix units, or products of pairs."""
     side = 16 if kernels.has_matrix_units() else 32
     return dtype == torch.bfloat16 and key_dim % 32 == 0 and value_dim % side == 0 and kernels.prefers_pairs()
 
 
 def assert_close_but_for_rounding(got, expected):
-    """A weight in a few thousand lies where another order of additions rounds it to the next bfloat16."""
+    """A few weights in a thousand round to the neighbouring bfloat16 with another order of additions."""
     off = (got.double() - expected).abs()
     assert off.median() < 1e-6 and off.quantile(0.99) < 1e-4 and off.max() < 5e-3
 
@@ -256,7 +259,7 @@ SHAPES = {
 @pytest.mark.parametrize("which", [CPU, "reference"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attend_is_softmax_attention_over_what_is_visible(which, dtype, shape):
+def test_attend_equals_softmax_attention_over_visible_slots(which, dtype, shape):
     for make in (lambda p: p, Pass.branch):
         there = make(Pass([40, 0, 17], 7, dtype=dtype, **({"capacity": 47} if shape == "full cache" else SHAPES[shape])))
         for options in ({}, {"window": 5}, {"window": 30}, {"softcap": 1.5}, {"softcap": 1.5, "window": 9}):
@@ -269,7 +272,7 @@ def test_attend_is_softmax_attention_over_what_is_visible(which, dtype, shape):
 
 
 @pytest.mark.parametrize("which", [CPU, "reference"])
-def test_a_window_begins_where_each_node_stands_in_whatever_order_a_tree_is_told(which):
+def test_a_window_starts_at_each_nodes_position_for_any_order_of_a_tree(which):
     there = Pass([40, 0, 17], 19, kv_heads=1).deep_first()
     for window in (3, 5, 9):
         torch.testing.assert_close(
@@ -279,7 +282,7 @@ def test_a_window_begins_where_each_node_stands_in_whatever_order_a_tree_is_told
 
 @pytest.mark.parametrize("which", [CPU, "reference"])
 @pytest.mark.parametrize("lens", [[7, 1, 4], [1, 7, 1], [2, 3, 7]])
-def test_requests_of_different_lengths_stand_one_behind_the_other(which, lens):
+def test_requests_of_different_lengths_are_concatenated(which, lens):
     for make in (lambda p: p, Pass.branch):
         there = make(Pass([40, 0, 17], 7))
         for options in ({}, {"window": 5}, {"softcap": 1.5, "window": 9}):
@@ -288,11 +291,11 @@ def test_requests_of_different_lengths_stand_one_behind_the_other(which, lens):
                 torch.testing.assert_close(got[b, :length].double(), expected[b, :length], rtol=1e-4, atol=1e-5)
                 row, base = there.cache_rows[b], there.bases[b]
                 assert torch.isfinite(there.after[0][1, row, :, : base + length]).all()
-                assert torch.isnan(there.after[0][1, row, :, base + length :]).all()  # and no slot behind them is written
+                assert torch.isnan(there.after[0][1, row, :, base + length :]).all()  # and no slot after them is written
 
 
 @pytest.mark.parametrize("which", [CPU, "reference"])
-def test_attend_writes_its_slots_of_its_rows_and_layer_and_no_others(which):
+def test_attend_writes_only_the_slots_of_its_rows_and_layer(which):
     there = Pass([40, 0, 17], 5, dtype=torch.bfloat16)
     there.run(which)
     for before, after, new in zip((there.keys, there.values), there.after, (there.key, there.value), strict=True):
@@ -306,7 +309,7 @@ def test_attend_writes_its_slots_of_its_rows_and_layer_and_no_others(which):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dims", [(24, 24), (64, 64), (128, 128), (32, 80), (7, 19)])
 @pytest.mark.parametrize("options", [{}, {"window": 6}, {"window": 30}, {"softcap": 1.5}])
-def test_a_requests_attention_is_the_same_bits_in_any_batch_width_and_cache(dtype, dims, options):
+def test_a_requests_attention_has_the_same_bits_in_any_batch_width_and_cache(dtype, dims, options):
     there = Pass([40, 0, 17], 9, dims=dims, dtype=dtype)
     together = there.run("cpu", **options)
     for b in range(3):
@@ -322,8 +325,8 @@ def test_a_requests_attention_is_the_same_bits_in_any_batch_width_and_cache(dtyp
 
 @needs_kernels
 @pytest.mark.parametrize("options", [{}, {"window": 40}, {"window": 300}])
-def test_long_texts_have_the_same_bits_too_and_are_right(options):
-    """Matrix units take values 256 slots at a time, products of pairs 32; both 64 queries."""
+def test_long_sequences_have_the_same_bits_and_correct_values(options):
+    """Matrix units process values in blocks of 256 slots, products of pairs in blocks of 32; both in blocks of 64 queries."""
     there = Pass([530, 250, 0], 40, dims=(64, 64), dtype=torch.bfloat16, capacity=600)
     together = there.run("cpu", **options)
     for span in (1, 6, 16, 17, 33):
@@ -337,7 +340,7 @@ def test_long_texts_have_the_same_bits_too_and_are_right(options):
 @needs_kernels
 @pytest.mark.parametrize("window", [0, 3, 12])
 @pytest.mark.parametrize("kind", [{}, {"dims": (64, 64), "dtype": torch.bfloat16}])
-def test_a_token_scored_as_a_draft_and_fed_after_it_was_committed_gets_the_same_bits(window, kind):
+def test_a_token_has_the_same_bits_as_a_draft_and_after_its_commit(window, kind):
     wide = Pass([21], 8, **kind)
     together = wide.run("cpu", window=window)
     narrow = Pass([21], 8, **kind)
@@ -352,8 +355,8 @@ def test_a_token_scored_as_a_draft_and_fed_after_it_was_committed_gets_the_same_
 
 @pytest.mark.parametrize("which", [CPU, "reference"])
 @pytest.mark.parametrize("window", [0, 30])
-def test_a_tree_fed_in_parts_attends_as_one_fed_at_once(which, window):
-    """Visibility may reach back over slots that earlier passes wrote: that is how a tree is drafted level by level."""
+def test_a_tree_in_several_passes_equals_a_tree_in_one(which, window):
+    """Visibility may refer to slots of earlier passes, because trees are drafted level by level."""
     whole = Pass([21, 5], 9).branch()
     together, parts = whole.run(which, window=window), Pass([21, 5], 9).branch()
     stores, done = (parts.keys, parts.values), []
@@ -367,6 +370,6 @@ def test_a_tree_fed_in_parts_attends_as_one_fed_at_once(which, window):
 
 
 @needs_kernels
-def test_attend_refuses_a_pass_beyond_the_cache():
+def test_attend_rejects_a_pass_beyond_the_cache():
     with pytest.raises(RuntimeError, match="does not fit the cache"):
         Pass([70], 9, capacity=75).run("cpu")

@@ -1,4 +1,4 @@
-"""The cache holds after every commit what a fresh forward of the committed text would put there."""
+"""After every commit the cache equals that of a fresh forward pass over the committed tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPE = CacheShape.uniform(num_layers=2, num_kv_heads=2, key_dim=3, value_dim=5)
 
 
 def fresh(model, text):
-    """Keys and values of a plain forward: [L, Hkv, T, D] each."""
+    """Return keys and values of a plain forward pass: [L, Hkv, T, D] each."""
     cache = DynamicCache()
     with torch.no_grad():
         model(input_ids=torch.tensor([text]), past_key_values=cache, use_cache=True)
@@ -45,7 +45,7 @@ def test_cache_equals_a_plain_forward_after_chains_and_tree_paths():
     assert_cache_holds_the_text(rounds)
 
 
-def test_a_released_row_serves_the_next_request():
+def test_a_released_row_is_reused():
     rounds = start("llama")
     rounds.step([[5, 6], [8], []], [[0], [], []], [1, 2, 3])
     rounds.runner.release(["r1", "r9"])
@@ -55,7 +55,7 @@ def test_a_released_row_serves_the_next_request():
     assert_cache_holds_the_text(rounds)
 
 
-def test_contents_survive_more_requests_and_longer_texts():
+def test_contents_survive_more_requests_and_longer_sequences():
     model = make_model(small_config("llama", max_position_embeddings=600))
     runner = ModelRunner.load(untouched(model), RunnerConfig(compile="never", max_batch=5))
     rounds = Rounds(runner, model, [make_text(9, 0)])
@@ -130,7 +130,7 @@ def test_commit_without_a_score_raises():
 
 
 def test_a_repeated_score_reports_hidden_states_of_prefilled_tokens():
-    """When a request beside it failed: its text is in the cache by then, and nobody reads it a second time."""
+    """If another request of the batch failed, a score is repeated for tokens that are already cached."""
     rounds = start("llama", lengths=(40, 5))
     runner, context = rounds.runner, Context(tuple(rounds.requests), (2, 2), None)
     texts = [request.token_ids for request in rounds.requests]
@@ -172,7 +172,7 @@ def test_a_short_prompt_prefills_together_with_a_long_one():
     assert_cache_holds_the_text(rounds)
 
 
-def test_a_prompt_that_fits_the_last_chunk_is_left_to_the_score():
+def test_a_prompt_that_fits_the_last_chunk_is_left_to_its_first_round():
     rounds = start("llama", lengths=(50, 20, 5), prefill_chunk=48)
     runner, ids, texts = rounds.runner, ["r0", "r1", "r2"], [request.token_ids for request in rounds.requests]
     rounds.hidden = (1,)

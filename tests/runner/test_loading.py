@@ -1,4 +1,4 @@
-"""What cannot be run is refused in one clear line; what can be run is loaded once and left untouched where it is the user's."""
+"""Loading: unsupported models give one-line errors; weights are kept once, and a user's model is unchanged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def broken(folder, tmp_path):
-    """A copy of a good folder, to be broken."""
+    """Copy a valid folder for a test to break."""
     return Path(shutil.copytree(folder, tmp_path / "copy"))
 
 
@@ -61,7 +61,7 @@ def test_a_file_instead_of_a_folder(folder):
     assert "config.json: it is a file" in refusal(folder / "config.json")
 
 
-def test_a_config_that_is_not_json_or_of_no_known_type(broken):
+def test_a_config_with_invalid_json_or_an_unknown_type(broken):
     (broken / "config.json").write_text("{")
     assert "cannot read the config" in refusal(broken)
     (broken / "config.json").write_text('{"model_type": "no_such_type"}')
@@ -80,7 +80,7 @@ def test_truncated_weights(broken, keep):
     assert f"cannot load {broken}" in refusal(broken)
 
 
-def test_garbage_for_weights(broken):
+def test_invalid_bytes_as_weights(broken):
     (broken / "model.safetensors").write_bytes(bytes(range(256)) * 40)
     assert f"cannot load {broken}" in refusal(broken)
 
@@ -96,7 +96,7 @@ def test_weights_of_another_shape(broken):
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | {"intermediate_size": 32}))
     assert (
-        f"the weights in {broken} are not its config's: model.layers.0.mlp.down_proj.weight is [16, 24], expected [16, 32]"
+        f"the weights in {broken} do not match its config: model.layers.0.mlp.down_proj.weight is [16, 24], expected [16, 32]"
         in (refusal(broken))
     )
 
@@ -106,7 +106,7 @@ def test_weights_of_another_shape(broken):
     [
         (
             {"num_attention_heads": 8},
-            r"not its config's: model.layers.0.self_attn.o_proj.weight is \[16, 32\], expected \[16, 64\]",
+            r"do not match its config: model.layers.0.self_attn.o_proj.weight is \[16, 32\], expected \[16, 64\]",
         ),
         ({"num_attention_heads": 0}, "num_attention_heads=0: expected a whole number from 1 to"),
         ({"num_key_value_heads": 0}, "num_key_value_heads=0: expected"),
@@ -114,21 +114,21 @@ def test_weights_of_another_shape(broken):
         ({"num_attention_heads": "4"}, "'num_attention_heads' expected int, got str"),
         ({"hidden_size": 16.5}, "hidden_size=16.5: expected"),
         ({"max_position_embeddings": -5}, "max_position_embeddings=-5: expected"),
-        ({"num_hidden_layers": 1}, "not its config's: model.layers.1.*is of no layer, expected 1 layers"),
+        ({"num_hidden_layers": 1}, "do not match its config: model.layers.1.*belongs to no layer, expected 1 layers"),
         ({"num_hidden_layers": 3}, "lacks 9 tensors of the model, the first model.layers.2"),
         ({"vocab_size": 400}, r"model.embed_tokens.weight is \[320, 16\], expected \[400, 16\]"),
-        ({"hidden_act": "nope"}, "describes no model: unknown value 'nope'"),
+        ({"hidden_act": "nope"}, "is not valid for a model: unknown value 'nope'"),
         ({"model_type": ["llama"]}, "cannot read the config"),
         ([1, 2], "config.json must be an object, not a list"),
     ],
 )
-def test_an_invalid_config_is_refused_in_one_line(broken, change, reason, capfd):
+def test_an_invalid_config_gives_a_one_line_error(broken, change, reason, capfd):
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | change if isinstance(change, dict) else change))
     assert re.search(reason, refusal(broken))
     with pytest.raises(OutriderError, match=reason):
         LLM(broken)
-    assert not re.search("MISMATCH|MISSING|UNEXPECTED", "".join(capfd.readouterr()))  # transformers prints no report beside
+    assert not re.search("MISMATCH|MISSING|UNEXPECTED", "".join(capfd.readouterr()))  # without a report of transformers
 
 
 def test_the_command_line_exits_with_2_for_an_invalid_config(broken, capsys):
@@ -147,18 +147,18 @@ def test_weights_that_are_not_numbers(broken, value):
 
 
 @pytest.mark.parametrize("model_type", ["bert", "t5", "bart", "vit", "rwkv", "deepseek_v32", "xlnet", "recurrent_gemma"])
-def test_models_of_other_kinds_are_refused_before_weights_are_read(model_type, tmp_path, monkeypatch):
+def test_models_of_other_kinds_are_rejected_before_weights_are_read(model_type, tmp_path, monkeypatch):
     AutoConfig.for_model(model_type).save_pretrained(tmp_path)
     monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("weights were read"))
     assert model_type.split("_")[0] in refusal(tmp_path).lower()
 
 
-def test_unsupported_attention_is_refused():
+def test_unsupported_attention_is_rejected():
     refused = refusal(make_model(small_config("bigbird_pegasus", **DECODER)))
-    assert "needs to see both ways in attention, which Outrider's cache does not support; run it with transformers'" in refused
+    assert "needs bidirectional attention, which Outrider's cache does not support; run it with transformers'" in refused
 
 
-def test_objects_that_are_no_language_models_are_refused():
+def test_objects_other_than_language_models_are_rejected():
     assert "no language model head" in refusal(AutoModel.from_config(small_config("llama")))
     bert = BertConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
     assert "bidirectional" in refusal(AutoModel.from_config(bert))
@@ -189,7 +189,7 @@ def test_device_cuda_without_a_gpu_raises(folder):
 
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_16_bit_checkpoint_is_computed_in_float32_but_where_bfloat16_is_faster(dtype, tied, tmp_path):
+def test_a_16_bit_checkpoint_is_computed_in_float32_unless_bfloat16_is_faster(dtype, tied, tmp_path):
     make_folder(tmp_path, dtype="bfloat16", tie_word_embeddings=tied)
     runner = ModelRunner.load(tmp_path, RunnerConfig(compile="never", dtype=dtype))
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype, "auto")).float()
@@ -202,7 +202,7 @@ def test_a_16_bit_checkpoint_is_computed_in_float32_but_where_bfloat16_is_faster
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3_text", "mixtral"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_users_model_is_not_changed(model_type, dtype):
+def test_the_users_model_is_unchanged(model_type, dtype):
     model = make_model(small_config(model_type, tie_word_embeddings=True), attention="sdpa").to(dtype).train()
     text = make_text(20, 0)
     model.eval()
@@ -249,12 +249,12 @@ def test_every_weight_is_kept_once(folder):
     model = make_model(small_config("llama", hidden_size=64, head_dim=32, intermediate_size=96)).bfloat16()
     packed = ModelRunner.load(untouched(model), EAGER).model
     kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [*packed.parameters(), *packed.buffers()]}
-    padding = 2 * 64 * (96 - model.config.vocab_size)  # the packed head has whole panels
+    padding = 2 * 64 * (96 - model.config.vocab_size)  # the packed head consists of whole panels
     small = sum(4 * p.numel() for p in model.parameters() if p.ndim == 1)
     assert sum(kept.values()) <= sum(2 * p.numel() for p in model.parameters() if p.ndim > 1) + padding + small + 4096
 
 
-def test_two_runners_of_one_model_do_not_disturb_each_other():
+def test_two_runners_of_one_model_are_independent():
     model = make_model(small_config("llama"))
     first, second = (Rounds(ModelRunner.load(model, EAGER), model, [make_text(9, seed)]) for seed in (1, 2))
     for _ in range(3):
@@ -263,7 +263,7 @@ def test_two_runners_of_one_model_do_not_disturb_each_other():
 
 
 class Quantised(torch.Tensor):
-    """A weight as torchao's ``quantize_`` leaves them: it can be multiplied by, and nothing else is possible."""
+    """A weight as torchao's ``quantize_`` returns it: only products with it are supported."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -287,17 +287,17 @@ def test_a_model_with_tensor_subclass_weights_runs_unpacked():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_layers_with_one_scale_per_pass_are_refused():
+def test_layers_with_one_scale_per_pass_are_rejected():
     model = make_model(small_config("llama"))
     quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
-    assert "rounds all tokens of a pass by one scale" in refusal(quantised)
+    assert "one scale for all tokens of a pass" in refusal(quantised)
 
 
 def test_a_model_with_wrong_positions_fails_the_self_check(monkeypatch):
     """The self-check compares passes over the cache with the model's own forward."""
     config = small_config("bart", d_model=32, decoder_layers=2, decoder_attention_heads=4, is_encoder_decoder=False)
     model = make_model(config)
-    monkeypatch.setattr(PassThrough, "get_seq_length", lambda *_: 0)  # as the cache answered before
+    monkeypatch.setattr(PassThrough, "get_seq_length", lambda *_: 0)  # as an earlier version of the cache did
     assert "gives different logits with Outrider's cache than without a cache (" in refusal(model)
     ModelRunner.load(model, RunnerConfig(compile="never", self_check=False))
 

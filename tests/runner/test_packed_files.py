@@ -1,4 +1,4 @@
-"""Packed weights are kept on disk: the next load does not read the 16-bit weights, and what is damaged is built anew."""
+"""Packed weights are stored on disk: the next load does not read the 16-bit weights, and damaged files are rebuilt."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder(tmp_path) -> Path:
 
 @pytest.fixture
 def read(monkeypatch) -> list[str]:
-    """The sources whose 16-bit weights were read."""
+    """Return the list of sources whose 16-bit weights were read."""
     sources, load = [], loading.load_model
     monkeypatch.setattr(loading, "load_model", lambda source, *args: sources.append(str(source)) or load(source, *args))
     return sources
@@ -52,7 +52,7 @@ def test_the_second_load_does_not_read_the_16_bit_weights(tied, mapped, tmp_path
     monkeypatch.setattr(packed_files, "free_memory", lambda: 0 if mapped else 1 << 40)
     expected = logits(ModelRunner.load(folder, INT4))
     assert len(read) == 1 and len(list(cache.iterdir())) == 1
-    for file in folder.glob("*.safetensors"):  # of the same size and time, and without the weights
+    for file in folder.glob("*.safetensors"):  # same size and time, but without weights
         times = file.stat().st_atime_ns, file.stat().st_mtime_ns
         file.write_bytes(bytes(file.stat().st_size))
         os.utime(file, ns=times)
@@ -71,7 +71,7 @@ KINDS = ("llama", "gemma2", "gemma3_text", "qwen3", "gpt2", "gpt_neox", "phi3", 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_are_those_of_the_first_load(kind, dtype, tmp_path, read):
+def test_logits_equal_those_of_the_first_load(kind, dtype, tmp_path, read):
     model = hybrid(kind) if kind in ("qwen3_5_text", "bamba", "lfm2") else make_model(small_config(kind, **SIZES))
     model.to(dtype).save_pretrained(tmp_path / "model")
     first = ModelRunner.load(tmp_path / "model", INT4)
@@ -82,7 +82,7 @@ def test_logits_are_those_of_the_first_load(kind, dtype, tmp_path, read):
     assert again.model.config.to_dict() == first.model.config.to_dict()  # the key of compiled passes
 
 
-def test_each_number_of_bits_and_each_state_of_the_files_has_its_own(folder, cache, read):
+def test_each_number_of_bits_and_each_state_of_the_files_has_its_own_file(folder, cache, read):
     ModelRunner.load(folder, INT4)
     ModelRunner.load(folder, RunnerConfig(weights="int8", compile="never"))
     assert len(read) == 2 and len(list(cache.iterdir())) == 2
@@ -92,11 +92,11 @@ def test_each_number_of_bits_and_each_state_of_the_files_has_its_own(folder, cac
     os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 10**9))
     after = logits(ModelRunner.load(folder, INT4))
     assert len(read) == 3 and not torch.equal(before, after)
-    assert len(list(cache.iterdir())) == 2  # the file of the earlier state is gone
+    assert len(list(cache.iterdir())) == 2  # the file of the earlier state was deleted
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
-def test_a_damaged_file_is_built_anew_after_one_warning(damage, folder, cache, read, caplog):
+def test_a_damaged_file_is_rebuilt_with_one_warning(damage, folder, cache, read, caplog):
     expected = logits(ModelRunner.load(folder, INT4))
     (file,) = cache.iterdir()
     data = bytearray(file.read_bytes())
@@ -108,8 +108,8 @@ def test_a_damaged_file_is_built_anew_after_one_warning(damage, folder, cache, r
     assert len(read) == 2
 
 
-def test_a_file_of_another_model_is_built_anew(folder, tmp_path, cache, read, caplog, monkeypatch):
-    """As of a version that packs other layers."""
+def test_a_file_of_another_model_is_rebuilt(folder, tmp_path, cache, read, caplog, monkeypatch):
+    """For example, from a version that packs other layers."""
     ModelRunner.load(folder, INT4)
     pack = linear.pack_model
     monkeypatch.setattr(linear, "pack_model", lambda model, bits: pack(model, 8))
@@ -122,7 +122,7 @@ def test_without_a_cache_folder_loading_continues_with_one_warning(folder, tmp_p
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file" / "cache"))
     first = logits(ModelRunner.load(folder, INT4))
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(warnings) == 1 and "the weights are rounded again at the next start" in caplog.text
+    assert len(warnings) == 1 and "the weights are quantised again at the next start" in caplog.text
     assert torch.equal(logits(ModelRunner.load(folder, INT4)), first) and len(read) == 2
 
 

@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits: the C++ reads what the reference reads, and the error is that of rounding to the nearest code."""
+"""8- and 4-bit weights: C++ equals the reference, and the error is that of rounding to the nearest code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = [(1, 1), (31, 7), (32, 128), (97, 513), (200, 1030), (416, 64)]
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("outputs, inputs", SHAPES)
-def test_every_weight_becomes_the_nearest_code(outputs, inputs, bits):
+def test_every_weight_has_the_nearest_code(outputs, inputs, bits):
     torch.manual_seed(outputs)
     packed = kernels.pack_weight(torch.randn(outputs, inputs).bfloat16())
     codes, scales = quantize(packed, bits)
@@ -37,7 +37,7 @@ def test_every_weight_becomes_the_nearest_code(outputs, inputs, bits):
 @needs_kernels
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("outputs, inputs", SHAPES)
-def test_the_kernel_computes_what_the_reference_does_whatever_the_number_of_rows(outputs, inputs, bits):
+def test_the_kernel_equals_the_reference_for_any_number_of_rows(outputs, inputs, bits):
     torch.manual_seed(inputs)
     codes, scales = quantize(kernels.pack_weight(torch.randn(outputs, inputs)), bits)
     x, bias = torch.randn(40, inputs), torch.randn(outputs)
@@ -56,7 +56,7 @@ def test_a_weight_in_pairs_has_the_same_codes(bits):
 
 
 @needs_kernels
-def test_codes_without_scales_and_scales_of_another_shape_are_refused():
+def test_codes_without_scales_and_scales_of_another_shape_are_rejected():
     codes, scales = quantize(kernels.pack_weight(torch.randn(64, 200)), 8)
     with pytest.raises(RuntimeError, match="need scales"):
         torch.ops.outrider.linear(torch.randn(2, 200), codes, None, 64)
@@ -85,7 +85,7 @@ IN_FOURS = [(31, 64), (97, 128), (200, 1088), (416, 320)]  # depths of 1, 2, 17 
 
 @pytest.mark.parametrize("in_pairs", [False, True])
 @pytest.mark.parametrize("outputs, inputs", IN_FOURS)
-def test_codes_in_fours_are_the_nearest_with_one_scale_an_output(outputs, inputs, in_pairs):
+def test_codes_in_fours_are_the_nearest_with_one_scale_per_output(outputs, inputs, in_pairs):
     torch.manual_seed(outputs)
     weight = torch.randn(outputs, inputs).bfloat16()
     packed = kernels.pack_weight(weight, in_pairs)
@@ -100,10 +100,10 @@ def test_codes_in_fours_are_the_nearest_with_one_scale_an_output(outputs, inputs
 
 @pytest.mark.parametrize("multiply", [KERNEL, pytest.param(kernels.reference_linear_scaled, id="reference")])
 @pytest.mark.parametrize("outputs, inputs", IN_FOURS)
-def test_codes_are_multiplied_by_codes(multiply, outputs, inputs):
+def test_integer_products_equal_the_reference(multiply, outputs, inputs):
     torch.manual_seed(inputs)
     weight, x, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(2, 35, inputs), torch.randn(outputs)
-    x[0, 3], x[1, 2] = 0, 1000 * x[1, 2]  # a row's scale is its own
+    x[0, 3], x[1, 2] = 0, 1000 * x[1, 2]  # each row has its own scale
     codes, scales = quantize_in_fours(kernels.pack_weight(weight))
     got = multiply(x, codes, scales, bias, outputs)
     step = x.abs().amax(-1, keepdim=True) / 127
@@ -115,7 +115,7 @@ def test_codes_are_multiplied_by_codes(multiply, outputs, inputs):
 
 @needs_fours
 @pytest.mark.parametrize("outputs, inputs", [(97, 128), (64, 6016)])
-def test_codes_in_fours_give_a_row_the_same_bits_among_any_number_of_rows(outputs, inputs):
+def test_codes_in_fours_give_a_row_the_same_bits_in_passes_of_any_width(outputs, inputs):
     codes, scales = quantize_in_fours(kernels.pack_weight(torch.randn(outputs, inputs)))
     x = torch.randn(600, inputs)
     together = torch.ops.outrider.linear_scaled(x, codes, scales, None, outputs)

@@ -1,4 +1,4 @@
-"""Recurrent layers: the operators against each other and against transformers, rollback at every length."""
+"""Recurrent layers: operators compared with each other and with transformers, and rollback of any length."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ TOKENS = sum(LENS)
 
 
 def requests() -> tuple[Tensor, Tensor, Tensor]:
-    """Three requests of a pass, in rows 2, 1 and 0 of the cache."""
+    """Return three requests of a pass, in rows 2, 1 and 0 of the cache."""
     return torch.tensor([2, 1, 0]), torch.tensor(BASES), torch.tensor(LENS).cumsum(0)
 
 
 def inputs(name: str) -> tuple[tuple[Any, ...], Tensor, tuple[Any, ...]]:
-    """What an operator takes before the states, the states, and what it takes after the requests."""
+    """Return an operator's arguments before the states, the states, and the arguments after the requests."""
     torch.manual_seed(0)
     if name == "short_conv":
         return (torch.randn(1, TOKENS, 70), torch.randn(70, 4), torch.randn(70), True), torch.randn(2, 3, SLOTS + 4, 70), ()
@@ -51,12 +51,12 @@ def test_the_kernel_equals_the_reference(name: str) -> None:
     found = getattr(torch.ops.outrider, name)(*rows, others, 1, *requests(), *rest)
     assert torch.allclose(found, expected, atol=1e-5)
     assert torch.allclose(others, own, atol=1e-5)
-    assert torch.equal(others[0], states[0])  # another layer's
+    assert torch.equal(others[0], states[0])  # another layer's states
 
 
 @pytest.mark.parametrize("name", REFERENCES)
 def test_a_token_gives_the_same_bits_alone_and_in_a_batch(name: str) -> None:
-    """Also after a rollback: a pass over all tokens, then over the last three again from the ring, then one by one."""
+    """Also after a rollback: one pass over all tokens, then the last three again from the ring, then one by one."""
     rows, states, rest = inputs(name)
     run = getattr(torch.ops.outrider, name)
     row, tokens = torch.tensor([1]), 9
@@ -74,11 +74,11 @@ def test_a_token_gives_the_same_bits_alone_and_in_a_batch(name: str) -> None:
         assert torch.equal(passed(token, token + 1), whole[:, token : token + 1])
 
 
-def test_the_delta_rule_is_transformers() -> None:
+def test_the_delta_rule_equals_transformers() -> None:
     torch.manual_seed(0)
     query, key = torch.randn(2, 1, 40, 2, 16)
     value, g, beta = torch.randn(1, 40, 4, 16), -torch.rand(1, 40, 4), torch.rand(1, 40, 4)
-    every = [x.repeat_interleave(2, 2) for x in (query, key)]  # releases before 5.23 want as many heads of keys as of values
+    every = [x.repeat_interleave(2, 2) for x in (query, key)]  # releases before 5.23 require as many key heads as value heads
     expected, _ = qwen.torch_chunk_gated_delta_rule(*every, value, g=g, beta=beta, use_qk_l2norm_in_kernel=True)
     states = torch.zeros(1, 1, 4, 4, 16, 16)
     zero = torch.zeros(1, dtype=torch.long)
@@ -98,7 +98,7 @@ def test_states_older_than_the_ring_are_not_usable() -> None:
     assert [cache.usable(0, length) for length in (20, 15, 14, 3)] == [20, 15, 0, 0]
     cache.copy(0, 1)
     assert cache.usable(1, 14) == 0
-    cache.wrote([1], [0], [14])  # another text
+    cache.wrote([1], [0], [14])  # another request
     assert cache.usable(1, 14) == 14
 
 
@@ -111,7 +111,7 @@ def test_the_next_turn_continues_from_stored_states() -> None:
         again = runner.extend(["b"], [[*text[:-3], 1, 2, 3, 4]])  # three tokens back: within the ring
         assert runner.cache.num_reused == len(text) - 3
         runner.release(["b"])
-        back = runner.extend(["c"], [[*text[:20], 1, 2]])  # too far back: read from the start
+        back = runner.extend(["c"], [[*text[:20], 1, 2]])  # too far back: prefilled from the start
         assert runner.cache.num_reused == len(text) - 3
         runner.release(["c"])
         assert torch.equal(runner.extend(["d"], [text]), fresh)

@@ -1,4 +1,4 @@
-"""The kernels' threads: the same bits for any number of them, from several callers at once, and in a child made by fork."""
+"""Threads of the kernels: same bits for any number of threads, with concurrent callers, and after fork."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _child(weight: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_child_made_by_fork_has_threads_of_its_own(weight: Tensor, threads: int) -> None:
+def test_a_forked_child_has_its_own_threads(weight: Tensor, threads: int) -> None:
     child = multiprocessing.get_context("fork").Process(target=_child, args=(weight, times(weight)))
     child.start()
     child.join(30)

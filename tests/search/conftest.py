@@ -1,4 +1,4 @@
-"""A tiny target for the tests of this room."""
+"""A tiny target for the tests of the search."""
 
 from __future__ import annotations
 

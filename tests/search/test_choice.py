@@ -1,4 +1,4 @@
-"""What is chosen, and what is said of the others: from numbers alone."""
+"""The chosen plan and the reasons against the others, from given numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DRAFT, NGRAM = Contender("draft", 4), Contender("ngram", 4)
 
 
 def measured(speeds: dict[str, float], noise: float = 0.01, prompts: int = 11, batch: int = 1) -> Measurements:
-    """Two turns per prompt; the noise differs between contenders and sums to zero over the prompts."""
+    """Return two turns per prompt; the noise differs between contenders and sums to zero over the prompts."""
     found = Measurements()
     add(found, speeds, noise, prompts, batch)
     return found

@@ -1,4 +1,4 @@
-"""Successive halving on a simulated clock: how good its plans are, what they cost, and each of its rules."""
+"""Successive halving with simulated times: quality of the plans, cost of the search, and each rule."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from outrider.search.measurements import Group, Measurements
 
 GROUPS = 16
 COARSE = ("1", "2", "4", "8", "15", "auto")
-# Speeds over plain decoding's that an exhaustive search measured for three traffics on the embedded models.
+# Speedups over plain decoding, measured exhaustively for three traffics on the embedded models.
 TRAFFICS: dict[str, dict[str, float]] = json.loads((Path(__file__).parent / "speedups.json").read_text())
 
 
 @dataclass
 class Machine:
-    """Contenders of known speeds on prompts that suit some more than others; runs vary by 6%, and 2% of them are hiccups."""
+    """Contenders with known speeds that vary with the prompt. Runs vary by 6%, and 2% of them are outliers."""
 
     speedups: dict[str, float]
     seed: int = 0
     suits: float = 0.12  # standard deviation over prompts of the log speed of a method
     noise: float = 0.06
-    seconds: float = 0.0  # that ran so far
+    seconds: float = 0.0  # total seconds of runs
     turns: list[list[str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -50,12 +50,12 @@ class Machine:
         return float(np.exp(log_time))
 
     def exhaustive_seconds(self) -> float:
-        """Of every contender twice on every prompt."""
+        """Return the time of running every contender twice on every prompt."""
         return 2 * sum(self.run(label, Group(1, index)) for label in self.speedups for index in range(GROUPS))
 
 
 def search(machine: Machine, labels: list[str]) -> tuple[str, Measurements]:
-    """The fastest of the last rung; plain decoding where none is faster."""
+    """Return the fastest of the last rung, or plain decoding if none is faster."""
     measured, plan, left = Measurements(), halving.rungs(GROUPS, 3), labels
     for rung in plan:
         groups = [Group(1, index) for index in range(rung.num_groups(GROUPS))]
@@ -72,7 +72,7 @@ def search(machine: Machine, labels: list[str]) -> tuple[str, Measurements]:
 
 @pytest.mark.parametrize("traffic", TRAFFICS)
 def test_the_plan_is_close_to_the_best_of_all_lengths_in_a_fifth_of_the_time(traffic: str) -> None:
-    """The best is of all lengths, the candidates have coarse lengths only."""
+    """The best of all lengths is compared, although the candidates have coarse lengths only."""
     speedups = TRAFFICS[traffic]
     labels = [label for label in speedups if label != PLAIN and label.split("k=")[1] in COARSE]
     close, shares = [], []
@@ -98,7 +98,7 @@ def test_equal_contenders_cost_less_than_a_third_of_trying_all() -> None:
     assert machine.seconds < Machine(machine.speedups).exhaustive_seconds() / 3
 
 
-def test_a_machine_that_slows_down_between_turns_changes_nothing() -> None:
+def test_a_machine_that_slows_down_between_turns_does_not_change_the_plan() -> None:
     slow, steady = Measurements(), Measurements()
     for index in range(4):
         times = {PLAIN: 2.0, "a": 1.0 + 0.01 * index, "b": 1.5}
@@ -160,7 +160,7 @@ def test_the_margin_shrinks_with_the_number_of_prompts() -> None:
 
 
 def ranked(count: int, step: float = 0.1, margin: float = 0.0) -> Standing:
-    """Contenders "0", "1", ... from 3 times plain decoding's speed down."""
+    """Return contenders "0", "1", ... with speedups from 3 downwards."""
     return Standing({str(i): 3.0 - step * i for i in range(count)}, margin)
 
 
@@ -170,7 +170,7 @@ def ranked(count: int, step: float = 0.1, margin: float = 0.0) -> Standing:
         (ranked(8), Rung(0.25, 0), 4),
         (ranked(9), Rung(0.25, 0), 5),
         (ranked(8, margin=0.17), Rung(0.25, 0), 5),  # 2.6 of 3.0 is within noise, 2.5 is not
-        (ranked(8, step=0.001, margin=0.1), Rung(0.25, 0), 6),  # all within noise: three quarters
+        (ranked(8, step=0.001, margin=0.1), Rung(0.25, 0), 6),  # all within noise: three quarters survive
         (ranked(8, step=0.001, margin=0.1), Rung(1.0, 0), 4),
         (ranked(4, step=0.001, margin=0.1), Rung(1.0, 1), 3),
         (ranked(2, step=0.001, margin=0.1), Rung(1.0, 1), 2),
@@ -193,12 +193,12 @@ def test_contenders_slower_than_plain_decoding_are_dropped_from_either_half() ->
     ("found", "share", "is_final"),
     [
         (Standing({}, 0.1), 0.25, True),
-        (Standing({"a": 0.5}, 0.1), 0.25, True),  # nothing left that could be faster than plain decoding
-        (Standing({"a": 2.0, "b": 1.0}, 0.1), 0.25, False),  # too few prompts, however clear
+        (Standing({"a": 0.5}, 0.1), 0.25, True),  # none left that could be faster than plain decoding
+        (Standing({"a": 2.0, "b": 1.0}, 0.1), 0.25, False),  # too few prompts, however clear the difference
         (Standing({"a": 2.0, "b": 1.0}, 0.1), 0.5, True),
         (Standing({"a": 2.0, "b": 1.95}, 0.1), 0.5, False),
         (Standing({"a": 1.05, "b": 0.8}, 0.1), 0.5, False),  # not yet faster than plain decoding
-        (Standing({"a": 2.0, "b": 1.95}, 0.02), 0.5, True),  # what is left to find out does not matter
+        (Standing({"a": 2.0, "b": 1.95}, 0.02), 0.5, True),  # the remaining difference is negligible
     ],
 )
 def test_when_the_search_may_end(found: Standing, share: float, is_final: bool) -> None:

@@ -1,4 +1,4 @@
-"""The oracle gap of hand-made rounds."""
+"""The oracle gap of given rounds."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 
 from outrider.search.oracle import Walk, gap, least_seconds
 
-PLAIN = Walk.of([0] * 8, 8.0)  # a token a second
-DRAFT = Walk.of([3, 0, 0, 0, 0], 10.0)  # four tokens in its first round, then one, two seconds each
-COPY = Walk.of([0, 0, 0, 0, 3], 7.5)  # the other way round
+PLAIN = Walk.of([0] * 8, 8.0)  # one token per second
+DRAFT = Walk.of([3, 0, 0, 0, 0], 10.0)  # four tokens in the first round, then one per round of two seconds
+COPY = Walk.of([0, 0, 0, 0, 3], 7.5)  # the reverse
 
 
 def test_the_oracle_uses_the_best_candidate_at_every_position() -> None:

@@ -1,4 +1,4 @@
-"""The search as a whole on a tiny model: the engine is real, the times are invented, so that nothing depends on a clock."""
+"""The whole search on a tiny model: the engine is real, times are given, so that no test depends on a clock."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Speed = Callable[[Contender], float]
 
 @pytest.fixture(scope="module")
 def twin(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Proposer:
-    """A draft that is always right."""
+    """Return a draft whose drafts are all accepted."""
     folder = make_folder(tmp_path_factory.mktemp("search") / "twin")
     return fitting_proposers(llm.speculation, llm.runner, llm.tokenizer, [f"draft:draft={folder}"])[0].popitem()[1]
 
@@ -50,7 +50,7 @@ def started(llm: LLM, proposers: dict[str, Proposer], journal: Journal | None = 
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Speed], list[tuple[str, int]]]:
-    """Replaces runs by times that a test gives. Returns what ran: labels and numbers of prompts."""
+    """Replace measured times by given ones. Returns the list of runs: labels and numbers of prompts."""
 
     def use(speed: Speed) -> list[tuple[str, int]]:
         ran: list[tuple[str, int]] = []
@@ -87,7 +87,7 @@ def test_a_good_draft_is_found_and_plain_decoding_runs_in_every_turn(llm: LLM, t
     document = result(found, chosen, "toy")
     json.dumps(document)
     assert document["chosen"] == {"method": "draft", "k": 4, "label": "draft k=4"}
-    assert document["oracle_gap"] == pytest.approx(1.0, rel=0.01)  # all rounds end alike
+    assert document["oracle_gap"] == pytest.approx(1.0, rel=0.01)  # all rounds end at the same tokens
     assert "1.00 times" in oracle(document)[0]
     assert document["speedup"] == pytest.approx(2.8, rel=0.02)
     by_length = {row["k"]: row for row in document["candidates"]}
@@ -133,14 +133,15 @@ def test_batch_sizes_are_run_and_averaged(llm: LLM, twin: Proposer, timed: Any, 
     assert {count for _, count in ran} == {1, 4}
 
 
-def test_the_best_of_both_kinds_are_tried_together(llm: LLM, twin: Proposer, timed: Any) -> None:
+def test_the_best_of_both_kinds_are_combined(llm: LLM, twin: Proposer, timed: Any) -> None:
     ran = timed(lambda each: 1.0 if each.is_plain else 3.0 if "+" in each.method else 1.5)
     proposers = fitting_proposers(llm.speculation, llm.runner, llm.tokenizer, ["ngram:max_n=3"])[0]
     found = started(llm, proposers | {"draft": twin})
     assert found.run().chosen.method == "ngram+draft:ngram.max_n=3"
     assert isinstance(found.proposers["ngram+draft:ngram.max_n=3"], CombinedProposer)
     pairs = [at for at, (label, _) in enumerate(ran) if "+" in label]
-    assert any(label == PLAIN for label, _ in ran[pairs[0] - 4 : pairs[0] + 5])  # in turns of its own on the first prompts
+    # compared in separate turns on the first prompts
+    assert any(label == PLAIN for label, _ in ran[pairs[0] - 4 : pairs[0] + 5])
     timed(lambda each: 1.0 if each.is_plain or "ngram" in each.method else 1.5)
     assert all("+" not in label for label in _labels_of(started(llm, proposers | {"draft": twin})))
 
@@ -150,7 +151,7 @@ def _labels_of(search: Search) -> set[str]:
     return set(search.candidates)
 
 
-def test_pairs_that_the_user_names_are_the_only_ones(llm: LLM, twin: Proposer, timed: Any) -> None:
+def test_only_pairs_named_by_the_user_are_tried(llm: LLM, twin: Proposer, timed: Any) -> None:
     timed(lambda each: 1.0 if each.is_plain else 2.0)
     pair = CombinedProposer(NgramProposer(NgramConfig(max_n=3)), twin)
     named = "ngram+draft:ngram.max_n=3:min_first=8"
@@ -240,10 +241,10 @@ def test_an_interrupt_loses_only_the_run_in_progress(
     resumed = started(llm, dict(proposers), Journal(file, {"a": 1}, resume=True))
     assert resumed.run().chosen == Contender("draft", 4)
     assert len(before) == stop_at - 1 and len(sought) > len(before)
-    assert len(set(sought)) == len(sought)  # nothing ran twice
+    assert len(set(sought)) == len(sought)  # nothing was measured twice
     stop = len(sought) + 1
     again = started(llm, dict(proposers), Journal(file, {"a": 1}, resume=True))
-    again.run()  # a finished search has nothing left to run
+    again.run()  # a finished search runs nothing
     assert [each.standing for each in again.passed] == [each.standing for each in resumed.passed]
 
 
@@ -258,13 +259,13 @@ def test_progress_counts_runs_and_estimates_the_time_left(llm: LLM, twin: Propos
     assert told[-1].what.startswith("rung 2: ") and told[-1].what.endswith(", batch 1")
 
 
-def test_recorded_outputs_are_plain_decodings(llm: LLM, twin: Proposer) -> None:
+def test_recorded_outputs_equal_plain_decoding(llm: LLM, twin: Proposer) -> None:
     found = started(llm, {"draft": twin})
     answers = {tuple(text.prompt): text.output for text in found.record()}
     assert answers == {tuple(text.prompt): llm.generate(text.prompt, text.params)[0].outputs[0].token_ids for text in texts()}
 
 
-def test_real_runs_generate_what_was_recorded(llm: LLM, twin: Proposer) -> None:
+def test_real_runs_generate_the_recorded_outputs(llm: LLM, twin: Proposer) -> None:
     found = Search(llm, {"draft": twin}, texts(2, 8), Question((2,), repeat=1), Journal(None, {}))
     found.run()
     assert set(found.taus) == {PLAIN, "draft k=2", "draft k=auto"}
@@ -272,7 +273,7 @@ def test_real_runs_generate_what_was_recorded(llm: LLM, twin: Proposer) -> None:
     assert found.num_prompts("draft k=2") == 2
 
 
-def test_a_journal_of_another_question_is_refused(tmp_path: Path) -> None:
+def test_a_journal_of_another_search_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     Journal(file, {"batch": [1], "traffic": "x"}).once("recorded", "0", lambda: [1])
     assert "0" in Journal(file, {"batch": (1,), "traffic": "x"}, resume=True).document["found"]["recorded"]

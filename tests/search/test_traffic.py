@@ -1,4 +1,4 @@
-"""Traffic: what a line may be, whose settings count, and mistakes in one line."""
+"""Traffic: formats of lines, precedence of settings, and one-line errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing here runs where the libraries of ``outrider[serve]``, or those that ask and check, are missing."""
+"""Tests of the server are skipped if the libraries of ``outrider[serve]`` or the test clients are missing."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ else:
 
 
 def pytest_report_header() -> str | None:
-    """Says why tests of the server do not run."""
+    """Report why tests of the server are skipped."""
     return f"no tests of the server: {', '.join(MISSING)} not installed" if MISSING else None

@@ -1,4 +1,4 @@
-"""A tiny family, and servers around it that real clients talk to."""
+"""A tiny family, and servers for it that are tested with real clients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from outrider.server.config import KeyRing, ServerConfig
 from outrider.server.run import connections, listen
 from outrider.server.service import Service
 
-TLS = httpx.create_ssl_context()  # not used, but httpx would make one for each call, which takes longer than the call
+# unused, but httpx would otherwise create a context per call, which takes longer than the call
+TLS = httpx.create_ssl_context()
 
 
 class Served:
@@ -45,7 +46,7 @@ class Served:
         asyncio.run(self.server.serve(sockets=[self._listener]))
 
     def post(self, path: str, **body: Any) -> httpx.Response:
-        headers = {"content-type": "application/json"}  # httpx would refuse to send half a character
+        headers = {"content-type": "application/json"}  # httpx would refuse to send an unpaired surrogate
         return httpx.post(self.url + path, content=json.dumps(body), headers=headers, timeout=60, verify=TLS)
 
     def text(self, prompt: Any, **body: Any) -> str:
@@ -61,10 +62,10 @@ class Served:
 
 
 def until(holds: Callable[[], Any], seconds: float = 30.0) -> None:
-    """Waits for something that another thread does."""
+    """Poll until a condition holds that another thread causes."""
     deadline = monotonic() + seconds
     while not holds():
-        assert monotonic() < deadline, "it did not come about"
+        assert monotonic() < deadline, "the condition did not hold in time"
         sleep(0.005)
 
 
@@ -84,13 +85,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Often right, not always."""
+    """Create a draft that is often accepted, but not always."""
     return make_folder(tmp_path_factory.mktemp("models") / "draft", seed=0, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="session")
 def load(target: Path, draft: Path) -> Callable[..., LLM]:
-    """``load("draft", k=3)`` -> an ``LLM`` of the tiny family."""
+    """Return ``load("draft", k=3)`` -> an ``LLM`` of the tiny family."""
 
     def load(method: str = "draft", k: Any = 3, **options: Any) -> LLM:
         options = {"max_batch": 4, "compile": "never", "same_text": True} | options
@@ -101,7 +102,7 @@ def load(target: Path, draft: Path) -> Callable[..., LLM]:
 
 @pytest.fixture(scope="session")
 def plain(load: Callable[..., LLM]) -> LLM:
-    """What every answer is held against."""
+    """Return the plain engine, the reference of all answers."""
     return load("plain", 0)
 
 

@@ -1,4 +1,4 @@
-"""One caller's text or schema, however it was made to be expensive, holds up nobody else."""
+"""Expensive texts and schemas of one client do not delay other clients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from outrider import LLM, SamplingParams
 from .served import TLS, until
 
 PROMPT = "def add(first, second):"
-SOON = 5.0  # seconds: an honest answer takes a hundredth of that on an idle machine
+SOON = 5.0  # seconds; on an idle machine an ordinary answer takes a hundredth of that
 PATTERNS = [f".*{chr(0x4E00 + number)}.*" for number in range(300)]
 HOSTILE_SCHEMAS: dict[str, Any] = {
     "an intersection of patterns": {"type": "string", "allOf": [{"pattern": pattern} for pattern in PATTERNS]},
@@ -33,7 +33,7 @@ HOSTILE_SCHEMAS: dict[str, Any] = {
 
 
 class ServedProcess:
-    """``outrider serve`` as a process of its own, which a test may leave in any state."""
+    """``outrider serve`` as a separate process, which a test may leave in any state."""
 
     def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.process, self.url = process, url
@@ -46,7 +46,7 @@ class ServedProcess:
         return httpx.post(f"{self.url}/v1/completions", json=asked, timeout=timeout, verify=TLS)
 
     def memory(self) -> int:
-        """Bytes that the server's own process holds."""
+        """Return the resident bytes of the server's own process."""
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -74,7 +74,7 @@ def answer(plain: LLM) -> str:
 
 
 def check_honest(server: ServedProcess, answer: str) -> None:
-    """An honest client is answered, soon, and rightly."""
+    """Check that an ordinary client gets the correct answer in time."""
     started = monotonic()
     found = server.post(prompt=PROMPT)
     assert found.status_code == 200 and found.json()["choices"][0]["text"] == answer
@@ -82,7 +82,7 @@ def check_honest(server: ServedProcess, answer: str) -> None:
 
 
 def check_held_up(server: ServedProcess, answer: str, attack: Callable[[], httpx.Response], seconds: float) -> str:
-    """While ``attack`` runs honest clients are answered; it is refused within ``seconds``. Returns what it was told."""
+    """Check ordinary clients during ``attack``, which must be refused within ``seconds``. Returns its error message."""
     refused: list[httpx.Response] = []
 
     def ask() -> None:
@@ -93,7 +93,7 @@ def check_held_up(server: ServedProcess, answer: str, attack: Callable[[], httpx
     started, memory = monotonic(), server.memory()
     attacker.start()
     while attacker.is_alive():
-        sleep(0.2)  # in which the attack reaches what it is meant for
+        sleep(0.2)  # so that the attack has reached its stage
         check_honest(server, answer)
         assert httpx.get(f"{server.url}/ready", timeout=SOON, verify=TLS).status_code == 200
         assert monotonic() - started < seconds
@@ -119,7 +119,7 @@ def test_a_text_beyond_the_context_is_refused_before_it_is_tokenised(attacked: S
 
 
 def attack(server: ServedProcess, count: int) -> None:
-    """Has workers busy for as long as they may be."""
+    """Occupy the workers for as long as their limits allow."""
 
     def ask(number: int) -> None:
         schema = HOSTILE_SCHEMAS["a shorter one"] | {"description": str(number)}
@@ -138,7 +138,7 @@ def test_a_signal_ends_a_server_under_attack(target: Path) -> None:
         assert server.process.wait(6.0) == 0
 
 
-def test_a_second_signal_ends_it_at_once_with_one_line(target: Path) -> None:
+def test_a_second_signal_ends_the_server_at_once_with_one_line(target: Path) -> None:
     with serving_process(target) as server:
         attack(server, 3)
         server.process.send_signal(signal.SIGTERM)
@@ -150,7 +150,7 @@ def test_a_second_signal_ends_it_at_once_with_one_line(target: Path) -> None:
         assert [json.loads(line)["event"] for line in server.log] == ["second signal received: exiting immediately"]
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes as Linux shows them")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc (Linux)")
 def test_no_worker_outlives_its_server(target: Path) -> None:
     with serving_process(target) as server:
         attack(server, 3)

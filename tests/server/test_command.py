@@ -1,4 +1,4 @@
-"""``outrider serve``: its plan, its mistakes, and a process from the first line of its log to a signal."""
+"""``outrider serve``: plans, errors, and a process from its first log line to a signal."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_an_invalid_plan_is_refused(tmp_path: Path, text: str, says: str) -> Non
         Plan.read(tmp_path / "missing.toml")
 
 
-def test_a_device_file_is_refused_as_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    """``/dev/null`` was one of nothing but defaults."""
+def test_a_device_file_is_refused_as_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """``/dev/null`` used to count as an empty plan."""
     assert main(["serve", "/dev/null"]) == 2
     assert "/dev/null is a device: give a plan file" in capsys.readouterr().err
 
@@ -98,7 +98,7 @@ def test_zero_counts_as_a_given_value() -> None:
     switched_off = joined(Plan({"grammar_drafts": True}), MethodOptions(grammar_drafts=False))
     assert switched_off.values == joined(Plan({"grammar_drafts": False}), MethodOptions()).values == {"grammar_drafts": False}
     for group, name in ((ModelOptions(max_len=0), "max_len"), (LimitOptions(kv_memory=0.0), "kv_memory")):
-        with pytest.raises(OutriderError, match=f"invalid --{name.replace('_', '-')} 0"):  # not taken for "not given"
+        with pytest.raises(OutriderError, match=f"invalid --{name.replace('_', '-')} 0"):  # not treated as "not given"
             joined(Plan({"max_len": 64, "kv_memory": 2}), group)
 
 
@@ -129,7 +129,7 @@ def test_an_occupied_port_is_reported(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_chunks_are_sent_without_waiting_for_acknowledgements() -> None:
-    """Clients put that off for 40 ms, unless the connection is new: the first token came 50 ms late where it takes 9."""
+    """Clients delay acknowledgements by 40 ms, except on new connections, which made the first token 40 ms later."""
     with run.listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
         connection, _ = listener.accept()
         with connection:
@@ -138,12 +138,12 @@ def test_chunks_are_sent_without_waiting_for_acknowledgements() -> None:
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where compiled passes are kept."""
+    """Return the folder of compiled passes."""
     return tmp_path_factory.mktemp("packages")
 
 
 @pytest.mark.skipif(not native.load(), reason="no C++ compiler")
-@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+@pytest.mark.filterwarnings("ignore")  # torch's own warnings during compilation
 @pytest.mark.parametrize("options", [[], ["--compile", "auto"], ["--compile", "always"]])
 def test_target_and_draft_are_compiled_before_the_first_client(
     target: Path, packages: Path, options: list[str], monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""Nobody holds a connection open for nothing, and what is slow counts as a call's own time."""
+"""Idle connections are closed, and slow transfers count towards a call's time limit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def connect(server: Served) -> socket.socket:
 
 
 def closed_after(connection: socket.socket) -> tuple[float, bytes]:
-    """Seconds until the server closes a connection, and what it said before."""
+    """Return the seconds until the server closes a connection, and the data received before."""
     started, said = monotonic(), b""
     while data := connection.recv(4096):
         said += data
@@ -76,12 +76,12 @@ def test_a_second_call_has_the_same_header_timeout(strict: Served) -> None:
             while not said.endswith(b"ok"):
                 said += connection.recv(4096)
             assert b" 200 OK" in said
-            sleep(0.7)  # longer than headers may take, shorter than a connection may lie still
+            sleep(0.7)  # longer than headers may take, shorter than a connection may be idle
         connection.sendall(GET[:20])
         seconds, said = closed_after(connection)
         assert 0.3 < seconds < 0.9 and b" 408 " in said
     with connect(strict) as connection:
-        connection.sendall(GET + GET)  # the second before the first is answered
+        connection.sendall(GET + GET)  # the second is sent before the first is answered
         seconds, said = closed_after(connection)
         assert 0.8 < seconds < 3 and said.count(b"200 OK") == 2 and b" 408 " not in said
 

@@ -1,4 +1,4 @@
-"""Whatever is sent, in or out of the shape that the OpenAPI document describes, the server never breaks."""
+"""Requests inside and outside the schema of the OpenAPI document never break the server."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from outrider import LLM, SamplingParams
 
 from .served import Served, serving
 
-NUM_SCHEMAS = int(os.environ.get("OUTRIDER_FUZZ_EXAMPLES", "60"))  # an hour's worth is some ten thousand
+NUM_SCHEMAS = int(os.environ.get("OUTRIDER_FUZZ_EXAMPLES", "60"))  # an hour runs about ten thousand
 KINDS = ("integer", "string")
-SHORT = {"max_tokens": 8, "max_completion_tokens": 8, "n": 3}  # at most: what is generated must not take long
+SHORT = {"max_tokens": 8, "max_completion_tokens": 8, "n": 3}  # limits, so that generation takes little time
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_no_call_breaks_the_server(fuzzed: Served, mode: GenerationMode) -> None
     for found in schemathesis.openapi.from_url(fuzzed.url + "/openapi.json").get_all_operations():
         operation = found.ok()
         if mode == GenerationMode.NEGATIVE and operation.method.upper() == "GET":
-            continue  # there is nothing to get wrong
+            continue  # there is nothing to violate
 
         @given(case=operation.as_strategy(generation_mode=mode))
         @settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))

@@ -1,4 +1,4 @@
-"""Answers of a given form have it, whatever drafts, and are drawn from what the target says of such answers."""
+"""Structured output is valid for every method and follows the target's distribution restricted to the grammar."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SCHEMA: dict[str, Any] = {
     "required": ["name", "born", "kind", "tags"],
     "additionalProperties": False,
 }
-SCRIPTED = ("tree", "certain")  # proposals made by hand
+SCRIPTED = ("tree", "certain")  # handwritten proposals
 SMALL: dict[str, Any] = {"type": "array", "items": {"enum": ["ab", "a", 17]}, "minItems": 1, "maxItems": 2}
 
 
@@ -43,7 +43,7 @@ def compiler(llm: LLM) -> GrammarCompiler:
 
 
 def tree_of(context: Any, k: int) -> Proposal:
-    """A tree for every request: half of its drafts break the grammar, some chains do not."""
+    """Return a tree for every request: half of its drafts violate the grammar, some chains do not."""
     text = [request.token_ids for request in context.requests]
     batch = len(text)
     token_ids = torch.tensor([[(7 * len(ids) + 31 * node) % 320 for node in range(6)] for ids in text])
@@ -60,7 +60,7 @@ def tree_of(context: Any, k: int) -> Proposal:
 
 
 def chains_of(context: Any, k: int) -> Proposal:
-    """Tokens of that tree as chains, each with all of its probability, as a point mass has it beside drafts of a model."""
+    """Return tokens of that tree as chains with probability 1 each, as point masses have in a batch with drafts of a model."""
     token_ids = tree_of(context, k).token_ids[:, [1, 0, 2]]
     vocab_size = context.sampler.vocab_size
     return Proposal(token_ids, torch.full((len(token_ids),), 3), torch.nn.functional.one_hot(token_ids, vocab_size).float())
@@ -90,7 +90,7 @@ def test_every_answer_matches_its_schema(method: str, same_text: bool, load: Cal
                 allowed = request.matcher.allowed(
                     output, path_to(node - 1 if parents is None else parents[node], drafts, parents)
                 )
-                assert allowed is not None and allowed[draft]  # so nothing stands behind the end of an answer either
+                assert allowed is not None and allowed[draft]  # so no draft follows the end of an answer either
         return score(context, proposal, hidden)
 
     llm.runner.score = watched  # type: ignore[method-assign]
@@ -116,7 +116,7 @@ def test_drafts_do_not_change_constrained_answers(method: str, load: Callable[..
 @pytest.mark.parametrize("stop", [('born"',), (", ",), ('"ki', "tags"), ("ship", "quay", "dawn"), ("}",)])
 @pytest.mark.parametrize("method", ["plain", "ngram", "draft"])
 def test_a_stop_string_in_forced_tokens_ends_the_answer(method: str, stop: tuple[str, ...], load: Callable[..., LLM]) -> None:
-    """Text, tokens and log-probabilities are those without drafts from the grammar."""
+    """Text, tokens and log-probabilities equal those without grammar drafts."""
     found = []
     for grammar_drafts in (False, True):
         llm = load(method, 0 if not grammar_drafts else "auto" if method == "plain" else 3, grammar_drafts=grammar_drafts)
@@ -146,7 +146,7 @@ def test_forced_tokens_are_reported_separately_from_drafts(load: Callable[..., L
 
 
 def test_answers_consist_of_allowed_tokens(plain: LLM) -> None:
-    """Every answer of a small language is found, and nothing else."""
+    """All answers of a small language are generated, and no others."""
     params = SamplingParams(max_tokens=40, temperature=3.0, seed=0, n=60, grammar=compiler(plain).json(SMALL))
     answers = {json.dumps(json.loads(completion.text)) for completion in outputs_of(plain.generate("x", params))}
     for answer in answers:
@@ -178,7 +178,7 @@ def test_schemas_are_enforced_over_http_and_bad_ones_refused(served: Served) -> 
 def test_a_grammar_that_exceeds_a_limit_fails_only_its_answer(
     load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """llguidance's masks allow only the end of the text then: half of a value would have passed for the whole."""
+    """llguidance's masks then allow only the end of the text, so a truncated value would look complete."""
     form = {"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": "a.{100}b"}}}
     with serving(load()) as server:
         for limit, value in ((schemas, "MAX_LEXER_STATES"), (grammar, "MASKS_SECONDS")):
@@ -188,7 +188,7 @@ def test_a_grammar_that_exceeds_a_limit_fails_only_its_answer(
             honest = threading.Thread(target=lambda: answers.append(server.text("The ship", max_tokens=100)))  # noqa: B023
             honest.start()
             form["json_schema"]["schema"]["description"] = value  # type: ignore[index]
-            for _ in range(2):  # the second time before it begins
+            for _ in range(2):  # the second time before generation
                 refused = server.post("/v1/completions", prompt="x", max_tokens=200, response_format=form)
                 assert refused.status_code == 400 and "unsupported JSON schema" in refused.json()["error"]["message"], (
                     refused.text

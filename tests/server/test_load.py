@@ -1,4 +1,4 @@
-"""``outrider bench serve`` against real servers: one in this process, and one that the command starts and ends itself."""
+"""``outrider bench serve`` with real servers: one in this process, and one started and ended by the command."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def command(target: Path, repeat: int) -> list[str]:
 
 
 def check_document(out: str, folder: Path, is_interrupted: bool) -> None:
-    """The last line is the document, of both modes, and the server that was measured is gone."""
+    """Check that the last line is the document of both modes, and that the measured server has ended."""
     result = json.loads(out.splitlines()[-1])
     assert result == json.loads((folder / "out.json").read_text())
     assert [cell["mode"] for cell in result["cells"]] == [PLAIN, SPECULATIVE]

@@ -1,4 +1,4 @@
-"""OpenAI's own client gets what the offline engine says, streamed or whole, whatever is asked of the sampler."""
+"""OpenAI's client gets the offline engine's output, streamed and whole, for all sampling parameters."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_token_ids_are_a_prompt(client: openai.OpenAI, plain: LLM) -> None:
 def test_null_means_omitted(served: Served, plain: LLM) -> None:
     nothing = dict.fromkeys(["top_p", "n", "stop", "presence_penalty", "logit_bias", "stream", "logprobs", "user", "suffix"])
     assert served.text(PROMPT, **nothing) == offline(plain)[0].text
-    said = {"role": "assistant", "content": "Hello", "refusal": None, "tool_calls": None}  # as clients write down an answer
+    said = {"role": "assistant", "content": "Hello", "refusal": None, "tool_calls": None}  # as clients store an answer
     answer = served.post("/v1/chat/completions", messages=[*MESSAGES, said], max_tokens=4, tools=None)
     assert answer.status_code == 200, answer.text
 

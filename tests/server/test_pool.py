@@ -1,4 +1,4 @@
-"""Worker processes say what the tokenizer says, end what takes too long or too much, and are replaced when they are gone."""
+"""Worker processes give the tokenizer's results, enforce limits, and are replaced when they die."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHEAP = {"schema": '{"type": "integer"}'}
 
 
 def run(work: Coroutine[Any, Any, Result]) -> Result:
-    """Runs a test's coroutine, but not for ever."""
+    """Run a test's coroutine with a time limit."""
     return asyncio.run(asyncio.wait_for(work, 60.0))
 
 
@@ -101,7 +101,7 @@ def test_a_job_over_its_time_limit_is_killed_and_the_next_runs(plain: LLM) -> No
     run(work())
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is limited where the system says what is held")
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc (Linux)")
 def test_a_job_over_its_memory_limit_is_killed_and_the_next_runs(plain: LLM) -> None:
     async def work() -> None:
         async with started(schema_pool(plain, memory=64 << 20)) as pool:
@@ -117,17 +117,17 @@ def children() -> list[int]:
     return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes as Linux shows them")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc (Linux)")
 def test_a_killed_worker_loses_no_answer(plain: LLM) -> None:
     async def work() -> None:
         others = set(children())
         async with started(schema_pool(plain)) as pool:
             assert await pool.do(CHEAP, 1, ANYONE) == {}
             (worker,) = set(children()) - others
-            os.kill(worker, signal.SIGKILL)  # while it waits
+            os.kill(worker, signal.SIGKILL)  # while it is idle
             assert await pool.do(CHEAP, 1, ANYONE) == {}
             busy = asyncio.ensure_future(pool.do(DEAR, 1, ANYONE))
-            for _ in range(2):  # while it works, and again: then it is the job's fault
+            for _ in range(2):  # twice while it works: after the second time the job fails
                 await asyncio.sleep(1.0)
                 for worker in set(children()) - others:
                     os.kill(worker, signal.SIGKILL)
@@ -156,7 +156,7 @@ def test_jobs_fail_at_once_and_starts_are_retried_if_no_process_starts(plain: LL
 
 
 class Slow:
-    """A worker that takes its time and says what it was asked."""
+    """A slow worker that records its jobs."""
 
     order: ClassVar[list[str]] = []
 

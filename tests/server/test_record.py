@@ -1,4 +1,4 @@
-"""``outrider serve --record``: what was asked is what ``outrider tune`` reads, and nothing else is kept."""
+"""``outrider serve --record``: recorded requests are valid traffic for ``outrider tune``, and private."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong for one caller stays with that caller."""
+"""Failures and misuse affect only the client that causes them."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def wanted(plain: LLM, prompt: str = PROMPT, **params: Any) -> str:
 
 @pytest.fixture(scope="module")
 def small(load: Callable[..., LLM]) -> Iterator[Served]:
-    """A server that reaches its limits soon."""
+    """A server with low limits."""
     with serving(load(max_batch=1), max_queue=1, max_body=3000, request_timeout=60.0, body_timeout=0.5) as server:
         yield server
 
 
 class Slow:
-    """Holds each round of an engine back until it is let go."""
+    """Delays each round of an engine until it is released."""
 
     def __init__(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         self._gate, step = threading.Semaphore(0), served.llm.engine.step
@@ -93,7 +93,7 @@ def test_a_disconnect_frees_the_slot_within_a_round(small: Served, plain: LLM, m
 
 @pytest.mark.parametrize("turns", range(6))
 def test_a_disconnect_during_tokens_ends_the_request(turns: int) -> None:
-    """``turns`` of the event loop lie between the two: at one of them the waiting is cancelled as it ends."""
+    """``turns`` of the event loop are between the two events; in one of them, waiting is cancelled just as it ends."""
     cancelled: set[str] = set()
     stream = Stream(SimpleNamespace(cancel=cancelled.update), ["r"], monotonic() + 20)  # type: ignore[arg-type]
     tokens = Emission("r", [5], ["plain"], "a", None, None, None, GenerationStats())
@@ -147,7 +147,7 @@ def test_tokens_within_the_interval_are_sent_together_but_an_end_at_once() -> No
         ("r", "a"), ("r", "bbddd"), ("s", "c"), ("r", "e"), ("s", "f")
     ]  # fmt: skip
     times = [time for time, *_ in seen]
-    assert times[0] < 0.2 and 0.3 <= times[1] < 0.41 and times[3] < 0.55  # the end lies within 0.3 s of what came before
+    assert times[0] < 0.2 and 0.3 <= times[1] < 0.41 and times[3] < 0.55  # the end is within 0.3 s of the previous chunk
 
 
 def test_a_full_queue_gives_retry_after(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,14 +185,14 @@ def test_bodies_that_are_too_large_or_too_slow_are_refused(small: Served) -> Non
     [("secret", f"content-length: {6 << 20}", b" 413 "), ("wrong", "content-length: 9999", b" 401 ")],
 )
 def test_a_refused_body_gets_the_reason(load: Callable[..., LLM], key: str, length: str, status: bytes) -> None:
-    """A connection that is closed while a body is on its way is reset, and what was answered is lost."""
+    """Closing a connection during the upload of a body would reset it, and the response would be lost."""
     with serving(load(), KeyRing([("secret", Client())])) as server:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n{length}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as connection:
             connection.sendall(head.encode())
             size = int(length.split()[-1])
             connection.sendall(b"x" * (size // 2))
-            sleep(0.3)  # in which a server that does not listen answers and closes
+            sleep(0.3)  # so that a server that does not read the body answers and closes
             connection.sendall(b"x" * (size - size // 2))
             sleep(0.1)
             assert status in connection.recv(4096)
@@ -201,7 +201,7 @@ def test_a_refused_body_gets_the_reason(load: Callable[..., LLM], key: str, leng
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"null", b'"a"', b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": "a", "seed": 1e400}']
 )
-def test_a_malformed_body_is_the_callers_mistake(served: Served, body: bytes) -> None:
+def test_a_malformed_body_is_a_client_error(served: Served, body: bytes) -> None:
     answer = httpx.post(served.url + "/v1/completions", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400 and answer.json()["error"]["message"]
 
@@ -223,7 +223,7 @@ def test_keys_are_required_and_name_the_client(load: Callable[..., LLM], tmp_pat
     (tmp_path / "keys").write_text("# ours\nsecret ada 2\n\nother\nthird\n")
     keys = KeyRing.load(tmp_path / "keys")
     assert keys.client("secret") == Client("ada", 2) and keys.client("other") == Client("client-4", 0)
-    assert keys.client("third") == Client("client-5", 0)  # keys without a name are not one client: they take turns
+    assert keys.client("third") == Client("client-5", 0)  # keys without a name are separate clients, which take turns
     with serving(load(), keys) as server, caplog.at_level(logging.INFO, "outrider.server"):
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
             refused = httpx.get(server.url + "/v1/models", headers=headers)
@@ -337,7 +337,7 @@ def test_requests_that_finished_in_a_failed_round_are_answered(
 
 
 class Panic(BaseException):
-    """What a library written in Rust raises: no ``Exception``."""
+    """Raised by libraries written in Rust: not an ``Exception``."""
 
 
 def test_a_library_panic_ends_its_requests_but_not_the_server(
@@ -382,7 +382,7 @@ def test_unexpected_errors_have_openais_form_and_a_request_id(
 def test_early_refusals_precede_tokenization(load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     llm = load(max_batch=1)
     with serving(llm, max_queue=2) as server:
-        monkeypatch.setattr(server.service._prompts, "encode", lambda *_: pytest.fail("it was read"))
+        monkeypatch.setattr(server.service._prompts, "encode", lambda *_: pytest.fail("the prompt was tokenised"))
         assert server.post("/v1/completions", prompt=PROMPT, model="gpt-9").status_code == 404
         never = server.post("/v1/completions", prompt=PROMPT, n=4)
         assert never.status_code == 400 and "the limit is 3" in never.json()["error"]["message"]
@@ -394,7 +394,7 @@ def test_early_refusals_precede_tokenization(load: Callable[..., LLM], monkeypat
 
 @pytest.mark.parametrize("depth", [65, 200, 1_000, 30_000])
 @pytest.mark.parametrize("opening", ['{"a": ', "["])
-def test_a_schema_that_is_nested_too_deep_is_the_callers_mistake(served: Served, depth: int, opening: str) -> None:
+def test_a_schema_that_is_nested_too_deep_is_a_client_error(served: Served, depth: int, opening: str) -> None:
     closing = "}" if opening[0] == "{" else "]"
     schema = f'{{"properties": {opening * depth}1{closing * depth}}}'
     body = f'{{"prompt": "a", "response_format": {{"type": "json_schema", "json_schema": {{"schema": {schema}}}}}}}'
@@ -418,7 +418,7 @@ def test_preparation_ends_at_a_disconnect_or_the_deadline(load: Callable[..., LL
 
 
 def test_errors_of_a_malformed_body_are_short() -> None:
-    """Each item of a list, tried as each kind of prompt, was a mistake of its own: 3 MB came to 3 GB."""
+    """Each item of a list, parsed as each kind of prompt, used to be a separate error: 3 MB took 3 GB."""
     for kind, body in (
         (CompletionBody, {"prompt": [{}] * 10_000}),
         (CompletionBody, {"prompt": "a", "allowed_token_ids": ["x"] * 10_000}),
@@ -448,7 +448,7 @@ def test_a_signal_lets_streams_finish_and_refuses_new_requests(
             lines = stream.iter_lines()
             first = next(line for line in lines if line)
             graceful.handle_exit(signal.SIGTERM, None)
-            sleep(0.3)  # in which uvicorn looks whether it should end
+            sleep(0.3)  # so that uvicorn checks whether it should exit
             assert httpx.get(server.url + "/ready").status_code == 503
             refused = server.post("/v1/completions", prompt="a")
             assert refused.status_code == 503 and refused.headers["retry-after"]
@@ -476,7 +476,7 @@ def test_shutdown_ends_within_the_grace_period(load: Callable[..., LLM], monkeyp
         sleep(0.25)
         assert asyncio.run(graceful.on_tick(1)) and graceful.config.timeout_graceful_shutdown == 1
         assert not ends
-        until(lambda: ends == [1])  # whatever still hangs
+        until(lambda: ends == [1])  # even if something hangs
 
 
 def test_the_bridge_gets_no_emissions_after_a_request_ended(load: Callable[..., LLM]) -> None:
@@ -498,13 +498,13 @@ def test_the_bridge_gets_no_emissions_after_a_request_ended(load: Callable[..., 
     assert not llm.engine.has_work
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc (Linux)")
 def test_loading_leaves_no_openmp_threads() -> None:
     def num_threads() -> int:
         return len(list(Path("/proc/self/task").iterdir()))
 
     def load() -> int:
-        torch.ones(1 << 22).exp()  # in as many threads as there are cores
+        torch.ones(1 << 22).exp()  # with one thread per core
         return num_threads()
 
     before = num_threads()
@@ -512,7 +512,7 @@ def test_loading_leaves_no_openmp_threads() -> None:
     until(lambda: num_threads() <= before)  # threads of other tests may end meanwhile
 
 
-def test_an_error_while_loading_is_the_callers() -> None:
+def test_an_error_while_loading_is_raised_in_the_caller() -> None:
     def fail() -> None:
         raise OutriderError("no such model")
 

@@ -1,4 +1,4 @@
-"""Training whole models on tiny ones: LayerSkip's formulas, distillation, resuming, and folders that anyone can load."""
+"""Training whole tiny models: LayerSkip's formulas, distillation, resuming, and exported folders."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def runner(folder):
 
 @pytest.fixture(scope="module")
 def rows():
-    pattern = torch.arange(8, 8 + 2 * SEQ)  # what comes next can be learned
+    pattern = torch.arange(8, 8 + 2 * SEQ)  # the next token is predictable
     return torch.stack([pattern.roll(shift)[:SEQ] for shift in range(60)]).int()
 
 
@@ -69,7 +69,7 @@ def tiny(kind):
 
 def test_dropout_and_exit_weights_are_the_papers_formulas():
     count = 6
-    for depth, rate in enumerate(drop_rates(count, 0.1)):  # a model that was trained before: S(t) = 1
+    for depth, rate in enumerate(drop_rates(count, 0.1)):  # continued training: S(t) = 1
         assert rate == pytest.approx((math.exp(depth * math.log(2) / (count - 1)) - 1) * 0.1)
     for depth, rate in enumerate(drop_rates(count, 0.1, 0.25)):  # from scratch: S(t) = exp(t ln 2 / (T - 1)) - 1
         assert rate == pytest.approx((2**0.25 - 1) * (2 ** (depth / (count - 1)) - 1) * 0.1)
@@ -78,7 +78,7 @@ def test_dropout_and_exit_weights_are_the_papers_formulas():
     assert weights[-1] == pytest.approx(count - 1 + 0.2 * sum(range(count - 1)))
 
 
-def test_layers_are_dropped_row_by_row_as_often_as_the_rates_say():
+def test_layers_are_dropped_per_row_at_the_given_rates():
     loss = EarlyExitLoss(Decoder(tiny("llama")), LayerSkip(max_drop=0.5))
     drawn = torch.stack([loss.runs(16, step, 0.3) for step in range(400)])  # [steps, L, B]
     assert drawn.float().mean((0, 2)) == pytest.approx([1 - rate for rate in drop_rates(4, 0.5)], abs=0.02)
@@ -87,7 +87,8 @@ def test_layers_are_dropped_row_by_row_as_often_as_the_rates_say():
     drawn = torch.stack([whole.runs(16, step, 0.3) for step in range(50)])
     assert torch.equal(drawn, drawn[:, :, :1].expand_as(drawn)) and not drawn.all()
     growing = replace(loss, how=LayerSkip(max_drop=0.5, from_scratch=True, grow_at=0.4))
-    assert growing.runs(4, 7, 0.0).tolist() == [[True] * 4, [False] * 4] * 2  # nothing is dropped yet, half is not there yet
+    # nothing is dropped yet, and half of the layers are not added yet
+    assert growing.runs(4, 7, 0.0).tolist() == [[True] * 4, [False] * 4] * 2
     assert growing.runs(4, 7, 0.9)[1].any()
 
 
@@ -101,7 +102,7 @@ def test_exits_rotate_so_that_all_are_trained():
     assert loss.exits(5, 0.5) == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_loss_weighs_active_exits_to_one():
+def test_loss_weights_of_active_exits_sum_to_one():
     decoder, how = Decoder(tiny("llama")), LayerSkip(max_drop=0.0, exit_scale=0.7, rotation=1)
     ids = torch.randint(0, 64, (3, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -115,7 +116,7 @@ def test_the_loss_weighs_active_exits_to_one():
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
-def test_layers_are_seen_and_left_out_in_the_models_own_forward(kind):
+def test_layers_are_recorded_and_skipped_in_the_models_own_forward_pass(kind):
     model = tiny(kind)
     decoder = Decoder(model)
     decoder.check()
@@ -130,10 +131,10 @@ def test_layers_are_seen_and_left_out_in_the_models_own_forward(kind):
     partly = decoder.hidden_states(ids, runs)
     torch.testing.assert_close(partly[2][[0, 2]], states[2][[0, 2]])
     assert torch.equal(partly[2][1], partly[1][1]) and torch.equal(partly[3], partly[2])
-    torch.testing.assert_close(model(ids).logits, said.logits)  # nothing of it stays
+    torch.testing.assert_close(model(ids).logits, said.logits)  # the model is unchanged afterwards
 
 
-def test_layers_with_additional_outputs_are_refused_in_one_line():
+def test_layers_with_additional_outputs_are_rejected_in_one_line():
     model = tiny("llama")
     forward = model.model.layers[1].forward
     Decoder(model).check()
@@ -149,7 +150,7 @@ def test_early_exit_training_improves_exits_and_writes_a_model_folder(bench, row
     measured = json.loads((out / "measured.json").read_text())
     before, after = measured["before"], measured["after"]
     assert after["loss"] < 0.5 * before["loss"]
-    for depth in ("3", "4"):  # before them there is too little of so small a model
+    for depth in ("3", "4"):  # earlier exits of so small a model have too few layers
         for how in ("greedy", "sampled"):
             assert after["exits"][depth][how]["acceptance"] > before["exits"][depth][how]["acceptance"]
         assert after["exits"][depth]["greedy"]["expected_tau"]["4"] > 2
@@ -167,10 +168,10 @@ def test_early_exit_training_improves_exits_and_writes_a_model_folder(bench, row
 # -- distillation ------------------------------------------------------------------------------------------------------------
 
 
-def test_divergences_and_acceptance_are_their_formulas():
+def test_divergences_and_acceptance_equal_their_formulas():
     generator = torch.Generator().manual_seed(3)
     draft, target = (2 * torch.randn(2, 5, 11, generator=generator) for _ in range(2))
-    padded = torch.cat((draft, torch.full((2, 5, 3), 9.0)), -1)  # what the target has no logits for does not count
+    padded = torch.cat((draft, torch.full((2, 5, 3), 9.0)), -1)  # entries for which the target has no logits are ignored
     draft_probs, target_probs = draft.softmax(-1), target.softmax(-1)
     kl, hit = divergence(padded, target, "kl")
     assert float(kl) == pytest.approx(float((target_probs * (target_probs / draft_probs).log()).sum(-1).mean()), rel=1e-5)
@@ -181,14 +182,14 @@ def test_divergences_and_acceptance_are_their_formulas():
     torch.testing.assert_close(sampled, torch.minimum(draft_probs, target_probs).sum(-1))
 
 
-def test_the_expected_tau_counts_runs_and_not_averages():
+def test_the_expected_tau_depends_on_runs_not_averages():
     assert expected_tau(torch.full((2, 30), 0.8), 4) == pytest.approx((1 - 0.8**5) / 0.2, rel=1e-5)
     stretches = torch.tensor([[1.0] * 12 + [0.0] * 12])  # half accepted, in one run
     assert expected_tau(stretches, 1) == pytest.approx(1.5)
     assert expected_tau(stretches, 4) == pytest.approx(1 + (12 + 11 + 10 + 9) / 21)
 
 
-def test_a_draft_begins_as_layers_of_its_target(runner):
+def test_a_draft_is_initialised_with_layers_of_its_target(runner):
     target = model_runs.trainable(runner)
     assert spaced(2, 8) == (0, 4) and spaced(3, 8) == (0, 2, 5)
     assert [chosen_layers(DraftShape(), total) for total in (2, 5, 32)] == [(0,), (0, 2), (0, 8, 16, 24)]
@@ -204,13 +205,13 @@ def test_a_draft_begins_as_layers_of_its_target(runner):
 
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_narrower_draft_says_the_same_where_the_directions_kept_hold_everything(tied, tmp_path):
+def test_a_narrower_draft_equals_its_source_if_the_kept_directions_contain_all(tied, tmp_path):
     made = make_folder(tmp_path, num_hidden_layers=2, hidden_size=64, tie_word_embeddings=tied, attention_bias=True)
     target = AutoModelForCausalLM.from_pretrained(made).eval()
     subspace = torch.linalg.qr(torch.randn(64, 48, generator=torch.Generator().manual_seed(0)))[0]
     for table in {target.get_input_embeddings().weight, target.get_output_embeddings().weight}:
         table.copy_(table @ subspace @ subspace.mT)
-    for layer in target.model.layers:  # heads and neurons are lost for good, so they may not matter
+    for layer in target.model.layers:  # dropped heads and neurons must have no effect
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
     draft, said = new_draft(target, DraftShape(layers=1, width=48))
@@ -257,7 +258,7 @@ def test_an_existing_draft_continues_training(bench, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.num_hidden_layers == 1
 
 
-def test_the_draft_writes_its_own_rows_by_the_steps_noise():
+def test_the_draft_generates_its_own_rows_with_the_steps_noise():
     draft, target = tiny("llama"), tiny("llama")
     ids = torch.randint(0, 64, (4, 10), generator=torch.Generator().manual_seed(5))
     loss = DistillationLoss(draft, target, Distillation(on_policy=0.5, prompt_len=4))
@@ -273,7 +274,7 @@ def test_the_draft_writes_its_own_rows_by_the_steps_noise():
 
 
 @pytest.mark.parametrize("kind", ["early-exit", "draft"])
-def test_a_run_that_is_interrupted_ends_with_the_same_weights(kind, runner, rows, tmp_path, monkeypatch):
+def test_an_interrupted_run_ends_with_the_same_weights(kind, runner, rows, tmp_path, monkeypatch):
     def train(name):
         at = Bench(runner, None, tmp_path / f"{name}-work", rows=rows)
         if kind == "draft":
@@ -314,7 +315,7 @@ def test_compiled_training_equals_eager_training(kind, runner, rows, tmp_path):
     assert len(eager) > 2 and compiled == pytest.approx(eager, rel=0.02)
 
 
-def test_what_cannot_be_trained_is_said_in_one_line(runner, rows, bench, tmp_path):
+def test_invalid_training_gives_a_one_line_error(runner, rows, bench, tmp_path):
     make_folder(tmp_path / "flat", num_hidden_layers=2)
     flat = Bench(ModelRunner.load(str(tmp_path / "flat"), RunnerConfig(compile="never")), None, tmp_path / "w", rows=rows)
     make_folder(tmp_path / "foreign", tokenizer=make_tokenizer(300))

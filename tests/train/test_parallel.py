@@ -1,4 +1,4 @@
-"""Training drafts with mask tokens: each mask sees what it sees when it drafts, and every depth learns."""
+"""Training drafts with mask tokens: masks attend as in drafting, and every depth learns."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def runner(folder):
 
 @pytest.fixture(scope="module")
 def rows():
-    pattern = torch.arange(8, 8 + 2 * SEQ)  # what comes next, and after that, can be learned
+    pattern = torch.arange(8, 8 + 2 * SEQ)  # the next two tokens are predictable
     return torch.stack([pattern.roll(shift)[:SEQ] for shift in range(60)]).int()
 
 
@@ -56,7 +56,7 @@ def drawn(seq_len, how, step=0):
     return Entries.drawn(seq_len, how, torch.Generator().manual_seed(step))
 
 
-# -- what a pass reads ---------------------------------------------------------------------------------------------------------
+# -- entries of a pass --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("depths", "keep", "least"), [(8, 0.7, 0.2), (4, 1.0, 1.0), (2, 0.5, 0.1), (6, 0.01, 0.01)])
@@ -66,18 +66,18 @@ def test_each_depth_keeps_its_share_of_the_chains_before_it(depths, keep, least)
     chains = [set(entries.anchors[entries.depths == depth].tolist()) for depth in range(depths)]
     assert chains[0] == set(range(40))
     for depth, (anchors, before) in enumerate(zip(chains[1:], chains, strict=False), start=1):
-        assert len(anchors) == (entries.depths == depth).sum()  # no chain twice
+        assert len(anchors) == (entries.depths == depth).sum()  # each chain once
         assert len(anchors) == max(1, round((40 - depths + 1) * max(keep**depth, least)))
         assert anchors <= before
-    assert entries.positions.max() == 39  # the target says what comes after every entry
+    assert entries.positions.max() == 39  # every entry has a target
     assert torch.equal(entries.anchors, drawn(40, how).anchors) and not torch.equal(entries.anchors, drawn(40, how, 1).anchors)
     seen = torch.stack([torch.bincount(drawn(40, how, step).anchors, minlength=40) for step in range(300)]).sum(0)[
         : 41 - depths
     ]
-    assert seen.min() > 300 and seen.max() - seen.min() < 0.5 * seen.max()  # every place in turn
+    assert seen.min() > 300 and seen.max() - seen.min() < 0.5 * seen.max()  # all positions are used
 
 
-def test_an_entry_sees_its_prefix_and_the_masks_of_its_own_chain():
+def test_an_entry_attends_to_its_prefix_and_the_masks_of_its_own_chain():
     entries = drawn(10, Parallel(4))
     anchors, depths = entries.anchors.tolist(), entries.depths.tolist()
     for mine, row in enumerate(entries.visible().tolist()):
@@ -89,8 +89,8 @@ def test_an_entry_sees_its_prefix_and_the_masks_of_its_own_chain():
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_logits_of_all_entries_are_those_of_each_chain_alone(kind):
-    """One forward for each mask, over the tokens before it and the masks of its chain, as drafting reads them."""
+def test_logits_of_all_entries_equal_those_of_each_chain_alone(kind):
+    """One forward pass per mask, over the tokens before it and the masks of its chain, as in drafting."""
     draft = tiny(kind)
     masks = Masks(draft, MASK, Parallel(5))
     masks.check(SEQ)
@@ -106,12 +106,12 @@ def test_logits_of_all_entries_are_those_of_each_chain_alone(kind):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: tiny("gemma2"), "Gemma2ForCausalLM"),  # it attends to a window of 4, and eagerly
+        (lambda: tiny("gemma2"), "Gemma2ForCausalLM"),  # it has a window of 4, and eager attention
         (lambda: hybrid("qwen3_5_text"), "Qwen3_5ForCausalLM"),
         (lambda: hybrid("mamba2"), "Mamba2ForCausalLM"),
     ],
 )
-def test_unsupported_attention_for_masks_is_refused_in_one_line(make, message):
+def test_unsupported_attention_for_masks_is_rejected_in_one_line(make, message):
     draft = make()
     with pytest.raises(OutriderError, match=f"unsupported model for parallel drafts: {message}") as error:
         Masks.prepare(draft, None, Parallel(4), SEQ)
@@ -121,7 +121,7 @@ def test_unsupported_attention_for_masks_is_refused_in_one_line(make, message):
 # -- the mask token ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_mask_token_is_a_spare_row_a_reserved_name_or_an_additional_row():
+def test_the_mask_token_is_an_unused_row_a_reserved_name_or_an_additional_row():
     tokenizer = make_tokenizer()
     assert spare_token(tokenizer, 336) == 320 and spare_token(tokenizer, 320) == 320 and spare_token(None, 336) == 336
     for names, wanted in (
@@ -138,7 +138,7 @@ def test_the_mask_token_is_a_spare_row_a_reserved_name_or_an_additional_row():
 
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_new_mask_token_begins_as_the_mean_and_changes_nothing_else(tied, tmp_path):
+def test_a_new_mask_token_starts_as_the_mean_and_changes_nothing_else(tied, tmp_path):
     folder = make_folder(tmp_path / "draft", tie_word_embeddings=tied)
     draft = AutoModelForCausalLM.from_pretrained(folder)
     text = torch.arange(5, 25)[None]
@@ -207,9 +207,9 @@ def test_a_draft_learns_every_depth_and_drafts_in_one_pass(folder, bench, rows, 
         before, after = (measured[when][name]["by_depth"] for when in ("before", "after"))
         assert len(after) == 4 and after[0] >= before[0] - 0.05
         assert all(mine > theirs for mine, theirs in zip(after[1:], before[1:], strict=True)), (before, after)
-    assert min(after[1:]) > max(before[1:]) + 0.08  # sampled, which is measured finer
+    assert min(after[1:]) > max(before[1:]) + 0.08  # sampled acceptance, which has less noise
     assert measured["after"]["greedy"]["expected_tau"]["4"] > measured["before"]["greedy"]["expected_tau"]["4"] + 0.1
-    # an ordinary folder, whose config is that of published drafts
+    # an ordinary folder with the config of published drafts
     config = json.loads((out / "config.json").read_text())
     assert config["pard_token"] == 320 and config["spd_type"] == "pard" and config["architectures"] == ["LlamaForCausalLM"]
     assert mask_token_of(AutoConfig.from_pretrained(out)) == 320
@@ -223,7 +223,7 @@ def test_a_draft_learns_every_depth_and_drafts_in_one_pass(folder, bench, rows, 
     assert drafted.generate([prompt], params)[0].outputs[0].token_ids == plain.token_ids and drafted.stats.num_drafts > 0
 
 
-def test_an_existing_draft_learns_it_and_a_parallel_one_goes_on(bench, tmp_path):
+def test_an_existing_draft_becomes_parallel_and_a_parallel_one_continues(bench, tmp_path):
     start = make_folder(tmp_path / "start", seed=4, num_hidden_layers=1, hidden_size=32, vocab_size=336)
     spoken = replace(bench, tokenizer=make_tokenizer(), work=tmp_path / "first")
     how = Parallel(3)
@@ -237,7 +237,7 @@ def test_an_existing_draft_learns_it_and_a_parallel_one_goes_on(bench, tmp_path)
         train_draft(replace(spoken, work=tmp_path / "third"), tmp_path / "no", FAST, DraftRun(start=str(tmp_path / "out")))
 
 
-def test_a_run_that_is_interrupted_ends_with_the_same_weights(runner, rows, tmp_path, monkeypatch):
+def test_an_interrupted_run_ends_with_the_same_weights(runner, rows, tmp_path, monkeypatch):
     def train(name):
         at = Bench(runner, None, tmp_path / f"{name}-work", rows=rows)
         kind = DraftRun(parallel=Parallel(3), teaching=Distillation(on_policy=0.4, prompt_len=5))
@@ -253,7 +253,7 @@ def test_a_run_that_is_interrupted_ends_with_the_same_weights(runner, rows, tmp_
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
-def test_what_cannot_be_trained_is_said_in_one_line(bench, tmp_path):
+def test_invalid_training_gives_a_one_line_error(bench, tmp_path):
     assert train_draft(bench, tmp_path / "out", replace(FAST, epochs=0.1))
 
     def train(*values):

@@ -1,4 +1,4 @@
-"""The loss of heads against PyTorch's own, value and gradient."""
+"""The loss of heads compared with PyTorch's, value and gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def drawn(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("draft_ids", [None, torch.tensor([0, 3, 4, 9])])
-def test_loss_and_gradient_are_those_of_plain_cross_entropy(draft_ids):
+def test_loss_and_gradient_equal_plain_cross_entropy(draft_ids):
     target, size = 3 * drawn(*PLACES, 12), 12 if draft_ids is None else len(draft_ids)
     logits = drawn(*PLACES, size).requires_grad_()
     entropy, _ = soft_entropy(logits, said_by(target, draft_ids))
@@ -29,7 +29,7 @@ def test_loss_and_gradient_are_those_of_plain_cross_entropy(draft_ids):
     assert torch.allclose(logits.grad, plain.grad, atol=1e-6)
 
 
-def test_hits_are_places_where_both_name_the_same_token():
+def test_hits_are_positions_with_the_same_most_likely_token():
     target, logits = drawn(*PLACES, 12), drawn(*PLACES, 13)[..., :12].clone()
     logits[0] = 2 * target[0]
     _, hits = soft_entropy(logits, said_by(target))
@@ -37,14 +37,14 @@ def test_hits_are_places_where_both_name_the_same_token():
     assert 0.5 <= float(hits) < 1
 
 
-def test_a_likeliest_token_that_is_not_drafted_is_never_hit():
+def test_a_most_likely_token_outside_the_draft_vocabulary_is_never_hit():
     target = torch.tensor([[[5.0, 1.0, 2.0]], [[0.0, 1.0, 2.0]]])
     logits = torch.tensor([[[0.0, 9.0]], [[0.0, 9.0]]])  # of tokens 1 and 2
     _, hits = soft_entropy(logits, said_by(target, torch.tensor([1, 2])))
     assert float(hits) == 0.5
 
 
-def test_places_are_cut_alike():
+def test_all_inputs_are_cut_to_the_same_positions():
     said = said_by(drawn(2, 6, 12))
     there = said.at(slice(1, 4))
     assert there.probs.shape == (2, 3, 12) and there.best.shape == (2, 3, 1)

@@ -1,4 +1,4 @@
-"""Training heads on a tiny target: what is captured, what is learned, and that an interruption loses nothing."""
+"""Training heads on a tiny target: captured features, learning, and resuming after interruptions."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def runner(llm):
 
 @pytest.fixture(scope="module")
 def rows():
-    pattern = torch.arange(8, 8 + 2 * SEQ)  # what comes next can be learned
+    pattern = torch.arange(8, 8 + 2 * SEQ)  # the next token is predictable
     return torch.stack([pattern.roll(shift)[:SEQ] for shift in range(70)]).int()
 
 
@@ -78,7 +78,7 @@ def cache(runner, rows, tmp_path_factory):
 
 
 @torch.no_grad()
-def test_captured_features_are_the_plain_forwards_hidden_states(runner, rows, cache, folder):
+def test_captured_features_equal_the_plain_forwards_hidden_states(runner, rows, cache, folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     numbers = [0, 13, 69]  # of both shards
     ids, features = cache.read(numbers)
@@ -88,12 +88,12 @@ def test_captured_features_are_the_plain_forwards_hidden_states(runner, rows, ca
         torch.testing.assert_close(features[layer], wanted[layer], rtol=2e-2, atol=2e-2)
 
 
-def test_an_interrupted_capture_goes_on_where_it_stopped(runner, rows, tmp_path, monkeypatch):
+def test_an_interrupted_capture_resumes(runner, rows, tmp_path, monkeypatch):
     capture(runner, rows, [2, LAYERS], tmp_path, silent)
     kept, lost = tmp_path / "features_00000.safetensors", tmp_path / "features_00001.safetensors"
     content, before = lost.read_bytes(), kept.stat().st_mtime_ns
     lost.unlink()
-    capture(runner, rows, [LAYERS], tmp_path, silent)  # fewer layers are there too
+    capture(runner, rows, [LAYERS], tmp_path, silent)  # a subset of the layers is captured already
     assert lost.read_bytes() == content and kept.stat().st_mtime_ns == before
     for changed, layers in ((rows.flip(0), [2]), (rows, [1])):
         with pytest.raises(OutriderError, match="features of another target, text or layers"):
@@ -105,7 +105,7 @@ def test_an_interrupted_capture_goes_on_where_it_stopped(runner, rows, tmp_path,
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3", "mtp"])
 def test_training_rollouts_equal_drafting_rollouts(kind, runner, cache):
-    """Training-time test: what the head puts out at depth d over a text is what the runner's cache and levels give."""
+    """Training-time test: the head's output at depth d over a sequence equals that of the runner's cache and levels."""
     torch.manual_seed(3)
     head = shapes.new_mtp(runner) if kind == "mtp" else shapes.new_eagle(runner, int(kind[-1]), (0, 2, 3), None)
     for parameter in head.parameters():
@@ -133,7 +133,7 @@ def test_training_rollouts_equal_drafting_rollouts(kind, runner, cache):
 @torch.no_grad()
 @pytest.mark.parametrize("markov_rank, selector_rank", [(0, 0), (4, 0), (0, 4)])
 def test_training_blocks_equal_drafted_blocks(markov_rank, selector_rank, runner, cache):
-    """What the head puts out after an anchor within a row is what the runner drafts after that text."""
+    """The head's output after an anchor within a row equals the runner's drafts after the same tokens."""
     torch.manual_seed(3)
     head = shapes.new_block(runner, shapes.BlockSizes((2, 3), 2, 6, markov_rank, selector_rank), 319)
     head.shape = replace(head.shape, windows=(0, 7), causal_windows=True)
@@ -162,11 +162,11 @@ def test_the_mask_token_is_unused_and_has_an_embedding(runner):
     other = SimpleNamespace(vocab_size=320, device=torch.device("cpu"), model=lent)
     assert shapes.mask_token(rows, other) == 309
     every = torch.arange(0, 320).repeat(2)[:-1].view(1, -1)
-    assert shapes.mask_token(every[:, :630], other) == 309  # those that occur once have no embedding
+    assert shapes.mask_token(every[:, :630], other) == 309  # tokens that occur once have no embedding
 
 
 @torch.no_grad()
-def test_a_run_begins_one_step_deep(runner, cache):
+def test_a_run_starts_with_one_step_of_depth(runner, cache):
     loss = RolloutLoss(shapes.new_eagle(runner, 3, (0, 2, 3), None), cache, LAYERS, steps=3)
     assert [loss.depth(progress) for progress in (0.0, 0.2, 0.24, 0.28, 0.3, 1.0)] == [1, 1, 2, 3, 3, 3]
     assert RolloutLoss(loss.head, cache, LAYERS, steps=1).depth(1.0) == 1
@@ -200,7 +200,7 @@ def job(kind, runner, cache, folder, steps=6):
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp", "dflash", "dflash2"])
-def test_a_run_that_is_interrupted_ends_with_the_same_weights(kind, runner, cache, tmp_path):
+def test_an_interrupted_run_ends_with_the_same_weights(kind, runner, cache, tmp_path):
     whole = Trainer(job(kind, runner, cache, tmp_path / "whole"))
     assert whole.run()
     assert not Trainer(job(kind, runner, cache, tmp_path / "cut")).run(max_steps=2)
@@ -212,15 +212,16 @@ def test_a_run_that_is_interrupted_ends_with_the_same_weights(kind, runner, cach
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp", "dflash", "dflash2"])
-def test_a_head_learns_what_the_target_says(kind, runner, rows, cache, tmp_path):
+def test_a_head_learns_the_targets_distribution(kind, runner, rows, cache, tmp_path):
     trainer = Trainer(job(kind, runner, cache, tmp_path, steps=25))
     assert trainer.run()
     first, last = trainer.curve[0], trainer.curve[-3:]
-    assert sum(point["loss"] for point in last) / 3 < 0.95 * first["loss"]  # what is left is mostly the target's own entropy
+    # most of the remaining loss is the target's own entropy
+    assert sum(point["loss"] for point in last) / 3 < 0.95 * first["loss"]
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp", "dflash"])
-def test_a_trained_head_is_written_with_what_was_measured_and_drafts(kind, folder, llm, rows, tmp_path):
+def test_a_trained_head_is_written_with_measurements_and_drafts(kind, folder, llm, rows, tmp_path):
     bench = Bench(ModelRunner.load(str(folder), RunnerConfig(compile="never")), None, tmp_path / "work", rows=rows)
     how = HeadPlan(epochs=0.2, batch_tokens=6 * SEQ)
     if kind == "medusa":
@@ -253,7 +254,7 @@ def test_a_trained_head_is_written_with_what_was_measured_and_drafts(kind, folde
 
 
 @torch.no_grad()
-def test_a_new_mtp_head_repeats_the_feature(runner, cache):
+def test_an_untrained_mtp_head_repeats_the_feature(runner, cache):
     head = shapes.new_mtp(runner)
     loss = RolloutLoss(head, cache, LAYERS, 1)
     ids, features, _ = read_rows(cache, [3], head, LAYERS)
@@ -264,8 +265,8 @@ def test_a_new_mtp_head_repeats_the_feature(runner, cache):
 
 
 @pytest.mark.parametrize(("family", "kind"), [("qwen3_next", "qwen3_next"), ("deepseek_v3", "deepseek_v3"), ("gpt2", "llama")])
-def test_an_mtp_head_is_trained_for_targets_of_other_kinds_and_goes_on(family, kind, tmp_path):
-    """Its layer is the target's own, with experts where that has them; Llama's where that cannot be."""
+def test_an_mtp_head_is_trained_for_targets_of_other_kinds_and_continued(family, kind, tmp_path):
+    """Its layer has the target's kind, with experts if the target has them, or Llama's kind if that is not supported."""
     if family == "gpt2":
         torch.manual_seed(0)
         config = GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0)
@@ -294,7 +295,7 @@ def test_an_mtp_head_is_trained_for_targets_of_other_kinds_and_goes_on(family, k
     assert texts[0] == texts[1] and llm.stats.faults == 0 and llm.stats.num_drafts > 0
 
 
-def test_the_target_writes_text_anew_and_goes_on_where_it_was_interrupted(llm, runner, rows, tmp_path):
+def test_regeneration_by_the_target_resumes_after_an_interruption(llm, runner, rows, tmp_path):
     written = regenerate(runner, rows[:11], 5, 0.0, 1, tmp_path, silent)
     assert torch.equal(written[:, :5], rows[:11, :5])
     params = SamplingParams(max_tokens=SEQ - 5, ignore_eos=True)
@@ -329,11 +330,11 @@ def test_remaining_time_ignores_finished_work(runner, rows, tmp_path):
     (tmp_path / "text" / "text_00002.safetensors").unlink()
     capture(runner, rows, [2], tmp_path / "features", lambda share, _: told.append(share))
     regenerate(runner, rows[:33], 20, 0.0, 1, tmp_path / "text", lambda share, _: told.append(share))
-    assert told[0] == 1.0 and told[1:] == [24 / 33]  # and nothing of what was there before
+    assert told[0] == 1.0 and told[1:] == [24 / 33]  # finished work is not counted
 
 
 def test_fine_tuning_any_layer_changes_the_target_fingerprint(folder, tmp_path):
-    """Merged adapters leave config, embedding and output head as they were."""
+    """Merged adapters do not change config, embedding and output head."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     options = RunnerConfig(compile="never")
     first = fingerprint(ModelRunner.load(model, options))
@@ -342,7 +343,7 @@ def test_fine_tuning_any_layer_changes_the_target_fingerprint(folder, tmp_path):
     assert fingerprint(ModelRunner.load(model, options)) != first
 
 
-def test_features_larger_than_the_disk_are_refused_before_capture(runner, rows, tmp_path, monkeypatch):
+def test_features_larger_than_the_disk_are_rejected_before_capture(runner, rows, tmp_path, monkeypatch):
     room = SimpleNamespace(free=2 * 32 * rows.numel() - 1)
     monkeypatch.setattr("shutil.disk_usage", lambda _: room)
     with pytest.raises(OutriderError, match=r"use less text \(--max-tokens\) or another folder \(--work\)"):
@@ -351,7 +352,7 @@ def test_features_larger_than_the_disk_are_refused_before_capture(runner, rows, 
     capture(runner, rows[:64], [2], tmp_path / "one", silent)
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_checkpoint(runner, cache, tmp_path):
+def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_checkpoint(runner, cache, tmp_path):
     trainer = Trainer(job("medusa", runner, cache, tmp_path))
     assert not trainer.run(max_steps=2)
     kept = trainer.checkpoint.read_bytes()
@@ -362,7 +363,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_checkpoint(runner
     assert "\n" not in str(error.value) and trainer.checkpoint.read_bytes() == kept
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_and_no_part_of_the_next(runner, cache, tmp_path, monkeypatch):
+def test_a_full_disk_keeps_the_last_checkpoint_and_leaves_no_part_of_the_next(runner, cache, tmp_path, monkeypatch):
     trainer = Trainer(job("medusa", runner, cache, tmp_path))
     assert not trainer.run(max_steps=2)
     kept, files = trainer.checkpoint.read_bytes(), sorted(trainer.job.folder.iterdir())
@@ -398,8 +399,8 @@ def test_a_run_with_other_settings_is_not_resumed(kind, runner, rows, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_a_run_ends_by_the_clock_however_long_its_steps_take_and_a_pause_does_not_count():
-    steps = [*[30.0] * 20, 3600.0, *[30.0] * 20]  # a large model; in the midst of it a laptop slept
+def test_a_run_ends_by_the_clock_with_any_step_time_and_pauses_do_not_count():
+    steps = [*[30.0] * 20, 3600.0, *[30.0] * 20]  # a large model; a laptop slept in the middle
     times = iter([0.0, *accumulate(steps)])
     clock = RunningClock(now=lambda: next(times))
     for _ in steps:
@@ -407,9 +408,9 @@ def test_a_run_ends_by_the_clock_however_long_its_steps_take_and_a_pause_does_no
     assert sum(steps) - 3600 - 45 < clock.elapsed <= sum(steps) - 3600 + 4 * 30
 
 
-def test_what_cannot_be_trained_is_said_before_the_target_writes_text(runner, tmp_path, monkeypatch):
+def test_invalid_training_is_reported_before_the_target_generates_text(runner, tmp_path, monkeypatch):
     def never(*_):
-        raise AssertionError("text was asked for")
+        raise AssertionError("text was generated")
 
     monkeypatch.setattr(Bench, "training_rows", never)
     bench = Bench(runner, None, tmp_path / "work", Source(seq_len=SEQ))
@@ -426,7 +427,7 @@ def test_what_cannot_be_trained_is_said_before_the_target_writes_text(runner, tm
             run()
 
 
-def test_text_is_read_from_plain_files_and_every_kind_of_line(llm, tmp_path):
+def test_text_is_read_from_plain_files_and_all_kinds_of_lines(llm, tmp_path):
     plain, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
     plain.write_text(TEXT)
     chat = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "1"}]
@@ -442,7 +443,7 @@ def test_text_is_read_from_plain_files_and_every_kind_of_line(llm, tmp_path):
     assert next(read_documents(lines, llm.tokenizer)) == "na\N{REPLACEMENT CHARACTER}ve"
 
 
-def test_what_cannot_be_trained_is_said_in_one_line(runner, llm, rows, tmp_path):
+def test_invalid_training_gives_a_one_line_error(runner, llm, rows, tmp_path):
     def bench(**source):
         return Bench(runner, llm.tokenizer, tmp_path / "work", Source(**source))
 
@@ -465,7 +466,7 @@ def test_what_cannot_be_trained_is_said_in_one_line(runner, llm, rows, tmp_path)
         (lambda: train_block(from_rows, tmp_path, how, BlockRun(40)), "too short for blocks of 40"),
         (
             lambda: train_block(from_rows, tmp_path, how, BlockRun(4, hidden_states=(0, 2))),
-            "reads outputs of layers, from 1 on",
+            "reads outputs of layers: expected at least 1",
         ),
         (lambda: train_block(from_rows, tmp_path, how, BlockRun(4, hidden_states=(1, 9))), "invalid hidden states"),
         (lambda: train_block(from_rows, tmp_path, how, BlockRun(1)), "invalid block size"),

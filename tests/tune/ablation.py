@@ -1,9 +1,8 @@
-"""What each tuned constant of the draft-length policy and its cost book is worth in the simulation.
+"""Measure the effect of each tuned constant of the draft-length policy and its cost book in the simulation.
 
-``python -m tests.tune.ablation`` neutralises one constant at a time and prints, over a third of the cells (``--all``: over all
-of them), the change of the mean speed and the worst cell against plain decoding. ``--only NAME,NAME`` takes some of them,
-``--together`` all at once.
-Single cells change by a percent or two by luck: ``--seeds`` averages over several texts.
+``python -m tests.tune.ablation`` neutralises one constant at a time. Over a third of the cells (``--all``: over all) it prints
+the change of the mean speed, and the worst cell relative to plain decoding. ``--only NAME,NAME`` selects constants,
+``--together`` neutralises all at once.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tests.tune import grid
 from tests.tune.simulation import MAX_K, Cell, automatic, plain
 
 MANY = 10**9
-# constant -> the module that defines it, and the value at which its mechanism does nothing, or is the plainest there is
+# constant -> its module, and the value that disables its mechanism, or the simplest value
 NEUTRAL: dict[str, tuple[ModuleType, object]] = {
     "LENGTHS": (policy, tuple(range(MAX_K + 1))),
     "CAPS": (policy, tuple(range(1, MAX_K + 1))),
@@ -66,7 +65,7 @@ USERS = (policy, acceptance, cost_book)
 
 @contextmanager
 def neutral(name: str) -> Iterator[None]:
-    """Within it a constant has its neutral value, in every module that reads it."""
+    """Context manager: set a constant to its neutral value in every module that reads it."""
     module, value = NEUTRAL[name]
     before = getattr(module, name)
     users = [user for user in USERS if getattr(user, name, None) is before]
@@ -89,10 +88,10 @@ def speeds(cells: Mapping[grid.Key, Cell]) -> dict[grid.Key, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="all cells, not a third")
+    parser.add_argument("--all", action="store_true", help="simulate all cells instead of a third")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", default=",".join(NEUTRAL))
-    parser.add_argument("--together", action="store_true", help="all of --only at once, not one at a time")
+    parser.add_argument("--together", action="store_true", help="neutralise all constants of --only at once")
     args = parser.parse_args()
     chosen = [(grid.cells if args.all else grid.sample)(seed) for seed in range(args.seeds)]
     before = [speeds(cells) for cells in chosen]
@@ -121,7 +120,7 @@ def main() -> None:
 
 
 def worst(found: list[dict[grid.Key, float]], without: list[dict[grid.Key, float]]) -> float:
-    """The slowest cell against plain decoding, the mean over the seeds."""
+    """Return the lowest speed relative to plain decoding over the cells, each the mean over seeds."""
     ratios = [{key: auto[key] / each[key] for key in auto} for auto, each in zip(found, without, strict=True)]
     return min(grid.mean([each[key] for each in ratios]) for key in ratios[0])
 

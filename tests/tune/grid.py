@@ -1,6 +1,7 @@
-"""The cells that the draft-length policy is held to: families of machine and method, each with its texts.
+"""Cells on which the draft-length policy is tested: families of machine and method, each with several texts.
 
-``python -m tests.tune.grid`` weighs all of them, which takes a minute or two, and prints a line for each family and batch size.
+``python -m tests.tune.grid`` simulates all of them, which takes one or two minutes, and prints a line per family and batch
+size.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ MIXED = {
     "one in four is not": (Text((0.2,)), (Text((0.9,)),) * 3),
     "one in four is a copy": (Text((0.98,)), (Text((0.3,), (0.2,)),) * 3),
 }
-# A server's: requests of the same kind take turns, each of whose prompts a draft would have to read for 64 tokens.
+# A server: requests of the same kind follow one another; drafting for each must pay for the prefill of its prompt in 64 tokens.
 SERVED = {
     "embedded, served": Machine(1.6, 0.12, 0.3, 0.6, 0.06, 0.7, crowd=0.1, cold=0.2, unsteady=True),
     "embedded in cache, served": Machine(
@@ -58,7 +59,8 @@ def cells(seed: int = 0) -> dict[Key, Cell]:
         for text, batch in product(texts, BATCHES)
     }
     mixed = {
-        # Prompts cost the same with drafts and without; here they would end up on this side of the last token or on that.
+        # Prompts cost the same with and without drafts. They are free here, because a prompt just before or after the last
+        # counted token would distort the result.
         (family, text, batch): Cell(replace(machine, prompt=0.0), first, batch, 2 * LENGTHS, seed, others=others)
         for family, (machine, _) in FAMILIES.items()
         for (text, (first, others)), batch in product(MIXED.items(), BATCHES[1:])
@@ -74,7 +76,7 @@ def cells(seed: int = 0) -> dict[Key, Cell]:
 
 
 def sample(seed: int = 0) -> dict[Key, Cell]:
-    """A third of the cells: each text of each family, at one batch size."""
+    """Return a third of the cells: each text of each family, at one batch size."""
     every = cells(seed)
     return {key: every[key] for at, key in enumerate(every) if (at // len(BATCHES) + at) % len(BATCHES) == 0}
 
@@ -84,7 +86,7 @@ def mean(values: list[float]) -> float:
 
 
 def report(weighed: dict[Key, tuple[float, float]]) -> str:
-    """One line for each family and batch size, the worst cell against plain decoding and the mean against the best K."""
+    """Return a line per family and batch size: worst cell relative to plain decoding, mean relative to the best K."""
     lines = []
     for family, batch in dict.fromkeys((family, batch) for family, _, batch in weighed):
         group = {text: weighed[f, text, b] for f, text, b in weighed if (f, b) == (family, batch)}

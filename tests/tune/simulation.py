@@ -1,7 +1,7 @@
-"""A machine, a text and a drafting method made of numbers: what a draft-length policy decides on, without a model or a clock.
+"""A simulated machine, text and drafting method for draft-length policies, without a model or a clock.
 
-Whether a draft of a token is accepted hangs on the token, so that every policy meets the same text. Times that the policy is
-shown have noise and hiccups; its result is weighed without them.
+Whether a draft is accepted depends on the token's position, so that every policy sees the same text. Times shown to the policy
+have noise and outliers; its result is computed without them.
 """
 
 from __future__ import annotations
@@ -21,34 +21,38 @@ from outrider.types import Context, PhaseTimes, Request, Round, SamplingParams
 
 MAX_K = 15
 FIXED = (1, 2, 4, 8, 12)
-LENGTHS = (64, 32, 128, 48, 256, 64)  # tokens of each request, one after the other
+LENGTHS = (64, 32, 128, 48, 256, 64)  # tokens of consecutive requests
 NUM_PROMPT_TOKENS = 120
-# Of an unsteady machine: how much longer all takes at its slower speed, and the milliseconds at each on average.
+# An unsteady machine: slowdown at its lower speed, and mean milliseconds at each speed.
 SLOW, DWELL = 1.5, 400.0
-STEADY = 64  # rounds without drafts behind which they are as they will stay
-NOISE, HICCUP_RATE, HICCUP = 0.05, 0.01, 3.0  # of a pass: relative deviation; how often it takes how many times longer more
+STEADY = 64  # rounds without drafts until their times are constant
+# of a pass: relative deviation; probability of an outlier, and its additional time as a multiple
+NOISE, HICCUP_RATE, HICCUP = 0.05, 0.01, 3.0
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Milliseconds of a target's pass and of a method's drafting on it."""
+    """Milliseconds of the target's passes and of a method's drafting on a machine."""
 
     plain: float  # a pass of one row
-    row: float  # each further row, drafted or of another request, as a part of it
-    base: float  # drafting at all
+    row: float  # each further row, a draft's or another request's, relative to ``plain``
+    base: float  # drafting, independent of the number of drafts
     step: float  # each draft
-    read: float  # each token of text that the proposer had not seen
+    read: float  # each token that the proposer has not processed yet
     outside: float  # verifier and host
-    overhead: float = 0.0  # of a policy that adapts, each round
+    overhead: float = 0.0  # an adaptive policy, per round
     crowd: float = 0.0  # growth of a draft step with each further request
-    prompt: float = 0.16  # a token of the prompt, as a part of a plain pass
-    padded: bool = False  # a pass runs as many tokens of each request as of the one with the most
-    unsteady: bool = False  # as the policy sees it, of two speeds: neighbours come and go
-    cold: float = 0.0  # by how much a pass without drafts takes longer behind one with drafts; half of that in each further one
-    cold_outside: float = 0.0  # by how much verifier and host do in the first such round
+    prompt: float = 0.16  # a prompt token, relative to ``plain``
+    padded: bool = False  # a pass has as many tokens per request as the request with the most
+    unsteady: bool = False  # with two speeds as seen by the policy, because of other processes
+    cold: float = 0.0  # relative slowdown of a pass without drafts after one with drafts; half of it in the next one, and so on
+    cold_outside: float = 0.0  # relative slowdown of verifier and host in the first such round
 
     def times(self, lengths: list[int], lens: list[int], behind: int, num_plain: int = STEADY) -> PhaseTimes:
-        """Of a round that asked for ``lengths`` and scored ``lens``. ``num_plain``: rounds since the last one with drafts."""
+        """Return the times of a round that requested ``lengths`` and scored ``lens``.
+
+        ``num_plain``: rounds since the last draft.
+        """
         rows = len(lens) * (1 + max(lens)) if self.padded else len(lens) + sum(lens)
         score, outside = self.plain * (1 + self.row * (rows - 1)), self.outside
         if not any(lengths):
@@ -61,11 +65,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class Text:
-    """How well one workload is drafted: stretches of ``stretch`` tokens take turns in rate and in having a draft at all."""
+    """Acceptance of one workload: stretches of ``stretch`` tokens alternate in acceptance and in the presence of drafts."""
 
-    rates: tuple[float, ...]  # acceptance given that the drafts before survived, of each kind of stretch
-    made: tuple[float, ...] = (1.0,)  # how often there is a draft
-    decay: float = 1.0  # of the rate, per position in the draft
+    rates: tuple[float, ...]  # acceptance of a draft whose predecessors were accepted, for each kind of stretch
+    made: tuple[float, ...] = (1.0,)  # probability that there is a draft
+    decay: float = 1.0  # factor of the rate per position in the draft
     stretch: int = 48
 
     def at(self, values: tuple[float, ...], position: int) -> float:
@@ -82,12 +86,12 @@ class Cell:
     lengths: tuple[int, ...] = LENGTHS
     seed: int = 0
     temperature: float = 0.0
-    forced: tuple[int, ...] = (0,)  # tokens that a grammar forces on every request before the drafts of a round, by turns
-    others: tuple[Text, ...] = ()  # texts that the requests after the first have by turns, where they have others
+    forced: tuple[int, ...] = (0,)  # tokens that a grammar forces before the drafts of a round, cyclically
+    others: tuple[Text, ...] = ()  # texts of the requests after the first, cyclically, if they differ
 
 
 class _Row:
-    """A request and the luck of each of its tokens."""
+    """A request, and the random outcome at each of its tokens."""
 
     def __init__(self, name: str, slot: int, length: int, luck: random.Random, cell: Cell, text: Text) -> None:
         params = SamplingParams(max_tokens=length, temperature=cell.temperature)
@@ -101,7 +105,7 @@ class _Row:
         return self.length - self.request.num_output_tokens
 
     def draft(self, k: int, num_forced: int) -> tuple[int, int]:
-        """(drafts made, accepted) of a round that asks for k."""
+        """Return (drafts made, drafts accepted) of a round that requests k."""
         text, at = self.text, self.request.num_output_tokens + num_forced
         num_drafts = min(k, self.left - num_forced - 1)
         if num_drafts <= 0 or self.makes[at] >= text.at(text.made, at):
@@ -113,10 +117,11 @@ class _Row:
 
 
 def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) -> float:
-    """Tokens a second over all requests of the cell.
+    """Return the tokens per second over all requests of the cell.
 
-    Batch after batch, each of which shrinks as its requests end. Where the requests have other texts one that ends makes room
-    for the next of its text, as in a server, until as many tokens are out: a batch would last as long as its slowest request.
+    Batches run one after another, and each shrinks as its requests end. If requests have different texts, an ended request is
+    replaced by the next one of its text, as in a server, up to the same number of tokens: otherwise the slowest request would
+    determine the duration.
     """
     noise, luck = random.Random(cell.seed + 1), random.Random(cell.seed)
     texts, wanted = (cell.text, *cell.others), sum(cell.lengths) * cell.batch
@@ -185,7 +190,7 @@ def _as_measured(times: PhaseTimes, slowness: float, noise: random.Random) -> Ph
 
 
 def automatic(cell: Cell) -> float:
-    """Tokens a second of a fresh policy."""
+    """Return the tokens per second of a new policy."""
     costs = CostBook(cell.machine.padded)
     return simulate(DraftLengthPolicy(MAX_K, costs), cell, costs)
 
@@ -195,24 +200,24 @@ def plain(cell: Cell) -> float:
 
 
 def best_fixed(cell: Cell) -> float:
-    """Tokens a second of the best fixed K, zero included."""
+    """Return the tokens per second of the best fixed K, including 0."""
     return max(simulate(FixedLength(k), cell) for k in (0, *FIXED))
 
 
 def weigh(cell: Cell) -> tuple[float, float]:
-    """(auto / plain, auto / best fixed K)."""
+    """Return (auto / plain, auto / best fixed K)."""
     auto, without = automatic(cell), plain(cell)
     return auto / without, auto / max(without, *(simulate(FixedLength(k), cell) for k in FIXED))
 
 
 class Recorded:
-    """Another policy, and what it asked for. ``first_draft``: seconds more that it is shown of the first drafts."""
+    """Records the requests of another policy. ``first_draft``: additional seconds shown for the first drafts."""
 
     def __init__(self, inner: LengthPolicy, first_draft: float = 0.0) -> None:
         self.inner, self.first_draft = inner, first_draft
-        self.asked: list[int] = []  # the most of any request
+        self.asked: list[int] = []  # the maximum over requests
         self.lengths: list[list[int]] = []
-        self.starts: list[int] = []  # rounds in which a prompt was read
+        self.starts: list[int] = []  # rounds in which a prompt was prefilled
 
     def next_lengths(self, context: Context) -> list[int]:
         self.lengths.append(self.inner.next_lengths(context))

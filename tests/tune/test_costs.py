@@ -1,4 +1,4 @@
-"""What passes and drafts cost: learned from readings, some of which lie."""
+"""Costs of passes and drafts, learned from measurements that include outliers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from outrider.engine.stats import expected_speedup
 from outrider.runner.cost_book import CostBook, PlainRound
 
 
-def test_a_hiccup_in_the_first_pass_is_forgotten():
+def test_an_outlier_in_the_first_pass_is_forgotten():
     costs = CostBook()
-    costs.record_pass(1, 1, 0, 30.0)  # it held a compilation
+    costs.record_pass(1, 1, 0, 30.0)  # including compilation
     costs.record_pass(1, 1, 0, 0.1)
     assert costs.pass_seconds(1, 1, 0) == 0.1
     costs.record_pass(1, 1, 0, 30.0)
     assert costs.pass_seconds(1, 1, 0) < 0.13
 
 
-def test_a_pass_that_was_slow_for_a_while_leaves_the_others_alone():
+def test_a_temporarily_slow_pass_does_not_affect_others():
     costs = CostBook()
     costs.record_pass(1, 1, 0, 1.0)
     for _ in range(9):
@@ -27,7 +27,7 @@ def test_a_pass_that_was_slow_for_a_while_leaves_the_others_alone():
     assert costs.pass_seconds(5, 1, 0) == 1.2 and costs.pass_seconds(1, 1, 0) == 1.0
 
 
-def test_of_other_passes_the_first_tells_by_how_much_all_differ():
+def test_the_first_pass_after_a_renewal_scales_all_costs():
     costs = CostBook()
     for first_layer in (0, 3):
         costs.record_pass(1, 1, 0, 1.0, first_layer)
@@ -37,7 +37,7 @@ def test_of_other_passes_the_first_tells_by_how_much_all_differ():
     assert costs.pass_seconds(1, 1, 0) is costs.pass_seconds(1, 1, 0, 3) is costs.plain_round(1, 0) is None
     costs.record_pass(1, 1, 0, 0.4)
     assert costs.pass_seconds(1, 1, 0) == 0.4 and costs.pass_seconds(16, 1, 0) == pytest.approx(0.6)
-    assert costs.plain_round(1, 0) == PlainRound(0.4, 0.1)  # verifier and host are the same as before
+    assert costs.plain_round(1, 0) == PlainRound(0.4, 0.1)  # verifier and host as before
     assert costs.pass_seconds(16, 1, 0, 3) is None
     costs.record_pass(16, 1, 0, 0.5)
     assert costs.pass_seconds(16, 1, 0) == pytest.approx(0.5) and costs.pass_seconds(1, 1, 0) == 0.4
@@ -45,19 +45,19 @@ def test_of_other_passes_the_first_tells_by_how_much_all_differ():
     assert costs.pass_seconds(16, 1, 0, 3) == pytest.approx(0.3)
 
 
-def test_one_slow_pass_does_not_say_that_rows_cost_more_than_passes_of_one_row():
+def test_one_slow_pass_does_not_raise_the_cost_of_rows():
     costs = CostBook()
     for _ in range(3):
         costs.record_pass(1, 4, 0, 1.0)
     costs.record_pass(1.25, 4, 0, 2.0)  # the first with drafts, of one request of four
     assert costs.pass_seconds(1.25, 4, 0) == pytest.approx(1.25)
     assert costs.pass_seconds(5, 4, 0) == pytest.approx(5.0)
-    costs.record_pass(1.25, 4, 0, 2.0)  # once more is no accident
+    costs.record_pass(1.25, 4, 0, 2.0)  # a second time is not an outlier
     assert costs.pass_seconds(1.25, 4, 0) > 1.5
     assert costs.pass_seconds(5, 4, 0) <= 4 * costs.pass_seconds(1.25, 4, 0)
 
 
-def test_a_plain_round_just_behind_another_model_says_something_only_where_nothing_is_known():
+def test_a_plain_round_just_after_another_model_counts_only_if_nothing_else_is_known():
     costs = CostBook()
     method = costs.of_method(is_greedy=True)
     for is_cold, score, outside in [(True, 1.5, 0.6), *[(False, 1.0, 0.2)] * 20, *[(True, 1.4, 0.5)] * 20]:
@@ -67,7 +67,7 @@ def test_a_plain_round_just_behind_another_model_says_something_only_where_nothi
     assert costs.plain_round(1, 0).outside == pytest.approx(0.2)
 
 
-def test_greedy_and_sampled_rounds_have_verifiers_of_their_own():
+def test_greedy_and_sampled_rounds_have_separate_verifier_costs():
     costs = CostBook()
     greedy, sampled = costs.of_method(is_greedy=True), costs.of_method(is_greedy=False)
     costs.record_round([0], 0, 1.0, 0.2, is_greedy=True)
@@ -78,7 +78,7 @@ def test_greedy_and_sampled_rounds_have_verifiers_of_their_own():
     assert (costs.plain_round(1, 0, True).outside, costs.plain_round(1, 0, False).outside) == (0.2, 0.5)
 
 
-def test_what_one_method_s_rounds_cost_is_no_other_s():
+def test_costs_of_one_methods_rounds_do_not_affect_another():
     costs = CostBook()
     first, second = costs.of_method(True), costs.of_method(True)
     costs.record_round([0], 0, 1.0, 0.2)
@@ -99,30 +99,30 @@ def test_unmeasured_passes_are_interpolated():
     assert costs.pass_seconds(1, 2, 0) is None
 
 
-def test_a_width_seen_once_is_not_believed_to_cost_many_times_its_neighbours():
+def test_a_width_measured_once_cannot_cost_many_times_its_neighbours():
     costs = CostBook()
     costs.record_pass(1, 1, 0, 1.0)
     costs.record_pass(2, 1, 0, 9.0)
     assert costs.pass_seconds(2, 1, 0) < 2.5
     for _ in range(9):
         costs.record_pass(2, 1, 0, 4.0)
-    assert costs.pass_seconds(2, 1, 0) > 3  # it really is that steep
+    assert costs.pass_seconds(2, 1, 0) > 3  # the cost really is that steep
 
 
-def test_narrower_passes_than_any_measured_are_cheaper_than_it():
+def test_narrower_passes_than_any_measured_are_cheaper():
     costs = CostBook()
     costs.record_pass(9, 1, 0, 1.4)
     assert costs.pass_seconds(1, 1, 0) == pytest.approx(1.0) and costs.pass_seconds(5, 1, 0) == pytest.approx(1.2)
 
 
-def test_wider_passes_than_any_measured_follow_the_slope_up_to_it():
+def test_wider_passes_than_any_measured_follow_the_slope():
     costs = CostBook()
     costs.record_pass(1, 1, 0, 1.0)
     costs.record_pass(3, 1, 0, 1.4)
     assert costs.pass_seconds(6, 1, 0) == pytest.approx(2.0)
 
 
-def test_a_longer_text_takes_over_prices_and_scales_them_by_its_first_pass():
+def test_a_longer_context_inherits_costs_and_scales_them_by_its_first_pass():
     costs = CostBook()
     costs.record_pass(1, 1, 0, 1.0)
     costs.record_pass(5, 1, 0, 1.4)
@@ -131,7 +131,7 @@ def test_a_longer_text_takes_over_prices_and_scales_them_by_its_first_pass():
     assert costs.pass_seconds(1, 1, 0) == 1.0
 
 
-def test_a_row_costs_what_it_does_in_other_batches_until_it_was_measured():
+def test_a_row_has_the_cost_from_other_batches_until_it_is_measured():
     costs = CostBook()
     costs.record_pass(1, 1, 0, 1.0)
     costs.record_pass(5, 1, 0, 1.4)
@@ -139,13 +139,13 @@ def test_a_row_costs_what_it_does_in_other_batches_until_it_was_measured():
     assert costs.pass_seconds(5, 4, 0) == pytest.approx(3.0 + 4 * 0.4)
 
 
-def test_an_unmeasured_draft_costs_a_part_of_a_plain_pass():
+def test_an_unmeasured_draft_costs_a_share_of_a_plain_pass():
     model = CostBook().of_method(True)
     assert model.draft(4, 1, plain_pass=1.0) == pytest.approx(0.4)
     assert model.draft(0, 1, plain_pass=1.0) == 0
 
 
-def test_draft_costs_lie_on_the_line_through_what_was_measured():
+def test_draft_costs_are_on_the_line_through_the_measurements():
     model = CostBook().of_method(True)
     for _ in range(10):
         for k in (2, 4, 8):
@@ -154,7 +154,7 @@ def test_draft_costs_lie_on_the_line_through_what_was_measured():
     assert model.draft(4, 8, plain_pass=1.0) == model.draft(4, 1, plain_pass=1.0)
 
 
-def test_drafts_that_cost_the_same_at_any_length_are_learned_as_such():
+def test_drafts_with_constant_cost_are_learned():
     model = CostBook().of_method(True)
     for k in (3, 7, 15, 15, 15):
         model.record_drafts(k, 1, 0.1)
@@ -162,14 +162,14 @@ def test_drafts_that_cost_the_same_at_any_length_are_learned_as_such():
 
 
 @pytest.mark.parametrize("at", [0, 5])
-def test_a_hiccup_in_a_draft_is_forgotten(at):
+def test_an_outlier_in_a_draft_is_forgotten(at):
     model = CostBook().of_method(True)
     for number in range(10):
         model.record_drafts(4, 1, 30.0 if number == at else 1.0)
     assert model.draft(4, 1, plain_pass=1.0) == pytest.approx(1.0, rel=0.15)
 
 
-def test_a_hiccup_while_a_prompt_is_read_does_not_price_reading_out_of_reach():
+def test_an_outlier_while_prefilling_does_not_prevent_later_prefills():
     model = CostBook().of_method(True)
     model.record_catch_up(30.0, 100, plain_round=1.0)
     assert model.catch_up(100) == pytest.approx(5.0)
@@ -178,13 +178,13 @@ def test_a_hiccup_while_a_prompt_is_read_does_not_price_reading_out_of_reach():
     assert model.catch_up(100) == pytest.approx(1.0, rel=0.1)
 
 
-def test_the_expected_speedup_is_leviathans():
+def test_the_expected_speedup_equals_leviathans_formula():
     assert expected_speedup(0.0, 5, 0.1) == pytest.approx(1 / 1.5)
     assert expected_speedup(1.0, 5, 0.0) == 6
     assert expected_speedup(0.8, 5, 0.05) == pytest.approx((1 - 0.8**6) / (0.2 * 1.25))
 
 
-def test_passes_that_begin_after_the_first_layers_have_prices_of_their_own():
+def test_passes_that_start_after_the_first_layers_have_separate_costs():
     costs = CostBook()
     model = costs.of_method(True)
     for seconds in (0.8, 0.8, 0.8, 0.2):  # the last one compiled
@@ -201,14 +201,14 @@ def test_passes_that_begin_after_the_first_layers_have_prices_of_their_own():
     assert model.round(0, [0], 0, 0, 0) == 1.0
 
 
-def test_the_width_of_a_pass_is_its_tokens_over_its_requests():
+def test_the_width_of_a_pass_is_tokens_per_request():
     assert CostBook().width([4]) == 5
     assert CostBook().width([0, 2, 0, 4]) == 2.5
     assert CostBook().width([0, 0, 1]) == 1.25
     assert CostBook(is_padded=True).width([0, 2, 0, 4]) == 5
 
 
-def test_scores_are_what_single_widths_cost():
+def test_scores_equal_the_costs_of_single_widths():
     costs = CostBook()
     assert costs.scores(4, 0)(5.0) == 0.0
     for width, seconds in ((1, 1.0), (1.5, 1.2), (5, 2.0)):
@@ -218,7 +218,7 @@ def test_scores_are_what_single_widths_cost():
         assert score(width) == pytest.approx(costs.pass_seconds(width, 4, 300))
 
 
-def test_scores_of_trees_never_fall_and_a_batch_never_run_costs_its_rows():
+def test_costs_of_tree_scores_are_monotonic_and_estimated_for_unmeasured_batches():
     costs = CostBook()
     for width, seconds in ((1, 1.0), (2, 1.9), (3, 1.4), (5, 1.8)):
         costs.record_pass(width, 1, 0, seconds)

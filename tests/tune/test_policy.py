@@ -1,4 +1,4 @@
-"""The draft-length policy in simulation: synthetic acceptance and costs, no model and no clock."""
+"""The draft-length policy in simulation: synthetic acceptance and costs, without a model or a clock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def weighed():
     return {key: weigh(cell) for key, cell in grid.sample().items()}
 
 
-def test_the_worst_cell_is_hardly_slower_than_plain_decoding(weighed):
+def test_the_worst_cell_is_only_slightly_slower_than_plain_decoding(weighed):
     worst = min(weighed, key=lambda key: weighed[key][0])
     assert weighed[worst][0] >= 0.95, grid.report(weighed)
 
@@ -48,20 +48,20 @@ def recorded(cell: Cell) -> Recorded:
     return policy
 
 
-def test_a_good_draft_is_found_in_the_first_ten_rounds_even_of_a_small_target():
+def test_a_good_draft_is_found_within_ten_rounds_for_a_small_target():
     policy = recorded(Cell(EMBEDDED, Text((0.9,)), lengths=(64,)))
     assert max(policy.asked[:3]) > 0
     assert min(policy.asked[5:10]) >= 2
 
 
-def test_what_one_request_taught_serves_the_next_from_its_first_round():
+def test_what_one_request_taught_is_used_from_the_next_ones_first_round():
     policy = recorded(Cell(EMBEDDED, Text((0.9,)), lengths=(64, 64)))
     assert policy.asked[policy.starts[1]] >= 2
     policy = recorded(Cell(EMBEDDED, Text((0.05,)), lengths=(128, 32)))
     assert sum(k > 0 for k in policy.asked[policy.starts[1] :]) <= 1
 
 
-def test_a_hopeless_draft_is_hardly_ever_asked():
+def test_a_useless_draft_is_rarely_requested():
     policy = recorded(Cell(EMBEDDED, Text((0.02,)), lengths=(256, 256, 256)))
     assert 1 <= sum(k > 0 for k in policy.asked) < 0.04 * len(policy.asked)
 
@@ -69,8 +69,8 @@ def test_a_hopeless_draft_is_hardly_ever_asked():
 @pytest.mark.parametrize("forced", [(0, 4), (3, 0, 0, 12), (5,)])
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("machine", [EMBEDDED, LARGE, LOOKUP])
-def test_forced_tokens_speak_neither_for_drafts_nor_against_them(machine, batch, forced):
-    """What a grammar forces comes with any K: the baseline has it too. Where it is much, good drafts can lose against none."""
+def test_forced_tokens_do_not_count_for_or_against_drafts(machine, batch, forced):
+    """Forced tokens come with any K, also for plain decoding. With many of them, good drafts may not be worthwhile."""
     good = Cell(machine, Text((0.9,)), forced=forced, batch=batch)
     assert automatic(good) > 0.87 * best_fixed(good)
     bad = Cell(machine, Text((0.02,)), forced=forced, batch=batch)
@@ -78,18 +78,18 @@ def test_forced_tokens_speak_neither_for_drafts_nor_against_them(machine, batch,
     assert sum(k > 0 for k in recorded(bad).asked) <= 15
 
 
-def test_text_that_turns_predictable_is_found():
+def test_output_that_becomes_predictable_is_detected():
     cell = Cell(LARGE, Text((0.1, 0.95), stretch=64), lengths=(192,) * 4)
     assert automatic(cell) > 0.92 * best_fixed(cell) > 1.1 * plain(cell)
 
 
-def test_compiling_in_the_first_draft_is_not_held_against_drafting():
+def test_compilation_in_the_first_draft_does_not_count_as_a_cost():
     cell = Cell(EMBEDDED, Text((0.95,)))
     assert simulate_cold(cell, 3.0) > 0.9 * best_fixed(cell)
 
 
-def test_passes_that_are_compiled_while_nothing_is_drafted_stop_nothing():
-    """Their prices are gone then, at whatever round that comes."""
+def test_compilation_while_nothing_is_drafted_is_harmless():
+    """Costs are reset at that time, in any round."""
     costs = CostBook()
 
     class Renewed(Recorded):
@@ -104,19 +104,19 @@ def test_passes_that_are_compiled_while_nothing_is_drafted_stop_nothing():
 
 
 def simulate_cold(cell: Cell, seconds: float) -> float:
-    """Tokens a second, after a first draft that was shown to the policy as so many seconds longer."""
+    """Return the tokens per second after a first draft whose time is shown to the policy as ``seconds`` longer."""
     costs = CostBook()
     return simulate(Recorded(DraftLengthPolicy(MAX_K, costs), first_draft=seconds), cell, costs)
 
 
-def test_a_prompt_too_long_for_what_a_draft_can_win_is_not_read():
+def test_a_prompt_too_long_for_the_gain_of_drafts_is_not_prefilled():
     slow_reader = replace(EMBEDDED, read=2.0)
     policy = recorded(Cell(slow_reader, Text((0.8,)), lengths=(32,) * 4))
     assert sum(k > 0 for k in policy.asked[policy.starts[1] :]) == 0
 
 
-def test_what_sampling_costs_is_not_held_against_drafts_that_are_sampled():
-    """Greedy first, then sampled on a machine where drawing makes every round slower, plain ones too."""
+def test_sampling_time_does_not_count_against_sampled_drafts():
+    """Greedy first, then sampled, on a machine on which sampling slows down every round, also plain ones."""
     costs = CostBook()
     policy = Recorded(DraftLengthPolicy(MAX_K, costs))
     text, drawing = Text((0.8,)), replace(LARGE, outside=60.0)
@@ -125,14 +125,14 @@ def test_what_sampling_costs_is_not_held_against_drafts_that_are_sampled():
     assert simulate(policy, sampled, costs) > 0.95 * best_fixed(sampled)
 
 
-def test_where_no_request_was_worth_a_draft_the_next_one_is_tried_later():
-    """A new request shortens the pause, for its text may be another; sixty that were not are doubted."""
+def test_if_drafts_never_paid_the_next_attempt_is_later():
+    """A new request shortens the pause, because its output may differ; after sixty useless ones, less so."""
     policy = recorded(Cell(LARGE, Text((0.05,)), lengths=(64,) * 60))
     assert sum(k > 0 for k in policy.asked) < 0.07 * len(policy.asked)
 
 
-def test_plain_decoding_is_priced_among_its_like_and_not_just_behind_a_draft_model():
-    """A small target whose passes take half as long again behind the draft's, and a draft that hardly pays."""
+def test_the_baseline_is_a_warm_plain_round_not_one_after_a_draft():
+    """A small target whose passes take 50% longer after the draft model's, with a draft that barely pays."""
     small = Machine(0.42, 0.07, 0.12, 0.14, 0.0, 0.1, cold=0.5, cold_outside=2.0)
     costs = CostBook()
     policy = Recorded(inner := DraftLengthPolicy(MAX_K, costs))
@@ -142,19 +142,19 @@ def test_plain_decoding_is_priced_among_its_like_and_not_just_behind_a_draft_mod
 
 
 @pytest.mark.parametrize("text", grid.MIXED)
-def test_requests_of_one_batch_get_drafts_by_what_they_win(text):
+def test_requests_of_one_batch_get_drafts_by_their_gain(text):
     first, others = grid.MIXED[text]
     cell = Cell(LARGE, first, 8, others=others)
     assert automatic(cell) > 1.02 * best_fixed(cell)
 
 
-def test_requests_alike_share_one_length():
+def test_similar_requests_share_one_length():
     lengths = recorded(Cell(LARGE, Text((0.8,)), 4)).lengths
     assert sum(len(set(each)) == 1 for each in lengths) > 0.7 * len(lengths)
 
 
-def test_requests_that_turn_predictable_are_found_among_others_that_draft():
-    """Three of four are given up in their first 60 tokens, and then they are copies."""
+def test_requests_that_become_predictable_are_detected_in_a_batch_of_drafting_ones():
+    """Drafting stops for three of four in their first 60 tokens; then they copy their prompts."""
     turning = Text((0.02, 0.97, 0.97, 0.97), stretch=60)
     policy = recorded(Cell(LARGE, Text((0.8,)), 4, lengths=(240,), others=(turning,) * 3))
     early, late = policy.lengths[20:60], policy.lengths[60:90]
@@ -163,8 +163,8 @@ def test_requests_that_turn_predictable_are_found_among_others_that_draft():
 
 
 @pytest.mark.parametrize("rates", [(1.0,), (0.0,), (0.0, 1.0)])
-def test_beside_a_request_with_a_length_of_its_own_another_gets_what_pays(rates):
-    """The first one drafts in every round, in vain: there is no plain round, and more is drafted than was decided on."""
+def test_next_to_a_request_with_its_own_k_another_gets_the_best_length(rates):
+    """The first drafts in every round without success: there is no plain round, and more is drafted than the policy decided."""
     costs = CostBook()
     policy = DraftLengthPolicy(MAX_K, costs)
     requests = tuple(Request(f"r{b}", [0] * 50, 50, SamplingParams(), 0, torch.Generator()) for b in range(2))
@@ -186,14 +186,14 @@ def test_beside_a_request_with_a_length_of_its_own_another_gets_what_pays(rates)
         assert (min(asked[-20:]) >= 4) == (rates[-1] > 0)
 
 
-def test_a_longest_draft_below_the_usual_lengths_is_kept_to():
+def test_a_maximum_below_the_usual_lengths_is_respected():
     costs = CostBook()
     policy = Recorded(DraftLengthPolicy(2, costs))
     simulate(policy, Cell(LOOKUP, Text((0.95,))), costs)
     assert max(policy.asked) == 2
 
 
-def test_there_is_an_end_to_the_temperatures_that_are_kept():
+def test_the_number_of_stored_temperatures_is_bounded():
     costs = CostBook()
     policy = DraftLengthPolicy(4, costs)
     for temperature in range(60):
@@ -201,12 +201,12 @@ def test_there_is_an_end_to_the_temperatures_that_are_kept():
     assert len(policy._shared) <= 8
 
 
-def test_the_same_rounds_lead_to_the_same_choices():
+def test_the_same_rounds_give_the_same_choices():
     cell = Cell(EMBEDDED, Text((0.3, 0.9), stretch=20), batch=4)
     assert recorded(cell).asked == recorded(cell).asked
 
 
-def test_the_simulation_knows_what_plain_decoding_costs():
+def test_the_simulation_measures_plain_decoding():
     machine = Machine(plain=10, row=0.1, base=0, step=0, read=0, outside=1, prompt=0)
     cell = Cell(machine, Text((0.5,)), lengths=(20,))
     assert simulate(FixedLength(0), cell) == pytest.approx(1000 / 11)

@@ -1,4 +1,4 @@
-"""Which drafts of which requests a round scores, against every choice tried one by one."""
+"""Drafts per request in a round, compared with an exhaustive search."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def luck(seed: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def speed(lens, worths, made, nodes, reading, priced: RoundPrices) -> float:
-    """Tokens a second of one choice, from the definition."""
+    """Return the tokens per second of one choice, from the definition."""
     batch, cumulative = len(lens), [0, *np.cumsum(nodes)]
     gains = [made[b] * worths[b, : lens[b]].sum() for b in range(batch)]
     nobody = np.prod([1 - made[b] for b in range(batch) if lens[b]])
@@ -43,7 +43,7 @@ def speed(lens, worths, made, nodes, reading, priced: RoundPrices) -> float:
 
 @pytest.mark.parametrize("nodes", [[1, 1, 1, 1], [3, 2, 2, 1]], ids=["chains", "trees"])
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_choice_is_worth_its_tokens_over_its_seconds(nodes, padded):
+def test_the_value_of_a_choice_is_tokens_per_second(nodes, padded):
     worths, made = luck(0, 3)
     reading, priced = np.array([0.0, 0.01, 0.02]), prices(0.3, padded)
     shares = Shares(worths, made, np.array(nodes), reading, priced)
@@ -52,9 +52,9 @@ def test_a_choice_is_worth_its_tokens_over_its_seconds(nodes, padded):
             assert shares.speed(lens) == pytest.approx(speed(lens, worths, made, nodes, reading, priced))
 
 
-@pytest.mark.parametrize("row", [0.02, 0.3, 2.0], ids=["cheap rows", "rows", "dear rows"])
+@pytest.mark.parametrize("row", [0.02, 0.3, 2.0], ids=["cheap rows", "rows", "costly rows"])
 def test_the_best_of_all_choices_is_found(row):
-    """Where every request surely has drafts the best choice is among the candidates; elsewhere it is close."""
+    """If every request certainly has drafts, the best choice is among the candidates; otherwise a close one is."""
     for seed in range(20):
         worths, made = luck(seed, 3)
         for made_, least in ((np.ones(3), 1.0 - 1e-9), (made, 0.97)):
@@ -66,20 +66,20 @@ def test_the_best_of_all_choices_is_found(row):
             assert max(found, plain) >= least * max([*map(shares.speed, every), plain])
 
 
-def test_a_request_whose_drafts_die_gives_its_room_to_the_others():
+def test_room_of_a_request_with_low_acceptance_goes_to_others():
     worths = np.cumprod(np.array([[0.9] * LONGEST, [0.05] * LONGEST]), axis=1)
     shares = Shares(worths, np.ones(2), np.ones(LONGEST, int), np.zeros(2), prices(0.3))
     assert shares.best(range(1, LONGEST + 1))[1] == [LONGEST, 0]
 
 
-def test_where_a_pass_is_padded_everybody_gets_what_the_pass_has_room_for():
+def test_in_a_padded_pass_every_request_uses_the_full_width():
     worths = np.cumprod(np.array([[0.9] * LONGEST, [0.05] * LONGEST]), axis=1)
     shares = Shares(worths, np.ones(2), np.ones(LONGEST, int), np.zeros(2), prices(0.05, padded=True))
     assert shares.best(range(1, LONGEST + 1))[1] == [LONGEST, LONGEST]
 
 
-def test_no_draft_is_taken_without_the_one_that_it_hangs_on():
-    """The second depth of a tree may be the better bargain; it still comes with the first."""
+def test_no_draft_is_scored_without_its_parent():
+    """Even if the second depth of a tree has the better ratio, it needs the first."""
     worths = np.array([[0.5, 0.49, 0.3, 0.1], [0.6, 0.2, 0.1, 0.1]])
     shares = Shares(worths, np.ones(2), np.array([5, 1, 1, 1]), np.zeros(2), prices(0.3))
     for lens in product(range(LONGEST + 1), repeat=2):

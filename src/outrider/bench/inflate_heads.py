@@ -2,18 +2,21 @@
 
 A head reads the small target's hidden state padded with zeros (see ``inflate``), and its output is padded in the same way. It
 reads the inputs of the same real layers, which are further apart in the large model. Its layers get the widths of the large
-target's. Norms are exact in bfloat16 where the target's are. An EAGLE-1 head has no norm that could mask a second copy of its
-features, so where the target stores every feature twice the weights of its norm are rounded.
+target's. Norms are exact in bfloat16 where the target's are. Where the target stores every feature twice, the weights of two
+norms are rounded: an EAGLE-1 head's, which has nothing else to mask a second copy, and an MTP head's of the target's last
+feature, which is stored once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +27,17 @@ from outrider.bench.shapes import Shape, head_dim, source_shape
 from outrider.bench.widening import Inflater, Noise
 from outrider.disk_cache import lasting_dir
 from outrider.heads import eagle_formats, medusa
-from outrider.heads.checkpoint import BLOCK, MEDUSA, MTP, find_folder, kind_of, measured_acceptance
+from outrider.heads.checkpoint import (
+    BLOCK,
+    MEDUSA,
+    MTP,
+    find_folder,
+    kind_of,
+    measured_acceptance,
+    read_config,
+    read_folder,
+    write_folder,
+)
 from outrider.heads.eagle import EagleHead
 from outrider.types import OutriderError
 
@@ -171,6 +184,93 @@ class _WideEagle:
         return self.wide.embedding(normed[None, : len(weight)])[0] if goes_on else normed
 
 
+class _WideLayers:
+    """Widens an MTP head in Qwen's layout or a block drafter, tensor by tensor.
+
+    Their layers have the names of the target's. Their hidden state is stored like the target's, and the output of their final
+    norm once, like the target's last feature.
+    """
+
+    def __init__(self, config: Mapping[str, Any], target: InflatedTarget) -> None:
+        small, noise = target.small, Noise(target.dtype, SEED)
+        if config["hidden_size"] != small.hidden:
+            raise OutriderError(f"cannot inflate a head of width {config['hidden_size']} on a target of width {small.hidden}")
+        own = source_shape(config)
+        shape = replace(target.large, ffn=max(target.large.ffn, own.ffn), layers=max(target.large.layers, own.layers))
+        self.target, self.read = target, _Reader(target, noise)
+        self.num_kernels = 2 * (config.get("dflash_config") or {}).get("conv_kernel_size", 0)
+        self.wide = Inflater(config, shape, noise, target.dtype, target.copies)
+        self.stored = [torch.arange(small.hidden) + nth * small.hidden for nth in range(target.copies)]
+        self.sizes = {
+            "hidden_size": shape.hidden,
+            "intermediate_size": shape.ffn,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": self.wide.dim,
+            "rms_norm_eps": config["rms_norm_eps"] * self.wide.norm_scale**2,
+            "dtype": str(target.dtype).removeprefix("torch."),
+        }
+
+    def tensor(self, name: str, weight: Tensor) -> Tensor:
+        """Return one inflated tensor."""
+        hidden, (_, _, module) = self.wide.large.hidden, name.removesuffix(".weight").rpartition(".")
+        if module == "fc":
+            return self.read(weight, hidden, self.stored, is_silent=True)
+        if module == "embed_tokens":
+            return self.wide.embedding(weight)
+        if module == "pre_fc_norm_hidden":  # reads the last feature, which is stored once
+            return self.wide.norm(weight / math.sqrt(self.wide.copies))
+        if module in ("norm", "hidden_norm", "pre_fc_norm_embedding"):
+            return self.wide.norm(weight)
+        if module in ("lm_head", "hidden_projection"):
+            return self.read(weight, len(weight), [torch.arange(len(weight))])
+        if module == "base_kernel":
+            return self._channels(weight, hidden)
+        if module == "kernel_projection":
+            return self._kernels(weight)
+        if name.startswith("markov_head.") or module.endswith("_codebook"):
+            return weight.to(self.target.dtype)
+        return self.wide.layer_tensor(name, weight, real=True)
+
+    def _channels(self, weight: Tensor, num: int) -> Tensor:
+        """Widen [..., c] to [..., num]: the same for every copy of the features, zero for the other channels."""
+        copied = torch.cat([weight] * self.wide.copies, -1)
+        return nn.functional.pad(copied, (0, num - copied.shape[-1])).to(self.target.dtype)
+
+    def _kernels(self, weight: Tensor) -> Tensor:
+        """Widen the projection [2 * taps * groups, h] to the coefficients of groups of channels."""
+        ratio = self.wide.large.hidden // self.wide.small.hidden
+        by_group = weight.view(self.num_kernels, -1, weight.shape[1]).transpose(1, 2)  # [2 * taps, h, groups]
+        wide = self._channels(by_group, ratio * by_group.shape[2]).transpose(1, 2).flatten(0, 1)
+        return self.read(wide, len(wide), [torch.arange(len(wide))])
+
+
+def wide_mtp(folder: Path, target: Path, facts: InflatedTarget) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return config and tensors of an MTP head in Qwen's layout for the inflated target."""
+    config, tensors = read_folder(folder, "mtp.")
+    if not tensors:
+        raise OutriderError(f"{folder}: only MTP heads in Qwen's layout (mtp.*) can be inflated")
+    wide = _WideLayers(config, facts)
+    own = {key: value for key, value in read_config(target).items() if key != "outrider_inflated"} | wide.sizes
+    kept = {key: config[key] for key in ("mtp_num_hidden_layers", "outrider") if key in config}
+    return own | kept, {name: wide.tensor(name, tensor) for name, tensor in tensors.items()}
+
+
+def wide_block(folder: Path, facts: InflatedTarget) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return config and tensors of a block drafter in z-lab's format for the inflated target."""
+    config, tensors = read_folder(folder)
+    wide, last = _WideLayers(config, facts), facts.small.layers
+    inner = config["dflash_config"]
+    states = [index + 1 for index in inner["target_layer_ids"]]
+    if facts.copies > 1 and last in states:
+        raise OutriderError("this head cannot be inflated to this size: choose a width of 4 or 16 times its target's")
+    layers = [facts.hidden_state(state) - 1 for state in states]
+    changed = wide.sizes | {"num_target_layers": facts.large.layers, "dflash_config": inner | {"target_layer_ids": layers}}
+    if "target_layer_ids" in config:
+        changed["target_layer_ids"] = layers
+    return config | changed, {name: wide.tensor(name, tensor) for name, tensor in tensors.items()}
+
+
 def inflate_head(source: str | Path, target: Path, out: Path) -> Path:
     """Write the head in ``source`` for the inflated ``target`` to the new folder ``out``, in a public format.
 
@@ -178,10 +278,12 @@ def inflate_head(source: str | Path, target: Path, out: Path) -> Path:
     """
     facts, folder = InflatedTarget.read(target), find_folder(source)
     kind = kind_of(folder)
-    if kind in (MTP, BLOCK):
-        raise OutriderError(f"{source} holds {kind}, which cannot be inflated: leave out --inflate, or this method")
     with new_folder(out) as part:
-        if kind == MEDUSA:
+        if kind == MTP:
+            write_folder(part, *wide_mtp(folder, target, facts))
+        elif kind == BLOCK:
+            write_folder(part, *wide_block(folder, facts))
+        elif kind == MEDUSA:
             heads, accuracies = medusa.load(folder, facts.vocab_size)
             if heads.shape.hidden_size != facts.small.hidden:
                 raise OutriderError(

@@ -41,8 +41,8 @@ outrider generate --target ./my-model --method eagle --draft heads/eagle3 "Dear 
 """
 WHAT, TEXT, LONG = "What", "Text", "How long"
 Out = Annotated[Path, typer.Option(help="Output folder.", rich_help_panel=WHAT)]
-MODEL_RATES = {"muon_lr": 0.002, "adam_lr": 0.0001}  # learning rates for already trained weights
-MASK_RATES = {"muon_lr": 0.006, "adam_lr": 0.0015}  # the same where they learn to read mask tokens
+MODEL_RATES = {"muon_lr": 0.002, "adam_lr": 0.0001}  # learning rates for weights that are already trained
+MASK_RATES = {"muon_lr": 0.006, "adam_lr": 0.0015}  # the same for weights that must learn to read mask tokens
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def mtp(
 
 @dataclass(frozen=True)
 class PairOptions:
-    """Options of what makes a draft of a block depend on the one before."""
+    """Options for dependencies between consecutive drafts of a block."""
 
     markov_rank: int = flag(
         "DSpark: rank of a bias on the logits by the token before, such as 256; a block then has one draft more.", 0, panel=WHAT
@@ -203,7 +203,7 @@ def draft(  # noqa: PLR0913 - one parameter an option
     start: str | None = flag("Continue this draft, a folder or hub id, instead of a new one.", panel=WHAT),
     loss: str = flag("kl (forward KL) or tv (total variation, the rejection rate when sampling).", "kl", panel=WHAT),
     parallel: int | None = flag("Train the draft to make this many drafts per pass, with mask tokens (PARD).", panel=WHAT),
-    keep: float = flag("With --parallel: share of the chains that goes on from each depth to the next.", 0.7, panel=WHAT),
+    keep: float = flag("With --parallel: share of chains kept from each depth to the next.", 0.7, panel=WHAT),
     keep_least: float = flag("With --parallel: minimum share of the chains at any depth.", 0.2, panel=WHAT),
     on_policy: float = flag("Share of a step's rows that the current draft generates itself.", 0.0, panel=TEXT),
     text: TextOptions,

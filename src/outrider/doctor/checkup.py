@@ -278,4 +278,4 @@ def _time_of_drafts(runner: ModelRunner) -> Finding:
         said += f": each token reads {chosen} of {experts} experts in a layer, {1 + k} tokens about {touched:.0f} of them"
     if ratio < EXPENSIVE:
         return Finding("ok", "passes", said)
-    return Finding("suspicious", "passes", f"{said}; drafts pay only where most are accepted: leave K at auto")
+    return Finding("suspicious", "passes", f"{said}; drafts are worthwhile only at high acceptance: leave K at auto")

@@ -28,7 +28,7 @@ from outrider.registry import (
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.runner.gguf import find, tokenizer_arguments
 from outrider.runner.loading import load_config, text_config
-from outrider.runner.tokenizers import DifferentVocabulary
+from outrider.runner.tokenizers import DifferentVocabulary, check_merges
 from outrider.types import OutriderError, first_line
 
 if TYPE_CHECKING:
@@ -57,17 +57,23 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer of a folder or hub id, or return a given one; None for None and for a model object.
 
-    Raises ``OutriderError`` if there is no tokenizer in the folder.
+    Raises ``OutriderError`` if there is no tokenizer in the folder, or it cannot encode text.
     """
     if not isinstance(source, (str, Path)):
         return cast("PreTrainedTokenizerBase", source) if is_tokenizer(source) else None
     from transformers import AutoTokenizer
 
+    folder = on_this_machine(source)
+    if folder is not None:
+        check_merges(folder)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             **tokenizer_arguments(source), trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # broken files can raise anything
+        tokenizer.decode(tokenizer.encode("Text."))  # some errors in the files show only here
+    except BaseException as error:  # broken files can raise anything
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # a panic in the tokenizers library
+            raise
         if find(source) is not None or not isinstance(error, (OSError, ValueError, KeyError)):
             load_config(source, trust_remote_code)  # AutoTokenizer reads the config too: report an error in the config first
         raise OutriderError(f"cannot load a tokenizer from {str(source)!r}: {first_line(error)}") from error

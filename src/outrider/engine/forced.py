@@ -1,12 +1,12 @@
-"""Draft what a grammar leaves no choice about, whatever else drafts.
+"""Draft the tokens that a grammar determines, in addition to any other drafts.
 
-A token that the grammar's mask leaves as the only one has probability 1 under the target, whatever its logits and the sampler's
-settings: as a draft it is accepted at any temperature, for one more row of a pass instead of a pass. Forced text is not always
-a forced token: where the mask allows several tokens of the same text, the target chooses, and nothing is drafted here.
+If a grammar's mask allows a single token, its target probability is 1 for any logits and sampler settings. As a draft it is
+accepted at any temperature, and takes one row of a pass instead of a whole pass. Determined text is not always a determined
+token: if the mask allows several tokens of the same text, the target chooses, and nothing is drafted here.
 
-``ForcedDrafts`` stands between the round and the guarded proposer. Forced tokens go before the proposer's drafts, which are
-made as if those were committed, where the proposer can; and after a chain of drafts, accepted if all of the chain is. The
-proposer is told a verdict on its own drafts alone. Knows no method.
+``ForcedDrafts`` is between the round and the guarded proposer. Forced tokens are placed before the proposer's drafts, which
+treat them as committed if the proposer supports that, and after a chain of drafts, where they are accepted if the whole chain
+is. The proposer gets a verdict on its own drafts only. This module is independent of methods.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from outrider.types import BatchSampler, Context, Matcher, Proposal, Request, Sa
 
 logger = logging.getLogger(__name__)
 
-MAX_FORCED = 15  # forced drafts of a request in one round: a pass of 16 rows; a longer run takes another round
+MAX_FORCED = 15  # forced drafts of a request per round, for passes of 16 rows; a longer run continues in the next round
 
 
 @dataclass(slots=True)
 class _Row:
-    """The drafts of one constrained request in this round: ``before``, ``num_own`` of the inner drafter, ``after``."""
+    """Drafts of a request with a grammar in this round: ``before``, ``num_own`` of the inner drafter, ``after``."""
 
-    room: int  # for drafts
+    room: int  # maximum number of drafts
     before: list[int]
     num_own: int = 0
     after: list[int] = field(default_factory=list)
 
 
 class ForcedDrafts:
-    """A drafter that adds forced tokens to the drafts of another one."""
+    """Add forced tokens to the drafts of another drafter."""
 
     def __init__(
         self,
@@ -47,20 +47,20 @@ class ForcedDrafts:
         drafts_ahead: bool,
         max_drafts: int | None = None,
     ) -> None:
-        """``drafts_ahead``: whether the inner drafter can draft after tokens that the target has not read yet.
+        """``drafts_ahead``: whether the inner drafter can draft after tokens that the target has not processed yet.
 
-        ``max_drafts``: most drafts of a request in one pass of the target; None: any number.
+        ``max_drafts``: maximum drafts of a request in one target pass; None: unlimited.
         """
         self._inner, self._make_sampler, self._drafts_ahead = inner, make_sampler, drafts_ahead
         self._max_drafts = max_drafts
         self._most = MAX_FORCED if max_drafts is None else min(MAX_FORCED, max_drafts)
-        self._rows: dict[str, _Row] = {}  # of the round's constrained requests
-        self._view: Context | None = None  # what the inner drafter was asked about, if that was not the round's own context
+        self._rows: dict[str, _Row] = {}  # by request id, for requests with a grammar
+        self._view: Context | None = None  # context of the inner drafter, if it differs from the round's
 
     def look(self, context: Context) -> None:
-        """Find the forced tokens of a round. ``context.limits``: the drafts that each request has room for.
+        """Find the forced tokens of a round. ``context.limits``: maximum number of drafts per request.
 
-        A request that asked for no drafts gets none.
+        A request with its own K of 0 gets none.
         """
         self._rows, self._view = {}, None
         for request, limit in zip(context.requests, context.limits, strict=True):
@@ -70,7 +70,7 @@ class ForcedDrafts:
                 self._rows[request.request_id] = _Row(room, before)
 
     def propose(self, context: Context, k: int) -> Proposal:
-        """The forced tokens that ``look`` found, at most k drafts of the inner drafter, and what is forced after them."""
+        """Return the forced tokens found by ``look``, at most k drafts of the inner drafter, and forced tokens after them."""
         if not self._rows:
             return self._inner.propose(context, k)
         proposal = self._inner.propose(self._seen_ahead(context, k), k)
@@ -87,7 +87,7 @@ class ForcedDrafts:
         self._inner.commit(context, verdict)
 
     def _seen_ahead(self, context: Context, k: int) -> Context:
-        """The context for the inner drafter: requests with forced tokens as if those were committed, or without drafts."""
+        """Return the inner drafter's context: forced tokens count as committed, or the request gets no drafts."""
         requests, limits = list(context.requests), list(context.limits)
         for b, request in enumerate(context.requests):
             row = self._rows.get(request.request_id)
@@ -102,7 +102,7 @@ class ForcedDrafts:
         return self._view
 
     def _extend(self, context: Context, proposal: Proposal) -> None:
-        """Find what is forced after each request's chain of drafts."""
+        """Find the forced tokens after each request's chain of drafts."""
         for b, (request, num_own) in enumerate(zip(context.requests, proposal.lens.tolist(), strict=True)):
             row = self._rows.get(request.request_id)
             if row is None:
@@ -131,33 +131,34 @@ class ForcedDrafts:
 
 @dataclass(frozen=True, slots=True)
 class _MatcherAhead:
-    """The matcher of a request whose output counts tokens that are not committed yet."""
+    """Matcher of a request whose output includes tokens that are not committed yet."""
 
     inner: Matcher
-    num_committed: int  # of the output
+    num_committed: int  # number of committed tokens in the output
 
     def allowed(self, output: Sequence[int], path: Sequence[int]) -> torch.Tensor | None:
         return self.inner.allowed(output[: self.num_committed], [*output[self.num_committed :], *path])
 
 
 def _ahead(request: Request, run: Sequence[int]) -> Request:
-    """The request as it is once these tokens are committed."""
+    """Return the request as if these tokens were committed."""
     assert request.matcher is not None
     matcher = _MatcherAhead(request.matcher, request.num_output_tokens)
     return replace(request, token_ids=[*request.token_ids, *run], matcher=matcher)
 
 
 def forced_tokens(request: Request, matcher: Matcher, path: Sequence[int], most: int) -> list[int]:
-    """At most that many tokens after the request's text and the drafts of ``path``, each the only one that its grammar allows.
+    """Return at most ``most`` tokens after the request's tokens and the drafts of ``path``, each the only one its grammar
+    allows.
 
-    Without the last one where nothing can follow it (the end of the text, a dead end): the round's own token is that one.
+    The last one is dropped if no token can follow it (end of text or dead end), because it becomes the round's next token.
     """
     output, params = request.token_ids[request.num_prompt_tokens :], request.params
     run: list[int] = []
     while True:
         try:
             mask = matcher.allowed(output, [*path, *run])
-        except Exception:  # the target asks for this mask too, once the round is there: it ends the request with the reason
+        except Exception:  # the target requests the same mask later, and ends the request with the reason
             logger.debug("no further forced tokens for request %s", request.request_id, exc_info=True)
             mask = None
         num_allowed = 0 if mask is None else np.count_nonzero(mask.numpy())
@@ -176,7 +177,7 @@ def _may_say(params: SamplingParams, token: int) -> bool:
 
 
 def _joined(rows: Sequence[_Row | None], proposal: Proposal) -> Proposal:
-    """Forced tokens as a chain of point masses around each request's drafts of the proposal."""
+    """Return a proposal with forced tokens as chains of point masses around each request's drafts."""
     own: list[int] = proposal.lens.tolist()
     before = [[] if row is None else row.before for row in rows]
     after = [[] if row is None else row.after for row in rows]
@@ -201,6 +202,6 @@ def _joined(rows: Sequence[_Row | None], proposal: Proposal) -> Proposal:
             probs[b, first:stop] = proposal.probs[b, :n]
         if parents is not None and proposal.parents is not None:
             parents[b, :first] = torch.arange(-1, first - 1)
-            parents[b, first:stop] = proposal.parents[b, :n] + first  # the root is the last token before
+            parents[b, first:stop] = proposal.parents[b, :n] + first  # their root is the last forced token before them
     joined = replace(proposal, token_ids=token_ids, lens=torch.tensor(lens), probs=probs, parents=parents)
     return replace(joined, forced=forced)

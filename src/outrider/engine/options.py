@@ -78,7 +78,7 @@ class Speculation:
     download_draft: bool = option(
         Flag(),
         False,
-        "Download the drafter known for the target where none is found on this machine (method auto).",
+        "Download the drafter known for the target if none is found on this machine (method auto).",
         panel=MODELS,
         in_plan=True,
     )

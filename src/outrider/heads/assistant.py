@@ -1,10 +1,10 @@
-"""Gemma 4's assistants: a few layers that attend to the target's own keys and values (ai.google.dev/gemma/docs/mtp/overview,
+"""Gemma 4's assistants: a few layers that attend to the target's keys and values (ai.google.dev/gemma/docs/mtp/overview,
 transformers' ``gemma4_assistant``).
 
-The input is the embedding of a token and the target's last feature before it. The layers compute queries alone; keys and values
-are those of committed tokens, stored by the target's last layer of the same kind, so an assistant has no KV cache and drafts do
-not see each other. All drafts have the position of the last committed token. A projection of the output stands for the
-target's next feature. With ordered embeddings, logits are computed for the tokens of the likeliest clusters only.
+The input is the embedding of a token and the target's last feature before it. The layers compute only queries. Keys and values
+of committed tokens are read from the target's last layer of the same kind, so an assistant has no KV cache, and drafts do not
+attend to each other. All drafts have the position of the last committed token. A projection of the output replaces the target's
+next feature. With ordered embeddings, logits are computed only for the tokens of the most likely clusters.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ORDERING = ("masked_embedding.token_ordering",)
 
 
 class AssistantHead(RolloutHead):
-    """The assistant's modules, with new weights. ``stored``: by kind of layer, what the target stores for it."""
+    """The assistant's modules, with new weights. ``stored``: kind of layer -> keys and values stored by the target."""
 
     def __init__(self, config: Any, decoder: Any, stored: dict[str, LayerShape]) -> None:
         """``config``: the assistant's; ``decoder``: its layers on the meta device, which become the head's."""
@@ -68,7 +68,7 @@ class AssistantHead(RolloutHead):
         self.text._attn_implementation = attention.NAME
         for layer in self.layers:
             own: Any = layer.self_attn
-            if own.sliding_window is not None:  # transformers' mask: up to so many positions before the last stored one
+            if own.sliding_window is not None:  # transformers' mask counts from the position before the last stored one
                 own.sliding_window += 2
 
     def check_fit(self, target: TargetSizes) -> None:
@@ -186,9 +186,9 @@ def load(source: str | Path, target: ModelRunner) -> AssistantHead:
     config = load_config(folder)
     own, other = text_config(config).model_type, text_config(target.model).model_type
     if not hasattr(config, "backbone_hidden_size") or own != other:
-        raise OutriderError(f"{source} drafts over the KV cache of {own}, but {target.name} is {other}")
+        raise OutriderError(f"{source} reads the KV cache of a {own} model, but {target.name} is a {other} model")
     if target.cache.shape.by_request:
-        raise OutriderError(f"{target.name} attends by code of its own, which an assistant cannot read the KV cache of")
+        raise OutriderError(f"{target.name} has its own attention code, whose KV cache an assistant cannot read")
     places = {kind: target.cache.shape.places[layer] for kind, layer in sources_of(target).items()}
     stored = {kind: target.cache.shape.kinds[place[0]][0] for kind, place in places.items() if place is not None}
     head = made(lambda: AssistantHead(config, _decoder(config), stored), source)
@@ -214,7 +214,7 @@ def _decoder(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def sources_of(target: ModelRunner) -> dict[str, int]:
-    """Return the last layer of each kind that stores keys and values of its own."""
+    """Return the last layer of each kind that stores its own keys and values."""
     text: Any = text_config(target.model)
     kinds: list[str] = list(getattr(text, "layer_types", None) or ())
     num_own = target.num_layers - int(getattr(text, "num_kv_shared_layers", None) or 0)

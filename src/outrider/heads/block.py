@@ -2,12 +2,12 @@
 (inco.ai/blog/dflash2 and z-lab/dflash).
 
 A small transformer reads several hidden states of the target, joined by ``fc`` and a norm to one feature per committed token.
-The keys and values of every layer are those of all features and of the block; queries are those of the block alone: the last
-committed token, whose features the target has not computed yet, and mask tokens, which see each other both ways. Embedding and
-output head are the target's. In DFlash the position of a mask token predicts that token; in DSpark every position predicts the
-token after it, and a bias of low rank on the logits depends on the token before, so that a block is sampled in order. DFlash 2
-is DFlash with short convolutions over the block around attention and MLP, and with a path selector: a score of low rank of each
-pair of the token before and one of the likeliest candidates.
+Every layer has keys and values for all features and the block, and queries for the block only: the last committed token, whose
+features the target has not computed yet, and mask tokens, which attend to each other in both directions. Embedding and output
+head are the target's. In DFlash, the position of a mask token predicts that token. In DSpark, every position predicts the next
+token, and a low-rank bias on the logits depends on the previous token, so a block is sampled in order. DFlash 2 is DFlash with
+short convolutions over the block around attention and MLP, and with a path selector: a low-rank score of each pair of the
+previous token and one of the most likely candidates.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from outrider.heads.feature_head import FeatureHead, Norm, Rotation
 from outrider.runner.kv_cache import CacheShape
 from outrider.types import OutriderError
 
-BELOW = 1e4  # how far the logits of tokens that are no candidates are below their own
+BELOW = 1e4  # distance of other tokens' logits below those of candidates
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,17 @@ class BlockShape:
     block_size: int  # tokens of a whole block, the last committed one included
     mask_token_id: int
     draft_vocab_size: int
-    windows: tuple[int, ...]  # by layer: how many positions before a token it sees; 0: all
-    causal_windows: bool = False  # whether in layers with a window the block's tokens see only those before them
-    predicts_next: bool = False  # whether a position predicts the token after it, instead of its own
-    markov_rank: int = 0  # rank of the bias by the token before; 0: none
-    conv_taps: int = 0  # tokens that a convolution sees, its own included; 0: no convolutions
+    windows: tuple[int, ...]  # by layer: number of previous positions that a token attends to; 0: all
+    causal_windows: bool = False  # whether the block's tokens attend only to earlier ones in layers with a window
+    predicts_next: bool = False  # whether a position predicts the next token instead of its own
+    markov_rank: int = 0  # rank of the bias for the previous token; 0: none
+    conv_taps: int = 0  # tokens of a convolution, its own included; 0: no convolutions
     conv_group: int = 1  # channels that share the part of a convolution's kernel that depends on the token
     selector_rank: int = 0  # rank of the path selector's pair scores; 0: no selector
     num_candidates: int = 0  # tokens that the path selector chooses from
     output_scale: float = 1.0  # factor of the output head's values
     softcap: float = 0.0  # limit of the logits; 0: none
-    reduced: bool = False  # drafts a part of the vocabulary
+    reduced: bool = False  # whether its vocabulary is a part of the target's
     own_embedding: bool = False
     own_output: bool = False
 
@@ -59,12 +59,12 @@ class BlockShape:
 
     @property
     def in_order(self) -> bool:
-        """Return whether a draft depends on the one before it."""
+        """Return whether a draft depends on the previous draft."""
         return self.markov_rank > 0 or self.selector_rank > 0
 
     @property
     def max_drafts(self) -> int:
-        """Return how many tokens a whole block predicts."""
+        """Return the number of drafts in a whole block."""
         return self.block_size if self.predicts_next else self.block_size - 1
 
 
@@ -143,7 +143,7 @@ def _convolved(values: Tensor, kernel: Tensor, within: Tensor) -> Tensor:
 
 
 class BlockLayer(nn.Module):
-    """A layer over the block; the context stays as it is."""
+    """A layer over the block; it does not change the context."""
 
     def __init__(self, shape: BlockShape, layer_idx: int) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class BlockLayer(nn.Module):
 
 
 class MarkovHead(nn.Module):
-    """A bias on the logits that depends on the token before, of low rank (DSpark's "vanilla" Markov head)."""
+    """A low-rank bias on the logits that depends on the previous token (DSpark's "vanilla" Markov head)."""
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int) -> None:
         super().__init__()
@@ -185,10 +185,10 @@ class MarkovHead(nn.Module):
 
 
 class CandidateSelector(nn.Module):
-    """DFlash 2's path selector: scores each of a draft's likeliest tokens together with the token before.
+    """DFlash 2's path selector: scores each of a draft's most likely tokens together with the previous token.
 
     The score of b after a is U(b) + <A(a) * H(h), B(b)>: U are the head's logits, h is its output, H a projection, A and B are
-    tables. The other tokens come after all candidates, in the order of their logits: they are drafted where a grammar or a ban
+    tables. All other tokens are below all candidates, in the order of their logits: they are drafted if a grammar or a ban
     excludes every candidate.
     """
 
@@ -199,7 +199,7 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
 
     def scores(self, out: Tensor, logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the candidates [..., C] and their scores, for outputs [..., H], logits [..., V] and tokens before [...]."""
+        """Return the candidates [..., C] and their scores, for outputs [..., H], logits [..., V] and previous tokens [...]."""
         best = logits.topk(self.num_candidates, -1, sorted=False)
         before = self.predecessor_codebook[token_ids].to(out.dtype) * self.hidden_projection(out)  # [..., R]
         pairs = self.successor_codebook[best.indices].to(out.dtype) @ before[..., None]  # [..., C, 1]
@@ -269,7 +269,7 @@ class BlockHead(FeatureHead):
         logits: Tensor
         if self.shape.own_output:
             logits = self.lm_head(out)
-        else:  # a config that names the post-processing names all of it
+        else:  # a config with any post-processing settings has all of them
             logits = self.target_logits(out) if (scale, cap) == (1.0, 0.0) else self._lent[1](out)
             logits = logits if self.draft_ids is None else logits[..., self.draft_ids]
         logits = logits if scale == 1.0 else logits * scale
@@ -278,7 +278,7 @@ class BlockHead(FeatureHead):
     def logits_after(self, out: Tensor, logits: Tensor, token_ids: Tensor) -> Tensor:
         """Return the logits [..., Vd] of drafts after these tokens of the target [...].
 
-        ``logits``: those of the outputs ``out`` [..., H] by themselves.
+        ``logits``: logits of the outputs ``out`` [..., H] alone.
         """
         if self.markov_head is not None:
             logits = logits + self.markov_head(token_ids)

@@ -1,9 +1,9 @@
 """Block drafters on disk: z-lab's DFlash and DFlash 2, DeepSeek's DSpark, and speculators' layouts of these.
 
-z-lab's and DeepSeek's layouts are written too.
+z-lab's and DeepSeek's layouts are also written.
 
-Layers of the target are numbered in two ways: ``target_layer_ids`` counts layers from 0 and means their outputs, one less than
-transformers' ``hidden_states``, which speculators' ``aux_hidden_state_layer_ids`` follow.
+Layers of the target are numbered in two ways. ``target_layer_ids`` counts layers from 0 and refers to their outputs, which is
+one less than in transformers' ``hidden_states``. speculators' ``aux_hidden_state_layer_ids`` follows ``hidden_states``.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from outrider.heads.checkpoint import (
 )
 from outrider.heads.own_tables import has_own_table
 from outrider.runner.loading import check_sizes
-from outrider.types import OutriderError
+from outrider.types import OutriderError, first_line
 
-# A confidence head says how many drafts to verify; here what was accepted says it.
+# A confidence head estimates how many drafts to verify. Here the policy does, from measured acceptance.
 IGNORED = (r"^t2d$", r"^verifier_", r"rotary_emb\.", r"^confidence_head\.")
 MAPPINGS = ("d2t", "t2d")  # between the target's vocabulary and a reduced one
 SECTIONS = ("transformer_layer_config", "dflash_config", "outrider")  # nested configs
 SPECULATORS = ("dflash", "dspark", "dflash2")
 CONVOLUTIONS = {"conv_kernel_size": "conv_taps", "conv_group_size": "conv_group"}  # DFlash 2's keys -> fields of a shape
 SELECTOR = {"selector_rank": "selector_rank", "selector_top_k": "num_candidates"}
-UNSUPPORTED = {  # what the names of its tensors tell -> the feature
+UNSUPPORTED = {  # tensor names -> feature
     r"^(prefix_gru|gru|embed_proj|domino)\b": "Domino's correction by a recurrent network",
     r"^fusion_(weights|norms)\b": "DFlare's fusion by layer",
     r"^markov_head\.gate_proj\.": "a gated Markov head",
@@ -113,7 +113,7 @@ def _check_kind(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source
 
 
 def _check_weights(tensors: Mapping[str, Tensor], source: str) -> None:
-    """Raise ``OutriderError`` where tensors that tell the sizes are missing or misshapen, and for quantised ones."""
+    """Raise ``OutriderError`` if tensors that determine sizes are missing, have a wrong shape, or are quantised."""
     for name, num_dims in (("fc.weight", 2), ("hidden_norm.weight", 1), ("layers.0.self_attn.q_norm.weight", 1)):
         if name not in tensors:
             raise OutriderError(f"{source} is not a block drafter: {name} is missing")
@@ -200,9 +200,9 @@ def _second(
 
 
 def _causal_windows(config: Mapping[str, Any], layer: Mapping[str, Any], source: str) -> bool:
-    """Return whether the block's tokens see only those before them in layers with a window.
+    """Return whether the block's tokens attend only to earlier ones in layers with a window.
 
-    z-lab's code has ``is_causal`` for all layers; where it is left out, layers with a window are causal and others are not.
+    In z-lab's code ``is_causal`` applies to all layers; by default, layers with a window are causal and others are not.
     """
     kinds, inner = layer.get("layer_types") or ["full_attention"], config.get("dflash_config") or {}
     said = config.get("is_causal", inner.get("causal"))
@@ -214,7 +214,7 @@ def _causal_windows(config: Mapping[str, Any], layer: Mapping[str, Any], source:
 
 
 def _layers(layer: Mapping[str, Any], tensors: Mapping[str, Tensor], vocab_size: int, source: str) -> Qwen3Config:
-    """Return the config of the head's layers. Sizes that it leaves out are those of the weights."""
+    """Return the config of the head's layers. Missing sizes are taken from the weights."""
     dim = tensors["layers.0.self_attn.q_norm.weight"].shape[-1]
     measured = {
         "hidden_size": ("hidden_norm.weight", 1),
@@ -233,7 +233,7 @@ def _layers(layer: Mapping[str, Any], tensors: Mapping[str, Tensor], vocab_size:
     try:
         return Qwen3Config(**given, attention_dropout=0.0)
     except Exception as error:  # transformers raises many kinds of exceptions
-        raise OutriderError(f"{source}: its config is not valid for Qwen3 layers: {' '.join(str(error).split())}") from error
+        raise OutriderError(f"{source}: its config is not valid for Qwen3 layers: {first_line(error)}") from error
 
 
 def _windows(layer: Mapping[str, Any], num_layers: int, source: str) -> tuple[int, ...]:
@@ -278,14 +278,14 @@ def default_hidden_states(target_layers: int, count: int) -> tuple[int, ...]:
 
 
 def export(head: BlockHead, folder: Path, num_target_layers: int, acceptance: Sequence[float] | None = None) -> None:
-    """Write a head in z-lab's layout for DFlash or DFlash 2, or DeepSeek's if it has a bias by the token before.
+    """Write a head in z-lab's layout for DFlash or DFlash 2, or in DeepSeek's if it has a bias for the previous token.
 
-    ``acceptance``: measured acceptance of each draft after accepted ones. Raises ``OutriderError`` for what the layouts lack.
+    ``acceptance``: measured acceptance of each draft after accepted ones. Raises ``OutriderError`` for unsupported features.
     """
     shape, config = head.shape, head.shape.config
     if shape.reduced or shape.own_embedding or shape.own_output:
         raise OutriderError(
-            "a block drafter with an own vocabulary, embedding or output head cannot be written in z-lab's layout"
+            "a block drafter with its own vocabulary, embedding or output head cannot be written in z-lab's layout"
         )
     if min(shape.hidden_states) < 1:
         raise OutriderError("a block drafter that reads hidden state 0 cannot be written in z-lab's layout")

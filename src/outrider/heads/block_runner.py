@@ -17,7 +17,7 @@ from outrider.types import OutriderError
 
 
 class BlockRunner(HeadRunner[BlockHead]):
-    """Each committed token's features enter the cache once; the block is written after them and overwritten by the next."""
+    """Each committed token's features enter the cache once. A block is written after them and overwritten by the next one."""
 
     @torch.inference_mode()
     def extend(self, request_ids: Sequence[str], features: Sequence[Sequence[Tensor]]) -> None:
@@ -78,7 +78,7 @@ class BlockRunner(HeadRunner[BlockHead]):
         return out[torch.tensor(index, device=out.device)]
 
     def _visible(self, lens: Sequence[int], width: int) -> Tensor:
-        """Return bool [B, W, W]: the tokens of a block see each other, and no padding."""
+        """Return bool [B, W, W]: the tokens of a block attend to each other, but not to padding."""
         count = torch.tensor(lens, device=self.device)
         return (torch.arange(width, device=self.device) < count[:, None])[:, None].expand(-1, width, -1)
 
@@ -100,7 +100,7 @@ class BlockRunner(HeadRunner[BlockHead]):
 
 
 class _NewContext:
-    """The features of requests that are new to the cache, fused and one after the other: C in all."""
+    """Features of requests that are not in the cache yet, fused and concatenated: C in total."""
 
     def __init__(self, runner: BlockRunner, request_ids: Sequence[str], features: Sequence[Sequence[Tensor]]) -> None:
         cache, device = runner.cache, runner.device
@@ -123,6 +123,6 @@ class _NewContext:
         self.rows = torch.tensor(rows, dtype=torch.long, device=device)  # [C]
 
     def commit(self) -> None:
-        """Count what was written."""
+        """Mark the features as cached."""
         for row, end in zip(self.cache_rows, self.ends, strict=True):
             self._cache.cached_lens[row] = end

@@ -25,6 +25,7 @@ from outrider.types import OutriderError, first_line
 logger = logging.getLogger(__name__)
 
 Head = TypeVar("Head", bound=nn.Module)
+Result = TypeVar("Result")
 
 SUFFIXES = (".safetensors", ".bin", ".pt")
 FILES = ("model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -132,17 +133,16 @@ def kind_of(folder: Path) -> DraftKind | None:
 
 
 def tensor_names(folder: Path) -> Iterator[str]:
-    """Yield the names of the tensors in a folder, without reading weights if the format allows it."""
+    """Yield the names of the tensors in a folder, without reading weights if the format allows it.
+
+    Raises ``OutriderError`` for missing or broken files.
+    """
     for name in INDEXES:
         if (folder / name).exists():
             yield from _weight_map(folder / name)
             return
     for file in _weight_files(folder):
-        if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt") as opened:
-                yield from opened.keys()
-        else:
-            yield from torch.load(file, "cpu", weights_only=True, mmap=True)
+        yield from _readable(file, _names)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -166,10 +166,7 @@ def read_folder(folder: Path, prefix: str = "") -> tuple[dict[str, Any], dict[st
     config = read_config(folder)
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(folder, prefix):
-        try:
-            tensors |= _read_file(file, prefix)
-        except Exception as error:  # truncated files raise many kinds of exceptions
-            raise OutriderError(f"cannot read {file}: {first_line(error)}; download or copy it again") from error
+        tensors |= _readable(file, partial(_tensors, prefix=prefix))
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise OutriderError(f"{folder}: {name} must be a tensor, got a {type(tensor).__name__}")
@@ -178,7 +175,22 @@ def read_folder(folder: Path, prefix: str = "") -> tuple[dict[str, Any], dict[st
     return config, tensors
 
 
-def _read_file(file: Path, prefix: str) -> dict[str, Tensor]:
+def _readable(file: Path, read: Callable[[Path], Result]) -> Result:
+    """Return what ``read`` finds in a file. Raises ``OutriderError`` if the file is broken."""
+    try:
+        return read(file)
+    except Exception as error:  # truncated files raise many kinds of exceptions
+        raise OutriderError(f"cannot read {file}: {first_line(error)}; download or copy it again") from error
+
+
+def _names(file: Path) -> list[str]:
+    if file.suffix != ".safetensors":
+        return list(torch.load(file, "cpu", weights_only=True, mmap=True))
+    with safe_open(file, framework="pt") as opened:
+        return list(opened.keys())
+
+
+def _tensors(file: Path, prefix: str) -> dict[str, Tensor]:
     by_header = torch.get_default_device().type == "meta"
     if file.suffix != ".safetensors":
         found = torch.load(file, "meta" if by_header else "cpu", weights_only=True, mmap=by_header or bool(prefix))

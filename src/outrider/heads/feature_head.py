@@ -28,7 +28,7 @@ class Norm(nn.RMSNorm):
 
 
 class FeatureHead(nn.Module):
-    """A head with layers of its own. ``lend`` provides the target's embedding and output head if it uses them."""
+    """A head with its own layers. ``lend`` provides the target's embedding and output head if it uses them."""
 
     target_hidden_size: int
     hidden_states: tuple[int, ...]  # target hidden states that it reads, numbered as in ``types.Scores``

@@ -50,7 +50,7 @@ def of_mtp(folder: Path, target: ModelRunner) -> Iterator[Finding]:
     head = mtp_formats.load_any(folder, target)
     yield Finding("ok", "hidden size", f"both have {target.hidden_size} features")
     output = "the target's" if head.uses_targets_output else "its own"
-    yield Finding("ok", "tensors", f"all {len(head.state_dict())} are there; its output head is {output}")
+    yield Finding("ok", "tensors", f"all {len(head.state_dict())} are present; its output head is {output}")
     yield _size(head, target, "one tree level")
 
 

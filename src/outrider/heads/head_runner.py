@@ -1,7 +1,7 @@
-"""Run heads over a KV cache of their own, with the runner's ragged cache, attention and packed weights.
+"""Run heads over their own KV cache, with the runner's ragged cache, attention and packed weights.
 
-``RolloutRunner`` processes the target's features, then drafts a tree level by level; for heads that draft a block in one pass
-see block_runner.py.
+``RolloutRunner`` processes the target's features, then drafts a tree level by level. Heads that draft a block in one pass are
+run by block_runner.py.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class MedusaHeads(nn.Module):
         return full.index_copy_(-1, self.token_map, logits.float())
 
     def candidates(self, hidden: Tensor, num_heads: int, count: int) -> Tensor:
-        """Return the ``count`` likeliest tokens of each head from hidden states [B, H]: int64 [B, heads, count]."""
+        """Return the ``count`` most likely tokens of each head for hidden states [B, H]: int64 [B, heads, count]."""
         found = self(hidden, num_heads).float().topk(min(count, self.shape.vocab_size), -1).indices.transpose(0, 1)
         return found if self.token_map is None else self.token_map[found]
 

@@ -29,16 +29,16 @@ from outrider.types import OutriderError, first_line
 
 @dataclass(frozen=True)
 class Body:
-    """A model without weights, whose parts a head is made of."""
+    """A model without weights that provides the parts of a head."""
 
     model: PreTrainedModel  # on the meta device
-    layers: dict[int, LayerShape]  # decoder layers that see the whole text, and what they store
+    layers: dict[int, LayerShape]  # decoder layers that attend to the whole sequence, and what they store
 
     @classmethod
     def of(cls, config: PreTrainedConfig, kind: Any, stored: CacheShape | None = None) -> Body:
         """Return the body of a model class. ``stored``: what its layers store, if known.
 
-        Raises ``OutriderError`` for a model none of whose layers runs by itself.
+        Raises ``OutriderError`` if no layer of the model can run alone.
         """
         found = stored or survey_without_weights(config, kind)
         model = without_weights(config, kind)
@@ -54,11 +54,11 @@ class Body:
         return body
 
     def _try(self, layer: int) -> None:
-        """Run one layer by itself. Raises ``OutriderError`` where it needs more than hidden states and positions."""
+        """Run one layer alone. Raises ``OutriderError`` if it needs more than hidden states and positions."""
         text = text_config(self.model)
         hidden = torch.zeros(1, 2, int(text.hidden_size), device="meta")
         positions = torch.zeros(1, 2, dtype=torch.long, device="meta")
-        self.model.set_experts_implementation("batched_mm")  # whose shapes do not depend on which experts are chosen
+        self.model.set_experts_implementation("batched_mm")  # shapes must not depend on the selected experts
         try:
             decoder: Any = self.model.get_decoder()
             rotation = decoder.rotary_emb(hidden, positions)
@@ -66,11 +66,11 @@ class Body:
             assert out.shape == decoder.norm(hidden).shape
         except Exception as error:  # model code raises many kinds of exceptions
             raise OutriderError(
-                f"the layers of {self.model.config.model_type} cannot be those of a head: {first_line(error)}"
+                f"the layers of {self.model.config.model_type} cannot be used in a head: {first_line(error)}"
             ) from error
 
     def layer_for(self, with_experts: bool) -> int:
-        """Return the last layer with, or without, experts; the last one if there is none like that."""
+        """Return the last layer with (or without) experts, or the last layer if there is none."""
         own = decoder_layers(self.model)
         like = [layer for layer in self.layers if any("experts" in name for name in own[layer].state_dict()) == with_experts]
         return max(like or self.layers)
@@ -91,7 +91,7 @@ def run_layer(layer: nn.Module, hidden: Tensor, position_ids: Tensor, rotation: 
 
 
 class MtpHead(RolloutHead):
-    """The head's modules: those of the checkpoints, under names of our own."""
+    """The head's modules, under Outrider's names."""
 
     def __init__(self, body: Body, layer: int, own_embedding: bool = False, own_output: bool = False) -> None:
         """``layer``: the body's layer that is copied."""

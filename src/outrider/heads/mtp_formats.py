@@ -1,6 +1,6 @@
-"""MTP heads on disk, in the three layouts of checkpoints, in the target's own folder or in one of the head alone.
+"""MTP heads on disk in three checkpoint layouts, in the target's folder or in a separate one.
 
-A head is recognised by its tensors: configs still name a head that a quantiser has dropped.
+A head is recognised by its tensors, because configs still mention a head that a quantiser has dropped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from outrider.runner import ModelRunner, loading
 from outrider.types import OutriderError
 
 IGNORED = (r"rotary_emb\.",)
-STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of experts, by transformers' names
+STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # tensors of experts, by transformers' names
 ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 
 
@@ -43,11 +43,11 @@ ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 class Layout:
     """Names of a head's tensors in one family of checkpoints."""
 
-    pattern: str  # of what the names begin with
-    prefix: str  # the same, of the first head; {n}: the target's number of layers
+    pattern: str  # regular expression of the name prefix
+    prefix: str  # prefix of the first head; {n}: the target's number of layers
     parts: Mapping[str, str]  # the head's module -> its name after the prefix; "" is the decoder layer's
     hidden_first: bool = False  # whether the feature's columns of fc come before the embedding's
-    count: str = "num_nextn_predict_layers"  # where its configs say how many heads there are
+    count: str = "num_nextn_predict_layers"  # config key of the number of heads
 
 
 QWEN = {"fc": "fc", "embed_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden", "norm": "norm"}
@@ -95,9 +95,9 @@ def load_any(folder: Path, target: ModelRunner) -> MtpHead | AssistantHead:
 
 
 def is_head(folder: Path, target: TargetSizes) -> bool:
-    """Return whether a folder holds a head by the names of its tensors; only headers are read.
+    """Return whether a folder holds a head, by the names of its tensors. Only headers are read.
 
-    Raises ``OutriderError`` for a head that lacks ``fc``, is of another width than the target, or is quantised.
+    Raises ``OutriderError`` for a head that lacks ``fc``, has another width than the target, or is quantised.
     """
     if MTP not in kinds_of(folder):
         return False
@@ -117,7 +117,7 @@ def is_head(folder: Path, target: TargetSizes) -> bool:
 
 
 def _found_layout(folder: Path, num_layers: int, source: str) -> tuple[Layout, str]:
-    """Return the layout of the head in a folder, and what its tensors' names begin with."""
+    """Return the layout of the head in a folder, and the prefix of its tensors' names."""
     names = list(tensor_names(folder))
     for layout in LAYOUTS.values():
         starts = [start for name in names if (start := re.match(layout.pattern, name)) is not None]
@@ -125,7 +125,7 @@ def _found_layout(folder: Path, num_layers: int, source: str) -> tuple[Layout, s
         if beyond:
             return layout, min(beyond, key=lambda start: int(start[1]) if start.groups() else 0)[0]
     if read_config(folder).get("model_type") in ASSISTANTS:
-        raise OutriderError(f"{source} is one of Gemma 4's assistants: there is no training for them, and no conversion")
+        raise OutriderError(f"{source} is one of Gemma 4's assistants: training and conversion are not supported")
     wanted = [each.prefix.format(n=num_layers) + each.parts["fc"] + ".weight" for each in LAYOUTS.values()]
     raise OutriderError(
         f"{source} holds no MTP head: none of {', '.join(wanted)} is there; give a folder with the head as the method's draft, "
@@ -148,7 +148,7 @@ def _stored_name(layout: Layout, name: str) -> str:
 
 
 def _body(folder: Path, config: Mapping[str, Any], target: ModelRunner) -> Body:
-    """Return the model whose parts the head is made of: the target, or what the config of the head's folder describes."""
+    """Return the model that provides the head's parts: the target, or the one described by the config of the head's folder."""
     own = target.model.config
     kinds = (own.model_type, loading.text_config(own).model_type)
     if config.get("model_type") in kinds:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from outrider.runner.linear import weight_of
 
-SHARED = 0.02  # relative distance up to which a stored embedding or output head is the target's: its rounding to 8 bits
+SHARED = 0.02  # maximum relative distance of a stored copy from the target's table, for 8-bit rounding
 
 
 def has_own_table(tensors: dict[str, Tensor], name: str, module: Any) -> bool:

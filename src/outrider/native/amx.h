@@ -131,7 +131,7 @@ struct Order {
 };
 
 // sums[rows][32] = (its own, after step 0) + x . w over the tiles from `step` to `end`; rows: 16 + up to 16 where `two`, else up to 16.
-// x and w stand at the first tile of these rows and this panel, `second` is from there to the next 16 rows; `fetch`: weights ahead.
+// x and w point to the first tile of these rows and this panel, `second` is from there to the next 16 rows; `fetch`: weights ahead.
 template <typename Form, bool two, bool fetch>
 inline void block(const uint8_t* x, int64_t second, const uint8_t* w, const Order order, int64_t step, int64_t end, float* sums,
                   int64_t stride) {

@@ -46,7 +46,7 @@ inline vec sum_each(vec* v) {
   return v[0];
 }
 
-// Scores of one query against 16 keys: [16, dim] . [dim]. `chunks`: dim / 16 where the compiler may know it, else 0.
+// Scores of one query against 16 keys: [16, dim] . [dim]. `chunks`: dim / 16 as a compile-time constant, or 0.
 template <typename Cache, int chunks>
 inline vec score_block(const float* query, const Cache* keys, int64_t dim) {
   vec sums[kLanes];
@@ -101,7 +101,7 @@ inline void score_turned(const float* queries, int64_t stride, const float* turn
 }
 
 // out[i][0..16 * chunks) += sum over slots of weights[i][s] * values[s][...], in slot order, for `count` rows of weights. `masked`:
-// slots of weight 0 are skipped, because they may hold anything, including NaN.
+// slots of weight 0 are skipped, because they may contain anything, including NaN.
 template <typename Cache, int count, int chunks, bool masked>
 inline void mix(const float* weights, int64_t weights_stride, const Cache* values, int64_t slots, int64_t dim, float* out,
                 int64_t out_stride) {
@@ -121,8 +121,8 @@ inline void mix(const float* weights, int64_t weights_stride, const Cache* value
 
 inline int64_t to_lanes(int64_t rows) { return (rows + kLanes - 1) / kLanes * kLanes; }  // a tile writes 16 rows
 
-// Queries of one request that look at the same keys and values: those of `tokens` tokens from `token` on, of a group of heads. Row
-// w * group + g of `queries`, `scores` and `out`. Slots count from `first`, and `padded` of them are looked at.
+// Queries of one request that attend to the same keys and values: `tokens` tokens from `token` on, of a group of heads. Row
+// w * group + g of `queries`, `scores` and `out`. Slots count from `first`, and `padded` of them are processed.
 template <typename Cache>
 struct Attention {
   static constexpr int64_t kTogether = 4;  // queries that share loaded keys and values
@@ -136,20 +136,20 @@ struct Attention {
   Attention(const Pass& of, int64_t row, int64_t from, const Cache* k_plane, const Cache* v_plane, float* buffer)
       : pass(of), b(row), length(of.length(row)), token(from), tokens(std::min(tokens_at_once(of), length - from)),
         group(of.heads / of.kv_heads),
-        base(of.bases[row]), open(base + of.width - of.reach),  // slots before it are seen by all, but for a window
+        base(of.bases[row]), open(base + of.width - of.reach),  // earlier slots are visible to all queries, except for a window
         first(std::min(earliest(), open) / kSlots * kSlots),  // blocks start at the same slots in every pass
         count(end() - first), padded((count + kSlots - 1) / kSlots * kSlots), keys(k_plane), values(v_plane), queries(buffer),
         scores(queries + rows() * of.key_dim), out(scores + rows() * padded), turned(out + to_lanes(rows()) * of.value_dim),
         tiles(turned + kLanes * (of.key_dim + kLanes)) {}
 
-  // Whether this runs on matrix units, or by products of pairs: queries and weights are then rounded to bfloat16, as keys and values are.
+  // Whether this uses matrix units, or products of pairs. Queries and weights are then rounded to bfloat16, like keys and values.
   static bool on_units(const Pass& pass) {
     return std::is_same_v<Cache, at::BFloat16> && has_matrix_units() && pass.key_dim % 32 == 0 && pass.value_dim % 16 == 0;
   }
   static bool in_pairs(const Pass& pass) {
     return std::is_same_v<Cache, at::BFloat16> && kHasPairs && !on_units(pass) && pass.key_dim % kPanel == 0 && pass.value_dim % kPanel == 0;
   }
-  // So that about 32 queries are looked at together, or 64 where they take less: their scores stay in the cache.
+  // About 32 queries are processed together, or 64 if they are smaller, so that their scores stay in the cache.
   static int64_t tokens_at_once(const Pass& pass) {
     return std::clamp<int64_t>((on_units(pass) || in_pairs(pass) ? 64 : 32) * pass.kv_heads / pass.heads, 1, pass.width);
   }
@@ -165,15 +165,15 @@ struct Attention {
   int64_t rows() const { return tokens * group; }
   int64_t position(int64_t w) const { return pass.positions[pass.start(b) + w]; }
   const bool* visible(int64_t w) const { return pass.visible + (b * pass.width + w) * pass.reach; }
-  // The first slot that token w sees of those committed before.
+  // The first committed slot visible to token w.
   int64_t begin(int64_t w) const { return pass.window > 0 ? std::max<int64_t>(0, position(w) - pass.window + 1) : 0; }
-  // The first that any of the tokens sees: in a tree a later node may stand at an earlier position.
+  // The first slot visible to any of the tokens: in a tree a later node may have an earlier position.
   int64_t earliest() const {
     int64_t least = begin(token);
     for (int64_t w = token + 1; pass.window > 0 && w < token + tokens; ++w) least = std::min(least, begin(w));
     return least;
   }
-  // The slot behind the last that any of the tokens sees.
+  // One past the last slot visible to any of the tokens.
   int64_t end() const {
     int64_t last = open;
     for (int64_t w = token; w < token + tokens; ++w)
@@ -192,13 +192,13 @@ struct Attention {
   }
 
 #if defined(OUTRIDER_AMX)
-  // `score` by tiles: keys as they lie in the cache times queries, turned once.
+  // `score` by tiles: keys in cache layout times transposed queries.
   void score_on_units() {
     uint16_t* turned_queries = amx::next_line(tiles);
     amx::turn_queries<vec>(queries, rows(), pass.key_dim, turned_queries, [](vec* block) { transpose(block); });
     for (int64_t i = 0; i < padded; i += kLanes) {
       const int64_t slot = first + i, there = std::min<int64_t>(kLanes, pass.capacity - slot);
-      if (there <= 0) {  // behind the cache's end: seen by none
+      if (there <= 0) {  // beyond the cache: visible to no query
         for (int64_t row = 0; row < rows(); ++row) store(scores + row * padded + i, vec{});
         continue;
       }
@@ -223,11 +223,11 @@ struct Attention {
     }
   }
 
-  // `gather` by tiles. Sums run through the slots in blocks of 32 that stand at the same places whatever the pass, so that
-  // a row's bits do not depend on the other rows either; what a row does not see has weight 0, and what was never written counts as 0.
+  // `gather` by tiles. Sums go over the slots in blocks of 32 at fixed positions, so that a row's bits do not depend on other rows.
+  // Slots that a row does not see have weight 0, and unwritten ones count as 0.
   void gather_on_units() {
     uint16_t *weights = amx::next_line(tiles), *paired = weights + to_lanes(rows()) * padded;
-    const int64_t written = base + length - first;  // slots behind it may hold anything
+    const int64_t written = base + length - first;  // later slots may contain anything
     for (int64_t row = 0; row < rows(); ++row)
       amx::to_line_of_tiles(scores + row * padded, padded, weights + row / amx::kSide * amx::kSide * padded + row % amx::kSide * 32);
     for (int64_t from = 0; from < padded; from += amx::kSlotsAtOnce) {
@@ -240,13 +240,13 @@ struct Attention {
   }
 #endif
 
-  // Room for queries or weights in pairs, as they stand and turned, and for a panel of keys or values.
+  // Buffer for queries or weights in pairs, original and transposed, and for a panel of keys or values.
   static int64_t pairs_size(int64_t rows, int64_t slots, int64_t key_dim, int64_t value_dim) {
     return rows * std::max(key_dim, slots + kPanel) + kPanel * std::max(key_dim / 2, value_dim);
   }
 
 #if defined(__AVX512BF16__)
-  // `score` as a linear layer whose weights are the keys: 32 of them are a panel.
+  // `score` as a linear layer with the keys as weights: a panel has 32 of them.
   void score_in_pairs() {
     const int64_t depth = pass.key_dim / 2, at_once = rows_of_a_tile(rows());
     float *rounded = tiles, *turned_queries = rounded + rows() * depth, *panel = turned_queries + rows() * depth;
@@ -258,7 +258,7 @@ struct Attention {
         for (int64_t d = 0; d < depth; d += kLanes) {
           vec block[kLanes];
           for (int64_t j = 0; j < kLanes; ++j) {
-            const int64_t slot = first + i + half + j;  // behind the cache's end: seen by none
+            const int64_t slot = first + i + half + j;  // beyond the cache: visible to no query
             block[j] = slot < pass.capacity ? load(reinterpret_cast<const float*>(keys + slot * pass.key_dim) + d) : vec{};
           }
           transpose(block);
@@ -268,8 +268,8 @@ struct Attention {
     }
   }
 
-  // `gather` as linear layers of 32 slots each, which stand at the same places whatever the pass: a row's bits do not depend on the
-  // other rows. What a row does not see has weight 0, and what was never written counts as 0.
+  // `gather` as linear layers of 32 slots each, at fixed positions, so that a row's bits do not depend on other rows. Slots that a row
+  // does not see have weight 0, and unwritten ones count as 0.
   void gather_in_pairs() {
     const int64_t written = base + length - first, at_once = rows_of_a_tile(rows()), depth = padded / 2;
     float *rounded = tiles, *turned_weights = rounded + rows() * depth, *panel = turned_weights + rows() * kLanes;
@@ -291,7 +291,7 @@ struct Attention {
     }
   }
 
-  // Turned rows of pairs, for each tile [depth][rows of it], times a panel [depth][32] -> to[row][32], rows `stride` apart.
+  // Transposed rows of pairs, for each tile [depth][its rows], times a panel [depth][32] -> to[row][32], rows `stride` apart.
   void products(const float* turned_rows, int64_t depth, const float* panel, float* to, int64_t stride, bool fresh) {
     const int64_t at_once = rows_of_a_tile(rows());
     for (int64_t row = 0; row < rows(); row += at_once)
@@ -309,7 +309,7 @@ struct Attention {
     if (in_pairs(pass)) return score_in_pairs();
 #endif
     const int64_t dim = pass.key_dim;
-    const bool turn = rows() >= kTogether && dim % kLanes == 0;  // where turning the keys pays off; the bits are the same
+    const bool turn = rows() >= kTogether && dim % kLanes == 0;  // if transposing the keys is worthwhile; the bits are the same
     for (int64_t i = 0; i < padded; i += kLanes) {
       const int64_t slot = first + i;
       const Cache* block = keys + slot * dim;
@@ -339,7 +339,7 @@ struct Attention {
     store(to, score);
   }
 
-  // Products of token w -> weights that are yet to be divided by their sum. Returns one over it.
+  // Convert products of token w to unnormalised weights. Returns the reciprocal of their sum.
   float weigh(int64_t w, float* from) {
     vec peak = splat(kUnseen);
     for (int64_t i = 0; i < padded; i += kLanes) {
@@ -369,7 +369,7 @@ struct Attention {
     return pass.window <= 0 || position(w) - position(slot - base) < pass.window;
   }
 
-  // All values by weight.
+  // Sum all values by weight.
   void gather() {
 #if defined(OUTRIDER_AMX)
     if (on_units(pass)) return gather_on_units();
@@ -385,7 +385,7 @@ struct Attention {
     for (row = 0; row < rows(); ++row) add_values<1, true>(row, shared, count);
   }
 
-  // Adds the values of the slots from..to, by weight, to what `together` rows put out.
+  // Add the values of slots [from, to), by weight, to the outputs of `together` rows.
   template <int together, bool masked>
   void add_values(int64_t row, int64_t from, int64_t to) {
     const int64_t dim = pass.value_dim, slots = to - from;
@@ -423,7 +423,7 @@ void attend_all(const Pass& pass, const float* query, const float* key, const fl
       Cache* k_plane = keys + plane * pass.key_dim;
       Cache* v_plane = values + plane * pass.value_dim;
       const int64_t start = pass.start(b), length = pass.length(b);
-      for (int64_t w = 0; w < length; ++w) {  // this pass's keys and values go to the slots after the committed ones
+      for (int64_t w = 0; w < length; ++w) {  // this pass's keys and values follow the committed ones
         const int64_t at = h * pass.total + start + w, slot = pass.bases[b] + w;
         for (int64_t d = 0; d < pass.key_dim; ++d) k_plane[slot * pass.key_dim + d] = static_cast<Cache>(key[at * pass.key_dim + d]);
         for (int64_t d = 0; d < pass.value_dim; ++d)
@@ -449,9 +449,9 @@ void attend_all(const Pass& pass, const float* query, const float* key, const fl
 
 }  // namespace
 
-// Writes the key and value [1, Hkv, T, D] of request b's tokens into slots base.. of its cache row of layer `layer`, then attends.
-// query [1, H, T, D] -> [1, T, H, Dv]. keys / values: [L, R, Hkv, S, D], changed in place: hidden from the compiler on purpose, for
-// each layer's slots are written and read in this one call, so that nothing can be reordered around it and nothing be copied.
+// Write the key and value [1, Hkv, T, D] of request b's tokens into slots base.. of its cache row of layer `layer`, then attend.
+// query [1, H, T, D] -> [1, T, H, Dv]. keys / values: [L, R, Hkv, S, D], changed in place without being declared as such: each layer's
+// slots are written and read in this one call, so the compiler cannot reorder it, and does not copy the cache.
 at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& keys,
                   const at::Tensor& values, int64_t layer, const at::Tensor& cache_rows, const at::Tensor& bases,
                   const at::Tensor& ends, const at::Tensor& positions, const at::Tensor& visible, double scale, double softcap, int64_t window) {

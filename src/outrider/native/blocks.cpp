@@ -1,5 +1,5 @@
 // Linear layers whose weights are codes of 8 or 4 bits, in blocks of 32 inputs x 32 outputs. A weight is scale * number + offset:
-// the number that its code stands for, a scale and, in some forms, an offset of its output and of 32 or 16 of its inputs.
+// the number of its code, a scale and, in some forms, an offset, for its output and 32 or 16 of its inputs.
 //
 // A pass over one row takes as long as reading the codes from memory. Codes are decoded in registers, once for all rows of a tile,
 // and multiplied with activations in one of three precisions:
@@ -9,7 +9,7 @@
 // - 32 bits: float32, on any CPU.
 //
 // The first two multiply numbers, and scale the sums of a block; an offset is multiplied with the sum of the row's activations.
-// Batch-invariant like the other layers: a row's sums are added block by block, and within a block in a fixed order, whatever the
+// Batch-invariant like the other layers: a row's sums are added block by block, and within a block in a fixed order, for any
 // number of rows in the pass.
 
 #include <ATen/core/Tensor.h>
@@ -37,7 +37,7 @@ constexpr int kMaxRows = 12;      // of a tile: 12 rows x 2 vectors of sums leav
 constexpr int64_t kStretch = 16;  // blocks whose weights stay in the L1 cache while all rows of a pass are multiplied
 constexpr int64_t kAhead = 6144;  // bytes to prefetch ahead: the hardware prefetcher stops at page ends
 
-// What codes stand for, and what scales and offsets are stored as. Python's names for them are in runner/blocks.py.
+// Numbers of codes, and dtypes of scales and offsets. Python's names for them are in runner/blocks.py.
 enum Codes : uint8_t { kInt8, kTable4, kInt4, kUint4, kNumCodes };
 enum Numbers : uint8_t { kNone, kBfloat16, kFloat16, kFloat32, kZeros, kProducts, kNumNumbers };
 constexpr int64_t kWidths[kNumNumbers] = {0, 2, 2, 4, 1, 1};  // bytes
@@ -53,7 +53,7 @@ constexpr int8_t kTables[kNumCodes][16] = {
 };
 constexpr const int8_t* kNumbers = kTables[kTable4];
 
-// Codes of a block stand in groups of `together` inputs; a group has a 32-bit word per output. 8 bits: one input per byte. 4 bits:
+// Codes of a block are in groups of `together` inputs; a group has a 32-bit word per output. 8 bits: one input per byte. 4 bits:
 // inputs 0 to 3 in the low halves of the bytes, inputs 4 to 7 in the high halves.
 struct Bits8 {
   static constexpr int64_t together = 4, bytes = kInputs * kPanel;
@@ -67,8 +67,8 @@ struct Panel {
   const uint8_t *bases, *blocks;
 };
 
-// What the blocks of a weight consist of: codes, then 32 scales for each group of inputs, then as many offsets. Zeros are integers
-// that are subtracted from numbers before these are scaled. Products are integers that are multiplied with the base of their blocks.
+// Contents of a block of weights: codes, then 32 scales for each group of inputs, then as many offsets. Zeros are integers
+// subtracted from numbers before scaling. Products are integers that are multiplied by the base of their blocks.
 struct Form {
   Codes codes;
   Numbers scales, offsets;
@@ -85,7 +85,7 @@ struct Form {
         bytes(offsets_at + groups * kPanel * kWidths[offsets]),
         base_bytes(((scales == kProducts) + (offsets == kProducts)) * kPanel * kWidths[kFloat16]) {}
 
-  // `blocks` is a multiple of kSpan where there are bases.
+  // `blocks` is a multiple of kSpan if there are bases.
   int64_t panel_bytes(int64_t blocks) const { return kHeader + blocks * bytes + blocks / kSpan * base_bytes; }
   Panel panel(const uint8_t* packed, int64_t index, int64_t blocks) const {
     const uint8_t* bases = packed + index * panel_bytes(blocks) + kHeader;
@@ -147,7 +147,7 @@ inline float value_at(const Form& form, const Panel& panel, int64_t b, int64_t i
   return form.offsets == kZeros ? scale * (number - offset) : scale * number + offset;
 }
 
-// Rows of activations in the precision that they are multiplied in, in tiles of `at_once` rows.
+// Rows of activations in the precision of the products, in tiles of `at_once` rows.
 struct Rows {
   int64_t count, blocks, at_once;
   std::unique_ptr<int32_t[]> words;   // per tile of n rows: [words of a row][n]
@@ -156,7 +156,7 @@ struct Rows {
   std::unique_ptr<float[]> sums;      // of a row's activations; starts and sums per tile of n rows: [blocks][groups][n]
 };
 
-// What a tile reads of its rows.
+// Input of a tile: its rows.
 struct Part {
   const int32_t* words;
   const float* scales;

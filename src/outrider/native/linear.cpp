@@ -224,7 +224,7 @@ void linear_of_pairs(const Ending ending, const float* x, int64_t rows, int64_t 
 }
 
 // x[rows][inputs] as codes of 8 bits, a scale for each row, times codes in fours, a scale for each output. Codes of weights w enter as
-// w + 128, so that a row's sums are too large by 128 times the sum of its own codes.
+// w + 128, so that a row's sums exceed the result by 128 times the sum of its own codes.
 void linear_of_quads(const float* x, int64_t rows, int64_t inputs, const at::Tensor& packed, const float* scales, float* out) {
 #if defined(__AVX512VNNI__)
   const at::Tensor codes = at::empty({rows, inputs / 4}, at::kFloat);  // four in each
@@ -337,7 +337,7 @@ inline void gate_rows(const Gate gate, const float* from, int64_t rows, int64_t 
 
 template <typename Weight>
 void embed_rows(const int64_t* ids, int64_t count, const Weight* w, int64_t inputs, int64_t together, float* out) {
-  for (int64_t i = 0; i < count; ++i) {  // `together` inputs of an output stand side by side
+  for (int64_t i = 0; i < count; ++i) {  // `together` inputs of an output are adjacent
     const Weight* row = w + ids[i] / kPanel * inputs * kPanel + ids[i] % kPanel * together;
     for (int64_t k = 0; k < inputs; k += together)
       for (int64_t j = 0; j < together; ++j) out[i * inputs + k + j] = static_cast<float>(row[k * kPanel + j]);

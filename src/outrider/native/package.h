@@ -1,5 +1,5 @@
-// A compiled pass, run without Python's lock: torch's own binding keeps it, and then nothing else of the process runs for as long as
-// the pass takes, a server's event loop for one. It is also called a quarter of a millisecond faster.
+// A compiled pass, run without Python's lock. torch's own binding keeps the lock, so that nothing else in the process would run during
+// a pass, such as a server's event loop. A call is also a quarter of a millisecond faster.
 
 #pragma once
 
@@ -17,10 +17,10 @@ class Package : public torch::CustomClassHolder {
  public:
   explicit Package(const std::string& path) : loader_(path) {}
 
-  // Of the weights that it needs.
+  // Names of the weights that it needs.
   std::vector<std::string> names() { return loader_.get_constant_fqns(); }
 
-  // Weights are read where they stand: whoever gives them keeps them.
+  // Weights are used in place: the caller must keep them alive.
   void load(const c10::Dict<std::string, at::Tensor>& weights) {
     std::unordered_map<std::string, at::Tensor> given;
     for (const auto& entry : weights) given.emplace(entry.key(), entry.value());

@@ -23,8 +23,8 @@ extern const std::array<RunPanels<Pair>, kMaxRows> kRunPairs;  // [rows - 1], of
 #endif
 constexpr float kNoScales[1] = {};
 
-// x[rows][0..depth), rows `stride` apart -> [depth][rows], at most 16 rows. A tile then reads straight ahead, where rows a power of
-// two apart would evict each other from the cache.
+// x[rows][0..depth), rows `stride` apart -> [depth][rows], at most 16 rows. A tile then reads sequentially; rows a power of two
+// apart would evict each other from the cache.
 inline void turn_rows(const float* x, int64_t stride, int64_t rows, int64_t depth, float* to) {
   int64_t k = 0;
   for (; k + kLanes <= depth; k += kLanes) {
@@ -33,7 +33,7 @@ inline void turn_rows(const float* x, int64_t stride, int64_t rows, int64_t dept
     transpose(block);
     for (int i = 0; i < kLanes; ++i) {
       if ((k + i) * rows + kLanes <= depth * rows)
-        store(to + (k + i) * rows, block[i]);  // in order: the next mends what is too much
+        store(to + (k + i) * rows, block[i]);  // in order: the next store overwrites the excess
       else
         std::memcpy(to + (k + i) * rows, &block[i], rows * sizeof(float));
     }
@@ -42,7 +42,7 @@ inline void turn_rows(const float* x, int64_t stride, int64_t rows, int64_t dept
     for (int64_t r = 0; r < rows; ++r) to[k * rows + r] = x[r * stride + k];
 }
 
-// Rows that a tile takes of so many: all tiles about as many, for one of few waits for its own additions.
+// Rows per tile for this many rows: nearly equal tiles, because a tile with few rows waits for its own additions.
 inline int64_t rows_of_a_tile(int64_t rows) {
   const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows;
   return (rows + tiles - 1) / tiles;

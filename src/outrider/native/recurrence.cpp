@@ -1,6 +1,6 @@
 // Recurrent layers over a cache of states: short convolutions, gated delta rule and linear attention, selective scan.
 //
-// A layer's cache is a ring over positions: the state after position p lies in slot p mod S. A pass starts from the state after the
+// A layer's cache is a ring over positions: the state after position p is in slot p mod S. A pass starts from the state after the
 // last cached position and writes the state after each of its last S positions, so going back to any of them moves no data. Each
 // request runs token by token, so its bits depend neither on the batch nor on the number of tokens in the pass.
 
@@ -47,10 +47,10 @@ Ring ring_of(const Tensor& states, int64_t layer, int64_t row) {  // states [L, 
   return {first, slots, size};
 }
 
-constexpr int64_t kBlock = 64;  // value features that are summed in registers
+constexpr int64_t kBlock = 64;  // value features summed in registers
 
-// A token of a head: state' = decay * state + key (x) write, with write = beta * (value - key . (decay * state)) where the rule
-// corrects what it finds, else value; out = query . state'. State [keys, values], value features contiguous. `from` may be `to`.
+// One token of a head: state' = decay * state + key (x) write, with write = beta * (value - key . (decay * state)) for the delta rule,
+// else value; out = query . state'. State [keys, values], value features contiguous. `from` may be `to`.
 void advance(const float* from, float* to, const float* decay, const float* key, const float* query, const float* value,
              const float* beta, int64_t keys, int64_t values, float* out) {
   auto block = [&](int64_t j, auto width_of) {
@@ -199,7 +199,7 @@ Tensor short_conv(const Tensor& x, const Tensor& weight, const std::optional<Ten
           for (int64_t i = 0; i < channels; ++i) sums[i] = sums[i] / (1.0f + std::exp(-sums[i]));
       }
     });
-    for (int64_t t = std::max(first, last - ring.slots); t < last; ++t)  // after all have read what stood there
+    for (int64_t t = std::max(first, last - ring.slots); t < last; ++t)  // after all reads of the old contents
       std::copy_n(xs + t * channels, channels, ring.at(base + t - first));
   }
   return out;

@@ -32,7 +32,7 @@ T top_k_bound(const T* row, int64_t size, int64_t top_k, std::vector<T>& maxima)
   return maxima[top_k - 1];
 }
 
-// Where a row is cut: values above `border` are kept, and `level` of those equal to it, `total` in all.
+// Cut of a row: values above `border` are kept, and `level` of those equal to it, `total` in all.
 template <typename T>
 struct Cut {
   T border;
@@ -40,10 +40,10 @@ struct Cut {
   int64_t level;
 };
 
-// The cut that keeps the highest values until they reach `target`. Sorts nothing but the few of the same size as the last one.
+// Return the cut that keeps the highest values until they reach `target`. Sorts only the few values in the last one's bucket.
 template <typename T>
 Cut<T> reach(const T* values, int64_t count, double target, std::vector<T>& bucket) {
-  constexpr int kBuckets = 2048;  // by exponent and the first four bits behind the point, of values from 0 to 2
+  constexpr int kBuckets = 2048;  // by exponent and the first four bits of the mantissa, for values from 0 to 2
   const auto bucket_of = [](T value) {
     const float single = static_cast<float>(value);
     int32_t bits;
@@ -107,7 +107,7 @@ T peak_of(const T* row, int64_t size) {
   return *std::max_element(lanes, lanes + kLanes);
 }
 
-// out = softmax(row / temperature). False for a row with NaN, +inf or nothing but -inf.
+// out = softmax(row / temperature). Returns false for a row with NaN, +inf or only -inf.
 template <typename T>
 bool softmax_row(const T* row, T* out, int64_t size, T temperature) {
   const T scale = 1 / temperature, peak = peak_of(row, size) * scale;
@@ -129,7 +129,7 @@ bool softmax_row(const T* row, T* out, int64_t size, T temperature) {
 template <typename T>
 void truncate_row(T* row, int64_t size, int64_t top_k, double top_p, double min_p, std::vector<T>& found, std::vector<T>& maxima) {
   const T least = static_cast<T>(min_p) * peak_of(row, size);
-  // Tokens below (1 - top_p) / size together do not make up what top-p leaves out; half of that leaves room for rounding.
+  // All tokens below (1 - top_p) / size together have less mass than top-p excludes; half of that allows for rounding.
   const T bound = top_k ? top_k_bound(row, size, top_k, maxima) : std::max(least, static_cast<T>((1 - top_p) / (2 * size)));
   int64_t count = 0;
   for (int64_t i = 0; i < size; ++i) {
@@ -159,8 +159,8 @@ void truncate_row(T* row, int64_t size, int64_t top_k, double top_p, double min_
   for (int64_t i = 0; i < size; ++i) row[i] = row[i] > border || (row[i] == border && cut.level-- > 0) ? row[i] / scale : 0;
 }
 
-// Row r is of request r / width, whose settings are temperature (0: the argmax), top_k, top_p and min_p. The first counts[b] rows
-// of each request are looked at, and `out` is left as it is in the others. `witness`: NaN for rows of NaN.
+// Row r belongs to request r / width, whose settings are temperature (0: the argmax), top_k, top_p and min_p. The first counts[b]
+// rows of each request are processed; `out` is unchanged in the others. `witness`: NaN for rows with NaN.
 template <typename T>
 void shape_rows(const T* logits, T* out, int64_t num_rows, int64_t size, const double* settings, int64_t width, const int64_t* counts,
                 float* witness) {
@@ -183,7 +183,7 @@ void shape_rows(const T* logits, T* out, int64_t num_rows, int64_t size, const d
   }
 }
 
-// The residual of a target's row after a rejected draft: norm(max(0, target - draft)), the target where that is 0
+// The residual of a target's row after a rejected draft: norm(max(0, target - draft)), or the target if that is 0
 // (nothing was rejected: num_accepted[b] = lens[b], or rounding). target [B, width + 1, size], draft [B, width, size] or null for
 // point masses at `tokens` [B, width].
 template <typename T>
@@ -240,7 +240,7 @@ void first_above_rows(const T* rows, int64_t num_rows, int64_t size, int64_t str
     int64_t taken = size - 1;
     const int64_t end = std::min<int64_t>(size, (block + 1) * kBlock);
     for (int64_t i = block * kBlock; i < end; ++i) {
-      if (!(row[i] > 0)) continue;  // a token of probability 0 is never taken, also where rounding leaves a rest
+      if (!(row[i] > 0)) continue;  // a token of probability 0 is never selected, even if rounding leaves a remainder
       taken = i;
       if ((reached += row[i]) > height) break;
     }
@@ -259,8 +259,8 @@ T penalised(T score, float count, const Factors& factors) {
   return score - static_cast<T>(factors.presence) * (count > 0) - static_cast<T>(factors.frequency) * static_cast<T>(count);
 }
 
-// rows [width, size], of which row j follows draft start + j - 1: what stands before it is the text, whose distinct tokens are
-// `ids` and `counts` [size] how often they stand in the output, and the drafts on its path (`parents` null: a chain).
+// rows [width, size], of which row j follows draft start + j - 1. Its context is the output and prompt, with the distinct tokens
+// `ids` and their `counts` [size] in the output, and the drafts on its path (`parents` null: a chain).
 template <typename T>
 void penalise_rows(T* rows, int64_t width, int64_t size, const int64_t* ids, int64_t num_ids, const float* counts,
                    const int64_t* drafts, const int64_t* parents, int64_t start, const Factors& factors) {
@@ -292,7 +292,7 @@ const int64_t* ids_of(const std::optional<at::Tensor>& ids) { return ids.has_val
 }  // namespace
 
 // scores [B, M, V], settings float64 [B, 4] of temperature, top_k, top_p and min_p -> probabilities [B, M, V] and float32 [B, M], NaN
-// where scores were. Only the first counts[b] rows of request b are looked at: the others are undefined.
+// for rows with NaN. Only the first counts[b] rows of request b are processed: the others are undefined.
 std::tuple<at::Tensor, at::Tensor> shape_probs(const at::Tensor& scores, const at::Tensor& settings, at::IntArrayRef counts) {
   const int64_t batch = scores.size(0), width = scores.size(1), size = scores.size(2);
   TORCH_CHECK(scores.is_contiguous() && settings.is_contiguous() && settings.numel() == 4 * batch &&
@@ -306,8 +306,8 @@ std::tuple<at::Tensor, at::Tensor> shape_probs(const at::Tensor& scores, const a
   return {probs, witness};
 }
 
-// target [B, N + 1, V], draft [B, N, V] or none for point masses at tokens [B, N]; num_accepted and lens [B] -> [B, V]: what is left of
-// the target's row after the accepted drafts when the rejected one's is taken away.
+// target [B, N + 1, V], draft [B, N, V] or none for point masses at tokens [B, N]; num_accepted and lens [B] -> [B, V]: the residual
+// of the target's row after the accepted drafts, given the rejected draft's row.
 at::Tensor left_over(const at::Tensor& target, const std::optional<at::Tensor>& draft, const at::Tensor& tokens,
                      const at::Tensor& num_accepted, const at::Tensor& lens) {
   const at::Tensor rows = target.contiguous(), ids = tokens.contiguous(), accepted = num_accepted.contiguous(), counts = lens.contiguous();
@@ -323,7 +323,7 @@ at::Tensor left_over(const at::Tensor& target, const std::optional<at::Tensor>& 
   return out;
 }
 
-// probs [B, V], heights [B] in [0, 1) -> int64 [B]: the first token whose cumulative probability exceeds that part of the total.
+// probs [B, V], heights [B] in [0, 1) -> int64 [B]: the first token whose cumulative probability exceeds heights[b] of the total.
 at::Tensor first_above(const at::Tensor& probs, at::ArrayRef<double> heights) {
   const at::Tensor rows = probs.stride(1) == 1 ? probs : probs.contiguous();
   TORCH_CHECK(static_cast<int64_t>(heights.size()) == rows.size(0), "first_above: ", heights.size(), " heights for ", rows.sizes());
@@ -335,8 +335,8 @@ at::Tensor first_above(const at::Tensor& probs, at::ArrayRef<double> heights) {
   return token_ids;
 }
 
-// Penalties of one request on logits [M, V], in place. Its text has the distinct tokens ids[:num_ids], counts [V] of them in the
-// output; drafts [N] and, of a tree, parents [N] stand before the rows, the first of which follows draft start - 1.
+// Apply one request's penalties to logits [M, V], in place. Its tokens are ids[:num_ids] without repetition, with counts [V] in the
+// output; drafts [N] and, for a tree, parents [N] precede the rows, the first of which follows draft start - 1.
 void penalise_(at::Tensor logits, const at::Tensor& ids, int64_t num_ids, const at::Tensor& counts, const std::optional<at::Tensor>& drafts,
                const std::optional<at::Tensor>& parents, int64_t start, double repetition, double presence, double frequency) {
   const int64_t width = logits.size(0), size = logits.size(1);
@@ -349,7 +349,7 @@ void penalise_(at::Tensor logits, const at::Tensor& ids, int64_t num_ids, const 
   });
 }
 
-// Takes committed tokens, of which the first `num_prompt` are of the prompt, into ids (the distinct ones, `num_ids` before), seen [V]
+// Add committed tokens, of which the first `num_prompt` belong to the prompt, to ids (distinct ones, `num_ids` before), seen [V]
 // and counts [V]. Returns the new number of ids.
 int64_t count_tokens(const at::Tensor& tokens, int64_t num_prompt, at::Tensor ids, int64_t num_ids, at::Tensor seen, at::Tensor counts) {
   const int64_t* from = tokens.const_data_ptr<int64_t>();

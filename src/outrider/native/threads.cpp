@@ -1,8 +1,8 @@
-// A pool of threads for `parallel_for`. One call at a time has the pool; its caller works too.
+// A pool of threads for `parallel_for`. One call uses the pool at a time; its caller works too.
 //
-// A call deals its pieces out to the threads in equal, contiguous parts, so that a thread meets the same weights in every pass, and a
-// thread that has done its part takes pieces of the others'. The call closes when no piece is left to take, and then waits only for the
-// threads that hold one: a thread that has not come yet is not waited for, and finds the call closed.
+// A call distributes its pieces over the threads in equal, contiguous parts, so that a thread reads the same weights in every pass. A
+// thread that has finished its part takes pieces of the others. The call closes when no piece is left, and then waits only for threads
+// that are working on one; a thread that arrives later finds the call closed.
 
 #include "threads.h"
 
@@ -28,13 +28,13 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::microseconds;
 
 constexpr int kMaxThreads = 256;
-constexpr int64_t kPieces = 8;  // a thread's part is cut into, where they are large enough
-// How long a thread without work spins before it sleeps: waking it takes longer than most pauses between the operators of a pass.
+constexpr int64_t kPieces = 8;  // pieces per thread, if they are large enough
+// Time that a thread without work spins before it sleeps: waking takes longer than most pauses between the operators of a pass.
 constexpr microseconds kSpin{1000};
 constexpr microseconds kShortSpin{5};
-// A thread whose core is given to another process while it spins sleeps early from then on, since a thread that slept is given a core
-// soon after it wakes, and one that spun has used up its share. It tries again after a while, longer each time in vain. A gap between
-// two readings of the clock makes it look: the host of a virtual machine causes gaps as well, which sleeping would not avoid.
+// If another process gets a spinning thread's core, the thread then sleeps early, because a thread that slept gets a core soon after
+// it wakes, whereas one that spun has used up its time slice. After a while it spins again; that time doubles with each failure. A gap
+// between two clock readings triggers a check, because the host of a virtual machine also causes gaps, which sleeping cannot avoid.
 constexpr microseconds kGap{40}, kFirstShy{10'000}, kMaxShy{320'000};
 
 inline void relax() {
@@ -45,7 +45,7 @@ inline void relax() {
 #endif
 }
 
-// How often the operating system has given this thread's core to another one although it had work.
+// Return how often the operating system preempted this thread.
 inline int64_t times_interrupted() {
 #if defined(__linux__)
   rusage usage{};
@@ -55,7 +55,7 @@ inline int64_t times_interrupted() {
 #endif
 }
 
-// Of a thread: until when it sleeps early.
+// State of a thread: until when it sleeps early.
 struct Shy {
   Clock::time_point until{};
   microseconds lasts = kFirstShy;
@@ -99,9 +99,9 @@ class Pool {
   std::atomic_flag taken = ATOMIC_FLAG_INIT;
 
  private:
-  static constexpr uint32_t kOpen = 1u << 31;  // of `state_`; its other bits count the threads inside
+  static constexpr uint32_t kOpen = 1u << 31;  // bit of `state_`; its other bits count the threads inside
 
-  // Takes pieces until none is left, those of the thread's own part first.
+  // Take pieces until none is left, those of the thread's own part first.
   void take(int thread) {
     try {
       for (int i = 0; i < threads_; ++i) {
@@ -115,7 +115,7 @@ class Pool {
     }
   }
 
-  // Returns whether `is_done` became true within `most`.
+  // Return whether `is_done` became true within `most`.
   template <typename IsDone>
   bool spin(microseconds most, const IsDone& is_done) {
     auto now = Clock::now();
@@ -151,7 +151,7 @@ class Pool {
   std::exception_ptr error_;
 };
 
-// Never deleted: its threads outlive what a process destroys at its end. A child made by fork has none of them and begins a pool anew.
+// Never deleted, because its threads run until the process exits. A forked child has none of them and creates a new pool.
 std::atomic<Pool*> the_pool{new Pool};
 #if !defined(_WIN32)
 [[maybe_unused]] const int hooked = pthread_atfork(nullptr, nullptr, [] { the_pool.store(new Pool); });

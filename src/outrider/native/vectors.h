@@ -68,7 +68,7 @@ inline vec fused(vec a, vec b, vec c) {
 inline vec fused(vec a, vec b, vec c) { return a * b + c; }
 #endif
 
-// c += a * b[0] in every lane, as ``fused`` says it.
+// c += a * b[0] in every lane, rounded like ``fused``.
 #if defined(__AVX512F__)
 __attribute__((always_inline)) inline void fused_at(vec a, const float* b, vec& c) {
   vec sum = c;

@@ -12,7 +12,7 @@ namespace outrider {
 constexpr int64_t kScaled = 128;
 template <typename Weight>
 struct Form {
-  static constexpr int64_t width = kPanel;  // entries that hold the 32
+  static constexpr int64_t width = kPanel;  // entries per vector of 32 weights
   static constexpr bool scaled = false;
 };
 template <>

@@ -102,7 +102,9 @@ def pick_exit(target: ModelRunner, tokenizer: PreTrainedTokenizerBase | None) ->
     text = f"after {best.layers} of {target.num_layers} layers, agreement {best.agreement:.0%}"
     if best.speedup <= 1:
         reason = "the model was not trained for early exit"
-        logger.warning("no early exit of %s promises a gain; the best is %s: %s", target.name, text, reason)
+        logger.warning(
+            "no early exit of %s is expected to be faster than plain decoding; the best is %s: %s", target.name, text, reason
+        )
     else:
         logger.info("early exit of %s %s", target.name, text)
     return best.layers

@@ -274,7 +274,7 @@ def _drawn_tree(head: RolloutRunner, round_: _Round, out: Tensor, shape: TreeSha
 
 
 class _Levels:
-    """The ``logits_after`` of ``trees.draw_tree``: runs the head over the inner nodes, level by level."""
+    """Callback ``logits_after`` of ``trees.draw_tree``: runs the head over the inner nodes, level by level."""
 
     def __init__(self, head: RolloutRunner, round_: _Round, out: Tensor, shape: TreeShape) -> None:
         """``out`` [A, H]: the head's output after the root."""

@@ -39,6 +39,7 @@ class MtpMethod(MethodSpec):
     takes_draft = True
     drafts_with = MTP
     comes_with_target = True
+    own_draft = "mtp"
     precedence = 2
 
     def build(self, setting: Setting) -> MtpProposer:

@@ -13,7 +13,7 @@ from typing import ClassVar
 class Portable:
     """A drafting method. The base class describes a method that no other engine supports."""
 
-    what: ClassVar[str] = "a method of its own"  # in messages: "vLLM cannot draft with ..."
+    what: ClassVar[str] = "a custom method"  # in messages: "vLLM cannot draft with ..."
     usual_k: ClassVar[int] = 4  # drafts per round for plans with K = auto
 
 

@@ -153,7 +153,9 @@ def attend(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     place = layout.places[layer] if 0 <= layer < len(layout.places) else None
     if place is None or layer in layout.layers_done:
-        raise OutriderError(f"{type(module).__name__} attends in other layers, or more often, than when it was looked at")
+        raise OutriderError(
+            f"{type(module).__name__} attends in other layers, or more often, than in the survey when it was loaded"
+        )
     layout.layers_done.add(layer)
     keys, values = layout.stores[2 * place[0] : 2 * place[0] + 2]
     reach, sinks = reach_of(module, options), options.get("s_aux")
@@ -182,7 +184,7 @@ def check(module: nn.Module, attention_mask: Tensor | None, options: dict[str, A
     """Raise ``OutriderError`` for unsupported attention; ``OwnAttention`` if the model's own code can run it."""
     kind = type(module).__name__
     if getattr(module, "is_causal", True) is False:
-        raise OutriderError(f"{kind} needs to see both ways in attention, which Outrider's cache does not support")
+        raise OutriderError(f"{kind} needs bidirectional attention, which Outrider's cache does not support")
     odd = next((name for name in ("position_bias", "sinks") if options.get(name) is not None), None)
     # Outrider passes a boolean mask; any other one is the model's own.
     if odd is None and attention_mask is not None and attention_mask.dtype != torch.bool:

@@ -43,14 +43,14 @@ class RunnerConfig:
     dtype: str | torch.dtype = option(
         Choice(("auto", "bfloat16", "float16", "float32"), _dtype_name),
         "auto",
-        "Type of the weights; auto: as in the checkpoint, with arithmetic in float32 where 16 bits are slow.",
+        "Type of the weights; auto: as in the checkpoint, with float32 arithmetic if 16-bit arithmetic is slow.",
         panel=MODELS,
         in_plan=True,
     )
     weights: str | None = option(
         Choice(tuple(BITS)),
         None,
-        "Round the target's weights to 8 or 4 bits when it is loaded, on a CPU (default: as in the checkpoint).",
+        "Quantise the target's weights to 8 or 4 bits at load time, on a CPU (default: as in the checkpoint).",
         panel=MODELS,
         in_plan=True,
     )

@@ -114,7 +114,7 @@ class GgufFile:
             reader = reader_of(path)
             fields = dict(reader.fields)
         except Exception as error:  # broken files fail in more ways than can be listed
-            raise OutriderError(f"cannot read {path}: the file is cut or damaged ({first_line(error)})") from error
+            raise OutriderError(f"cannot read {path}: the file is truncated or damaged ({first_line(error)})") from error
         if reader.byte_order != "I":
             raise OutriderError(f"{path} has the byte order of another machine: convert it to this machine's byte order")
         return cls(path, fields, {tensor.name: tensor for tensor in reader.tensors})

@@ -116,7 +116,7 @@ class PassThrough(Cache):
         return False
 
     def update_indexer(self, *_: object, **__: object) -> NoReturn:
-        raise OutriderError("its layers select tokens by an index of their own, which Outrider's cache does not store")
+        raise OutriderError("its layers select tokens by a separate index, which Outrider's cache does not store")
 
 
 class KVCache(PassThrough):

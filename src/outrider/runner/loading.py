@@ -80,14 +80,18 @@ def load_model(
         raise OutriderError(f"cannot load {source}: {reason(error)}") from error
     # transformers fills missing tensors with random numbers and drops unexpected ones.
     for name, found, wanted in sorted(info["mismatched_keys"]):
-        raise OutriderError(f"the weights in {source} are not its config's: {name} is {list(found)}, expected {list(wanted)}")
+        raise OutriderError(
+            f"the weights in {source} do not match its config: {name} is {list(found)}, expected {list(wanted)}"
+        )
     missing = sorted(info["missing_keys"])
     if missing:
         raise OutriderError(f"{source} lacks {len(missing)} tensors of the model, the first {missing[0]}")
     spare = layers_beyond(info["unexpected_keys"], text_config(config))
     if spare:
         count = num_layers(text_config(config))
-        raise OutriderError(f"the weights in {source} are not its config's: {spare[0]} is of no layer, expected {count} layers")
+        raise OutriderError(
+            f"the weights in {source} do not match its config: {spare[0]} belongs to no layer, expected {count} layers"
+        )
     if device.type != "cpu":
         model.to(device)
     return model  # type: ignore[no-any-return]
@@ -156,7 +160,7 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
     except (ValueError, KeyError) as error:
         raise OutriderError(f"{kind} does not use transformers' attention interface: {first_line(error)}") from error
     if text_config(model)._attn_implementation != name:
-        raise OutriderError(f"{kind} does not let its attention be set: Outrider cannot run it")
+        raise OutriderError(f"the attention implementation of {kind} cannot be set, so Outrider cannot run it")
 
 
 def drop_towers(model: PreTrainedModel) -> None:
@@ -193,8 +197,8 @@ def refuse_shared_scales(model: PreTrainedModel) -> None:
     for name, module in model.named_modules():
         if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
             raise OutriderError(
-                f"{name} is quantised by torch.ao's quantize_dynamic, which rounds all tokens of a pass by one scale: what a"
-                " token gives would depend on the drafts beside it; use torchao's quantize_, whose scales are each token's own"
+                f"{name} is quantised by torch.ao's quantize_dynamic, which has one scale for all tokens of a pass, so outputs"
+                " would depend on drafts; use torchao's quantize_, which has one scale per token"
             )
 
 
@@ -224,7 +228,10 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
         raise OutriderError(f"cannot read the config of {source}{hint}: {reason(error)}") from error
     if not trust_remote_code and model_class(config) is None:
         raise OutriderError(f"{source} is a {config.model_type} model, not a causal language model")
-    check_sizes(str(source), vars(text_config(config)))
+    text = text_config(config)
+    if not isinstance(text, PreTrainedConfig):
+        raise OutriderError(f"the config of {source} has a text_config, which {config.model_type} models do not have")
+    check_sizes(str(source), vars(text))
     refuse_encoders(config)
     return config
 

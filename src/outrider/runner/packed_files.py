@@ -78,7 +78,7 @@ class PackedFile:
             linear.pack_model(loading.adopt(model, by_request), self.bits)
             _fill(model, path, header["tensors"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OutriderError) as error:
-            logger.warning("%s does not fit the model (%s): it is built anew", path, error)
+            logger.warning("%s does not fit the model (%s): rebuilding it", path, error)
             disk_cache.discard(KIND, self.key, SUFFIX)
             return None
         if (self.source / "generation_config.json").is_file():
@@ -106,7 +106,7 @@ class PackedFile:
         try:
             path = disk_cache.write(KIND, self.key, SUFFIX, fill)
         except OutriderError as error:
-            logger.warning("%s; the weights are rounded again at the next start", error)
+            logger.warning("%s; the weights are quantised again at the next start", error)
             return
         disk_cache.discard(KIND, self.family, SUFFIX, keep=path)
         logger.info("packed weights stored as %s", path)

@@ -109,7 +109,7 @@ def _refuse_own_caches(model: PreTrainedModel) -> None:
     caches: dict[str, type] = cache_utils.DYNAMIC_LAYER_TYPE_MAPPING
     for kind in getattr(config, "layer_types", None) or ():
         if kind in caches and caches[kind].__module__ != cache_utils.__name__:
-            raise OutriderError(f"{config.model_type}: its layers need a cache of their own ({kind}); {INSTEAD}")
+            raise OutriderError(f"{config.model_type}: its layers need their own cache ({kind}); {INSTEAD}")
 
 
 def _survey_stores(model: PreTrainedModel) -> CacheShape | None:
@@ -172,7 +172,7 @@ def without_weights(config: PreTrainedConfig, model_class: Any, dtype: torch.dty
         with quiet(), torch.device("meta"):
             model: PreTrainedModel = model_class._from_config(config, dtype=dtype, attn_implementation="eager")
     except Exception as error:  # invalid configs raise many kinds of exceptions
-        raise OutriderError(f"the config of {config.model_type} describes no model: {reason(error)}") from error
+        raise OutriderError(f"the config of {config.model_type} is not valid for a model: {reason(error)}") from error
     return model
 
 
@@ -196,7 +196,7 @@ def survey_without_weights(config: PreTrainedConfig, model_class: Any) -> CacheS
 def _not_attending(name: str) -> str:
     return (
         f"{name} does not attend by transformers' attention interface in every layer"
-        f" (it has attention code of its own, or a recurrent state): {INSTEAD}"
+        f" (it has its own attention code, or a recurrent state): {INSTEAD}"
     )
 
 
@@ -206,7 +206,7 @@ def _attend(
     """Replacement of attention that records the shapes that a layer stores."""
     layer: Any = getattr(module, "layer_idx", None)
     if layer is None:
-        raise OutriderError(f"{type(module).__name__} does not say which layer it belongs to")
+        raise OutriderError(f"{type(module).__name__} has no layer index")
     if layer in _seen.layers or layer in _seen.shared:
         raise OwnAttention(
             f"{type(module).__name__} attends more than once in a layer, which Outrider's cache does not support"

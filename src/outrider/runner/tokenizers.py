@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from outrider.types import OutriderError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # compared: the first in both folders
+CONTINUED = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')  # a prefix that is not empty
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -55,6 +56,24 @@ def check_same_files(target: Path, draft: Path) -> None:
     vocabularies = _vocabulary(target / name), _vocabulary(draft / name)
     if vocabularies[0] != vocabularies[1]:
         raise DifferentVocabulary(f"draft and target have different vocabularies ({_difference(*vocabularies)})")
+
+
+def check_merges(folder: Path) -> None:
+    """Raise ``OutriderError`` for merges in a folder's tokenizer.json that make the tokenizers library abort the process.
+
+    It removes ``continuing_subword_prefix`` from each second part of a merge without checking that the part has it.
+    """
+    file = folder / "tokenizer.json"
+    try:
+        content = file.read_bytes()
+        model = json.loads(content)["model"] if CONTINUED.search(content) else {}
+        prefix, merges = model.get("continuing_subword_prefix"), model.get("merges") or []
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+        broken = next((pair for pair in pairs if prefix and not str(pair[-1]).startswith(prefix)), None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):  # reported when the tokenizer is loaded
+        return
+    if broken is not None:
+        raise OutriderError(f"{file}: the merge {broken} must continue with the continuing_subword_prefix {prefix!r}")
 
 
 def _vocabulary(file: Path) -> dict[str, int]:

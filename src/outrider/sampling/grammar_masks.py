@@ -1,8 +1,8 @@
 """Grammar masks: allowed tokens at each position, given the committed and drafted tokens before it.
 
-A dead end is a text after which the grammar and the token masks of a request allow no token, or for which its matcher fails. It
-is an error of the request if the text is committed. Drafts that lead into one cost the request nothing: drafts after them are
-dropped, and if the target accepts them, the last one becomes the round's own token, as in plain decoding.
+A dead end is a sequence after which the grammar and the token masks of a request allow no token, or for which its matcher
+fails. A committed dead end is an error of the request. Drafts that lead into one are harmless: drafts after them are dropped,
+and if the target accepts them, the last one becomes the round's next token, as in plain decoding.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def token_mask(params: SamplingParams, vocab_size: int) -> Tensor | None:
 
 
 def allowed_after(request: Request, path: Sequence[int]) -> Tensor | None:
-    """Return ``allowed_tokens``, empty where the matcher fails: the target finds that error once the text is committed."""
+    """Return ``allowed_tokens``, or an empty mask if the matcher fails; the target reports that once tokens are committed."""
     try:
         return allowed_tokens(request, path)
     except Exception:
@@ -87,9 +87,10 @@ def is_dead_end(request: Request, path: Sequence[int]) -> bool:
 
 
 def without_dead_ends(verdict: Verdict, proposal: Proposal, requests: Sequence[Request]) -> Verdict:
-    """Return the verdict with the last accepted draft as the round's own token where it leads into a dead end.
+    """Return the verdict with the last accepted draft as the round's next token if it leads into a dead end.
 
-    No token can follow it, and the verifier's was drawn from unmasked logits. The law of the emitted tokens is unchanged.
+    No token can follow it, and the verifier's next token was sampled from unmasked logits. The output distribution is
+    unchanged.
     """
     ends = []
     for b, request in enumerate(requests):

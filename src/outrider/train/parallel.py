@@ -153,14 +153,14 @@ class Masks:
             is_same = bool((together - alone).abs().max() <= close)
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as failure:  # model code can fail in any way
             raise OutriderError(
-                f"unsupported model for parallel drafts: {kind} takes no mask: {first_line(failure)}"
+                f"unsupported model for parallel drafts: {kind} does not support attention masks: {first_line(failure)}"
             ) from failure
         finally:
             draft.train(was_training)
         if not is_same:
             raise OutriderError(
-                f"unsupported model for parallel drafts: {kind} does not keep to a mask over rows of {seq_len} tokens, because"
-                " of recurrent layers or of attention to a window"
+                f"unsupported model for parallel drafts: {kind} ignores parts of an attention mask over {seq_len} tokens,"
+                " because of recurrent layers or an attention window"
             )
 
 

@@ -293,7 +293,7 @@ class BlockRun:
         states = self.hidden_states or tuple(sorted(set(block_formats.default_hidden_states(runner.num_layers, layers))))
         check_captured(runner, states, seq_len)
         if min(states) < 1:
-            raise OutriderError(f"invalid hidden states {states}: this head reads outputs of layers, from 1 on")
+            raise OutriderError(f"invalid hidden states {states}: this head reads outputs of layers: expected at least 1")
         return shapes.BlockSizes(states, layers, self.block_size, *ranks)
 
 

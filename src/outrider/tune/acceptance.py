@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 OPTIMISTIC_RATE = 0.8  # prior acceptance: high, so that a new method is tried
 EXPECTED_WEIGHT = 3.0  # weight of the prior per position, in drafts
-PRIOR_WEIGHT = 4.0  # rounds of counts of one temperature with which a new one begins
+PRIOR_WEIGHT = 4.0  # weight, in rounds, of another temperature's counts as a prior
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class Acceptance:
             self.asked, self.made, self.unit = self.asked / self.unit, self.made / self.unit, 1.0
 
     def add(self, num_drafts: int, num_accepted: int) -> None:
-        """Counts a round."""
+        """Count a round."""
         unit = self.unit
         self.asked += unit
         if num_drafts:

@@ -1,10 +1,10 @@
-"""How many drafts to ask for, each round and of each request: the K, zero included, with the most expected tokens a second over
-the batch.
+"""Choose the number of drafts per request in each round: the K, including 0, with the highest expected tokens per second of the
+batch.
 
-Knows acceptance counts and seconds, no method. A method never seen is expected to be good, so that the first rounds try it and
-what it is worth is soon known. Three things keep that from being slower than plain decoding: K = 0 is a choice like any other;
-drafting that does not pay is only tried again after a pause that doubles; and time lost by drafting comes out of an
-exploration budget, to which a small share of all time is added.
+The policy uses acceptance counts and times, and is independent of methods. A new method is assumed to be good, so that the
+first rounds try it and its value is soon known. Three rules keep this from being slower than plain decoding: K = 0 is a
+candidate like any other; if drafting does not pay, it is tried again only after a pause that doubles; and time lost by drafting
+is taken from an exploration budget, to which a small share of all time is added.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ CAPS = (1, 2, 4, 8, 16)  # candidate maximum K if each request has its own
 DECISION_PERIOD = 6  # rounds between decisions
 EARLY_ROUNDS = 16  # initial drafted rounds with a decision each
 HYSTERESIS = 1.02  # predicted gain required to change K
-SEPARATE_GAIN = 1.04  # a K for each request must promise this much: with little known of each, luck looks like merit
+# predicted gain required for a K per request: with few observations, differences between requests may be chance
+SEPARATE_GAIN = 1.04
 ALIKE = 0.1  # requests get one K if their expected gains differ by less than this share
 DECAY = 0.93  # decay of a request's counts per round: about 14 rounds
 SHARED_DECAY = 0.99  # decay of the counts that new requests start with
 FIRST_REACH = 1  # a draft may be one longer than twice the longest so far
-MAX_TEMPERATURE = 2.0  # higher ones share its counts, so that what is kept stays bounded
+MAX_TEMPERATURE = 2.0  # higher temperatures share its counts, which bounds the number of counts
 READ_HORIZON = 64  # tokens over which a proposer's prefill must pay off
 
 FIRST_PAUSE, MAX_PAUSE = 8, 256  # rounds without drafts before the next probe
@@ -39,7 +40,7 @@ PROBE_RATE = 0.8  # acceptance assumed for the length of a probe, at most MAX_PR
 MAX_PROBE = 4
 
 EXPLORATION_SHARE = 0.02  # share of all time that may be lost
-FIRST_BUDGET, MAX_BUDGET = 4.0, 6.0  # in plain rounds: to begin with, and at most
+FIRST_BUDGET, MAX_BUDGET = 4.0, 6.0  # in plain rounds: initial and maximum
 
 PLAIN_CHECK_PERIOD = 48  # drafted rounds until a plain round is measured, if drafting gains at most THIN_GAIN
 THIN_GAIN = 1.3
@@ -52,13 +53,13 @@ class Track:
     shared: Acceptance  # shared by requests with its temperature
     own: Acceptance
     num_seen: int = 0  # committed tokens at the last call of the proposer
-    rest: int = FIRST_PAUSE  # rounds until a draft for it is tried again while others draft
-    pause: int = FIRST_PAUSE  # initial value of that rest
-    forced: float = 0.0  # running mean of the tokens of a round that its grammar forces, which come with any K
+    rest: int = FIRST_PAUSE  # rounds until a draft for it is tried again, if other requests draft and it does not
+    pause: int = FIRST_PAUSE  # initial value of ``rest``
+    forced: float = 0.0  # moving average of tokens per round that its grammar forces, which do not depend on K
     num_rounds: int = 0
 
     def worths(self, expected: Sequence[float], most: int) -> list[float]:
-        """Chances that a draft at depth 1, 2, ... survives, if there is one; 0 below ``most``. As many as ``expected``."""
+        """Return the probability that a draft at depth 1, 2, ... is accepted, given drafts; 0 from depth ``most`` + 1."""
         worths = list(accumulate(self.own.rates(self.shared.rates(expected)), mul))
         most = max(most, 0)
         return worths[:most] + [0.0] * len(worths[most:])
@@ -87,15 +88,15 @@ class DraftLengthPolicy:
         self._requests: tuple[Request, ...] = ()
         self._batch: list[Track] = []
         self._lens: list[int] = []  # decided lengths
-        self._tried: list[int] = []  # requests for which a single draft is tried this round, though none was decided on
-        self._edge = 1.0  # its expected speed over that of plain decoding
+        self._tried: list[int] = []  # requests that get a single draft as a trial in this round, although their K is 0
+        self._edge = 1.0  # expected speed of the decision / speed of plain decoding
         self._plain: float | None = None  # seconds of a plain round
-        self._worth = 1.0  # tokens per request that so many seconds bring without drafts: more where a grammar forces some
-        self._age = 0  # rounds since
+        self._worth = 1.0  # tokens per request that plain decoding emits in this time; above 1 if a grammar forces tokens
+        self._age = 0  # rounds since the decision
         self._wait, self._pause = 0, FIRST_PAUSE
-        self._stake = 1.0  # plain rounds that the last probe could lose: the dearer, the longer the pause behind it
-        self._doubt = 1  # that a new request's text is another: doubles with each probe in vain
-        self._is_plain = True  # the round: nothing was asked for, though requests may have had drafts as they wished
+        self._stake = 1.0  # plain rounds that the last probe could lose; the next pause is proportional to it
+        self._doubt = 1  # factor of a new request's pause, doubled by each unsuccessful probe
+        self._is_plain = True  # no drafts were requested in this round, except by requests with their own K
         self._is_probe = False
         self._num_drafted = 0
         self._num_unchecked = 0  # drafted rounds since the last one without drafts
@@ -114,7 +115,7 @@ class DraftLengthPolicy:
         return self._with_tries()
 
     def _next_k(self, context: Context) -> int:
-        """The most drafts to ask for; after it, whether that is a probe is known."""
+        """Return the maximum number of drafts to request, and set whether this round is a probe."""
         self._is_probe = False
         if context.requests is not self._requests:
             self._enter(context)
@@ -138,7 +139,7 @@ class DraftLengthPolicy:
         """Learn from a round: acceptance, cost, and gained or lost time."""
         batch, longest, times = len(round_.depths), max(round_.depths), round_.times
         forced = self._learn_forced(round_, is_prefill)
-        # One with nothing but forced tokens was perhaps not drafted for.
+        # A request with only forced tokens may not have been drafted for.
         drafted_for = [b for b in range(batch) if context.limits[b] > 0 and (round_.depths[b] or not forced[b])]
         if round_.k == 0 or self._is_plain:
             if not is_prefill and not round_.is_cold and not any(forced):
@@ -148,7 +149,7 @@ class DraftLengthPolicy:
                 self._budget = min(self._budget + EXPLORATION_SHARE * times.total / self._plain, MAX_BUDGET)
         if round_.k == 0 or not drafted_for:
             return
-        # Committed tokens that the proposer had not been asked about, before those of this round.
+        # Committed tokens that the proposer had not processed, excluding those of this round.
         num_unseen = sum([self._num_unseen(b) - round_.num_accepted[b] - 1 for b in drafted_for])
         catch_up, plain, num_drafting = 0.0, self._plain or 0.0, max(1, len(drafted_for))
         if num_unseen > 0:
@@ -157,7 +158,7 @@ class DraftLengthPolicy:
         if not is_prefill:
             if longest:
                 self.costs.record_drafted_round(batch, times.verify + times.host, round_.first_layer)
-            if num_unseen <= 0:  # one that had text to catch up with says nothing of a step
+            if num_unseen <= 0:  # otherwise the time includes catching up
                 self.costs.record_drafts(longest or round_.k, num_drafting, times.draft)
         self._learn(drafted_for, round_)
         self._book(round_, num_drafting, catch_up if self._is_probe else 0.0, is_prefill)
@@ -169,7 +170,8 @@ class DraftLengthPolicy:
         for request_id in request_ids:
             self._tracks.pop(request_id, None)
 
-    # --- what is known ------------------------------------------------------------------------------------------------------
+    # --- learning
+    # ---------------------------------------------------------------------------------------------------------------
 
     def _enter(self, context: Context) -> None:
         """Switch to another batch. New requests start with the largest decided K."""
@@ -177,7 +179,7 @@ class DraftLengthPolicy:
         before = [decided.get(request.request_id, self._k) for request in context.requests]
         self._requests = context.requests
         if any([request.request_id not in self._tracks for request in context.requests]):
-            batch = len(context.requests)  # a new text changes less where there are many others
+            batch = len(context.requests)  # a new request matters less in a large batch
             self._wait = min(self._wait, int(batch * NEW_REQUEST_WAIT * self._doubt * self._stake))
             self._pause = min(self._pause, batch * NEW_REQUEST_PAUSE * self._doubt)
         self._batch = [self._track(request) for request in context.requests]
@@ -201,7 +203,7 @@ class DraftLengthPolicy:
         return len(self._requests[b].token_ids) - self._batch[b].num_seen
 
     def _with_tries(self) -> list[int]:
-        """What was decided; of the requests to which it gives nothing, one whose rest is over gets a draft: has it changed?"""
+        """Return the decided lengths, with a trial draft for one request without drafts whose ``rest`` is over."""
         lens = self._lens
         for b, track in enumerate(self._batch):
             if self._lens[b] == 0 and self._requests[b].num_draft_tokens is None:
@@ -222,11 +224,11 @@ class DraftLengthPolicy:
             track.rest = track.pause
 
     def _learn_forced(self, round_: Round, is_prefill: bool) -> list[int]:
-        """Learn how many tokens of a round a grammar forces. Return those of this round, per request."""
+        """Learn the number of forced tokens per round. Return those of this round, per request."""
         forced = round_.forced or [0] * len(round_.depths)
         for track, count in zip(self._batch, forced, strict=True):
             track.add_forced(count)
-        if any(forced) and not any(round_.depths) and not is_prefill:  # perhaps no round is without them
+        if any(forced) and not any(round_.depths) and not is_prefill:  # there may never be a round without forced tokens
             self.costs.record_drafted_round(len(forced), round_.times.verify + round_.times.host, None)
         return forced
 
@@ -246,20 +248,20 @@ class DraftLengthPolicy:
         self._judge_tries(round_)
 
     def _book(self, round_: Round, num_drafting: int, catch_up: float, is_prefill: bool) -> None:
-        """Takes out of the budget what the round lost against plain decoding, or puts into it what it won.
+        """Take the time that the round lost against plain decoding from the budget, or add the time that it won.
 
-        At usual prices: a hiccup is not the drafts' fault. A probe pays for the text that the proposer had to catch up with.
-        Where drafting was decided on, that is paid once and for all that follows.
+        Typical times are used, so that an outlier does not count against drafting. A probe also pays for the proposer's
+        catching up. If drafting was decided on, catching up pays for all later rounds and is not counted.
         """
         plain, batch = self._plain, len(round_.depths)
-        # What requests drafted because they wished to was no decision.
+        # Rounds of requests with their own K do not depend on decisions.
         if plain is None or any([request.num_draft_tokens is not None for request in self._requests]):
             return
         cache_len = len(self._requests[0].token_ids)
         seconds = self.costs.round(round_.k, round_.lens, max(round_.depths), num_drafting, cache_len)
         if not is_prefill:
             seconds = min(round_.times.total, seconds)
-        if round_.forced is not None:  # those rows would have been scored without drafts too
+        if round_.forced is not None:  # these rows would also be scored without drafts
             seconds -= self.costs.widening(round_.forced, cache_len)
         won = sum(round_.num_accepted) / batch - self._worth * ((seconds + catch_up) / plain - 1)
         income = EXPLORATION_SHARE * (round_.times.total / plain + won)
@@ -268,7 +270,7 @@ class DraftLengthPolicy:
     # --- decisions ----------------------------------------------------------------------------------------------------------
 
     def _decide(self, context: Context, before: list[int]) -> None:
-        """Chooses anew; what the requests had ``before`` is kept unless something else promises more."""
+        """Decide the lengths again. The lengths ``before`` are kept unless others promise more."""
         batch = len(self._batch)
         self._age = 0
         bare, prices = self._prices(context), self._prices(context, [track.forced for track in self._batch])
@@ -282,7 +284,7 @@ class DraftLengthPolicy:
         expected, worths, made, reading = [OPTIMISTIC_RATE] * longest, [], [], []
         for b, (track, request) in enumerate(zip(self._batch, self._requests, strict=True)):
             own, limit = request.num_draft_tokens, context.limits[b]
-            worths.append(track.worths(expected, longest if own is None else own))  # no more than it wants
+            worths.append(track.worths(expected, longest if own is None else own))  # at most its own K
             made.append(track.made_rate())
             reading.append(self.costs.catch_up(self._num_unseen(b)) / min(READ_HORIZON, 1 + limit))
         shares = Shares(worths, made, self._nodes(longest), reading, prices, emitted - batch)
@@ -305,7 +307,7 @@ class DraftLengthPolicy:
         self._lens, self._edge = lens, max(speed / plain, 1.0)
 
     def _nodes(self, k: int) -> list[int]:
-        """Tokens that each depth of a proposal up to k adds to a pass; at least one."""
+        """Return the tokens that each depth of a proposal up to k adds to a pass, at least one."""
         totals = [self._num_nodes(depth) for depth in range(k + 1)]
         return [max(1, after - before) for before, after in pairwise(totals)]
 
@@ -315,7 +317,7 @@ class DraftLengthPolicy:
     def _probe(self, context: Context) -> int:
         """Probe with a few drafts after a pause, in case the text became predictable."""
         prices = self._prices(context)
-        if prices is None:  # they were renewed since the last decision: a plain round tells the new ones
+        if prices is None:  # costs were reset since the last decision: measure a plain round first
             return 0
         batch, longest = len(self._batch), min(MAX_PROBE, self.max_k)
         worths, nodes = [PROBE_RATE**depth for depth in range(1, longest + 1)], self._nodes(longest)
@@ -331,9 +333,12 @@ class DraftLengthPolicy:
         return k
 
     def _judge_probe(self, round_: Round, context: Context) -> None:
-        """A probe that failed doubles the pause; one that held goes on, until the estimate says so or the budget is empty."""
+        """Double the pause after a failed probe.
+
+        After a successful one, continue until the estimate changes or the budget is empty.
+        """
         made = [(drafts, accepted) for drafts, accepted in zip(round_.depths, round_.num_accepted, strict=True) if drafts]
-        if not made:  # nothing is known that was not before
+        if not made:  # nothing was learned
             self._wait = self._pause
             return
         self._decide(context, self._lens)

@@ -30,11 +30,10 @@ class Shares:
         prices: RoundPrices,
         free: float = 0.0,
     ) -> None:
-        """``worths`` [B][N]: accepted drafts that depth i + 1 adds, if the request has drafts; ``made`` [B]: how often it has.
+        """``worths`` [B][N]: accepted drafts added by depth i + 1, given drafts; ``made`` [B]: share of rounds with drafts.
 
-        ``nodes`` [N]: tokens in the pass at each depth; ``reading`` [B]: seconds that a proposer owes for each emitted token,
-        because it has not seen the text before; ``free``: tokens of a round that come with drafts and without, beside one of
-        each request.
+        ``nodes`` [N]: tokens in the pass at each depth; ``reading`` [B]: seconds of catching up per emitted token, if the
+        proposer has unprocessed tokens; ``free``: tokens of a round that do not depend on drafts, beyond one per request.
         """
         self._emitted = len(worths) + free
         self.batch, self._nodes, self._prices = len(worths), nodes, prices
@@ -97,7 +96,7 @@ class Shares:
             for depth, (worth, nodes) in enumerate(zip(worths, self._nodes, strict=True), 1):
                 least = min(least, worth / nodes)
                 ranks.append(-least)
-                drafts.append(_Draft(b, depth, worth * made, nodes))  # a rare draft is as rarely paid for
+                drafts.append(_Draft(b, depth, worth * made, nodes))  # weighted by the share of rounds in which it exists
         return [drafts[at] for at in sorted(range(len(ranks)), key=ranks.__getitem__)]
 
     def _speeds(self, k: int, drafts: Iterable[_Draft]) -> list[float]:

@@ -1,4 +1,4 @@
-"""What the load tool measures of a server whose delays are known, in a time of its own: figures are exact, nobody waits."""
+"""Load tests of a server with known delays, in virtual time: results are exact and no test waits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def swept(server: FakeServer, *loads: Load, modes: Any = BOTH, **traffic: Any) -
 
 
 def found(sweep: Sweep, **objective: float) -> dict[str, Any]:
-    """Cells by mode, of the only load."""
+    """Return mode -> cell of the only load."""
     return {cell["mode"]: cell for cell in cells(sweep.groups, Objective(**objective))}
 
 
@@ -46,7 +46,7 @@ def test_latencies_and_speeds_match_the_server() -> None:
     both = found(swept(FakeServer(), Load(concurrency=1)))
     plain, speculative = both[PLAIN], both[SPECULATIVE]
     assert plain["first_token_ms"] == speculative["first_token_ms"] == {"p50": pytest.approx(250), "p95": pytest.approx(250)}
-    # 9 tokens: 8 pauses of one token each, or 4 of two, two, two and one
+    # 9 tokens: 8 pauses of one token each, or 4 pauses of two, two, two and one
     assert plain["tok_s"] == pytest.approx(9 / (0.25 + 8 * 0.04))
     assert speculative["tok_s"] == pytest.approx(9 / (0.25 + 4 * 0.04))
     assert speculative["speedup"] == pytest.approx(0.57 / 0.41) and plain["speedup"] == 1
@@ -68,7 +68,7 @@ def test_the_number_of_clients_is_the_requested_one() -> None:
 
 
 def test_connections_are_reused() -> None:
-    """As those of most clients are; a server may behave otherwise on a new one (the first acknowledgements come at once)."""
+    """Most clients reuse connections, and a server may treat new ones differently (their first acknowledgements are sooner)."""
     server = FakeServer()
     swept(server, Load(concurrency=2), repeat=1)
     assert server.num_read_whole == len(server.bodies) > 0
@@ -90,7 +90,7 @@ def test_drafts_are_counted_from_the_metrics_page() -> None:
     server = FakeServer()
     both = found(swept(server, Load(concurrency=2), repeat=3))
     cell = both[SPECULATIVE]
-    num_rounds = 3 * 8 * 5  # of the measured runs alone: warming up is not counted
+    num_rounds = 3 * 8 * 5  # measured runs only, without warm-up
     assert (cell["drafts"], cell["accepted"]) == (3 * num_rounds, 3 * 8 * 4)
     assert cell["mean_acceptance_length"] == pytest.approx(9 / 5)
     assert cell["draft_acceptance_rate"] == pytest.approx(4 / 15)
@@ -115,7 +115,7 @@ def test_goodput_counts_requests_that_meet_the_objective() -> None:
     assert found(sweep, first_token=0.3, token=0.05)[PLAIN]["goodput_s"] == pytest.approx(1 / 0.57)
     assert found(sweep, first_token=0.2, token=0.05)[PLAIN]["good_share"] == 0
     strict = found(sweep, first_token=0.3, token=0.03)
-    assert (strict[PLAIN]["good_share"], strict[SPECULATIVE]["good_share"]) == (0, 1)  # drafts make the difference
+    assert (strict[PLAIN]["good_share"], strict[SPECULATIVE]["good_share"]) == (0, 1)  # only drafts meet the objective
 
 
 def test_refused_requests_count_as_failures_without_tokens() -> None:
@@ -145,14 +145,14 @@ def test_servers_rest_before_each_run() -> None:
     runs = [sample for repeat in sweep.groups[0].repeats for run in repeat.values() for sample in run.samples]
     moments = sorted(moment for sample in runs for moment in (sample.started, sample.ended))
     silences = [later - earlier for earlier, later in pairwise(moments) if later - earlier > 1]
-    assert silences == pytest.approx([7.5] * 3)  # between the four runs, and nowhere within one
+    assert silences == pytest.approx([7.5] * 3)  # between the four runs, not within one
     assert document(sweep, Objective(), {})["rest_s"] == 7.5
 
 
 def test_prompts_have_unique_beginnings_except_the_shared_prefix() -> None:
     server = FakeServer()
     swept(server, Load(concurrency=3))
-    prompts = [body["prompt"] for body in server.bodies[2:]]  # behind the questions that tell what the server can
+    prompts = [body["prompt"] for body in server.bodies[2:]]  # after the requests that query the server's features
     assert len({prompt[:10] for prompt in prompts}) == len(prompts)
     server = FakeServer()
     swept(server, Load(concurrency=3), shared_prefix="once upon a time")
@@ -176,7 +176,7 @@ def test_progress_estimates_the_rest_and_an_interrupt_keeps_finished_runs() -> N
     assert [len(group.repeats) for group in sweep.groups] == [2, 1]
     assert told[-1].total == 8 and "at a time" in told[-1].what
     after_first_load = next(state for state in told if state.done == 4)
-    assert after_first_load.seconds_left == pytest.approx(3 * 2 * 4 * (0.57 + 0.41), rel=0.01)  # by requests
+    assert after_first_load.seconds_left == pytest.approx(3 * 2 * 4 * (0.57 + 0.41), rel=0.01)  # by number of requests
     result = document(sweep, Objective(), {"interrupted": True})
     assert result["interrupted"] and len(result["cells"]) == 4
 

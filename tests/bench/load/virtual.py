@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next thing that is due, and a server in it whose delays are known exactly."""
+"""An event loop in virtual time, and a fake server in it with known delays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 class VirtualTime(asyncio.SelectorEventLoop):
-    """Nobody waits: where nothing is ready, it is as late as the next timer says."""
+    """Event loop whose clock jumps to the next timer when nothing is ready."""
 
     def __init__(self) -> None:
         self._now = 1000.0
@@ -46,19 +46,19 @@ def run(work: Coroutine[Any, Any, Result]) -> Result:
 
 @dataclass
 class FakeServer:
-    """Speaks OpenAI's streams. The first chunk comes after ``first`` seconds, the others after ``pause`` each."""
+    """Fake OpenAI server. The first chunk arrives after ``first`` seconds, each later one after ``pause``."""
 
     first: float = 0.25
     pause: float = 0.04
-    per_chunk: int = 2  # tokens of a chunk with drafts; without them a chunk is one
+    per_chunk: int = 2  # tokens per chunk with drafts; 1 without
     owner: str = "outrider"
-    counts: bool = True  # tokens in every chunk
-    limit: int = 1000  # requests at once; beyond them 429
+    counts: bool = True  # whether every chunk has a token count
+    limit: int = 1000  # maximum concurrent requests; beyond it the status is 429
     has_metrics: bool = True
     bodies: list[dict[str, Any]] = field(default_factory=list)
     running: int = 0
     most: int = 0
-    num_read_whole: int = 0  # streams whose connection could be used again
+    num_read_whole: int = 0  # streams read to the end, so that the connection can be reused
     rounds: int = 0
     drafts: int = 0
     accepted: int = 0
@@ -92,7 +92,7 @@ class FakeServer:
                 self.rounds, self.drafts, self.accepted = self.rounds + 1, self.drafts + 3, self.accepted + count - 1
             usage = {"usage": {"completion_tokens": done, "prompt_tokens": 5}} if self.counts else {}
             data = json.dumps({"choices": [{"text": "x" * count}], **usage}).encode()
-            yield b"data: " + data[:20]  # a chunk may come in pieces
+            yield b"data: " + data[:20]  # a chunk may arrive in pieces
             yield data[20:] + b"\r\n\r\n"
         self.running -= 1
         yield b'data: {"choices": [], "usage": {"completion_tokens": %d, "prompt_tokens": 5}}\n\ndata: [DONE]\n\n' % done

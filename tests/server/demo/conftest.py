@@ -18,12 +18,12 @@ from outrider.engine import LLM
 from outrider.server.demo.race_request import Limits
 from outrider.server.demo.track import Track
 
-PATIENT = Limits(seconds=3600)  # a machine may have other things to do
+PATIENT = Limits(seconds=3600)  # other processes may use the machine
 
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A target, and its twin as draft: what it says is always right."""
+    """Create a target and its copy as draft, which is always accepted."""
     where = tmp_path_factory.mktemp("demo")
     return {name: str(make_folder(where / name, max_position_embeddings=512)) for name in ("target", "draft")}
 
@@ -35,7 +35,7 @@ def track(folders: dict[str, str]) -> Track:
 
 
 class Server:
-    """A running server and a visitor's view of it."""
+    """A running server and a client for it."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -54,7 +54,7 @@ class Server:
 
 
 class Visit:
-    """One visitor's race: its events as they come, until the visitor leaves."""
+    """One visitor's race: its events as they arrive, until the visitor leaves."""
 
     def __init__(self, port: int, body: bytes) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
@@ -72,7 +72,7 @@ class Visit:
 
     @property
     def body(self) -> str:
-        """All of an answer that is no stream."""
+        """Return the whole body of a non-streamed response."""
         return self._response.read().decode()
 
     def rest(self) -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ class Visit:
         return events
 
     def leave(self) -> None:
-        """Closes the tab."""
+        """Close the connection, as closing the tab does."""
         if self._connection.sock is not None:
             self._connection.sock.shutdown(socket.SHUT_RDWR)
         self._response.close()
@@ -104,8 +104,8 @@ def serving(app: Any) -> Iterator[Server]:
 
 
 def until(holds: Callable[[], object], seconds: float = 30.0) -> None:
-    """Waits for something that another thread brings about."""
+    """Poll until a condition holds that another thread causes."""
     deadline = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < deadline, "it never came about"
+        assert time.monotonic() < deadline, "the condition did not hold in time"
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""``outrider demo`` before it serves: mistakes are one line, and found before a model is loaded."""
+"""``outrider demo`` before it serves: errors are one line and found before a model is loaded."""
 
 from __future__ import annotations
 

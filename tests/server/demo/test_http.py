@@ -1,4 +1,4 @@
-"""The demo over HTTP, with a track that runs when it is told to: the line, visitors who leave, limits, wrong input."""
+"""The demo over HTTP with a track controlled by the test: queue, disconnects, limits and invalid input."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GOOD = {"prompt": "def f(", "method": "draft"}
 
 
 class HandTrack:
-    """A track whose races last until somebody lets them end."""
+    """A track whose races run until the test ends them."""
 
     limits = Limits(waiting=3, prompt_chars=100, body_bytes=2000)
     is_lossless = True
@@ -165,7 +165,9 @@ def test_a_tab_closed_during_its_race_frees_the_place(server: Server, track: Han
     until(lambda: track.closed == ["first", "second"])
 
 
-def test_a_visitor_who_does_not_read_delays_nobody(server: Server, track: HandTrack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_visitor_who_does_not_read_does_not_delay_others(
+    server: Server, track: HandTrack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(app, "UNREAD", 0.5)
     track.padding = "x" * 1_000_000
     body = json.dumps(GOOD | {"prompt": "silent"}).encode()
@@ -194,7 +196,7 @@ def test_a_tab_closed_in_the_queue_frees_the_place(server: Server, track: HandTr
     assert track.racing == ["first", "third"]
 
 
-def test_a_failed_race_shows_no_internals_and_affects_nobody_else(server: Server, track: HandTrack) -> None:
+def test_a_failed_race_shows_no_internals_and_affects_no_other_visitor(server: Server, track: HandTrack) -> None:
     broken = server.race(**GOOD | {"prompt": "breaks"}).rest()
     assert broken[-1]["type"] == "error" and "secret" not in broken[-1]["message"]
     track.may_end.set()

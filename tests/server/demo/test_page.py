@@ -1,4 +1,4 @@
-"""The page in headless Chromium, against the real engine on a tiny family."""
+"""The page in headless Chromium, with the real engine and a tiny family."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .conftest import Server, serving
 
 pytestmark = pytest.mark.browser
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-PATIENCE = 120_000  # milliseconds: a machine may have other things to do
+PATIENCE = 120_000  # milliseconds; other processes may use the machine
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def server(track: Track) -> Iterator[Server]:
 
 
 class Visitor:
-    """A page, and everything it complained of."""
+    """A page and its errors."""
 
     def __init__(self, browser: Any, url: str, **options: Any) -> None:
         self.context = browser.new_context(reduced_motion="reduce", **options)
@@ -68,7 +68,7 @@ class Visitor:
         self.see("#verdict small", ".")
 
     def see(self, where: str, text: str) -> None:
-        """Waits until the text stands there."""
+        """Wait until an element contains the text."""
         self.page.locator(where, has_text=text).wait_for()
 
     def figure(self, name: str) -> float:
@@ -105,7 +105,7 @@ def test_a_clicked_token_shows_its_distributions(visitor: Visitor) -> None:
     page.locator("#k").fill("2")
     visitor.race(accuracy=50, temperature=1.0)
     widths = "[...document.querySelectorAll('.tok .said')].map(s => [s.textContent, s.getBoundingClientRect().width])"
-    # Half a character, a line's end, an accent: each can be clicked.
+    # An incomplete character, a newline, an accent: each can be clicked.
     assert not [text for text, width in page.evaluate(widths) if width <= 1]
     page.locator("#lane-speculative .tok.corrected .said").first.click()
     heads = page.locator(".odds thead th").all_inner_texts()
@@ -117,7 +117,7 @@ def test_a_clicked_token_shows_its_distributions(visitor: Visitor) -> None:
     assert "No draft at this position" in page.inner_text(".story")
 
 
-def test_it_can_be_used_by_keyboard_alone(visitor: Visitor) -> None:
+def test_the_page_can_be_used_by_keyboard_alone(visitor: Visitor) -> None:
     page = visitor.page
 
     def focused() -> str:
@@ -148,17 +148,17 @@ def test_it_can_be_used_by_keyboard_alone(visitor: Visitor) -> None:
     assert page.locator(".detail").is_visible()
     page.keyboard.press("Shift+Tab")
     assert page.evaluate("document.activeElement.closest('#lane-plain') !== null")
-    page.keyboard.press("Shift+Tab")  # and on, out of the lanes
+    page.keyboard.press("Shift+Tab")  # and leave the lanes
     assert page.evaluate("document.activeElement.closest('.text')") is None
     page.locator("#guesses").focus()
     page.keyboard.press("Tab")
     page.keyboard.press("Tab")
-    assert page.evaluate(f"{tokens}.at(-1) === document.activeElement")  # where it was left
+    assert page.evaluate(f"{tokens}.at(-1) === document.activeElement")  # at the token left before
     assert page.locator(".tok[aria-selected=true]").count() == 1
 
 
 def test_a_race_ends_with_its_last_event_before_the_replay_ends(visitor: Visitor) -> None:
-    """The verdict comes with the end: on a slow machine all rounds are on the page some time before."""
+    """The verdict appears at the end; on a slow machine all rounds are on the page some time before."""
     ends = visitor.page.evaluate(
         """async () => {
             const { Player } = await import(new URL("player.js", document.querySelector("script[src]").src));
@@ -187,12 +187,12 @@ def test_a_refused_race_keeps_the_previous_replay(visitor: Visitor) -> None:
     visitor.see("#verdict small", "The same text")
     assert visitor.page.inner_text("#lane-plain .prompt-text").strip() == first.strip()
     assert visitor.said("speculative") == said
-    visitor.complaints.clear()  # the refusal
+    visitor.complaints.clear()  # of the refused race
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_is_readable_in_both_colour_schemes_and_on_narrow_screens(browser: Any, server: Server, scheme: str) -> None:
-    """Every colour of text against what it stands on: at least 4.5 to 1 (WCAG 2.2, AA)."""
+    """Every text colour on its background has a contrast of at least 4.5 to 1 (WCAG 2.2, AA)."""
     visitor = Visitor(browser, server.url, color_scheme=scheme, viewport={"width": 390, "height": 844})
     visitor.race(accuracy=50)
     visitor.page.locator("#lane-speculative .tok.corrected .said").first.click()

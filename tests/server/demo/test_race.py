@@ -1,4 +1,4 @@
-"""The race itself: two real runs of the engine that take turns, and what is told of their tokens."""
+"""Races: two real runs of the engine in turns, and the data about their tokens."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_distributions_and_residual_match_the_verifier(folders: dict[str, str]) 
     llm = LLM(folders["target"], method="plain", max_batch=2, compile="never")
     track = Track(llm, ["draft"], folders["draft"], PATIENT)
     worn = track._engines["draft"].proposer.inner  # type: ignore[attr-defined]
-    for weight in worn.draft.model.parameters():  # a draft of another mind
+    for weight in worn.draft.model.parameters():  # make the draft differ from the target
         weight.mul_(0.6)
     events = run(track, replace(WANTED, temperature=1.0))
     tokens = [token for round_ in rounds_of(events, "speculative") for token in round_["tokens"]]
@@ -114,7 +114,7 @@ def test_trees_race_too(folders: dict[str, str]) -> None:
         assert all(not guess["accepted"] for guesses in tried for guess in guesses[:-1])
 
 
-def test_a_race_ended_early_leaves_its_places_to_the_next(track: Track) -> None:
+def test_a_race_ended_early_frees_its_places(track: Track) -> None:
     for _ in range(3):
         racing = track.race(WANTED, track.encode(WANTED))
         next(racing)

@@ -126,7 +126,7 @@ def place(model: PreTrainedModel, reader: Format, files: Sequence[str]) -> None:
             continue
         if type(module) not in (nn.Linear, Conv1D):
             raise OutriderError(
-                f"{stem} is quantised, and {type(model).__name__} has no linear layer of its own for it:"
+                f"{stem} is quantised, and {type(model).__name__} has no separate linear layer for it:"
                 " only linear layers may be quantised"
             )
         if module is model.get_output_embeddings() and model.config.get_text_config(decoder=True).tie_word_embeddings:

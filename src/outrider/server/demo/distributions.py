@@ -37,7 +37,7 @@ class Place:
     draft: list[float] | None  # of the first draft; None without drafts
     residual: list[float] | None  # sampled after a rejection; None: the residual is empty
     odds: list[float] | None  # a greedy target's probabilities before the argmax; None when sampling
-    is_point_mass: bool  # the draft has no distribution of its own
+    is_point_mass: bool  # the draft has no distribution
 
 
 @torch.no_grad()
