@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -30,7 +29,7 @@ def feature_head(kind: portable.FeatureHead, wanted: Wanted, folder: Path) -> tu
     """
     config = wanted.config
     head = eagle_formats.load(kind.source, config.num_hidden_layers, config.vocab_size, config.hidden_size)
-    written = json.loads((find_folder(kind.source) / "config.json").read_text())
+    written = read_config(find_folder(kind.source))
     if head.shape.generation == 1:
         return kind.source, 1
     inner = (written.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")

@@ -29,7 +29,7 @@ from outrider.heads.checkpoint import (
 )
 from outrider.heads.eagle import EagleHead, EagleShape, default_hidden_states
 from outrider.runner.loading import check_sizes
-from outrider.types import OutriderError
+from outrider.types import OutriderError, first_line
 
 IGNORED = (r"^t2d$", r"^verifier_", r"rotary_emb\.", r"^mask_hidden$")
 OUT_BIAS = "layers.0.self_attn.o_proj.bias"
@@ -82,7 +82,7 @@ def _llama(layer: dict[str, Any], tensors: dict[str, Tensor], vocab_size: int) -
     try:
         config = LlamaConfig(**given, num_hidden_layers=num_layers, attention_dropout=0.0)
     except Exception as error:  # transformers raises many kinds of exceptions
-        raise OutriderError(f"the head's config is not valid for Llama layers: {' '.join(str(error).split())}") from error
+        raise OutriderError(f"the head's config is not valid for Llama layers: {first_line(error)}") from error
     embedding = tensors.get("embed_tokens.weight")
     config.vocab_size = vocab_size if embedding is None else embedding.shape[0]
     config._attn_implementation = "outrider"
