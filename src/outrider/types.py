@@ -169,6 +169,7 @@ class Proposal:
     parents: Tensor | None = None  # [B, N] int64; None: a chain
     partial_pass: PartialPass | None = None  # where the target's own first layers drafted
     forced: Tensor | None = None  # [B, N] bool, on the CPU: drafts determined by a grammar; set by the engine only
+    own: Tensor | None = None  # [B, N] bool, on the CPU: the proposer's drafts; given with ``forced``
 
     @staticmethod
     def empty(batch: int, device: torch.device | str = "cpu") -> Proposal:
@@ -222,8 +223,8 @@ class Proposal:
     def _with(self, change: Callable[[Tensor], Tensor], lens: Tensor) -> Proposal:
         probs = None if self.probs is None else change(self.probs)
         parents = None if self.parents is None else change(self.parents)
-        forced = None if self.forced is None else change(self.forced)
-        return replace(self, token_ids=change(self.token_ids), lens=lens, probs=probs, parents=parents, forced=forced)
+        forced, own = (None if mask is None else change(mask) for mask in (self.forced, self.own))
+        return replace(self, token_ids=change(self.token_ids), lens=lens, probs=probs, parents=parents, forced=forced, own=own)
 
 
 @dataclass(frozen=True)
@@ -298,6 +299,12 @@ class Round:
     is_cold: bool = False  # a plain round with cold CPU caches, soon after a model drafted
     judged: list[int] | None = None  # depths that the verifier reached; needed for trees: a path may end at a leaf early
     forced: list[int] | None = None  # drafts determined by a grammar, per request, included in ``lens``; None: none
+    own_depths: list[int] | None = None  # longest path of the proposer's drafts, forced ones included; None: ``depths``
+
+    @property
+    def reaches(self) -> list[int]:
+        """Return the length of the longest path that the proposer drafted for each request."""
+        return self.own_depths or self.depths
 
     @property
     def num_judged(self) -> list[int]:

@@ -336,19 +336,91 @@ def test_sampling_params_with_a_grammar_of_ones_own() -> None:
     assert params.grammar is not None and params.grammar.matcher().allowed([5], []).sum() == 1
 
 
-@pytest.mark.parametrize(
-    ("k", "attributes", "drafts"),
-    [
-        ("auto", {"reads_text_only": True}, True),
-        ("auto", {}, False),
-        ("auto", {"max_drafts": 0}, True),
-        (4, {}, True),
-        (0, {"reads_text_only": True}, False),
-    ],
-)
-def test_a_model_drafts_forced_tokens_itself_where_its_number_of_drafts_adapts(k, attributes, drafts) -> None:
-    assert uses_grammar_drafts(Speculation(num_draft_tokens=k), Recorder(**attributes)) is drafts
-    assert not uses_grammar_drafts(Speculation(num_draft_tokens=k, grammar_drafts=False), Recorder(**attributes))
+@pytest.mark.parametrize(("k", "drafts"), [("auto", True), (4, True), (0, False)])
+def test_drafts_from_a_grammar_are_one_option_for_every_method(k: int | str, drafts: bool) -> None:
+    assert uses_grammar_drafts(Speculation(num_draft_tokens=k)) is drafts
+    assert not uses_grammar_drafts(Speculation(num_draft_tokens=k, grammar_drafts=False))
+
+
+def test_a_proposer_that_needs_hidden_states_drafts_through_a_short_run() -> None:
+    """The masks leave it no other token there; what it drafted of the run counts as the grammar's."""
+    runner = TableRunner()
+    rounds: list[Round] = []
+    seen: list[int] = []
+
+    def chains(context: Context, k: int) -> Sequence[Sequence[int]]:
+        drafts = []
+        for request, limit in zip(context.requests, context.limits, strict=True):
+            assert request.matcher is not None
+            output, chain = request.token_ids[request.num_prompt_tokens :], []
+            seen.append(len(output))
+            for _ in range(min(k, limit)):
+                allowed = request.matcher.allowed(output, chain)
+                assert allowed is not None
+                chain.append(int(runner.logits_after(request.token_ids + chain).masked_fill(~allowed, -1e9).argmax()))
+            drafts.append(chain)
+        return drafts
+
+    proposer = ScriptedProposer.of_chains(chains)
+    proposer.drafts_ahead = False
+    engine = make_engine(proposer, k=6, runner=runner)
+    engine.observer = lambda each: rounds.append(each.round)
+    found = run(engine, [forced("a", blocks, max_tokens=50)])
+    assert outputs(found)["a"] == plain_output(blocks, max_tokens=50)
+    assert engine.stats.num_rounds == len(seen) <= 7  # asked in every round: six drafts, what is forced after them, one more
+    assert engine.stats.num_forced >= 32 and engine.stats.num_accepted + engine.stats.num_forced + len(rounds) == 50
+    assert all(each.depths == each.num_accepted and max(each.depths) <= 2 for each in rounds)  # of six, four are forced
+
+
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_forced_tokens_that_a_proposer_misses_are_drafted_without_it(is_tree: bool) -> None:
+    """It is asked to draft through the span, and each of its drafts violates the grammar; those of another request do not."""
+
+    def wrong(context: Context, k: int) -> Proposal:
+        chain = chain_proposal([[0] * min(k, limit) for limit in context.limits])
+        parents = torch.arange(-1, chain.num_nodes - 1).repeat(len(context.limits), 1)
+        return replace(chain, parents=parents) if is_tree else chain
+
+    proposer = ScriptedProposer(wrong)
+    proposer.drafts_ahead, proposer.drafts_trees = False, is_tree
+    engine = make_engine(proposer, k=6)
+    found = run(engine, [forced("a", blocks, max_tokens=50), make_request("b", [5, 6], max_tokens=50)])
+    assert outputs(found)["a"] == plain_output(blocks, max_tokens=50)
+    assert len(found["a"]) == 11 and engine.stats.num_forced == 39 and engine.stats.faults == 0
+
+
+def test_a_proposer_is_not_asked_to_draft_at_a_dead_end() -> None:
+    recorder = Recorder()
+    found = run(make_engine(recorder, k=2), [forced("a", lambda output: FREE if len(output) < 2 else [], max_tokens=9)])
+    assert outputs(found)["a"][2] == "error" and {len(text) for text, _ in recorder.seen} <= {2, 3}
+
+
+def test_forced_nodes_of_a_tree_count_for_the_grammar() -> None:
+    runner = TableRunner()
+    rounds: list[Round] = []
+
+    def tree(context: Context, k: int) -> Proposal:
+        (request,) = context.requests
+        output, drafts = request.token_ids[request.num_prompt_tokens :], []
+        for parents in ((), (0,), (), (2,)):  # two branches, each a free token and the forced one after it
+            path = [drafts[node] for node in parents]
+            allowed = request.matcher.allowed(output, path) if request.matcher is not None else None
+            assert allowed is not None
+            logits = runner.logits_after(request.token_ids + path).masked_fill(~allowed, -1e9)
+            drafts.append(int(logits.topk(2).indices[1 if len(drafts) == 2 else 0]))
+        return Proposal(torch.tensor([drafts]), torch.tensor([4]), None, torch.tensor([[-1, 0, -1, 2]]))
+
+    def rule(output: tuple[int, ...]) -> Sequence[int]:
+        return FREE if len(output) % 2 == 0 else [3]
+
+    proposer = ScriptedProposer(tree)
+    proposer.drafts_trees = True
+    engine = make_engine(proposer, k=2, runner=runner)
+    engine.observer = lambda each: rounds.append(each.round)
+    found = run(engine, [forced("a", rule, max_tokens=40)])
+    assert outputs(found)["a"] == plain_output(rule, max_tokens=40)
+    assert all(each.depths == [1] for each in rounds[:-2]) and engine.stats.num_accepted <= len(rounds)
+    assert engine.stats.num_forced + engine.stats.num_accepted + len(rounds) == 40 and engine.stats.num_forced >= 13
 
 
 @pytest.mark.parametrize("takes_trees", [True, False])

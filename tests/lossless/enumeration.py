@@ -75,7 +75,12 @@ def score(proposal: Proposal, output: Text, params: SamplingParams) -> Tensor:
 
 
 def draw_drafts(
-    output: Text, params: SamplingParams, parents: Sequence[int], replacement: bool = True, shown: SamplingParams | None = None
+    output: Text,
+    params: SamplingParams,
+    parents: Sequence[int],
+    replacement: bool = True,
+    shown: SamplingParams | None = None,
+    make_sampler: Callable[[Text, SamplingParams, int], Sampler] = sampler_after,
 ) -> Drafts:
     """Enumerate all trees sampled from the draft table. ``shown`` falsifies the probabilities in the proposal."""
     num_nodes, is_chain = len(parents), list(parents) == list(range(-1, len(parents) - 1))
@@ -87,7 +92,7 @@ def draw_drafts(
 
     def of_nodes(settings: SamplingParams) -> Tensor:
         """Return the distribution [batch, N, V] that each node is sampled from under these settings."""
-        sampler, rows = sampler_after(output, settings, batch), []
+        sampler, rows = make_sampler(output, settings, batch), []
         for i, parent in enumerate(parents):
             logits = DRAFT.batch([PROMPT + row[parent + 1] for row in texts]).unsqueeze(1)
             before = (token_ids[:, : parent + 1], bare.parents if bare.parents is None else tree[:, : parent + 1], parent + 1)

@@ -65,21 +65,34 @@ def constrained_law(law: Law, output: Text, params: SamplingParams, length: int,
     return total
 
 
-def forced_first(output: Text, params: SamplingParams, own: Drafts) -> Drafts:
-    """Return every proposal of ``own`` with the forced tokens before and after it, as the engine combines them."""
-    batch = len(own.weights)
+def constrained_sampler(output: Text, params: SamplingParams, batch: int) -> Sampler:
+    return Sampler([constrained(output, params)] * batch, enumeration.VOCAB)
+
+
+def with_forced(output: Text, params: SamplingParams, own: Drafts, drafts_ahead: bool) -> Drafts:
+    """Every proposal of ``own``, each with what the grammar forces before and after it, as the engine puts them together."""
+    batch, num_nodes = len(own.weights), own.proposal.num_nodes
     requests = [replace(constrained(output, params), request_id=str(b)) for b in range(batch)]
     context = Context(tuple(requests), (9,) * batch, Sampler(requests, enumeration.VOCAB))
     forced = ForcedDrafts(
-        ScriptedProposer(lambda context, k: own.proposal), lambda each: Sampler(each, enumeration.VOCAB), drafts_ahead=True
+        ScriptedProposer(lambda context, k: own.proposal),
+        lambda each: Sampler(each, enumeration.VOCAB),
+        drafts_ahead=drafts_ahead,
     )
     forced.look(context)
-    proposal = forced.propose(context, own.proposal.num_nodes)
-    assert proposal.forced is not None
-    num_own, is_chain = own.proposal.num_nodes, own.proposal.parents is None
-    num_after = 2 if num_own == 2 and is_chain else 0  # the fourth token after the first one is forced again
-    assert proposal.forced.tolist() == [[True] * 2 + [False] * num_own + [True] * num_after] * batch
-    return Drafts(replace(proposal, forced=None), own.weights)
+    return Drafts(forced.propose(context, num_nodes), own.weights)
+
+
+def round_with_forced(verifier: Verifier, output: Text, params: SamplingParams, drafts: Drafts) -> float:
+    """Return the distance between the distributions of a round and of the constrained target. Forced tokens are accepted."""
+    texts = enumeration.node_texts(drafts.proposal, output)
+    logits = torch.stack([enumeration.TARGET.batch([enumeration.PROMPT + text for text in row]) for row in texts])
+    sampler = constrained_sampler(output, params, len(logits))
+    target = sampler.probs(logits, drafts.proposal.token_ids, drafts.proposal.parents)
+    law = round_law(verifier, drafts, target)
+    assert all(text[:2] == (2, 0) for text, weight in law.items() if weight > 0)
+    longest = drafts.proposal.num_nodes + 1
+    return distance(constrained_law(law, output, params, longest), constrained_law({(): 1.0}, output, params, longest))
 
 
 @pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()])
@@ -87,22 +100,42 @@ def forced_first(output: Text, params: SamplingParams, own: Drafts) -> Drafts:
 @pytest.mark.parametrize("drafting", ["none", "point masses", "chain", "tree"])
 def test_a_round_with_forced_tokens_is_lossless(drafting: str, setting: str, verifier: Verifier) -> None:
     params, output = EVERY_SETTING[setting], (0,)
-    run = (2, 0)
     if drafting == "none":
         own = Drafts(Proposal.empty(1), torch.ones(1, dtype=torch.float64))
     elif drafting == "point masses":
         own = fixed_drafts([[1, 1, 0]])
     else:
-        own = draw_drafts(output + run, params, CHAIN[:2] if drafting == "chain" else TREE[:3])
-    drafts = forced_first(output, params, own)
-    texts = enumeration.node_texts(drafts.proposal, output)
-    logits = torch.stack([enumeration.TARGET.batch([enumeration.PROMPT + text for text in row]) for row in texts])
-    sampler = Sampler([constrained(output, params)] * len(logits), enumeration.VOCAB)
-    target = sampler.probs(logits, drafts.proposal.token_ids, drafts.proposal.parents)
-    law = round_law(verifier, drafts, target)
-    assert all(text[:2] == run for text, weight in law.items() if weight > 0)  # never rejected
-    longest = drafts.proposal.num_nodes + 1
-    assert distance(constrained_law(law, output, params, longest), constrained_law({(): 1.0}, output, params, longest)) < EXACT
+        own = draw_drafts((*output, 2, 0), params, CHAIN[:2] if drafting == "chain" else TREE[:3])
+    drafts = with_forced(output, params, own, drafts_ahead=True)
+    num_own, is_chain = own.proposal.num_nodes, own.proposal.parents is None
+    num_after = 2 if num_own == 2 and is_chain else 0  # the fourth token after the first one is forced again
+    assert drafts.proposal.forced is not None
+    assert drafts.proposal.forced.tolist() == [[True] * 2 + [False] * num_own + [True] * num_after] * len(own.weights)
+    assert round_with_forced(verifier, output, params, drafts) < EXACT
+
+
+@pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()])
+@pytest.mark.parametrize("setting", [name for name in EVERY_SETTING if name not in FORBIDDING])
+@pytest.mark.parametrize(
+    ("parents", "forced"),
+    [
+        ((-1, 0, 1, 2), [True, True, False, False, True, True]),
+        ((-1, 0, 1, 1), [True, True, False, False]),
+        ((-1, 0, 1, 2, 2), [True, True, False, False, False]),
+    ],
+)
+def test_drafts_through_a_forced_span_are_lossless(
+    parents: Sequence[int], forced: list[bool], setting: str, verifier: Verifier
+) -> None:
+    """A method that cannot draft after unread tokens samples the span itself, under the masks, and goes on after it."""
+    params, output = EVERY_SETTING[setting], (0,)
+    own = draw_drafts(output, params, parents, make_sampler=constrained_sampler)
+    drafts = with_forced(output, params, own, drafts_ahead=False)
+    assert drafts.proposal.forced is not None and drafts.proposal.own is not None
+    assert drafts.proposal.forced.tolist() == [forced] * len(own.weights)
+    is_own = [place < len(parents) for place in range(len(forced))]
+    assert drafts.proposal.own.tolist() == [is_own] * len(own.weights)
+    assert round_with_forced(verifier, output, params, drafts) < EXACT
 
 
 class Cut:
@@ -228,7 +261,7 @@ def test_constrained_and_free_requests_in_a_batch_equal_plain_decoding(method: s
     def texts(method: str, k: int | str) -> list[list[int]]:
         llm = engine(method, max_batch=3, num_draft_tokens=k, same_text=same_text)
         found = [completion.token_ids for completion in outputs_of(llm.generate(prompts, params))]
-        assert llm.stats.faults == 0 and (llm.stats.num_forced > 0) == uses_grammar_drafts(llm.speculation, llm.proposer)
+        assert llm.stats.faults == 0 and (llm.stats.num_forced > 0) == uses_grammar_drafts(llm.speculation)
         return found
 
     assert texts(method, k) == texts("plain", 0)

@@ -7,12 +7,14 @@ have noise and outliers; its result is computed without them.
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import accumulate, cycle
 
 import torch
 
+from outrider.engine.forced import MAX_FORCED
 from outrider.engine.ledger import NUM_COLD
 from outrider.engine.policy import FixedLength, LengthPolicy
 from outrider.runner.cost_book import CostBook
@@ -86,8 +88,8 @@ class Cell:
     lengths: tuple[int, ...] = LENGTHS
     seed: int = 0
     temperature: float = 0.0
-    forced: tuple[int, ...] = (0,)  # tokens that a grammar forces before the drafts of a round, cyclically
-    others: tuple[Text, ...] = ()  # texts of the requests after the first, cyclically, if they differ
+    forced: tuple[int, ...] = ()  # lengths of stretches of every text by turns: a grammar forces each second one
+    others: tuple[Text, ...] = ()  # texts that the requests after the first have by turns, where they have others
 
 
 class _Row:
@@ -96,7 +98,7 @@ class _Row:
     def __init__(self, name: str, slot: int, length: int, luck: random.Random, cell: Cell, text: Text) -> None:
         params = SamplingParams(max_tokens=length, temperature=cell.temperature)
         self.request = Request(name, [0] * NUM_PROMPT_TOKENS, NUM_PROMPT_TOKENS, params, 0, torch.Generator())
-        self.slot, self.length, self.text = slot, length, text
+        self.slot, self.length, self.text, self.ends = slot, length, text, [*accumulate(cell.forced)]
         self.accepts = [luck.random() for _ in range(length + 1)]
         self.makes = [luck.random() for _ in range(length + 1)]
 
@@ -104,16 +106,49 @@ class _Row:
     def left(self) -> int:
         return self.length - self.request.num_output_tokens
 
-    def draft(self, k: int, num_forced: int) -> tuple[int, int]:
-        """Return (drafts made, drafts accepted) of a round that requests k."""
-        text, at = self.text, self.request.num_output_tokens + num_forced
-        num_drafts = min(k, self.left - num_forced - 1)
-        if num_drafts <= 0 or self.makes[at] >= text.at(text.made, at):
-            return 0, 0
-        count = 0
-        while count < num_drafts and self.accepts[at + count] < text.at(text.rates, at + count) * text.decay**count:
+    def draft(self, k: int) -> _Drafts:
+        """The drafts of a round that asks for k: what is forced, the method's, and what is forced after all of those."""
+        text, first = self.text, self.request.num_output_tokens
+        run = self._run(first, self.left - 1)
+        at = first + run
+        wanted = min(k, self.left - run - 1)
+        if wanted <= 0 or self.makes[at] >= text.at(text.made, at):
+            return _Drafts(run, run, 0, 0, 0)
+        free = [not self.is_forced(at + i) for i in range(wanted)]
+        count = depth = 0
+        for is_free in free:
+            if is_free and self.accepts[at + count] >= text.at(text.rates, at + count) * text.decay**depth:
+                break
+            depth += is_free
             count += 1
-        return num_drafts, count
+        tail = self._run(at + wanted, min(MAX_FORCED - run - wanted, self.left - run - wanted - 1))
+        num_forced, num_taken = wanted - sum(free), count - depth
+        return _Drafts(run + num_forced + tail, run + num_taken + (tail if count == wanted else 0), sum(free), depth, wanted)
+
+    def is_forced(self, position: int) -> bool:
+        return bool(self.ends) and bisect_right(self.ends, position % self.ends[-1]) % 2 == 1
+
+    def _run(self, position: int, most: int) -> int:
+        """The number of forced tokens from a position on, at most as many as a round takes."""
+        count = 0
+        while count < min(most, MAX_FORCED) and self.is_forced(position + count):
+            count += 1
+        return count
+
+
+@dataclass(frozen=True)
+class _Drafts:
+    """Of one request in a round: what a grammar forces, scored and accepted, and the method's other drafts."""
+
+    num_forced: int
+    forced_accepted: int
+    num_drafts: int
+    num_accepted: int
+    reach: int  # the method's drafts, forced ones included
+
+    @property
+    def num_emitted(self) -> int:
+        return self.forced_accepted + self.num_accepted + 1
 
 
 def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) -> float:
@@ -125,7 +160,7 @@ def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) ->
     """
     noise, luck = random.Random(cell.seed + 1), random.Random(cell.seed)
     texts, wanted = (cell.text, *cell.others), sum(cell.lengths) * cell.batch
-    lengths, turns = [cycle(cell.lengths) for _ in range(cell.batch)], cycle(cell.forced)
+    lengths = [cycle(cell.lengths) for _ in range(cell.batch)]
     rows: list[_Row] = []
     requests: tuple[Request, ...] = ()
     seen: dict[_Row, int] = {}
@@ -140,13 +175,12 @@ def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) ->
             fresh = []
         context = Context(requests, tuple(row.left - 1 for row in rows), None)  # type: ignore[arg-type]
         asked_lengths = policy.next_lengths(context)
-        forced = _forced_of(rows, next(turns))
-        drafts = [row.draft(k, run) for row, k, run in zip(rows, asked_lengths, forced, strict=True)]
-        depths, accepted = [made for made, _ in drafts], [count for _, count in drafts]
-        lens = [made + run for made, run in zip(depths, forced, strict=True)]
+        drafts = [row.draft(k) for row, k in zip(rows, asked_lengths, strict=True)]
+        accepted, depths = [each.num_accepted for each in drafts], [each.num_drafts for each in drafts]
+        forced, lens = [each.num_forced for each in drafts], [each.num_forced + each.num_drafts for each in drafts]
         asked = context.limited(asked_lengths)
         drafted_for = [row for row, limit in zip(rows, asked.limits, strict=True) if limit > 0]
-        behind = sum(len(row.request.token_ids) + forced[rows.index(row)] - seen.get(row, 0) for row in drafted_for)
+        behind = sum(len(row.request.token_ids) - seen.get(row, 0) for row in drafted_for)
         times = cell.machine.times(asked_lengths, lens, behind, num_plain)
         num_plain = 0 if any(asked_lengths) else num_plain + 1
         is_cold = cell.machine.cold > 0 and 0 < num_plain <= NUM_COLD
@@ -158,17 +192,16 @@ def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) ->
         if cell.machine.unsteady and noise.random() < times.total * 1e3 / DWELL:
             slowness = SLOW + 1 - slowness
         times = _as_measured(times, slowness, noise)
-        for row, count, run in zip(rows, accepted, forced, strict=True):
-            row.request.token_ids.extend([0] * (run + count + 1))
-            num_tokens += run + count + 1
+        for row, each in zip(rows, drafts, strict=True):
+            num_tokens += each.num_emitted
+            row.request.token_ids.extend([0] * each.num_emitted)
             if row in drafted_for:
                 seen[row] = len(row.request.token_ids)
         if costs is not None and not fresh:
             outside = times.verify + times.host
             costs.record_round(lens, NUM_PROMPT_TOKENS, times.score, outside, cell.temperature == 0, is_cold=is_cold)
-        found = Round(
-            max(asked_lengths), lens, depths, accepted, times, is_cold=is_cold, forced=forced if any(forced) else None
-        )
+        by_grammar = {"forced": forced, "own_depths": [each.reach for each in drafts]}
+        found = Round(max(asked_lengths), lens, depths, accepted, times, is_cold=is_cold, **by_grammar)
         policy.observe(asked, found, bool(fresh))
         ended = [row.request.request_id for row in rows if row.left <= 0]
         if ended:
@@ -176,10 +209,6 @@ def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) ->
             rows = [row for row in rows if row.left > 0]
             requests = tuple(row.request for row in rows)
     return num_tokens / seconds
-
-
-def _forced_of(rows: Sequence[_Row], count: int) -> list[int]:
-    return [min(count, row.left - 1) for row in rows]
 
 
 def _as_measured(times: PhaseTimes, slowness: float, noise: random.Random) -> PhaseTimes:

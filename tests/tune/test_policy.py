@@ -66,16 +66,20 @@ def test_a_useless_draft_is_rarely_requested():
     assert 1 <= sum(k > 0 for k in policy.asked) < 0.04 * len(policy.asked)
 
 
-@pytest.mark.parametrize("forced", [(0, 4), (3, 0, 0, 12), (5,)])
+@pytest.mark.parametrize("forced", [(6, 4), (1, 3), (3, 1, 12, 20)])
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("machine", [EMBEDDED, LARGE, LOOKUP])
-def test_forced_tokens_do_not_count_for_or_against_drafts(machine, batch, forced):
-    """Forced tokens come with any K, also for plain decoding. With many of them, good drafts may not be worthwhile."""
+def test_forced_tokens_speak_neither_for_drafts_nor_against_them(machine, batch, forced):
+    """They belong to the text, as many with any K, so that good drafts pay as much as elsewhere and bad ones as little."""
     good = Cell(machine, Text((0.9,)), forced=forced, batch=batch)
-    assert automatic(good) > 0.87 * best_fixed(good)
+    # With three of four tokens forced, a small target has a quarter of the rounds to win back what reading the prompts costs.
+    assert automatic(good) > (0.84 if machine is EMBEDDED else 0.95) * best_fixed(good)
     bad = Cell(machine, Text((0.02,)), forced=forced, batch=batch)
-    assert automatic(bad) > 0.9 * plain(bad)
-    assert sum(k > 0 for k in recorded(bad).asked) <= 15
+    assert automatic(bad) > (0.93 if machine is EMBEDDED else 0.97) * plain(bad)
+    # Elsewhere a draft costs a hundredth of a pass and its row a thirtieth, less than the noise of the wide passes of forced
+    # tokens: what bad ones lose is bounded, not their number, which without a grammar is up to 26.
+    if machine is EMBEDDED or batch > 1:
+        assert sum(k > 0 for k in recorded(bad).asked) <= 15
 
 
 def test_output_that_becomes_predictable_is_detected():

@@ -76,7 +76,7 @@ class Contenders:
             proposer = self._proposers.get(method) or build_proposer(speculation, llm.runner, llm.tokenizer)
             verifiers, policy = build_verifiers(speculation), FixedLength(0)
             scheduler, coupled = llm.engine.scheduler, speculation.same_text
-            grammar_drafts = uses_grammar_drafts(speculation, proposer)
+            grammar_drafts = uses_grammar_drafts(speculation)
             self._engines[method] = Engine(llm.runner, proposer, verifiers, policy, scheduler, coupled, grammar_drafts)
         if contender not in self._policies:
             proposer = self._engines[method].proposer

@@ -32,7 +32,7 @@ def engine_for(llm: LLM, proposer: Proposer, policy: LengthPolicy) -> Engine:
     make_detokenizer = DetokenizerFactory(tokenizer) if tokenizer is not None else None
     scheduler = Scheduler(1, runner.max_len, sorted(eos_token_ids(runner, tokenizer)), make_detokenizer)
     asked = llm.speculation
-    grammar_drafts = uses_grammar_drafts(asked, proposer)
+    grammar_drafts = uses_grammar_drafts(asked)
     return Engine(runner, proposer, build_verifiers(asked), policy, scheduler, asked.same_text, grammar_drafts)
 
 

@@ -1,17 +1,18 @@
-"""Draft the tokens that a grammar determines, in addition to any other drafts.
+"""Draft the tokens that a grammar determines, in addition to the drafts of a method.
 
-If a grammar's mask allows a single token, its target probability is 1 for any logits and sampler settings. As a draft it is
-accepted at any temperature, and takes one row of a pass instead of a whole pass. Determined text is not always a determined
-token: if the mask allows several tokens of the same text, the target chooses, and nothing is drafted here.
+A token that the masks of a request leave as the only one has probability 1 under the target, whatever its logits and the
+sampler's settings: as a draft it is accepted at any temperature, for one more row of a pass instead of a pass. Forced text is
+not always a forced token: where the masks allow several tokenizations of the text, the target chooses, and nothing is drafted.
 
-``ForcedDrafts`` is between the round and the guarded proposer. Forced tokens are placed before the proposer's drafts, which
-treat them as committed if the proposer supports that, and after a chain of drafts, where they are accepted if the whole chain
-is. The proposer gets a verdict on its own drafts only. This module is independent of methods.
+``ForcedDrafts`` stands between the round and the guarded proposer. Forced tokens come before the proposer's drafts, which it
+makes as if they were committed, and after a chain of drafts. A proposer that cannot draft after tokens that the target has not
+read drafts through a forced span shorter than its K, and does not draft in a round that begins with a longer one. Its own
+drafts that are forced are marked too, so that they do not count as accepted. The proposer receives the verdict on its own
+drafts only.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,21 +20,24 @@ import numpy as np
 import torch
 
 from outrider.engine.round import Drafter
-from outrider.types import BatchSampler, Context, Matcher, Proposal, Request, SamplingParams, Verdict
+from outrider.sampling.grammar_masks import allowed_after, is_dead_end, is_empty, path_to
+from outrider.types import BatchSampler, Context, Matcher, Proposal, Request, Verdict
 
-logger = logging.getLogger(__name__)
-
-MAX_FORCED = 15  # forced drafts of a request per round, for passes of 16 rows; a longer run continues in the next round
+MAX_FORCED = 15  # forced drafts of a request in one round: a pass of 16 rows; a longer span takes another round
 
 
 @dataclass(slots=True)
 class _Row:
-    """Drafts of a request with a grammar in this round: ``before``, ``num_own`` of the inner drafter, ``after``."""
+    """The drafts of one constrained request in this round: ``before``, those of the inner drafter, ``after``."""
 
     room: int  # maximum number of drafts
     before: list[int]
-    num_own: int = 0
+    own: list[bool] = field(default_factory=list)  # whether each draft of the inner drafter is forced
     after: list[int] = field(default_factory=list)
+
+    @property
+    def has_forced(self) -> bool:
+        return bool(self.before or self.after or any(self.own))
 
 
 class ForcedDrafts:
@@ -60,23 +64,23 @@ class ForcedDrafts:
     def look(self, context: Context) -> None:
         """Find the forced tokens of a round. ``context.limits``: maximum number of drafts per request.
 
-        A request with its own K of 0 gets none.
+        A request that asked for no drafts gets none, nor does one at a dead end.
         """
         self._rows, self._view = {}, None
         for request, limit in zip(context.requests, context.limits, strict=True):
             if request.matcher is not None and request.num_draft_tokens != 0 and limit > 0:
-                before = forced_tokens(request, request.matcher, [], min(self._most, limit))
                 room = limit if self._max_drafts is None else min(limit, self._max_drafts)
-                self._rows[request.request_id] = _Row(room, before)
+                before = forced_tokens(request, [], min(self._most, limit))
+                self._rows[request.request_id] = _Row(0 if is_dead_end(request, []) else room, before)
 
     def propose(self, context: Context, k: int) -> Proposal:
-        """Return the forced tokens found by ``look``, at most k drafts of the inner drafter, and forced tokens after them."""
+        """Return the forced tokens that ``look`` found, at most k drafts of the inner drafter, and forced ones after them."""
         if not self._rows:
             return self._inner.propose(context, k)
         proposal = self._inner.propose(self._seen_ahead(context, k), k)
         self._extend(context, proposal)
         rows = [self._rows.get(request_id) for request_id in context.request_ids]
-        return _joined(rows, proposal) if any(row is not None and (row.before or row.after) for row in rows) else proposal
+        return _joined(rows, proposal) if any(row is not None and row.has_forced for row in rows) else proposal
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Pass on the verdict on the inner drafter's own drafts."""
@@ -87,14 +91,20 @@ class ForcedDrafts:
         self._inner.commit(context, verdict)
 
     def _seen_ahead(self, context: Context, k: int) -> Context:
-        """Return the inner drafter's context: forced tokens count as committed, or the request gets no drafts."""
+        """Return the inner drafter's context: requests with forced tokens as if those were committed, or without drafts."""
         requests, limits = list(context.requests), list(context.limits)
         for b, request in enumerate(context.requests):
             row = self._rows.get(request.request_id)
-            if row is not None and row.before:
-                limits[b] = max(min(limits[b], row.room - len(row.before)), 0) if self._drafts_ahead else 0
-                if k > 0 and limits[b] > 0:
-                    requests[b] = _ahead(request, row.before)
+            if row is None:
+                continue
+            if row.before and not self._drafts_ahead:
+                if min(k, limits[b]) > len(row.before):
+                    row.before = []  # the proposer drafts these itself, because the masks allow no others
+                else:
+                    limits[b] = 0
+            limits[b] = max(min(limits[b], row.room - len(row.before)), 0)
+            if row.before and k > 0 and limits[b] > 0:
+                requests[b] = _ahead(request, row.before)
         seen = replace(context, limits=tuple(limits))
         if all([one is other for one, other in zip(requests, context.requests, strict=True)]):
             return seen
@@ -102,16 +112,20 @@ class ForcedDrafts:
         return self._view
 
     def _extend(self, context: Context, proposal: Proposal) -> None:
-        """Find the forced tokens after each request's chain of drafts."""
+        """Mark what is forced of each request's drafts, and find what is forced after a chain of them."""
+        drafts = proposal.token_ids.tolist()
+        trees = None if proposal.parents is None else proposal.parents.tolist()
         for b, (request, num_own) in enumerate(zip(context.requests, proposal.lens.tolist(), strict=True)):
             row = self._rows.get(request.request_id)
             if row is None:
                 continue
-            row.num_own = num_own
+            tree = None if trees is None else trees[b]
+            for node, token in enumerate(drafts[b][:num_own]):
+                path = path_to(node, drafts[b], tree)[:-1]
+                row.own.append(_only_token(allowed_after(request, [*row.before, *path])) == token)
             room = min(self._most, row.room) - len(row.before) - num_own
-            if num_own and room > 0 and proposal.parents is None and request.matcher is not None:
-                path = [*row.before, *proposal.token_ids[b, :num_own].tolist()]
-                row.after = forced_tokens(request, request.matcher, path, room)
+            if room > 0 and (trees is None or num_own == 0):
+                row.after = forced_tokens(request, [*row.before, *drafts[b][:num_own]], room)
 
     def _on_own(self, context: Context, verdict: Verdict) -> Verdict:
         path, num_accepted, next_token = verdict.path.clone(), verdict.num_accepted.clone(), verdict.next_token.clone()
@@ -119,7 +133,7 @@ class ForcedDrafts:
             row = self._rows.get(request_id)
             if row is None:
                 continue
-            first, stop = len(row.before), len(row.before) + row.num_own
+            first, stop = len(row.before), len(row.before) + len(row.own)
             accepted = verdict.path[b, : int(num_accepted[b])]
             own = accepted[(accepted >= first) & (accepted < stop)] - first
             path[b] = -1
@@ -141,50 +155,44 @@ class _MatcherAhead:
 
 
 def _ahead(request: Request, run: Sequence[int]) -> Request:
-    """Return the request as if these tokens were committed."""
+    """Return the request as it is once these tokens are committed."""
     assert request.matcher is not None
     matcher = _MatcherAhead(request.matcher, request.num_output_tokens)
     return replace(request, token_ids=[*request.token_ids, *run], matcher=matcher)
 
 
-def forced_tokens(request: Request, matcher: Matcher, path: Sequence[int], most: int) -> list[int]:
-    """Return at most ``most`` tokens after the request's tokens and the drafts of ``path``, each the only one its grammar
-    allows.
+def forced_tokens(request: Request, path: Sequence[int], most: int) -> list[int]:
+    """Return at most that many tokens after the request's output and the drafts of ``path``, each the only one allowed.
 
-    The last one is dropped if no token can follow it (end of text or dead end), because it becomes the round's next token.
+    Without the last one if none can follow it (the end of the text, a dead end): the round's own token is that one.
     """
-    output, params = request.token_ids[request.num_prompt_tokens :], request.params
     run: list[int] = []
     while True:
-        try:
-            mask = matcher.allowed(output, [*path, *run])
-        except Exception:  # the target requests the same mask later, and ends the request with the reason
-            logger.debug("no further forced tokens for request %s", request.request_id, exc_info=True)
-            mask = None
-        num_allowed = 0 if mask is None else np.count_nonzero(mask.numpy())
-        if num_allowed > 1:
-            return run
-        token = int(mask.numpy().argmax()) if mask is not None and num_allowed else None
-        if token is None or not _may_say(params, token):
-            return run[:-1]
+        allowed = allowed_after(request, [*path, *run])
+        token = _only_token(allowed)
+        if token is None:
+            return run[:-1] if allowed is None or is_empty(allowed) else run
         if len(run) == most:
             return run
         run.append(token)
 
 
-def _may_say(params: SamplingParams, token: int) -> bool:
-    return token not in params.banned_token_ids and (params.allowed_token_ids is None or token in params.allowed_token_ids)
+def _only_token(allowed: torch.Tensor | None) -> int | None:
+    """Return the token that a mask on the CPU leaves; None if it leaves several or none."""
+    if allowed is None or np.count_nonzero(allowed.numpy()) != 1:
+        return None
+    return int(allowed.numpy().argmax())
 
 
 def _joined(rows: Sequence[_Row | None], proposal: Proposal) -> Proposal:
-    """Return a proposal with forced tokens as chains of point masses around each request's drafts."""
+    """Return the proposal with forced tokens as chains of point masses before and after each request's own drafts."""
     own: list[int] = proposal.lens.tolist()
     before = [[] if row is None else row.before for row in rows]
     after = [[] if row is None else row.after for row in rows]
     lens = [len(run) + n + len(tail) for run, n, tail in zip(before, own, after, strict=True)]
     batch, width = len(rows), max(lens)
     token_ids = proposal.token_ids.new_zeros(batch, width)
-    forced = torch.zeros(batch, width, dtype=torch.bool)
+    forced, is_own = torch.zeros(2, batch, width, dtype=torch.bool)
     probs = parents = None
     if proposal.probs is not None:
         probs = proposal.probs.new_zeros(batch, width, proposal.probs.shape[2])
@@ -197,11 +205,15 @@ def _joined(rows: Sequence[_Row | None], proposal: Proposal) -> Proposal:
             token_ids[b, places], forced[b, places] = token_ids.new_tensor(tokens), True
             if probs is not None:
                 probs[b, torch.arange(start, start + len(tokens)), token_ids[b, places]] = 1.0
+            if parents is not None:
+                parents[b, places] = torch.arange(start - 1, start - 1 + len(tokens))
+        row, is_own[b, first:stop] = rows[b], True
+        if row is not None:
+            forced[b, first:stop] = torch.tensor(row.own, dtype=torch.bool)
         token_ids[b, first:stop] = proposal.token_ids[b, :n]
         if probs is not None and proposal.probs is not None:
             probs[b, first:stop] = proposal.probs[b, :n]
         if parents is not None and proposal.parents is not None:
-            parents[b, :first] = torch.arange(-1, first - 1)
-            parents[b, first:stop] = proposal.parents[b, :n] + first  # their root is the last forced token before them
+            parents[b, first:stop] = proposal.parents[b, :n] + first  # the root is the last token before
     joined = replace(proposal, token_ids=token_ids, lens=torch.tensor(lens), probs=probs, parents=parents)
-    return replace(joined, forced=forced)
+    return replace(joined, forced=forced, own=is_own)

@@ -67,10 +67,10 @@ class Ledger:
         is_cold = not any(lens) and self._num_cold > 0
         drafted_with_model = self._drafts_with_model and result.k > 0
         self._num_cold = NUM_COLD if drafted_with_model else max(self._num_cold - 1, 0)
-        depths = path_depths(proposal, lens)
-        if forced is not None:  # forced drafts are on every path
-            depths = [depth - n for depth, n in zip(depths, forced, strict=True)]
-        round_ = Round(result.k, lens, depths, accepted, times, result.scores.first_layer, is_cold, judged, forced)
+        depths = path_depths(proposal, is_forced)
+        own_depths = None if proposal.own is None else path_depths(proposal, (~proposal.own).tolist())
+        first_layer = result.scores.first_layer
+        round_ = Round(result.k, lens, depths, accepted, times, first_layer, is_cold, judged, forced, own_depths)
         self._record_times(result, round_, is_prefill)
         return round_, origins
 
@@ -92,15 +92,16 @@ class Ledger:
         self.total.clock(round_, is_prefill, num_emitted / len(requests), plain)
 
 
-def path_depths(proposal: Proposal, lens: list[int]) -> list[int]:
-    """Return the length of the longest path of each request's drafts."""
+def path_depths(proposal: Proposal, is_skipped: Sequence[Sequence[bool]]) -> list[int]:
+    """Return the length of the longest path of each request's drafts, where drafts of ``is_skipped`` [B][N] do not count."""
+    lens = proposal.lens.tolist()
     if proposal.parents is None:
-        return lens
+        return [length - sum(skipped[:length]) for length, skipped in zip(lens, is_skipped, strict=True)]
     longest = []
-    for parents, length in zip(proposal.parents.tolist(), lens, strict=True):
+    for parents, length, skipped in zip(proposal.parents.tolist(), lens, is_skipped, strict=True):
         depths: list[int] = []
-        for parent in parents[:length]:
-            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+        for parent, is_out in zip(parents[:length], skipped, strict=False):
+            depths.append((depths[parent] if parent >= 0 else 0) + (not is_out))
         longest.append(max(depths, default=0))
     return longest
 

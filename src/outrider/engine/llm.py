@@ -106,7 +106,7 @@ class LLM:
             self.runner.borders,
         )
         verifiers, coupled = build_verifiers(self.speculation), self.speculation.same_text
-        grammar_drafts = uses_grammar_drafts(self.speculation, self.proposer)
+        grammar_drafts = uses_grammar_drafts(self.speculation)
         self.engine = Engine(self.runner, self.proposer, verifiers, self.policy, scheduler, coupled, grammar_drafts)
         self._is_closed = False
         self._ids = itertools.count()

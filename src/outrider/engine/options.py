@@ -121,8 +121,7 @@ class Speculation:
     grammar_drafts: bool = option(
         Flag(),
         True,
-        "Draft the tokens that a request's grammar determines; not with 0 drafts per round, nor if auto adapts a method that"
-        " runs a model.",
+        "Draft the tokens that a request's grammar determines; not with 0 drafts per round.",
         panel=METHOD,
         in_plan=True,
     )

@@ -228,7 +228,7 @@ class MethodCosts:
     def prices(self, batch: int, cache_len: int, forced: Sequence[float] = ()) -> RoundPrices | None:
         """Return the costs of rounds of this batch size; None until such a round ran.
 
-        ``forced``: drafts per request that every round scores in addition.
+        ``forced``: drafts of a grammar per request that every round scores in addition.
         """
         plain_pass = self._book.pass_seconds(1, batch, cache_len)
         is_known = batch in self._outside or self._book.plain_outside(batch, self._is_greedy) is not None

@@ -53,20 +53,38 @@ class Track:
     shared: Acceptance  # shared by requests with its temperature
     own: Acceptance
     num_seen: int = 0  # committed tokens at the last call of the proposer
-    rest: int = FIRST_PAUSE  # rounds until a draft for it is tried again, if other requests draft and it does not
-    pause: int = FIRST_PAUSE  # initial value of ``rest``
-    forced: float = 0.0  # moving average of tokens per round that its grammar forces, which do not depend on K
-    num_rounds: int = 0
+    rest: int = FIRST_PAUSE  # rounds until a draft for it is tried again while others draft
+    pause: int = FIRST_PAUSE  # initial value of that rest
+    # Decaying counts: rows that a grammar forced, all other tokens of these rounds; the proposer's drafts, those not forced.
+    forced_rows: float = 0.0
+    free_tokens: float = 0.0
+    num_own: float = 0.0
+    num_free: float = 0.0
 
     def worths(self, expected: Sequence[float], most: int) -> list[float]:
-        """Return the probability that a draft at depth 1, 2, ... is accepted, given drafts; 0 from depth ``most`` + 1."""
+        """Return the accepted tokens that a draft at depth 1, 2, ... adds, if there is one; 0 below ``most``.
+
+        As many as ``expected``. Drafts that a grammar forces add none, because those tokens come without drafts too: a depth
+        counts for the share that is free.
+        """
         worths = list(accumulate(self.own.rates(self.shared.rates(expected)), mul))
+        share = self.num_free / self.num_own if self.num_own else 1.0
+        worths = [share * worths[int(share * depth)] for depth in range(len(worths))]
         most = max(most, 0)
         return worths[:most] + [0.0] * len(worths[most:])
 
-    def add_forced(self, count: int) -> None:
-        self.num_rounds += 1
-        self.forced += max(1 / self.num_rounds, 1 - DECAY) * (count - self.forced)
+    @property
+    def forced(self) -> float:
+        """Return the rows that its grammar adds to passes for each other token: a property of the text, whatever K is."""
+        return self.forced_rows / self.free_tokens if self.forced_rows else 0.0
+
+    def add_forced(self, num_forced: int, num_others: int) -> None:
+        self.forced_rows = DECAY * self.forced_rows + num_forced
+        self.free_tokens = DECAY * self.free_tokens + num_others
+
+    def add_own(self, num_own: int, num_free: int) -> None:
+        self.num_own = DECAY * self.num_own + num_own
+        self.num_free = DECAY * self.num_free + num_free
 
     def made_rate(self) -> float:
         return self.own.made_rate(self.shared.made_rate(1.0))
@@ -88,11 +106,11 @@ class DraftLengthPolicy:
         self._requests: tuple[Request, ...] = ()
         self._batch: list[Track] = []
         self._lens: list[int] = []  # decided lengths
-        self._tried: list[int] = []  # requests that get a single draft as a trial in this round, although their K is 0
-        self._edge = 1.0  # expected speed of the decision / speed of plain decoding
+        self._num_before: list[int] = []  # committed tokens per request before the round
+        self._tried: list[int] = []  # requests for which a single draft is tried this round, though none was decided on
+        self._edge = 1.0  # its expected speed over that of plain decoding
         self._plain: float | None = None  # seconds of a plain round
-        self._worth = 1.0  # tokens per request that plain decoding emits in this time; above 1 if a grammar forces tokens
-        self._age = 0  # rounds since the decision
+        self._age = 0  # rounds since
         self._wait, self._pause = 0, FIRST_PAUSE
         self._stake = 1.0  # plain rounds that the last probe could lose; the next pause is proportional to it
         self._doubt = 1  # factor of a new request's pause, doubled by each unsuccessful probe
@@ -109,6 +127,7 @@ class DraftLengthPolicy:
     def next_lengths(self, context: Context) -> list[int]:
         """Return the drafts to request in this round, per request."""
         k, self._tried = self._next_k(context), []
+        self._num_before = [len(request.token_ids) for request in context.requests]
         self._is_plain = k == 0
         if k == 0 or self._is_probe:
             return [k] * len(self._batch)
@@ -137,10 +156,11 @@ class DraftLengthPolicy:
 
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
         """Learn from a round: acceptance, cost, and gained or lost time."""
-        batch, longest, times = len(round_.depths), max(round_.depths), round_.times
+        reaches, times = round_.reaches, round_.times
+        batch, longest = len(reaches), max(reaches)
         forced = self._learn_forced(round_, is_prefill)
-        # A request with only forced tokens may not have been drafted for.
-        drafted_for = [b for b in range(batch) if context.limits[b] > 0 and (round_.depths[b] or not forced[b])]
+        # One with nothing but forced tokens was perhaps not drafted for.
+        drafted_for = [b for b in range(batch) if context.limits[b] > 0 and (reaches[b] or not forced[b])]
         if round_.k == 0 or self._is_plain:
             if not is_prefill and not round_.is_cold and not any(forced):
                 self._num_unchecked = 0
@@ -149,8 +169,8 @@ class DraftLengthPolicy:
                 self._budget = min(self._budget + EXPLORATION_SHARE * times.total / self._plain, MAX_BUDGET)
         if round_.k == 0 or not drafted_for:
             return
-        # Committed tokens that the proposer had not processed, excluding those of this round.
-        num_unseen = sum([self._num_unseen(b) - round_.num_accepted[b] - 1 for b in drafted_for])
+        # Committed tokens before the round that the proposer had not been asked about.
+        num_unseen = sum([self._num_before[b] - self._batch[b].num_seen for b in drafted_for])
         catch_up, plain, num_drafting = 0.0, self._plain or 0.0, max(1, len(drafted_for))
         if num_unseen > 0:
             step = self.costs.draft(longest or round_.k, num_drafting, plain)
@@ -224,22 +244,25 @@ class DraftLengthPolicy:
             track.rest = track.pause
 
     def _learn_forced(self, round_: Round, is_prefill: bool) -> list[int]:
-        """Learn the number of forced tokens per round. Return those of this round, per request."""
+        """Learn how many rows a grammar's forced tokens take. Return those of this round, per request."""
         forced = round_.forced or [0] * len(round_.depths)
-        for track, count in zip(self._batch, forced, strict=True):
-            track.add_forced(count)
-        if any(forced) and not any(round_.depths) and not is_prefill:  # there may never be a round without forced tokens
+        for track, count, num_accepted in zip(self._batch, forced, round_.num_accepted, strict=True):
+            track.add_forced(count, num_accepted + 1)
+        if any(forced) and not any(round_.depths) and not is_prefill:  # perhaps no round is without them
             self.costs.record_drafted_round(len(forced), round_.times.verify + round_.times.host, None)
         return forced
 
     def _learn(self, drafted_for: Sequence[int], round_: Round) -> None:
         self._num_drafted += 1
         self._num_unchecked += 1
-        self._reach = max(self._reach, *round_.depths)
+        self._reach = max(self._reach, *round_.reaches)
         for b in drafted_for:
             track = self._batch[b]
             track.num_seen = len(self._requests[b].token_ids)
             num_drafts, num_accepted = round_.depths[b], round_.num_accepted[b]
+            track.add_own(round_.reaches[b], num_drafts)
+            if round_.reaches[b] and not num_drafts:  # all forced: they say nothing of its other drafts
+                continue
             if num_drafts:
                 track.own.fade(DECAY)
                 track.shared.fade(SHARED_DECAY)
@@ -258,12 +281,12 @@ class DraftLengthPolicy:
         if plain is None or any([request.num_draft_tokens is not None for request in self._requests]):
             return
         cache_len = len(self._requests[0].token_ids)
-        seconds = self.costs.round(round_.k, round_.lens, max(round_.depths), num_drafting, cache_len)
+        seconds = self.costs.round(round_.k, round_.lens, max(round_.reaches), num_drafting, cache_len)
         if not is_prefill:
             seconds = min(round_.times.total, seconds)
         if round_.forced is not None:  # these rows would also be scored without drafts
             seconds -= self.costs.widening(round_.forced, cache_len)
-        won = sum(round_.num_accepted) / batch - self._worth * ((seconds + catch_up) / plain - 1)
+        won = sum(round_.num_accepted) / batch - ((seconds + catch_up) / plain - 1)
         income = EXPLORATION_SHARE * (round_.times.total / plain + won)
         self._budget = min(self._budget + won + income, MAX_BUDGET)
 
@@ -273,13 +296,13 @@ class DraftLengthPolicy:
         """Decide the lengths again. The lengths ``before`` are kept unless others promise more."""
         batch = len(self._batch)
         self._age = 0
-        bare, prices = self._prices(context), self._prices(context, [track.forced for track in self._batch])
+        # Forced tokens come with any K, as many for each other token: only their rows matter.
+        rates = [track.forced for track in self._batch]
+        bare, prices = self._prices(context), self._prices(context, rates)
         self._plain = None if bare is None else bare.plain
         if bare is None or prices is None:
             self._lens = [0] * batch
             return
-        emitted = batch + sum([track.forced for track in self._batch])
-        self._worth = emitted / batch * bare.plain / prices.plain
         longest = min(2 * self._reach + 1, self.max_k)
         expected, worths, made, reading = [OPTIMISTIC_RATE] * longest, [], [], []
         for b, (track, request) in enumerate(zip(self._batch, self._requests, strict=True)):
@@ -287,13 +310,13 @@ class DraftLengthPolicy:
             worths.append(track.worths(expected, longest if own is None else own))  # at most its own K
             made.append(track.made_rate())
             reading.append(self.costs.catch_up(self._num_unseen(b)) / min(READ_HORIZON, 1 + limit))
-        shares = Shares(worths, made, self._nodes(longest), reading, prices, emitted - batch)
+        shares = Shares(worths, made, self._nodes(longest), reading, prices, sum(rates) / batch)
         lengths = [k for k in self._lengths if 0 < k <= longest]
         speed, lens = shares.best_together(lengths)
         if not shares.are_alike(ALIKE):
             apart = shares.best([k for k in lengths if k in CAPS or k == lengths[-1]])
             speed, lens = apart if apart[0] >= SEPARATE_GAIN * speed else (speed, lens)
-        plain = emitted / prices.plain
+        plain = batch / prices.plain
         if max(before) <= longest:
             kept = shares.speed(before) if any(before) else plain
             if max(speed, plain) < HYSTERESIS * kept:
@@ -325,7 +348,7 @@ class DraftLengthPolicy:
         k = shares.best_together(range(1, longest + 1))[1][0]
         seconds = self.costs.round(k, [sum(nodes[:k])] * batch, k, batch, len(context.requests[0].token_ids))
         seconds += self.costs.catch_up(sum([self._num_unseen(b) for b in range(batch)]))
-        lacking = self._worth * (seconds / prices.plain - 1) - self._budget
+        lacking = seconds / prices.plain - 1 - self._budget
         if lacking > 0:
             self._wait = 1 + int(lacking / EXPLORATION_SHARE)
             return 0

@@ -28,15 +28,15 @@ class Shares:
         nodes: Sequence[int],
         reading: Sequence[float],
         prices: RoundPrices,
-        free: float = 0.0,
+        forced: float = 0.0,
     ) -> None:
         """``worths`` [B][N]: accepted drafts added by depth i + 1, given drafts; ``made`` [B]: share of rounds with drafts.
 
-        ``nodes`` [N]: tokens in the pass at each depth; ``reading`` [B]: seconds of catching up per emitted token, if the
-        proposer has unprocessed tokens; ``free``: tokens of a round that do not depend on drafts, beyond one per request.
+        ``nodes`` [N]: tokens in the pass at each depth; ``reading`` [B]: seconds that a proposer owes for each emitted token,
+        because it has not seen the text before; ``forced``: rows of a grammar for each accepted draft, beyond those for the
+        one other token of each request, which ``prices`` include.
         """
-        self._emitted = len(worths) + free
-        self.batch, self._nodes, self._prices = len(worths), nodes, prices
+        self.batch, self._nodes, self._prices, self._forced = len(worths), nodes, prices, forced
         self._worths, self._made, self._reading = worths, made, reading
 
     def are_alike(self, within: float) -> bool:
@@ -64,8 +64,8 @@ class Shares:
                 width += self._nodes[depth] * share
             reached = k
             seconds = prices.draft(k, self.batch) + nobody * prices.plain + reading
-            seconds += somebody * (prices.score(width) + prices.outside)
-            speeds.append((self._emitted + gained) / seconds)
+            seconds += somebody * (prices.score(width + self._forced * gained / self.batch) + prices.outside)
+            speeds.append((self.batch + gained) / seconds)
         return speeds
 
     def best(self, lengths: Sequence[int]) -> tuple[float, list[int]]:
@@ -101,7 +101,7 @@ class Shares:
 
     def _speeds(self, k: int, drafts: Iterable[_Draft]) -> list[float]:
         """Return tokens per second with the first draft, the first two, ..., when requesting k."""
-        prices, batch, made, owed, emitted = self._prices, self.batch, self._made, self._reading, self._emitted
+        prices, batch, made, owed, forced = self._prices, self.batch, self._made, self._reading, self._forced / self.batch
         score, outside, is_padded = prices.score, prices.outside, prices.is_padded
         gained, reading, tokens, num_drafting, deepest = 0.0, 0.0, 0.0, 0, 0
         nobody = 1.0  # probability that no request has a draft and the pass is plain
@@ -119,7 +119,7 @@ class Shares:
             elif depth > deepest:
                 deepest, tokens = depth, tokens + nodes
                 width = 1 + tokens
-            speeds.append((emitted + gained) / (around + reading + somebody * score(width)))
+            speeds.append((batch + gained) / (around + reading + somebody * score(width + forced * gained)))
         return speeds
 
 
