@@ -203,8 +203,8 @@ def test_size_and_work_are_linear_for_worst_case_sequences(name):
     built = Counted()
     for token in text:
         built.extend(token)
-    assert built.num_states <= 2 * len(text)
-    assert built.num_transitions <= 3 * len(text)
+    assert len(built.lens) <= 2 * len(text)
+    assert sum(map(len, built._next)) <= 3 * len(text)
     assert built.num_counts <= 4 * len(text)
 
 

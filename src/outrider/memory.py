@@ -59,6 +59,20 @@ def _group_files(controller: str, name: str) -> list[Path]:
     ]
 
 
+def on_this_machine(source: str | Path) -> Path | None:
+    """Return a local folder, or the folder of a hub id in the download cache; None otherwise."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    path = Path(source).expanduser()
+    if str(source) and path.is_dir():
+        return path
+    try:
+        config = try_to_load_from_cache(str(source), "config.json", cache_dir=constants.HF_HUB_CACHE)
+    except ValueError:  # not a hub id
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
 def weight_files(source: Path) -> list[Path]:
     """Return the weight files that are loaded from a folder (of one format only) or from a GGUF file."""
     if source.suffix == ".gguf" and source.is_file():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ def test_contenders_share_the_target_and_restore_its_engine(llm: LLM) -> None:
     plan = Plan((NGRAM,), {"x": [prompt]}, max_tokens=20)
     runs = {c: generate(contenders, c, [prompt], plan.params(0, 0), 1) for c in (PLAIN_CONTENDER, NGRAM)}
     assert runs[NGRAM].token_ids == runs[PLAIN_CONTENDER].token_ids
-    assert runs[PLAIN_CONTENDER].num_drafts == 0 and runs[NGRAM].num_drafts > 0
+    assert runs[PLAIN_CONTENDER].stats.num_drafts == 0 and runs[NGRAM].stats.num_drafts > 0
     assert (llm.engine, llm.engine.policy) == (engine, policy)
 
 
@@ -105,16 +104,15 @@ def test_k_zero_is_plain_decoding() -> None:
     assert Contender("draft", 0).is_plain and Contender("draft", 0).label == "plain"
 
 
-def rounds(*accepted: int, lens: int = 4) -> list[Round]:
-    return [Round(lens, [lens], [lens], [n], PhaseTimes(0.1, 0.2, 0.05, 0.01)) for n in accepted]
+def rounds(*accepted: int, lens: int = 4) -> tuple[Round, ...]:
+    return tuple(Round(lens, [lens], [lens], [n], PhaseTimes(0.1, 0.2, 0.05, 0.01)) for n in accepted)
 
 
 def test_rates_match_the_glossary() -> None:
-    run = Run(token_ids=[[1] * 11], batches=[Batch(11, 3.0, 1, 1.0)])
-    run.add_rounds(rounds(4, 0, 2), decode_seconds=2.0)
-    assert run.histogram == Counter({4: 1, 0: 1, 2: 1})
-    assert run.mean_acceptance_length == 1 + 6 / 3
-    assert run.acceptance_rate == 6 / (4 + 1 + 3)  # reached: all 4; the first only; 2 and the rejected one
+    run = Run(token_ids=[[1] * 11], batches=[Batch(11, 3.0, 1, 1.0, rounds=rounds(4, 0, 2))])
+    assert run.stats.acceptance_histogram == {4: 1, 0: 1, 2: 1}
+    assert run.stats.mean_acceptance_length == 1 + 6 / 3
+    assert run.stats.acceptance_rate == 6 / (4 + 1 + 3)  # reached: all 4; the first only; 2 and the rejected one
     assert run.tok_s == 11 / 3 and run.decode_tok_s == 10 / 2
     assert run.ms["draft"] == pytest.approx(100) and run.ms["score"] == pytest.approx(200)
     assert sum(run.ms.values()) == pytest.approx(2000 / 3)  # host is the remainder of wall-clock time
@@ -161,7 +159,7 @@ def test_decoding_starts_after_the_first_tokens_of_every_prompt(tmp_path: Path) 
     (batch,) = run.batches
     assert batch.num_tokens == 24 and batch.first_tokens >= 5
     assert batch.waits[0] < batch.waits[1] == batch.first_seconds
-    assert sum(run.histogram.values()) == run.num_tokens - batch.first_tokens  # one round per token after the first ones
+    assert run.stats.num_rounds == run.num_tokens - batch.first_tokens  # one round per token after the first ones
     cell = cells.cells([Group(0.0, 2, "x", [{PLAIN_CONTENDER: run}])])[0]
     assert cell["first_token_ms"] == pytest.approx(1e3 * batch.first_seconds / 2, rel=1e-3)
     assert cell["time_to_first_token_ms"]["p50"] == pytest.approx(1e3 * batch.waits[0], rel=1e-3)
@@ -226,8 +224,7 @@ def test_the_part_that_exceeds_the_formula_is_named(part: str, ms: dict[str, flo
 
 
 def test_acceptance_by_position_covers_rounds_and_reached_drafts() -> None:
-    run = Run(batches=[Batch(10, 1.0)], token_ids=[[1] * 10])
-    run.add_rounds(rounds(4, 0, 2, lens=4), decode_seconds=1.0)
+    run = Run(batches=[Batch(10, 1.0, rounds=rounds(4, 0, 2, lens=4))], token_ids=[list(range(10))])
     cell = cells.cells([Group(0.0, 1, "x", [{PLAIN_CONTENDER: run, NGRAM: run}])])[1]
     assert cell["acceptance_by_position"] == pytest.approx([2 / 3, 2 / 3, 1 / 3, 1 / 3], abs=1e-4)
     assert cell["conditional_acceptance"] == pytest.approx([2 / 3, 1, 0.5, 1], abs=1e-4)
@@ -235,10 +232,13 @@ def test_acceptance_by_position_covers_rounds_and_reached_drafts() -> None:
 
 
 def test_reached_drafts_of_a_tree_are_counted_by_depth() -> None:
-    run = Run()
-    run.add_rounds([Round(3, [9], [3], [3], PhaseTimes(0.3, 0.2, 0.0, 0.0))], decode_seconds=1.0)
-    assert run.num_drafts == 9 and run.num_judged == 3 and run.acceptance_rate == 1.0
-    assert run.step_seconds == [pytest.approx(0.1)]
+    whole = Round(3, [9], [3], [3], PhaseTimes(0.3, 0.2, 0.0, 0.0))
+    run = Run(batches=[Batch(4, 1.0, rounds=(whole,))], token_ids=[[1, 2, 3, 4]])
+    assert run.stats.num_drafts == 9 and run.stats.num_judged == 3 and run.stats.acceptance_rate == 1.0
+    plain = Run(batches=[Batch(4, 2.0, rounds=rounds(0, lens=0))], token_ids=[[1, 2, 3, 4]])
+    cell = cells.cells([Group(0.0, 1, "x", [{PLAIN_CONTENDER: plain, NGRAM: run}])])[1]
+    assert cell["cost_ratio"] == pytest.approx(0.1 / 0.2)  # three levels in 0.3 s
     # The accepted path ended at a leaf of depth 1: no draft after it, so none was rejected.
-    run.add_rounds([Round(3, [9], [3], [1], PhaseTimes(0.3, 0.2, 0.0, 0.0), judged=[1])], decode_seconds=1.0)
-    assert run.num_judged == 4 and run.acceptance_rate == 1.0 and run.conditional_acceptance(3) == [1.0, 1.0, 1.0]
+    run.batches.append(Batch(2, 1.0, rounds=(Round(3, [9], [3], [1], PhaseTimes(0.3, 0.2, 0.0, 0.0), judged=[1]),)))
+    assert run.stats.num_judged == 4 and run.stats.acceptance_rate == 1.0
+    assert run.conditional_acceptance(3) == [1.0, 1.0, 1.0]

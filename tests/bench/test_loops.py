@@ -92,10 +92,8 @@ def test_a_batch_is_cut_at_the_round_before_its_first_loop() -> None:
 
 def run(tokens_per_round: int, num_rounds: int, text: list[int], seconds: float = 1.0) -> Run:
     whole = batch(tokens_per_round=tokens_per_round, num_rounds=num_rounds, seconds=seconds)
-    made = Run.of([whole])
-    made.token_ids = [text]
     assert whole.num_tokens == len(text)
-    return made
+    return Run([text], [whole])
 
 
 def test_results_before_loops_exclude_loops() -> None:
@@ -106,9 +104,7 @@ def test_results_before_loops_exclude_loops() -> None:
         slow, fast = batch(tokens_per_round=2, num_rounds=15), batch(tokens_per_round=6, num_rounds=5)
         later = [Arrival(15 + each.seconds, 0, 30 + each.num_tokens, 15 + each.num_rounds) for each in fast.arrivals[1:]]
         arrivals = (*slow.arrivals, *later)
-        made = Run.of([Batch(61, 20.5, 1, 0.5, None, (0.5,), arrivals, (*slow.rounds, *fast.rounds))])
-        made.token_ids = [text]
-        return made
+        return Run([text], [Batch(61, 20.5, 1, 0.5, None, (0.5,), arrivals, (*slow.rounds, *fast.rounds))])
 
     repeats = [{PLAIN_CONTENDER: run(1, 60, text), NGRAM: speculative()} for _ in range(3)]
     plain, drafted = cells.cells([Group(0.0, 1, "x", repeats)])
@@ -133,9 +129,8 @@ def test_an_output_that_loops_from_the_start_is_excluded_for_all_contenders() ->
     looping, fresh = [7] * 31, FRESH[:31]
 
     def two(tokens_per_round: int, num_rounds: int, first: list[int]) -> Run:
-        made = Run.of([batch(tokens_per_round=tokens_per_round, num_rounds=num_rounds) for _ in range(2)])
-        made.token_ids = [first, fresh]
-        return made
+        batches = [batch(tokens_per_round=tokens_per_round, num_rounds=num_rounds) for _ in range(2)]
+        return Run([first, fresh], batches)
 
     repeats = [{PLAIN_CONTENDER: two(1, 30, looping), NGRAM: two(2, 15, fresh)} for _ in range(2)]
     _, drafted = cells.cells([Group(0.8, 1, "x", repeats)])

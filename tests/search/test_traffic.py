@@ -77,7 +77,7 @@ def test_built_in_kinds_take_turns() -> None:
         ({"time": "t", "level": "info", "event": "request", "request_id": "r", "path": "/v1/completions"}, "contains no text"),
         ({"body": 3}, "must be a JSON object"),
         ({"answer": "x"}, 'expected "prompt"'),
-        ({"prompt": "x", "temperature": "hot"}, "expected a number"),
+        ({"prompt": "x", "temperature": "hot"}, "expected a finite number"),
         ({"prompt": "x", "temperature": -1}, "invalid temperature -1: "),
         ({"prompt": [1, 2]}, "must be a non-empty string"),
     ],

@@ -71,7 +71,7 @@ def _before_loops(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any] |
     kept = [together for together in zip(*cut, strict=True) if all(batch.num_tokens for batch in together)]
     if not kept:
         return None
-    parts = [Run.of(batches) for batches in zip(*kept, strict=True)]
+    parts = [Run(batches=list(batches)) for batches in zip(*kept, strict=True)]
     return _figures(parts[: len(runs)], parts[len(runs) :])
 
 
@@ -110,40 +110,34 @@ def _decode_speedup(runs: Sequence[Run], plain: Sequence[Run]) -> float | None:
 def _acceptance(runs: Sequence[Run]) -> dict[str, Any]:
     """Return acceptance counts over all repeats."""
     total = _added(runs)
-    rounds, places = sum(total.histogram.values()), range(max(total.reached, default=-1) + 1)
-    survived = [sum(count for accepted, count in total.histogram.items() if accepted > place) for place in places]
+    stats, longest = total.stats, max((depth for round_ in total.rounds for depth in round_.num_judged), default=0)
+    by_position = stats.acceptance_by_position + [0.0] * (longest - max(stats.acceptance_histogram, default=0))
     return {
-        "mean_acceptance_length": _rounded(total.mean_acceptance_length),
-        "acceptance_rate": _rounded(total.acceptance_rate),
-        "draft_acceptance_rate": _rounded(total.num_accepted / total.num_drafts if total.num_drafts else 0.0),
-        "acceptance_histogram": {str(n): total.histogram[n] for n in sorted(total.histogram)},
-        "acceptance_by_position": [_rounded(each / max(rounds, 1)) for each in survived],
-        "conditional_acceptance": [_rounded(each) for each in total.conditional_acceptance(len(places))],
+        "mean_acceptance_length": _rounded(stats.mean_acceptance_length),
+        "acceptance_rate": _rounded(stats.acceptance_rate),
+        "draft_acceptance_rate": _rounded(stats.draft_acceptance_rate),
+        "acceptance_histogram": {str(n): rounds for n, rounds in sorted(stats.acceptance_histogram.items())},
+        "acceptance_by_position": [_rounded(each) for each in by_position],
+        "conditional_acceptance": [_rounded(each) for each in total.conditional_acceptance(longest)],
     }
 
 
 def _added(runs: Sequence[Run]) -> Run:
-    """Return a run with the sums of the counts."""
-    total = Run()
-    for run in runs:
-        for ours, theirs in ((total.histogram, run.histogram), (total.reached, run.reached), (total.kept, run.kept)):
-            ours.update(theirs)
-        total.num_drafts += run.num_drafts
-        total.num_judged += run.num_judged
-        total.num_steps += run.num_steps
-        total.num_draft_steps += run.num_draft_steps
-    return total
+    """Return a run with the batches of all of these."""
+    return Run(batches=[batch for run in runs for batch in run.batches])
 
 
 def _expectation(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     """Return the formula's decoding speedup and the contribution of each part of a round."""
-    total, steps = _added(runs), [seconds for run in runs for seconds in run.step_seconds]
+    total = _added(runs)
+    stats, longest = total.stats, [(round_.times.draft, max(round_.depths, default=0)) for round_ in total.rounds]
+    steps = [seconds / depth for seconds, depth in longest if depth]
     rounds = Rounds(
         ms=_ms(runs),
         plain_ms=_ms(plain),
-        tau=total.mean_acceptance_length,
-        alpha=total.acceptance_rate,
-        k=total.num_draft_steps / max(total.num_steps, 1),
+        tau=stats.mean_acceptance_length,
+        alpha=stats.acceptance_rate,
+        k=stats.num_draft_steps / max(stats.num_steps, 1),
         step_ms=1e3 * median(steps) if steps else 0.0,
     )
     measured = _decode_speedup(runs, plain)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from outrider.bench.loops import loop_share, loop_start
 from outrider.bench.memory import PeakMemory
+from outrider.engine.stats import GenerationStats
 from outrider.types import OutriderError, Round, SamplingParams
 
 if TYPE_CHECKING:
@@ -58,22 +58,28 @@ class Batch:
 
 @dataclass
 class Run:
-    """Sums over a contender's generations for a list of prompts."""
+    """A contender's generations for a list of prompts."""
 
     token_ids: list[list[int]] = field(default_factory=list)  # per prompt
     batches: list[Batch] = field(default_factory=list)
-    histogram: Counter[int] = field(default_factory=Counter)  # {num_accepted: rounds}, over requests
-    reached: Counter[int] = field(default_factory=Counter)  # {position from 0: drafts reached}
-    kept: Counter[int] = field(default_factory=Counter)  # {position from 0: drafts accepted}
-    num_drafts: int = 0
-    num_judged: int = 0  # drafts reached
-    num_steps: int = 0  # rounds of batches
-    num_draft_steps: int = 0  # sum of the longest paths of these rounds
-    step_seconds: list[float] = field(default_factory=list)  # seconds per draft step, in each round with drafts
     pauses: list[tuple[float, int]] = field(default_factory=list)  # (seconds before tokens, tokens that arrived together)
-    phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     peak_bytes: int | None = None  # peak memory while it ran
     faults: int = 0
+
+    @property
+    def rounds(self) -> list[Round]:
+        """Return the decoding rounds of all batches."""
+        return [round_ for batch in self.batches for round_ in batch.rounds]
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Return the counts and phase times of the decoding rounds, without emitted tokens."""
+        stats = GenerationStats()
+        for round_ in self.rounds:
+            for num_drafts, judged, accepted in zip(round_.lens, round_.num_judged, round_.num_accepted, strict=True):
+                stats.count(num_drafts, judged, accepted, num_emitted=0)
+            stats.clock(round_, is_prefill=False, emitted_per_row=0.0, plain=None)
+        return stats
 
     @property
     def num_tokens(self) -> int:
@@ -107,65 +113,32 @@ class Run:
         known = [each for each in seconds if each]
         return self.num_tokens / sum(known) if known and len(known) == len(seconds) else None
 
-    @property
-    def num_accepted(self) -> int:
-        return sum(accepted * rounds for accepted, rounds in self.histogram.items())
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Return tau = 1 + accepted / rounds, over decoding rounds."""
-        return 1 + self.num_accepted / max(sum(self.histogram.values()), 1)
+    def reached(self, place: int) -> tuple[int, int]:
+        """Return how many drafts at this position, from 0, were accepted, and how many the verifier reached."""
+        accepted = sum(depth > place for round_ in self.rounds for depth in round_.num_accepted)
+        return accepted, sum(depth > place for round_ in self.rounds for depth in round_.num_judged)
 
     def conditional_acceptance(self, num_places: int) -> list[float]:
         """Return the share of reached drafts that were accepted, by position."""
-        return [self.kept[place] / self.reached[place] if self.reached[place] else 0.0 for place in range(num_places)]
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Return alpha: accepted drafts / reached drafts; 0 if nothing was drafted."""
-        return self.num_accepted / self.num_judged if self.num_judged else 0.0
+        counts = [self.reached(place) for place in range(num_places)]
+        return [accepted / reached if reached else 0.0 for accepted, reached in counts]
 
     @property
     def ms(self) -> dict[str, float]:
-        """Return mean milliseconds per decoding round of the batch by phase; ``host`` is the remainder."""
-        return {name: 1e3 * seconds / max(self.num_steps, 1) for name, seconds in self.phase_seconds.items()}
+        """Return mean milliseconds per decoding round of the batch by phase; ``host`` is the rest of the wall-clock time."""
+        stats, seconds = self.stats, self.seconds - self.first_seconds
+        ms = stats.ms_per_round
+        return ms | {"host": max(1e3 * seconds / max(stats.num_steps, 1) - ms["draft"] - ms["score"] - ms["verify"], 0.0)}
 
     def batches_before_loops(self) -> list[Batch]:
         """Return the batches, each cut before the first loop in any of its outputs."""
         texts = iter(self.token_ids)
         return [batch.before([loop_start(text) for text in islice(texts, len(batch.waits))]) for batch in self.batches]
 
-    @classmethod
-    def of(cls, batches: Sequence[Batch]) -> Run:
-        """Return a run with the speeds, counts and phases of the batches, without outputs and latencies."""
-        run = cls(batches=list(batches))
-        for batch in batches:
-            run.add_rounds(batch.rounds, batch.seconds - batch.first_seconds)
-        return run
-
     @property
     def loop_share(self) -> float:
         """Return the share of all tokens that are in loops."""
         return loop_share(self.token_ids)
-
-    def add_rounds(self, rounds: Sequence[Round], decode_seconds: float) -> None:
-        """Add decoding rounds that took ``decode_seconds`` of wall-clock time."""
-        for round_ in rounds:
-            self.num_drafts += sum(round_.lens)
-            for judged, accepted in zip(round_.num_judged, round_.num_accepted, strict=True):
-                self.histogram[accepted] += 1
-                self.reached.update(range(judged))
-                self.kept.update(range(accepted))
-                self.num_judged += judged
-            depth = max(round_.depths, default=0)
-            self.num_draft_steps += depth
-            if depth:
-                self.step_seconds.append(round_.times.draft / depth)
-            for name in ("draft", "score", "verify"):
-                self.phase_seconds[name] += getattr(round_.times, name)
-                decode_seconds -= getattr(round_.times, name)
-        self.phase_seconds["host"] += max(decode_seconds, 0.0)
-        self.num_steps += len(rounds)
 
 
 def generate(
@@ -233,4 +206,3 @@ def _generate_batch(chunks: Iterator[Chunk], num_prompts: int, run: Run, rounds:
     run.batches.append(
         Batch(tokens, seconds, first_tokens, first - started, plain_seconds, tuple(waits), tuple(arrivals), tuple(rounds))
     )
-    run.add_rounds(rounds, ended - first)

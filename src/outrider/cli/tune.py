@@ -12,7 +12,7 @@ from outrider.cli.console import err
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, given, parse_list, with_groups
 from outrider.cli.progress import progress
 from outrider.engine.options import Speculation
-from outrider.engine.plan import Plan
+from outrider.engine.plan import Plan, located
 from outrider.errors import OutriderError
 from outrider.method_text import split_method, split_methods, with_drafts
 from outrider.registry import PROPOSERS
@@ -167,19 +167,13 @@ def plan_values(models: ModelOptions, chosen: Choice, search: Search) -> dict[st
     contender, known = chosen.chosen, search.llm.speculation.drafts
     takes_draft = not contender.is_plain and PROPOSERS.get(split_method(contender.method)[0]).takes_draft
     given = asdict(models) | {
-        "target": models.target and _findable(models.target),
-        "draft": _findable(models.draft) if takes_draft and models.draft else None,
-        "method": with_drafts(contender.method, lambda draft: draft if draft in known else _findable(draft)),
+        "target": models.target and located(models.target),
+        "draft": located(models.draft) if takes_draft and models.draft else None,
+        "method": with_drafts(contender.method, lambda draft: draft if draft in known else located(draft)),
         "num_draft_tokens": contender.k,
         "same_text": models.same_text or None,
     }
     return {name: value for name, value in given.items() if value is not None}
-
-
-def _findable(source: str) -> str:
-    """Return the absolute path of a local folder, so that the plan works from any directory."""
-    path = Path(source).expanduser()
-    return str(path.resolve()) if path.is_dir() else source
 
 
 def read_question(asked: SearchOptions) -> Question:

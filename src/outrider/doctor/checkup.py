@@ -143,7 +143,7 @@ def _stages(patient: Patient, checkup: Checkup, progress: Progress) -> Iterator[
     prompts = [encode(llm.tokenizer, prompt) for workload in WORKLOADS for prompt in builtin(workload, 1)]
     prompts = [ids[-llm.runner.max_len // 2 :] for ids in prompts]
     drafted = yield from _measured(patient, contenders, prompts, checkup, progress)
-    if drafted.num_drafts:  # even at high acceptance: reading a neighbouring layer lowers it only partly
+    if drafted.stats.num_drafts:  # even at high acceptance: reading a neighbouring layer lowers it only partly
         yield from _try_alternatives(patient, kind.alternatives(setting), contenders, prompts, drafted, progress)
 
 
@@ -166,7 +166,7 @@ def _measured(
     if drafted.faults:
         yield Finding("wrong", "drafting", f"the proposer failed in {drafted.faults} rounds, which continued without drafts")
     first = found.by_position[0]
-    if not drafted.num_drafts:
+    if not drafted.stats.num_drafts:
         yield Finding("note", "acceptance", "nothing was drafted on these prompts, so acceptance is unknown")
     elif first < DOUBTFUL and PROPOSERS.get(split_method(patient.method)[0]).reads_text_only:
         yield Finding(
@@ -188,15 +188,15 @@ def _measured(
 
 
 def _acceptance(plain: Run, drafted: Run, num_prompts: int) -> Acceptance:
-    step = drafted.phase_seconds["draft"] / max(drafted.num_drafts, 1)
-    whole = sum(plain.phase_seconds.values()) / max(plain.num_steps, 1)
+    stats, whole = drafted.stats, sum(plain.ms.values()) / 1e3
+    step = stats.times.draft / max(stats.num_drafts, 1)
+    rate = stats.acceptance_rate
     score = max(drafted.ms["score"] + drafted.ms["verify"] + drafted.ms["host"], 1e-6) / 1e3
-    rate = drafted.acceptance_rate
     # Interpolate the score's time linearly between a plain round and the measured one.
     speeds = [expected_tau(rate, k) / (k * step + whole + (score - whole) * min(k / K, 1)) if k else 1 / max(whole, 1e-9)
               for k in range(2 * K + 1)]  # fmt: skip
-    best = max(range(len(speeds)), key=lambda k: speeds[k]) if drafted.num_drafts else 0
-    tau = drafted.mean_acceptance_length
+    best = max(range(len(speeds)), key=lambda k: speeds[k]) if stats.num_drafts else 0
+    tau = stats.mean_acceptance_length
     return Acceptance(drafted.conditional_acceptance(K), tau, plain.decode_tok_s, drafted.decode_tok_s, best, num_prompts)
 
 
@@ -217,19 +217,19 @@ def _try_alternatives(
         runs[contender.method] = generate(contenders, contender, prompts, patient.params, batch=1)
     if not runs:
         return
-    best = max(runs, key=lambda method: runs[method].mean_acceptance_length)
-    found, tau = runs[best].mean_acceptance_length, drafted.mean_acceptance_length
+    best = max(runs, key=lambda method: runs[method].stats.mean_acceptance_length)
+    found, tau = runs[best].stats.mean_acceptance_length, drafted.stats.mean_acceptance_length
     if found > MIN_GAIN * tau or _is_significant(runs[best], drafted):
         yield Finding("suspicious", "options", f"{best} fits better: {found:.2f} tokens per pass instead of {tau:.2f}")
         return
-    said = ", ".join(f"{method} {run.mean_acceptance_length:.2f}" for method, run in runs.items())
+    said = ", ".join(f"{method} {run.stats.mean_acceptance_length:.2f}" for method, run in runs.items())
     verdict = "no better" if found <= tau else "not significant at this length (raise --max-tokens)"
     yield Finding("ok" if found <= tau else "note", "options", f"tokens per pass instead of {tau:.2f}: {said}; {verdict}")
 
 
 def _is_significant(better: Run, drafted: Run) -> bool:
     """Return whether the first-draft acceptance of two runs differs significantly (two-sided, 2%)."""
-    counts = [(run.kept[0], run.reached[0]) for run in (better, drafted)]
+    counts = [run.reached(0) for run in (better, drafted)]
     if not all(reached for _, reached in counts):
         return False
     pooled = sum(kept for kept, _ in counts) / sum(reached for _, reached in counts)

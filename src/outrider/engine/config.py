@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from outrider import family
-from outrider.engine.finding import Choice, choices, on_this_machine
+from outrider.engine.finding import Choice, choices
 from outrider.engine.options import Speculation, is_tokenizer
 from outrider.engine.policy import POLICIES, FixedLength, LengthPolicy
+from outrider.memory import on_this_machine
 from outrider.method_text import split_method
 from outrider.options import declared
 from outrider.proposers.base import Proposer

@@ -13,10 +13,9 @@ from logging import DEBUG, INFO, getLogger
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import constants, snapshot_download
 
-from outrider.memory import size, weight_files
+from outrider.memory import on_this_machine, size, weight_files
 from outrider.method_text import join_method
 from outrider.proposers.method import MethodSpec
 from outrider.proposers.recognition import TargetFiles, find_folder, loose_files
@@ -150,18 +149,6 @@ def target_files(source: object) -> TargetFiles | None:
     except Exception as error:  # reported when the target is loaded
         logger.debug("the target's files cannot be read: %s", first_line(error))
         return None
-
-
-def on_this_machine(source: str | Path) -> Path | None:
-    """Return a local folder, or the folder of a hub id in the download cache; None otherwise."""
-    path = Path(source).expanduser()
-    if str(source) and path.is_dir():
-        return path
-    try:
-        config = try_to_load_from_cache(str(source), "config.json", cache_dir=constants.HF_HUB_CACHE)
-    except HFValidationError:
-        return None
-    return Path(config).parent if isinstance(config, str) else None
 
 
 # --- places -----------------------------------------------------------------------------------------------------------------

@@ -84,6 +84,12 @@ def served_name(target: str | None) -> str:
     return path.resolve().name if path.is_dir() else target
 
 
+def located(source: str) -> str:
+    """Return the absolute path of a local folder, so that a plan or an export works from any directory; a hub id as it is."""
+    path = Path(source).expanduser()
+    return str(path.resolve()) if path.is_dir() else source
+
+
 def _toml(value: str | float | bool) -> str:
     """Format a value; JSON and TOML agree on these types."""
     return json.dumps(value, ensure_ascii=False)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,7 +14,7 @@ from outrider.heads import block_formats, eagle_formats, medusa
 from outrider.heads.block import BlockShape
 from outrider.heads.checkpoint import MTP, find_folder, kinds_of, read_config, read_folder
 from outrider.proposers import portable
-from outrider.runner.loading import num_layers
+from outrider.proposers.recognition import TargetFiles
 from outrider.types import OutriderError
 
 Heads = TypeVar("Heads", bound=nn.Module)
@@ -30,7 +29,7 @@ def feature_head(kind: portable.FeatureHead, wanted: Wanted, folder: Path) -> tu
     """
     config = wanted.config
     head = eagle_formats.load(kind.source, config.num_hidden_layers, config.vocab_size, config.hidden_size)
-    written = json.loads((find_folder(kind.source) / "config.json").read_text())
+    written = read_config(find_folder(kind.source))
     if head.shape.generation == 1:
         return kind.source, 1
     inner = (written.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
@@ -52,24 +51,13 @@ def own_head(kind: portable.OwnHead, wanted: Wanted) -> str | None:
     return kind.source
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """What a head has to fit."""
-
-    name: str
-    hidden_size: int
-    num_layers: int
-    vocab_size: int
-
-
 def block_drafter(kind: portable.BlockDrafter, wanted: Wanted, folder: Path, reads_speculators: bool) -> tuple[str, BlockShape]:
     """Return the folder of a block drafter, and its shape.
 
     It is converted to z-lab's layout for engines that do not read speculators'. Raises ``OutriderError`` for a head that does
     not fit the target, or has what the layout lacks.
     """
-    source, config = find_folder(kind.source), wanted.config
-    sizes = _Sizes(wanted.target, config.hidden_size, num_layers(config), config.vocab_size)
+    source, sizes = find_folder(kind.source), TargetFiles(wanted.target, Path(wanted.target), wanted.config)
     with torch.device("meta"):
         shape = block_formats.load(source, sizes).shape
     if reads_speculators or "speculators_model_type" not in read_config(source):

@@ -72,7 +72,9 @@ class Vllm(Engine):
             note = "vLLM continues the earliest match, Outrider the latest; --own-code uses Outrider's."
             return {"method": "ngram", **count, **window, **judged}, [note]
         if isinstance(kind, portable.SmallModel):
-            return _small_model(kind) | count | rule | _other_tokenizer(kind), []
+            at_once = {"parallel_drafting": True} if isinstance(kind, portable.ParallelModel) else {}
+            other = {"use_heterogeneous_vocab": True, "draft_sample_method": "greedy"} if kind.other_tokenizer else {}
+            return {"method": "draft_model", "model": kind.source, **at_once, **count, **rule, **other}, []
         return self._head(wanted, folder)
 
     def _head(self, wanted: Wanted, folder: Path) -> tuple[dict[str, Any], list[str]]:
@@ -98,15 +100,6 @@ class Vllm(Engine):
             model = heads.own_head(kind, wanted)
             return {"method": "mtp", **({} if model is None else {"model": model}), **count, **rule}, notes
         raise self.refuse(kind, wanted)
-
-
-def _small_model(kind: portable.SmallModel) -> dict[str, Any]:
-    at_once = {"parallel_drafting": True} if isinstance(kind, portable.ParallelModel) else {}
-    return {"method": "draft_model", "model": kind.source, **at_once}
-
-
-def _other_tokenizer(kind: portable.SmallModel) -> dict[str, Any]:
-    return {"use_heterogeneous_vocab": True, "draft_sample_method": "greedy"} if kind.other_tokenizer else {}
 
 
 def _rules(wanted: Wanted) -> tuple[dict[str, str], dict[str, str]]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.engine.methods import auto_choice
-from outrider.engine.plan import Plan, served_name
+from outrider.engine.plan import Plan, located, served_name
 from outrider.method_text import split_method
 from outrider.proposers.method import Setting
 from outrider.proposers.portable import NoDrafts, Portable, SmallModel
@@ -62,7 +61,7 @@ def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wa
     if target is None:
         drafts_there = {name: str(folder) for name, folder in drafts().items()}
     name = served_name(target)
-    target, draft = _located(target or str(TARGET)), plan.given("draft")
+    target, draft = located(target or str(TARGET)), plan.given("draft")
     check(target)
     verifier = plan.given("verifier") or "rejection"  # supported by all engines, with the same output distribution
     VERIFIERS.get(verifier)
@@ -106,14 +105,8 @@ def _kind(method: str, draft: str | None, drafts: Mapping[str, str]) -> Portable
     name, options = split_method(method)
     kind: Any = PROPOSERS.get(name).portable(Setting.without_target(draft=draft, options=options, drafts=drafts))
     source = getattr(kind, "source", None)  # its model or head, if it has one
-    found: Portable = kind if source is None else replace(kind, source=_located(source))
+    found: Portable = kind if source is None else replace(kind, source=located(source))
     return found
-
-
-def _located(source: str) -> str:
-    """Return the absolute path of a folder, because the export is written to another one."""
-    path = Path(source).expanduser()
-    return str(path.resolve()) if path.is_dir() else source
 
 
 def _tokenizers_differ(target: str, draft: str) -> bool:

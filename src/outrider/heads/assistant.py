@@ -51,6 +51,7 @@ class AssistantHead(RolloutHead):
         """``config``: the assistant's; ``decoder``: its layers on the meta device, which become the head's."""
         super().__init__()
         self.text, self._stored = decoder.config, stored
+        self.uses_targets_output, self.cache_shape = False, CacheShape.of({})
         hidden, self.target_hidden_size = int(self.text.hidden_size), int(config.backbone_hidden_size)
         self.pre_projection = nn.Linear(2 * self.target_hidden_size, hidden, bias=False)
         self.post_projection = nn.Linear(hidden, self.target_hidden_size, bias=False)
@@ -70,28 +71,10 @@ class AssistantHead(RolloutHead):
             if own.sliding_window is not None:  # transformers' mask counts from the position before the last stored one
                 own.sliding_window += 2
 
-    @property
-    def hidden_states(self) -> tuple[int, ...]:
-        return (self._num_target_layers,)
-
-    @property
-    def uses_targets_output(self) -> bool:
-        return False
-
-    @property
-    def cache_shape(self) -> CacheShape:
-        return CacheShape.of({})
-
-    def exact_rotary(self) -> nn.Module:
-        rotary: nn.Module = type(self.rotary_emb)(self.text)
-        return rotary
-
     def check_fit(self, target: TargetSizes) -> None:
-        hidden, vocab = self.target_hidden_size, int(self.text.vocab_size)
-        if hidden != target.hidden_size:
-            raise OutriderError(f"the head expects hidden size {hidden}, but {target.name} has {target.hidden_size}")
-        if vocab != target.vocab_size:
-            raise OutriderError(f"the head was made for {vocab} tokens, but {target.name} has {target.vocab_size}")
+        self.hidden_states = (target.num_layers,)
+        super().check_fit(target)
+        self.check_vocabulary(int(self.text.vocab_size), target)
         for index, layer in enumerate(self.layers):
             own: Any = layer.self_attn
             shape = self._stored.get(own.layer_type)
@@ -103,7 +86,6 @@ class AssistantHead(RolloutHead):
                     f"model.layers.{index}.self_attn.q_proj.weight has {heads} heads of {own.head_dim}, but the keys of"
                     f" {target.name} in {own.layer_type} have {shape.num_kv_heads} of {shape.key_dim}"
                 )
-        self._num_target_layers = target.num_layers
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
         return features[0]

@@ -217,7 +217,8 @@ class BlockHead(FeatureHead):
 
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.target_hidden_size, self.hidden_states = shape, shape.target_hidden_size, shape.hidden_states
+        self.uses_targets_output = not shape.own_output
         config, hidden = shape.config, shape.config.hidden_size
         if shape.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
@@ -237,6 +238,8 @@ class BlockHead(FeatureHead):
             else None
         )
         self.register_buffer("draft_ids", torch.arange(shape.draft_vocab_size) if shape.reduced else None)
+        dim = int(config.head_dim)
+        self.cache_shape = CacheShape.uniform(int(config.num_hidden_layers), shape.num_kv_heads, dim, dim)
 
     @property
     def attentions(self) -> Iterator[BlockAttention]:
@@ -244,23 +247,6 @@ class BlockHead(FeatureHead):
         for layer in self.layers:
             assert isinstance(layer, BlockLayer)
             yield layer.self_attn
-
-    @property
-    def hidden_states(self) -> tuple[int, ...]:
-        return self.shape.hidden_states
-
-    @property
-    def uses_targets_output(self) -> bool:
-        return not self.shape.own_output
-
-    @property
-    def cache_shape(self) -> CacheShape:
-        config = self.shape.config
-        dim = int(config.head_dim)
-        return CacheShape.uniform(int(config.num_hidden_layers), self.shape.num_kv_heads, dim, dim)
-
-    def exact_rotary(self) -> nn.Module:
-        return Qwen3RotaryEmbedding(self.shape.config)
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
         fused: Tensor = self.hidden_norm(self.fc(torch.cat(list(features), -1)))
@@ -299,16 +285,12 @@ class BlockHead(FeatureHead):
         return logits if self.candidate_selector is None else self.candidate_selector(out, logits, token_ids)
 
     def check_fit(self, target: TargetSizes) -> None:
+        super().check_fit(target)
         shape, name = self.shape, target.name
-        if shape.target_hidden_size != target.hidden_size:
-            raise OutriderError(f"the head expects hidden size {shape.target_hidden_size}, but {name} has {target.hidden_size}")
-        if shape.config.vocab_size != target.vocab_size:
-            raise OutriderError(f"the head was made for {shape.config.vocab_size} tokens, but {name} has {target.vocab_size}")
+        self.check_vocabulary(shape.config.vocab_size, target)
         if shape.config.hidden_size != target.hidden_size and not (shape.own_embedding and shape.own_output):
             raise OutriderError(
                 f"the head has hidden size {shape.config.hidden_size} but no embedding or output head of that size"
             )
         if not 0 <= shape.mask_token_id < target.vocab_size:
             raise OutriderError(f"the head's mask token is {shape.mask_token_id}, but {name} has {target.vocab_size} tokens")
-        self.check_hidden_states(target)
-        self.check_draft_ids(target)

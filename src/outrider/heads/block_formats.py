@@ -8,7 +8,6 @@ one less than in transformers' ``hidden_states``. speculators' ``aux_hidden_stat
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,10 +23,12 @@ from outrider.heads.checkpoint import (
     LAYER_KEYS,
     TargetSizes,
     check_sections,
+    count_numbered,
     fill,
     find_folder,
     kind_of,
     made,
+    named_states,
     offsets_to_ids,
     read_folder,
     refuse_quantised,
@@ -37,13 +38,13 @@ from outrider.heads.own_tables import has_own_table
 from outrider.runner.loading import check_sizes
 from outrider.types import OutriderError, first_line
 
-logger = logging.getLogger(__name__)
-
 # A confidence head estimates how many drafts to verify. Here the policy does, from measured acceptance.
 IGNORED = (r"^t2d$", r"^verifier_", r"rotary_emb\.", r"^confidence_head\.")
 MAPPINGS = ("d2t", "t2d")  # between the target's vocabulary and a reduced one
 SECTIONS = ("transformer_layer_config", "dflash_config", "outrider")  # nested configs
 SPECULATORS = ("dflash", "dspark", "dflash2")
+CONVOLUTIONS = {"conv_kernel_size": "conv_taps", "conv_group_size": "conv_group"}  # DFlash 2's keys -> fields of a shape
+SELECTOR = {"selector_rank": "selector_rank", "selector_top_k": "num_candidates"}
 UNSUPPORTED = {  # tensor names -> feature
     r"^(prefix_gru|gru|embed_proj|domino)\b": "Domino's correction by a recurrent network",
     r"^fusion_(weights|norms)\b": "DFlare's fusion by layer",
@@ -127,7 +128,12 @@ def _shape(
     own = _layers(layer, tensors, target.vocab_size, source)
     inner = config.get("dflash_config") or {}
     width = _number({"target_hidden_size": config.get("target_hidden_size") or own.hidden_size}, "target_hidden_size", source)
-    ids = hidden_states(config, own.num_hidden_layers, target.num_layers, source)
+    ids = named_states(
+        config.get("aux_hidden_state_layer_ids"),
+        inner.get("target_layer_ids") or config.get("target_layer_ids"),
+        lambda: default_hidden_states(target.num_layers, own.num_hidden_layers),
+        source,
+    )
     num_features, rest = divmod(tensors["fc.weight"].shape[-1], width)
     if rest or num_features != len(ids):
         raise OutriderError(
@@ -169,28 +175,27 @@ def _second(
 ) -> dict[str, int]:
     """Return the fields of a shape that describe DFlash 2's convolutions and path selector, if the head has them."""
     found: dict[str, int] = {}
-    for part, mark, keys in (
-        ("short convolutions", "_conv.", ("conv_kernel_size", "conv_group_size")),
-        ("path selector", "candidate_selector.", ("selector_rank", "selector_top_k")),
+    for part, mark, fields in (
+        ("short convolutions", "_conv.", CONVOLUTIONS),
+        ("path selector", "candidate_selector.", SELECTOR),
     ):
         name = next((name for name in tensors if mark in name), None)
-        missing = [key for key in keys if not said.get(key)]
+        missing = [key for key in fields if not said.get(key)]
         if name is not None and missing:
             raise OutriderError(f"{source} has DFlash 2's {part} ({name}), but config.json lacks {' and '.join(missing)}")
-    if said.get("conv_kernel_size"):
-        found = {"conv_taps": _number(said, "conv_kernel_size", source), "conv_group": _number(said, "conv_group_size", source)}
-        if hidden_size % found["conv_group"]:
-            raise OutriderError(
-                f"{source}: config.json says conv_group_size={found['conv_group']}: expected a divisor of {hidden_size}"
-            )
-    if said.get("selector_rank"):
-        found |= {
-            "selector_rank": _number(said, "selector_rank", source),
-            "num_candidates": _number(said, "selector_top_k", source, most=num_tokens),
-        }
-        other = next((name for name in tensors if name == "d2t" or name.startswith("markov_head.")), None)
-        if other is not None:
-            raise OutriderError(f"{source} has a path selector and {other}, which is not supported together")
+        if said.get(next(iter(fields))):
+            found |= {field: _number(said, key, source) for key, field in fields.items()}
+    if hidden_size % found.get("conv_group", 1):
+        raise OutriderError(
+            f"{source}: config.json says conv_group_size={found['conv_group']}: expected a divisor of {hidden_size}"
+        )
+    if found.get("num_candidates", 0) > num_tokens:
+        raise OutriderError(
+            f"{source}: config.json says selector_top_k={found['num_candidates']}: expected at most {num_tokens}"
+        )
+    other = next((name for name in tensors if name == "d2t" or name.startswith("markov_head.")), None)
+    if "selector_rank" in found and other is not None:
+        raise OutriderError(f"{source} has a path selector and {other}, which is not supported together")
     return found
 
 
@@ -222,8 +227,7 @@ def _layers(layer: Mapping[str, Any], tensors: Mapping[str, Tensor], vocab_size:
     for key, (name, unit) in measured.items():
         if key not in given and name in tensors:
             given[key] = tensors[name].shape[0] // unit
-    numbers = [int(found[1]) for found in (re.match(r"layers\.(\d+)\.", name) for name in tensors) if found]
-    given.setdefault("num_hidden_layers", max(numbers) + 1)
+    given.setdefault("num_hidden_layers", count_numbered(tensors, r"layers\.(\d+)\."))
     given.setdefault("vocab_size", vocab_size)
     given.setdefault("attention_bias", "layers.0.self_attn.q_proj.bias" in tensors)
     try:
@@ -246,12 +250,10 @@ def _windows(layer: Mapping[str, Any], num_layers: int, source: str) -> tuple[in
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:num_layers])
 
 
-def _number(config: Mapping[str, Any], key: str, source: str, least: int = 1, most: int | None = None) -> int:
+def _number(config: Mapping[str, Any], key: str, source: str, least: int = 1) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise OutriderError(f"{source}: config.json says {key}={value!r}: expected a whole number of at least {least}")
-    if most is not None and value > most:
-        raise OutriderError(f"{source}: config.json says {key}={value!r}: expected at most {most}")
     return value
 
 
@@ -262,22 +264,6 @@ def _factor(config: Mapping[str, Any], key: str, source: str, usual: float) -> f
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
         raise OutriderError(f"{source}: config.json says {key}={value!r}: expected a number of at least 0")
     return float(value)
-
-
-def hidden_states(config: Mapping[str, Any], num_layers: int, target_layers: int, source: str) -> tuple[int, ...]:
-    """Return the hidden states that a config names, in transformers' numbering; z-lab's usual ones if it names none."""
-    outer = config.get("aux_hidden_state_layer_ids")
-    inner = (config.get("dflash_config") or {}).get("target_layer_ids") or config.get("target_layer_ids")
-    try:
-        if outer:
-            return tuple(int(index) for index in outer)
-        if inner:
-            return tuple(int(index) + 1 for index in inner)
-    except (TypeError, ValueError):
-        raise OutriderError(f"{source}: invalid layer ids {outer or inner!r} in config.json: expected integers") from None
-    found = default_hidden_states(target_layers, num_layers)
-    logger.warning("%s does not name the hidden states it reads: assuming %s", source, found)
-    return found
 
 
 def default_hidden_states(target_layers: int, count: int) -> tuple[int, ...]:
@@ -307,12 +293,7 @@ def export(head: BlockHead, folder: Path, num_target_layers: int, acceptance: Se
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     layers = [index - 1 for index in shape.hidden_states]
     window = max(shape.windows) or None
-    second = {
-        "conv_kernel_size": shape.conv_taps,
-        "conv_group_size": shape.conv_group,
-        "selector_rank": shape.selector_rank,
-        "selector_top_k": shape.num_candidates,
-    }
+    second = {key: getattr(shape, field) for key, field in (CONVOLUTIONS | SELECTOR).items()}
     is_second = shape.conv_taps > 0 or shape.selector_rank > 0
     changed = {"output_multiplier": (shape.output_scale, 1.0), "final_logit_softcapping": (shape.softcap, 0.0)}
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")

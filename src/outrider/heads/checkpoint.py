@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -275,11 +275,40 @@ def made(make: Callable[[], Head], source: object) -> Head:
         raise OutriderError(f"{source}: cannot build a head from its config: {first_line(error)}") from error
 
 
+def count_numbered(names: Iterable[str], pattern: str) -> int:
+    """Return how many numbers from 0 to the highest one there are at the group of a pattern of tensor names."""
+    return 1 + max((int(found[1]) for name in names if (found := re.match(pattern, name)) is not None), default=-1)
+
+
+def named_states(states: Any, layers: Any, default: Callable[[], tuple[int, ...]], source: str) -> tuple[int, ...]:
+    """Return the hidden states that a config names, in transformers' numbering; if it names none, ``default()`` with a warning.
+
+    ``layers``: instead of ``states``, the layers whose outputs they are, counted from 0. Raises ``OutriderError`` for ids that
+    are not integers.
+    """
+    try:
+        if states or layers:
+            return tuple(int(index) for index in states) if states else tuple(int(index) + 1 for index in layers)
+    except (TypeError, ValueError):
+        raise OutriderError(f"{source}: invalid layer ids {states or layers!r} in config.json: expected integers") from None
+    found = default()
+    logger.warning("%s does not name the hidden states it reads: assuming %s", source, found)
+    return found
+
+
 def refuse_quantised(tensors: Mapping[str, Tensor], source: object, integers: Collection[str] = ()) -> None:
     """Raise ``OutriderError`` for a tensor in less than 16 bits or of integers, except those named ``integers``."""
     for name, tensor in tensors.items():
         if name not in integers and (not tensor.is_floating_point() or tensor.element_size() < 2):
             raise OutriderError(f"{source} is quantised: {name} is {str(tensor.dtype).removeprefix('torch.')}")
+
+
+def check_ids(ids: Tensor | None, vocab_size: int, what: str, whose: str) -> None:
+    """Raise ``OutriderError`` if a head's table of token ids, if it has one, contains an id outside a target's vocabulary."""
+    if ids is not None and not ids.is_meta:
+        odd = next((int(each) for each in (ids.min(), ids.max()) if not 0 <= each < vocab_size), None)
+        if odd is not None:
+            raise OutriderError(f"{what} contains token {odd}, but {whose} has {vocab_size} tokens")
 
 
 def offsets_to_ids(tensors: dict[str, Tensor]) -> bool:

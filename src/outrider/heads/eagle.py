@@ -78,7 +78,9 @@ class EagleHead(RolloutHead):
 
     def __init__(self, shape: EagleShape) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.target_hidden_size, self.hidden_states = shape, shape.target_hidden_size, shape.hidden_states
+        self.imitates_features = shape.generation == 1
+        self.uses_targets_output = shape.generation == 1 or not shape.own_output
         config, hidden, features = shape.llama, shape.llama.hidden_size, len(shape.hidden_states)
 
         def norm(size: int) -> Norm:
@@ -109,28 +111,9 @@ class EagleHead(RolloutHead):
                 output = layer.self_attn.o_proj
                 layer.self_attn.o_proj = nn.Linear(output.in_features, output.out_features, bias=False)
         self.register_buffer("draft_ids", torch.arange(shape.draft_vocab_size) if shape.reduced else None)
-
-    @property
-    def hidden_states(self) -> tuple[int, ...]:
-        return self.shape.hidden_states
-
-    @property
-    def imitates_features(self) -> bool:
-        return self.shape.generation == 1
-
-    @property
-    def cache_shape(self) -> CacheShape:
-        config = self.shape.llama
-        dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        dim = int(getattr(config, "head_dim", None) or hidden // config.num_attention_heads)
         heads = int(config.num_key_value_heads or config.num_attention_heads)
-        return CacheShape.uniform(int(config.num_hidden_layers), heads, dim, dim)
-
-    def exact_rotary(self) -> nn.Module:
-        return LlamaRotaryEmbedding(self.shape.llama)
-
-    @property
-    def uses_targets_output(self) -> bool:
-        return self.shape.generation == 1 or not self.shape.own_output
+        self.cache_shape = CacheShape.uniform(int(config.num_hidden_layers), heads, dim, dim)
 
     def embedding_table(self) -> Tensor:
         """Return [V, H]: its own embedding, or the target's output per token (some targets scale their weights)."""
@@ -171,18 +154,15 @@ class EagleHead(RolloutHead):
         return self.target_logits(out)
 
     def check_fit(self, target: TargetSizes) -> None:
+        super().check_fit(target)
         shape, name = self.shape, target.name
-        if shape.target_hidden_size != target.hidden_size:
-            raise OutriderError(f"the head expects hidden size {shape.target_hidden_size}, but {name} has {target.hidden_size}")
         lends = not shape.own_embedding or self.uses_targets_output
         if lends and shape.llama.hidden_size != target.hidden_size:
             raise OutriderError(
                 f"the head has hidden size {shape.llama.hidden_size} but no embedding or output head of that size"
             )
-        self.check_hidden_states(target)
         if shape.own_embedding and shape.llama.vocab_size < target.vocab_size:
             raise OutriderError(f"the head has {shape.llama.vocab_size} embeddings, but {name} has {target.vocab_size} tokens")
-        self.check_draft_ids(target)
 
 
 def default_hidden_states(num_layers: int) -> tuple[int, int, int]:

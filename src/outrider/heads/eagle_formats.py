@@ -7,7 +7,6 @@ from 0 and means their outputs, one less. Both are written.
 
 from __future__ import annotations
 
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,18 @@ from transformers import LlamaConfig
 from outrider.heads.checkpoint import (
     LAYER_KEYS,
     check_sections,
+    count_numbered,
     fill,
     find_folder,
     made,
+    named_states,
     offsets_to_ids,
     read_folder,
     write_folder,
 )
 from outrider.heads.eagle import EagleHead, EagleShape, default_hidden_states
 from outrider.runner.loading import check_sizes
-from outrider.types import OutriderError
-
-logger = logging.getLogger(__name__)
+from outrider.types import OutriderError, first_line
 
 IGNORED = (r"^t2d$", r"^verifier_", r"rotary_emb\.", r"^mask_hidden$")
 OUT_BIAS = "layers.0.self_attn.o_proj.bias"
@@ -79,11 +78,11 @@ def _llama(layer: dict[str, Any], tensors: dict[str, Tensor], vocab_size: int) -
     """Return the config of the head's layers. Layers are counted in the weights: some configs state the target's number."""
     given = {key: layer[key] for key in (*LAYER_KEYS, "mlp_bias") if layer.get(key) is not None}
     given["attention_bias"] = "layers.0.self_attn.q_proj.bias" in tensors  # configs call it qkv_bias or omit it
-    numbers = [int(found[1]) for found in (re.match(r"layers\.(\d+)\.", name) for name in tensors) if found]
+    num_layers = max(1, count_numbered(tensors, r"layers\.(\d+)\."))
     try:
-        config = LlamaConfig(**given, num_hidden_layers=max(numbers, default=0) + 1, attention_dropout=0.0)
+        config = LlamaConfig(**given, num_hidden_layers=num_layers, attention_dropout=0.0)
     except Exception as error:  # transformers raises many kinds of exceptions
-        raise OutriderError(f"the head's config is not valid for Llama layers: {' '.join(str(error).split())}") from error
+        raise OutriderError(f"the head's config is not valid for Llama layers: {first_line(error)}") from error
     embedding = tensors.get("embed_tokens.weight")
     config.vocab_size = vocab_size if embedding is None else embedding.shape[0]
     config._attn_implementation = "outrider"
@@ -112,10 +111,8 @@ def _shape_of_generation_3(
     num_features, rest = divmod(tensors["fc.weight"].shape[1], width)
     if rest or not num_features:
         raise OutriderError(f"{source}: the input width {tensors['fc.weight'].shape[1]} of fc is not a multiple of {width}")
-    ids = layer_ids(config)
-    if ids is None:
-        ids = default_hidden_states(num_layers)
-        logger.warning("%s does not name the hidden states it reads: assuming %s", source, ids)
+    key, inner = "eagle_aux_hidden_state_layer_ids", config.get("eagle_config") or {}
+    ids = named_states(config.get(key), inner.get(key), lambda: default_hidden_states(num_layers), source)
     if len(ids) != num_features:
         raise OutriderError(f"{source} reads {num_features} features, but its config names the layers {ids}")
     output = tensors.get("lm_head.weight")
@@ -135,18 +132,6 @@ def _shape_of_generation_3(
         own_embedding="embed_tokens.weight" in tensors,
         own_output=output is not None,
     )
-
-
-def layer_ids(config: dict[str, Any]) -> tuple[int, ...] | None:
-    """Return the hidden states that a config names, in transformers' numbering; None if it names none."""
-    outer = config.get("eagle_aux_hidden_state_layer_ids")
-    inner = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    try:
-        if outer:
-            return tuple(int(index) for index in outer)
-        return tuple(int(index) + 1 for index in inner) if inner else None
-    except (TypeError, ValueError):
-        raise OutriderError(f"invalid layer ids {outer or inner!r} in the head's config: expected a list of integers") from None
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from outrider.heads.checkpoint import TargetSizes
+from outrider.heads.checkpoint import TargetSizes, check_ids
 from outrider.heads.own_logits import Finish
 from outrider.runner.kv_cache import CacheShape
 from outrider.types import IMPOSSIBLE_LOGIT, OutriderError
@@ -30,6 +30,10 @@ class Norm(nn.RMSNorm):
 class FeatureHead(nn.Module):
     """A head with its own layers. ``lend`` provides the target's embedding and output head if it uses them."""
 
+    target_hidden_size: int
+    hidden_states: tuple[int, ...]  # target hidden states that it reads, numbered as in ``types.Scores``
+    uses_targets_output: bool  # whether drafting uses (and so reads) the target's output head
+    cache_shape: CacheShape  # of its layers
     fc: nn.Linear
     layers: nn.ModuleList
     rotary_emb: nn.Module
@@ -41,28 +45,17 @@ class FeatureHead(nn.Module):
         self._finish: Finish | None = None
         self._columns = torch.empty(0, dtype=torch.long)  # [V] column of the padded logits per target token
 
-    @property
-    @abstractmethod
-    def hidden_states(self) -> tuple[int, ...]:
-        """Target hidden states that the head reads, numbered as in ``types.Scores``."""
-
-    @property
-    @abstractmethod
-    def uses_targets_output(self) -> bool:
-        """Whether drafting uses (and so reads) the target's output head."""
-
-    @property
-    @abstractmethod
-    def cache_shape(self) -> CacheShape:
-        """Cache shape of the head's layers."""
-
-    @abstractmethod
-    def exact_rotary(self) -> nn.Module:
-        """Return a new rotary embedding in float32: frequencies rounded to 16 bits give wrong angles after a hundred tokens."""
-
-    @abstractmethod
     def check_fit(self, target: TargetSizes) -> None:
         """Raise ``OutriderError`` for a head whose sizes do not fit this target."""
+        if self.target_hidden_size != target.hidden_size:
+            raise OutriderError(
+                f"the head expects hidden size {self.target_hidden_size}, but {target.name} has {target.hidden_size}"
+            )
+        if not 0 <= min(self.hidden_states) <= max(self.hidden_states) <= target.num_layers:
+            raise OutriderError(
+                f"the head reads hidden states {self.hidden_states}, but {target.name} has {target.num_layers} layers"
+            )
+        self.check_draft_ids(target)
 
     @abstractmethod
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
@@ -101,20 +94,11 @@ class FeatureHead(nn.Module):
         padded = functional.pad(logits, (0, 1), value=IMPOSSIBLE_LOGIT)  # the last column is for tokens that the head lacks
         return padded.gather(-1, self._columns.expand(*logits.shape[:-1], -1))
 
-    def check_hidden_states(self, target: TargetSizes) -> None:
-        """Raise ``OutriderError`` if the head reads hidden states that the target does not have."""
-        if not 0 <= min(self.hidden_states) <= max(self.hidden_states) <= target.num_layers:
-            raise OutriderError(
-                f"the head reads hidden states {self.hidden_states}, but {target.name} has {target.num_layers} layers"
-            )
+    def check_vocabulary(self, vocab_size: int, target: TargetSizes) -> None:
+        """Raise ``OutriderError`` if the head was made for a vocabulary of another size than the target's."""
+        if vocab_size != target.vocab_size:
+            raise OutriderError(f"the head was made for {vocab_size} tokens, but {target.name} has {target.vocab_size}")
 
     def check_draft_ids(self, target: TargetSizes) -> None:
         """Raise ``OutriderError`` if the head's vocabulary has tokens that the target's lacks."""
-        if self.draft_ids is None or self.draft_ids.is_meta:
-            return
-        lowest, highest = int(self.draft_ids.min()), int(self.draft_ids.max())
-        if lowest < 0 or highest >= target.vocab_size:
-            odd = lowest if lowest < 0 else highest
-            raise OutriderError(
-                f"the head's draft vocabulary contains token {odd}, but {target.name} has {target.vocab_size} tokens"
-            )
+        check_ids(self.draft_ids, target.vocab_size, "the head's draft vocabulary", target.name)

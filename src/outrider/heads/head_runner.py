@@ -7,7 +7,7 @@ run by block_runner.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ class HeadRunner(Generic[Head]):
     def __init__(self, head: Head, target: ModelRunner, bits: int | None = None) -> None:
         """``bits``: 8, or None for the target's weight type. Raises ``OutriderError`` if 8 bits are not supported."""
         self.head, self.dtype = head, quantized.place_head(head, target.model, bits)
-        head.rotary_emb = head.exact_rotary().to(target.device)
+        rotary: Any = head.rotary_emb  # built anew: frequencies rounded to 16 bits give wrong angles after a hundred tokens
+        head.rotary_emb = type(rotary)(rotary.config).to(target.device)
         model, finish = target.model, finish_of(target.model) if head.uses_targets_output else None
         head.lend(model.get_input_embeddings(), model.get_output_embeddings(), finish)
         self.device, self._max_len, self._vocab_size = target.device, target.max_len, target.vocab_size

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from outrider.heads.checkpoint import TargetSizes, fill, find_folder, read_folder, write_folder
+from outrider.heads.checkpoint import TargetSizes, check_ids, count_numbered, fill, find_folder, read_folder, write_folder
 from outrider.types import IMPOSSIBLE_LOGIT, OutriderError
 
 Accuracies = tuple[tuple[float, ...], ...]  # [head][rank]: probability that the candidate of that rank is the target's token
@@ -97,8 +97,7 @@ def load(source: str | Path, vocab_size: int) -> tuple[MedusaHeads, Accuracies |
     if not any(name.startswith("blocks.0.") for name in tensors):
         raise OutriderError(f"{source} has no Medusa heads: expected '0.0.linear.weight' or 'blocks.0.layers.0.weight'")
     # The number of heads is counted in the file, because configs are often wrong.
-    heads = 1 + max(int(found[1]) for found in (re.match(r"blocks\.(\d+)\.", name) for name in tensors) if found)
-    layers = 1 + max(int(found[1]) for found in (re.match(r"blocks\.0\.layers\.(\d+)\.", name) for name in tensors) if found)
+    heads, layers = count_numbered(tensors, r"blocks\.(\d+)\."), count_numbered(tensors, r"blocks\.0\.layers\.(\d+)\.")
     shared = tensors.pop("lm_head.weight", None)
     if shared is not None:  # vLLM's original_lm_head
         tensors |= {f"lm_heads.{head}.weight": shared for head in range(heads) if f"lm_heads.{head}.weight" not in tensors}
@@ -110,11 +109,7 @@ def load(source: str | Path, vocab_size: int) -> tuple[MedusaHeads, Accuracies |
         raise OutriderError(
             f"{source} has a vocabulary of {size} tokens, but the target has {vocab_size}: made for another target"
         )
-    if mapped and not tensors["token_map"].is_meta:
-        lowest, highest = int(tensors["token_map"].min()), int(tensors["token_map"].max())
-        if lowest < 0 or highest >= vocab_size:
-            odd = lowest if lowest < 0 else highest
-            raise OutriderError(f"{source}: its token map contains token {odd}, but the target has {vocab_size} tokens")
+    check_ids(tensors.get("token_map"), vocab_size, f"{source}: its token map", "the target")
     shape = MedusaShape(heads, layers, first.shape[1], size, "blocks.0.layers.0.bias" in tensors, mapped)
     made = MedusaHeads(shape)
     fill(made, tensors, source)

@@ -97,26 +97,20 @@ class MtpHead(RolloutHead):
         """``layer``: the body's layer that is copied."""
         super().__init__()
         self.model_config, self.text, self.layer = body.model.config, text_config(body.model), layer
-        self._cache_shape = CacheShape.of({layer: body.layers[layer]})
-        hidden, decoder = int(self.text.hidden_size), body.model.get_decoder()
+        self.cache_shape = CacheShape.of({layer: body.layers[layer]})
+        self.hidden_states, self.uses_targets_output = (num_layers(self.text),), not own_output
+        self.target_hidden_size = hidden = int(self.text.hidden_size)
+        decoder: Any = body.model.get_decoder()
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
         self.embed_norm, self.hidden_norm, self.norm = (body.new(decoder.norm) for _ in range(3))
         self.layers = nn.ModuleList([body.new(decoder_layers(body.model)[layer])])
-        self.rotary_emb = self.exact_rotary_of(decoder.rotary_emb)
+        self.rotary_emb = type(decoder.rotary_emb)(self.text)
         if own_embedding:
             self.embed_tokens = nn.Embedding(int(self.text.vocab_size), hidden)
         if own_output:
             self.lm_head = nn.Linear(hidden, int(self.text.vocab_size), bias=False)
         self.register_buffer("draft_ids", None)
         self.set_attention(attention.NAME)
-
-    def exact_rotary_of(self, rotary: nn.Module) -> nn.Module:
-        """Return a new rotary embedding of this kind; frequencies are computed from the config."""
-        made: nn.Module = type(rotary)(self.text)
-        return made
-
-    def exact_rotary(self) -> nn.Module:
-        return self.exact_rotary_of(self.rotary_emb)
 
     def set_attention(self, name: str) -> None:
         """Set the attention function of its layer; experts are computed one after another."""
@@ -125,24 +119,9 @@ class MtpHead(RolloutHead):
             if isinstance(config, PreTrainedConfig):
                 config._attn_implementation, config._experts_implementation = name, "eager"
 
-    @property
-    def hidden_states(self) -> tuple[int, ...]:
-        return (num_layers(self.text),)
-
-    @property
-    def uses_targets_output(self) -> bool:
-        return not hasattr(self, "lm_head")
-
-    @property
-    def cache_shape(self) -> CacheShape:
-        return self._cache_shape
-
     def check_fit(self, target: TargetSizes) -> None:
-        hidden, vocab = int(self.text.hidden_size), int(self.text.vocab_size)
-        if hidden != target.hidden_size:
-            raise OutriderError(f"the head expects hidden size {hidden}, but {target.name} has {target.hidden_size}")
-        if vocab != target.vocab_size:
-            raise OutriderError(f"the head was made for {vocab} tokens, but {target.name} has {target.vocab_size}")
+        super().check_fit(target)
+        self.check_vocabulary(int(self.text.vocab_size), target)
         if self.hidden_states != (target.num_layers,):
             raise OutriderError(
                 f"the head was made for {self.hidden_states[0]} layers, but {target.name} has {target.num_layers}"

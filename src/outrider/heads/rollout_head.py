@@ -15,10 +15,7 @@ from outrider.heads.feature_head import FeatureHead, Rotation
 class RolloutHead(FeatureHead):
     """A head whose output replaces the target's next feature."""
 
-    @property
-    def imitates_features(self) -> bool:
-        """Whether outputs are trained to equal the target's features."""
-        return False
+    imitates_features: bool = False  # whether outputs are trained to equal the target's features
 
     @abstractmethod
     def forward(self, token_ids: Tensor, hidden: Tensor, position_ids: Tensor, rotation: Rotation | None = None) -> Tensor:

@@ -66,14 +66,6 @@ class SuffixAutomaton:
         self._last = ROOT
 
     @property
-    def num_states(self) -> int:
-        return len(self.lens)
-
-    @property
-    def num_transitions(self) -> int:
-        return sum(map(len, self._next))
-
-    @property
     def end(self) -> int:
         """Return the state of the longest suffix that occurred before; the root if there is none."""
         return max(self.links[self._last], ROOT)

@@ -46,6 +46,14 @@ class PassLayout:
         kind, index = self.states.places[key]
         return self.stores[len(self.stores) - len(self.states.kinds) + kind], index
 
+    def entries(self, layer: int) -> tuple[Tensor, Tensor, int]:
+        """Return the stores of keys and values [L, R, Hkv, S, D] of a layer, once per pass, and its index in them."""
+        place = self.places[layer] if 0 <= layer < len(self.places) else None
+        if place is None or layer in self.layers_done:
+            raise OutriderError(f"layer {layer} attends where it did not, or more often, when the model was surveyed")
+        self.layers_done.add(layer)
+        return self.stores[2 * place[0]], self.stores[2 * place[0] + 1], place[1]
+
     def requests(self) -> Iterator[tuple[PassLayout, slice]]:
         """Yield each request's own layout and the range of its tokens, for models that read keys and values from the cache."""
         start = 0
@@ -92,14 +100,11 @@ def stored(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     layout = _active
     if layout is None or not layout.keeps_keys:
         return key, value
-    place = layout.places[layer] if 0 <= layer < len(layout.places) else None
-    if place is None or layer in layout.layers_done:
-        raise OutriderError(f"layer {layer} stores keys and values that it did not store when the model was surveyed")
-    layout.layers_done.add(layer)
+    keys, values, index = layout.entries(layer)
     row, base = int(layout.cache_rows[0]), int(layout.bases[0])
     found = []
-    for store, new in zip(layout.stores[2 * place[0] : 2 * place[0] + 2], (key, value), strict=True):
-        slots = store[place[1], row]
+    for store, new in ((keys, key), (values, value)):
+        slots = store[index, row]
         slots[:, base : base + new.shape[2]] = new[0]
         found.append(slots[None, :, : base + new.shape[2]].to(new.dtype))
     return found[0], found[1]
@@ -150,14 +155,7 @@ def attend(
     if layout is None:
         raise RuntimeError("this model was prepared by Outrider's runner: call the runner, not the model")
     check(module, attention_mask, options)
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    place = layout.places[layer] if 0 <= layer < len(layout.places) else None
-    if place is None or layer in layout.layers_done:
-        raise OutriderError(
-            f"{type(module).__name__} attends in other layers, or more often, than in the survey when it was loaded"
-        )
-    layout.layers_done.add(layer)
-    keys, values = layout.stores[2 * place[0] : 2 * place[0] + 2]
+    keys, values, index = layout.entries(int(module.layer_idx))  # type: ignore[arg-type]
     reach, sinks = reach_of(module, options), options.get("s_aux")
     inputs = (
         query,
@@ -165,7 +163,7 @@ def attend(
         value,
         keys,
         values,
-        place[1],
+        index,
         layout.cache_rows,
         layout.bases,
         layout.ends,

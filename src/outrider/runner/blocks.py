@@ -306,15 +306,10 @@ def reference_embed_blocks(token_ids: Tensor, packed: Tensor, inputs: int) -> Te
 
 _library.impl("linear_blocks", reference_linear_blocks, "CompositeExplicitAutograd")
 _library.impl("embed_blocks", reference_embed_blocks, "CompositeExplicitAutograd")
-
-
-def _fake_linear_blocks(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, activation_bits: int) -> Tensor:
-    return x.new_empty(*x.shape[:-1], outputs)
-
-
-def _fake_embed_blocks(token_ids: Tensor, packed: Tensor, inputs: int) -> Tensor:
-    return packed.new_empty(*token_ids.shape, inputs, dtype=torch.float32)
-
-
-torch.library.register_fake("outrider::linear_blocks", _fake_linear_blocks)
-torch.library.register_fake("outrider::embed_blocks", _fake_embed_blocks)
+torch.library.register_fake(
+    "outrider::linear_blocks", lambda x, packed, bias, outputs, activation_bits: x.new_empty(*x.shape[:-1], outputs)
+)
+torch.library.register_fake(
+    "outrider::embed_blocks",
+    lambda token_ids, packed, inputs: packed.new_empty(*token_ids.shape, inputs, dtype=torch.float32),
+)

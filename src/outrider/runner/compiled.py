@@ -81,13 +81,9 @@ def without_building() -> Iterator[None]:
         _thread.may_build = before
 
 
-def may_build() -> bool:
-    return _thread.may_build
-
-
 def load(module: Pass, build: bool) -> Run | None:
     """Return the compiled ``Pass`` from disk, or build it if ``build``. None if there is none or compilation fails."""
-    build &= may_build()
+    build &= _thread.may_build
     key = _key(module)
     path = disk_cache.find(FOLDER, key, SUFFIX)
     if path is not None:

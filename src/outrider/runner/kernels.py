@@ -242,47 +242,23 @@ def _visible_slots(bases: Tensor, positions: Tensor, visible: Tensor, capacity: 
     return seen
 
 
-_library.impl("linear", reference_linear, "CompositeExplicitAutograd")
-_library.impl("linear_scaled", reference_linear_scaled, "CompositeExplicitAutograd")
-_library.impl("linear_gated", reference_linear_gated, "CompositeExplicitAutograd")
-_library.impl("gate_halves", reference_gate_halves, "CompositeExplicitAutograd")
-_library.impl("embed", reference_embed, "CompositeExplicitAutograd")
-_library.impl("attend", reference_attend, "CompositeExplicitAutograd")
-_library.impl("attend_general", reference_attend, "CompositeExplicitAutograd")
-
-
-def _fake_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    return x.new_empty(*x.shape[:-1], outputs)
-
-
-def _fake_linear_scaled(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    return x.new_empty(*x.shape[:-1], outputs)
-
-
-def _fake_linear_gated(x: Tensor, packed: Tensor, scales: Tensor | None, activation: str) -> Tensor:
-    return x.new_empty(*x.shape[:-1], packed.shape[0] * PANEL // 2)
-
-
-def _fake_gate_halves(both: Tensor, activation: str) -> Tensor:
-    return both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
-
-
-def _fake_embed(token_ids: Tensor, packed: Tensor) -> Tensor:
-    return packed.new_empty(*token_ids.shape, packed_shape(packed)[1], dtype=torch.float32)
-
-
 def _fake_attend(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
-_FAKES: dict[str, Callable[..., Tensor]] = {
-    "linear": _fake_linear,
-    "linear_scaled": _fake_linear_scaled,
-    "linear_gated": _fake_linear_gated,
-    "gate_halves": _fake_gate_halves,
-    "embed": _fake_embed,
-    "attend": _fake_attend,
-    "attend_general": _fake_attend,
+# Name -> the operator's reference, and a function that returns an output of its shape and dtype for ``torch.export``.
+OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "linear": (reference_linear, lambda x, packed, bias, outputs: x.new_empty(*x.shape[:-1], outputs)),
+    "linear_scaled": (reference_linear_scaled, lambda x, packed, scales, bias, outputs: x.new_empty(*x.shape[:-1], outputs)),
+    "linear_gated": (reference_linear_gated, lambda x, packed, *_: x.new_empty(*x.shape[:-1], len(packed) * PANEL // 2)),
+    "gate_halves": (reference_gate_halves, lambda both, _: both.new_empty(*both.shape[:-1], both.shape[-1] // 2)),
+    "embed": (
+        reference_embed,
+        lambda token_ids, packed: packed.new_empty(*token_ids.shape, packed_shape(packed)[1], dtype=torch.float32),
+    ),
+    "attend": (reference_attend, _fake_attend),
+    "attend_general": (reference_attend, _fake_attend),
 }
-for _name, _fake in _FAKES.items():
+for _name, (_reference, _fake) in OPERATORS.items():
+    _library.impl(_name, _reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"outrider::{_name}", _fake)

@@ -31,11 +31,6 @@ class LayerSpan(NamedTuple):
 WHOLE = LayerSpan()
 
 
-def behind(depth: int) -> int:
-    """Return the hidden state index (see types.Scores) of the output of the first ``depth`` layers."""
-    return depth
-
-
 def spanned(model: PreTrainedModel, span: LayerSpan) -> PreTrainedModel:
     """Return the model with the span's layers only, sharing all memory; itself if the span is complete.
 

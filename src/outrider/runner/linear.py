@@ -279,7 +279,7 @@ def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
     embeddings = {id(module.weight): (name, module) for name, module in model.named_modules() if _is_plain_embedding(module)}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, StoredLinear):
-            _replace(model, name, _stored(module, bits, module is head))
+            model.set_submodule(name, _stored(module, bits, module is head))
             del module
             _return_freed_memory()
             continue
@@ -291,10 +291,10 @@ def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
             del weight
             tied = embeddings.pop(id(module.weight), None)
             if tied is not None:
-                _replace(model, tied[0], PackedEmbedding(layer.packed, tied[1]))
+                model.set_submodule(tied[0], PackedEmbedding(layer.packed, tied[1]))
             module.weight = None  # free the original before packing the next
             _return_freed_memory()
-        _replace(model, name, packed[id(module)])
+        model.set_submodule(name, packed[id(module)])
     if bits:
         _pack_input_embedding(model, embeddings)
     packed.clear()  # fusing frees memory incrementally
@@ -337,7 +337,7 @@ def _pack_input_embedding(model: PreTrainedModel, embeddings: dict[int, tuple[st
     """Round the input embedding's table to 8 bits, if the model's input embedding is among these modules."""
     for name, module in embeddings.values():
         if module is model.get_input_embeddings():
-            _replace(model, name, PackedEmbedding(blocks.pack(module.weight.detach(), 8), module))
+            model.set_submodule(name, PackedEmbedding(blocks.pack(module.weight.detach(), 8), module))
 
 
 def _kept(model: nn.Module) -> set[int]:
@@ -392,11 +392,6 @@ def _is_plain_embedding(module: nn.Module) -> bool:
     return type(module) is nn.Embedding or (
         isinstance(module, nn.Embedding) and type(module).__name__.endswith("ScaledWordEmbedding")
     )
-
-
-def _replace(model: PreTrainedModel, name: str, module: nn.Module) -> None:
-    parent, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(parent), attribute, module)
 
 
 def _to_float32(module: nn.Module, args: Any, output: Tensor) -> Tensor:

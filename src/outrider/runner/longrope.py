@@ -82,9 +82,7 @@ def settle_longrope(model: PreTrainedModel, max_len: int, num_rows: int) -> Long
         border = original_window(module)
         if max_len > border and texts is None:
             texts = LongTexts(border, num_rows, model.device)
-        parent, _, attribute = name.rpartition(".")
-        new = LongRope(module, texts.is_long) if texts is not None else settled(module, 0)
-        setattr(model.get_submodule(parent), attribute, new)
+        model.set_submodule(name, LongRope(module, texts.is_long) if texts is not None else settled(module, 0))
     return texts
 
 

@@ -22,7 +22,7 @@ from outrider.runner import linear, loading
 from outrider.runner.config import RunnerConfig
 from outrider.runner.cost_book import CostBook
 from outrider.runner.kv_cache import CacheShape, KVCache
-from outrider.runner.layer_span import WHOLE, LayerSpan, behind
+from outrider.runner.layer_span import WHOLE, LayerSpan
 from outrider.runner.layouts import SHORT, Layouts, rows_from
 from outrider.runner.longrope import settle_longrope, usual_window
 from outrider.runner.packed_files import PackedFile
@@ -357,7 +357,7 @@ class ModelRunner:
         """
         lens = [self.cache.cached_len(request_id) for request_id in request_ids]
         known = [partial.num_known(*each) for each in zip(request_ids, lens, tokens, strict=True)]
-        if not any(known) or any(index < behind(partial.depth) for index in wanted):
+        if not any(known) or any(index < partial.depth for index in wanted):
             return None, WHOLE
         found = [
             [partial.hidden[request_id][:count]] if count else [] for request_id, count in zip(request_ids, known, strict=True)
@@ -366,9 +366,9 @@ class ModelRunner:
         if short:
             parts, slots = [tokens[b][known[b] :] for b in short], [lens[b] + known[b] for b in short]
             rows = [self.cache.row(request_ids[b]) for b in short]
-            last, span = behind(partial.depth), LayerSpan(0, partial.depth, head=False)
-            _, hidden = self.feed(self.passes, parts, rows, slots, (last,), span)
-            for b, states in zip(short, hidden[last], strict=True):
+            span = LayerSpan(0, partial.depth, head=False)
+            _, hidden = self.feed(self.passes, parts, rows, slots, (partial.depth,), span)
+            for b, states in zip(short, hidden[partial.depth], strict=True):
                 found[b].append(states)
         return [torch.cat(states) for states in found], LayerSpan(partial.depth)
 

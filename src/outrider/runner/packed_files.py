@@ -21,12 +21,11 @@ from typing import Any, BinaryIO
 
 import torch
 import transformers
-from huggingface_hub import try_to_load_from_cache
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from outrider import disk_cache, native
-from outrider.memory import free_memory, weight_files
+from outrider.memory import free_memory, on_this_machine, weight_files
 from outrider.runner import huge_pages, kernels, linear, loading
 from outrider.runner.survey import without_weights
 from outrider.types import OutriderError
@@ -53,7 +52,7 @@ class PackedFile:
 
         ``dtype``: the dtype as which the checkpoint is loaded before rounding.
         """
-        folder = _folder(source)
+        folder = on_this_machine(source)
         files = weight_files(folder) if folder is not None else []
         if folder is None or not files:
             return None
@@ -163,17 +162,6 @@ def _places(tensors: dict[str, Tensor]) -> tuple[dict[str, tuple[str, list[int],
 
 def _padded(num_bytes: int, step: int) -> int:
     return -(-num_bytes // step) * step
-
-
-def _folder(source: str | Path) -> Path | None:
-    """Return the folder of a model whose files are on this machine."""
-    if Path(source).is_dir():
-        return Path(source)
-    try:
-        found = try_to_load_from_cache(str(source), "config.json")
-    except ValueError:  # not a hub id
-        return None
-    return Path(found).parent if isinstance(found, str) else None
 
 
 def _hash(*texts: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from outrider.runner.layer_span import LayerSpan, behind
+from outrider.runner.layer_span import LayerSpan
 from outrider.runner.model_runner import ModelRunner, Pick
 from outrider.runner.passes import PassRunner
 from outrider.types import OutriderError, PartialPass
@@ -28,26 +28,15 @@ class SelfDraft:
     def __init__(self, runner: ModelRunner, passes: PassRunner | None = None, depth: int | None = None) -> None:
         """``depth``: draft with the first layers and the head; otherwise with ``passes`` of a model with other weights."""
         self._runner, self._depth = runner, depth
+        self.device, self.max_len = runner.device, runner.max_len
         self.drafts_ahead = runner.max_drafts is None  # recurrent layers: the target's states end at the committed tokens
         self.passes = passes or runner.passes
-        self._layers = () if depth is None else (behind(depth),)
+        self._layers = () if depth is None else (depth,)
         self._span = LayerSpan(0, depth)
         self._rows: list[int] = []
         self._slots: list[int] = []  # of each request's first token that `extend` fed
         self._fed: list[list[int]] = []
         self._hidden: list[Tensor] = []  # [T_b, H] each, after the first layers
-
-    @property
-    def device(self) -> torch.device:
-        return self._runner.device
-
-    @property
-    def max_len(self) -> int:
-        return self._runner.max_len
-
-    @property
-    def vocab_size(self) -> int:
-        return self._runner.vocab_size
 
     def extend(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> Tensor:
         """Return logits [B, V] float32 after the last token of each sequence.
@@ -61,7 +50,7 @@ class SelfDraft:
             self._fed = [fed[-1:] for fed in self._fed]
         self._slots = [runner.cache.cached_lens[row] for row in self._rows]
         logits, hidden = runner.feed(self.passes, self._fed, self._rows, self._slots, self._layers, self._span)
-        self._hidden = [] if self._depth is None else hidden[behind(self._depth)]
+        self._hidden = [] if self._depth is None else hidden[self._depth]
         return logits
 
     def rollout(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], steps: int, pick: Pick) -> PartialPass | None:
@@ -124,10 +113,10 @@ def exit_logits(runner: ModelRunner, text: Sequence[int], depths: Sequence[int])
     try:
         texts = runner.layouts.chain([list(text)], [runner.cache.row(name)], [0])
         places = torch.arange(len(text), device=runner.device)
-        logits, hidden = passes.run(texts.ids, texts.layout, tuple(map(behind, depths)), places)
+        logits, hidden = passes.run(texts.ids, texts.layout, tuple(depths), places)
         yield logits.float()
         for depth in depths:
-            logits, _ = passes.run(hidden[behind(depth)][None], texts.layout, (), places, LayerSpan(runner.num_layers))
+            logits, _ = passes.run(hidden[depth][None], texts.layout, (), places, LayerSpan(runner.num_layers))
             yield logits.float()
     finally:
         runner.cache.release([name])
@@ -144,8 +133,8 @@ def check_layers(runner: ModelRunner, depth: int) -> None:
         rows, places = [runner.cache.row(name)], torch.arange(len(text), device=runner.device)
         texts = runner.layouts.chain([text], rows, [0])
         whole, _ = passes.run(texts.ids, texts.layout, (), places)
-        _, hidden = passes.run(texts.ids, texts.layout, (behind(depth),), places, LayerSpan(0, depth, head=False))
-        parts, _ = passes.run(hidden[behind(depth)][None], texts.layout, (), places, LayerSpan(depth))
+        _, hidden = passes.run(texts.ids, texts.layout, (depth,), places, LayerSpan(0, depth, head=False))
+        parts, _ = passes.run(hidden[depth][None], texts.layout, (), places, LayerSpan(depth))
         error = (whole - parts).abs().max() / whole.abs().max().clamp(min=1.0)
         is_same = parts.shape == whole.shape and bool(error <= TOLERANCE)
     except OutriderError:

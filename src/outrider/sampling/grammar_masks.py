@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.types import Proposal, Request, Verdict
+from outrider.types import Proposal, Request, SamplingParams, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -50,16 +50,20 @@ def allowed_tokens(request: Request, path: Sequence[int]) -> Tensor | None:
     """
     if request.matcher is None:
         return None
-    params = request.params
     allowed = request.matcher.allowed(request.token_ids[request.num_prompt_tokens :], path)
-    if allowed is not None and params.allowed_token_ids is not None:
-        permitted = torch.zeros_like(allowed)
-        permitted[list(params.allowed_token_ids)] = True
-        allowed = allowed & permitted
-    if allowed is not None and params.banned_token_ids:
-        allowed = allowed.clone()
-        allowed[list(params.banned_token_ids)] = False
-    return allowed
+    if allowed is None or (mask := token_mask(request.params, len(allowed))) is None:
+        return allowed
+    return allowed & mask
+
+
+def token_mask(params: SamplingParams, vocab_size: int) -> Tensor | None:
+    """Return bool [V]: tokens that the token masks of a request allow; None without any."""
+    if params.allowed_token_ids is None and not params.banned_token_ids:
+        return None
+    mask = torch.full((vocab_size,), params.allowed_token_ids is None)
+    mask[list(params.allowed_token_ids or ())] = True
+    mask[list(params.banned_token_ids)] = False
+    return mask
 
 
 def allowed_after(request: Request, path: Sequence[int]) -> Tensor | None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.sampling.grammar_masks import GrammarMasks
+from outrider.sampling.grammar_masks import GrammarMasks, token_mask
 from outrider.sampling.penalties import Penalties, path_mask
 from outrider.sampling.randomness import GOLDEN, first_above, gumbel, key_of, signed, uniforms
 from outrider.sampling.shaping import Shaping
@@ -252,12 +252,11 @@ def _bias_of(requests: Sequence[Request], vocab_size: int, device: torch.device)
                 raise OutriderError(
                     f"invalid token id {token_id} in a bias or mask: expected an id of the vocabulary, 0 to {vocab_size - 1}"
                 )
-        if params.allowed_token_ids is not None:
-            row.fill_(-math.inf)
-            row[list(params.allowed_token_ids)] = 0.0
         for token_id, value in params.logit_bias.items():
             row[token_id] += value
-        row[list(params.banned_token_ids)] = -math.inf
+        mask = token_mask(params, vocab_size)
+        if mask is not None:
+            row.masked_fill_(~mask, -math.inf)
         if not bool((row > -math.inf).any()):
             raise OutriderError("allowed_token_ids and banned_token_ids leave no token: expected at least one")
     return bias.to(device)

@@ -42,9 +42,6 @@ class Journal:
         value: Value = stored[name]
         return value
 
-    def has(self, stage: str, name: str) -> bool:
-        return name in self.document["found"].get(stage, {})
-
     def write(self) -> None:
         """Write the file atomically."""
         if self.path is not None:

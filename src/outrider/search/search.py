@@ -207,7 +207,7 @@ class Search:
             raise OutriderError("the proposer failed during a run (details with --debug)")
         self._spent += perf_counter() - started
         self._timed += 1
-        found: dict[str, Any] = {"seconds": run.seconds, "tau": run.mean_acceptance_length}
+        found: dict[str, Any] = {"seconds": run.seconds, "tau": run.stats.mean_acceptance_length}
         if len(texts) == 1 and texts[0].params.is_greedy:
             found["decode_seconds"] = run.seconds - run.first_seconds
             found["accepted"] = [round_.num_accepted[0] for round_ in run.batches[0].rounds]

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Item = TypeVar("Item")
-# Sampling fields of a line by type, with OpenAI's alternative names. Other fields are ignored.
-WHOLE = ("max_tokens", "top_k", "seed")
-NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-SETTINGS = (*WHOLE, *NUMBERS, "stop", "ignore_eos")
+# Sampling fields of a line, with OpenAI's alternative names. Other fields are ignored.
+SETTINGS = (
+    *("max_tokens", "top_k", "seed", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "stop", "ignore_eos"),
+)
 ALIASES = {"max_completion_tokens": "max_tokens"}
 OPENAI_TEMPERATURE = 1.0  # default of requests without a temperature
-MAX_INTEGER = 2**63 - 1  # maximum of integers
 VLLM_ALL_TOKENS = -1  # top_k that keeps all tokens in vLLM and other servers
 
 
@@ -93,29 +93,12 @@ def spread(items: Sequence[Item], count: int) -> list[Item]:
 def settings(item: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
     """Return the defaults with a line's sampling settings. Raises ``OutriderError`` for an invalid value."""
     named = {ALIASES.get(name, name): value for name, value in item.items() if value is not None}
-    given = {name: _setting(name, value) for name, value in named.items() if name in SETTINGS}
-    given["max_tokens"] = min(given.get("max_tokens", defaults.max_tokens), defaults.max_tokens)
+    given = {name: value for name, value in named.items() if name in SETTINGS}
+    given |= {name: int(value) for name, value in given.items() if isinstance(value, float) and value.is_integer()}
     if given.get("top_k") == VLLM_ALL_TOKENS:
         given["top_k"] = 0
-    return replace(defaults, **given)
-
-
-def _setting(name: str, value: Any) -> Any:
-    """Return the value of a field. Raises ``OutriderError`` for another type."""
-    if name == "stop":
-        texts = [value] if isinstance(value, str) else value
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise OutriderError(f"invalid {name} {value!r}: expected a string or a list of strings")
-        return tuple(texts)
-    if name == "ignore_eos":
-        if not isinstance(value, bool):
-            raise OutriderError(f"invalid {name} {value!r}: expected true or false")
-        return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -MAX_INTEGER <= value <= MAX_INTEGER:
-        raise OutriderError(f"invalid {name} {value!r}: expected a number")
-    if name in WHOLE and value != int(value):
-        raise OutriderError(f"invalid {name} {value!r}: expected an integer")
-    return int(value) if name in WHOLE else value
+    params = replace(defaults, **given)
+    return replace(params, max_tokens=min(params.max_tokens, defaults.max_tokens))
 
 
 def _body(line: dict[str, Any]) -> dict[str, Any]:

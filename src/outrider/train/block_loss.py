@@ -95,10 +95,6 @@ class BlockLoss:
         with torch.no_grad():
             return self.head.target_logits(last.gather(1, places[:, :, None].expand(-1, -1, last.shape[2])))
 
-    def _logits(self, out: Tensor, ids: Tensor, anchors: Tensor, draft: int) -> Tensor:
-        """Return the head's logits [B, N, Vd] of one draft, given the true previous token."""
-        return self.head.logits_after(out[:, :, draft], self.head.logits(out[:, :, draft]), ids.gather(1, anchors + draft))
-
     @torch.no_grad()
     def measure(self) -> dict[str, list[float]]:
         """Return the acceptance of each draft on held-out rows, given that the earlier ones are accepted.
@@ -114,9 +110,9 @@ class BlockLoss:
             out = self._blocks(ids, features, anchors)
             by_draft = []
             for draft in range(out.shape[2]):
-                target = self._target_logits(last, anchors + draft)[0]
-                own = self.head.spread(self._logits(out, ids, anchors, draft)[0], target.shape[-1])
-                by_draft.append(acceptance(target, own))
+                target, one = self._target_logits(last, anchors + draft)[0], out[:, :, draft]
+                own = self.head.logits_after(one, self.head.logits(one), ids.gather(1, anchors + draft))[0]
+                by_draft.append(acceptance(target, self.head.spread(own, target.shape[-1])))
             found += [(torch.stack([hit for hit, _ in by_draft]), torch.stack([chance for _, chance in by_draft]))]
         greedy, sampled = (torch.cat(each, 1) for each in zip(*found, strict=True))  # [K, anchors]
         lengths = [1 + float(each.cumprod(0).mean(1).sum()) for each in (greedy, sampled)]

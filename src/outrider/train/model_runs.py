@@ -31,7 +31,7 @@ from outrider.train.parallel import Masks, Parallel
 from outrider.train.precision import autocast_dtype
 from outrider.train.runs import Bench, HeadPlan, Latest, checkpoint_dtype, finish, run_job
 from outrider.train.text import TextRows
-from outrider.types import OutriderError
+from outrider.types import OutriderError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -167,9 +167,7 @@ def trainable(runner: ModelRunner, source: str | None = None) -> PreTrainedModel
             source or runner.name, dtype=torch.float32, attn_implementation="sdpa"
         )
     except (OSError, ValueError) as error:
-        raise OutriderError(
-            f"cannot load {source or runner.name} for training: {str(error).strip().splitlines()[0]}"
-        ) from error
+        raise OutriderError(f"cannot load {source or runner.name} for training: {first_line(error)}") from error
     found: PreTrainedModel = model.to(runner.device)
     return found
 
@@ -183,7 +181,7 @@ def _existing(source: str, bench: Bench, is_parallel: bool) -> PreTrainedModel:
         try:
             tokenizer = AutoTokenizer.from_pretrained(source)
         except (OSError, ValueError, KeyError) as error:
-            raise OutriderError(f"cannot load a tokenizer from {source}: {str(error).strip().splitlines()[0]}") from error
+            raise OutriderError(f"cannot load a tokenizer from {source}: {first_line(error)}") from error
         check_same_vocabulary(bench.tokenizer, tokenizer)
     draft = trainable(bench.runner, source)
     token = mask_token_of(draft.config)

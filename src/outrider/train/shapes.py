@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,17 +24,7 @@ from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 
-LAYER_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_parameters",
-)
+Config = TypeVar("Config", LlamaConfig, Qwen3Config)
 
 
 class OutputLayer(nn.Linear):
@@ -94,17 +84,17 @@ def new_medusa(runner: ModelRunner, num_heads: int, num_layers: int) -> MedusaHe
     return heads
 
 
-def head_config(runner: ModelRunner) -> LlamaConfig:
-    """Return the config of one Llama layer with the target's widths, and the target's rotary settings if standard."""
+def head_config(runner: ModelRunner, kind: type[Config], num_layers: int = 1) -> Config:
+    """Return a config of Llama-like layers with the target's widths, and the target's rotary settings if standard."""
     text = loading.text_config(runner.model)
     hidden, heads = runner.hidden_size, int(text.num_attention_heads)
     rope = dict(getattr(text, "rope_parameters", None) or {})
     theta = float(rope.get("rope_theta", 10000.0)) if rope.get("rope_type", "default") == "default" else 10000.0
-    config = LlamaConfig(
+    config = kind(
         vocab_size=runner.vocab_size,
         hidden_size=hidden,
         intermediate_size=int(getattr(text, "intermediate_size", None) or 4 * hidden),
-        num_hidden_layers=1,
+        num_hidden_layers=num_layers,
         num_attention_heads=heads,
         num_key_value_heads=int(getattr(text, "num_key_value_heads", None) or heads),
         head_dim=int(getattr(text, "head_dim", None) or hidden // heads),
@@ -118,7 +108,7 @@ def head_config(runner: ModelRunner) -> LlamaConfig:
 
 def new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ...], draft_ids: Tensor | None) -> EagleHead:
     """Return a head that initially repeats its input feature. ``draft_ids``: generation 3's reduced vocabulary, ascending."""
-    config, hidden = head_config(runner), runner.hidden_size
+    config, hidden = head_config(runner, LlamaConfig), runner.hidden_size
     size = runner.vocab_size if draft_ids is None else len(draft_ids)
     if generation == 1:
         shape = EagleShape(1, config, hidden, (runner.num_layers,), runner.vocab_size, fc_bias=True)
@@ -153,9 +143,7 @@ def new_mtp(runner: ModelRunner) -> MtpHead:
         body = Body.of(runner.model.config, type(runner.model), runner.cache.shape)
     except OutriderError as error:
         logger.info("%s: a Llama layer is trained", error)
-        config = head_config(runner)
-        config.num_hidden_layers = runner.num_layers
-        body = Body.of(config, LlamaForCausalLM)
+        body = Body.of(head_config(runner, LlamaConfig, runner.num_layers), LlamaForCausalLM)
     head, hidden = MtpHead(body, max(body.layers)), runner.hidden_size
     with torch.no_grad():
         nn.init.normal_(head.fc.weight, std=0.02 / hidden**0.5)
@@ -181,8 +169,7 @@ class BlockSizes:
 
 def new_block(runner: ModelRunner, sizes: BlockSizes, mask_token_id: int) -> BlockHead:
     """Return a block drafter whose layers initially add nothing."""
-    llama, hidden = head_config(runner), runner.hidden_size
-    config = Qwen3Config(**{key: getattr(llama, key) for key in LAYER_KEYS}, num_hidden_layers=sizes.num_layers)
+    config, hidden = head_config(runner, Qwen3Config, sizes.num_layers), runner.hidden_size
     head = BlockHead(
         BlockShape(
             config,

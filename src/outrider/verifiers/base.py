@@ -64,13 +64,13 @@ def _rows(values: Tensor, index: Tensor) -> Tensor:
     return values.flatten(0, 1).index_select(0, index + offsets)
 
 
-def within(values: Tensor, lens: Tensor) -> Tensor:
-    """Return values [B, N] with 0 after the first ``lens`` [B] of each row."""
+def within(values: Tensor, lens: Tensor, other: int = 0) -> Tensor:
+    """Return values [B, N] with ``other`` after the first ``lens`` [B] of each row."""
     width = values.shape[1]
     if min(lens.tolist()) == width:
         return values
     steps = torch.arange(width, device=values.device)
-    return torch.where(steps < lens.to(values.device).unsqueeze(-1), values, 0.0)
+    return values.where(steps < lens.to(values.device).unsqueeze(-1), other)
 
 
 def chain_verdict(num_accepted: Tensor, next_token: Tensor, width: int) -> Verdict:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.modeling_utils import str_to_torch_dtype
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -25,21 +26,7 @@ from outrider.runner.checkpoints.weight import FLOATS, Format, LayerTensors, Qua
 from outrider.types import OutriderError, first_line
 
 METHOD = "outrider"
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+DTYPES = str_to_torch_dtype | {"F8_E8M0": torch.float8_e8m0fnu}
 
 
 class StoredLinear(nn.Module):
@@ -160,8 +147,7 @@ def place(model: PreTrainedModel, reader: Format, files: Sequence[str]) -> None:
             raise OutriderError(f"{stem}.bias is {list(bias.shape)}, expected {[outputs]}")
         if bias is None and module.bias is not None:  # type: ignore[union-attr]
             raise OutriderError(f"the checkpoint lacks {stem}.bias")
-        parent, _, attribute = place_name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, StoredLinear(reader, layer, bias))
+        model.set_submodule(place_name, StoredLinear(reader, layer, bias))
 
 
 def _unmarked(found: dict[str, Tensor]) -> set[str]:

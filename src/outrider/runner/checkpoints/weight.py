@@ -33,14 +33,10 @@ class QuantizedWeight:
 
         Exact for scales of at most 16 significant bits, which float16 and bfloat16 have; float32 scales round each value once.
         """
-        values = self.columns()
-        return values if self.order is None else torch.empty_like(values).index_copy_(1, self.order, values)
-
-    def columns(self) -> Tensor:
-        """Return the values [outputs, inputs] float32, column by column of the codes."""
         inputs = self.codes.shape[1]
         zeros = torch.tensor(1 << (self.bits - 1)) if self.zeros is None else spread(self.zeros, self.group, inputs)
-        return (self.codes.int() - zeros).float() * spread(self.scales, self.group, inputs)
+        values = (self.codes.int() - zeros).float() * spread(self.scales, self.group, inputs)
+        return values if self.order is None else torch.empty_like(values).index_copy_(1, self.order, values)
 
 
 def spread(each: Tensor, group: int, inputs: int) -> Tensor:
