@@ -9,7 +9,7 @@ from outrider import native
 from outrider.runner import ModelRunner, RunnerConfig, compiled, kernels
 from outrider.runner.forward import Pass
 from outrider.runner.gates import fuse_gates
-from outrider.runner.quantized import quantize, quantize_in_fours
+from outrider.runner.quantized import quantize_in_fours
 
 from .rounds import make_model, untouched
 from .test_architectures import small_config
@@ -18,15 +18,13 @@ needs_kernels = pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 needs_fours = pytest.mark.skipif(not kernels.takes_fours(), reason="neither matrix units (AMX) nor AVX-512 VNNI")
 needs_pairs = pytest.mark.skipif(not kernels.prefers_pairs(), reason="neither matrix units (AMX) nor AVX-512 BF16")
 FORMS = [
-    *("float32", "float16", "bfloat16", "8 bits", "4 bits"),
+    *("float32", "float16", "bfloat16"),
     *(pytest.param("pairs", marks=needs_pairs), pytest.param("fours", marks=needs_fours)),
 ]
 
 
 def weight_in(form, weight):
     """A packed weight and its scales, if it has any."""
-    if form in ("8 bits", "4 bits"):
-        return quantize(kernels.pack_weight(weight), int(form[0]))
     if form == "fours":
         return quantize_in_fours(kernels.pack_weight(weight))
     if form == "pairs":
@@ -82,7 +80,7 @@ def test_what_is_no_gate_is_refused():
     with pytest.raises(RuntimeError, match="even number of panels"):
         torch.ops.outrider.linear_gated(x, kernels.pack_weight(torch.randn(96, 64)), None, "silu")
     with pytest.raises(RuntimeError, match="need scales"):
-        torch.ops.outrider.linear_gated(x, quantize(packed, 8)[0], None, "silu")
+        torch.ops.outrider.linear_gated(x, quantize_in_fours(packed)[0], None, "silu")
 
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
