@@ -247,7 +247,7 @@ def form_of(packed: Tensor) -> Form:
 
 
 def shape_of(packed: Tensor) -> tuple[int, int]:
-    """Return the outputs and inputs of a packed weight: outputs, and inputs in blocks, with their padding to a multiple of 32."""
+    """Return the outputs of a packed weight, with their padding to a multiple of 32, and its inputs, in blocks padded too."""
     if not is_blocks(packed):
         panels, inputs, lanes = packed_shape(packed)
         return panels * lanes, inputs

@@ -1,10 +1,10 @@
 """Packed weights in 8 or 4 bits: half or a quarter of the bytes that a pass reads.
 
-For low-bit drafting: a second form of a model, in blocks (see blocks.py). Everything except the linear layers is shared with the
-model.
+For low-bit drafting: a second form of a model, in blocks (see blocks.py). Everything except the linear layers is shared with
+the model.
 
-For heads: their only form, in 8 bits. CPUs with 8-bit products multiply codes by codes, with one scale per output and one per row;
-others use blocks.
+For heads: their only form, in 8 bits. CPUs with 8-bit products multiply codes by codes, with one scale per output and one per
+row; others use blocks.
 """
 
 from __future__ import annotations
