@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from outrider import native
-from outrider.runner import ModelRunner, RunnerConfig, compiled, kernels
+from outrider.runner import ModelRunner, RunnerConfig, blocks, compiled, kernels
 from outrider.runner.forward import Pass
 from outrider.runner.gates import fuse_gates
-from outrider.runner.quantized import quantize_in_fours
+from outrider.runner.quantized import quantize_in_fours, quantized_copy
 
 from .rounds import make_model, untouched
 from .test_architectures import small_config
@@ -112,6 +112,17 @@ def test_layers_that_the_operator_does_not_take_stay_as_they_are(changes):
     program, before, after = fused(small_config("llama", **SIZES | changes))
     assert count(program) == 0
     torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+@needs_kernels
+def test_a_copy_in_fewer_bits_computes_gates_in_one_operator_and_knows_its_arithmetic_before_it_is_traced():
+    runner = ModelRunner.load(untouched(make_model(small_config("llama", **SIZES))), RunnerConfig(compile="never"))
+    blocks.activation_bits.cache_clear()
+    program = compiled.export(Pass(quantized_copy(runner.model, 4), runner.cache, ()))
+    assert fuse_gates(program) == 2
+    ops, targets = torch.ops.outrider, [node.target for node in program.graph.nodes]
+    assert targets.count(ops.gate_halves.default) == 2 and ops.linear_blocks.default in targets
+    assert not {ops.linear.default, ops.linear_gated.default, ops.block_activation_bits.default} & set(targets)
 
 
 def fused(config):
