@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from outrider import native
-from outrider.runner import ModelRunner, RunnerConfig, compiled, kernels
+from outrider.runner import ModelRunner, RunnerConfig, blocks, compiled, kernels
 from outrider.runner.forward import Pass
 from outrider.runner.gates import fuse_gates
-from outrider.runner.quantized import quantize, quantize_in_fours
+from outrider.runner.quantized import quantize_in_fours, quantized_copy
 
 from .rounds import make_model, untouched
 from .test_architectures import small_config
@@ -18,15 +18,13 @@ needs_kernels = pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 needs_fours = pytest.mark.skipif(not kernels.takes_fours(), reason="neither matrix units (AMX) nor AVX-512 VNNI")
 needs_pairs = pytest.mark.skipif(not kernels.prefers_pairs(), reason="neither matrix units (AMX) nor AVX-512 BF16")
 FORMS = [
-    *("float32", "float16", "bfloat16", "8 bits", "4 bits"),
+    *("float32", "float16", "bfloat16"),
     *(pytest.param("pairs", marks=needs_pairs), pytest.param("fours", marks=needs_fours)),
 ]
 
 
 def weight_in(form, weight):
-    """Return a packed weight and its scales, if any."""
-    if form in ("8 bits", "4 bits"):
-        return quantize(kernels.pack_weight(weight), int(form[0]))
+    """A packed weight and its scales, if it has any."""
     if form == "fours":
         return quantize_in_fours(kernels.pack_weight(weight))
     if form == "pairs":
@@ -82,7 +80,7 @@ def test_invalid_gates_are_rejected():
     with pytest.raises(RuntimeError, match="even number of panels"):
         torch.ops.outrider.linear_gated(x, kernels.pack_weight(torch.randn(96, 64)), None, "silu")
     with pytest.raises(RuntimeError, match="need scales"):
-        torch.ops.outrider.linear_gated(x, quantize(packed, 8)[0], None, "silu")
+        torch.ops.outrider.linear_gated(x, quantize_in_fours(packed)[0], None, "silu")
 
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
@@ -114,6 +112,17 @@ def test_unsupported_layers_are_unchanged(changes):
     program, before, after = fused(small_config("llama", **SIZES | changes))
     assert count(program) == 0
     torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+@needs_kernels
+def test_a_copy_in_fewer_bits_computes_gates_in_one_operator_and_knows_its_arithmetic_before_it_is_traced():
+    runner = ModelRunner.load(untouched(make_model(small_config("llama", **SIZES))), RunnerConfig(compile="never"))
+    blocks.activation_bits.cache_clear()
+    program = compiled.export(Pass(quantized_copy(runner.model, 4), runner.cache, ()))
+    assert fuse_gates(program) == 2
+    ops, targets = torch.ops.outrider, [node.target for node in program.graph.nodes]
+    assert targets.count(ops.gate_halves.default) == 2 and ops.linear_blocks.default in targets
+    assert not {ops.linear.default, ops.linear_gated.default, ops.block_activation_bits.default} & set(targets)
 
 
 def fused(config):

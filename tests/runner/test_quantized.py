@@ -1,4 +1,4 @@
-"""8- and 4-bit weights: C++ equals the reference, and the error is that of rounding to the nearest code."""
+"""Weights in 8 and 4 bits: copies of a model in blocks, and heads that multiply codes by codes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from outrider import native
-from outrider.runner import ModelRunner, RunnerConfig, kernels, linear
-from outrider.runner.quantized import make_8_bits, quantize, quantize_in_fours, quantized_bytes, quantized_copy
+from outrider.runner import ModelRunner, RunnerConfig, blocks, kernels, linear
+from outrider.runner.quantized import make_8_bits, quantize_in_fours, quantized_bytes, quantized_copy
 from outrider.types import OutriderError
 
 from .rounds import make_model, untouched
@@ -17,51 +17,30 @@ needs_kernels = pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 SHAPES = [(1, 1), (31, 7), (32, 128), (97, 513), (200, 1030), (416, 64)]
 
 
+@needs_kernels
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("outputs, inputs", SHAPES)
-def test_every_weight_has_the_nearest_code(outputs, inputs, bits):
+def test_a_packed_weight_becomes_the_blocks_of_the_weight(outputs, inputs, bits, monkeypatch):
+    monkeypatch.setattr(blocks, "CHUNK", 3 * 32 * inputs)  # three panels at a time
     torch.manual_seed(outputs)
-    packed = kernels.pack_weight(torch.randn(outputs, inputs).bfloat16())
-    codes, scales = quantize(packed, bits)
-    assert codes.shape == (*packed.shape[:2], 32 * bits // 8) and codes.dtype == (torch.int8 if bits == 8 else torch.uint8)
-    assert scales.shape == (-(-inputs // 128), packed.shape[0] * 32)
-    restored = kernels.unpack_codes(codes, scales)
-    numbers = torch.tensor(native.NF4) if bits == 4 else torch.arange(-127, 128) / 127
-    for start in range(0, inputs, 128):
-        group, got = packed[:, start : start + 128].float(), restored[:, start : start + 128]
-        choices = group.abs().amax(1, keepdim=True)[..., None] * numbers  # [panels, 1, 32, codes]
-        nearest = (group[..., None] - choices).abs().amin(-1)
-        torch.testing.assert_close((group - got).abs(), nearest, rtol=1e-4, atol=5e-4)  # codes are looked up in steps of 2^-15
+    weight = torch.randn(outputs, inputs)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        expected = blocks.pack(weight.to(dtype), bits)
+        assert torch.equal(blocks.repack(kernels.pack_weight(weight.to(dtype)), bits), expected)
+    if inputs % 2 == 0:
+        assert torch.equal(blocks.repack(kernels.pack_weight(weight.bfloat16(), in_pairs=True), bits), expected)
+    in_8 = blocks.pack(weight, 8)
+    assert torch.equal(blocks.repack(in_8, 4), blocks.pack(blocks.unpack(in_8, outputs, inputs), 4))
 
 
 @needs_kernels
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("outputs, inputs", SHAPES)
-def test_the_kernel_equals_the_reference_for_any_number_of_rows(outputs, inputs, bits):
-    torch.manual_seed(inputs)
-    codes, scales = quantize(kernels.pack_weight(torch.randn(outputs, inputs)), bits)
-    x, bias = torch.randn(40, inputs), torch.randn(outputs)
-    whole = torch.ops.outrider.linear_scaled(x, codes, scales, bias, outputs)
-    expected = kernels.reference_linear_scaled(x.double().float(), codes, scales, bias, outputs)
-    torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-4)
-    for rows in (1, 2, 3, 5, 7, 12, 13, 25):
-        assert torch.equal(torch.ops.outrider.linear_scaled(x[:rows], codes, scales, bias, outputs), whole[:rows])
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_weight_in_pairs_has_the_same_codes(bits):
-    weight = torch.randn(97, 416).bfloat16()
-    ours, theirs = (quantize(kernels.pack_weight(weight, in_pairs), bits) for in_pairs in (False, True))
-    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
-
-
-@needs_kernels
-def test_codes_without_scales_and_scales_of_another_shape_are_rejected():
-    codes, scales = quantize(kernels.pack_weight(torch.randn(64, 200)), 8)
+def test_codes_without_scales_and_scales_of_another_shape_are_refused():
+    codes, scales = quantize_in_fours(kernels.pack_weight(torch.randn(64, 192)))
     with pytest.raises(RuntimeError, match="need scales"):
-        torch.ops.outrider.linear(torch.randn(2, 200), codes, None, 64)
-    with pytest.raises(RuntimeError, match="linear_scaled: scales"):
-        torch.ops.outrider.linear_scaled(torch.randn(2, 200), codes, scales[:1], None, 64)
+        torch.ops.outrider.linear(torch.randn(2, 192), codes, None, 64)
+    for weight, wrong in ((codes, scales[:, :32]), (kernels.one_by_one(codes).contiguous(), scales), (codes.float(), scales)):
+        with pytest.raises(RuntimeError, match="linear_scaled: scales"):
+            torch.ops.outrider.linear_scaled(torch.randn(2, 192), weight, wrong, None, 64)
 
 
 @needs_kernels
@@ -73,7 +52,8 @@ def test_a_quantised_copy_allocates_the_predicted_memory_and_keeps_the_model(bit
     shared = {tensor.data_ptr() for tensor in [*model.buffers(), *model.parameters()]}
     own = [tensor for tensor in [*copy.buffers(), *copy.parameters()] if tensor.data_ptr() not in shared]
     assert sum(tensor.numel() * tensor.element_size() for tensor in own) == quantized_bytes(model, bits)
-    assert copy.lm_head.packed.dtype == torch.int8
+    assert {blocks.bits_of(layer.packed) for layer in linear.packed_layers(copy)} == {bits, 8}
+    assert blocks.bits_of(copy.lm_head.packed) == 8
     for name, tensor in [*model.named_buffers(), *model.named_parameters()]:
         assert torch.equal(tensor, before[name])
 
@@ -127,14 +107,19 @@ def test_codes_in_fours_give_a_row_the_same_bits_in_passes_of_any_width(outputs,
 
 
 @needs_kernels
-def test_an_8_bit_head_approximates_the_head_and_needs_cpu_kernels():
-    runner = ModelRunner.load(untouched(make_model(small_config("llama"))), RunnerConfig())
+@pytest.mark.parametrize("in_fours", [pytest.param(True, marks=needs_fours), False])
+def test_an_8_bit_head_approximates_the_head_and_needs_cpu_kernels(in_fours, monkeypatch):
+    if not in_fours:
+        monkeypatch.setattr(kernels, "takes_fours", lambda: False)
+    config = small_config("llama", hidden_size=64, intermediate_size=128, head_dim=16)
+    runner = ModelRunner.load(untouched(make_model(config)), RunnerConfig())
     layers = linear.packed_layers(runner.model)
     x = {layer: torch.randn(7, kernels.packed_shape(layer.packed)[1]) for layer in layers}
     before = {layer: linear.apply(x[layer], layer.packed, None, None, 32 * layer.packed.shape[0]) for layer in layers}
     size = sum(layer.packed.nbytes for layer in layers)
     make_8_bits(runner.model)
-    assert sum(layer.packed.nbytes for layer in layers) <= size / 2
+    assert {blocks.is_blocks(layer.packed) for layer in layers} == {not in_fours}
+    assert sum(layer.packed.nbytes for layer in layers) <= size / (2 if in_fours else 1.8)
     for layer in layers:
         after = linear.apply(x[layer], layer.packed, layer.scales, None, 32 * layer.packed.shape[0])
         assert 0 < (after - before[layer]).norm() < 0.02 * before[layer].norm()

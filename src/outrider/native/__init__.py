@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Values of the 4-bit codes of low-bit drafting: quantiles of the normal distribution (NF4: Dettmers et al. 2023, appendix E).
-NF4 = tuple(map(float, (build.FOLDER / "nf4.inc").read_text().split(",")))
 # Values of the 4-bit codes of weights in blocks, before the scale (IQ4_NL of llama.cpp).
 CODES4 = tuple(map(int, (build.FOLDER / "codes4.inc").read_text().split(",")))
 

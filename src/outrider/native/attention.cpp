@@ -296,7 +296,7 @@ struct Attention {
     const int64_t at_once = rows_of_a_tile(rows());
     for (int64_t row = 0; row < rows(); row += at_once)
       kRunPairs[std::min(at_once, rows() - row) - 1](turned_rows + row * depth, reinterpret_cast<const Pair*>(panel), depth * kPanel, depth,
-                                                     kNoScales, to + row * stride, stride, fresh, 1, 0, false);
+                                                     to + row * stride, stride, fresh, 1, 0, false);
   }
 #endif
 

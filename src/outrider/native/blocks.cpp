@@ -412,26 +412,96 @@ void multiply(const Form& form, const float* x, int64_t count, int64_t inputs, c
 }
 #endif
 
+// Vectors of one register: compilers keep larger ones in memory.
+#if defined(__AVX512F__)
+constexpr int64_t kRegister = 64;
+#elif defined(__AVX2__)
+constexpr int64_t kRegister = 32;
+#else
+constexpr int64_t kRegister = 16;
+#endif
+constexpr int64_t kFloats = kRegister / 4, kRegisters = kPanel / kFloats;
+typedef float floats __attribute__((vector_size(kRegister)));
+typedef int32_t ints __attribute__((vector_size(kRegister)));
+
+// Write the numbers of a panel's 4-bit codes of four inputs, which are in the low or the high halves of bytes.
+inline void look_up(const int8_t* table, const uint8_t* from, int shift, uint8_t* to) {
+#if defined(__has_builtin) && __has_builtin(__builtin_shuffle)
+  typedef uint8_t bytes __attribute__((vector_size(16)));  // one instruction for 16 codes
+  bytes numbers, codes;
+  std::memcpy(&numbers, table, sizeof numbers);
+  for (int64_t i = 0; i < 4 * kPanel; i += 16) {
+    std::memcpy(&codes, from + i, sizeof codes);
+    codes = __builtin_shuffle(numbers, codes >> shift & 15);
+    std::memcpy(to + i, &codes, sizeof codes);
+  }
+#else
+  for (int64_t i = 0; i < 4 * kPanel; ++i) to[i] = static_cast<uint8_t>(table[from[i] >> shift & 15]);
+#endif
+}
+
+// Decode a block to [inputs][outputs], as value_at does.
+void decode_block(const Form& form, const Panel& panel, int64_t b, float (*values)[kPanel]) {
+  const uint8_t* block = panel.blocks + b * form.bytes;
+  const int64_t together = form.codes == kInt8 ? Bits8::together : Bits4::together, depth = kInputs / form.groups;
+  for (int64_t group = 0; group < form.groups; ++group) {
+    float scales[kPanel], offsets[kPanel];
+    for (int64_t j = 0; j < kPanel; ++j) {
+      scales[j] = stored_at(form.scales_of(block, group), form.scales, j);
+      if (form.scales == kProducts) scales[j] *= stored_at(form.scale_bases(panel, b), kFloat16, j);
+      offsets[j] = form.offsets == kNone ? 0.0f : stored_at(form.offsets_of(block, group), form.offsets, j);
+      if (form.offsets == kProducts) offsets[j] *= stored_at(form.offset_bases(panel, b), kFloat16, j);
+    }
+    for (int64_t k = group * depth; k < (group + 1) * depth; k += 4) {
+      const uint8_t* words = block + k / together * kPanel * 4;  // of an output each: four inputs
+      uint8_t numbers[4 * kPanel];
+      if (form.codes != kInt8) look_up(kTables[form.codes], words, static_cast<int>(k % together), numbers), words = numbers;
+      for (int64_t v = 0; v < kRegisters; ++v) {
+        ints word;
+        floats scale, offset;
+        std::memcpy(&word, words + v * kRegister, kRegister);
+        std::memcpy(&scale, scales + v * kFloats, kRegister);
+        std::memcpy(&offset, offsets + v * kFloats, kRegister);
+        for (int i = 0; i < 4; ++i) {
+          const floats number = __builtin_convertvector(word << (24 - 8 * i) >> 24, floats);
+          const floats value = form.offsets == kNone    ? scale * number
+                               : form.offsets == kZeros ? scale * (number - offset)
+                                                        : scale * number + offset;
+          std::memcpy(values[k + i] + v * kFloats, &value, kRegister);
+        }
+      }
+    }
+  }
+}
+
 // float32, on any CPU. Each block is decoded once for all rows.
 void multiply_floats(const Form& form, const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, float* out) {
-  typedef float wide __attribute__((vector_size(kPanel * sizeof(float))));
   const int64_t blocks = (inputs + kInputs - 1) / kInputs, stride = panels * kPanel;
   parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-    wide values[kInputs];
+    alignas(kRegister) float values[kInputs][kPanel];
     for (int64_t p = begin; p < end; ++p) {
       const Panel panel = form.panel(packed, p, blocks);
       for (int64_t b = 0; b < blocks; ++b) {
         const int64_t depth = std::min(kInputs, inputs - b * kInputs);
-        for (int64_t k = 0; k < depth; ++k)
-          for (int64_t j = 0; j < kPanel; ++j) values[k][j] = value_at(form, panel, b, k, j);
+        decode_block(form, panel, b, values);
         for (int64_t r = 0; r < count; ++r) {
           const float* row = x + r * inputs + b * kInputs;
-          wide sum = wide{}, before = wide{};
-          for (int64_t k = 0; k < depth; ++k) sum += values[k] * row[k];
           float* to = out + r * stride + p * kPanel;
-          if (b) std::memcpy(&before, to, sizeof before);
-          before += sum;
-          std::memcpy(to, &before, sizeof before);
+          floats sums[kRegisters] = {};
+          for (int64_t k = 0; k < depth; ++k)
+#pragma GCC unroll 8
+            for (int64_t v = 0; v < kRegisters; ++v) {
+              floats value;
+              std::memcpy(&value, values[k] + v * kFloats, kRegister);
+              sums[v] += value * row[k];
+            }
+#pragma GCC unroll 8
+          for (int64_t v = 0; v < kRegisters; ++v) {
+            floats before = {};
+            if (b) std::memcpy(&before, to + v * kFloats, kRegister);
+            before += sums[v];
+            std::memcpy(to + v * kFloats, &before, kRegister);
+          }
         }
       }
     }

@@ -43,77 +43,59 @@ struct Ahead {
 
 // out[r][panels * 32] (+)= x[0..depth)[r] . w, for `rows` rows and `panels` neighbouring panels; one chain of additions a lane.
 template <typename Weight, int rows, int panels>
-inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t depth, const float* scales, float* out,
-                 int64_t out_stride, bool first, const Ahead ahead) {
-  constexpr int64_t width = Form<Weight>::width;
+inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t depth, float* out, int64_t out_stride, bool first,
+                 const Ahead ahead) {
   constexpr int64_t line = 64 / static_cast<int64_t>(sizeof(Weight));  // entries of a cache line
-  constexpr int64_t together = std::max<int64_t>(1, line / width);     // inputs in one
   const int64_t turn = std::max<int64_t>(0, depth - ahead.by);
-  const int64_t stretch = Form<Weight>::scaled ? kScaled : depth;  // inputs that share a scale
-  for (int64_t begin = 0; begin < depth; begin += stretch) {
-    const int64_t end = std::min(depth, begin + stretch);
-    vec acc[rows][2 * panels];  // in registers only if every loop over them is unrolled early
+  vec acc[rows][2 * panels];  // in registers only if every loop over them is unrolled early
 #pragma GCC unroll 12
-    for (int r = 0; r < rows; ++r)
+  for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 8
-      for (int j = 0; j < 2 * panels; ++j) acc[r][j] = vec{};
-    const auto add = [&](int64_t k) {
-      vec weights[2 * panels];
-      for (int j = 0; j < panels; ++j) load_panel(w + j * panel_stride + k * width, weights[2 * j], weights[2 * j + 1]);
+    for (int j = 0; j < 2 * panels; ++j) acc[r][j] = vec{};
+  for (int64_t k = 0; k < depth; ++k) {
+    const Weight* coming = w + (k + ahead.by) * kPanel + (k < turn ? 0 : ahead.jump);
+    for (int j = 0; ahead.by && j < panels; ++j)
+      for (int64_t i = 0; i < kPanel; i += line) __builtin_prefetch(coming + j * panel_stride + i);
+    vec weights[2 * panels];
+    for (int j = 0; j < panels; ++j) load_panel(w + j * panel_stride + k * kPanel, weights[2 * j], weights[2 * j + 1]);
 #pragma GCC unroll 12
-      for (int r = 0; r < rows; ++r) {
-        // With many rows, every second one is a memory operand of its additions: this balances loads and instructions, also if a
-        // hyperthread on the same core takes half of the issue slots.
-        if (rows > 4 && r % 2) {
+    for (int r = 0; r < rows; ++r) {
+      // With many rows, every second one is a memory operand of its additions: this balances loads and instructions, also if a
+      // hyperthread on the same core takes half of the issue slots.
+      if (rows > 4 && r % 2) {
 #pragma GCC unroll 8
-          for (int j = 0; j < 2 * panels; ++j) add_product_at<Weight>(weights[j], x + k * rows + r, acc[r][j]);
-        } else {
-          const vec value = splat(x[k * rows + r]);
+        for (int j = 0; j < 2 * panels; ++j) add_product_at<Weight>(weights[j], x + k * rows + r, acc[r][j]);
+      } else {
+        const vec value = splat(x[k * rows + r]);
 #pragma GCC unroll 8
-          for (int j = 0; j < 2 * panels; ++j) acc[r][j] = add_product<Weight>(weights[j], value, acc[r][j]);
-        }
+        for (int j = 0; j < 2 * panels; ++j) acc[r][j] = add_product<Weight>(weights[j], value, acc[r][j]);
       }
-    };
-    int64_t k = begin;
-    for (; k + together <= end; k += together) {
-      const Weight* coming = w + (k + ahead.by) * width + (k < turn ? 0 : ahead.jump);
-      for (int j = 0; ahead.by && j < panels; ++j)
-        for (int64_t i = 0; i < together * width; i += line) __builtin_prefetch(coming + j * panel_stride + i);
-      for (int64_t i = 0; i < together; ++i) add(k + i);
     }
-    for (; k < end; ++k) add(k);
+  }
 #pragma GCC unroll 8
-    for (int j = 0; j < 2 * panels; ++j) {
-      const vec scale = Form<Weight>::scaled ? load(scales + begin / kScaled * out_stride + j * kLanes) : vec{};
+  for (int j = 0; j < 2 * panels; ++j) {
 #pragma GCC unroll 12
-      for (int r = 0; r < rows; ++r) {
-        float* to = out + r * out_stride + j * kLanes;
-        const bool fresh = first && begin == 0;
-        if constexpr (Form<Weight>::scaled) {
-          const vec before = fresh ? vec{} : load(to);
-          store(to, fused(acc[r][j], scale, before));
-        } else {
-          store(to, fresh ? acc[r][j] : add_sums<Weight>(load(to), acc[r][j]));
-        }
-      }
+    for (int r = 0; r < rows; ++r) {
+      float* to = out + r * out_stride + j * kLanes;
+      store(to, first ? acc[r][j] : add_sums<Weight>(load(to), acc[r][j]));
     }
   }
 }
 
 // `ahead_by`: 0 where all weights are in the caches, else how many inputs ahead they are fetched; of one panel after the other if `in_turn`.
 template <typename Weight, int rows>
-void run_panels(const float* x, const Weight* w, int64_t panel_stride, int64_t depth, const float* scales, float* out,
-                int64_t out_stride, bool first, int64_t panels, int64_t ahead_by, bool in_turn) {
+void run_panels(const float* x, const Weight* w, int64_t panel_stride, int64_t depth, float* out, int64_t out_stride, bool first,
+                int64_t panels, int64_t ahead_by, bool in_turn) {
   // Few rows leave registers free: several panels at once hide the latency of the additions without changing their order.
   constexpr int wide = kMaxRows < 12 ? 1 : rows <= 2 ? 4 : rows == 3 ? 3 : rows <= 7 ? 2 : 1;
-  const int64_t rest = depth * Form<Weight>::width;
+  const int64_t rest = depth * kPanel;
   int64_t done = 0;
   for (; done + wide <= panels; done += wide)
-    tile<Weight, rows, wide>(x, w + done * panel_stride, panel_stride, depth, scales + done * kPanel, out + done * kPanel,
-                             out_stride, first, {ahead_by, in_turn ? wide * panel_stride - rest : 0});
+    tile<Weight, rows, wide>(x, w + done * panel_stride, panel_stride, depth, out + done * kPanel, out_stride, first,
+                             {ahead_by, in_turn ? wide * panel_stride - rest : 0});
   for (; done < panels; ++done)
-    tile<Weight, rows, 1>(x, w + done * panel_stride, panel_stride, depth, scales + done * kPanel, out + done * kPanel,
-                          out_stride, first, {ahead_by, in_turn ? panel_stride - rest : 0});
+    tile<Weight, rows, 1>(x, w + done * panel_stride, panel_stride, depth, out + done * kPanel, out_stride, first,
+                          {ahead_by, in_turn ? panel_stride - rest : 0});
 }
 
 template <typename Weight, size_t... index>
@@ -139,23 +121,19 @@ struct Alone {
   static constexpr int64_t panels = 1;
 };
 
-// scales: [ceil(inputs / kScaled), panels * 32], for quantised weights. An ending of two panels requires more rows than a tile has, and
-// unquantised weights.
+// An ending of two panels requires more rows than a tile has.
 template <typename Weight, typename Ending>
-void linear_rows(const Ending ending, const float* x, int64_t rows, int64_t inputs, const Weight* w, const float* scales, int64_t panels,
-                 float* out) {
-  constexpr int64_t width = Form<Weight>::width, ahead_by = kAhead / (width * static_cast<int64_t>(sizeof(Weight)));
-  static_assert(kBlock % kScaled == 0);
+void linear_rows(const Ending ending, const float* x, int64_t rows, int64_t inputs, const Weight* w, int64_t panels, float* out) {
+  constexpr int64_t ahead_by = kAhead / (kPanel * static_cast<int64_t>(sizeof(Weight)));
   if (rows == 0) return;
-  const int64_t panel_stride = inputs * width, out_stride = panels * kPanel, at_once = rows_of_a_tile(rows);
+  const int64_t panel_stride = inputs * kPanel, out_stride = panels * kPanel, at_once = rows_of_a_tile(rows);
   const std::unique_ptr<float[]> turned(rows > 1 ? new float[rows * inputs] : nullptr);
   if (rows > 1) turn_all(x, rows, inputs, at_once, turned.get());
   const float* from = rows > 1 ? turned.get() : x;
   // Rows from r on, inputs from k on, `count` panels from `panel` on, to results `stride` apart.
   const auto run = [&](int64_t r, int64_t k, int64_t panel, int64_t count, float* to, int64_t stride, int64_t by, bool in_turn) {
     const int64_t depth = std::min(kBlock, inputs - k), some = std::min(at_once, rows - r);
-    const float* scales_at = Form<Weight>::scaled ? scales + k / kScaled * out_stride + panel * kPanel : kNoScales;
-    kRunPanels<Weight>[some - 1](from + r * inputs + k * some, w + panel * panel_stride + k * width, panel_stride, depth, scales_at,
+    kRunPanels<Weight>[some - 1](from + r * inputs + k * some, w + panel * panel_stride + k * kPanel, panel_stride, depth,
                                  to + r * stride, stride, k == 0, count, by, in_turn);
   };
   // A block of weights stays in the cache for all rows; the next one is prefetched during the first row.
@@ -188,9 +166,8 @@ void linear_rows(const Ending ending, const float* x, int64_t rows, int64_t inpu
 }
 
 template <typename Weight, typename Ending>
-void linear_of(const Ending ending, const float* x, int64_t rows, const at::Tensor& packed, const float* scales, float* out) {
-  if constexpr (Ending::panels == 1 || !Form<Weight>::scaled)
-    linear_rows(ending, x, rows, packed.size(1), packed.const_data_ptr<Weight>(), scales, packed.size(0), out);
+void linear_of(const Ending ending, const float* x, int64_t rows, const at::Tensor& packed, float* out) {
+  linear_rows(ending, x, rows, packed.size(1), packed.const_data_ptr<Weight>(), packed.size(0), out);
 }
 
 // A weight with grouped inputs, [panels, inputs / n, 32, n]: n inputs of an output are adjacent, two in bfloat16 or four in 8 bits.
@@ -219,7 +196,7 @@ void linear_of_pairs(const Ending ending, const float* x, int64_t rows, int64_t 
   parallel_for(0, rows * (inputs / kPanel), 4096, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) to_pairs(x + i * kPanel, to + i * kLanes);
   });
-  linear_rows(ending, to, rows, inputs / 2, static_cast<const Pair*>(packed.const_data_ptr()), nullptr, packed.size(0), out);
+  linear_rows(ending, to, rows, inputs / 2, static_cast<const Pair*>(packed.const_data_ptr()), packed.size(0), out);
 #endif
 }
 
@@ -246,7 +223,7 @@ void linear_of_quads(const float* x, int64_t rows, int64_t inputs, const at::Ten
       row_sums[r] = _mm512_reduce_add_epi32(sum);
     }
   });
-  linear_rows(Alone{}, to, rows, inputs / 4, static_cast<const Quad*>(packed.const_data_ptr()), nullptr, packed.size(0), out);
+  linear_rows(Alone{}, to, rows, inputs / 4, static_cast<const Quad*>(packed.const_data_ptr()), packed.size(0), out);
   const int64_t vectors = packed.size(0) * 2;
   parallel_for(0, rows * vectors, 4096, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -265,11 +242,9 @@ void linear_on_vectors(const Ending ending, const float* x, int64_t rows, int64_
   if (in_groups(packed) && scales) return linear_of_quads(x, rows, inputs, packed, scales, out);
   if (in_groups(packed)) return linear_of_pairs(ending, x, rows, inputs, packed, out);
   switch (packed.scalar_type()) {
-    case at::kBFloat16: return linear_of<at::BFloat16>(ending, x, rows, packed, scales, out);
-    case at::kHalf: return linear_of<at::Half>(ending, x, rows, packed, scales, out);
-    case at::kChar: return linear_of<int8_t>(ending, x, rows, packed, scales, out);
-    case at::kByte: return linear_of<uint8_t>(ending, x, rows, packed, scales, out);
-    default: return linear_of<float>(ending, x, rows, packed, scales, out);
+    case at::kBFloat16: return linear_of<at::BFloat16>(ending, x, rows, packed, out);
+    case at::kHalf: return linear_of<at::Half>(ending, x, rows, packed, out);
+    default: return linear_of<float>(ending, x, rows, packed, out);
   }
 }
 
@@ -308,8 +283,8 @@ at::Tensor apply(const at::Tensor& x, const at::Tensor& packed, const float* sca
 }
 
 void check_scales(const at::Tensor& packed, const at::Tensor& scales) {
-  TORCH_CHECK(scales.is_contiguous() && scales.size(0) == (in_groups(packed) ? 1 : (packed.size(1) + kScaled - 1) / kScaled) &&
-                  scales.size(1) == packed.size(0) * kPanel && !packed.is_floating_point(),
+  TORCH_CHECK(in_groups(packed) && packed.scalar_type() == at::kChar && scales.is_contiguous() && scales.size(0) == 1 &&
+                  scales.size(1) == packed.size(0) * kPanel,
               "linear_scaled: scales ", scales.sizes(), " for weights ", packed.sizes());
 }
 
@@ -356,8 +331,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::opti
   return apply(x, packed, nullptr, bias, outputs);
 }
 
-// The same for codes: packed int8 [panels, inputs, 32] or uint8 [panels, inputs, 16], scales [ceil(inputs / 128), panels * 32]; or in
-// fours, and x is rounded to 8 bits, too: int8 [panels, inputs / 4, 32, 4], scales [1, panels * 32].
+// The same for codes of 8 bits in fours, int8 [panels, inputs / 4, 32, 4] with scales [1, panels * 32]; x is rounded to 8 bits, too.
 at::Tensor linear_scaled(const at::Tensor& x, const at::Tensor& packed, const at::Tensor& scales,
                          const std::optional<at::Tensor>& bias, int64_t outputs) {
   check_scales(packed, scales);

@@ -16,12 +16,11 @@ constexpr int kMaxRows = 4;
 
 // See run_panels of linear.cpp.
 template <typename Weight>
-using RunPanels = void (*)(const float*, const Weight*, int64_t, int64_t, const float*, float*, int64_t, bool, int64_t, int64_t, bool);
+using RunPanels = void (*)(const float*, const Weight*, int64_t, int64_t, float*, int64_t, bool, int64_t, int64_t, bool);
 
 #if defined(__AVX512BF16__)
 extern const std::array<RunPanels<Pair>, kMaxRows> kRunPairs;  // [rows - 1], of linear.cpp
 #endif
-constexpr float kNoScales[1] = {};
 
 // x[rows][0..depth), rows `stride` apart -> [depth][rows], at most 16 rows. A tile then reads sequentially; rows a power of two
 // apart would evict each other from the cache.

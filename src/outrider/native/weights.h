@@ -1,4 +1,4 @@
-// Storage formats of weights (16 bits, pairs of bfloat16, 8 and 4 bits), and how a vector of each is multiplied and added.
+// Storage formats of weights (numbers, pairs of bfloat16, fours of 8 bits), and how a vector of each is multiplied and added.
 
 #pragma once
 
@@ -7,24 +7,6 @@
 
 namespace outrider {
 
-// Storage format of 32 weights of one input and adjacent outputs: numbers, or codes of 8 or 4 bits with one scale for every kScaled
-// inputs of an output.
-constexpr int64_t kScaled = 128;
-template <typename Weight>
-struct Form {
-  static constexpr int64_t width = kPanel;  // entries per vector of 32 weights
-  static constexpr bool scaled = false;
-};
-template <>
-struct Form<int8_t> {
-  static constexpr int64_t width = kPanel;
-  static constexpr bool scaled = true;
-};
-template <>
-struct Form<uint8_t> {  // two codes in a byte: of output j in the low half, of output j + 16 in the high one
-  static constexpr int64_t width = kPanel / 2;
-  static constexpr bool scaled = true;
-};
 // The weights of two neighbouring inputs in bfloat16, which some processors multiply by two inputs and add to a sum in one instruction
 // (AVX-512 BF16): twice as many products as in float32, without widening weights. Inputs are rounded to bfloat16, too, and stored in
 // pairs, in the 32 bits of a float.
@@ -37,30 +19,6 @@ struct Quad {
 };
 template <typename Weight>
 inline void load_panel(const Weight* from, vec& low, vec& high) { low = load(from), high = load(from + kLanes); }
-// Values of the 4-bit codes.
-alignas(64) constexpr float kCodes[kLanes] = {
-#include "nf4.inc"
-};
-#if defined(__AVX512F__)
-inline void load_panel(const int8_t* from, vec& low, vec& high) {
-  const __m128i* codes = reinterpret_cast<const __m128i*>(from);
-  low = reinterpret_cast<vec>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes))));
-  high = reinterpret_cast<vec>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(codes + 1))));
-}
-inline void load_panel(const uint8_t* from, vec& low, vec& high) {
-  const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-  const __m512 codes = _mm512_load_ps(kCodes);  // a lane looks its number up by the low four bits
-  low = reinterpret_cast<vec>(_mm512_permutexvar_ps(wide, codes));
-  high = reinterpret_cast<vec>(_mm512_permutexvar_ps(_mm512_srli_epi32(wide, 4), codes));
-}
-#else
-inline void load_panel(const int8_t* from, vec& low, vec& high) {
-  for (int i = 0; i < kLanes; ++i) low[i] = from[i], high[i] = from[i + kLanes];
-}
-inline void load_panel(const uint8_t* from, vec& low, vec& high) {
-  for (int i = 0; i < kLanes; ++i) low[i] = kCodes[from[i] & 15], high[i] = kCodes[from[i] >> 4];
-}
-#endif
 
 // The same for weights of any form: c += weights * value, and c += weights * value[0].
 template <typename Weight>

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from outrider import native
 from outrider.runner import huge_pages
-from outrider.runner.kernels import PANEL
+from outrider.runner.kernels import PANEL, packed_shape, unpack_weight
 from outrider.types import OutriderError
 
 BLOCK = 32  # inputs of an output in a block
@@ -107,6 +107,19 @@ def pack(weight: Tensor, bits: int) -> Tensor:
     packed = huge_pages.empty(shape, torch.uint8)
     torch.ops.outrider.pack_blocks(weight, bits, packed)
     return packed
+
+
+def repack(packed: Tensor, bits: int) -> Tensor:
+    """Round a packed weight, of numbers or in blocks, to blocks with codes of ``bits`` bits. Needs the C++ operators."""
+    inputs = shape_of(packed)[1]
+    rounded = huge_pages.empty((len(packed), ROUNDED[bits].panel_bytes(inputs)), torch.uint8)
+    step = max(1, CHUNK // (inputs * PANEL))
+    for at in range(0, len(packed), step):
+        part = packed[at : at + step]
+        outputs = len(part) * PANEL
+        weight = unpack(part, outputs, inputs) if is_blocks(part) else unpack_weight(part, outputs)
+        torch.ops.outrider.pack_blocks(weight, bits, rounded[at : at + step])
+    return rounded
 
 
 def pack_codes(
@@ -234,7 +247,10 @@ def form_of(packed: Tensor) -> Form:
 
 
 def shape_of(packed: Tensor) -> tuple[int, int]:
-    """Return the outputs and inputs of a weight in blocks, each with its padding to a multiple of 32."""
+    """Return the outputs of a packed weight, with their padding to a multiple of 32, and its inputs, in blocks padded too."""
+    if not is_blocks(packed):
+        panels, inputs, lanes = packed_shape(packed)
+        return panels * lanes, inputs
     form = form_of(packed)
     per_block = form.block_bytes + form.base_bytes * BLOCK // SPAN
     return packed.shape[0] * PANEL, (packed.shape[1] - HEADER) // per_block * BLOCK

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from outrider import disk_cache, progress
 from outrider.native.build import cpu_flags, find_compiler
+from outrider.runner import blocks
 from outrider.runner.forward import Pass
 from outrider.runner.gates import fuse_gates
 from outrider.runner.linear import is_packed
@@ -138,6 +139,7 @@ def export(module: Pass) -> ExportedProgram:
         *stores,
         *states,
     )
+    blocks.activation_bits()  # cached before tracing, which would record the call as an operator of the pass
     dim = torch.export.Dim
     b, w, t = dim("b", min=1, max=4096), dim("w", min=1, max=1 << 20), dim("t", min=1, max=1 << 22)
     each, rows = {0: b}, dim("rows", min=1)

@@ -32,8 +32,6 @@ _library.define("linear_scaled(Tensor x, Tensor packed, Tensor scales, Tensor? b
 _library.define("linear_gated(Tensor x, Tensor packed, Tensor? scales, str activation) -> Tensor")
 _library.define("gate_halves(Tensor both, str activation) -> Tensor")
 
-SCALED = 128  # inputs of an output that share a scale, for 8-bit and 4-bit codes
-
 
 def has_matrix_units() -> bool:
     """Return whether this CPU has matrix units (AMX) that this process may use."""
@@ -106,26 +104,12 @@ def reference_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: in
 
 
 def unpack_codes(packed: Tensor, scales: Tensor) -> Tensor:
-    """Decode int8 [panels, inputs, 32] or uint8 [panels, inputs, 16] with scales [groups, panels * 32] to float32.
-
-    In fours, int8 [panels, inputs / 4, 32, 4], there is one scale per output: [1, panels * 32].
-    """
-    if in_groups(packed):
-        return one_by_one(packed).float() * scales.view(-1, 1, PANEL)
-    panels, inputs = packed.shape[:2]
-    if packed.dtype == torch.uint8:
-        codes = torch.tensor(native.NF4, device=packed.device)
-        values = codes[torch.cat([packed & 15, packed >> 4], -1).long()]
-    else:
-        values = packed.float()
-    each = scales.view(-1, panels, PANEL).transpose(0, 1)  # [panels, groups, 32]
-    return values * each.repeat_interleave(SCALED, 1)[:, :inputs]
+    """Decode codes in fours, int8 [panels, inputs / 4, 32, 4] with scales [1, panels * 32], to float32 [panels, inputs, 32]."""
+    return one_by_one(packed).float() * scales.view(-1, 1, PANEL)
 
 
 def reference_linear_scaled(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    """Compute ``reference_linear`` for a weight of codes; in fours, with rows of codes too."""
-    if not in_groups(packed):
-        return reference_linear(x, unpack_codes(packed, scales), bias, outputs)
+    """Compute ``reference_linear`` for a weight of codes in fours, with rows of codes too."""
     row_scales = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
     codes, weights = (x.float() / row_scales).round().double(), unpack_weight(packed, outputs).double()  # exact sums
     result = functional.linear(codes, weights).float() * (scales[0, :outputs] * row_scales)

@@ -1,21 +1,18 @@
 """Packed weights in 8 or 4 bits: half or a quarter of the bytes that a pass reads.
 
-For low-bit drafting: a second form of a model, rounded to nearest in groups (128 inputs of an output share a scale), without
-calibration. Everything except the linear layers is shared with the model.
+For low-bit drafting: a second form of a model, in blocks (see blocks.py). Everything except the linear layers is shared with
+the model.
 
-For heads: their only form, in 8 bits. Decoding codes takes longer than reading them when several rows are drafted, so CPUs with
-8-bit products multiply codes by codes, with one scale per output and one per row.
+For heads: their only form, in 8 bits. CPUs with 8-bit products multiply codes by codes, with one scale per output and one per
+row; others use blocks.
 """
 
 from __future__ import annotations
-
-from functools import cache
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from outrider import native
 from outrider.runner import blocks, huge_pages, kernels
 from outrider.runner.linear import (
     FusedLinears,
@@ -33,14 +30,7 @@ CHUNK = 1 << 19  # weights quantised at a time, so that their float32 copies sta
 
 def quantized_bytes(model: PreTrainedModel, bits: int) -> int:
     """Return the bytes that ``quantized_copy`` will allocate."""
-    total = 0
-    for layer, width in _layers(model, bits):
-        if blocks.is_blocks(layer.packed):
-            total += blocks.num_bytes(*blocks.shape_of(layer.packed), width)
-            continue
-        panels, inputs, lanes = kernels.packed_shape(layer.packed)
-        total += panels * inputs * lanes * width // 8 + panels * lanes * -(-inputs // kernels.SCALED) * 4
-    return total
+    return sum(blocks.num_bytes(*blocks.shape_of(layer.packed), width) for layer, width in _layers(model, bits))
 
 
 def quantized_copy(model: PreTrainedModel, bits: int) -> PreTrainedModel:
@@ -50,10 +40,7 @@ def quantized_copy(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     """
     own = structural_copy(model)
     for layer, width in _layers(own, bits):
-        if blocks.is_blocks(layer.packed):
-            layer.packed = blocks.pack(blocks.unpack(layer.packed, *blocks.shape_of(layer.packed)), width)
-        else:
-            layer.packed, layer.scales = quantize(layer.packed, width)
+        layer.packed = blocks.repack(layer.packed, width)
     return own
 
 
@@ -68,35 +55,6 @@ def _layers(model: PreTrainedModel, bits: int) -> list[tuple[PackedLinear | Fuse
     head = model.get_output_embeddings()
     wanted = [(layer, max(bits, 8) if layer is head else bits) for layer in packed_layers(model)]
     return [(layer, width) for layer, width in wanted if width < blocks.bits_of(layer.packed)]
-
-
-def quantize(packed: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Quantise a packed weight to int8 [panels, inputs, 32] or uint8 [panels, inputs, 16], with scales [groups, panels * 32].
-
-    Inputs are not paired even if the weight is: for a draft's single row, converting codes to bfloat16 takes longer than
-    float32 arithmetic.
-    """
-    panels, inputs, lanes = kernels.packed_shape(packed)
-    groups = -(-inputs // kernels.SCALED)
-    codes = huge_pages.empty((panels, inputs, lanes * bits // 8), torch.int8 if bits == 8 else torch.uint8)
-    scales = torch.empty(groups, panels, lanes)
-    table = _nearest_codes()
-    step = max(1, CHUNK // (inputs * lanes))
-    for at in range(0, panels, step):
-        part = kernels.one_by_one(packed[at : at + step]).float()
-        part = torch.nn.functional.pad(part, (0, 0, 0, groups * kernels.SCALED - inputs)).view(
-            -1, groups, kernels.SCALED, lanes
-        )
-        largest = part.abs().amax(2).clamp_(min=1e-30)  # [panels, groups, 32]
-        part = part.div_(largest[:, :, None]).view(-1, groups * kernels.SCALED, lanes)[:, :inputs]
-        if bits == 8:
-            codes[at : at + step] = (part * 127).round_()
-            largest = largest / 127
-        else:
-            nearest = table[((part + 1) * ((len(table) - 1) / 2)).round_().int()]
-            codes[at : at + step] = nearest[..., : lanes // 2] | nearest[..., lanes // 2 :] << 4
-        scales[:, at : at + step] = largest.transpose(0, 1)
-    return codes, scales.view(groups, panels * lanes)
 
 
 def check_head_bits(bits: int | None) -> None:
@@ -126,8 +84,10 @@ def make_8_bits(head: nn.Module) -> None:
     if not layers:
         raise OutriderError("8-bit heads need a CPU with Outrider's kernels: leave out bits=8")
     for layer in layers:
-        in_fours = kernels.suits_bytes(layer.packed)
-        layer.packed, layer.scales = quantize_in_fours(layer.packed) if in_fours else quantize(layer.packed, 8)
+        if kernels.suits_bytes(layer.packed):
+            layer.packed, layer.scales = quantize_in_fours(layer.packed)
+        else:
+            layer.packed = blocks.repack(layer.packed, 8)
 
 
 def quantize_in_fours(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,10 +100,3 @@ def quantize_in_fours(packed: Tensor) -> tuple[Tensor, Tensor]:
         scales[0, at : at + step] = largest = part.abs().amax(1).clamp_(min=1e-30) / 127
         codes[at : at + step] = part.div_(largest[:, None]).round_().view(-1, inputs // 4, 4, lanes).transpose(2, 3)
     return codes, scales.view(1, panels * lanes)
-
-
-@cache
-def _nearest_codes() -> Tensor:
-    """Return uint8 [2^16]: the nearest 4-bit code of evenly spaced numbers from -1 to 1."""
-    numbers = torch.tensor(native.NF4)
-    return torch.bucketize(torch.linspace(-1, 1, 1 << 16), (numbers[1:] + numbers[:-1]) / 2).to(torch.uint8)
