@@ -191,9 +191,8 @@ CONNECTIONS = {
 HELD, GONE = ("unread",), ("aborted",)
 
 
-async def connection(port: int, choose: random.Random) -> tuple[str, int]:
+async def connection(port: int, kind: str) -> tuple[str, int]:
     """A connection that never gets to the end of its call, reads no answer, or is no HTTP. Its kind, and the first status."""
-    kind = choose.choice(list(CONNECTIONS))
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answer = b""
     with contextlib.suppress(OSError, asyncio.TimeoutError):

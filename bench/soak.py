@@ -233,7 +233,7 @@ class Soak:
     async def _hostile(self, http: httpx.AsyncClient, choose: random.Random) -> None:
         """Send a hostile request. It may be rejected, answered or disconnected; a failing server is a finding."""
         if choose.random() < 0.25:
-            kind, status = await hostile.connection(self._args.port, choose)
+            kind, status = await hostile.connection(self._args.port, choose.choice(list(hostile.CONNECTIONS)))
         else:
             kind, body = choose.choice((hostile.schema, hostile.text, hostile.value, hostile.malformed))(choose)
             answer = await http.post("/v1/completions", content=body, headers={"content-type": "application/json"})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import json
 import os
 import random
@@ -116,6 +118,61 @@ def test_a_text_beyond_the_context_is_refused_before_it_is_tokenised(attacked: S
     for body in ({"prompt": text}, {"prompt": "ab" * 1_950_000}, {"prompt": [text[:1000], text]}):
         told = check_held_up(attacked, answer, lambda body=body: attacked.post(60.0, **body), seconds=SOON)
         assert "context of 256" in told
+
+
+@pytest.fixture(scope="module")
+def hostile() -> Iterator[Any]:
+    """The calls of ``bench/soak.py --hostile``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+        yield importlib.import_module("hostile")
+
+
+@pytest.fixture(scope="module")
+def impatient(target: Path) -> Iterator[ServedProcess]:
+    timeouts = ("--header-timeout", "1", "--body-timeout", "1", "--idle-timeout", "1.5", "--schema-timeout", "0.5")
+    with serving_process(target, *timeouts, "--max-len", "128") as server:
+        yield server
+
+
+def test_malformed_bodies_and_odd_values_are_the_clients_mistakes(impatient: ServedProcess, hostile: Any, answer: str) -> None:
+    def status(body: bytes) -> int:
+        headers = {"content-type": "application/json"}
+        return httpx.post(f"{impatient.url}/v1/completions", content=body, headers=headers, timeout=60, verify=TLS).status_code
+
+    found = {kind: status(body) for kind, body in hostile.MALFORMED.items()}
+    assert found == dict.fromkeys(found, 400), found
+    choose = random.Random(0)
+    odd = {status(hostile.value(choose)[1]) for _ in range(60)}
+    assert {200, 400} <= odd <= {200, 400, 404, 429}, odd
+    check_honest(impatient, answer)
+
+
+def test_hostile_schemas_are_refused_or_followed(impatient: ServedProcess, hostile: Any, answer: str) -> None:
+    choose = random.Random(0)
+    for kind, schema in hostile.SCHEMAS.items():
+        form = {"type": "json_schema", "json_schema": {"schema": schema(choose)}}
+        found = impatient.post(60.0, prompt="x", max_tokens=40, response_format=form)
+        assert found.status_code in (200, 400), (kind, found.text)
+        assert found.status_code == 200 or len(found.json()["error"]["message"]) < 300, (kind, found.text)
+        check_honest(impatient, answer)
+
+
+def test_connections_that_are_not_http_are_closed_and_delay_nobody(impatient: ServedProcess, hostile: Any, answer: str) -> None:
+    """All at once; each is answered, or closed within the server's timeouts."""
+
+    async def all_of_them() -> dict[str, int]:
+        port = int(impatient.url.rsplit(":", 1)[1])
+        return dict(await asyncio.gather(*(hostile.connection(port, kind) for kind in hostile.CONNECTIONS)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hostile, "HELD_SECONDS", 10.0)
+        started = monotonic()
+        statuses = asyncio.run(all_of_them())
+        assert monotonic() - started < 30
+    assert len(statuses) == len(hostile.CONNECTIONS) and not {status for status in statuses.values() if status >= 500}, statuses
+    check_honest(impatient, answer)
+    assert not any("traceback" in line for line in impatient.log), impatient.log
 
 
 def attack(server: ServedProcess, count: int) -> None:

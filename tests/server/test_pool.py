@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
+import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,10 +17,10 @@ import pytest
 
 from outrider import LLM
 from outrider.server import pool as pools
-from outrider.server.bridge import Stopping
+from outrider.server.bridge import Busy, Stopping
 from outrider.server.config import ANYONE, Client, KeyRing, ServerConfig
 from outrider.server.gate import Gate
-from outrider.server.grammar import Grammars
+from outrider.server.grammar import MAX_CACHED, MAX_GRAMMARS, Grammars
 from outrider.server.pool import WorkerPool
 from outrider.server.prompts import Prompts, tools
 from outrider.types import OutriderError
@@ -230,8 +232,33 @@ def test_a_schema_is_tested_once_and_its_refusal_cached(plain: LLM, monkeypatch:
                 with pytest.raises(OutriderError, match="unsupported JSON schema"):
                     await grammars.get({"type": "nonsense"}, ANYONE)
             assert len(Slow.order) == 2
-            found[0].refusal = "too slow"
-            with pytest.raises(OutriderError, match="too slow"):
-                await grammars.get({"type": "integer"}, ANYONE)
+            released = weakref.ref(found[0])
+            found.pop().refusal = "too slow"
+            found.clear()
+            for _ in range(2):
+                with pytest.raises(OutriderError, match="too slow"):
+                    await grammars.get({"type": "integer"}, ANYONE)
+            gc.collect()
+            assert released() is None  # what it took until then is free
+
+    run(work())
+
+
+def test_grammars_in_memory_are_limited(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "Worker", Slow)
+    monkeypatch.setattr(Slow, "answer", lambda self, job: asyncio.sleep(0, {}))
+
+    async def work() -> None:
+        grammars = Grammars(tools(plain), ServerConfig(), aside)
+        async with started(grammars.pool):
+            used = [await grammars.get({"const": number}, ANYONE) for number in range(MAX_GRAMMARS)]
+            assert len(grammars._kept) == MAX_CACHED
+            with pytest.raises(Busy):
+                await grammars.get({"const": "new"}, ANYONE)
+            assert await grammars.get({"const": MAX_GRAMMARS - 1}, ANYONE) is used[-1]
+            assert await grammars.get(None, ANYONE)  # of any object
+            used.clear()
+            gc.collect()
+            assert await grammars.get({"const": "new"}, ANYONE)
 
     run(work())

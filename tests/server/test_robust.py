@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic, sleep
 from types import SimpleNamespace
@@ -25,9 +26,10 @@ from outrider.engine import Emission
 from outrider.engine.logprobs import TokenLogprobs
 from outrider.engine.stats import GenerationStats
 from outrider.runner import compiled
-from outrider.server.bridge import EngineBridge, Stream, load_aside
+from outrider.server.bridge import Busy, EngineBridge, Stream, load_aside
 from outrider.server.config import Client, KeyRing
 from outrider.server.gate import CLOSED, JsonLines
+from outrider.server.grammar import GrammarCompiler
 from outrider.server.protocol import ChatBody, CompletionBody
 from outrider.server.run import GracefulServer
 from outrider.server.service import _whole
@@ -168,6 +170,72 @@ def test_a_full_queue_gives_retry_after(small: Served, monkeypatch: pytest.Monke
     for caller in callers:
         caller.join()
     assert [answer.status_code for answer in answers] == [200, 200]
+
+
+def test_one_client_does_not_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = SimpleNamespace(max_batch=4)
+    bridge = EngineBridge(SimpleNamespace(engine=SimpleNamespace(scheduler=scheduler)), max_queue=6)  # type: ignore[arg-type]
+    monkeypatch.setattr(bridge, "_check_health", lambda: None)
+    ada, bob = Client("ada"), Client("bob")
+    with ExitStack() as calls:
+        for _ in range(5):
+            calls.enter_context(bridge.room(1, ada))
+        with pytest.raises(Busy), bridge.room(1, ada):
+            pass
+        calls.enter_context(bridge.room(2, bob))
+        bridge.submit([], monotonic() + 20, bob).close()  # nothing is left of it
+        with bridge.room(1, bob), pytest.raises(Busy), bridge.room(1, bob):
+            pass
+    assert bridge.num_open == 0 and not bridge._preparing
+    with bridge.room(10, ada):  # a single call
+        pass
+    with ExitStack() as calls:
+        for _ in range(10):
+            calls.enter_context(bridge.room(1, Client("ada", is_only=True)))
+
+
+def test_running_requests_count_towards_a_clients_share(load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = KeyRing([("a", Client("ada")), ("b", Client("bob"))])
+    with serving(load(max_batch=1), keys, max_queue=3) as server:
+        slow = Slow(server, monkeypatch)
+
+        def ask(key: str) -> httpx.Response:
+            body = {"prompt": PROMPT, "max_tokens": 2}
+            return httpx.post(server.url + "/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
+
+        answers: list[int] = []
+        calls = [threading.Thread(target=lambda: answers.append(ask("a").status_code)) for _ in range(2)]
+        for call in calls:
+            call.start()
+        until(lambda: len(server.service.bridge._streams) == 2)
+        assert ask("a").status_code == 429
+        other = threading.Thread(target=lambda: answers.append(ask("b").status_code))
+        other.start()
+        until(lambda: len(server.service.bridge._streams) == 3)
+        slow.go()
+        for call in (*calls, other):
+            call.join()
+        assert answers == [200] * 3
+
+
+def test_compiling_a_grammar_delays_only_calls_with_new_schemas(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, begun, compiled = threading.Event(), threading.Event(), GrammarCompiler.compiled
+
+    def held(self: GrammarCompiler, schema: str) -> Any:
+        begun.set()
+        go.wait(60)
+        return compiled(self, schema)
+
+    monkeypatch.setattr(GrammarCompiler, "compiled", held)
+    form = {"type": "json_schema", "json_schema": {"schema": {"const": "held"}}}
+    asking = threading.Thread(target=lambda: served.post("/v1/completions", prompt="x", max_tokens=2, response_format=form))
+    asking.start()
+    try:
+        assert begun.wait(60)
+        assert served.post("/v1/completions", prompt=[5, 6], max_tokens=2, logprobs=1).status_code == 200
+    finally:
+        go.set()
+        asking.join()
 
 
 def test_bodies_that_are_too_large_or_too_slow_are_refused(small: Served) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -71,8 +72,11 @@ class Stream:
     costs as much time as several passes of a small model.
     """
 
-    def __init__(self, bridge: EngineBridge, request_ids: Sequence[str], deadline: float, interval: float = 0.0) -> None:
-        self._bridge = bridge
+    def __init__(
+        self, bridge: EngineBridge, request_ids: Sequence[str], deadline: float, interval: float = 0.0, turn: str = ""
+    ) -> None:
+        """``turn``: ``Client.turn`` of the call's client."""
+        self._bridge, self.turn = bridge, turn
         self._open = set(request_ids)
         self._deadline, self._interval = deadline, interval
         self._held: dict[str, Emission] = {}  # request id -> merged emission
@@ -133,7 +137,7 @@ class EngineBridge:
         self._inside: set[str] = set()  # ids of requests in the engine; used by the engine thread only
         self._has_broken = False
         self._last_move = monotonic()  # when the engine thread last started a step or a command
-        self._num_preparing = 0  # sequences of calls that are still being prepared
+        self._preparing: Counter[str] = Counter()  # client's turn -> sequences of its calls that are still being prepared
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
         self._should_stop = threading.Event()
@@ -166,11 +170,14 @@ class EngineBridge:
     @property
     def num_open(self) -> int:
         """Number of requests that are running, waiting or being prepared."""
-        return len(self._streams) + self._num_preparing
+        return len(self._streams) + self._preparing.total()
 
     @contextmanager
-    def room(self, count: int) -> Iterator[None]:
+    def room(self, count: int, client: Client = ANYONE) -> Iterator[None]:
         """Context manager that reserves queue space for ``count`` requests while they are prepared; ``submit`` them inside it.
+
+        If there are several clients, one holds at most as many places as are free before its call: it cannot fill the queue
+        alone (dynamic thresholds: Choudhury, Hahne 1998, with factor 1).
 
         Raises ``Stopping`` during shutdown, ``Busy`` if the queue is full, ``OutriderError`` if ``count`` exceeds its size.
         """
@@ -180,14 +187,22 @@ class EngineBridge:
         most = self.llm.engine.scheduler.max_batch + self.max_queue
         if count > most:
             raise OutriderError(f"too many sequences in one call: {count}; the limit is {most}")
-        lacking = count - (most - self.num_open)
+        free = most - self.num_open
+        held = self._num_held(client.turn) if client.turn else 0
+        lacking = count - (free - held)
         if lacking > 0:
             raise Busy(self._retry_after(lacking))
-        self._num_preparing += count
+        self._preparing[client.turn] += count
         try:
             yield
         finally:
-            self._num_preparing -= count
+            self._preparing[client.turn] -= count
+            if not self._preparing[client.turn]:
+                del self._preparing[client.turn]
+
+    def _num_held(self, turn: str) -> int:
+        """Return the number of a client's requests that are running, waiting or being prepared."""
+        return self._preparing[turn] + sum(stream.turn == turn for stream in self._streams.values())
 
     def submit(self, samples: Sequence[Sequence[Request]], deadline: float, client: Client = ANYONE) -> Stream:
         """Queue the samples of each prompt; requests must have passed ``Engine.check``.
@@ -196,7 +211,7 @@ class EngineBridge:
         """
         self._check_health()
         requests = [request for group in samples for request in group]
-        stream = Stream(self, [request.request_id for request in requests], deadline, self.interval)
+        stream = Stream(self, [request.request_id for request in requests], deadline, self.interval, client.turn)
         for request in requests:
             self._streams[request.request_id] = stream
         self._commands.put(lambda: self._add(samples, client))

@@ -15,12 +15,13 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from time import thread_time
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from outrider.server import schemas
-from outrider.server.bridge import Stopping
+from outrider.server.bridge import Busy, Stopping
 from outrider.server.pool import WorkerPool
 from outrider.types import OutriderError
 
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
     from outrider.server.prompts import Aside
 
 ANY_OBJECT = '{"type": "object"}'
-MAX_KEPT = 1 << 19  # total characters of cached schemas; a grammar takes some hundred bytes per character
+MAX_KEPT = 1 << 19  # total characters of cached schemas; an ordinary grammar takes some hundred bytes per character
+MAX_GRAMMARS = 64  # in memory, cached or in use: combinations of alternatives take up to 30 MB for 1000 characters
+MAX_CACHED = MAX_GRAMMARS // 2
 CHOICES = ("anyOf", "oneOf", "allOf")
 # Seconds for the masks of one output: a budget plus an allowance per mask. Most take 0.1 ms, the first ones several ms.
 MASKS_SECONDS, SECONDS_A_MASK = 0.5, 0.001
@@ -94,26 +97,34 @@ class Grammars:
     """Cache of compiled grammars. Each new schema is tested in a worker process first. For one event loop's thread."""
 
     def __init__(self, tools: Mapping[str, Any] | None, config: ServerConfig, aside: Aside) -> None:
-        """``aside`` runs a function in the server's helper thread."""
+        """``aside`` runs a function in a thread that runs nothing else: compiling may take as long as the worker may."""
         self._compiler, self._config, self._aside = GrammarCompiler(tools), config, aside
         self._kept: OrderedDict[str, TokenGrammar] = OrderedDict()
+        self._in_memory: WeakSet[TokenGrammar] = WeakSet()
         self._refused: OrderedDict[str, str] = OrderedDict()  # schema -> reason
         self._under_way: dict[str, asyncio.Task[TokenGrammar]] = {}
         limits = {"seconds": config.schema_timeout, "memory": int(config.worker_memory * 2**30), "nice": 10, "for_texts": False}
         self.pool = WorkerPool("compile a JSON schema", {**(tools or {}), **limits}, config.workers, eager=False)
 
     async def get(self, schema: dict[str, Any] | None, client: Client) -> TokenGrammar:
-        """Return the grammar of a schema, or of JSON objects for None. Raises ``OutriderError`` for an unsupported schema."""
+        """Return the grammar of a schema, or of JSON objects for None.
+
+        Raises ``OutriderError`` for an unsupported schema, ``Busy`` for a new one while too many grammars are in use.
+        """
         self._compiler.checked()
         text = ANY_OBJECT if schema is None else schema_text(schema, self._config)
         known = self._kept.get(text)
-        refusal = self._refused.get(text) if known is None else known.refusal
-        if refusal is not None:
-            raise OutriderError(refusal)
+        if known is not None and known.refusal is not None:  # an output exceeded a limit
+            self._remember_refusal(text, known.refusal)
+            del self._kept[text]
+        if text in self._refused:
+            raise OutriderError(self._refused[text])
         if known is not None:
             self._kept.move_to_end(text)
             return known
         if text not in self._under_way:
+            if text != ANY_OBJECT and len(self._in_memory) + len(self._under_way) >= MAX_GRAMMARS:
+                raise Busy(1)
             making = self._under_way[text] = asyncio.create_task(self._made(text, client))
             making.add_done_callback(lambda _: self._under_way.pop(text))
             making.add_done_callback(
@@ -128,14 +139,18 @@ class Grammars:
         except Stopping:
             raise
         except OutriderError as error:
-            self._refused[text] = str(error)
-            while sum(map(len, self._refused)) > MAX_KEPT:
-                self._refused.popitem(last=False)
+            self._remember_refusal(text, str(error))
             raise
+        self._in_memory.add(grammar)
         self._kept[text] = grammar
-        while len(self._kept) > 1 and sum(map(len, self._kept)) > MAX_KEPT:
+        while len(self._kept) > MAX_CACHED or (len(self._kept) > 1 and sum(map(len, self._kept)) > MAX_KEPT):
             self._kept.popitem(last=False)
         return grammar
+
+    def _remember_refusal(self, text: str, why: str) -> None:
+        self._refused[text] = why
+        while sum(map(len, self._refused)) > MAX_KEPT:
+            self._refused.popitem(last=False)
 
 
 class TokenGrammar:

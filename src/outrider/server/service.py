@@ -8,6 +8,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -49,10 +50,11 @@ class Service:
         self.metrics = Metrics(self.bridge, config.name)
         self._tokens = TokenTexts(llm.tokenizer)
         self._aside_thread = ThreadPoolExecutor(1, "outrider-aside")  # tokenizers are not thread-safe
+        self._grammar_thread = ThreadPoolExecutor(1, "outrider-grammars")  # so that only calls with new schemas wait for it
         self._record = None if config.record is None else Record(config.record, config.name, llm.tokenizer)
         given = tools(llm)
         self._prompts = Prompts(llm, config, given, self._aside)
-        self._grammars = Grammars(given, config, self._aside)
+        self._grammars = Grammars(given, config, partial(_in_thread, self._grammar_thread))
         self.pools = [pool for pool in (self._prompts.pool, self._grammars.pool) if pool is not None]
 
     async def completions(self, body: CompletionBody, http: Request) -> Response:
@@ -82,6 +84,7 @@ class Service:
         await self.bridge.stop()
         for pool in self.pools:
             await pool.stop()
+        self._grammar_thread.shutdown(wait=False)
         self._aside_thread.shutdown(wait=self._record is not None)
         if self._record is not None:
             self._record.close()
@@ -113,14 +116,14 @@ class Service:
 
     async def _aside(self, work: Callable[[], Result]) -> Result:
         """Run slow work, and all work with the tokenizer, in the helper thread instead of the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._aside_thread, work)
+        return await _in_thread(self._aside_thread, work)
 
     async def _answer(self, body: SamplingFields, http: Request, asked: _Asked, answer: Answer) -> Response:
         """Prepare the prompts, queue them and return the response, whole or as a stream."""
         self._check(body, asked.num_sequences)
         call = _call(http)
         deadline = call.arrived + self.config.request_timeout
-        with self.bridge.room(asked.num_sequences):
+        with self.bridge.room(asked.num_sequences, call.client):
             left = max(deadline - monotonic(), 0.0)
             prepared = await _unless_disconnected(http, self._prepared(body, asked, call), left)
             if prepared is None:
@@ -228,6 +231,10 @@ class TargetFailed(OutriderError):
 
 class UnknownModel(OutriderError):
     """The requested model is not served."""
+
+
+async def _in_thread(thread: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
+    return await asyncio.get_running_loop().run_in_executor(thread, work)
 
 
 async def _unless_disconnected(http: Request, work: Coroutine[Any, Any, Result], seconds: float | None = None) -> Result | None:

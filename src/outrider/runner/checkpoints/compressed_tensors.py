@@ -50,7 +50,7 @@ class CompressedTensors:
         weights = [scheme.get("weights") or {} for scheme in schemes]
         for bits in {each.get("num_bits") for each in weights} - {None, *BITS}:
             raise OutriderError(f"compressed-tensors with {bits} bits")
-        self.group_sizes = {each.get("group_size") for each in weights}
+        self.group_sizes = {size for each in weights if isinstance(size := each.get("group_size"), int)}
         self.has_codes = any(each.get("type", "int") == "int" for each in weights)
         strategies = {each.get("strategy") for each in weights}
         self.strategy = strategies.pop() if len(strategies) == 1 else None  # else seen from the scales' shapes

@@ -42,7 +42,9 @@ def quantization_of(config: PreTrainedConfig) -> dict[str, Any] | None:
     )
     if found is None:
         return None
-    return dict(found) if isinstance(found, Mapping) else dict(found.to_dict())
+    if not isinstance(found, Mapping):
+        found = found.to_dict() if hasattr(found, "to_dict") else {"quant_method": None}
+    return dict(found)
 
 
 def method_of(quantization: Mapping[str, Any]) -> str:
@@ -64,6 +66,10 @@ def choose(source: str, quantization: Mapping[str, Any], device: torch.device) -
             return reads(quantization)
         except OutriderError as error:
             problem = f"{error} is not read"
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise OutriderError(
+                f"cannot read the quantization_config of {source}: a value has the wrong type ({first_line(error)})"
+            ) from error
     if method == "mxfp4" and device.type == "cpu" and problem is None:
         return None  # transformers converts these to bfloat16 exactly, without further libraries
     own = _why_not_transformers(quantization)
