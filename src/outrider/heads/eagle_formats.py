@@ -28,7 +28,7 @@ from outrider.heads.checkpoint import (
 )
 from outrider.heads.eagle import EagleHead, EagleShape, default_hidden_states
 from outrider.runner.loading import check_sizes
-from outrider.types import OutriderError
+from outrider.types import OutriderError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def _llama(layer: dict[str, Any], tensors: dict[str, Tensor], vocab_size: int) -
     try:
         config = LlamaConfig(**given, num_hidden_layers=max(numbers, default=0) + 1, attention_dropout=0.0)
     except Exception as error:  # transformers raises many kinds of exceptions
-        raise OutriderError(f"the head's config is not valid for Llama layers: {' '.join(str(error).split())}") from error
+        raise OutriderError(f"the head's config is not valid for Llama layers: {first_line(error)}") from error
     embedding = tensors.get("embed_tokens.weight")
     config.vocab_size = vocab_size if embedding is None else embedding.shape[0]
     config._attn_implementation = "outrider"
