@@ -174,7 +174,8 @@ class Run:
 
     def found(self, wrong: str, data: bytes) -> None:
         """Save a finding if it is the first of its kind."""
-        kind = re.sub(r"'[^']*'|[^\W\d_]*\d[\w.+-]*|/\S*", "", wrong)  # without values and paths
+        place = re.match(r"\w+ in [\w.]+:\d+", wrong)  # of an exception; else the words without values and paths
+        kind = place[0] if place else re.sub(r"'[^']*'|[^\W\d_]*\d[\w.+-]*|/\S*", "", wrong)
         if kind in self._kinds:
             return
         self._kinds.add(kind)
