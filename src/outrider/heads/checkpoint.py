@@ -314,10 +314,12 @@ def check_ids(ids: Tensor | None, vocab_size: int, what: str, whose: str) -> Non
 def offsets_to_ids(tensors: dict[str, Tensor]) -> bool:
     """Replace ``d2t``, the offset from each draft id to its target id, with ``draft_ids``, in place.
 
-    Return whether ``d2t`` exists.
+    Return whether ``d2t`` exists. Raises ``OutriderError`` unless it is a vector.
     """
     offsets = tensors.pop("d2t", None)
     if offsets is not None:
+        if offsets.dim() != 1:
+            raise OutriderError(f"the head's d2t has shape {list(offsets.shape)}: expected one offset per draft token")
         tensors["draft_ids"] = offsets.long() + torch.arange(len(offsets))
     return offsets is not None
 

@@ -28,7 +28,7 @@ from outrider.server.metrics import Metrics
 from outrider.server.prompts import Prompts, tools
 from outrider.server.protocol import ChatBody, CompletionBody, SamplingFields, StreamOptions
 from outrider.server.record import Record
-from outrider.types import Grammar, OutriderError, SamplingParams
+from outrider.types import OutriderError, SamplingParams
 from outrider.types import Request as EngineRequest
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 # Parts of an error location that pydantic adds for unions of types, such as function-after[_unicode(), constrained-str].
 PYDANTIC_TYPE = re.compile(r"^(constrained|function|nullable|tagged|lax|json)-|^[a-z-]+\[.*\]$")
+MAX_DETAIL = 200  # characters of one of pydantic's errors, which may quote the client's value
 DONE = b"data: [DONE]\n\n"
 COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -134,7 +135,7 @@ class Service:
         self.metrics.asked(sum(map(len, prompts)))
         if self._record is not None:
             self._aside_thread.submit(self._record.add, body)
-        watched = Watched(stream, answer, call, self.metrics, params.grammar)
+        watched = Watched(stream, answer, call, self.metrics, params)
         if body.stream:
             return EventStream(watched, body.stream_options or StreamOptions())
         return await _whole(watched, http)
@@ -179,8 +180,8 @@ class _Asked:
 class Watched:
     """A stream of emissions together with its response and timing."""
 
-    def __init__(self, stream: Stream, answer: Answer, call: Call, metrics: Metrics, grammar: Grammar | None) -> None:
-        self.answer, self._grammar = answer, grammar
+    def __init__(self, stream: Stream, answer: Answer, call: Call, metrics: Metrics, params: SamplingParams) -> None:
+        self.answer, self._params = answer, params
         self._stream, self._call, self._metrics = stream, call, metrics
         self._index = {completion.request_id: index for index, completion in enumerate(answer.choices)}
         self._last: dict[int, float] = {}
@@ -193,12 +194,19 @@ class Watched:
                 chunk = self.answer.choices[index].add(emission)
                 self._clock(index, chunk)
                 if chunk.finish_reason == "error":
-                    if isinstance(self._grammar, TokenGrammar) and self._grammar.refusal is not None:
-                        raise OutriderError(self._grammar.refusal)
-                    raise TargetFailed(chunk.error or "the target failed")
+                    raise self._failure(chunk.error or "the target failed")
                 yield index, chunk
         finally:
             self.close()
+
+    def _failure(self, error: str) -> OutriderError:
+        """Return the exception for an output that ended with an error: its cause may be the request."""
+        grammar, params = self._params.grammar, self._params
+        if isinstance(grammar, TokenGrammar) and grammar.refusal is not None:
+            return OutriderError(grammar.refusal)
+        if grammar is not None and (params.allowed_token_ids is not None or params.banned_token_ids):
+            return OutriderError(f"response_format and the allowed or banned tokens may leave no token: {error}")
+        return TargetFailed(error)
 
     def close(self) -> None:
         """Cancel unfinished requests and record metrics."""
@@ -330,7 +338,8 @@ def _invalid(errors: Sequence[Any]) -> str:
         is_unknown = error["type"] == "extra_forbidden"  # the location contains the client's field name
         parts = [str(part) for part in error["loc"] if part != "body"]
         place = ".".join(part for part in parts if is_unknown or not PYDANTIC_TYPE.search(part))
-        found.append(f"{place}: {error['msg']}" if place else str(error["msg"]))
+        what = " ".join(f"{place}: {error['msg']}".removeprefix(": ").split())
+        found.append(what if len(what) <= MAX_DETAIL else what[: MAX_DETAIL - 3] + "...")
     return "; ".join(found)
 
 
