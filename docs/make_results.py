@@ -79,19 +79,19 @@ class Row:
 
 
 README_ROWS = (
-    Row("1B, `draft`, K auto, HumanEval", "1b-humaneval", "draft", "auto"),
-    Row("1B, `draft`, K auto, HumanEval, temperature 0.8", "1b-humaneval", "draft", "auto", 0.8),
-    Row("1B, `mtp` (8 bits), K auto, HumanEval", "1b-heads", "mtp:bits=8", "auto"),
-    Row("1B, `mtp` (8 bits), K auto, HumanEval, temperature 1", "1b-heads", "mtp:bits=8", "auto", 1.0),
-    Row("1B, `eagle` (EAGLE-3, 8 bits), K auto, HumanEval", "1b-heads", "eagle:bits=8", "auto"),
-    Row("1B, `eagle` (EAGLE-3, 8 bits), K auto, HumanEval, temperature 1", "1b-heads", "eagle:bits=8", "auto", 1.0),
-    Row("1B, `dflash` (8 bits), K auto, HumanEval", "1b-heads", "dflash:bits=8", "auto"),
-    Row("1B, `medusa` (8 bits), K auto, HumanEval", "1b-heads", "medusa:bits=8", "auto"),
-    Row("1B, `low-bit`, K = 6, HumanEval", "1b-self", "low-bit", 6),
-    Row("1B, `early-exit`, K = 4, HumanEval", "1b-self", "early-exit", 4),
+    Row("1B, `draft`", "1b-humaneval", "draft", "auto"),
+    Row("1B, `draft`, temperature 0.8", "1b-humaneval", "draft", "auto", 0.8),
+    Row("1B, `mtp` (8 bits)", "1b-heads", "mtp:bits=8", "auto"),
+    Row("1B, `mtp` (8 bits), temperature 1", "1b-heads", "mtp:bits=8", "auto", 1.0),
+    Row("1B, `eagle` (EAGLE-3, 8 bits)", "1b-heads", "eagle:bits=8", "auto"),
+    Row("1B, `eagle` (EAGLE-3, 8 bits), temperature 1", "1b-heads", "eagle:bits=8", "auto", 1.0),
+    Row("1B, `dflash` (8 bits)", "1b-heads", "dflash:bits=8", "auto"),
+    Row("1B, `medusa` (8 bits)", "1b-heads", "medusa:bits=8", "auto"),
+    Row("1B, `low-bit`, K = 6", "1b-self", "low-bit", 6),
+    Row("1B, `early-exit`, K = 4", "1b-self", "early-exit", 4),
     Row('1B, `suffix`, K = 15, "fill this JSON"', "1b-repeating", "suffix", 15, workload="json"),
     Row('1B, `suffix`, K = 15, "edit this file"', "1b-repeating", "suffix", 15, workload="edit"),
-    Row("embedded 13M, `draft`, K = 4, HumanEval", "family-humaneval", "draft", 4),
+    Row("embedded 13M, `draft`, K = 4", "family-humaneval", "draft", 4),
 )
 
 
@@ -335,7 +335,7 @@ def readme_table(found: Mapping[str, Document], rows: Sequence[Row] = README_ROW
     lines = [[row.what, *bench_speeds(cell_of(found[row.file], row)).columns()] for row in rows]
     files = ", ".join(dict.fromkeys(f"`{row.file}`" for row in rows))
     where = f"Processor: {machines.pop()}. From {files} in [all results](docs/results.md)."
-    return f"{table(['model, method, prompts', *COLUMNS], lines)}\n\n{where}"
+    return f"{table(['model, method', *COLUMNS], lines)}\n\n{where}"
 
 
 def cell_of(document: Document, row: Row) -> Cell:

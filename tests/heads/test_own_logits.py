@@ -64,7 +64,9 @@ def test_heads_learn_the_targets_distribution(captured):
     said = model(ids, use_cache=False).logits
     torch.testing.assert_close(shapes.output_layer(runner)(features[2]), said, rtol=0.05, atol=0.05)  # features are bfloat16
     head = shapes.new_eagle(runner, 1, (2,), None)
-    torch.testing.assert_close(RolloutLoss(head, cache, 2, 1)._said(features[2]).probs, said.softmax(-1), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(
+        RolloutLoss(head, cache, 2, 1)._teacher(features[2]).probs, said.softmax(-1), rtol=0.05, atol=0.05
+    )
     heads = shapes.new_medusa(runner, 1, 1)
     loss, _ = MedusaLoss(heads, shapes.output_layer(runner), cache, 2)(torch.tensor([0, 1]), 0, 0.0)
     own = heads(features[2][:, : SEQ - 2])[0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from outrider.train.soft_entropy import said_by, soft_entropy
+from outrider.train.soft_entropy import soft_entropy, teacher_of
 
 PLACES = (2, 5)
 
@@ -19,7 +19,7 @@ def drawn(*shape: int) -> torch.Tensor:
 def test_loss_and_gradient_equal_plain_cross_entropy(draft_ids):
     target, size = 3 * drawn(*PLACES, 12), 12 if draft_ids is None else len(draft_ids)
     logits = drawn(*PLACES, size).requires_grad_()
-    entropy, _ = soft_entropy(logits, said_by(target, draft_ids))
+    entropy, _ = soft_entropy(logits, teacher_of(target, draft_ids))
     (3.0 * entropy).backward()
     plain = logits.detach().requires_grad_()
     wanted = (target if draft_ids is None else target[..., draft_ids]).softmax(-1)
@@ -32,7 +32,7 @@ def test_loss_and_gradient_equal_plain_cross_entropy(draft_ids):
 def test_hits_are_positions_with_the_same_most_likely_token():
     target, logits = drawn(*PLACES, 12), drawn(*PLACES, 13)[..., :12].clone()
     logits[0] = 2 * target[0]
-    _, hits = soft_entropy(logits, said_by(target))
+    _, hits = soft_entropy(logits, teacher_of(target))
     assert float(hits) == pytest.approx(float((logits.argmax(-1) == target.argmax(-1)).float().mean()))
     assert 0.5 <= float(hits) < 1
 
@@ -40,12 +40,12 @@ def test_hits_are_positions_with_the_same_most_likely_token():
 def test_a_most_likely_token_outside_the_draft_vocabulary_is_never_hit():
     target = torch.tensor([[[5.0, 1.0, 2.0]], [[0.0, 1.0, 2.0]]])
     logits = torch.tensor([[[0.0, 9.0]], [[0.0, 9.0]]])  # of tokens 1 and 2
-    _, hits = soft_entropy(logits, said_by(target, torch.tensor([1, 2])))
+    _, hits = soft_entropy(logits, teacher_of(target, torch.tensor([1, 2])))
     assert float(hits) == 0.5
 
 
 def test_all_inputs_are_cut_to_the_same_positions():
-    said = said_by(drawn(2, 6, 12))
+    said = teacher_of(drawn(2, 6, 12))
     there = said.at(slice(1, 4))
     assert there.probs.shape == (2, 3, 12) and there.best.shape == (2, 3, 1)
     assert torch.equal(there.probs, said.probs[:, 1:4]) and torch.equal(there.best, said.best[:, 1:4])

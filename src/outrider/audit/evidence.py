@@ -113,12 +113,12 @@ class Evidence:
         rows = np.repeat(np.arange(len(met)), [len(each) for each in counts])
         tokens, times = [token for each in counts for token in each], [count for each in counts for count in each.values()]
         at = torch.as_tensor(rows, device=laws.device), torch.tensor(tokens, device=laws.device)
-        said = laws[at].tolist()  # target probability of every observed token
+        probs_seen = laws[at].tolist()  # target probability of every observed token
         np.add.at(self._excess, (places[rows], cells[at].cpu().numpy()), times)
-        self.impossible += sum(count for count, prob in zip(times, said, strict=True) if prob == 0)
+        self.impossible += sum(count for count, prob in zip(times, probs_seen, strict=True) if prob == 0)
         if self.has_rounding:
-            said = at_borders(laws)[at].tolist()
-        tally.probs.update(zip(zip((met[row] for row in rows.tolist()), tokens, strict=True), said, strict=True))
+            probs_seen = at_borders(laws)[at].tolist()
+        tally.probs.update(zip(zip((met[row] for row in rows.tolist()), tokens, strict=True), probs_seen, strict=True))
         for row in np.flatnonzero(totals >= 2 * MIN_EXPECTED).tolist():
             self._add_group(int(places[row]), counts[row], laws[row].cpu().numpy(), int(totals[row]))
 

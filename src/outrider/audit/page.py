@@ -106,8 +106,8 @@ def _certificates(document: Mapping[str, Any]) -> Iterator[str]:
 def _method(found: Mapping[str, Any]) -> Iterator[str]:
     verdict = found["verdict"]
     yield f'<h2>{escape(found["method"])}, K = {found["k"]}: <span class="{CLASSES[verdict]}">{verdict}</span></h2>'
-    for said in [*found["findings"], *found["doubts"], *found["remarks"]]:
-        yield f"<p>{escape(said)}</p>"
+    for line in [*found["findings"], *found["doubts"], *found["remarks"]]:
+        yield f"<p>{escape(line)}</p>"
     yield table("Greedy output compared with plain decoding's", GREEDY, [found["greedy"]])
     if found["greedy"]["differences"]:
         yield table("First differences", DIFFERENCE, found["greedy"]["differences"])

@@ -37,10 +37,10 @@ def certificates(result: Mapping[str, Any]) -> Group:
             controls = f"{caught} of {len(found['controls'])} caught"
             least = f"{min(values, default=1.0):.2g}"
             view.add_row(escape(each["method"]), MARKS[each["verdict"]], entry, f"{samples:,}", least, controls)
-    said = [
+    notes = [
         (each["method"], text) for each in result["methods"] for text in [*each["findings"], *each["doubts"], *each["remarks"]]
     ]
-    lines = [escape(f"{name}: {text}") for name, text in [*said, *result["not_possible"].items()]]
+    lines = [escape(f"{name}: {text}") for name, text in [*notes, *result["not_possible"].items()]]
     return Group(view, *lines)
 
 
@@ -60,7 +60,7 @@ def grid_verdict(result: Mapping[str, Any]) -> str:
     """Return the verdict of a same-text grid, with the reason if it is inconclusive."""
     if result["certified"]:
         return "yes, everywhere"
-    said = [f"{result['differing']:,} texts differ, {len(result['cells'])} cells done"]
+    notes = [f"{result['differing']:,} texts differ, {len(result['cells'])} cells done"]
     if result["faults"]:
-        said.append(f"the proposer failed in {result['faults']} rounds, which were plain decoding")
-    return "; ".join(said)
+        notes.append(f"the proposer failed in {result['faults']} rounds, which were plain decoding")
+    return "; ".join(notes)

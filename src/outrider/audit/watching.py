@@ -73,11 +73,11 @@ class Watched(Verifier):
             return verdict
         paths, counts, next_token = verdict.path.tolist(), verdict.num_accepted.tolist(), verdict.next_token.tolist()
         tokens = proposal.token_ids.tolist()
-        said = [tokens[b][paths[b][0]] if counts[b] else next_token[b] for b in range(len(counts))]
+        emitted = [tokens[b][paths[b][0]] if counts[b] else next_token[b] for b in range(len(counts))]
         if proposal.probs is None:
-            of_draft = [float(tokens[b][0] == said[b]) for b in range(len(said))]
+            of_draft = [float(tokens[b][0] == emitted[b]) for b in range(len(emitted))]
         else:
-            index = torch.tensor(said, device=proposal.probs.device).unsqueeze(-1)
+            index = torch.tensor(emitted, device=proposal.probs.device).unsqueeze(-1)
             of_draft = proposal.probs[:, 0].gather(-1, index).squeeze(-1).tolist()
         requests = requests_of(random)
         for b in drafted:
@@ -102,12 +102,12 @@ class Led(Verifier):
         requests = requests_of(random)
         self._show(requests, target[:, 0])
         likeliest = target[:, 0].argmax(-1).tolist()
-        said = [
+        emitted = [
             self._texts[request.request_id][request.num_output_tokens] if request.request_id in self._texts else best
             for request, best in zip(requests, likeliest, strict=True)
         ]
-        none = torch.zeros(len(said), 0, dtype=torch.long)
-        return Verdict(none, torch.zeros(len(said), dtype=torch.long), torch.tensor(said))
+        none = torch.zeros(len(emitted), 0, dtype=torch.long)
+        return Verdict(none, torch.zeros(len(emitted), dtype=torch.long), torch.tensor(emitted))
 
 
 def requests_of(random: Randomness) -> tuple[Request, ...]:

@@ -170,10 +170,12 @@ def _percentiles(values: Sequence[float], weights: Sequence[float] | None = None
 def _prediction(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     """Return the engine's prediction of plain decoding and its error in the same repeat."""
     pairs = [(run.predicted_plain_tok_s, base.tok_s) for run, base in zip(runs, plain, strict=True)]
-    known = [(said, did) for said, did in pairs if said is not None and did]
+    known = [(predicted, measured) for predicted, measured in pairs if predicted is not None and measured]
     return {
-        "predicted_plain_tok_s": _rounded(median(said for said, _ in known)) if known else None,
-        "prediction_error_percent": _rounded(median(100 * (said / did - 1) for said, did in known)) if known else None,
+        "predicted_plain_tok_s": _rounded(median(predicted for predicted, _ in known)) if known else None,
+        "prediction_error_percent": _rounded(median(100 * (predicted / measured - 1) for predicted, measured in known))
+        if known
+        else None,
     }
 
 

@@ -109,8 +109,8 @@ def _draw_method(axes: Axes, colour: str, method: str, mine: Sequence[Pool], row
         speed, bounds = pool.speedup(), pool.interval()
         if pool.k == "auto" and speed:
             axes.axhline(speed, color=colour, linestyle=":", linewidth=1.2, label=f"{method}, auto")
-        said = (pool.speedup("expected_speedup"), pool.mean("acceptance_rate"), pool.mean("cost_ratio"))
-        rows.append((method, str(pool.k), number(speed, 2), span(bounds), *(number(each, 3) for each in said)))
+        figures = (pool.speedup("expected_speedup"), pool.mean("acceptance_rate"), pool.mean("cost_ratio"))
+        rows.append((method, str(pool.k), number(speed, 2), span(bounds), *(number(each, 3) for each in figures)))
 
 
 def tokens_per_pass(found: Sequence[Pool]) -> Plot:

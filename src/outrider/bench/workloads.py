@@ -222,6 +222,6 @@ def as_text(prompt: Prompt) -> str:
     """Return the prompt as a text to continue; a chat becomes a plain dialogue."""
     if not prompt.is_chat:
         return prompt.text
-    said = {"user": "Question: ", "assistant": "Answer: "}
-    turns = [said.get(message["role"], "") + message["content"] for message in prompt.messages]
+    prefixes = {"user": "Question: ", "assistant": "Answer: "}
+    turns = [prefixes.get(message["role"], "") + message["content"] for message in prompt.messages]
     return "\n\n".join([*turns, "Answer:"])

@@ -69,8 +69,8 @@ def command(
     err.print(table(race.lanes, titles))
     err.print(f"[dim]{MEANING}[/]")
     plain, speculative = (lane.output for lane in race.lanes)
-    said = verdict(llm.tokenizer, plain, speculative, params.is_greedy, models.same_text)
-    err.print(said, markup=False)  # tokens may contain markup
+    sentence = verdict(llm.tokenizer, plain, speculative, params.is_greedy, models.same_text)
+    err.print(sentence, markup=False)  # tokens may contain markup
 
 
 def engines(llm: LLM) -> dict[str, Engine]:

@@ -154,7 +154,7 @@ def finish(search: Search, chosen: Choice, models: ModelOptions, output: OutputO
     out = Console(highlight=False)
     if found["candidates"]:
         out.print(report.table(found))
-    notes = [f"not chosen: {said}" for said in report.not_chosen(found)]
+    notes = [f"not chosen: {reason}" for reason in report.not_chosen(found)]
     notes += [f"not available: {method}: {why}" for method, why in found["not_possible"].items()]
     written = [str(path) for path in (output.plan, output.journal, output.report) if path is not None]
     notes += report.oracle(found)

@@ -179,11 +179,11 @@ def _measured(
         yield Finding("suspicious", "acceptance", f"only {first:.0%} of first drafts are accepted")
     if patient.params.is_greedy:
         same = sum(a == b for a, b in zip(plain.token_ids, drafted.token_ids, strict=True))
-        said = f"same text with and without drafts for {same} of {len(prompts)} prompts"
+        text = f"same text with and without drafts for {same} of {len(prompts)} prompts"
         if same == len(prompts):
-            yield Finding("ok", "text", said)
+            yield Finding("ok", "text", text)
         else:
-            yield Finding("note", "text", said + ": rounding decides where two tokens are almost equally likely")
+            yield Finding("note", "text", text + ": rounding decides where two tokens are almost equally likely")
     return drafted
 
 
@@ -222,9 +222,9 @@ def _try_alternatives(
     if found > MIN_GAIN * tau or _is_significant(runs[best], drafted):
         yield Finding("suspicious", "options", f"{best} fits better: {found:.2f} tokens per pass instead of {tau:.2f}")
         return
-    said = ", ".join(f"{method} {run.stats.mean_acceptance_length:.2f}" for method, run in runs.items())
+    text = ", ".join(f"{method} {run.stats.mean_acceptance_length:.2f}" for method, run in runs.items())
     verdict = "no better" if found <= tau else "not significant at this length (raise --max-tokens)"
-    yield Finding("ok" if found <= tau else "note", "options", f"tokens per pass instead of {tau:.2f}: {said}; {verdict}")
+    yield Finding("ok" if found <= tau else "note", "options", f"tokens per pass instead of {tau:.2f}: {text}; {verdict}")
 
 
 def _is_significant(better: Run, drafted: Run) -> bool:
@@ -243,8 +243,8 @@ def _memory_on_disk(sources: list[Any]) -> Iterator[Finding]:
     files = [file for source in sources if isinstance(source, (str, Path)) for file in weight_files(Path(source))]
     needed, free = sum(file.stat().st_size for file in files), free_memory()
     if files and free is not None:
-        said = f"the weights take {size(needed)}; {size(free)} of memory are free"
-        yield Finding("ok" if needed < 0.9 * free else "wrong", "memory", said)
+        text = f"the weights take {size(needed)}; {size(free)} of memory are free"
+        yield Finding("ok" if needed < 0.9 * free else "wrong", "memory", text)
 
 
 def _weights_in_memory(runner: ModelRunner) -> Finding:
@@ -258,10 +258,10 @@ def _cache_memory(runner: ModelRunner) -> Finding:
     """Report the cache memory of a request that fills the context window."""
     needed = runner.cache.shape.floats_per_token * runner.max_len * runner.cache.dtype.itemsize
     free = free_memory()
-    said = f"a request that fills the context of {runner.max_len} tokens takes {size(needed)} of cache"
+    text = f"a request that fills the context of {runner.max_len} tokens takes {size(needed)} of cache"
     if free is not None and runner.device.type == "cpu" and needed > free:
-        return Finding("suspicious", "cache", f"{said}; {size(free)} are free: set --max-len")
-    return Finding("ok", "cache", said)
+        return Finding("suspicious", "cache", f"{text}; {size(free)} are free: set --max-len")
+    return Finding("ok", "cache", text)
 
 
 def _time_of_drafts(runner: ModelRunner) -> Finding:
@@ -269,13 +269,13 @@ def _time_of_drafts(runner: ModelRunner) -> Finding:
     k, cached = min(K, runner.max_drafts or K), min(CACHED, runner.max_len // 2)
     one, several = (runner.pass_cost(width, 1, cached) for width in (1, 1 + k))
     ratio = several / one
-    said = f"a pass with {k} drafts takes {ratio:.2f} times as long as one without"
+    text = f"a pass with {k} drafts takes {ratio:.2f} times as long as one without"
     config = text_config(runner.model)
     experts, chosen = (next((getattr(config, name) for name in names if getattr(config, name, None)), None)
                        for names in (EXPERTS, EXPERTS_PER_TOKEN))  # fmt: skip
     if experts and chosen:
         touched = experts * (1 - (1 - chosen / experts) ** (1 + k))  # by tokens that choose evenly and apart
-        said += f": each token reads {chosen} of {experts} experts in a layer, {1 + k} tokens about {touched:.0f} of them"
+        text += f": each token reads {chosen} of {experts} experts in a layer, {1 + k} tokens about {touched:.0f} of them"
     if ratio < EXPENSIVE:
-        return Finding("ok", "passes", said)
-    return Finding("suspicious", "passes", f"{said}; drafts are worthwhile only at high acceptance: leave K at auto")
+        return Finding("ok", "passes", text)
+    return Finding("suspicious", "passes", f"{text}; drafts are worthwhile only at high acceptance: leave K at auto")

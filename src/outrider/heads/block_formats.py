@@ -106,10 +106,10 @@ def _check_kind(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source
     kind = config.get("speculators_model_type")
     if kind not in (None, *SPECULATORS):
         raise OutriderError(f"unsupported speculators head {kind!r} in {source}: expected {' or '.join(SPECULATORS)}")
-    said = {**config, **(config.get("dflash_config") or {})}
+    settings = {**config, **(config.get("dflash_config") or {})}
     for key, wanted in (("projector_type", "dflash"), ("markov_head_type", "vanilla"), ("input_embedding_scale", 1)):
-        if said.get(key) not in (None, wanted):
-            raise OutriderError(f"{source} has {key} {said[key]!r}, which is not supported: expected {wanted!r}")
+        if settings.get(key) not in (None, wanted):
+            raise OutriderError(f"{source} has {key} {settings[key]!r}, which is not supported: expected {wanted!r}")
 
 
 def _check_weights(tensors: Mapping[str, Tensor], source: str) -> None:
@@ -146,12 +146,12 @@ def _shape(
         size = len(tensors["d2t"])
     elif size < target.vocab_size:
         raise OutriderError(f"{source} drafts {size} of {target.vocab_size} tokens, but the mapping d2t is missing")
-    said = {**inner, **{key: value for key, value in config.items() if value is not None}}
+    settings = {**inner, **{key: value for key, value in config.items() if value is not None}}
     shape = BlockShape(
         own,
         width,
         ids,
-        _number(said, "block_size", source),
+        _number(settings, "block_size", source),
         _number({"mask_token_id": config.get("dspark_noise_token_id"), **config, **inner}, "mask_token_id", source, least=0),
         size,
         _windows(layer, own.num_hidden_layers, source),
@@ -161,9 +161,9 @@ def _shape(
         reduced="d2t" in tensors,
         own_embedding="embed_tokens.weight" in tensors,
         own_output=output is not None,
-        output_scale=_factor(said, "output_multiplier", source, 1.0),
-        softcap=_factor(said, "final_logit_softcapping", source, 0.0),
-        **_second(said, own.hidden_size, size, tensors, source),
+        output_scale=_factor(settings, "output_multiplier", source, 1.0),
+        softcap=_factor(settings, "final_logit_softcapping", source, 0.0),
+        **_second(settings, own.hidden_size, size, tensors, source),
     )
     if shape.max_drafts < 1:
         raise OutriderError(f"{source}: block_size {shape.block_size} leaves no token to draft")
@@ -171,7 +171,7 @@ def _shape(
 
 
 def _second(
-    said: Mapping[str, Any], hidden_size: int, num_tokens: int, tensors: Mapping[str, Tensor], source: str
+    settings: Mapping[str, Any], hidden_size: int, num_tokens: int, tensors: Mapping[str, Tensor], source: str
 ) -> dict[str, int]:
     """Return the fields of a shape that describe DFlash 2's convolutions and path selector, if the head has them."""
     found: dict[str, int] = {}
@@ -180,11 +180,11 @@ def _second(
         ("path selector", "candidate_selector.", SELECTOR),
     ):
         name = next((name for name in tensors if mark in name), None)
-        missing = [key for key in fields if not said.get(key)]
+        missing = [key for key in fields if not settings.get(key)]
         if name is not None and missing:
             raise OutriderError(f"{source} has DFlash 2's {part} ({name}), but config.json lacks {' and '.join(missing)}")
-        if said.get(next(iter(fields))):
-            found |= {field: _number(said, key, source) for key, field in fields.items()}
+        if settings.get(next(iter(fields))):
+            found |= {field: _number(settings, key, source) for key, field in fields.items()}
     if hidden_size % found.get("conv_group", 1):
         raise OutriderError(
             f"{source}: config.json says conv_group_size={found['conv_group']}: expected a divisor of {hidden_size}"
@@ -205,12 +205,12 @@ def _causal_windows(config: Mapping[str, Any], layer: Mapping[str, Any], source:
     In z-lab's code ``is_causal`` applies to all layers; by default, layers with a window are causal and others are not.
     """
     kinds, inner = layer.get("layer_types") or ["full_attention"], config.get("dflash_config") or {}
-    said = config.get("is_causal", inner.get("causal"))
-    if said and "full_attention" in kinds:
+    is_causal = config.get("is_causal", inner.get("causal"))
+    if is_causal and "full_attention" in kinds:
         raise OutriderError(f"{source} has full attention that is causal within a block, which is not supported")
-    if config.get("speculators_model_type") is not None and said is None:
-        said = not config.get("sliding_window_non_causal", True)
-    return "sliding_attention" in kinds and (said is None or bool(said))
+    if config.get("speculators_model_type") is not None and is_causal is None:
+        is_causal = not config.get("sliding_window_non_causal", True)
+    return "sliding_attention" in kinds and (is_causal is None or bool(is_causal))
 
 
 def _layers(layer: Mapping[str, Any], tensors: Mapping[str, Tensor], vocab_size: int, source: str) -> Qwen3Config:

@@ -61,14 +61,14 @@ def of_block(folder: Path, target: ModelRunner) -> Iterator[Finding]:
     shape = head.shape
     yield Finding("ok", "hidden size", f"both have {target.hidden_size} features")
     yield from _vocabulary(shape.config.vocab_size, target)
-    said = f"reads the hidden states {', '.join(map(str, shape.hidden_states))} of {target.num_layers}"
+    text = f"reads the hidden states {', '.join(map(str, shape.hidden_states))} of {target.num_layers}"
     meant = config.get("num_target_layers")
     if meant not in (None, target.num_layers):
-        yield Finding("suspicious", "layers", f"{said}, but its config says that its target has {meant} layers")
+        yield Finding("suspicious", "layers", f"{text}, but its config says that its target has {meant} layers")
     elif not _names_layers(config):
-        yield Finding("suspicious", "layers", f"{said}, assumed because its config does not name them")
+        yield Finding("suspicious", "layers", f"{text}, assumed because its config does not name them")
     else:
-        yield Finding("ok", "layers", said)
+        yield Finding("ok", "layers", text)
     kind = "each by the one before" if shape.in_order else "each by itself"
     yield Finding("ok", "block", f"at most {shape.max_drafts} drafts in one pass, {kind}; mask token {shape.mask_token_id}")
     measured = (config.get("outrider") or {}).get("acceptance_by_position")
@@ -94,9 +94,9 @@ def of_medusa(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Itera
     yield from _vocabulary(config.get("vocab_size"), target)
     if heads.token_map is not None:
         yield _coverage(heads.token_map, target.vocab_size, sample)
-    said, held = config.get("num_heads", config.get("medusa_num_heads")), heads.shape.num_heads
-    if said is not None and said != held:
-        yield Finding("note", "heads", f"the config names {said} heads, the file has {held}; the file's are used")
+    declared, held = config.get("num_heads", config.get("medusa_num_heads")), heads.shape.num_heads
+    if declared is not None and declared != held:
+        yield Finding("note", "heads", f"the config names {declared} heads, the file has {held}; the file's are used")
     else:
         yield Finding("ok", "heads", f"{held} heads of {heads.shape.num_layers} blocks")
     if accuracies is None:
@@ -106,9 +106,9 @@ def of_medusa(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Itera
     yield _size(heads, target, "a round")
 
 
-def _vocabulary(said: int | None, target: ModelRunner) -> Iterator[Finding]:
-    if said is not None and said != target.vocab_size:
-        text = f"made for a vocabulary of {said:,} tokens, but the target has {target.vocab_size:,}"
+def _vocabulary(declared: int | None, target: ModelRunner) -> Iterator[Finding]:
+    if declared is not None and declared != target.vocab_size:
+        text = f"made for a vocabulary of {declared:,} tokens, but the target has {target.vocab_size:,}"
         yield Finding("wrong", "vocabulary", text)
     else:
         yield Finding("ok", "vocabulary", f"{target.vocab_size:,} tokens, as in the target")
@@ -117,12 +117,12 @@ def _vocabulary(said: int | None, target: ModelRunner) -> Iterator[Finding]:
 def _coverage(ids: Tensor, vocab_size: int, sample: Sequence[int]) -> Finding:
     """Check the coverage of a reduced vocabulary."""
     known = set(ids.tolist())
-    said = f"covers {len(known):,} of {vocab_size:,} tokens"
+    text = f"covers {len(known):,} of {vocab_size:,} tokens"
     if not sample:
-        return Finding("note", "draft vocabulary", said)
+        return Finding("note", "draft vocabulary", text)
     share = sum(token in known for token in sample) / len(sample)
-    said += f", {share:.0%} of a sample text, the upper bound of acceptance"
-    return Finding("ok" if share >= ENOUGH else "note" if share >= FEW else "suspicious", "draft vocabulary", said)
+    text += f", {share:.0%} of a sample text, the upper bound of acceptance"
+    return Finding("ok" if share >= ENOUGH else "note" if share >= FEW else "suspicious", "draft vocabulary", text)
 
 
 def _known_tokens(ids: Tensor, marked: Tensor | None) -> Iterator[Finding]:
@@ -137,16 +137,16 @@ def _layers(config: Mapping[str, Any], states: tuple[int, ...], num_layers: int)
     """Check which hidden states are read, and whether the config names them unambiguously."""
     outer = config.get("eagle_aux_hidden_state_layer_ids")
     inner = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    said = f"reads the hidden states {', '.join(map(str, states))} of {num_layers}"
+    text = f"reads the hidden states {', '.join(map(str, states))} of {num_layers}"
     if not outer and not inner:
-        yield Finding("suspicious", "layers", f"{said}, assumed because its config does not name them")
+        yield Finding("suspicious", "layers", f"{text}, assumed because its config does not name them")
     elif outer and inner and [index + 1 for index in inner] != list(outer):
-        text = f"{said} by its top-level config; eagle_config names {', '.join(str(index + 1) for index in inner)}"
+        text = f"{text} by its top-level config; eagle_config names {', '.join(str(index + 1) for index in inner)}"
         yield Finding("suspicious", "layers", text)
     elif list(states) != sorted(set(states)):
-        yield Finding("suspicious", "layers", f"{said}, which are not in ascending order")
+        yield Finding("suspicious", "layers", f"{text}, which are not in ascending order")
     else:
-        yield Finding("ok", "layers", said)
+        yield Finding("ok", "layers", text)
 
 
 def _norms(head: EagleHead | BlockHead, target: ModelRunner) -> Iterator[Finding]:
@@ -169,8 +169,8 @@ def _rope(head: EagleHead | BlockHead, target: ModelRunner) -> Iterator[Finding]
         yield Finding("note", "RoPE", f"theta {own:g}, the target's {other:g}; each uses its own")
     reach = int(_config(head).max_position_embeddings or target.max_len)
     if reach < target.max_len:
-        said = f"made for {reach} tokens, the target's context is {target.max_len}: acceptance may drop beyond"
-        yield Finding("suspicious", "context", said)
+        text = f"made for {reach} tokens, the target's context is {target.max_len}: acceptance may drop beyond"
+        yield Finding("suspicious", "context", text)
 
 
 def _config(head: EagleHead | BlockHead) -> LlamaConfig | Qwen3Config:
@@ -194,8 +194,8 @@ def _embedding(head: EagleHead, target: ModelRunner) -> Iterator[Finding]:
     own, other = own[: len(ids)].float(), target.model.get_input_embeddings()(ids).float().cpu()
     distance = float((own - other).norm() / other.norm().clamp_min(1e-12))
     if distance > SAME:
-        said = f"differs from the target's by {distance:.0%}: made for another target, or trained further"
-        yield Finding("suspicious", "embedding", said)
+        text = f"differs from the target's by {distance:.0%}: made for another target, or trained further"
+        yield Finding("suspicious", "embedding", text)
     else:
         yield Finding("ok", "embedding", "the target's")
 
@@ -206,7 +206,7 @@ def _size(head: nn.Module, target: ModelRunner, what: str) -> Finding:
     if isinstance(head, FeatureHead) and head.uses_targets_output:
         own += target.vocab_size * target.hidden_size
     whole = sum(tensor.numel() for tensor in {*target.model.parameters(), *target.model.buffers()})
-    said = f"{what} reads {own / 1e6:.1f} M weights, {own / max(whole, 1):.0%} of the target's"
+    text = f"{what} reads {own / 1e6:.1f} M weights, {own / max(whole, 1):.0%} of the target's"
     return (
-        Finding("suspicious", "size", f"{said}: drafting is expensive") if own > LARGE * whole else Finding("ok", "size", said)
+        Finding("suspicious", "size", f"{text}: drafting is expensive") if own > LARGE * whole else Finding("ok", "size", text)
     )

@@ -62,8 +62,8 @@ def library(compiler: Sequence[str]) -> Path:
     found = disk_cache.find("kernels", key, ".so")
     if found is not None:
         return found
-    said = "compiling the CPU kernels, once per machine"
-    with progress.logged(logger, said, SECONDS), tempfile.TemporaryDirectory(prefix="outrider-") as folder:
+    task = "compiling the CPU kernels, once per machine"
+    with progress.logged(logger, task, SECONDS), tempfile.TemporaryDirectory(prefix="outrider-") as folder:
         return disk_cache.store(_compiled(compiler, Path(folder)), "kernels", key, ".so")
 
 
@@ -92,9 +92,9 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
         running.append(process)
         if failed.is_set():  # while this thread started the process
             process.kill()
-        _, said = process.communicate(timeout=TIMEOUT)
+        _, errors = process.communicate(timeout=TIMEOUT)
         if process.returncode:
-            raise subprocess.CalledProcessError(process.returncode, command, stderr=said)
+            raise subprocess.CalledProcessError(process.returncode, command, stderr=errors)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:

@@ -72,8 +72,8 @@ class Form:
 
     def header(self) -> Tensor:
         """Return uint8 [64], which ``form_of`` and the C++ read."""
-        said = (CODES.index(self.codes), NUMBERS.index(self.scales), NUMBERS.index(self.offsets), self.groups)
-        return functional.pad(torch.tensor(said, dtype=torch.uint8), (0, HEADER - len(said)))
+        fields = (CODES.index(self.codes), NUMBERS.index(self.scales), NUMBERS.index(self.offsets), self.groups)
+        return functional.pad(torch.tensor(fields, dtype=torch.uint8), (0, HEADER - len(fields)))
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,8 @@ def pack_codes(
     numbers = {name: each.factors if isinstance(each, Products) else each for name, each in given.items()}
     bases = [each.bases for each in given.values() if isinstance(each, Products)]
     for name, each in given.items():
-        told = each.bases if isinstance(each, Products) else each
-        if told is not None and not bool(torch.isfinite(told).all()):
+        checked = each.bases if isinstance(each, Products) else each
+        if checked is not None and not bool(torch.isfinite(checked).all()):
             raise OutriderError(f"{name} are NaN or infinite")
     kept = {name: "none" if each is None else _narrowest(each) for name, each in given.items()}
     form = Form(kind, **kept, groups=2 if group % BLOCK and group < inputs else 1)

@@ -211,11 +211,11 @@ def _visible_slots(bases: Tensor, positions: Tensor, visible: Tensor, capacity: 
     own = slot - bases[:, None]  # [B, S]: index within this pass, if 0 <= own < W
     in_pass = (own >= 0) & (own < width)
     index = own.clamp(0, width - 1)
-    told = own + reach - width  # index in visible, if 0 <= told < M
+    column = own + reach - width  # index in visible, if 0 <= column < M
     seen = torch.where(
-        ((told >= 0) & (told < reach))[:, None],
-        visible.gather(2, told.clamp(0, reach - 1)[:, None].expand(-1, width, -1)),
-        (told < 0)[:, None].expand(-1, width, -1),
+        ((column >= 0) & (column < reach))[:, None],
+        visible.gather(2, column.clamp(0, reach - 1)[:, None].expand(-1, width, -1)),
+        (column < 0)[:, None].expand(-1, width, -1),
     )
     if window > 0 or chunk > 0:
         place = torch.where(in_pass, positions.gather(1, index), slot)  # [B, S]

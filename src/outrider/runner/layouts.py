@@ -79,9 +79,9 @@ class Layouts:
         layout = chain.layout
         visible, positions = tree_inputs(proposal.parents, text_lens, layout.visible.shape[1])
         places = zip(positions, layout.bases.tolist(), chain.lens, strict=True)
-        told = torch.cat([each[:length] + base for each, base, length in places])
-        told = told.clamp_(max=self._max_len - 1)[None].to(self._device)
-        return replace(chain, layout=replace(layout, positions=told, visible=visible.to(self._device)))
+        positions = torch.cat([each[:length] + base for each, base, length in places])
+        positions = positions.clamp_(max=self._max_len - 1)[None].to(self._device)
+        return replace(chain, layout=replace(layout, positions=positions, visible=visible.to(self._device)))
 
     def arange(self, start: int, stop: int) -> Tensor:
         """Return the integers from ``start`` to ``stop``, exclusive."""

@@ -133,7 +133,7 @@ def notes(found: Mapping[str, Any]) -> list[str]:
         f"from {traffic['prompts']} prompts with {traffic['tokens']} output tokens, batch size {batches}.",
         f"{found['chosen']['label']}: {found['reason']}.",
     ]
-    lines += [f"Not chosen: {said}." for said in not_chosen(found)]
+    lines += [f"Not chosen: {reason}." for reason in not_chosen(found)]
     return [*lines, "Valid for this machine and this traffic: run outrider tune again for others."]
 
 

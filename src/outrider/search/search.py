@@ -296,8 +296,8 @@ class Search:
 def why_dropped(found: Standing, label: str) -> str:
     """Return why a contender was dropped after a rung."""
     best, fastest = next(iter(found.speedups.items()))
-    said = f"dropped at {found.speedups[label]:.2f} times plain decoding's speed"
-    return said if label == best else f"{said}; {best} reached {fastest:.2f}"
+    reason = f"dropped at {found.speedups[label]:.2f} times plain decoding's speed"
+    return reason if label == best else f"{reason}; {best} reached {fastest:.2f}"
 
 
 def _labels(contenders: Sequence[Contender]) -> list[str]:

@@ -22,7 +22,7 @@ from outrider.heads.block import Attend, BlockAttention, BlockHead
 from outrider.train.acceptance import acceptance
 from outrider.train.capture import FeatureCache, read_rows
 from outrider.train.precision import arithmetic
-from outrider.train.soft_entropy import SoftEntropy, said_by, soft_entropy
+from outrider.train.soft_entropy import SoftEntropy, soft_entropy, teacher_of
 
 MAX_GAMMA = 7.0  # the paper's value for blocks of 16; 5 for blocks of 10 and 4 for blocks of 8
 
@@ -50,7 +50,7 @@ class BlockLoss:
         with arithmetic(ids.device, self.dtype):
             out = self._blocks(ids, features, anchors)
             for draft in range(shape.max_drafts):
-                wanted = said_by(self._target_logits(last, anchors + draft), self.head.draft_ids)
+                wanted = teacher_of(self._target_logits(last, anchors + draft), self.head.draft_ids)
                 before = ids.gather(1, anchors + draft)
                 logits = self.head.logits(out[:, :, draft])
                 selector = self.head.candidate_selector

@@ -103,8 +103,8 @@ def _check_room(folder: Path, needed: int) -> None:
     """Raise ``OutriderError`` if the free disk space is insufficient, before hours of capturing."""
     free = shutil.disk_usage(folder).free
     if needed > free:
-        said = f"not enough disk space in {folder}: {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free"
-        raise OutriderError(f"{said}: use less text (--max-tokens) or another folder (--work)")
+        problem = f"not enough disk space in {folder}: {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free"
+        raise OutriderError(f"{problem}: use less text (--max-tokens) or another folder (--work)")
 
 
 def _captured(runner: ModelRunner, rows: Tensor, layers: tuple[int, ...]) -> dict[str, Tensor]:

@@ -66,9 +66,9 @@ class Decoder:
             is_same = bool((whole - parts).abs().max() <= close) and torch.equal(left[0], states[-2][0])
             is_same = is_same and torch.allclose(left[1], states[-1][1], rtol=TOLERANCE, atol=TOLERANCE)
         except (RuntimeError, TypeError, IndexError, AttributeError) as failure:  # model code can fail with unexpected inputs
-            said = (str(failure).splitlines() or [type(failure).__name__])[0]
+            reason = (str(failure).splitlines() or [type(failure).__name__])[0]
             raise OutriderError(
-                f"unsupported model for layer skipping: the layers of {kind} cannot be skipped one by one: {said}"
+                f"unsupported model for layer skipping: the layers of {kind} cannot be skipped one by one: {reason}"
             ) from failure
         finally:
             self.model.train(was_training)

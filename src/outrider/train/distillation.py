@@ -74,13 +74,13 @@ class DistillationLoss:
                 return loss, {"loss": loss.detach()}
             text = self.written(ids, step)[:, :-1]
             with torch.no_grad():
-                said = self.target(input_ids=text, use_cache=False).logits
+                target_logits = self.target(input_ids=text, use_cache=False).logits
             if self.masks is None:
                 drafted = self.draft(input_ids=text, use_cache=False).logits
             else:
                 drafted, positions = self.masks.drawn(text, self.seed, step)
-                said = said[:, positions]
-            loss, hit = self.divergence(drafted, said, self.how.loss)
+                target_logits = target_logits[:, positions]
+            loss, hit = self.divergence(drafted, target_logits, self.how.loss)
         return loss, {self.how.loss: loss.detach(), "hit_draft": hit}
 
     def written(self, ids: Tensor, step: int) -> Tensor:

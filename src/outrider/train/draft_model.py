@@ -89,8 +89,8 @@ def new_draft(target: PreTrainedModel, shape: DraftShape) -> tuple[PreTrainedMod
         copy_layers(target, draft, layers)
         return draft, f"initialised from layers {names} of the target with its embeddings, norm and head"
     shrink(target, draft, layers)
-    said = f"projected to the {width} principal directions of its embeddings: the first heads, the strongest neurons"
-    return draft, f"initialised from layers {names} of the target, {said}"
+    how = f"projected to the {width} principal directions of its embeddings: the first heads, the strongest neurons"
+    return draft, f"initialised from layers {names} of the target, {how}"
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from outrider.heads.medusa import Accuracies, MedusaHeads
 from outrider.train.capture import FeatureCache
 from outrider.train.precision import arithmetic
-from outrider.train.soft_entropy import SoftEntropy, said_by, soft_entropy
+from outrider.train.soft_entropy import SoftEntropy, soft_entropy, teacher_of
 
 NUM_RANKS = 10  # candidates per head whose accuracy is measured
 
@@ -40,11 +40,11 @@ class MedusaLoss:
         total, parts = hidden.new_zeros(()), dict[str, Any]()
         with arithmetic(ids.device, self.dtype):
             with torch.no_grad():
-                said = said_by(self.output(hidden[:, 1:]))  # after each token except the first
+                teacher = teacher_of(self.output(hidden[:, 1:]))  # after each token except the first
             for head in range(count):
                 there = slice(head, head + length - count - 1)
                 own = self.heads.one(head, hidden[:, : length - count - 1])  # [B, T, V]
-                loss, hit = self.entropy(own, said.at(there))
+                loss, hit = self.entropy(own, teacher.at(there))
                 if not self.distil:
                     loss = cross_entropy(own.flatten(0, 1).float(), ids[:, 2:][:, there].flatten())
                 total = total + self.decay**head * loss
@@ -65,10 +65,10 @@ def measure_accuracies(heads: MedusaHeads, output: nn.Linear, cache: FeatureCach
     hits, total = torch.zeros(count, ranks), 0
     for row in range(cache.num_training, cache.num_rows):
         ids, hidden = _read(cache, torch.tensor([row], device=device), layer)
-        said = output(hidden[0, 1:]).argmax(-1)
+        target_tokens = output(hidden[0, 1:]).argmax(-1)
         places = ids.shape[1] - count - 1
         best = heads(hidden[0, :places]).topk(ranks, -1).indices  # [heads, T, ranks]
         for head in range(count):
-            hits[head] += (best[head] == said[head : head + places, None]).float().sum(0).cpu()
+            hits[head] += (best[head] == target_tokens[head : head + places, None]).float().sum(0).cpu()
         total += places
     return tuple(tuple(round(value, 4) for value in row) for row in (hits / max(total, 1)).tolist())

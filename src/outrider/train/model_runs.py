@@ -113,13 +113,13 @@ def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRu
     target = trainable(runner).requires_grad_(False).eval()
     torch.manual_seed(how.seed)
     if kind.start is None:
-        draft, said = new_draft(target, kind.shape)
+        draft, origin = new_draft(target, kind.shape)
     else:
-        draft, said = _existing(kind.start, bench, kind.parallel is not None), f"continuing {kind.start}"
+        draft, origin = _existing(kind.start, bench, kind.parallel is not None), f"continuing {kind.start}"
     masks = None if kind.parallel is None else Masks.prepare(draft, bench.tokenizer, kind.parallel, bench.seq_len)
-    said += "" if masks is None else f"; mask token {masks.token}"
+    origin += "" if masks is None else f"; mask token {masks.token}"
     share = draft.num_parameters() / target.num_parameters()
-    logger.info("draft with %.1fM parameters, %.0f%% of the target's; %s", draft.num_parameters() / 1e6, 100 * share, said)
+    logger.info("draft with %.1fM parameters, %.0f%% of the target's; %s", draft.num_parameters() / 1e6, 100 * share, origin)
     shape, parallel = asdict(kind.shape), kind.parallel and asdict(kind.parallel)
     bench.claim("draft", shape=shape, start=kind.start, teaching=asdict(teaching), parallel=parallel)
     rows = TextRows(bench.training_rows())

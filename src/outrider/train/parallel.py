@@ -130,8 +130,8 @@ class Masks:
         pairs = []
         with torch.compiler.set_stance("force_eager"):  # shapes differ from training's
             for ids in rows.to(target.device).split(ROWS):
-                said = target(input_ids=ids, use_cache=False).logits
-                pairs.append(acceptance(said[:, after], self.logits(ids, entries)[:, places]))  # [B, A, K] each
+                target_logits = target(input_ids=ids, use_cache=False).logits
+                pairs.append(acceptance(target_logits[:, after], self.logits(ids, entries)[:, places]))  # [B, A, K] each
         self.draft.train(was_training)
         return chain_summary(pairs)
 

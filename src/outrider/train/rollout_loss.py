@@ -23,7 +23,7 @@ from outrider.heads.rollout_head import RolloutHead
 from outrider.train import rollout_attention
 from outrider.train.capture import FeatureCache, read_rows
 from outrider.train.precision import arithmetic
-from outrider.train.soft_entropy import Said, SoftEntropy, said_by, soft_entropy
+from outrider.train.soft_entropy import SoftEntropy, Teacher, soft_entropy, teacher_of
 
 NOISE = 0.1  # EAGLE-1: matches the error of features when the head feeds itself
 CLASS_WEIGHT = 0.1  # EAGLE-1: weight of the cross entropy relative to the regression
@@ -66,16 +66,16 @@ class RolloutLoss:
 
     def _step_losses(self, ids: Tensor, features: list[Tensor], last: Tensor, steps: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return loss and hits per depth for tokens [B, S] and features [B, S, H]."""
-        said, found = self._said(last), []
+        teacher, found = self._teacher(last), []
         for depth, out in enumerate(self._rollout(ids, features, steps)):
             there = slice(1 + depth, 1 + depth + out.shape[1])
-            found.append(self._step_loss(out, said.at(there), last[:, there]))
+            found.append(self._step_loss(out, teacher.at(there), last[:, there]))
         return [loss for loss, _ in found], [hit for _, hit in found]
 
     @torch.no_grad()
-    def _said(self, last: Tensor) -> Said:
+    def _teacher(self, last: Tensor) -> Teacher:
         """Return the target's distribution after each token from its features [B, S, H] after the final norm."""
-        return said_by(self.head.target_logits(last), self.head.draft_ids)
+        return teacher_of(self.head.target_logits(last), self.head.draft_ids)
 
     def _rollout(self, ids: Tensor, features: list[Tensor], steps: int) -> list[Tensor]:
         """Return the head's outputs per depth, [B, T, H]; entry t predicts token 2 + t + depth."""
@@ -88,10 +88,10 @@ class RolloutLoss:
                 hidden = self.head.feedback(outputs[-1])
         return outputs
 
-    def _step_loss(self, out: Tensor, said: Said, goal: Tensor) -> tuple[Tensor, Tensor]:
+    def _step_loss(self, out: Tensor, teacher: Teacher, goal: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss of outputs [B, T, H] against the target, and the share of equal likeliest tokens."""
         head = self.head
-        entropy, hit = self.entropy(head.logits(out), said)
+        entropy, hit = self.entropy(head.logits(out), teacher)
         if head.imitates_features:
             return smooth_l1_loss(out.float(), goal) + CLASS_WEIGHT * entropy, hit
         return entropy, hit

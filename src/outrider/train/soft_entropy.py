@@ -18,18 +18,18 @@ Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Said:
+class Teacher:
     """The target's distributions at positions [B, T]."""
 
     probs: Tensor  # [B, T, Vd]: its distribution over the draft vocabulary
     best: Tensor  # [B, T, 1]: probability of its likeliest token; infinite if that is outside the draft vocabulary
 
-    def at(self, places: slice) -> Said:
+    def at(self, places: slice) -> Teacher:
         """Return these positions only."""
-        return Said(self.probs[:, places], self.best[:, places])
+        return Teacher(self.probs[:, places], self.best[:, places])
 
 
-def said_by(target_logits: Tensor, draft_ids: Tensor | None = None) -> Said:
+def teacher_of(target_logits: Tensor, draft_ids: Tensor | None = None) -> Teacher:
     """Build from logits [B, T, V] with the draft vocabulary ``draft_ids`` [Vd] (None: all)."""
     wanted = target_logits if draft_ids is None else target_logits[..., draft_ids]
     probs = wanted.softmax(-1)
@@ -37,7 +37,7 @@ def said_by(target_logits: Tensor, draft_ids: Tensor | None = None) -> Said:
     if draft_ids is not None:
         is_drafted = wanted.amax(-1, keepdim=True) == target_logits.amax(-1, keepdim=True)
         best = best.masked_fill(~is_drafted, float("inf"))
-    return Said(probs, best)
+    return Teacher(probs, best)
 
 
 def with_gradient(logits: Tensor, probs: Tensor, best: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,8 +57,8 @@ def with_gradient(logits: Tensor, probs: Tensor, best: Tensor) -> tuple[Tensor, 
 
 class _SoftEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, said: Said, kernel: Kernel) -> tuple[Tensor, Tensor]:
-        entropy, hits, gradient = kernel(logits, said.probs, said.best)
+    def forward(ctx: Any, logits: Tensor, teacher: Teacher, kernel: Kernel) -> tuple[Tensor, Tensor]:
+        entropy, hits, gradient = kernel(logits, teacher.probs, teacher.best)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(hits)
         return entropy, hits
@@ -69,12 +69,12 @@ class _SoftEntropy(torch.autograd.Function):
         return gradient * slope, None, None
 
 
-SoftEntropy = Callable[[Tensor, Said], tuple[Tensor, Tensor]]
+SoftEntropy = Callable[[Tensor, Teacher], tuple[Tensor, Tensor]]
 
 
-def soft_entropy(logits: Tensor, said: Said, kernel: Kernel = with_gradient) -> tuple[Tensor, Tensor]:
+def soft_entropy(logits: Tensor, teacher: Teacher, kernel: Kernel = with_gradient) -> tuple[Tensor, Tensor]:
     """Return the mean cross entropy of logits [B, T, Vd] against the target, and the share of equal greedy tokens."""
-    entropy, hits = _SoftEntropy.apply(logits, said, kernel)  # type: ignore[no-untyped-call]
+    entropy, hits = _SoftEntropy.apply(logits, teacher, kernel)  # type: ignore[no-untyped-call]
     return entropy, hits
 
 

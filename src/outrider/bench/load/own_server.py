@@ -50,9 +50,9 @@ def _address(process: subprocess.Popen[bytes], log: Path) -> str:
         lines = log.read_text(errors="replace").splitlines()
         for line in lines:
             if line.startswith("{"):
-                said = json.loads(line)
-                if said.get("event") == "ready":
-                    return str(said["url"])
+                record = json.loads(line)
+                if record.get("event") == "ready":
+                    return str(record["url"])
         if process.poll() is not None:
             last = next((line for line in reversed(lines) if line.strip()), f"exit code {process.returncode}")
             raise OutriderError(f"the server did not start: {last.removeprefix('error: ')}")
