@@ -171,11 +171,10 @@ def _prediction(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     """Return the engine's prediction of plain decoding and its error in the same repeat."""
     pairs = [(run.predicted_plain_tok_s, base.tok_s) for run, base in zip(runs, plain, strict=True)]
     known = [(predicted, measured) for predicted, measured in pairs if predicted is not None and measured]
+    errors = [100 * (predicted / measured - 1) for predicted, measured in known]
     return {
         "predicted_plain_tok_s": _rounded(median(predicted for predicted, _ in known)) if known else None,
-        "prediction_error_percent": _rounded(median(100 * (predicted / measured - 1) for predicted, measured in known))
-        if known
-        else None,
+        "prediction_error_percent": _rounded(median(errors)) if errors else None,
     }
 
 
