@@ -203,14 +203,17 @@ def _compressed(form: str, scheme: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def integers(per: str = "channel"):
-    """Return those of compressed-tensors' ``int-quantized``: W8A8."""
+def integers(per: str = "channel", zero: int | None = None):
+    """Return those of compressed-tensors' ``int-quantized``: W8A8. ``zero``: one zero point for all outputs."""
 
     def write_layer(weight: Tensor, rng: np.random.Generator) -> Stored:
         scales = (weight.abs().amax(1, keepdim=True) if per == "channel" else weight.abs().amax().reshape(1)) / 127
         scales = scales.to(torch.bfloat16)
-        codes = (weight / scales.float()).round().clamp(-128, 127)
-        return {"weight": codes.to(torch.int8), "weight_scale": scales}, (codes.double() * scales.double()).float()
+        codes = (weight / scales.float() + (zero or 0)).round().clamp(-128, 127)
+        tensors = {"weight": codes.to(torch.int8), "weight_scale": scales}
+        if zero is not None:
+            tensors["weight_zero_point"] = torch.tensor([zero], dtype=torch.int8)
+        return tensors, ((codes.double() - (zero or 0)) * scales.double()).float()
 
     return _compressed("int-quantized", {"num_bits": 8, "type": "int", "symmetric": True, "strategy": per}), write_layer
 
@@ -285,6 +288,7 @@ FORMATS = {
     "w8a16": packed(bits=8, group=64, sym=False),
     "w8a8": integers(),
     "w8a8-tensor": integers("tensor"),
+    "w8a8-tensor-zero": integers("tensor", zero=5),
     "fp8-tensor": floats("tensor"),
     "fp8-channel": floats("channel"),
     "fp8-block": floats("block"),

@@ -160,7 +160,7 @@ def test_documents_of_another_kind_or_with_wrong_types_are_refused(
 
 
 def test_links_and_devices_are_not_replaced(tmp_path: Path) -> None:
-    from outrider.bench.documents import write_whole
+    from outrider.files import write_whole
 
     file, link, pipe = tmp_path / "file", tmp_path / "link", tmp_path / "pipe"
     link.symlink_to(file)

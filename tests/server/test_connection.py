@@ -86,6 +86,15 @@ def test_a_second_call_has_the_same_header_timeout(strict: Served) -> None:
         assert 0.8 < seconds < 3 and said.count(b"200 OK") == 2 and b" 408 " not in said
 
 
+def test_a_body_that_comes_after_its_answer_starts_no_call(strict: Served) -> None:
+    with connect(strict) as connection:
+        connection.sendall(HEAD.replace(b"/v1/completions", b"/v1/nothing") + b"5\r\n\r\n")
+        assert b" 404 " in connection.recv(4096)
+        connection.sendall(b"later")
+        seconds, said = closed_after(connection)
+    assert 0.3 < seconds < 3 and said == b""
+
+
 def test_a_slow_body_is_not_idle_and_counts_as_the_calls_time(strict: Served) -> None:
     for pause, status in ((0.7, b" 200 "), (1.7, b" 504 ")):
         with connect(strict) as connection:

@@ -103,6 +103,24 @@ def test_a_job_over_its_time_limit_is_killed_and_the_next_runs(plain: LLM) -> No
     run(work())
 
 
+def test_a_job_without_processor_time_is_busy_and_its_schema_not_refused(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(self: object, job: object) -> dict[str, object]:
+        await asyncio.sleep(60)
+        return {}
+
+    async def work() -> None:
+        grammars = Grammars(tools(plain), ServerConfig(schema_timeout=0.1), aside)
+        async with started(grammars.pool):
+            with monkeypatch.context() as patch:
+                patch.setattr(pools, "Worker", Slow)
+                patch.setattr(Slow, "answer", never)
+                with pytest.raises(Busy):
+                    await grammars.get({"type": "integer"}, ANYONE)
+            assert await grammars.get({"type": "integer"}, ANYONE) is not None
+
+    run(work())
+
+
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc (Linux)")
 def test_a_job_over_its_memory_limit_is_killed_and_the_next_runs(plain: LLM) -> None:
     async def work() -> None:

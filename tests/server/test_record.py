@@ -23,7 +23,7 @@ def test_recorded_requests_are_valid_traffic(load: Callable[..., LLM], tmp_path:
     llm = load()
     with serving(llm, record=file, name="mine") as server:
         server.text("one", temperature=0.3, seed=7)
-        server.text(["two", "naïve"])
+        server.text(["two", "naïve"], metadata={"note": "\ud800"})
         assert llm.tokenizer is not None
         server.text(llm.tokenizer.encode("four"))
         messages = [{"role": "user", "content": "five"}]
@@ -32,7 +32,7 @@ def test_recorded_requests_are_valid_traffic(load: Callable[..., LLM], tmp_path:
     asked = read_file(file, 9, SamplingParams(max_tokens=20, temperature=0.9))
     texts = [each.prompt.text or each.prompt.messages[0]["content"] for each in asked]
     assert texts == ["from an earlier day", "one", "two", "naïve", "four", "five"]
-    assert [each.params.temperature for each in asked] == [0.9, 0.3, 0, 0, 0, 1.0]
+    assert [each.params.temperature for each in asked] == [0.9, 0.3, 0, 0, 0, 0]  # unset: greedy, as it was served
     assert asked[1].params.seed == 7 and asked[5].params.max_tokens == 4
     assert {json.loads(line).get("model") for line in file.read_text().splitlines()[1:]} == {"mine"}
 

@@ -82,13 +82,3 @@ def read(path: Path, for_report: bool = False) -> dict[str, Any]:
 
 def _is_cell(cell: Cell) -> bool:
     return cell.keys() >= {*KEY, *NUMBERS} and all(isinstance(cell[name], (int, float)) for name in NUMBERS)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically. Links and devices are written to directly."""
-    if path.is_symlink() or (path.exists() and not path.is_file()):  # do not replace /dev/null by a file
-        path.write_text(text, encoding="utf-8")
-        return
-    partly = path.with_name(path.name + ".part")
-    partly.write_text(text, encoding="utf-8")
-    partly.replace(path)

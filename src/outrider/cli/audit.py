@@ -176,7 +176,7 @@ class Run:
         """Run the grid cell by cell; ``--out`` is rewritten after each cell."""
         from outrider.audit import tables
         from outrider.audit.same_text import Grid, SameText
-        from outrider.bench.documents import write_whole
+        from outrider.files import write_whole
 
         temperatures = tuple(sorted({0.0, self.params.temperature}))
         grid = Grid(tuple(self.proposers), self.lengths, self.batches, temperatures, self.prompts, self.params)

@@ -53,7 +53,7 @@ def report(
 
 def write_or_say(path: Path | None, text: Callable[[], str], more: str = "") -> None:
     """Write a result to its file, if one is given. On failure, print an error with ``more`` appended and continue."""
-    from outrider.bench.documents import write_whole
+    from outrider.files import write_whole
 
     if path is None:
         return

@@ -14,6 +14,7 @@ from typing import Any
 
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
+from outrider.files import write_whole
 from outrider.method_text import with_drafts
 from outrider.options import Option, declared
 from outrider.runner.config import RunnerConfig
@@ -56,8 +57,8 @@ class Plan:
         return cls(values, file.parent)
 
     def write(self, file: Path, notes: Sequence[str] = ()) -> None:
-        """Write one commented line per value, below ``notes`` as comments."""
-        file.write_text(self.text(notes), encoding="utf-8")
+        """Write one commented line per value, below ``notes`` as comments; an earlier plan stays until this one is complete."""
+        write_whole(file, self.text(notes))
 
     def text(self, notes: Sequence[str] = ()) -> str:
         """Return the text that ``write`` writes."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from outrider.export.wanted import Wanted
+from outrider.files import write_whole
 from outrider.proposers.portable import Portable
 from outrider.types import OutriderError
 
@@ -84,9 +85,9 @@ def write(engine: Engine, wanted: Wanted, folder: Path, own_code: bool = False) 
         folder.mkdir(parents=True, exist_ok=True)
         export = engine.export(wanted, folder, own_code)
         for name, text in export.files.items():
-            (folder / name).write_text(text)
+            write_whole(folder / name, text)
         script = folder / SCRIPT
-        script.write_text(_script(engine, wanted, export))
+        write_whole(script, _script(engine, wanted, export))
         script.chmod(0o755)
     except OSError as error:
         raise OutriderError(f"cannot write {folder}: {error.strerror or error}") from error

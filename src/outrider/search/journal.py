@@ -8,7 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
-from outrider.bench.documents import write_whole
+from outrider.files import write_whole
 from outrider.types import OutriderError
 
 SCHEMA = "outrider-tune/2"

@@ -7,6 +7,7 @@ import logging
 from time import monotonic
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ class TimedProtocol(H11Protocol):
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
             self._arrived = None  # the data belonged to the body of the current call
+        elif self.cycle is not None and self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
+            self._arrived = None  # it was the rest of a body that was answered before it came
 
     def handle_events(self) -> None:
         """Record the arrival time of a new call. uvicorn also calls this after a response, for pipelined calls."""

@@ -136,7 +136,7 @@ class Grammars:
         try:
             await self.pool.do({"schema": text}, len(text), client)
             grammar: TokenGrammar = await self._aside(lambda: self._compiler.compiled(text))
-        except Stopping:
+        except (Busy, Stopping):
             raise
         except OutriderError as error:
             self._remember_refusal(text, str(error))

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ from time import monotonic
 from typing import Any
 
 from outrider.engine.queue import FairQueue
-from outrider.server.bridge import Stopping
+from outrider.server.bridge import Busy, Stopping
 from outrider.server.config import Client
 from outrider.server.worker import SLOWDOWN, Job, frame
 from outrider.types import OutriderError
@@ -146,7 +147,8 @@ class WorkerPool:
     async def do(self, job: Job, cost: float, client: Client) -> Job:
         """Run a job and return its result. ``cost``: estimated work, by which the scheduling is fair between clients.
 
-        Raises ``OutriderError`` if the job is refused or exceeds its time or memory limit, ``Stopping`` if no process starts.
+        Raises ``OutriderError`` if the job is refused or exceeds its limit of processor time or memory, ``Busy`` if it got too
+        little processor time, ``Stopping`` if no process starts.
         """
         if self.trouble is not None:
             raise Stopping(self.trouble)
@@ -217,10 +219,12 @@ class WorkerPool:
             logger.warning("a process to %s was killed: retrying its job", self._what)
             task.is_repeated = True
             return task
-        if isinstance(error, WorkerLost) and error.code not in (-signal.SIGPROF, -signal.SIGALRM):
-            limit = f"{self._setup['memory'] >> 20} MiB of memory"
-        else:
-            limit = f"{self._setup['seconds']:g} s"
+        seconds = self._setup["seconds"]
+        if isinstance(error, TimeoutError) or error.code == -signal.SIGALRM:  # waited for the processor: not the job's fault
+            logger.warning("a process to %s was killed: a job waited too long for the processor", self._what)
+            task.end(Busy(math.ceil(seconds)))
+            return None
+        limit = f"{seconds:g} s" if error.code == -signal.SIGPROF else f"{self._setup['memory'] >> 20} MiB of memory"
         logger.warning("a process to %s was killed: a job exceeded %s", self._what, limit)
         task.end(OutriderError(f"cannot {self._what} within {limit}: send a smaller one"))
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -143,6 +143,12 @@ class SamplingFields(Body):
     store: bool | None = None
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
+
+    @model_validator(mode="after")
+    def _streamed(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream: true")
+        return self
 
     @property
     def is_json(self) -> bool:

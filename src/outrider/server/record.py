@@ -34,14 +34,16 @@ class Record:
         try:
             self._file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in self._lines(body))
             self._file.flush()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: metadata may contain unpaired surrogates
             logger.warning("a request was not recorded: %s", error)
 
     def close(self) -> None:
         self._file.close()
 
     def _lines(self, body: SamplingFields) -> Iterator[dict[str, Any]]:
-        line = {"model": self._model, **body.model_dump(mode="json", exclude_unset=True, exclude={"model"})}
+        # The temperature is written even if it is not set: in traffic of other servers its default is OpenAI's.
+        given = body.model_dump(mode="json", exclude_unset=True, exclude={"model"})
+        line = {"model": self._model, "temperature": body.temperature, **given}
         if not isinstance(body, CompletionBody):
             yield line
             return

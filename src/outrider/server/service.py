@@ -276,8 +276,13 @@ async def _whole(watched: Watched, http: Request) -> Response:
         return True
 
     try:
-        is_complete = await _unless_disconnected(http, collect())
-        return JSONResponse(watched.answer.whole()) if is_complete else Response(status_code=CLOSED)
+        if not await _unless_disconnected(http, collect()):
+            return Response(status_code=CLOSED)
+        if all(completion.logprobs is None for completion in watched.answer.choices):
+            return JSONResponse(watched.answer.whole())
+        # Log-probabilities of many samples are megabytes of JSON: iterencode lets other threads run meanwhile.
+        content = await asyncio.to_thread(lambda: "".join(COMPACT.iterencode(watched.answer.whole())))
+        return Response(content, media_type="application/json")
     finally:
         watched.close()
 
@@ -297,12 +302,13 @@ class EventStream(StreamingResponse):
 
     async def _events(self) -> AsyncIterator[bytes]:
         answer = self._watched.answer
+        is_counting = self._options.include_usage and self._options.continuous_usage_stats
         for opening in answer.opening():
-            yield _event(opening)
+            yield _event({**opening, "usage": answer.usage()} if is_counting else opening)
         try:
             async for index, chunk in self._watched.chunks():
                 if chunk.text or chunk.logprobs or chunk.finish_reason is not None:
-                    usage = {"usage": answer.usage()} if self._options.continuous_usage_stats else {}
+                    usage = {"usage": answer.usage()} if is_counting else {}
                     yield _event({**answer.chunk(index, chunk), **usage})
         except (TimeoutError, OutriderError) as error:
             yield _event(explained(error)[1])

@@ -101,10 +101,10 @@ class CompressedTensors:
         stored = layer.tensors.get("weight_zero_point")
         if stored is None:
             return None
-        if (stored.dtype == torch.int32 and bits < 8) or stored.shape[:1] != (layer.outputs,):
+        if stored.dtype == torch.int32 and (bits < 8 or stored.shape[:1] != (layer.outputs,)):
             words = layer.get("weight_zero_point", (torch.int32,), [-(-layer.outputs * bits // 32), groups])
             return unpack_words(words.T, bits)[:, : layer.outputs].T.int()
         plain = layer.get(
-            "weight_zero_point", (torch.int8, torch.int32, torch.int64), [layer.outputs, groups], [1], [layer.outputs]
+            "weight_zero_point", (torch.int8, torch.int32, torch.int64), [layer.outputs, groups], [layer.outputs], [1], []
         )
         return plain.int().reshape(-1, groups if plain.dim() == 2 else 1).expand(layer.outputs, groups) + (1 << (bits - 1))
