@@ -34,7 +34,7 @@ class Record:
         try:
             self._file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in self._lines(body))
             self._file.flush()
-        except (OSError, ValueError) as error:  # ValueError: metadata may contain unpaired surrogates
+        except OSError as error:
             logger.warning("a request was not recorded: %s", error)
 
     def close(self) -> None:
@@ -42,7 +42,7 @@ class Record:
 
     def _lines(self, body: SamplingFields) -> Iterator[dict[str, Any]]:
         # The temperature is written even if it is not set: in traffic of other servers its default is OpenAI's.
-        given = body.model_dump(mode="json", exclude_unset=True, exclude={"model"})
+        given = body.model_dump(mode="json", exclude_unset=True, exclude={"model", "metadata"})
         line = {"model": self._model, "temperature": body.temperature, **given}
         if not isinstance(body, CompletionBody):
             yield line
