@@ -20,7 +20,7 @@ from outrider.server import pool as pools
 from outrider.server.bridge import Busy, Stopping
 from outrider.server.config import ANYONE, Client, KeyRing, ServerConfig
 from outrider.server.gate import Gate
-from outrider.server.grammar import MAX_CACHED, MAX_GRAMMARS, Grammars
+from outrider.server.grammar import MAX_CACHED, MAX_GRAMMARS, MAX_NEW, Grammars
 from outrider.server.pool import WorkerPool
 from outrider.server.prompts import Prompts, tools
 from outrider.types import OutriderError
@@ -269,8 +269,13 @@ def test_grammars_in_memory_are_limited(plain: LLM, monkeypatch: pytest.MonkeyPa
     async def work() -> None:
         grammars = Grammars(tools(plain), ServerConfig(), aside)
         async with started(grammars.pool):
-            used = [await grammars.get({"const": number}, ANYONE) for number in range(MAX_GRAMMARS)]
-            assert len(grammars._kept) == MAX_CACHED
+            used = [await grammars.get({"const": number}, ANYONE) for number in range(MAX_CACHED)]
+            assert len(grammars._kept) == MAX_NEW  # others are in use, but not cached
+            for number in range(MAX_CACHED - MAX_NEW, MAX_CACHED):
+                assert await grammars.get({"const": number}, ANYONE) is used[number]
+            used += [await grammars.get({"const": number}, ANYONE) for number in range(MAX_CACHED, MAX_GRAMMARS)]
+            assert len(grammars._kept) == 2 * MAX_NEW  # those that were requested again stay
+            assert await grammars.get({"const": MAX_CACHED - 1}, ANYONE) is used[MAX_CACHED - 1]
             with pytest.raises(Busy):
                 await grammars.get({"const": "new"}, ANYONE)
             assert await grammars.get({"const": MAX_GRAMMARS - 1}, ANYONE) is used[-1]

@@ -35,6 +35,7 @@ ANY_OBJECT = '{"type": "object"}'
 MAX_KEPT = 1 << 19  # total characters of cached schemas; an ordinary grammar takes some hundred bytes per character
 MAX_GRAMMARS = 64  # in memory, cached or in use: combinations of alternatives take up to 30 MB for 1000 characters
 MAX_CACHED = MAX_GRAMMARS // 2
+MAX_NEW = 8  # of these, not requested again yet: a stream of schemas that all differ must not evict those in use
 CHOICES = ("anyOf", "oneOf", "allOf")
 # Seconds for the masks of one output: a budget plus an allowance per mask. Most take 0.1 ms, the first ones several ms.
 MASKS_SECONDS, SECONDS_A_MASK = 0.5, 0.001
@@ -121,6 +122,7 @@ class Grammars:
             raise OutriderError(self._refused[text])
         if known is not None:
             self._kept.move_to_end(text)
+            known.is_reused = True
             return known
         if text not in self._under_way:
             if text != ANY_OBJECT and len(self._in_memory) + len(self._under_way) >= MAX_GRAMMARS:
@@ -143,6 +145,9 @@ class Grammars:
             raise
         self._in_memory.add(grammar)
         self._kept[text] = grammar
+        new = [each for each, kept in self._kept.items() if not kept.is_reused]
+        for each in new[:-MAX_NEW]:
+            del self._kept[each]
         while len(self._kept) > MAX_CACHED or (len(self._kept) > 1 and sum(map(len, self._kept)) > MAX_KEPT):
             self._kept.popitem(last=False)
         return grammar
@@ -159,6 +164,7 @@ class TokenGrammar:
     def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._matcher, self._vocab_size, self._eos_token_ids = matcher, vocab_size, eos_token_ids
         self.refusal: str | None = None  # reason why an output failed; later requests with this grammar are refused
+        self.is_reused = False  # requested more than once
 
     def matcher(self) -> TokenMatcher:
         """Return a matcher in the initial state, for a new output."""
