@@ -25,6 +25,7 @@ BELOW = {
     "method_text": {"errors"},
     "disk_cache": {"errors"},
     "progress": set(),
+    "files": set(),
     "memory": {"errors"},
     "native": {"disk_cache", "memory", "progress"},
     "sampling": {"types", "native"},
@@ -37,6 +38,7 @@ BELOW = {
     "family": set(),
     "engine": {
         "errors",
+        "files",
         "options",
         "lazy",
         "types",
@@ -54,6 +56,7 @@ BELOW = {
         "types",
         "method_text",
         "disk_cache",
+        "files",
         "sampling",
         "runner",
         "heads",
