@@ -302,3 +302,9 @@ def test_a_model_whose_layers_pass_on_several_states_is_rejected():
 def test_invalid_method_options_are_rejected_in_one_line(method, message):
     with pytest.raises(OutriderError, match=message):
         LLM(make_model(four_layers()), method=method, compile="never")
+
+
+@pytest.mark.parametrize("value", [2.0, True, "2x", [2]])
+def test_method_options_of_another_type_are_rejected(value):
+    with pytest.raises(OutriderError, match="wrong type"):
+        LLM(make_model(four_layers()), method="early-exit", method_options={"layers": value}, compile="never")

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from outrider.sampling import InvalidLogits, Sampler, raw_logprobs, top_logprobs
+from outrider.sampling.grammar_masks import token_mask
 from outrider.sampling.penalties import path_mask
 from outrider.sampling.randomness import first_above, gumbel, mix, reference_first_above, signed
 from outrider.types import OutriderError, Request, SamplingParams
@@ -454,3 +455,10 @@ def test_only_greedy_or_coupled_batches_are_deterministic() -> None:
     assert Sampler([greedy, greedy], VOCAB).is_deterministic
     assert not Sampler([greedy, warm], VOCAB).is_deterministic
     assert Sampler([greedy, warm], VOCAB, coupled=True).is_deterministic
+
+
+def test_a_bias_of_minus_infinity_is_a_ban_for_grammars_too():
+    """Else a draft after which the grammar allows only such a token would make its row of logits empty."""
+    biased = token_mask(SamplingParams(logit_bias={3: -math.inf, 4: -9.0}), 6)
+    assert torch.equal(biased, token_mask(SamplingParams(banned_token_ids=(3,)), 6))
+    assert token_mask(SamplingParams(logit_bias={4: -9.0}), 6) is None

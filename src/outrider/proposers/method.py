@@ -70,7 +70,11 @@ class Setting:
         hints = get_type_hints(kind)
         given = {name: value for name, value in measured.items() if value is not None} | dict(self.options)
         try:
-            return kind(**{name: _read(value, hints[name]) for name, value in given.items()})
+            values = {name: _read(value, hints[name]) for name, value in given.items()}
+            for name, value in values.items():
+                if not _fits(value, hints[name]):
+                    raise TypeError(f"{name}={value!r}")
+            return kind(**values)
         except (TypeError, ValueError) as error:
             raise OutriderError(f"an option of the method has a value of the wrong type: {error}") from error
 
@@ -93,6 +97,16 @@ def _read(value: Any, hint: Any) -> Any:
     if bool in kinds and value.lower() in ("true", "false"):
         return value.lower() == "true"
     return int(value) if int in kinds else float(value)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value has the type of a hint; of tuples, only that it is one."""
+    kinds = get_args(hint) if get_origin(hint) is not tuple and get_args(hint) else (hint,)
+    if value is None or isinstance(value, bool):
+        return type(value) in kinds
+    if isinstance(value, int) and float in kinds:
+        return True
+    return any(isinstance(value, get_origin(kind) or kind) for kind in kinds)
 
 
 def chosen_draft(method: MethodSpec, named: object, general: object, drafts: Mapping[str, object]) -> object:

@@ -58,11 +58,12 @@ def allowed_tokens(request: Request, path: Sequence[int]) -> Tensor | None:
 
 def token_mask(params: SamplingParams, vocab_size: int) -> Tensor | None:
     """Return bool [V]: tokens that the token masks of a request allow; None without any."""
-    if params.allowed_token_ids is None and not params.banned_token_ids:
+    banned = {*params.banned_token_ids, *(token for token, bias in params.logit_bias.items() if bias == -math.inf)}
+    if params.allowed_token_ids is None and not banned:
         return None
     mask = torch.full((vocab_size,), params.allowed_token_ids is None)
     mask[list(params.allowed_token_ids or ())] = True
-    mask[list(params.banned_token_ids)] = False
+    mask[list(banned)] = False
     return mask
 
 
