@@ -120,10 +120,6 @@ class DraftOptions:
 
     parallel: bool | None = None  # make all drafts in one pass; None: if the draft's config has a mask token
 
-    def __post_init__(self) -> None:
-        if type(self.parallel) not in (bool, type(None)):
-            raise OutriderError(f"invalid parallel {shown(self.parallel)}: expected true or false")
-
 
 class DraftModelMethod(MethodSpec):
     proposer: type[Proposer] = DraftModelProposer
