@@ -285,3 +285,14 @@ def test_custom_tokenizer_code_runs_only_if_trusted_and_never_prompts(tmp_path, 
     with pytest.raises(OutriderError, match="custom code"):
         load_tokenizer(folder)
     assert type(load_tokenizer(folder, trust_remote_code=True)).__name__ == "Own"
+
+
+def test_a_stream_whose_requests_were_lost_ends_with_an_error(looking_up):
+    """A step that fails while another stream drives the engine may end them without an emission."""
+    stream = looking_up.stream(PROMPTS[0], SamplingParams(max_tokens=50, ignore_eos=True))
+    next(stream)
+    for entry in list(looking_up.engine.scheduler.running):
+        looking_up.engine.abort(entry.request.request_id)
+    with pytest.raises(OutriderError, match="ended by a step that failed"):
+        list(stream)
+    assert looking_up.generate(PROMPTS[0], SamplingParams(max_tokens=3))[0].outputs[0].token_ids

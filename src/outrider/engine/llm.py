@@ -257,6 +257,8 @@ class LLM:
                         yield chunk
                         self._check_open()
                 if open_ids and not any(self._inbox[request_id] for request_id in open_ids):
+                    if not self.engine.has_work:  # a step that failed in another stream ended them, and its emissions are lost
+                        raise OutriderError("these requests were ended by a step that failed: generate again")
                     self._step()
         finally:
             for request_id, completion in open_ids.items():
