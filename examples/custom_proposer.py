@@ -1,4 +1,4 @@
-"""Write your own proposer: answers are among a few known sentences, so draft those. Usage: custom_proposer.py [TARGET]"""
+"""Write a custom proposer that drafts from a few known sentences. Usage: custom_proposer.py [TARGET]"""
 
 import sys
 
@@ -8,7 +8,7 @@ KNOWN = ["The capital of France is Paris.", "The capital of Italy is Rome.", "I 
 
 
 class KnownAnswers(Proposer):
-    """Draft the rest of a known sentence whose beginning is the end of the text."""
+    """Complete a known sentence that the last tokens begin."""
 
     name = "known"
 
