@@ -25,7 +25,8 @@ def test_recorded_requests_are_valid_traffic(load: Callable[..., LLM], tmp_path:
         server.text("one", temperature=0.3, seed=7)
         server.text(["two", "naïve"], metadata={"note": "\ud800"})
         assert llm.tokenizer is not None
-        server.text(llm.tokenizer.encode("four"))
+        form = {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}
+        server.text(llm.tokenizer.encode("four"), response_format=form)
         messages = [{"role": "user", "content": "five"}]
         assert server.post("/v1/chat/completions", messages=messages, max_tokens=4, model=None).status_code == 200
         assert server.post("/v1/completions", prompt="refused", temperature=-1).status_code == 400
@@ -34,6 +35,7 @@ def test_recorded_requests_are_valid_traffic(load: Callable[..., LLM], tmp_path:
     assert texts == ["from an earlier day", "one", "two", "naïve", "four", "five"]
     assert [each.params.temperature for each in asked] == [0.9, 0.3, 0, 0, 0, 0]  # unset: greedy, as it was served
     assert asked[1].params.seed == 7 and asked[5].params.max_tokens == 4
+    assert [json.loads(line).get("response_format") for line in file.read_text().splitlines()][4]["json_schema"]["schema"]
     assert {json.loads(line).get("model") for line in file.read_text().splitlines()[1:]} == {"mine"}
 
 

@@ -42,7 +42,7 @@ class Record:
 
     def _lines(self, body: SamplingFields) -> Iterator[dict[str, Any]]:
         # The temperature is written even if it is not set: in traffic of other servers its default is OpenAI's.
-        given = body.model_dump(mode="json", exclude_unset=True, exclude={"model", "metadata"})
+        given = body.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude={"model", "metadata"})
         line = {"model": self._model, "temperature": body.temperature, **given}
         if not isinstance(body, CompletionBody):
             yield line
