@@ -304,7 +304,7 @@ def test_invalid_method_options_are_rejected_in_one_line(method, message):
         LLM(make_model(four_layers()), method=method, compile="never")
 
 
-@pytest.mark.parametrize("value", [2.0, True, "2x", [2]])
+@pytest.mark.parametrize("value", [2.0, True, [2]])
 def test_method_options_of_another_type_are_rejected(value):
-    with pytest.raises(OutriderError, match="wrong type"):
+    with pytest.raises(OutriderError, match=r"invalid layers .*: expected a whole number"):
         LLM(make_model(four_layers()), method="early-exit", method_options={"layers": value}, compile="never")

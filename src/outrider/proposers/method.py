@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from outrider.heads.checkpoint import MODEL, DraftKind, kinds_of
+from outrider.options import Flag, Kind, Number, Option, Whole
 from outrider.proposers.base import Proposer
 from outrider.proposers.portable import Portable
 from outrider.types import Finding, OutriderError
@@ -23,6 +24,22 @@ if TYPE_CHECKING:
     from outrider.runner import ModelRunner
 
 Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class Tuples:
+    """Tuples, which ``_read`` makes of lists and of text."""
+
+    expected: str = "a list"
+    flag_type: Any = None
+
+    def read(self, value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, tuple):
+            raise TypeError("not a list")
+        return value
+
+
+KINDS: dict[type, Kind] = {bool: Flag("true or false"), int: Whole(), float: Number(), tuple: Tuples()}
 
 
 @dataclass(frozen=True)
@@ -71,10 +88,7 @@ class Setting:
         given = {name: value for name, value in measured.items() if value is not None} | dict(self.options)
         try:
             values = {name: _read(value, hints[name]) for name, value in given.items()}
-            for name, value in values.items():
-                if not _fits(value, hints[name]):
-                    raise TypeError(f"{name}={value!r}")
-            return kind(**values)
+            return kind(**{name: _checked(name, value, hints[name]) for name, value in values.items()})
         except (TypeError, ValueError) as error:
             raise OutriderError(f"an option of the method has a value of the wrong type: {error}") from error
 
@@ -84,7 +98,7 @@ def _read(value: Any, hint: Any) -> Any:
 
     Commas separate values of a tuple, slashes the rows of a tuple of tuples: ``0.6,0.2/0.5,0.1``.
     """
-    kinds = get_args(hint) if get_origin(hint) is not tuple and get_args(hint) else (hint,)
+    kinds = _kinds(hint)
     inner = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple), None)
     if inner is not None and isinstance(value, (list, tuple)):
         return tuple(_read(each, inner) for each in value)
@@ -99,14 +113,16 @@ def _read(value: Any, hint: Any) -> Any:
     return int(value) if int in kinds else float(value)
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value has the type of a hint; of tuples, only that it is one."""
-    kinds = get_args(hint) if get_origin(hint) is not tuple and get_args(hint) else (hint,)
-    if value is None or isinstance(value, bool):
-        return type(value) in kinds
-    if isinstance(value, int) and float in kinds:
-        return True
-    return any(isinstance(value, get_origin(kind) or kind) for kind in kinds)
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    """Return the value of an option; of tuples only the type is checked. Raises ``OutriderError`` for another type."""
+    kinds = _kinds(hint)
+    found = next((KINDS[base] for kind in kinds if (base := get_origin(kind) or kind) in KINDS), None)
+    return value if found is None else Option(found, "", optional=type(None) in kinds).read(name, value)
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """Return the alternatives of a type hint."""
+    return get_args(hint) if get_origin(hint) is not tuple and get_args(hint) else (hint,)
 
 
 def chosen_draft(method: MethodSpec, named: object, general: object, drafts: Mapping[str, object]) -> object:

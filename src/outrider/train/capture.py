@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from outrider.files import write_whole
 from outrider.heads.feature_head import FeatureHead
 from outrider.runner import ModelRunner
 from outrider.train.claims import digest, fingerprint
@@ -87,7 +88,7 @@ def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Pa
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else about
     if {**known, "layers": 0} != {**about, "layers": 0} or not set(layers) <= set(known["layers"]):
         raise OutriderError(f"{folder} contains features of another target, text or layers: give another folder or delete it")
-    path.write_text(json.dumps(known))
+    write_whole(path, json.dumps(known))
     left = [start for start in range(0, len(rows), SHARD_ROWS) if not (folder / _name(start // SHARD_ROWS)).exists()]
     _check_room(folder, len(left) * SHARD_ROWS * rows.shape[1] * len(known["layers"]) * runner.hidden_size * 2)
     for start in left:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from outrider.files import write_whole
 from outrider.runner import ModelRunner
 from outrider.types import OutriderError
 
@@ -45,8 +46,6 @@ def claim(path: Path, about: Mapping[str, Any]) -> None:
 def once(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the file's tensors; create the file if it is missing."""
     if not path.exists():
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(make(), indent=1) + "\n")
-        partial.replace(path)
+        write_whole(path, json.dumps(make(), indent=1) + "\n")
     found: dict[str, Any] = json.loads(path.read_text())
     return found
