@@ -98,3 +98,30 @@ def test_a_failing_compilation_unit_stops_the_others(monkeypatch: pytest.MonkeyP
 def test_importing_the_package_and_the_loader_imports_no_torch() -> None:
     program = "import sys, outrider, outrider.native, outrider.native.build; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_sigterm_during_compilation_ends_the_compilers_too(tmp_path: Path) -> None:
+    """Python joins its threads before it exits: none may wait for a compiler."""
+    compiler = tmp_path / "cc"
+    compiler.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 60\n")
+    compiler.chmod(0o755)
+    program = (
+        "from outrider.cli import app; from outrider.native import build; from outrider.server.bridge import load_aside\n"
+        f"app.build_app = lambda: lambda *_, **__: load_aside(lambda: build.library(['{compiler}']))\n"
+        "app.run()"
+    )
+    environment = os.environ | {"OUTRIDER_CACHE": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", program], env=environment, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "pids").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    started = time.monotonic()
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and errors.decode().strip().endswith("interrupted"), errors
+    assert time.monotonic() - started < 30
+    time.sleep(0.2)
+    pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
+    assert pids and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not list(tmp_path.glob("outrider-*"))

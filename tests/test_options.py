@@ -87,6 +87,12 @@ def test_numpy_and_torch_numbers_become_python_numbers():
         (SamplingParams, {"stop": b"END"}, "invalid stop b'END': expected text or a list of texts, none of them empty"),
         (SamplingParams, {"stop_token_ids": 5}, "invalid stop_token_ids 5: expected a list of token ids from 0 on"),
         (SamplingParams, {"banned_token_ids": [-1]}, "invalid banned_token_ids [-1]: expected a list of token ids from 0 on"),
+        (
+            SamplingParams,
+            {"logit_bias": {3: 1e39}},  # infinite in float32
+            "invalid logit_bias {3: 1e+39}: expected a mapping from token ids to numbers that are finite in 32 bits, or minus "
+            "infinity",
+        ),
         (SamplingParams, {"grammar": {"type": "json"}}, "invalid grammar {'type': 'json'}: expected a Grammar or None"),
         (RunnerConfig, {"device": "gpu"}, "invalid device 'gpu': expected auto or a torch device, such as cpu, cuda or cuda:1"),
         (RunnerConfig, {"compile": True}, "invalid compile True: expected auto, always or never"),

@@ -9,6 +9,12 @@ class OutriderError(Exception):
     """A mistake of the user, explained in one line. The command line prints it and exits with code 2."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception says that memory ran out, on the CPU or on a GPU."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, to be quoted in an ``OutriderError``; classes appear by name."""
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]

@@ -20,6 +20,7 @@ from outrider.errors import OutriderError
 OPTION = "option"  # key of an Option in a field's metadata
 MODELS, METHOD, SAMPLING, LISTEN, LIMITS = "Models", "Drafts", "Sampling", "Listening", "Limits"  # headings of the help
 INT32 = 2**31 - 1
+MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
 class Kind(Protocol):
@@ -259,7 +260,7 @@ class TokenIds:
 class Biases:
     """Mapping from token ids to numbers added to their logits; minus infinity bans a token."""
 
-    expected: str = "a mapping from token ids to numbers below infinity"
+    expected: str = "a mapping from token ids to numbers that are finite in 32 bits, or minus infinity"
     flag_type: Any = None
 
     def read(self, value: Any) -> dict[int, float]:
@@ -269,7 +270,7 @@ class Biases:
 
     def _bias(self, value: Any) -> float:
         value = scalar(value)
-        return -math.inf if value == -math.inf else Number().read(value)
+        return -math.inf if value == -math.inf else Number(-MAX_FLOAT32, MAX_FLOAT32).read(value)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,14 @@ from outrider.sampling_params import SamplingParams as SamplingParams
 IMPOSSIBLE_LOGIT = -1e30
 
 
+class RequestFault(OutriderError):
+    """Failure that concerns only some requests of a batch."""
+
+    def __init__(self, request_ids: Sequence[str], message: str) -> None:
+        self.request_ids = tuple(request_ids)
+        super().__init__(message)
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One running generation. Only the scheduler appends to ``token_ids``; all other code only reads it."""

@@ -114,6 +114,7 @@ def test_usage_errors_are_one_line(outrider: Run, target: Path, text: Path, tmp_
     assert_one_line(train("--text", text, "--generation", 2), "1 (EAGLE-1 and EAGLE-2) or 3")
     assert_one_line(train("--text", text, "--format", "gguf"), "native, speculators")
     assert_one_line(train("--text", text, "--steps", 0), "--steps 0")
+    assert_one_line(train("--text", text, "--epochs", "nan"), "invalid --epochs nan: expected a finite number above 0")
     assert_one_line(train("--text", text, "--seq-len", 24), "a target with 2 layers", "name three of them")
     assert_one_line(train("--text", text, "--seq-len", 24, "--layers", "0,1,7"), "has 0 to 2")
     assert_one_line(train("--text", text, "--layers", "low"), "--layers")

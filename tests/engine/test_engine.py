@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from outrider.engine.policy import FixedLength
+from outrider.engine.scheduler import State
 from outrider.proposers.base import Proposer, ScriptedProposer, chain_proposal
 from outrider.types import OutriderError, Proposal
 from outrider.verifiers.rejection import RejectionVerifier
@@ -314,6 +315,47 @@ def test_features_of_a_prompt_reach_each_of_its_samples():
     assert scored_for_fork == len(PROMPTS[2]) - 1
     assert all(each == wanted for each in outputs(found).values())
     assert engine.stats.faults == 0
+
+
+def test_features_of_tokens_that_are_read_again_reach_the_proposer_once():
+    """A model with longrope loses its cache in the round that crosses the original window."""
+    runner = TableRunner()
+    engine = make_engine(Features(runner), 2, runner=runner)
+    engine.add(make_request("r0", PROMPTS[2], max_tokens=15))
+    emissions = []
+    while engine.has_work:
+        emissions += engine.step()
+        if len(emissions) == 2:
+            runner.cached["r0"] = []
+    assert engine.stats.faults == 0 and engine.stats.num_accepted > 5
+    assert outputs({"r0": emissions}) == outputs(run(make_engine(), [make_request("r0", PROMPTS[2], max_tokens=15)]))
+
+
+def test_a_sample_whose_prompt_cannot_be_copied_is_prefilled():
+    runner = TableRunner(max_batch=2)
+    runner.fork = lambda *_: False
+    engine = make_engine(Features(runner), 2, runner=runner)
+    engine.add(make_request("r0", PROMPTS[2], max_tokens=15))
+    engine.step()
+    engine.add(make_request("r1", PROMPTS[2], max_tokens=15), fork_of="r0")
+    engine.step()
+    assert engine.scheduler.find("r1").state is not State.PREFILL and "r1" in runner.cached
+    while engine.has_work:
+        engine.step()
+    assert engine.stats.faults == 0
+
+
+def test_features_of_requests_that_never_draft_are_not_kept():
+    runner = TableRunner()
+    engine = make_engine(Features(runner), 3, runner=runner)
+    first, second = make_request("r0", PROMPTS[2], max_tokens=9), make_request("r1", PROMPTS[2], max_tokens=9)
+    first.num_draft_tokens = second.num_draft_tokens = 0
+    engine.add(first)
+    engine.step()
+    engine.add(second, fork_of="r0")
+    engine.step()
+    assert engine.scheduler.find("r1").state is State.DECODE  # copied
+    assert not engine._guard._features._unseen
 
 
 def test_features_restart_at_the_first_token_after_an_interrupt():

@@ -244,6 +244,22 @@ def test_the_queue_forgets_clients_without_waiting_requests():
     assert len(waiting._ends) < 10
 
 
+def test_a_cancelled_request_costs_its_client_no_turn():
+    waiting = FairQueue()
+    first, second, third = "a0", "a1", "a2"
+    for item in (first, second, third):
+        waiting.push(item, "a", 0, cost=100)
+    waiting.push("b", "b", 0, cost=1)
+    waiting.push("b later", "b", 0, cost=1)
+    for _ in range(2):  # the second time nothing happens
+        waiting.remove(first)
+        assert list(waiting) == ["a1", "b", "b later", "a2"]
+    waiting.remove(second)
+    waiting.remove(third)
+    waiting.push("a3", "a", 0, cost=100)
+    assert list(waiting) == ["b", "a3", "b later"]
+
+
 # --- with models ------------------------------------------------------------------------------------------------------------
 
 

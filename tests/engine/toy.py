@@ -104,8 +104,9 @@ class TableRunner:
         for request_id in request_ids:
             self.cached.pop(request_id, None)
 
-    def fork(self, source_id, new_id, num_tokens) -> None:
+    def fork(self, source_id, new_id, num_tokens) -> bool:
         self.cached[new_id] = list(self.cached[source_id][:num_tokens])
+        return True
 
     def keep_len(self, request_id, num_tokens) -> None:
         del self.cached[request_id][num_tokens:]

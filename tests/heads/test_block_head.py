@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_hybrids import hybrid
-from transformers import Qwen3Config
+from transformers import Phi3Config, Phi3ForCausalLM, Qwen3Config
 
 from outrider import SamplingParams
 from outrider.heads import block_formats
@@ -490,6 +490,39 @@ def test_samples_of_one_prompt_share_its_features(model, tmp_path):
     llm = engine(model, "dflash", draft=str(tmp_path), max_batch=4)
     assert texts_of(llm, PROMPTS, params) == wanted
     assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
+
+
+def test_late_samples_of_a_recurrent_target_prefill_the_prompt_again(tmp_path):
+    """The first sample's state has moved on when another one ends and the third is admitted."""
+    recurrent = hybrid("qwen3_5_text")
+    layers = {"target_layer_ids": [0, 2, 3], "mask_token_id": MASK}
+    write(tmp_path, native_config(dflash_config=layers, num_target_layers=4), head_tensors())
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=4, n=6, ignore_eos=True, stop_token_ids=range(4))
+    wanted = texts_of(engine(recurrent, "plain", max_batch=2), PROMPTS[:1], params)
+    assert len({len(text) for text in wanted}) > 1
+    llm = engine(recurrent, "dflash", draft=str(tmp_path), max_batch=2)
+    assert texts_of(llm, PROMPTS[:1], params) == wanted
+    assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
+
+
+def test_a_target_that_outgrows_its_original_window_keeps_its_drafts(tmp_path):
+    """Longrope reads the whole text again with other frequencies, and reports the hidden states of all tokens."""
+    sizes = {name: LAYER_CONFIG[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0, 5.0, 7.0, 9.0]}
+    config = Phi3Config(
+        **sizes, num_key_value_heads=2, num_hidden_layers=5, max_position_embeddings=64, original_max_position_embeddings=32,
+        rope_parameters=rope | {"original_max_position_embeddings": 32, "factor": 2.0},
+        pad_token_id=0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    long = Phi3ForCausalLM(config).eval()
+    write(tmp_path, native_config(), head_tensors())
+    params = SamplingParams(max_tokens=25, ignore_eos=True)
+    prompts = [list(range(1, 21)), [5, 6, 7]]
+    wanted = texts_of(engine(long, "plain", max_len=60), prompts, params)
+    llm = engine(long, "dflash", draft=str(tmp_path), max_len=60)
+    assert texts_of(llm, prompts, params) == wanted
+    assert llm.stats.faults == 0 and llm.stats.num_drafts > 30
 
 
 def test_nan_from_a_head_only_loses_its_drafts(model, target, tmp_path):

@@ -196,3 +196,15 @@ def test_a_grammar_that_exceeds_a_limit_fails_only_its_answer(
             honest.join()
             monkeypatch.undo()
             assert answers == [server.text("The ship", max_tokens=100)]
+
+
+def test_an_output_that_exceeds_a_limit_does_not_refuse_json_objects_to_others(
+    load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {"prompt": "x", "max_tokens": 20, "response_format": {"type": "json_object"}}
+    with serving(load()) as server:
+        monkeypatch.setattr(grammar, "MASKS_SECONDS", 0.0)
+        monkeypatch.setattr(grammar, "SECONDS_A_MASK", 0.0)
+        assert server.post("/v1/completions", **asked).status_code == 400
+        monkeypatch.undo()
+        assert server.post("/v1/completions", **asked).status_code == 200

@@ -94,13 +94,22 @@ def test_the_command_starts_a_server_and_ends_it(
     check_document(capsys.readouterr().out, tmp_path, is_interrupted=False)
 
 
-@pytest.mark.parametrize(("options", "compiles"), [([], "always"), (["--compile", "never"], "never")])
+@pytest.mark.parametrize(
+    ("options", "compiles", "passed"),
+    [([], "always", []), (["--compile", "never"], "never", []), (["--no-self-check"], "always", ["--no-self-check"])],
+)
 def test_compilation_is_not_measured(
-    options: list[str], compiles: str, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: list[str],
+    compiles: str,
+    passed: list[str],
+    target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     plans = []
 
     def start(arguments: list[str]) -> Any:
+        assert arguments[1:] == passed
         plans.append(Plan.read(Path(arguments[0])))
         raise OutriderError("enough")
 

@@ -10,6 +10,7 @@ import signal
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -273,11 +274,20 @@ def test_grammars_in_memory_are_limited(plain: LLM, monkeypatch: pytest.MonkeyPa
             assert len(grammars._kept) == MAX_NEW  # others are in use, but not cached
             for number in range(MAX_CACHED - MAX_NEW, MAX_CACHED):
                 assert await grammars.get({"const": number}, ANYONE) is used[number]
-            used += [await grammars.get({"const": number}, ANYONE) for number in range(MAX_CACHED, MAX_GRAMMARS)]
+            most = MAX_GRAMMARS * 3 // 4  # of one client
+            used += [await grammars.get({"const": number}, ANYONE) for number in range(MAX_CACHED, most)]
+            with pytest.raises(Busy):
+                await grammars.get({"const": most}, ANYONE)
+            other = replace(ANYONE, connection="other")
+            used += [await grammars.get({"const": number}, other) for number in range(most, most + 12)]
+            with pytest.raises(Busy):
+                await grammars.get({"const": "new"}, other)
+            alone = replace(ANYONE, is_only=True)  # not limited in favour of others
+            used += [await grammars.get({"const": number}, alone) for number in range(most + 12, MAX_GRAMMARS)]
             assert len(grammars._kept) == 2 * MAX_NEW  # those that were requested again stay
             assert await grammars.get({"const": MAX_CACHED - 1}, ANYONE) is used[MAX_CACHED - 1]
             with pytest.raises(Busy):
-                await grammars.get({"const": "new"}, ANYONE)
+                await grammars.get({"const": "new"}, alone)
             assert await grammars.get({"const": MAX_GRAMMARS - 1}, ANYONE) is used[-1]
             assert await grammars.get(None, ANYONE)  # of any object
             used.clear()

@@ -379,7 +379,7 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_leaves_no_part_of_the_next(ru
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle3"])
-def test_a_run_with_other_settings_is_not_resumed(kind, runner, rows, tmp_path):
+def test_a_run_with_other_settings_is_not_resumed(kind, runner, rows, tmp_path, monkeypatch):
     bench = Bench(runner, None, tmp_path / "work", rows=rows)
     how = HeadPlan(epochs=0.1, batch_tokens=6 * SEQ)
 
@@ -397,6 +397,9 @@ def test_a_run_with_other_settings_is_not_resumed(kind, runner, rows, tmp_path):
     with pytest.raises(OutriderError, match="delete it to start again") as error:
         train(changed=False)
     assert "\n" not in str(error.value)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("can't allocate memory")))
+    with pytest.raises(RuntimeError, match="allocate"):  # says nothing about the checkpoint
+        train(changed=False)
 
 
 def test_a_run_ends_by_the_clock_with_any_step_time_and_pauses_do_not_count():

@@ -20,7 +20,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from outrider.cli.interrupts import interrupt, received, terminate
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, is_out_of_memory
 
 # Each name is outrider.cli.<name>:command, or a group of the functions in its COMMANDS. With both, ``command`` runs when no
 # subcommand is given.
@@ -137,7 +137,7 @@ def explain(error: BaseException) -> tuple[str, int]:
         return _one_line(str(usage()).rstrip(".")) + hint, EXIT_USAGE
     if isinstance(error, OutriderError):
         return _one_line(str(error)), EXIT_USAGE
-    if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
+    if is_out_of_memory(error):
         return f"out of memory ({_one_line(str(error))[:120]}); try a smaller --max-len, batch or model", EXIT_INTERNAL
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename}" if error.filename else ""

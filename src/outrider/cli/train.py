@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -273,8 +274,8 @@ def plan_of(length: LengthOptions, rates: dict[str, float] | None = None) -> Hea
 
     found = given(length, "minutes", "epochs", "batch_tokens", "muon_lr", "adam_lr", "compiled")
     for name, number in found.items():
-        if number <= 0:
-            raise OutriderError(f"invalid --{name.replace('_', '-')} {number}: expected a number above 0")
+        if not 0 < number < math.inf:
+            raise OutriderError(f"invalid --{name.replace('_', '-')} {number}: expected a finite number above 0")
     return HeadPlan(**((rates or {}) | found))
 
 

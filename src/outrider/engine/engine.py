@@ -266,9 +266,10 @@ class Engine:
     def _fork(self, entry: Entry) -> None:
         """If the prompt is already cached for another request, copy that cache."""
         request = entry.request
-        if entry.fork_of is not None and self._guard.fork(entry.fork_of, request):
-            # The last prompt token is scored again, for this sample's first token.
-            self.runner.fork(entry.fork_of, request.request_id, request.num_prompt_tokens - 1)
+        if entry.fork_of is None or not self._guard.fork(entry.fork_of, request):
+            return
+        # The last prompt token is scored again, for this sample's first token.
+        if self.runner.fork(entry.fork_of, request.request_id, request.num_prompt_tokens - 1):
             self.scheduler.move(entry, State.DECODE)
 
     def _fits(self, entry: Entry) -> bool:

@@ -34,19 +34,25 @@ class FeatureStore:
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = tuple(layers)
         self._unseen: dict[str, list[_Round]] = {}
+        self._num_kept: dict[str, int] = {}  # tokens of each request whose states were kept, seen ones included
         self._prompts: dict[str, _Round | None] = {}  # of requests that others are forked from; None until prefilled
 
     def keep(self, request: Request, num_before: int, hidden: Mapping[int, Tensor], num_drafts: int, path: list[int]) -> None:
         """Store a round's hidden states of a request that had ``num_before`` tokens; ``path``: its accepted drafts.
 
-        ``hidden``: index -> [T + 1 + num_drafts, H], of the uncached committed tokens, the root and the drafts.
+        ``hidden``: index -> [T + 1 + num_drafts, H], of the uncached committed tokens, the root and the drafts. A pass that
+        reads tokens again, because their cache was lost, reports their states again: the first ones are kept.
         """
-        self._unseen.setdefault(request.request_id, []).append(_Round(hidden, num_drafts, path))
-        if request.request_id in self._prompts:
-            num_read = len(hidden[self.layers[0]]) - num_drafts
-            if num_read == num_before:  # the pass started at the first token
-                prompt = {index: states[: request.num_prompt_tokens - 1] for index, states in hidden.items()}
-                self._prompts[request.request_id] = _Round(prompt, 0, [])
+        request_id = request.request_id
+        num_read = len(hidden[self.layers[0]]) - num_drafts
+        if request_id in self._prompts and num_read == num_before:  # the pass started at the first token
+            prompt = {index: states[: request.num_prompt_tokens - 1] for index, states in hidden.items()}
+            self._prompts[request_id] = _Round(prompt, 0, [])
+        num_known = self._num_kept.get(request_id, 0) - (num_before - num_read)
+        if num_known > 0:
+            hidden = {index: states[num_known:] for index, states in hidden.items()}
+        self._unseen.setdefault(request_id, []).append(_Round(hidden, num_drafts, path))
+        self._num_kept[request_id] = num_before + len(path)
 
     def attach(self, context: Context) -> Context:
         """Return the context with all unseen hidden states. They are kept until ``seen``, in case the proposer fails."""
@@ -72,6 +78,7 @@ class FeatureStore:
         if prompt is None:
             return not self.layers
         self._unseen[new_id] = [prompt]
+        self._num_kept[new_id] = len(prompt.hidden[self.layers[0]])
         return True
 
     def release(self, request_ids: Sequence[str]) -> None:
@@ -79,3 +86,4 @@ class FeatureStore:
         self.seen(request_ids)
         for request_id in request_ids:
             self._prompts.pop(request_id, None)
+            self._num_kept.pop(request_id, None)

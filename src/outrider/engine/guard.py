@@ -14,8 +14,7 @@ from outrider.engine.features import FeatureStore
 from outrider.engine.round import RoundResult
 from outrider.engine.validation import Checked, check, useful
 from outrider.proposers.base import Proposer
-from outrider.sampling import InvalidLogits
-from outrider.types import Context, Proposal, Request, Verdict
+from outrider.types import Context, Proposal, Request, RequestFault, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +120,7 @@ class GuardedProposer:
     def fork(self, source_id: str, request: Request) -> bool:
         """Return whether a request can start from another's cached prompt: the hidden states that it needs are available."""
         self._drafting(request).fork_of = source_id
-        return self._features.fork(source_id, request.request_id)
+        return not _may_draft(request) or self._features.fork(source_id, request.request_id)
 
     def keep_hidden(self, result: RoundResult) -> None:
         """Keep the hidden states of the tokens that a round committed, until the proposer is called."""
@@ -129,7 +128,7 @@ class GuardedProposer:
             return
         lens = result.proposal.lens.tolist()
         for b, request in enumerate(result.context.requests):
-            if not self._drafting(request).num_faults:
+            if _may_draft(request) and not self._drafting(request).num_faults:
                 hidden = {layer: states[b] for layer, states in result.scores.hidden.items()}
                 num_before = len(request.token_ids) - len(result.token_ids[b])
                 self._features.keep(request, num_before, hidden, lens[b], result.paths[b])
@@ -174,7 +173,7 @@ class GuardedProposer:
 
         The other requests have no drafts in this round only. The proposer has already read the hidden states of all.
         """
-        named = error.request_ids if isinstance(error, InvalidLogits) else ()
+        named = error.request_ids if isinstance(error, RequestFault) else ()
         self._features.seen([request.request_id for request in requests])
         at_fault = [request for request in requests if request.request_id in named] or requests
         self._fail(at_fault, f"{type(error).__name__}: {error}")
@@ -204,6 +203,11 @@ class GuardedProposer:
             release(request_ids)
         except Exception as error:
             logger.warning("proposer %r failed to release a request: %s", self._proposer.name, error)
+
+
+def _may_draft(request: Request) -> bool:
+    """Return whether the request's own K, if any, is above 0: otherwise its hidden states are never read."""
+    return request.num_draft_tokens != 0
 
 
 def _in_tree(verdict: Verdict, nodes: Sequence[Sequence[int]]) -> Verdict:

@@ -8,16 +8,32 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
+
+
+@dataclass(slots=True, eq=False)
+class _Place(Generic[Item]):
+    """A waiting item."""
+
+    priority: int
+    start: float  # start tag
+    number: int  # breaks ties by arrival
+    item: Item
+    client: str
+    cost: float
+
+    def rank(self) -> tuple[int, float, int]:
+        return -self.priority, self.start, self.number
 
 
 class FairQueue(Generic[Item]):
     """Waiting items in the order in which they will be served."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[int, float, int, Item]] = []  # -priority, start tag, number: in order
+        self._waiting: list[_Place[Item]] = []  # in the order of service
         self._ends: dict[str, float] = {}  # client -> end tag of its last request
         self._time = 0.0
         self._count = 0
@@ -27,21 +43,30 @@ class FairQueue(Generic[Item]):
 
     def __iter__(self) -> Iterator[Item]:
         """Iterate in the order of service."""
-        return (item for *_, item in self._waiting)
+        return (place.item for place in self._waiting)
 
     def push(self, item: Item, client: str, priority: int, cost: float) -> None:
         """Queue an item after the earlier ones of its client. ``cost``: its work, in one unit for all items."""
         start = max(self._time, self._ends.get(client, 0.0))
         self._ends[client] = start + cost
-        self._count += 1  # breaks ties by arrival, so that items are never compared
-        insort(self._waiting, (-priority, start, self._count, item))
+        self._count += 1
+        insort(self._waiting, _Place(priority, start, self._count, item, client, cost), key=_Place.rank)
 
     def serve(self, item: Item) -> None:
         """Remove an item because it is served now."""
-        self._time = next(start for _, start, _, each in self._waiting if each is item)
-        self.remove(item)
+        served = next(place for place in self._waiting if place.item is item)
+        self._time = served.start
+        self._waiting.remove(served)
         self._ends = {client: end for client, end in self._ends.items() if end > self._time} if self._waiting else {}
 
     def remove(self, item: Item) -> None:
-        """Remove an item without serving it."""
-        self._waiting = [place for place in self._waiting if place[3] is not item]
+        """Remove an item, if it waits, without serving it: its client's later items wait as if it had never been queued."""
+        gone = next((place for place in self._waiting if place.item is item), None)
+        if gone is None:
+            return
+        self._waiting.remove(gone)
+        for place in self._waiting:
+            if place.client == gone.client and place.number > gone.number:
+                place.start = max(self._time, place.start - gone.cost)
+        self._waiting.sort(key=_Place.rank)
+        self._ends[gone.client] = self._ends.get(gone.client, 0.0) - gone.cost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import logging
 import os
@@ -12,9 +13,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from pathlib import Path
-from threading import Event
+from time import monotonic, sleep
+from typing import IO
 
 from outrider import disk_cache, progress
 
@@ -25,13 +27,14 @@ SECONDS = 25.0  # approximate compile time of the library
 FAILURES = (subprocess.SubprocessError, OSError, ValueError)  # what ``find_compiler`` and ``library`` raise
 FOLDER = Path(__file__).parent
 UNITS = ("linear", "blocks", "operators", "attention", "sampling", "recurrence", "threads")  # the slowest to compile first
-TIMEOUT = 600  # seconds for one unit
+TIMEOUT, POLL = 600.0, 0.02  # seconds for all units, and between two looks at the running ones
 # -ffp-contract=off: otherwise compilers fuse a product and a sum in one copy of a function and not in another (GCC avoids
 # chains of fused additions on AMD CPUs), and a row's bits would depend on the copy that computes it.
 FLAGS = (
     *("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
     *("-fPIC", "-fvisibility=hidden"),
 )
+_running: dict[subprocess.Popen[bytes], IO[str]] = {}  # commands and their standard errors
 
 
 def find_compiler() -> list[str] | None:
@@ -83,29 +86,37 @@ def _compiled(compiler: Sequence[str], folder: Path) -> Path:
 
 
 def _run(commands: Sequence[Sequence[str]]) -> None:
-    """Run commands in parallel, one per core. A failure or an interrupt ends all of them."""
-    running: list[subprocess.Popen[str]] = []
-    failed = Event()
+    """Run commands in parallel, one per core. A failure, an interrupt or the end of this process ends all of them.
 
-    def run(command: Sequence[str]) -> None:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        running.append(process)
-        if failed.is_set():  # while this thread started the process
-            process.kill()
-        _, errors = process.communicate(timeout=TIMEOUT)
-        if process.returncode:
-            raise subprocess.CalledProcessError(process.returncode, command, stderr=errors)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    No thread waits for a command: Python joins threads before it exits, and SIGTERM would wait for the compiler.
+    """
+    waiting, deadline = list(commands), monotonic() + TIMEOUT
+    with ExitStack() as files:
         try:
-            for finished in as_completed([pool.submit(run, command) for command in commands]):
-                finished.result()
-        except BaseException:
-            failed.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in running:
-                process.kill()
-            raise
+            while waiting or _running:
+                while waiting and len(_running) < (os.cpu_count() or 1):
+                    errors = files.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+                    process = subprocess.Popen(waiting.pop(0), stdout=subprocess.DEVNULL, stderr=errors)
+                    _running[process] = errors
+                for process in [each for each in _running if each.poll() is not None]:
+                    output = _running.pop(process)
+                    if process.returncode:
+                        output.seek(0)
+                        raise subprocess.CalledProcessError(process.returncode, process.args, stderr=output.read())
+                if monotonic() > deadline:
+                    raise subprocess.TimeoutExpired(next(iter(_running)).args, TIMEOUT)
+                sleep(POLL)
+        finally:
+            _end()
+
+
+@atexit.register
+def _end() -> None:
+    """Kill the commands that still run."""
+    while _running:
+        process, _ = _running.popitem()
+        process.kill()
+        process.wait()
 
 
 def first_line(error: Exception) -> str:

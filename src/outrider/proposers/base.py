@@ -32,8 +32,8 @@ class Proposer(ABC):
     def propose(self, context: Context, k: int) -> Proposal:
         """Draft at most k tokens per path for each of the B requests; drafts after the first ``context.limits[b]`` are dropped.
 
-        An exception pauses drafting for all of them, the sampler's ``InvalidLogits`` only for the requests that it names; it
-        must be raised after ``context.hidden`` was processed.
+        An exception pauses drafting for all of them, a ``RequestFault`` (such as the sampler's ``InvalidLogits``) only for the
+        requests that it names; it must be raised after ``context.hidden`` was processed.
         """
 
     def prefill(self, requests: Sequence[Request]) -> list[bool]:

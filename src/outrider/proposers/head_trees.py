@@ -25,7 +25,7 @@ from outrider.proposers.tree_sizes import TreeCosts, TreeSizes
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
 from outrider.runner.quantized import check_head_bits
-from outrider.types import Context, OutriderError, Proposal, Verdict
+from outrider.types import Context, OutriderError, Proposal, RequestFault, Verdict
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,10 @@ class HeadProposer(Proposer):
         if any(len(text) != len(new[0]) for text, new in zip(tokens, features, strict=True)):
             raise RuntimeError("the features do not continue where the last ones ended")
         out = self.head.extend(ids, tokens, features)
-        if not bool(torch.isfinite(out).all()):
-            raise RuntimeError("the head's output is NaN or infinite")
+        is_finite = torch.isfinite(out).all(-1).tolist()
+        if not all(is_finite):
+            broken = [name for name, is_fine in zip(ids, is_finite, strict=True) if not is_fine]
+            raise RequestFault(broken, "the head's output is NaN or infinite")
         return out
 
     def commit(self, context: Context, verdict: Verdict) -> None:

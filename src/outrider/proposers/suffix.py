@@ -36,11 +36,12 @@ class SuffixConfig:
     earlier_tokens: int = 0  # number of tokens of earlier requests to store, prompts and outputs; 0: none
 
     def __post_init__(self) -> None:
+        smallest = 2 * NUM_BLOCKS
         checks = {
             "min_match": (self.min_match >= 1, "at least 1"),
             "drafts_per_match": (self.drafts_per_match > 0, "above 0"),
             "min_prob": (0 <= self.min_prob <= 1, "0 to 1"),
-            "earlier_tokens": (not 0 < self.earlier_tokens < 2 * NUM_BLOCKS, f"0 or at least {2 * NUM_BLOCKS}"),
+            "earlier_tokens": (self.earlier_tokens == 0 or self.earlier_tokens >= smallest, f"0 or at least {smallest}"),
         }
         for name, (is_valid, expected) in checks.items():
             if not is_valid:

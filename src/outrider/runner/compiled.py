@@ -16,7 +16,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,8 @@ def load(module: Pass, build: bool) -> Run | None:
         except Exception as error:  # for example, torch libraries changed without a change of version
             outcome = "it is compiled anew" if build else "passes stay eager"
             logger.warning("the compiled pass at %s does not load (%s): %s", path, first_line(error), outcome)
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # a cache that cannot be written
+                path.unlink()
     if not build:
         return None
     try:

@@ -355,15 +355,19 @@ class KVCache(PassThrough):
         for store in self.stores:
             store[:, row, :, to] = store[:, row, :, source]
 
-    def copy(self, source_id: str, target_id: str, num_tokens: int) -> None:
-        """Copy the cached prefix of ``source_id`` to ``target_id``, if it is longer than its own."""
+    def copy(self, source_id: str, target_id: str, num_tokens: int) -> bool:
+        """Copy the cached prefix of ``source_id`` to ``target_id``, if it is longer than its own.
+
+        Return whether ``target_id`` holds ``num_tokens`` now.
+        """
         used = min(self.cached_len(source_id), num_tokens)
         source = self.row(source_id)
         if self.states.usable(source, used) <= self.cached_len(target_id):
-            return
+            return self.cached_len(target_id) >= num_tokens
         target = self.row(target_id)
         self._copy(source, target, used)
         self.cached_lens[target] = used
+        return used >= num_tokens
 
     def read(self, request_id: str) -> tuple[Tensor, ...]:
         """Return copies of a request's committed keys and values: [L, Hkv, T, D] each."""

@@ -246,11 +246,16 @@ class ModelRunner:
         pairs = zip(request_ids, texts, strict=True)
         return [len(text) - 1 - self.cache.cached_len(request_id) < SHORT for request_id, text in pairs]
 
-    def fork(self, source_id: str, new_id: str, num_tokens: int) -> None:
-        """Copy another request's cached prefix to a new request, so that n samples share one prefill."""
-        self.cache.copy(source_id, new_id, num_tokens)
+    def fork(self, source_id: str, new_id: str, num_tokens: int) -> bool:
+        """Copy another request's cached prefix to a new request, so that n samples share one prefill.
+
+        Return False if the source does not hold the prefix (a recurrent state moves on): the new request must read it.
+        """
+        if not self.cache.copy(source_id, new_id, num_tokens):
+            return False
         if self._long_texts is not None:
             self._long_texts.copy(self.cache.row(source_id), self.cache.row(new_id))
+        return True
 
     # -- without a proposal: draft models -------------------------------------------------------------------------------------
 

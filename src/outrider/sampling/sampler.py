@@ -17,19 +17,20 @@ from outrider.sampling.grammar_masks import GrammarMasks, token_mask
 from outrider.sampling.penalties import Penalties, path_mask
 from outrider.sampling.randomness import GOLDEN, first_above, gumbel, key_of, signed, uniforms
 from outrider.sampling.shaping import Shaping
-from outrider.types import OutriderError, Request
+from outrider.types import OutriderError, Request, RequestFault
 
 _ACCEPT, _DRAFT, _NOISE = range(3)  # purposes of random numbers
 _MAX_PARTS = 16  # cached samplers of parts of the batch
 
 
-class InvalidLogits(OutriderError):
+class InvalidLogits(RequestFault):
     """Logits that are NaN, +inf or all -inf, in ``rows`` of the batch, which are the requests ``request_ids``."""
 
     def __init__(self, rows: Sequence[int], request_ids: Sequence[str]) -> None:
-        self.rows, self.request_ids = tuple(rows), tuple(request_ids)
-        named = ", ".join(map(repr, self.request_ids))
-        super().__init__(f"NaN, infinite or fully masked logits for request {named}: check the model's weights and dtype")
+        self.rows = tuple(rows)
+        named = ", ".join(map(repr, request_ids))
+        message = f"NaN, infinite or fully masked logits for request {named}: check the model's weights and dtype"
+        super().__init__(request_ids, message)
 
 
 class Sampler:

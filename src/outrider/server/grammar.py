@@ -15,11 +15,12 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from time import thread_time
 from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from outrider.engine.scheduler import MAX_HELD_PER_FREE
 from outrider.server import schemas
 from outrider.server.bridge import Busy, Stopping
 from outrider.server.pool import WorkerPool
@@ -101,23 +102,26 @@ class Grammars:
         """``aside`` runs a function in a thread that runs nothing else: compiling may take as long as the worker may."""
         self._compiler, self._config, self._aside = GrammarCompiler(tools), config, aside
         self._kept: OrderedDict[str, TokenGrammar] = OrderedDict()
-        self._in_memory: WeakSet[TokenGrammar] = WeakSet()
+        self._in_memory: WeakKeyDictionary[TokenGrammar, str] = WeakKeyDictionary()  # -> turn of the client that sent it first
         self._refused: OrderedDict[str, str] = OrderedDict()  # schema -> reason
-        self._under_way: dict[str, asyncio.Task[TokenGrammar]] = {}
+        self._under_way: dict[str, tuple[asyncio.Task[TokenGrammar], str]] = {}  # schema -> task, turn of its client
         limits = {"seconds": config.schema_timeout, "memory": int(config.worker_memory * 2**30), "nice": 10, "for_texts": False}
         self.pool = WorkerPool("compile a JSON schema", {**(tools or {}), **limits}, config.workers, eager=False)
 
     async def get(self, schema: dict[str, Any] | None, client: Client) -> TokenGrammar:
         """Return the grammar of a schema, or of JSON objects for None.
 
-        Raises ``OutriderError`` for an unsupported schema, ``Busy`` for a new one while too many grammars are in use.
+        Raises ``OutriderError`` for an unsupported schema, ``Busy`` for a new one while too many grammars are in use, by all
+        clients or by this one.
         """
         self._compiler.checked()
         text = ANY_OBJECT if schema is None else schema_text(schema, self._config)
         known = self._kept.get(text)
         if known is not None and known.refusal is not None:  # an output exceeded a limit
-            self._remember_refusal(text, known.refusal)
             del self._kept[text]
+            if text != ANY_OBJECT:  # which everybody may use: it is compiled again
+                self._remember_refusal(text, known.refusal)
+            known = None
         if text in self._refused:
             raise OutriderError(self._refused[text])
         if known is not None:
@@ -125,14 +129,22 @@ class Grammars:
             known.is_reused = True
             return known
         if text not in self._under_way:
-            if text != ANY_OBJECT and len(self._in_memory) + len(self._under_way) >= MAX_GRAMMARS:
-                raise Busy(1)
-            making = self._under_way[text] = asyncio.create_task(self._made(text, client))
+            if text != ANY_OBJECT:
+                self._check_room(client)
+            making = asyncio.create_task(self._made(text, client))
+            self._under_way[text] = making, client.turn
             making.add_done_callback(lambda _: self._under_way.pop(text))
             making.add_done_callback(
                 lambda _: making.cancelled() or making.exception()
             )  # mark as retrieved: all callers may be gone
-        return await asyncio.shield(self._under_way[text])  # other calls may await the same task
+        return await asyncio.shield(self._under_way[text][0])  # other calls may await the same task
+
+    def _check_room(self, client: Client) -> None:
+        """Raise ``Busy`` if no place is free, or if this client holds too many, as in ``Scheduler.admit``."""
+        holders = [*self._in_memory.values(), *(turn for _, turn in self._under_way.values())]
+        num_free = MAX_GRAMMARS - len(holders)
+        if num_free <= 0 or (client.turn and holders.count(client.turn) >= MAX_HELD_PER_FREE * num_free):
+            raise Busy(1)
 
     async def _made(self, text: str, client: Client) -> TokenGrammar:
         try:
@@ -143,7 +155,7 @@ class Grammars:
         except OutriderError as error:
             self._remember_refusal(text, str(error))
             raise
-        self._in_memory.add(grammar)
+        self._in_memory[grammar] = client.turn
         self._kept[text] = grammar
         new = [each for each, kept in self._kept.items() if not kept.is_reused]
         for each in new[:-MAX_NEW]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,25 +20,34 @@ logger = logging.getLogger(__name__)
 
 
 class Record:
-    """Append request bodies to a file, one prompt per line. Not thread-safe."""
+    """Append request bodies to a file, one prompt per line. Not thread-safe.
+
+    A thread of its own writes: the thread with the tokenizer, which calls ``add``, must not wait for a slow disk.
+    """
 
     def __init__(self, file: Path, model: str, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """``model``: model name to write. Raises ``OutriderError`` if the file cannot be written."""
         self._model, self._tokenizer = model, tokenizer
+        self._writer = ThreadPoolExecutor(1, "outrider-record")
         try:
             self._file = open(file, "a", encoding="utf-8", opener=_private)  # noqa: SIM115 - open for the server's lifetime
         except OSError as error:
             raise OutriderError(f"cannot write --record {file}: {error.strerror}") from error
 
     def add(self, body: SamplingFields) -> None:
-        """Write a request immediately. If writing fails, log a warning; the response is not affected."""
+        """Write a request soon. If writing fails, log a warning; the response is not affected."""
+        self._writer.submit(self._write, [json.dumps(line, ensure_ascii=False) + "\n" for line in self._lines(body)])
+
+    def _write(self, lines: Sequence[str]) -> None:
         try:
-            self._file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in self._lines(body))
+            self._file.writelines(lines)
             self._file.flush()
         except OSError as error:
             logger.warning("a request was not recorded: %s", error)
 
     def close(self) -> None:
+        """Wait until everything is written, and close the file."""
+        self._writer.shutdown()
         self._file.close()
 
     def _lines(self, body: SamplingFields) -> Iterator[dict[str, Any]]:

@@ -358,12 +358,7 @@ def entropy_of(how: HeadPlan) -> SoftEntropy:
 def run_job(bench: Bench, name: str, model: nn.Module, batches: Batches, loss: Loss, plan: Plan, evaluate: Evaluate) -> bool:
     """Train ``model`` in this part of the work folder, resuming if interrupted. Return False if interrupted."""
     plan = replace(plan, eval_every_s=120.0, save_every_s=30.0)
-    folder = bench.work / name
-    try:
-        trainer = Trainer(Job(name, model, batches, loss, plan, folder, evaluate))
-    except Exception as error:  # truncated or foreign files raise many kinds of exceptions
-        raise OutriderError(f"cannot read the checkpoint in {folder}: delete it to start again") from error
-    finished = trainer.run()
+    finished = Trainer(Job(name, model, batches, loss, plan, bench.work / name, evaluate)).run()
     model.eval().requires_grad_(False)
     return finished
 

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from outrider.errors import OutriderError, first_line, is_out_of_memory
 from outrider.train import optim
 from outrider.train.clock import MAX_GAP_S, RunningClock
 from outrider.train.plan import Plan
 from outrider.train.progress import Progress
-from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 
@@ -106,13 +106,20 @@ class Trainer:
         (self.job.folder / "curve.json").write_text(json.dumps(self.curve))
 
     def _restore(self) -> None:
-        state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
-        self.job.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.job.batches.rows_drawn.update(state["rows_drawn"])
-        self.step, self.tokens, self.curve = state["step"], state["tokens"], state["curve"]
-        self.clock = RunningClock(state["elapsed"], self.max_gap)
+        """Continue from the checkpoint. Raises ``OutriderError`` if it is truncated or of another run."""
+        try:
+            state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
+            self.job.model.load_state_dict(state["model"])
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+            self.job.batches.rows_drawn.update(state["rows_drawn"])
+            self.step, self.tokens, self.curve = state["step"], state["tokens"], state["curve"]
+            self.clock = RunningClock(state["elapsed"], self.max_gap)
+        except Exception as error:  # damaged and foreign files raise many kinds of exceptions
+            if isinstance(error, OSError) or is_out_of_memory(error):
+                raise
+            why = first_line(error)
+            raise OutriderError(f"cannot resume from {self.checkpoint} ({why}): delete it to start again") from error
 
     def train_step(self) -> dict[str, Any]:
         """Run one update; return its point of the curve."""
