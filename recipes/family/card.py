@@ -13,14 +13,14 @@ from .report import SAMPLE_TEMPERATURE, SAMPLE_TOKENS
 HEAD = """# Model card: the embedded family
 
 Two small Llama models with one tokenizer, a *target* and a *draft*, for Python code and plain English. They exist so that
-Outrider can be tried, tested and measured offline in seconds. They are far too small to know facts: expect the form of
-code and prose, not their truth. Made by `recipes/family/`; this card was written by the same command.
+Outrider can be tried, tested and measured offline in seconds. They are far too small to know facts: they imitate the form
+of code and prose, and the content is often wrong. Made by `recipes/family/`; this card was written by the same command.
 """
 
 LOOPS = ("texts_that_end_in_a_loop", "tokens_in_loops")
 PARSING = """A continuation ends at its first end token or after {tokens} tokens. The body is everything before the first
 non-empty line that starts at column 0; if there is none, the limit cut the text, and the unfinished last line is dropped,
-with the beginning of a block of which nothing else came. It counts if prompt plus body is accepted by `ast.parse` and the
+together with the header of a block that has no line yet. It counts if prompt plus body is accepted by `ast.parse` and the
 body is not blank. Parsing says nothing about sense: see the samples."""
 
 
@@ -63,7 +63,7 @@ def sources(tokens: dict[str, int]) -> str:
             "",
             "About half a percent of each source, whole documents chosen by hash, is held out; functions cut from held-out "
             "files are held out with them. GSM8K's calculator marks are removed, half of its problems and an eighth of the "
-            "documented functions are framed with the chat tokens. No prompts that the project measures with were used.",
+            "documented functions are framed with the chat tokens. The prompts of our measurements are not part of the text.",
         ]
     )
 
@@ -100,7 +100,7 @@ def speculation(report: dict[str, Any]) -> str:
             "## Speculation",
             "",
             f"On the target's own greedy text after {found['prompts']} held-out function signatures "
-            f"({found['positions']} positions), the draft's greedy token is the target's at **{found['draft_agreement']:.1%}** "
+            f"({found['positions']} positions), the draft's greedy token equals the target's at **{found['draft_agreement']:.1%}** "
             "of the positions; on the greedy "
             f"continuations of our fifty signatures at {report['own_signatures']['draft_agreement']:.1%}. "
             f"Mean acceptance length of greedy speculation on that text: {lengths}.",
@@ -172,7 +172,7 @@ def render(preset: Preset, report: dict[str, Any], curves: dict[str, list[dict[s
             training("target, against loops", preset.loops_plan, curves["loops"], hardware),
             training("draft", preset.draft_plan, curves["draft"], hardware),
             "",
-            f"The target is trained the LayerSkip way (Elhoushi et al. 2024): layer dropout up to {preset.layer_skip.max_drop} "
+            f"The target is trained with LayerSkip (Elhoushi et al. 2024): layer dropout up to {preset.layer_skip.max_drop} "
             "at the last layer, an early-exit loss at one layer a step in rotation. It grows: until "
             f"{preset.layer_skip.grow_at:.0%} of the run only every second layer is trained, the others are the identity. "
             f"The draft is distilled (forward KL on the target's logits; DistillSpec, Zhou et al. 2024) after "

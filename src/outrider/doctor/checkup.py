@@ -222,9 +222,9 @@ def _try_alternatives(
     if found > MIN_GAIN * tau or _is_significant(runs[best], drafted):
         yield Finding("suspicious", "options", f"{best} fits better: {found:.2f} tokens per pass instead of {tau:.2f}")
         return
-    text = ", ".join(f"{method} {run.stats.mean_acceptance_length:.2f}" for method, run in runs.items())
+    text = ", ".join(f"{run.stats.mean_acceptance_length:.2f} with {method}" for method, run in runs.items())
     verdict = "no better" if found <= tau else "not significant at this length (raise --max-tokens)"
-    yield Finding("ok" if found <= tau else "note", "options", f"tokens per pass instead of {tau:.2f}: {text}; {verdict}")
+    yield Finding("ok" if found <= tau else "note", "options", f"{tau:.2f} tokens per pass; {text}: {verdict}")
 
 
 def _is_significant(better: Run, drafted: Run) -> bool:
