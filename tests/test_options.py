@@ -90,8 +90,7 @@ def test_numpy_and_torch_numbers_become_python_numbers():
         (
             SamplingParams,
             {"logit_bias": {3: 1e39}},  # infinite in float32
-            "invalid logit_bias {3: 1e+39}: expected a mapping from token ids to numbers that are finite in 32 bits, or minus "
-            "infinity",
+            "invalid logit_bias {3: 1e+39}: expected a mapping from token ids to finite 32-bit numbers or minus infinity",
         ),
         (SamplingParams, {"grammar": {"type": "json"}}, "invalid grammar {'type': 'json'}: expected a Grammar or None"),
         (RunnerConfig, {"device": "gpu"}, "invalid device 'gpu': expected auto or a torch device, such as cpu, cuda or cuda:1"),

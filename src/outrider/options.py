@@ -260,7 +260,7 @@ class TokenIds:
 class Biases:
     """Mapping from token ids to numbers added to their logits; minus infinity bans a token."""
 
-    expected: str = "a mapping from token ids to numbers that are finite in 32 bits, or minus infinity"
+    expected: str = "a mapping from token ids to finite 32-bit numbers or minus infinity"
     flag_type: Any = None
 
     def read(self, value: Any) -> dict[int, float]:
