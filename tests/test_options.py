@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -97,6 +98,11 @@ def test_numpy_and_torch_numbers_become_python_numbers():
         (RunnerConfig, {"compile": True}, "invalid compile True: expected auto, always or never"),
         (Speculation, {"same_text": "false"}, "invalid same_text 'false': expected True or False"),
         (Speculation, {"draft": 7}, "invalid draft 7: expected a folder, a hub id or a loaded transformers model or None"),
+        (
+            Speculation,
+            {"proposer": SimpleNamespace(propose=1)},
+            "invalid proposer namespace(propose=1): expected a Proposer, made from a subclass of outrider.Proposer or None",
+        ),
         (Speculation, {"verifier": "nonsense"}, "unknown verifier 'nonsense'; known: rejection, block, exact, typical"),
     ],
 )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from heads.writers import HIDDEN, write_eagle3, write_medusa
 from tiny_folder import make_folder
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, OutriderError, SamplingParams
+from outrider.proposers.head_trees import TreeConfig
+from outrider.proposers.medusa import MedusaConfig
+from outrider.proposers.method import Setting
 from outrider.proposers.tree_chances import ACCURACY_WEIGHT, MAX_COUNT, REFRESH, Calibration, DrawnTree, GrownTree, SiblingRates
 from outrider.proposers.trees import grown, shape_of
 
@@ -123,3 +128,14 @@ def test_methods_learn_the_acceptance_of_their_heads(home, head, temperature):
         else:
             assert after[0][0][0] < before[0][0][0] and after[1] == before[1]
         assert llm.stats.faults == 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"acceptance": (0.5, True)}, {"acceptance": (math.nan,)}, {"acceptance": (1.5,)}, {"acceptance": ()}]
+)
+def test_acceptance_rates_are_numbers_from_0_to_1(options):
+    with pytest.raises(OutriderError, match="invalid acceptance"):
+        Setting.without_target(options=options).config(TreeConfig)
+    rows = {"accuracies": ((0.5, 0.1), options["acceptance"])}
+    with pytest.raises(OutriderError, match="invalid accuracies"):
+        Setting.without_target(options=rows).config(MedusaConfig)

@@ -360,9 +360,9 @@ class Objects:
         return value
 
 
-def has_methods(*names: str) -> Callable[[Any], bool]:
-    """Return a predicate for ``Objects`` and ``Either``: whether an object has all of these methods."""
-    return lambda value: all(callable(getattr(value, name, None)) for name in names)
+def has(*names: str) -> Callable[[Any], bool]:
+    """Return a predicate for ``Objects`` and ``Either``: whether an object has all of these attributes."""
+    return lambda value: all(hasattr(value, name) for name in names)
 
 
 def path_or_text(value: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from outrider.errors import OutriderError
-from outrider.options import INT32, SAMPLING, Biases, Flag, Number, Objects, Texts, TokenIds, Whole, check, has_methods, option
+from outrider.options import INT32, SAMPLING, Biases, Flag, Number, Objects, Texts, TokenIds, Whole, check, has, option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,7 +72,7 @@ class SamplingParams:
         Whole(-(2**63), 2**64 - 1), None, "Sampling seed; the same seed gives the same text.", panel=SAMPLING
     )
     n: int = option(Whole(1, 16384), 1, "Samples per prompt.")
-    grammar: Grammar | None = option(Objects("a Grammar", has_methods("matcher")), None, "Grammar that the output must match.")
+    grammar: Grammar | None = option(Objects("a Grammar", has("matcher")), None, "Grammar that the output must match.")
     logprobs: int | None = option(
         Whole(0, INT32), None, "Return log-probabilities of each token and of this many most likely ones; None: none."
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outrider.errors import OutriderError as OutriderError
 from outrider.errors import first_line as first_line
+from outrider.errors import is_out_of_memory as is_out_of_memory
 from outrider.sampling_params import Grammar as Grammar
 from outrider.sampling_params import Matcher as Matcher
 from outrider.sampling_params import SamplingParams as SamplingParams

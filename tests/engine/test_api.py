@@ -129,7 +129,7 @@ def test_auto_is_the_default_method(folder):
 
 
 def test_a_class_is_rejected_where_an_instance_is_expected(folder):
-    with pytest.raises(OutriderError, match=r"invalid proposer <class .*expected a Proposer or None"):
+    with pytest.raises(OutriderError, match=r"invalid proposer <class .*expected a Proposer, made from a subclass"):
         LLM(folder, proposer=ScriptedProposer)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.method_text import split_method
-from outrider.options import METHOD, MODELS, Either, Flag, Keyed, Objects, Source, Text, Whole, check, has_methods, option
+from outrider.options import METHOD, MODELS, Either, Flag, Keyed, Objects, Source, Text, Whole, check, has, option
 from outrider.registry import AUTO, DEFAULT_METHOD, PROPOSERS, VERIFIERS
 
 if TYPE_CHECKING:
@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     ModelSource = str | Path | PreTrainedModel
     TokenizerSource = str | Path | PreTrainedTokenizerBase
 
-is_tokenizer = has_methods("encode", "decode", "convert_ids_to_tokens")  # the methods in use, which tokenizers.Tokenizer lacks
+# The attributes of proposers in use, all of which the base class provides except ``propose``.
+PROPOSER = (
+    *("name", "needs_hidden", "drafts_trees", "max_drafts", "auto_drafts", "drafts_ahead", "reads_text_only", "memory"),
+    *("propose", "prefill", "fork", "commit", "release", "retire", "warmup", "num_nodes"),
+)
+is_tokenizer = has("encode", "decode", "convert_ids_to_tokens")  # the methods in use, which tokenizers.Tokenizer lacks
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ class Speculation:
         in_plan=True,
     )
     num_draft_tokens: int | str | LengthPolicy = option(
-        Either(DraftLength(), has_methods("next_lengths", "observe", "release"), "a LengthPolicy"),
+        Either(DraftLength(), has("next_lengths", "observe", "release"), "a LengthPolicy"),
         AUTO,
         "Drafts per round (K); 0 is plain decoding; auto adapts K each round to measured costs and acceptance.",
         panel=METHOD,
@@ -102,14 +107,16 @@ class Speculation:
         in_plan=True,
     )
     verifier: str | Verifier = option(
-        Either(Text(f"one of {', '.join(VERIFIERS)}"), has_methods("verify"), "a Verifier"),
+        Either(Text(f"one of {', '.join(VERIFIERS)}"), has("verify", "lossless", "handles_trees", "judges"), "a Verifier"),
         "block",
         "Acceptance rule: block, rejection, exact, or typical, which is lossy.",
         panel=MODELS,
         in_plan=True,
     )
     proposer: Proposer | None = option(
-        Objects("a Proposer", has_methods("propose", "commit", "release")), None, "Custom proposer, instead of a method."
+        Objects("a Proposer, made from a subclass of outrider.Proposer", has(*PROPOSER)),
+        None,
+        "Custom proposer, instead of a method.",
     )
     draft_tokenizer: TokenizerSource | None = option(
         TokenizerLike(), None, "Tokenizer of the draft (default: the one in its folder)."

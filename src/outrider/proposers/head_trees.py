@@ -20,7 +20,16 @@ from torch import Tensor
 from outrider.heads.head_runner import RolloutRunner
 from outrider.heads.rollout_head import RolloutHead
 from outrider.proposers.base import Proposer, spread
-from outrider.proposers.tree_chances import Calibration, Drafted, DrawnTree, Floats, GrownTree, SiblingRates, learn_from
+from outrider.proposers.tree_chances import (
+    Calibration,
+    Drafted,
+    DrawnTree,
+    Floats,
+    GrownTree,
+    SiblingRates,
+    check_rates,
+    learn_from,
+)
 from outrider.proposers.tree_sizes import TreeCosts, TreeSizes
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
@@ -39,8 +48,9 @@ class TreeConfig:
     bits: int | None = None  # 8: quantise the weights, and inputs on CPUs with 8-bit products; halves the memory traffic
 
     def __post_init__(self) -> None:
-        if self.top_k < 1 or self.max_depth < 1 or (self.max_nodes is not None and self.max_nodes < 1) or not self.acceptance:
-            raise OutriderError("top_k, max_depth and max_nodes must be at least 1, and acceptance must not be empty")
+        if self.top_k < 1 or self.max_depth < 1 or (self.max_nodes is not None and self.max_nodes < 1):
+            raise OutriderError("top_k, max_depth and max_nodes must be at least 1")
+        check_rates("acceptance", self.acceptance)
         check_head_bits(self.bits)
 
 

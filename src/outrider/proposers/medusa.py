@@ -26,7 +26,7 @@ from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import ParallelHeads
 from outrider.proposers.recognition import Recognised, TargetFiles
 from outrider.proposers.sample_text import TEXT
-from outrider.proposers.tree_chances import Drafted, DrawnTree, SiblingRates, learn_from
+from outrider.proposers.tree_chances import Drafted, DrawnTree, SiblingRates, check_rates, learn_from
 from outrider.proposers.tree_sizes import TreeSizes
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
@@ -47,8 +47,11 @@ class MedusaConfig:
     bits: int | None = None  # 8: quantise the weights, and inputs on CPUs with 8-bit products; halves the memory traffic
 
     def __post_init__(self) -> None:
-        if (self.max_nodes is not None and self.max_nodes < 1) or (self.accuracies is not None and not self.accuracies):
-            raise OutriderError("max_nodes must be at least 1, and accuracies must not be empty")
+        if self.max_nodes is not None and self.max_nodes < 1:
+            raise OutriderError("max_nodes must be at least 1")
+        if self.accuracies is not None:
+            for row in self.accuracies or ((),):
+                check_rates("accuracies", row)
         check_head_bits(self.bits)
 
 

@@ -114,8 +114,11 @@ def _read(value: Any, hint: Any) -> Any:
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
-    """Return the value of an option; of tuples only the type is checked. Raises ``OutriderError`` for another type."""
+    """Return the value of an option, or of an element of its tuple. Raises ``OutriderError`` for another type."""
     kinds = _kinds(hint)
+    inner = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple), None)
+    if inner is not None and isinstance(value, tuple):
+        return tuple(_checked(name, each, inner) for each in value)
     found = next((KINDS[base] for kind in kinds if (base := get_origin(kind) or kind) in KINDS), None)
     return value if found is None else Option(found, "", optional=type(None) in kinds).read(name, value)
 

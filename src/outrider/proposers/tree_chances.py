@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.proposers.trees import TreeShape
-from outrider.types import Context, Verdict
+from outrider.types import Context, OutriderError, Verdict
 
 Floats = NDArray[np.float64]
 
@@ -154,6 +154,12 @@ class DrawnTree:
             taken.append(None if node is None else siblings.index(node))
             at = -1 if node is None else node
         self.rates.learn(ranks, taken)
+
+
+def check_rates(name: str, rates: Sequence[float]) -> None:
+    """Raise ``OutriderError`` for acceptance rates that are not between 0 and 1, or if there are none."""
+    if not rates or not all(0 <= rate <= 1 for rate in rates):
+        raise OutriderError(f"invalid {name} {list(rates)}: expected numbers from 0 to 1, at least one")
 
 
 def learn_from(drafted: dict[str, Drafted], context: Context, verdict: Verdict) -> None:

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from outrider.errors import OutriderError, first_line, is_out_of_memory
 from outrider.train import optim
 from outrider.train.clock import MAX_GAP_S, RunningClock
 from outrider.train.plan import Plan
 from outrider.train.progress import Progress
+from outrider.types import OutriderError, first_line, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
