@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.method_text import split_method
-from outrider.options import METHOD, MODELS, Either, Flag, Keyed, Objects, Source, Text, Whole, check, has, option
+from outrider.options import INT32, METHOD, MODELS, Either, Flag, Keyed, Objects, Source, Text, Whole, check, has, option
 from outrider.registry import AUTO, DEFAULT_METHOD, PROPOSERS, VERIFIERS
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class DraftLength:
             if text == AUTO:
                 return AUTO
             value = int(text)
-        return Whole(0).read(value)
+        return Whole(0, INT32).read(value)  # a number of thousands of digits cannot be logged
 
 
 @dataclass(frozen=True)
