@@ -178,8 +178,8 @@ def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) ->
         drafts = [row.draft(k) for row, k in zip(rows, asked_lengths, strict=True)]
         accepted, depths = [each.num_accepted for each in drafts], [each.num_drafts for each in drafts]
         forced, lens = [each.num_forced for each in drafts], [each.num_forced + each.num_drafts for each in drafts]
-        asked = context.limited(asked_lengths)
-        drafted_for = [row for row, limit in zip(rows, asked.limits, strict=True) if limit > 0]
+        requested = context.limited(asked_lengths)
+        drafted_for = [row for row, limit in zip(rows, requested.limits, strict=True) if limit > 0]
         behind = sum(len(row.request.token_ids) - seen.get(row, 0) for row in drafted_for)
         times = cell.machine.times(asked_lengths, lens, behind, num_plain)
         num_plain = 0 if any(asked_lengths) else num_plain + 1
@@ -202,7 +202,7 @@ def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) ->
             costs.record_round(lens, NUM_PROMPT_TOKENS, times.score, outside, cell.temperature == 0, is_cold=is_cold)
         by_grammar = {"forced": forced, "own_depths": [each.reach for each in drafts]}
         found = Round(max(asked_lengths), lens, depths, accepted, times, is_cold=is_cold, **by_grammar)
-        policy.observe(asked, found, bool(fresh))
+        policy.observe(requested, found, bool(fresh))
         ended = [row.request.request_id for row in rows if row.left <= 0]
         if ended:
             policy.release(ended)
@@ -244,18 +244,18 @@ class Recorded:
 
     def __init__(self, inner: LengthPolicy, first_draft: float = 0.0) -> None:
         self.inner, self.first_draft = inner, first_draft
-        self.asked: list[int] = []  # the maximum over requests
+        self.requested: list[int] = []  # the maximum over requests
         self.lengths: list[list[int]] = []
         self.starts: list[int] = []  # rounds in which a prompt was prefilled
 
     def next_lengths(self, context: Context) -> list[int]:
         self.lengths.append(self.inner.next_lengths(context))
-        self.asked.append(max(self.lengths[-1]))
+        self.requested.append(max(self.lengths[-1]))
         return self.lengths[-1]
 
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
         if is_prefill:
-            self.starts.append(len(self.asked) - 1)
+            self.starts.append(len(self.requested) - 1)
         if round_.k:
             round_.times.draft += self.first_draft
             self.first_draft = 0.0

@@ -50,20 +50,20 @@ def recorded(cell: Cell) -> Recorded:
 
 def test_a_good_draft_is_found_within_ten_rounds_for_a_small_target():
     policy = recorded(Cell(EMBEDDED, Text((0.9,)), lengths=(64,)))
-    assert max(policy.asked[:3]) > 0
-    assert min(policy.asked[5:10]) >= 2
+    assert max(policy.requested[:3]) > 0
+    assert min(policy.requested[5:10]) >= 2
 
 
 def test_what_one_request_taught_is_used_from_the_next_ones_first_round():
     policy = recorded(Cell(EMBEDDED, Text((0.9,)), lengths=(64, 64)))
-    assert policy.asked[policy.starts[1]] >= 2
+    assert policy.requested[policy.starts[1]] >= 2
     policy = recorded(Cell(EMBEDDED, Text((0.05,)), lengths=(128, 32)))
-    assert sum(k > 0 for k in policy.asked[policy.starts[1] :]) <= 1
+    assert sum(k > 0 for k in policy.requested[policy.starts[1] :]) <= 1
 
 
 def test_a_useless_draft_is_rarely_requested():
     policy = recorded(Cell(EMBEDDED, Text((0.02,)), lengths=(256, 256, 256)))
-    assert 1 <= sum(k > 0 for k in policy.asked) < 0.04 * len(policy.asked)
+    assert 1 <= sum(k > 0 for k in policy.requested) < 0.04 * len(policy.requested)
 
 
 @pytest.mark.parametrize("forced", [(6, 4), (1, 3), (3, 1, 12, 20)])
@@ -79,7 +79,7 @@ def test_forced_tokens_speak_neither_for_drafts_nor_against_them(machine, batch,
     # Elsewhere a draft costs a hundredth of a pass and its row a thirtieth, less than the noise of the wide passes of forced
     # tokens: what bad ones lose is bounded, not their number, which without a grammar is up to 26.
     if machine is EMBEDDED or batch > 1:
-        assert sum(k > 0 for k in recorded(bad).asked) <= 15
+        assert sum(k > 0 for k in recorded(bad).requested) <= 15
 
 
 def test_output_that_becomes_predictable_is_detected():
@@ -98,13 +98,13 @@ def test_compilation_while_nothing_is_drafted_is_harmless():
 
     class Renewed(Recorded):
         def next_lengths(self, context):
-            if len(self.asked) > 40:
+            if len(self.requested) > 40:
                 costs.renew()
             return super().next_lengths(context)
 
     policy = Renewed(DraftLengthPolicy(MAX_K, costs))
     simulate(policy, Cell(EMBEDDED, Text((0.02,)), lengths=(256,)), costs)
-    assert max(policy.asked[:40]) > 0 and max(policy.asked[41:]) == 0
+    assert max(policy.requested[:40]) > 0 and max(policy.requested[41:]) == 0
 
 
 def simulate_cold(cell: Cell, seconds: float) -> float:
@@ -116,7 +116,7 @@ def simulate_cold(cell: Cell, seconds: float) -> float:
 def test_a_prompt_too_long_for_the_gain_of_drafts_is_not_prefilled():
     slow_reader = replace(EMBEDDED, read=2.0)
     policy = recorded(Cell(slow_reader, Text((0.8,)), lengths=(32,) * 4))
-    assert sum(k > 0 for k in policy.asked[policy.starts[1] :]) == 0
+    assert sum(k > 0 for k in policy.requested[policy.starts[1] :]) == 0
 
 
 def test_sampling_time_does_not_count_against_sampled_drafts():
@@ -132,7 +132,7 @@ def test_sampling_time_does_not_count_against_sampled_drafts():
 def test_if_drafts_never_paid_the_next_attempt_is_later():
     """A new request shortens the pause, because its output may differ; after sixty useless ones, less so."""
     policy = recorded(Cell(LARGE, Text((0.05,)), lengths=(64,) * 60))
-    assert sum(k > 0 for k in policy.asked) < 0.07 * len(policy.asked)
+    assert sum(k > 0 for k in policy.requested) < 0.07 * len(policy.requested)
 
 
 def test_the_baseline_is_a_warm_plain_round_not_one_after_a_draft():
@@ -141,7 +141,7 @@ def test_the_baseline_is_a_warm_plain_round_not_one_after_a_draft():
     costs = CostBook()
     policy = Recorded(inner := DraftLengthPolicy(MAX_K, costs))
     simulate(policy, Cell(small, Text((0.7,)), lengths=(64,) * 32), costs)
-    assert 0.5 < sum(k > 0 for k in policy.asked) / len(policy.asked) < 1  # few rounds without drafts
+    assert 0.5 < sum(k > 0 for k in policy.requested) / len(policy.requested) < 1  # few rounds without drafts
     assert inner.costs.prices(1, 200).plain == pytest.approx(0.52e-3, rel=0.06)
 
 
@@ -173,7 +173,7 @@ def test_next_to_a_request_with_its_own_k_another_gets_the_best_length(rates):
     policy = DraftLengthPolicy(MAX_K, costs)
     requests = tuple(Request(f"r{b}", [0] * 50, 50, SamplingParams(), 0, torch.Generator()) for b in range(2))
     requests[0].num_draft_tokens = 8
-    context, asked = Context(requests, (999, 999), None), []
+    context, requested = Context(requests, (999, 999), None), []
     for number in range(200):
         lengths = [8, policy.next_lengths(context)[1]]
         accepted = [0, int(rates[number // 100 % len(rates)] * lengths[1])]
@@ -182,19 +182,19 @@ def test_next_to_a_request_with_its_own_k_another_gets_the_best_length(rates):
             request.token_ids.extend([0] * (count + 1))
         costs.record_round(lengths, 50, times.score, times.verify + times.host)
         policy.observe(context.limited(lengths), Round(8, lengths, lengths, accepted, times), False)
-        asked.append(lengths[1])
+        requested.append(lengths[1])
     if rates[0]:
-        assert min(asked[20:]) >= 4
+        assert min(requested[20:]) >= 4
     else:
-        assert 1 <= sum(k > 0 for k in asked[:100]) <= 20
-        assert (min(asked[-20:]) >= 4) == (rates[-1] > 0)
+        assert 1 <= sum(k > 0 for k in requested[:100]) <= 20
+        assert (min(requested[-20:]) >= 4) == (rates[-1] > 0)
 
 
 def test_a_maximum_below_the_usual_lengths_is_respected():
     costs = CostBook()
     policy = Recorded(DraftLengthPolicy(2, costs))
     simulate(policy, Cell(LOOKUP, Text((0.95,))), costs)
-    assert max(policy.asked) == 2
+    assert max(policy.requested) == 2
 
 
 def test_the_number_of_stored_temperatures_is_bounded():
@@ -207,7 +207,7 @@ def test_the_number_of_stored_temperatures_is_bounded():
 
 def test_the_same_rounds_give_the_same_choices():
     cell = Cell(EMBEDDED, Text((0.3, 0.9), stretch=20), batch=4)
-    assert recorded(cell).asked == recorded(cell).asked
+    assert recorded(cell).requested == recorded(cell).requested
 
 
 def test_the_simulation_measures_plain_decoding():

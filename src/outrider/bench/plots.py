@@ -78,8 +78,8 @@ def speedup_by_k(found: Sequence[Pool]) -> Plot:
 
     def draw(axes: Axes) -> None:
         for colour, method in zip(cycle(COLOURS), _methods(found), strict=False):
-            mine = [pool for pool in found if pool.method == method and not pool.is_plain]
-            _draw_method(axes, colour, method, mine, rows)
+            own = [pool for pool in found if pool.method == method and not pool.is_plain]
+            _draw_method(axes, colour, method, own, rows)
         axes.axhline(1, color=INK, linewidth=0.8)
         axes.set(xlabel="K, drafts requested per round", ylabel="speedup after the first token (x)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -94,8 +94,8 @@ def speedup_by_k(found: Sequence[Pool]) -> Plot:
     return Plot(title, svg_of(title, draw), note, columns, tuple(rows))
 
 
-def _draw_method(axes: Axes, colour: str, method: str, mine: Sequence[Pool], rows: list[tuple[str, ...]]) -> None:
-    fixed = sorted((pool for pool in mine if isinstance(pool.k, int) and pool.speedup()), key=lambda pool: int(pool.k))
+def _draw_method(axes: Axes, colour: str, method: str, own: Sequence[Pool], rows: list[tuple[str, ...]]) -> None:
+    fixed = sorted((pool for pool in own if isinstance(pool.k, int) and pool.speedup()), key=lambda pool: int(pool.k))
     if fixed:
         lengths, speeds = [int(pool.k) for pool in fixed], [pool.speedup() or 0.0 for pool in fixed]
         axes.errorbar(lengths, speeds, _bars(fixed, speeds), color=colour, marker="o", capsize=2, label=method)
@@ -105,7 +105,7 @@ def _draw_method(axes: Axes, colour: str, method: str, mine: Sequence[Pool], row
         alpha, ratio = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
         curve = [expected_speedup(alpha, k, ratio) for k in range(max(lengths) + 2)]
         axes.plot(range(len(curve)), curve, color=colour, linestyle="--", linewidth=1.2, label=f"{method}, formula")
-    for pool in mine:
+    for pool in own:
         speed, bounds = pool.speedup(), pool.interval()
         if pool.k == "auto" and speed:
             axes.axhline(speed, color=colour, linestyle=":", linewidth=1.2, label=f"{method}, auto")
@@ -201,10 +201,10 @@ def speedup_by_workload(cells: Sequence[Cell]) -> Plot:
     def draw(axes: Axes) -> None:
         width = 0.84 / max(len(shown), 1)
         for index, (colour, pool) in enumerate(zip(COLOURS, shown, strict=False)):
-            mine = [(place, of[name, pool.label]) for place, name in enumerate(workloads) if (name, pool.label) in of]
-            speeds = [cell["speedup"] for _, cell in mine]
-            bars = _bars([Pool((cell,)) for _, cell in mine], speeds, "speedup")
-            places = [place + (index - (len(shown) - 1) / 2) * width for place, _ in mine]
+            own = [(place, of[name, pool.label]) for place, name in enumerate(workloads) if (name, pool.label) in of]
+            speeds = [cell["speedup"] for _, cell in own]
+            bars = _bars([Pool((cell,)) for _, cell in own], speeds, "speedup")
+            places = [place + (index - (len(shown) - 1) / 2) * width for place, _ in own]
             axes.bar(places, speeds, width, yerr=bars, color=colour, label=pool.label, ecolor=INK, capsize=1.5)
         axes.axhline(1, color=INK, linewidth=0.8)
         axes.set(xlabel="workload", ylabel="speedup, prompts included (x)", xticks=range(len(workloads)), xticklabels=workloads)
@@ -257,9 +257,9 @@ def _shown(found: Sequence[Pool]) -> list[Pool]:
         return drafted
     chosen = []
     for method in _methods(found):
-        mine = [pool for pool in drafted if pool.method == method]
-        longest = max((pool for pool in mine if isinstance(pool.k, int)), key=lambda pool: int(pool.k), default=None)
-        chosen += [pool for pool in mine if pool is longest or pool.k == "auto"]
+        own = [pool for pool in drafted if pool.method == method]
+        longest = max((pool for pool in own if isinstance(pool.k, int)), key=lambda pool: int(pool.k), default=None)
+        chosen += [pool for pool in own if pool is longest or pool.k == "auto"]
     return chosen[: len(COLOURS)]
 
 

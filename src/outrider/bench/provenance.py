@@ -77,7 +77,7 @@ def commit() -> str | None:
     """
     folder = Path(__file__).parent
     try:
-        asked = {
+        answers = {
             what: subprocess.run(
                 ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=5, check=True
             ).stdout
@@ -88,7 +88,7 @@ def commit() -> str | None:
         }
     except (OSError, subprocess.SubprocessError):
         return None
-    return asked["head"].strip() + ("+" if asked["changes"].strip() else "")
+    return answers["head"].strip() + ("+" if answers["changes"].strip() else "")
 
 
 def device_name(device: Any) -> str:

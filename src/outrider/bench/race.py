@@ -31,9 +31,9 @@ def engine_for(llm: LLM, proposer: Proposer, policy: LengthPolicy) -> Engine:
     runner, tokenizer = llm.runner, llm.tokenizer
     make_detokenizer = DetokenizerFactory(tokenizer) if tokenizer is not None else None
     scheduler = Scheduler(1, runner.max_len, sorted(eos_token_ids(runner, tokenizer)), make_detokenizer)
-    asked = llm.speculation
-    grammar_drafts = uses_grammar_drafts(asked)
-    return Engine(runner, proposer, build_verifiers(asked), policy, scheduler, asked.same_text, grammar_drafts)
+    speculation = llm.speculation
+    grammar_drafts = uses_grammar_drafts(speculation)
+    return Engine(runner, proposer, build_verifiers(speculation), policy, scheduler, speculation.same_text, grammar_drafts)
 
 
 @dataclass

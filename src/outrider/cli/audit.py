@@ -76,7 +76,7 @@ class OutputOptions:
 
 
 @with_groups
-def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions, sampling: SamplingOptions) -> int:
+def command(*, options: AuditOptions, output: OutputOptions, models: ModelOptions, sampling: SamplingOptions) -> int:
     """Certify that output is statistically indistinguishable from plain decoding's; exit code 0 if so, else 3.
 
     Deliberately wrong verifiers run in the same way and must be caught, otherwise the certificate is void. --same-text tests
@@ -88,18 +88,18 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
 
     check_outputs({"--out": output.out, "--html": output.html})
     lengths = parse_list(
-        "--num-draft-tokens", asked.num_draft_tokens or ("1,3,5,8" if models.same_text else "4"), _parse_length
+        "--num-draft-tokens", options.num_draft_tokens or ("1,3,5,8" if models.same_text else "4"), _parse_length
     )
-    batches = parse_list("--batch", asked.batch or ("1,4" if models.same_text else str(MAX_BATCH)), int)
+    batches = parse_list("--batch", options.batch or ("1,4" if models.same_text else str(MAX_BATCH)), int)
     if min(batches) < 1:
         raise OutriderError("invalid --batch: expected integers of at least 1")
     if not models.same_text and (len(lengths) > 1 or len(batches) > 1 or output.resume):
         raise OutriderError("--resume, and several values of --num-draft-tokens or --batch, require --same-text")
     params = sampling.params(max_tokens=64, seed=0, temperature=0.8 if models.same_text else 1.0)
     drafts = resolve(models, MethodOptions()).get("drafts") or {}
-    names = methods_in(asked.method or AUTO, lambda: auto_method(models, drafts))
+    names = methods_in(options.method or AUTO, lambda: auto_method(models, drafts))
     methods = chosen_methods(names)
-    texts = read_prompts(asked, models.same_text)
+    texts = read_prompts(options, models.same_text)
     llm = load(
         replace(models, draft=None),
         MethodOptions(method="plain"),
@@ -113,9 +113,9 @@ def command(*, asked: AuditOptions, output: OutputOptions, models: ModelOptions,
     missing = [name for name in reasons if ALL not in names or name in names]
     if missing:
         raise OutriderError(f"{missing[0]}: {reasons[missing[0]]}")
-    if asked.batch is None and not models.same_text:
+    if options.batch is None and not models.same_text:
         batches = (min(MAX_BATCH, texts_in_memory(llm, max(map(len, prompts)) + params.max_tokens)),)
-    run = Run(llm, asked, output, lengths, batches, prompts, params, models, verifier, proposers, reasons)
+    run = Run(llm, options, output, lengths, batches, prompts, params, models, verifier, proposers, reasons)
     return run.same_text() if models.same_text else run.certificates()
 
 
@@ -124,7 +124,7 @@ class Run:
     """State of one audit run."""
 
     llm: LLM
-    asked: AuditOptions
+    options: AuditOptions
     output: OutputOptions
     lengths: tuple[int, ...]
     batches: tuple[int, ...]
@@ -142,8 +142,8 @@ class Run:
         from outrider.audit.rig import Rig, Way
         from outrider.audit.sampling import Question
 
-        asked, seed, started = self.asked, self.params.seed, perf_counter()
-        alpha = asked.alpha / max(len(self.proposers), 1)  # Bonferroni: --alpha holds for the whole audit
+        options, seed, started = self.options, self.params.seed, perf_counter()
+        alpha = options.alpha / max(len(self.proposers), 1)  # Bonferroni: --alpha holds for the whole audit
         found: list[dict[str, Any]] = []
         is_over = False
         rig = Rig(self.llm.runner, self.batches[0])
@@ -151,8 +151,8 @@ class Run:
             with progress() as report:
                 for name, proposer in self.proposers.items():
                     k = min(self.lengths[0], proposer.max_drafts)
-                    sure = {"alpha": alpha, "power": asked.power, "tv": asked.tv}
-                    question = Question(self.prompts, self.params, k, **sure, seed=seed or 0, max_samples=asked.max_samples)
+                    sure = {"alpha": alpha, "power": options.power, "tv": options.tv}
+                    question = Question(self.prompts, self.params, k, **sure, seed=seed or 0, max_samples=options.max_samples)
                     way = Way(proposer, self.verifier, k)
                     try:
                         found.append(document(audit(rig, name, way, question, report(name))))
@@ -259,14 +259,14 @@ class Run:
         Console(soft_wrap=True).print(view)
 
 
-def read_prompts(asked: AuditOptions, is_grid: bool) -> list[Any]:
+def read_prompts(options: AuditOptions, is_grid: bool) -> list[Any]:
     """Read the prompts before a model is loaded, so that errors are reported early."""
     from outrider.audit.prompts import PROMPTS
     from outrider.bench.workloads import Prompt, from_file
 
-    num_prompts = asked.num_prompts or (None if is_grid else len(PROMPTS))
-    if asked.prompts:
-        return [prompt for path in asked.prompts for prompt in from_file(path, num_prompts)]
+    num_prompts = options.num_prompts or (None if is_grid else len(PROMPTS))
+    if options.prompts:
+        return [prompt for path in options.prompts for prompt in from_file(path, num_prompts)]
     return [Prompt("audit", text) for text in PROMPTS][:num_prompts]
 
 

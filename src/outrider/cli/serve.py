@@ -166,9 +166,9 @@ def serve_elsewhere(
     engine = ENGINES.get(elsewhere.engine or "")()
     known = joined(Plan() if plan is None else Plan.read(plan), *drafting, limits)
     command = find_command(engine, elsewhere.engine_python)
-    asked = wanted(known, check_source)
-    folder = working_folder(engine, asked, elsewhere.own_code)
-    export = write(engine, asked, folder, elsewhere.own_code)
+    deployment = wanted(known, check_source)
+    folder = working_folder(engine, deployment, elsewhere.own_code)
+    export = write(engine, deployment, folder, elsewhere.own_code)
     given = {"host": listening.host, "port": listening.port, "served-model-name": listening.name}
     more = [part for name, value in given.items() if value is not None for part in (f"--{name}", str(value))]
     become([*command, *export.options, *more, *passed], folder, export)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from outrider.search import Question, Search
     from outrider.search.choice import Choice
-    from outrider.search.traffic import Asked, Text
+    from outrider.search.traffic import Text, TrafficRequest
 
 TRAFFIC, SEARCH, OUTPUT = "The traffic", "The search", "Output"
 PLAN = "plan.toml"
@@ -92,7 +92,7 @@ class OutputOptions:
 def command(
     *,
     traffic: TrafficOptions,
-    asked: SearchOptions,
+    options: SearchOptions,
     output: OutputOptions,
     models: ModelOptions,
     sampling: SamplingOptions,
@@ -110,11 +110,11 @@ def command(
     from outrider.search.traffic import encoded
 
     output.check()
-    question = read_question(asked)
+    question = read_question(options)
     drafts = resolve(models, MethodOptions()).get("drafts", {})
-    methods = chosen_methods(methods_in(asked.method, lambda: auto_method(models, drafts)))
+    methods = chosen_methods(methods_in(options.method, lambda: auto_method(models, drafts)))
     prompts = read_traffic(traffic, sampling)
-    check_drafts(asked)
+    check_drafts(options)
     llm = load(
         replace(models, draft=None),
         MethodOptions(method="plain"),
@@ -122,11 +122,11 @@ def command(
         compile=models.compile or "always",
     )
     texts = encoded(llm.tokenizer, prompts, llm.runner.max_len)
-    journal = Journal(output.journal, fingerprint(models, asked, question, texts), output.resume)
+    journal = Journal(output.journal, fingerprint(models, options, question, texts), output.resume)
     speculation = replace(llm.speculation, draft=models.draft)
     verifier = build_verifiers(speculation)[0]
     proposers, reasons = fitting_proposers(speculation, llm.runner, llm.tokenizer, methods, verifier)
-    missing = [name for name in reasons if name in split_methods(asked.method)]
+    missing = [name for name in reasons if name in split_methods(options.method)]
     if missing:
         raise OutriderError(f"{missing[0]}: {reasons[missing[0]]}")
     try:
@@ -176,22 +176,24 @@ def plan_values(models: ModelOptions, chosen: Choice, search: Search) -> dict[st
     return {name: value for name, value in given.items() if value is not None}
 
 
-def read_question(asked: SearchOptions) -> Question:
+def read_question(options: SearchOptions) -> Question:
     """Return the search space. Raises ``OutriderError`` for invalid lengths and batch sizes."""
     from outrider.search import Question
 
-    batches = parse_list("--batch", asked.batch, int)
+    batches = parse_list("--batch", options.batch, int)
     lengths = (
-        Question.lengths if asked.num_draft_tokens is None else parse_list("--num-draft-tokens", asked.num_draft_tokens, int)
+        Question.lengths
+        if options.num_draft_tokens is None
+        else parse_list("--num-draft-tokens", options.num_draft_tokens, int)
     )
     if min(batches) < 1 or min(lengths) < 1:
         raise OutriderError(
             "invalid --batch or --num-draft-tokens: expected integers of at least 1 (auto and plain decoding always run)"
         )
-    return Question(lengths, batches, asked.repeat)
+    return Question(lengths, batches, options.repeat)
 
 
-def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions) -> list[Asked]:
+def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions) -> list[TrafficRequest]:
     """Read the prompts before a model is loaded, so that errors are reported early."""
     from outrider.search.traffic import read_builtin, read_file
 
@@ -204,22 +206,22 @@ def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions) -> list[Ask
     return read_builtin(parse_list("--workloads", traffic.workloads, str), traffic.num_prompts, defaults)
 
 
-def check_drafts(asked: SearchOptions) -> None:
+def check_drafts(options: SearchOptions) -> None:
     """Raise ``OutriderError`` for an invalid draft folder, before loading."""
     from outrider.cli.session import check_source
 
-    for method in split_methods(asked.method):
+    for method in split_methods(options.method):
         for option, value in split_method(method)[1].items():
             if option.rpartition(".")[2] == "draft" and "/" in value:
                 check_source(value)
 
 
-def fingerprint(models: ModelOptions, asked: SearchOptions, question: Question, texts: Sequence[Text]) -> dict[str, Any]:
+def fingerprint(models: ModelOptions, options: SearchOptions, question: Question, texts: Sequence[Text]) -> dict[str, Any]:
     """Return all inputs that the results depend on."""
     traffic = repr([(text.prompt, text.params) for text in texts])
     return {
         "models": asdict(models),
-        "methods": asked.method,
+        "methods": options.method,
         "k": list(question.lengths),
         "batch": list(question.batches),
         "repeat": question.repeat,

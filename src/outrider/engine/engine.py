@@ -136,11 +136,11 @@ class Engine:
         if self._forced is not None:
             self._forced.look(batch.context)
         lengths = self._lengths(batch)
-        k, asked = max(lengths), batch.context
+        k, requested = max(lengths), batch.context
         if lengths.count(k) < len(lengths):
-            asked = asked.limited(lengths)
+            requested = requested.limited(lengths)
         if k:
-            batch = Batch(batch.entries, self._prefill_drafts(asked))
+            batch = Batch(batch.entries, self._prefill_drafts(requested))
             k = k if max(batch.context.limits) > 0 else 0
         try:
             result = run_round(batch, k, self._parts)
@@ -148,7 +148,7 @@ class Engine:
             if len(batch.entries) == 1:
                 return [self._fail(batch.entries[0], failure.__cause__)]
             return self._isolate(batch, k, failure)
-        return self._settle(batch, result, asked)
+        return self._settle(batch, result, requested)
 
     def _lengths(self, batch: Batch) -> list[int]:
         """Return K for each request: its own, or the policy's.
@@ -183,16 +183,16 @@ class Engine:
                 emissions += self._settle(alone, result)
         return emissions
 
-    def _settle(self, batch: Batch, result: RoundResult, asked: Context | None = None) -> list[Emission]:
-        """Record a round and return its emissions. ``asked``: the context with the requested K, None if no policy chose it."""
+    def _settle(self, batch: Batch, result: RoundResult, requested: Context | None = None) -> list[Emission]:
+        """Record a round and return its emissions. ``requested``: the context with the requested K; None in reruns."""
         self._guard.keep_hidden(result)
         ended = [entry.request.request_id for entry in batch.entries if entry.finish_reason is not None]
         if ended:
             self._retire(ended)
         is_prefill = batch.is_prefill
         round_, origins = self._ledger.record(result, self._clock.take(), is_prefill)
-        if asked is not None:
-            self.policy.observe(asked, round_, is_prefill)
+        if requested is not None:
+            self.policy.observe(requested, round_, is_prefill)
         emissions = [self._emission(entry, b, result, origins[b]) for b, entry in enumerate(batch.entries)]
         if is_prefill:
             for entry in batch.entries:

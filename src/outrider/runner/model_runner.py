@@ -172,17 +172,17 @@ class ModelRunner:
         if proposal.partial_pass is not None and not is_tree:
             states, span = self._continued(proposal.partial_pass, context.request_ids, tokens, hidden)
         width = 1 + proposal.num_nodes
-        laid = self.layouts.chain(tokens, rows, bases, least=max(first) + width)
+        packed = self.layouts.chain(tokens, rows, bases, least=max(first) + width)
         if is_tree:
-            laid = self.layouts.tree(laid, proposal, [len(text) for text in pending])
+            packed = self.layouts.tree(packed, proposal, [len(text) for text in pending])
         # No logits before the roots; padding has logits only to limit the number of shapes.
-        roots = [start + at for start, at in zip(laid.starts, first, strict=True)]
+        roots = [start + at for start, at in zip(packed.starts, first, strict=True)]
         counts = [width if self.layouts.is_padded else 1 + n for n in lens]
         places = self.layouts.places(roots, counts)
-        given = laid.ids if states is None else laid.join(states)
-        logits, found = self.passes.run(given, laid.layout, hidden, places, span)
+        given = packed.ids if states is None else packed.join(states)
+        logits, found = self.passes.run(given, packed.layout, hidden, places, span)
         self._round = _Round(context.request_ids, [base + at for base, at in zip(bases, first, strict=True)], is_tree)
-        own = (context.request_ids, laid.starts, [len(text) for text in tokens])
+        own = (context.request_ids, packed.starts, [len(text) for text in tokens])
         if self.layouts.is_padded:  # a captured graph overwrites it
             found = {index: states.clone() for index, states in found.items()}
         whole = {index: self._read.whole(index, states, *own) for index, states in found.items()}

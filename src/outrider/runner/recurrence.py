@@ -307,5 +307,5 @@ def _bound(kind: type[nn.Module]) -> type[nn.Module] | None:
     return type(kind.__name__, (kind,), {"forward": own, "outrider_bound": True, "__module__": kind.__module__})
 
 
-def _in_a_pass(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **options: (theirs if _active is None else ours)(*args, **options)
+def _in_a_pass(own: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **options: (original if _active is None else own)(*args, **options)

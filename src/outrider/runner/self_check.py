@@ -103,9 +103,9 @@ def _cached_logits(model: PreTrainedModel, cache: KVCache, layouts: Layouts, tex
             # The ring of recurrent layers must still hold the state before the rejected tokens.
             extra = [min(more, cache.states.slots - 1) for more in spare]
             fed = [part + wrong[stop : stop + more] for part, stop, more in zip(parts, stops, extra, strict=False)]
-            laid = layouts.chain(fed, rows, list(starts[: len(rows)]))
+            packed = layouts.chain(fed, rows, list(starts[: len(rows)]))
             lens = [len(part) for part in parts]
-            logits, _ = passes.run(laid.ids, laid.layout, (), layouts.places(laid.starts, lens))
+            logits, _ = passes.run(packed.ids, packed.layout, (), layouts.places(packed.starts, lens))
             for start, part in zip(starts, logits.float().split(lens), strict=False):
                 found.append((f"{what}, {len(part)} tokens from {start} on", start, part))
     finally:

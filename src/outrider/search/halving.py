@@ -71,10 +71,10 @@ def standing(measured: Measurements, labels: Sequence[str], groups: Sequence[Gro
     variance = 0.0
     batches = sorted({group.batch for group in groups})
     for batch in batches:
-        mine = [group for group in groups if group.batch == batch]
-        seconds = measured.seconds(everyone, mine)
+        of_batch = [group for group in groups if group.batch == batch]
+        seconds = measured.seconds(everyone, of_batch)
         logs += np.log(seconds[0].sum() / seconds.sum(1)) / len(batches)
-        variance += (noise(seconds) / len(batches)) ** 2 / len(mine)
+        variance += (noise(seconds) / len(batches)) ** 2 / len(of_batch)
     speedups = {label: float(np.exp(logs[1 + i])) for i, label in enumerate(labels)}
     ranked = dict(sorted(speedups.items(), key=lambda each: -each[1]))
     return Standing(ranked, CONFIDENCE * sqrt(2 * variance))

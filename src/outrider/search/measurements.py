@@ -65,9 +65,9 @@ class Measurements:
         values: list[float] = []
         intervals: list[Interval | None] = []
         for batch in sorted({group.batch for group in groups}):
-            mine, theirs = self.seconds([label, base], [group for group in groups if group.batch == batch])
-            values.append(float(theirs.sum() / mine.sum()))
-            intervals.append(speedup_interval(_timings(mine), _timings(theirs)))
+            own, baseline = self.seconds([label, base], [group for group in groups if group.batch == batch])
+            values.append(float(baseline.sum() / own.sum()))
+            intervals.append(speedup_interval(_timings(own), _timings(baseline)))
         known = [interval for interval in intervals if interval is not None and min(interval) > 0]
         if len(known) < len(intervals):
             return Ratio(geometric_mean(values), None)

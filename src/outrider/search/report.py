@@ -176,9 +176,9 @@ def _picture(found: Mapping[str, Any]) -> Plot:
 
     def draw(axes: Any) -> None:
         for index, method in enumerate(methods):
-            mine = [row for row in found["candidates"] if row["method"] == method and isinstance(row["k"], int)]
-            mine.sort(key=lambda row: row["k"])
-            lengths, speedups = [row["k"] for row in mine], [row["speedup"] for row in mine]
+            of_method = [row for row in found["candidates"] if row["method"] == method and isinstance(row["k"], int)]
+            of_method.sort(key=lambda row: row["k"])
+            lengths, speedups = [row["k"] for row in of_method], [row["speedup"] for row in of_method]
             axes.plot(lengths, speedups, "o-", color=COLOURS[index % len(COLOURS)], label=method)
         axes.axhline(1, color=INK, linewidth=0.8)
         axes.set(xlabel="K, drafts requested per round", ylabel="speedup over plain decoding")

@@ -25,7 +25,7 @@ VLLM_ALL_TOKENS = -1  # top_k that keeps all tokens in vLLM and other servers
 
 
 @dataclass(frozen=True)
-class Asked:
+class TrafficRequest:
     """One prompt of the traffic with its sampling settings."""
 
     prompt: Prompt
@@ -46,7 +46,7 @@ class Text:
         return replace(self.params, max_tokens=len(self.output), ignore_eos=True, stop=(), stop_token_ids=())
 
 
-def read_file(path: Path, most: int, defaults: SamplingParams) -> list[Asked]:
+def read_file(path: Path, most: int, defaults: SamplingParams) -> list[TrafficRequest]:
     """Read ``most`` prompts of a JSONL file or of a request log, spread evenly over it.
 
     A line has a format of ``bench.workloads.from_file``, or is the body of an OpenAI request, alone or under ``"body"``. Its
@@ -55,23 +55,23 @@ def read_file(path: Path, most: int, defaults: SamplingParams) -> list[Asked]:
     """
     found = spread(entries(path, unwrap=_body), most)
     seeded = [replace(defaults, seed=_seed(defaults, index)) for index in range(len(found))]
-    return [Asked(prompt, settings(item, params)) for (prompt, item), params in zip(found, seeded, strict=True)]
+    return [TrafficRequest(prompt, settings(item, params)) for (prompt, item), params in zip(found, seeded, strict=True)]
 
 
-def read_builtin(workloads: Sequence[str], most: int, defaults: SamplingParams) -> list[Asked]:
+def read_builtin(workloads: Sequence[str], most: int, defaults: SamplingParams) -> list[TrafficRequest]:
     """Return ``most`` built-in prompts, in turn from each workload. Raises ``OutriderError`` for an unknown workload."""
     kinds = [builtin(workload) for workload in workloads]
     turns = [kind[turn] for turn in range(max(map(len, kinds))) for kind in kinds if turn < len(kind)]
-    return [Asked(prompt, replace(defaults, seed=_seed(defaults, i))) for i, prompt in enumerate(turns[:most])]
+    return [TrafficRequest(prompt, replace(defaults, seed=_seed(defaults, i))) for i, prompt in enumerate(turns[:most])]
 
 
-def encoded(tokenizer: PreTrainedTokenizerBase | None, asked: Sequence[Asked], max_len: int) -> list[Text]:
+def encoded(tokenizer: PreTrainedTokenizerBase | None, requests: Sequence[TrafficRequest], max_len: int) -> list[Text]:
     """Tokenize prompts. A prompt that is too long for the context keeps its end.
 
     Raises ``OutriderError`` without a tokenizer, and for a prompt without tokens.
     """
     texts = []
-    for number, each in enumerate(asked, start=1):
+    for number, each in enumerate(requests, start=1):
         room = max_len - each.params.max_tokens - 1
         if room < 1:
             raise OutriderError(

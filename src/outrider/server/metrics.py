@@ -38,7 +38,7 @@ class Metrics:
         )
         self._here = here
 
-    def asked(self, num_prompt_tokens: int) -> None:
+    def count_prompt(self, num_prompt_tokens: int) -> None:
         self._prompt_tokens.inc(num_prompt_tokens)
 
     def ended(self, reason: str) -> None:

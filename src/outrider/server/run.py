@@ -92,10 +92,10 @@ def log_json() -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    ours = logging.getLogger("outrider")
-    ours.handlers.clear()  # remove the plain-text handler used while loading
-    ours.propagate = True
-    ours.setLevel(logging.INFO)
+    package = logging.getLogger("outrider")
+    package.handlers.clear()  # remove the plain-text handler used while loading
+    package.propagate = True
+    package.setLevel(logging.INFO)
 
 
 def listen(host: str, port: int) -> socket.socket:

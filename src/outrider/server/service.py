@@ -62,8 +62,8 @@ class Service:
         """Handle ``POST /v1/completions``."""
         given, call = body.prompts(), _call(http)
         answer = CompletionAnswer("cmpl-" + call.request_id, self.config.name, self._tokens, [])
-        asked = _Asked(body.max_tokens, body.logprobs, len(given) * body.n, lambda: self._prompts.encode(given, call.client))
-        return await self._answer(body, http, asked, answer)
+        parts = _Parts(body.max_tokens, body.logprobs, len(given) * body.n, lambda: self._prompts.encode(given, call.client))
+        return await self._answer(body, http, parts, answer)
 
     async def chat(self, body: ChatBody, http: Request) -> Response:
         """Handle ``POST /v1/chat/completions``."""
@@ -71,8 +71,8 @@ class Service:
         answer = ChatAnswer("chatcmpl-" + call.request_id, self.config.name, self._tokens, [])
         max_tokens = body.max_completion_tokens or body.max_tokens or self.llm.runner.max_len
         messages = [message.plain() for message in body.messages]
-        asked = _Asked(max_tokens, body.num_logprobs(), body.n, lambda: self._prompts.chat(messages, call.client))
-        return await self._answer(body, http, asked, answer)
+        parts = _Parts(max_tokens, body.num_logprobs(), body.n, lambda: self._prompts.chat(messages, call.client))
+        return await self._answer(body, http, parts, answer)
 
     def start(self) -> None:
         """Start threads and processes for the running event loop."""
@@ -119,20 +119,20 @@ class Service:
         """Run slow work, and all work with the tokenizer, in the helper thread instead of the event loop."""
         return await _in_thread(self._aside_thread, work)
 
-    async def _answer(self, body: SamplingFields, http: Request, asked: _Asked, answer: Answer) -> Response:
+    async def _answer(self, body: SamplingFields, http: Request, parts: _Parts, answer: Answer) -> Response:
         """Prepare the prompts, queue them and return the response, whole or as a stream."""
-        self._check(body, asked.num_sequences)
+        self._check(body, parts.num_sequences)
         call = _call(http)
         deadline = call.arrived + self.config.request_timeout
-        with self.bridge.room(asked.num_sequences, call.client):
+        with self.bridge.room(parts.num_sequences, call.client):
             left = max(deadline - monotonic(), 0.0)
-            prepared = await _unless_disconnected(http, self._prepared(body, asked, call), left)
+            prepared = await _unless_disconnected(http, self._prepared(body, parts, call), left)
             if prepared is None:
                 return Response(status_code=CLOSED)
             prompts, params = prepared
             samples = self._samples(body, prompts, params, answer)
             stream = self.bridge.submit(samples, deadline, call.client)
-        self.metrics.asked(sum(map(len, prompts)))
+        self.metrics.count_prompt(sum(map(len, prompts)))
         if self._record is not None:
             self._aside_thread.submit(self._record.add, body)
         watched = Watched(stream, answer, call, self.metrics, params)
@@ -140,13 +140,13 @@ class Service:
             return EventStream(watched, body.stream_options or StreamOptions())
         return await _whole(watched, http)
 
-    async def _prepared(self, body: SamplingFields, asked: _Asked, call: Call) -> tuple[list[list[int]], SamplingParams]:
+    async def _prepared(self, body: SamplingFields, parts: _Parts, call: Call) -> tuple[list[list[int]], SamplingParams]:
         """Return the token ids and sampling parameters; tokenization and grammar run in workers."""
-        prompts = await asked.encode()
+        prompts = await parts.encode()
         grammar = await self._grammars.get(body.schema_asked, call.client) if body.is_json else None
-        if asked.logprobs is not None:
+        if parts.logprobs is not None:
             await self._aside(self._tokens.load)
-        return prompts, body.params(asked.max_tokens, asked.logprobs, grammar)
+        return prompts, body.params(parts.max_tokens, parts.logprobs, grammar)
 
     def _samples(
         self, body: SamplingFields, prompts: list[list[int]], params: SamplingParams, answer: Answer
@@ -168,7 +168,7 @@ class Service:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Parts:
     """Parts of a call that are common to both kinds of completion."""
 
     max_tokens: int

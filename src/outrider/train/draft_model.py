@@ -98,8 +98,8 @@ def copy_layers(target: PreTrainedModel, draft: PreTrainedModel, layers: Sequenc
     """Copy target layer ``layers[i]`` to draft layer i, and everything outside the layers."""
     for small, index in zip(decoder_layers(draft), layers, strict=True):
         small.load_state_dict(decoder_layers(target)[index].state_dict())
-    theirs = target.state_dict(keep_vars=True)
+    of_target = target.state_dict(keep_vars=True)
     own = {id(tensor) for tensor in decoder_layers(draft).state_dict(keep_vars=True).values()}
     for name, tensor in draft.state_dict(keep_vars=True).items():
-        if id(tensor) not in own and name in theirs and theirs[name].shape == tensor.shape:
-            tensor.copy_(theirs[name])
+        if id(tensor) not in own and name in of_target and of_target[name].shape == tensor.shape:
+            tensor.copy_(of_target[name])

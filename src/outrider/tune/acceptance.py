@@ -12,14 +12,14 @@ PRIOR_WEIGHT = 4.0  # weight, in rounds, of another temperature's counts as a pr
 
 @dataclass(slots=True)
 class Acceptance:
-    """Decaying counts by position: drafts reached and accepted; rounds asked and with drafts.
+    """Decaying counts by position: drafts reached and accepted; rounds requested and with drafts.
 
     Decay is implemented by growing the weight of new counts.
     """
 
     reached: list[float]
     accepted: list[float]
-    asked: float = 0.0
+    requested: float = 0.0
     made: float = 0.0
     unit: float = 1.0
 
@@ -29,9 +29,9 @@ class Acceptance:
 
     def as_prior(self) -> Acceptance:
         """Return the same rates with less weight, as a prior."""
-        scale = min(PRIOR_WEIGHT / max(self.asked, self.unit), 1 / self.unit)
+        scale = min(PRIOR_WEIGHT / max(self.requested, self.unit), 1 / self.unit)
         reached, accepted = ([count * scale for count in counts] for counts in (self.reached, self.accepted))
-        return Acceptance(reached, accepted, self.asked * scale, self.made * scale)
+        return Acceptance(reached, accepted, self.requested * scale, self.made * scale)
 
     def fade(self, memory: float) -> None:
         """Reduce the weight of the counts so far."""
@@ -39,12 +39,12 @@ class Acceptance:
         if self.unit > 1e9:
             self.reached = [count / self.unit for count in self.reached]
             self.accepted = [count / self.unit for count in self.accepted]
-            self.asked, self.made, self.unit = self.asked / self.unit, self.made / self.unit, 1.0
+            self.requested, self.made, self.unit = self.requested / self.unit, self.made / self.unit, 1.0
 
     def add(self, num_drafts: int, num_accepted: int) -> None:
         """Count a round."""
         unit = self.unit
-        self.asked += unit
+        self.requested += unit
         if num_drafts:
             self.made += unit
         for i in range(min(num_accepted + 1, num_drafts, len(self.reached))):
@@ -69,4 +69,4 @@ class Acceptance:
     def made_rate(self, expected: float) -> float:
         """Return the share of rounds in which the proposer had a draft."""
         weight = EXPECTED_WEIGHT * self.unit
-        return (weight * expected + self.made) / (weight + self.asked)
+        return (weight * expected + self.made) / (weight + self.requested)
