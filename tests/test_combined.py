@@ -202,13 +202,14 @@ def test_two_names_joined_by_a_plus_make_one_method():
     assert proposer.name == joint.name == "suffix+ngram"
     assert not joint.takes_draft and PROPOSERS.get("suffix+draft").takes_draft
     assert proposer.auto_drafts == PROPOSERS.get("suffix").proposer.auto_drafts
-    assert PROPOSERS.get("suffix+ngram+draft").name == "suffix+ngram+draft"
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         ("suffix+nonsense", {}, "unknown method 'nonsense'; known: plain"),
+        ("suffix+ngram+draft", {}, "invalid combination 'suffix.ngram.draft': expected two different methods"),
+        ("draft+draft", {}, "invalid combination 'draft.draft'"),
         ("suffix+ngram", {"min_match": 3}, "no option min_match; it has min_first"),
         ("suffix+ngram", {"suffix.n": 3}, "no option n; it has min_match"),
         ("suffix+ngram", {"draft.n": 3}, "invalid option 'draft.n' of suffix.ngram: expected suffix.option or ngram.option"),

@@ -271,6 +271,17 @@ def test_a_truncated_file_is_rejected_wherever_it_is_cut(unread, tmp_path):
         assert "cut.gguf: the file is truncated or damaged" in refusal(cut), length
 
 
+def test_a_list_longer_than_the_file_is_rejected_at_once(unread, tmp_path):
+    whole, damaged = tmp_path / "model.gguf", tmp_path / "damaged.gguf"
+    gguf_files.write(whole, gguf_files.make_model("llama"), KINDS["Q8_0"])
+    data = bytearray(whole.read_bytes())
+    name = b"tokenizer.ggml.tokens"
+    at = data.index(name) + len(name) + 8  # after the codes of a list and of its elements
+    data[at : at + 8] = (1 << 60).to_bytes(8, "little")
+    damaged.write_bytes(data)
+    assert "damaged.gguf: the file is truncated or damaged" in refusal(damaged)
+
+
 def test_tensors_that_do_not_belong_to_the_model_are_named(tmp_path):
     path, model = tmp_path / "model.gguf", gguf_files.make_model("qwen3")
 

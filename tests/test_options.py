@@ -47,6 +47,12 @@ def test_values_of_any_type_are_normalised_or_rejected_in_one_line(config, name,
     assert not isinstance(taken, (np.generic, np.ndarray, torch.Tensor, list))
 
 
+def test_an_error_is_one_line_of_bounded_length_whatever_it_quotes():
+    message = str(OutriderError("invalid name 'a\nb': " + "x" * 5000 + "; rename it"))
+    assert len(message) < 700 and "\n" not in message
+    assert message.startswith("invalid name 'a b': xx") and message.endswith("xx; rename it")
+
+
 def test_a_single_stop_string_is_not_split_into_characters():
     assert SamplingParams(stop="END").stop == ("END",)
     assert SamplingParams(stop=["END", "\n\n"]).stop == ("END", "\n\n")

@@ -1,9 +1,17 @@
-"""Write files so that readers never see half of one."""
+"""Paths as users write them, and files that readers never see half of."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+
+def expanded(source: str | Path) -> Path:
+    """Return the path with the home folder for ``~`` or ``~user``, unchanged if there is none."""
+    try:
+        return Path(source).expanduser()
+    except RuntimeError:
+        return Path(source)
 
 
 def write_whole(path: Path, text: str) -> None:

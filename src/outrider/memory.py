@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from outrider.errors import OutriderError
+from outrider.files import expanded
 
 GROUPS = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 60  # control groups version 1 report a larger number if there is no limit
@@ -63,7 +64,7 @@ def on_this_machine(source: str | Path) -> Path | None:
     """Return a local folder, or the folder of a hub id in the download cache; None otherwise."""
     from huggingface_hub import constants, try_to_load_from_cache
 
-    path = Path(source).expanduser()
+    path = expanded(source)
     if str(source) and path.is_dir():
         return path
     try:

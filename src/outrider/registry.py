@@ -36,6 +36,8 @@ class Registry:
         """Return the entry of a name. Raises ``OutriderError``, which lists the known names, for an unknown one."""
         first, plus, second = name.partition("+")
         if plus and self._joint is not None:
+            if first == second or "+" in second:
+                raise OutriderError(f"invalid combination {name!r}: expected two different methods, such as suffix+draft")
             return _imported(self._joint)(self.get(first), self.get(second))
         if name not in self._entries:
             raise OutriderError(f"unknown {self.kind} {name!r}; known: {', '.join(self._entries)}")

@@ -232,6 +232,10 @@ WRONG = {
         "tensors that this kind of head does not have: .*, the first odd",
     ),
     "no d2t": (lambda folder: rewrite(folder, lambda t: t.pop("d2t")), "drafts 23 of 40 tokens, but the mapping d2t"),
+    "flat fc": (
+        lambda folder: rewrite(folder, lambda t: t.update({"fc.weight": t["fc.weight"].flatten()})),
+        "fc.weight has shape .*, expected 2 dimensions",
+    ),
     "no fc": (lambda folder: rewrite(folder, lambda t: t.pop("fc.weight")), "not an EAGLE head: fc.weight"),
     "shape": (lambda folder: break_config(folder, intermediate_size=64), r"has shape \[48, 32\], expected \[64, 32\]"),
     "layers": (

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from outrider.cli.options import ModelOptions
 from outrider.errors import OutriderError
 from outrider.family import TARGET
+from outrider.files import expanded
 
 
 def inflate_target(models: ModelOptions, size: str | None) -> tuple[ModelOptions, dict[str, Any]]:
@@ -18,7 +18,7 @@ def inflate_target(models: ModelOptions, size: str | None) -> tuple[ModelOptions
         return models, {}
     from outrider.bench.inflate import inflated
 
-    source = Path(models.target or TARGET).expanduser()
+    source = expanded(models.target or TARGET)
     if not source.is_dir():
         raise OutriderError("--inflate requires a target in a local folder: download it first and give its folder")
     folder = inflated(source, size)

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -17,6 +16,7 @@ from outrider.cli.console import show_notices, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, read_option, values_given
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
+from outrider.files import expanded
 from outrider.method_text import split_method
 from outrider.options import declared
 from outrider.registry import AUTO, PROPOSERS, VERIFIERS
@@ -105,7 +105,7 @@ def check_source(model: str | None) -> None:
     """Raise ``OutriderError`` unless ``model`` is a folder or a hub id. A local folder disables hub access."""
     if model is None:
         return
-    path = Path(model).expanduser()
+    path = expanded(model)
     if path.is_dir():
         if not (path / "config.json").is_file() and not list(path.glob("*.gguf")):
             raise OutriderError(f"{model} is not a model folder: config.json is missing")
@@ -152,7 +152,7 @@ def load(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
     arguments = resolve(models, methods) | more
     named = [value for value in split_method(methods.method or "")[1].values() if "/" in value]
     if not models.download_draft and all(
-        source is None or Path(source).expanduser().is_dir() for source in (models.target, models.draft, *named)
+        source is None or expanded(source).is_dir() for source in (models.target, models.draft, *named)
     ):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # local folders need no network
     with loading(f"loading {models.target or 'the embedded models'}"):

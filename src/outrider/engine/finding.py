@@ -15,6 +15,7 @@ from typing import Any
 
 from huggingface_hub import constants, snapshot_download
 
+from outrider.files import expanded
 from outrider.memory import on_this_machine, size, weight_files
 from outrider.method_text import join_method
 from outrider.proposers.method import MethodSpec
@@ -141,7 +142,7 @@ def target_files(source: object) -> TargetFiles | None:
 
     Configs of a hub id that is not in the cache are downloaded, because the target itself will be.
     """
-    if not isinstance(source, (str, Path)) or Path(source).expanduser().is_file():
+    if not isinstance(source, (str, Path)) or expanded(source).is_file():
         return None
     try:
         folder = on_this_machine(source) or Path(snapshot_download(str(source), allow_patterns=["*.json"]))

@@ -14,7 +14,7 @@ from typing import Any
 
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
-from outrider.files import write_whole
+from outrider.files import expanded, write_whole
 from outrider.method_text import with_drafts
 from outrider.options import Option, declared
 from outrider.runner.config import RunnerConfig
@@ -81,13 +81,13 @@ def served_name(target: str | None) -> str:
     """Return the model name for clients: the folder's last part, the hub id, or outrider for the embedded model."""
     if target is None:
         return "outrider"
-    path = Path(target).expanduser()
+    path = expanded(target)
     return path.resolve().name if path.is_dir() else target
 
 
 def located(source: str) -> str:
     """Return the absolute path of a local folder, so that a plan or an export works from any directory; a hub id as it is."""
-    path = Path(source).expanduser()
+    path = expanded(source)
     return str(path.resolve()) if path.is_dir() else source
 
 

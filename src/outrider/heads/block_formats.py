@@ -22,6 +22,7 @@ from outrider.heads.checkpoint import (
     BLOCK,
     LAYER_KEYS,
     TargetSizes,
+    check_dims,
     check_sections,
     count_numbered,
     fill,
@@ -114,11 +115,11 @@ def _check_kind(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source
 
 def _check_weights(tensors: Mapping[str, Tensor], source: str) -> None:
     """Raise ``OutriderError`` if tensors that determine sizes are missing, have a wrong shape, or are quantised."""
-    for name, num_dims in (("fc.weight", 2), ("hidden_norm.weight", 1), ("layers.0.self_attn.q_norm.weight", 1)):
-        if name not in tensors:
-            raise OutriderError(f"{source} is not a block drafter: {name} is missing")
-        if tensors[name].dim() != num_dims:
-            raise OutriderError(f"{source}: {name} has shape {list(tensors[name].shape)}, expected {num_dims} dimensions")
+    dims = {"fc.weight": 2, "hidden_norm.weight": 1, "layers.0.self_attn.q_norm.weight": 1}
+    missing = next((name for name in dims if name not in tensors), None)
+    if missing is not None:
+        raise OutriderError(f"{source} is not a block drafter: {missing} is missing")
+    check_dims(tensors, dims, source)
     refuse_quantised(tensors, source, MAPPINGS)
 
 

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from outrider.files import expanded
 from outrider.types import OutriderError, first_line
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ MTP = DraftKind(
 
 def find_folder(source: str | Path) -> Path:
     """Return a local folder, or the download of a hub id. Raises ``OutriderError`` if there is none."""
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.is_dir() or (path.is_file() and path.suffix in SUFFIXES):
         return path
     if path.exists() or str(source).startswith((".", "/", "~")) or str(source).count("/") != 1:
@@ -113,7 +114,7 @@ def folder_of(source: object) -> Path:
 
 def kinds_of(folder: Path) -> list[DraftKind]:
     """Return the kinds of draft in a local folder, by tensor names; empty if unknown."""
-    folder = folder.expanduser()
+    folder = expanded(folder)
     try:
         names = list(tensor_names(folder))
     except Exception:  # broken files are reported when they are loaded
@@ -265,10 +266,19 @@ def check_sections(config: Mapping[str, Any], sections: Sequence[str], source: o
             raise OutriderError(f"{source}: {key} in config.json must be an object, got a {type(config[key]).__name__}")
 
 
+def check_dims(tensors: Mapping[str, Tensor], dims: Mapping[str, int], source: object) -> None:
+    """Raise ``OutriderError`` if a tensor that determines sizes has another number of dimensions. Missing ones pass."""
+    for name, num_dims in dims.items():
+        if name in tensors and tensors[name].dim() != num_dims:
+            raise OutriderError(f"{source}: {name} has shape {list(tensors[name].shape)}, expected {num_dims} dimensions")
+
+
 def made(make: Callable[[], Head], source: object) -> Head:
     """Return the head that ``make`` builds from a checkpoint's config. Raises ``OutriderError`` if that fails."""
     try:
         return make()
+    except OutriderError:
+        raise
     except KeyError as error:  # from transformers' tables
         raise OutriderError(f"{source}: unknown activation or rotary type {error} in config.json") from error
     except Exception as error:  # invalid values raise many kinds of exceptions

@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 
 from outrider.heads.checkpoint import (
     LAYER_KEYS,
+    check_dims,
     check_sections,
     count_numbered,
     fill,
@@ -51,6 +52,7 @@ def load(source: str | Path, num_layers: int, vocab_size: int, target_hidden_siz
     layer = config.get("transformer_layer_config") or config.get("model") or config
     if "fc.weight" not in tensors:
         raise OutriderError(f"{source} is not an EAGLE head: fc.weight is missing")
+    check_dims(tensors, {"fc.weight": 2, "embed_tokens.weight": 2, "lm_head.weight": 2}, source)
     if layer.get("model_type", "llama") not in LLAMA_LIKE:
         raise OutriderError(f"unsupported layers {layer['model_type']} in {source}: only Llama layers can be loaded")
     check_sizes(f"{source}/config.json", layer)

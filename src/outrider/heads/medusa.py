@@ -17,7 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from outrider.heads.checkpoint import TargetSizes, check_ids, count_numbered, fill, find_folder, read_folder, write_folder
+from outrider.heads.checkpoint import (
+    TargetSizes,
+    check_dims,
+    check_ids,
+    count_numbered,
+    fill,
+    find_folder,
+    read_folder,
+    write_folder,
+)
 from outrider.types import IMPOSSIBLE_LOGIT, OutriderError
 
 Accuracies = tuple[tuple[float, ...], ...]  # [head][rank]: probability that the candidate of that rank is the target's token
@@ -104,6 +113,7 @@ def load(source: str | Path, vocab_size: int) -> tuple[MedusaHeads, Accuracies |
     first = tensors.get("lm_heads.0.weight")
     if first is None:
         raise OutriderError(f"{source} has no lm_heads.0.weight")
+    check_dims(tensors, {"lm_heads.0.weight": 2}, source)
     mapped, size = "token_map" in tensors, first.shape[0]
     if not mapped and size != vocab_size:
         raise OutriderError(

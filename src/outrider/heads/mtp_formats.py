@@ -23,6 +23,7 @@ from outrider.heads.checkpoint import (
     fill,
     find_folder,
     kinds_of,
+    made,
     read_config,
     read_folder,
     refuse_quantised,
@@ -76,7 +77,7 @@ def load(source: str | Path, target: ModelRunner) -> MtpHead:
     own_embedding = has_own_table(found, "embed_tokens.weight", target.model.get_input_embeddings())
     own_output = has_own_table(found, "lm_head.weight", target.model.get_output_embeddings())
     layer = body.layer_for(any(".experts." in name for name in found))
-    head = MtpHead(body, layer, own_embedding, own_output)
+    head = made(lambda: MtpHead(body, layer, own_embedding, own_output), source)
     head.check_fit(target)
 
     def named(name: str) -> str:

@@ -14,12 +14,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from outrider import native
+from outrider.files import expanded
 from outrider.memory import weight_files
 from outrider.runner import gguf_codes
 from outrider.runner.linear import PackedEmbedding, PackedLinear
@@ -39,6 +41,18 @@ UNDERSTOOD = re.compile(
 PART = re.compile(r"-\d{5}-of-\d{5}$")  # end of the name of a split file's part
 
 
+def _bounded(reader: Any) -> Any:
+    """Return the class gguf.GGUFReader with a check: it loops for hours over a damaged file's list of 2^60 texts."""
+
+    class Bounded(reader):  # type: ignore[misc]
+        def _get(self, offset: int, dtype: Any, count: int = 1, *more: Any, **options: Any) -> Any:
+            if offset + int(count) * np.dtype(dtype).itemsize > len(self.data):
+                raise ValueError("an entry of its header goes beyond the end")
+            return super()._get(offset, dtype, count, *more, **options)
+
+    return Bounded
+
+
 def find(source: object) -> Path | None:
     """Return the GGUF file of a source: the file itself, or the only one in a folder without other weights; otherwise None.
 
@@ -46,7 +60,7 @@ def find(source: object) -> Path | None:
     """
     if not isinstance(source, (str, Path)) or not str(source):
         return None
-    path = Path(source).expanduser()
+    path = expanded(source)
     files = weight_files(path)
     if not files or files[0].suffix != ".gguf":
         return None
@@ -67,7 +81,7 @@ def tokenizer_arguments(source: str | Path) -> dict[str, Any]:
 
 def _beside(source: str | Path, *names: str) -> tuple[str, ...]:
     """Return the names if the source is a folder, else none: files next to a GGUF file count only if the folder was given."""
-    return names if Path(source).expanduser().is_dir() else ()
+    return names if expanded(source).is_dir() else ()
 
 
 def load_config(source: str | Path, file: Path) -> PreTrainedConfig:
@@ -111,7 +125,7 @@ class GgufFile:
         except ImportError as error:
             raise OutriderError(f"{path} needs the package gguf: pip install 'outrider[gguf]'") from error
         try:
-            reader = reader_of(path)
+            reader = _bounded(reader_of)(path)
             fields = dict(reader.fields)
         except Exception as error:  # broken files fail in more ways than can be listed
             raise OutriderError(f"cannot read {path}: the file is truncated or damaged ({first_line(error)})") from error
