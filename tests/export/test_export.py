@@ -21,7 +21,7 @@ from transformers import Qwen3Config
 
 from outrider.cli import main
 from outrider.engine.plan import Plan
-from outrider.export.engine import SCRIPT, Export, write
+from outrider.export.engine import SCRIPT, Export, gpu_environment, write
 from outrider.export.engines import ENGINES
 from outrider.export.launch import working_folder
 from outrider.export.vllm_adapter import KEY, TextProposer
@@ -426,3 +426,18 @@ def test_the_command_writes_a_folder_and_names_its_script(
     assert vllm_settings(tmp_path / "outrider-vllm")["speculative-config"]["num_speculative_tokens"] == 7
     assert main(["export", "plan.toml", "--to", "tgi"]) == 2
     assert "known: vllm, sglang, transformers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("visible", "expected"), [("", "1"), ("2,3", "3"), ("GPU-1a, GPU-2b", "GPU-2b")])
+def test_a_gpu_is_counted_among_those_that_the_process_sees(
+    visible: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu_environment("cuda:1") == {"CUDA_VISIBLE_DEVICES": expected}
+    assert gpu_environment("cpu") == gpu_environment("cuda") == gpu_environment(None) == {}
+
+
+def test_a_gpu_that_the_process_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    with pytest.raises(OutriderError, match="invalid device cuda:1: CUDA_VISIBLE_DEVICES=2 shows 1 GPUs"):
+        gpu_environment("cuda:1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from abc import ABC, abstractmethod
@@ -71,9 +72,19 @@ class Engine(ABC):
 
 
 def gpu_environment(device: str | None) -> dict[str, str]:
-    """Return the environment that selects the GPU named by ``device``, if any."""
+    """Return the environment that selects the GPU named by ``device``, if any.
+
+    Like torch, it counts only the GPUs that ``CUDA_VISIBLE_DEVICES`` shows to this process.
+    """
     gpu = re.fullmatch(r"cuda:(\d+)", device or "")
-    return {"CUDA_VISIBLE_DEVICES": gpu[1]} if gpu else {}
+    if gpu is None:
+        return {}
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    index = int(gpu[1])
+    if visible and index >= len(visible):
+        shown = ",".join(visible)
+        raise OutriderError(f"invalid device {device}: CUDA_VISIBLE_DEVICES={shown} shows {len(visible)} GPUs to this process")
+    return {"CUDA_VISIBLE_DEVICES": visible[index] if visible else gpu[1]}
 
 
 def write(engine: Engine, wanted: Wanted, folder: Path, own_code: bool = False) -> Export:

