@@ -78,8 +78,9 @@ def weight_files(source: Path) -> list[Path]:
     """Return the weight files that are loaded from a folder (of one format only) or from a GGUF file."""
     if source.suffix == ".gguf" and source.is_file():
         return [source]
-    kinds = (sorted(source.glob(f"*{suffix}")) for suffix in (".safetensors", ".bin", ".pt", ".gguf"))
-    return next((files for files in kinds if files), [])
+    files = [file for file in source.glob("*") if file.is_file()]  # not links to files that were deleted from a cache
+    kinds = (sorted(file for file in files if file.suffix == suffix) for suffix in (".safetensors", ".bin", ".pt", ".gguf"))
+    return next((found for found in kinds if found), [])
 
 
 def refuse_too_large(source: str | Path, growth: int = 1) -> None:

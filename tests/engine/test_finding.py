@@ -249,6 +249,14 @@ def test_of_equal_sizes_the_most_similar_name_is_used(made):
     assert "Org/Model-1.2-Instruct" in chosen("Org/Model-1.1-Instruct").why
 
 
+@pytest.mark.parametrize("is_next_to", [False, True])
+def test_a_link_to_a_deleted_file_does_not_end_the_search(made, target, is_next_to):
+    """To free space, users delete files of the download cache: the links to them remain."""
+    dangling = copied(made / "draft", target.parent / "draft") if is_next_to else cached(made / "draft", "org/other-draft")
+    (dangling / "another.safetensors").symlink_to(dangling / "gone")
+    assert chosen(target).method == "draft"
+
+
 def test_without_a_drafter_the_default_method_is_used(target, said):
     llm = loaded(target)
     assert llm.proposer.name == DEFAULT_METHOD == "suffix"
