@@ -19,7 +19,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 BELOW = {
     "errors": set(),
     "lazy": set(),
-    "options": {"errors"},
+    "options": {"errors", "files"},
     "sampling_params": {"errors", "options"},
     "types": {"errors", "sampling_params"},
     "method_text": {"errors"},

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from outrider.errors import OutriderError
+from outrider.files import expanded
 
 OPTION = "option"  # key of an Option in a field's metadata
 MODELS, METHOD, SAMPLING, LISTEN, LIMITS = "Models", "Drafts", "Sampling", "Listening", "Limits"  # headings of the help
@@ -366,13 +367,15 @@ def has(*names: str) -> Callable[[Any], bool]:
 
 
 def path_or_text(value: Any) -> Any:
-    """Convert a path-like object to ``Path``, because libraries accept text and ``Path`` only. Raises TypeError for bytes."""
-    if isinstance(value, (str, Path)):
-        return value
-    text = fspath(value)
+    """Convert a path-like object to ``Path``, because libraries accept text and ``Path`` only, and expand ``~``, which they
+    do not. Raises TypeError for bytes.
+    """
+    text = value if isinstance(value, str) else fspath(value)
     if not isinstance(text, str):
         raise TypeError("a path of bytes")
-    return Path(text)
+    if text.startswith("~"):
+        text = str(expanded(text))
+    return text if isinstance(value, str) else Path(text)
 
 
 def _check_bounds(number: float, at_least: float | None, at_most: float | None) -> None:

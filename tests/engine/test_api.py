@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shutil
 import sys
 from contextlib import closing
 from dataclasses import MISSING, fields
@@ -275,3 +276,15 @@ def test_warmup_prepares_the_requested_number_of_drafts(folder, monkeypatch, giv
     llm.warmup()
     assert asked == [(most, 1)]
     assert Proposal.empty(1).num_nodes == 0
+
+
+@pytest.mark.parametrize("method", ["draft", "draft:draft=~/models/target"])
+def test_paths_may_begin_with_the_home_folder(folder, tmp_path, monkeypatch, method):
+    """Shells expand ~ only at the beginning of a word, and Python and plans not at all."""
+    copied = shutil.copytree(folder, tmp_path / "models" / "target")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    draft = "~/models/target" if method == "draft" else None
+    llm = LLM("~/models/target", draft=draft, method=method, tokenizer="~/models/target", compile="never")
+    assert llm.runner.name == str(copied) and llm.proposer.name == "draft"
+    with pytest.raises(OutriderError, match="~nobody-of-this-name"):
+        LLM("~nobody-of-this-name/model")

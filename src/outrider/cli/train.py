@@ -13,6 +13,7 @@ from outrider.cli.console import show_notices
 from outrider.cli.options import flag, parse_list, with_groups
 from outrider.errors import OutriderError
 from outrider.family import TARGET
+from outrider.options import path_or_text
 
 if TYPE_CHECKING:
     from outrider.train.runs import Bench, HeadPlan
@@ -304,7 +305,7 @@ def bench_of(text: TextOptions, out: Path) -> Bench:
         from outrider.engine.config import load_tokenizer
         from outrider.runner import ModelRunner, RunnerConfig
 
-        target = text.target or TARGET
+        target = path_or_text(text.target or TARGET)
         return Bench(ModelRunner.load(target, RunnerConfig(max_batch=16)), load_tokenizer(target), work, source)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from outrider.heads.checkpoint import MODEL, DraftKind, kinds_of
-from outrider.options import Flag, Kind, Number, Option, Whole
+from outrider.options import Flag, Kind, Number, Option, Whole, path_or_text
 from outrider.proposers.base import Proposer
 from outrider.proposers.portable import Portable
 from outrider.types import Finding, OutriderError
@@ -139,7 +139,7 @@ def chosen_draft(method: MethodSpec, named: object, general: object, drafts: Map
     if source is None:
         source = drafts.get(method.own_draft or "")
     elif isinstance(source, str):
-        source = drafts.get(source, source)
+        source = drafts.get(source, path_or_text(source))
     if source is None and method.comes_with_target:
         return None
     if source is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,8 @@ def regenerate(
     """
     if not 1 <= prompt_len < rows.shape[1]:
         raise OutriderError(f"rows of {rows.shape[1]} tokens leave nothing to generate after prompts of {prompt_len}")
-    if temperature < 0:
-        raise OutriderError(f"invalid temperature {temperature:g}: expected 0 (greedy) or above")
+    if not 0 <= temperature < math.inf:
+        raise OutriderError(f"invalid temperature {temperature:g}: expected a finite number, at least 0 (greedy)")
     how = {"prompt length": prompt_len, "temperature": temperature, "seed": seed, "batch": runner.max_batch}
     claim(folder / "text.json", {"target": fingerprint(runner), "text": digest(rows), **how})
     written: list[Tensor] = []
