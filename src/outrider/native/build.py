@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Event, Lock
 from time import monotonic, sleep
 from typing import IO
 
@@ -35,6 +36,7 @@ FLAGS = (
     *("-fPIC", "-fvisibility=hidden"),
 )
 _running: dict[subprocess.Popen[bytes], IO[str]] = {}  # commands and their standard errors
+_lock, _is_exiting = Lock(), Event()
 
 
 def find_compiler() -> list[str] | None:
@@ -96,10 +98,14 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
             while waiting or _running:
                 while waiting and len(_running) < (os.cpu_count() or 1):
                     errors = files.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
-                    process = subprocess.Popen(waiting.pop(0), stdout=subprocess.DEVNULL, stderr=errors)
-                    _running[process] = errors
-                for process in [each for each in _running if each.poll() is not None]:
-                    output = _running.pop(process)
+                    with _lock:
+                        if _is_exiting.is_set():
+                            raise InterruptedError("this process ends")
+                        _running[subprocess.Popen(waiting.pop(0), stdout=subprocess.DEVNULL, stderr=errors)] = errors
+                for process in [each for each in list(_running) if each.poll() is not None]:
+                    output = _running.pop(process, None)
+                    if output is None:  # killed, because this process ends
+                        continue
                     if process.returncode:
                         output.seek(0)
                         raise subprocess.CalledProcessError(process.returncode, process.args, stderr=output.read())
@@ -110,13 +116,20 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
             _end()
 
 
-@atexit.register
 def _end() -> None:
     """Kill the commands that still run."""
-    while _running:
-        process, _ = _running.popitem()
-        process.kill()
-        process.wait()
+    with _lock:
+        while _running:
+            process, _ = _running.popitem()
+            process.kill()
+            process.wait()
+
+
+@atexit.register
+def _exit() -> None:
+    """Kill the commands of a thread that does not end with this process, and let it start no others."""
+    _is_exiting.set()
+    _end()
 
 
 def first_line(error: Exception) -> str:
