@@ -130,6 +130,27 @@ def test_methods_learn_the_acceptance_of_their_heads(home, head, temperature):
         assert llm.stats.faults == 0
 
 
+def test_a_head_output_that_is_nan_pauses_only_its_request(home, monkeypatch):
+    options = {"compile": "never", "device": "cpu", "num_draft_tokens": 3, "max_batch": 2}
+    prompts, params = [[5, 6, 7], [9, 8, 7, 6]], SamplingParams(max_tokens=12, ignore_eos=True)
+    expected = LLM(home / "target", method="plain", **options).generate(prompts, params)
+    llm = LLM(home / "target", method=f"eagle:draft={home / 'eagle3'}", **options)
+    extend, calls = llm.engine.proposer.head.extend, []
+
+    def broken(ids, *args):
+        out = extend(ids, *args).clone()
+        calls.append(list(ids))
+        if len(calls) == 2:
+            out[0] = math.nan
+        return out
+
+    monkeypatch.setattr(llm.engine.proposer.head, "extend", broken)
+    found = llm.generate(prompts, params)
+    assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in expected]
+    assert [each.outputs[0].stats.faults for each in found] == [1, 0]
+    assert calls[1] == ["r0", "r1"] and all(ids == ["r1"] for ids in calls[2:]) and len(calls) > 3
+
+
 @pytest.mark.parametrize(
     "options", [{"acceptance": (0.5, True)}, {"acceptance": (math.nan,)}, {"acceptance": (1.5,)}, {"acceptance": ()}]
 )

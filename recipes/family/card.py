@@ -100,8 +100,8 @@ def speculation(report: dict[str, Any]) -> str:
             "## Speculation",
             "",
             f"On the target's own greedy text after {found['prompts']} held-out function signatures "
-            f"({found['positions']} positions), the draft's greedy token equals the target's at **{found['draft_agreement']:.1%}** "
-            "of the positions; on the greedy "
+            f"({found['positions']} positions), the draft's greedy token equals the target's at "
+            f"**{found['draft_agreement']:.1%}** of the positions; on the greedy "
             f"continuations of our fifty signatures at {report['own_signatures']['draft_agreement']:.1%}. "
             f"Mean acceptance length of greedy speculation on that text: {lengths}.",
             "",

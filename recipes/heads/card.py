@@ -55,7 +55,8 @@ def card(name: str, measured: dict[str, Any], end: dict[str, Any], rows: int, si
     parts = [
         f"# Model card: {name}\n",
         f"{what} It drafts for the embedded target in `../target` and for no other model: `--method {method}`. Licence and"
-        " sources of the text: as the target's (`../MODEL_CARD.md`). The prompts of our measurements are not part of the text.\n",
+        " sources of the text: as the target's (`../MODEL_CARD.md`). The prompts of our measurements are not part of the"
+        " text.\n",
         f"Made by `python -m recipes.heads one {name}`; this card too. {size / 1e6:.1f} MB, bfloat16.\n",
         "## Training\n",
         f"{rows} rows of {SEQ_LEN} tokens, written by the target after {PROMPT_LEN} tokens of training text, greedily and at"

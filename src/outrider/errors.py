@@ -10,14 +10,19 @@ MAX_MESSAGE = 600  # characters of a message, which may quote a config or a file
 class OutriderError(Exception):
     """A mistake of the user, explained in one line. The command line prints it and exits with code 2.
 
-    Line breaks become spaces, and of a longer message than ``MAX_MESSAGE`` the middle is left out: quoted values may have any
-    length, and what to do about them is said at the end.
+    Line breaks become spaces. A message longer than ``MAX_MESSAGE`` loses its middle: a quoted value may have any length, and
+    the advice is at the end.
     """
 
     def __init__(self, message: str) -> None:
-        line = " ".join(str(message).split())
+        line = one_line(message)
         half = MAX_MESSAGE // 2
         super().__init__(line if len(line) <= MAX_MESSAGE else f"{line[:half]} ... {line[-half:]}")
+
+
+def one_line(text: str) -> str:
+    """Replace line breaks and repeated spaces by single spaces."""
+    return " ".join(text.split())
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""Paths as users write them, and files that readers never see half of."""
+"""Expand paths that users write, and write files atomically."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def expanded(source: str | Path) -> Path:
-    """Return the path with the home folder for ``~`` or ``~user``, unchanged if there is none."""
+    """Return the path with ``~`` or ``~user`` replaced by the home folder; unchanged if there is no such user."""
     try:
         return Path(source).expanduser()
     except RuntimeError:

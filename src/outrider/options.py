@@ -15,7 +15,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Protocol
 
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, one_line
 from outrider.files import expanded
 
 OPTION = "option"  # key of an Option in a field's metadata
@@ -99,7 +99,7 @@ def check(config: Any) -> None:
 def shown(value: object) -> str:
     """Format a value for an error message: its repr on one line, shortened."""
     try:
-        text = " ".join(repr(value).split())
+        text = one_line(repr(value))
     except Exception:  # repr fails for integers of more than 4300 digits and for partly initialised objects
         text = f"of type {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:60]}... (type {type(value).__name__})"
@@ -367,8 +367,9 @@ def has(*names: str) -> Callable[[Any], bool]:
 
 
 def path_or_text(value: Any) -> Any:
-    """Convert a path-like object to ``Path``, because libraries accept text and ``Path`` only, and expand ``~``, which they
-    do not. Raises TypeError for bytes.
+    """Convert a path-like object to ``Path``, because libraries accept text and ``Path`` only; expand a leading ``~``.
+
+    Raises TypeError for bytes.
     """
     text = value if isinstance(value, str) else fspath(value)
     if not isinstance(text, str):

@@ -7,6 +7,7 @@ import os
 import subprocess
 import threading
 from itertools import pairwise
+from pathlib import Path
 from time import perf_counter, sleep
 
 import pytest
@@ -202,6 +203,16 @@ def test_an_intact_package_that_does_not_load_is_removed(runner, model, package,
     torch.testing.assert_close(scored(again, [[1, 2, 3]], [[4]]), expected, rtol=1e-4, atol=1e-4)
     assert not broken.exists() and "does not load" in caplog.text
     assert again.passes.is_compiled == (mode == "always")
+
+
+def test_a_package_that_does_not_load_in_a_read_only_cache_is_no_error(runner, model, package, damaged, monkeypatch, caplog):
+    content = b"not a package"
+    damaged(content, f"{package.name.split('-')[0]}-{hashlib.sha256(content).hexdigest()[:32]}.pt2")
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(PermissionError("read-only")))
+    again = load(model, "auto")
+    expected = scored(runner, [[1, 2, 3]], [[4]])
+    torch.testing.assert_close(scored(again, [[1, 2, 3]], [[4]]), expected, rtol=1e-4, atol=1e-4)
+    assert "does not load" in caplog.text
 
 
 def test_a_corrupt_package_is_replaced_if_compilation_is_requested(runner, model, package, damaged, monkeypatch):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from outrider import LLM, OutriderError, SamplingParams
 from outrider.search.traffic import read_file
 from outrider.server.app import create_app
 from outrider.server.config import ServerConfig
+from outrider.server.protocol import CompletionBody
+from outrider.server.record import Record
 
 from .served import serving
 
@@ -44,6 +48,23 @@ def test_only_the_owner_can_read_recorded_requests(load: Callable[..., LLM], tmp
     with serving(load(), record=file) as server:
         server.text("secret")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_a_slow_disk_does_not_delay_the_thread_that_records(tmp_path: Path) -> None:
+    is_fast = threading.Event()
+
+    class SlowFile(io.StringIO):
+        def flush(self) -> None:
+            assert is_fast.wait(60)
+
+    record, written = Record(tmp_path / "asked.jsonl", "mine", None), SlowFile()
+    record._file.close()
+    record._file = written
+    for prompt in ("one", "two"):
+        record.add(CompletionBody(prompt=prompt))  # returns although the disk does not answer
+    is_fast.set()
+    record._writer.shutdown()
+    assert [json.loads(line)["prompt"] for line in written.getvalue().splitlines()] == ["one", "two"]
 
 
 def test_an_unwritable_record_is_reported_at_start(plain: LLM, tmp_path: Path) -> None:

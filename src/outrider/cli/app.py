@@ -20,7 +20,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from outrider.cli.interrupts import interrupt, received, terminate
-from outrider.errors import OutriderError, is_out_of_memory
+from outrider.errors import OutriderError, is_out_of_memory, one_line
 
 # Each name is outrider.cli.<name>:command, or a group of the functions in its COMMANDS. With both, ``command`` runs when no
 # subcommand is given.
@@ -134,16 +134,12 @@ def explain(error: BaseException) -> tuple[str, int]:
     if usage is not None:
         context = getattr(error, "ctx", None)
         hint = f"; see {context.command_path} --help" if context is not None else ""
-        return _one_line(str(usage()).rstrip(".")) + hint, EXIT_USAGE
+        return one_line(str(usage()).rstrip(".")) + hint, EXIT_USAGE
     if isinstance(error, OutriderError):
-        return _one_line(str(error)), EXIT_USAGE
+        return str(error), EXIT_USAGE
     if is_out_of_memory(error):
-        return f"out of memory ({_one_line(str(error))[:120]}); try a smaller --max-len, batch or model", EXIT_INTERNAL
+        return f"out of memory ({one_line(str(error))[:120]}); try a smaller --max-len, batch or model", EXIT_INTERNAL
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename}" if error.filename else ""
         return f"{error.strerror}{where} (--debug shows where)", EXIT_INTERNAL
-    return f"{type(error).__name__}: {_one_line(str(error))[:300]} (--debug shows where)", EXIT_INTERNAL
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return f"{type(error).__name__}: {one_line(str(error))[:300]} (--debug shows where)", EXIT_INTERNAL

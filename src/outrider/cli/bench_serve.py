@@ -167,8 +167,8 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
         file = Path(folder) / "plan.toml"
         known.write(file)
         with waiting("starting the server"):
-            checked = [] if models.self_check else ["--no-self-check"]  # plans have no such key
-            url = stack.enter_context(own_server([str(file), *checked]))
+            flags = [] if models.self_check else ["--no-self-check"]  # plans have no such key
+            url = stack.enter_context(own_server([str(file), *flags]))
         yield url
 
 

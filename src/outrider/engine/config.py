@@ -13,6 +13,7 @@ from outrider import family
 from outrider.engine.finding import Choice, choices
 from outrider.engine.options import Speculation, is_tokenizer
 from outrider.engine.policy import POLICIES, FixedLength, LengthPolicy
+from outrider.errors import one_line
 from outrider.memory import on_this_machine
 from outrider.method_text import split_method
 from outrider.options import declared
@@ -177,7 +178,7 @@ def in_one_line(failure: Exception) -> str:
     if isinstance(failure, OutriderError):
         return str(failure)
     logger.debug("a method cannot be used", exc_info=failure)
-    return " ".join(f"{type(failure).__name__}: {failure}".split())[:300]
+    return one_line(f"{type(failure).__name__}: {failure}")[:300]
 
 
 def build_verifiers(speculation: Speculation) -> tuple[Verifier, Verifier]:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     ModelSource = str | Path | PreTrainedModel
     TokenizerSource = str | Path | PreTrainedTokenizerBase
 
-# The attributes of proposers in use, all of which the base class provides except ``propose``.
-PROPOSER = (
+# Attributes that the engine reads from a proposer. The base class provides all except ``propose``.
+PROPOSER_ATTRIBUTES = (
     *("name", "needs_hidden", "drafts_trees", "max_drafts", "auto_drafts", "drafts_ahead", "reads_text_only", "memory"),
     *("propose", "prefill", "fork", "commit", "release", "retire", "warmup", "num_nodes"),
 )
@@ -114,7 +114,7 @@ class Speculation:
         in_plan=True,
     )
     proposer: Proposer | None = option(
-        Objects("a Proposer, made from a subclass of outrider.Proposer", has(*PROPOSER)),
+        Objects("a Proposer, made from a subclass of outrider.Proposer", has(*PROPOSER_ATTRIBUTES)),
         None,
         "Custom proposer, instead of a method.",
     )

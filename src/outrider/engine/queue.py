@@ -12,6 +12,15 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
+MAX_HELD_PER_FREE = 3  # places that a client may hold per free place: a single client gets three quarters of them
+
+
+def exceeds_share(client: str, num_held: int, num_free: int) -> bool:
+    """Return whether a client must leave the free places to others (dynamic thresholds: Choudhury, Hahne 1998).
+
+    An empty name is not limited.
+    """
+    return bool(client) and num_held >= MAX_HELD_PER_FREE * num_free
 
 
 @dataclass(slots=True, eq=False)
@@ -54,14 +63,15 @@ class FairQueue(Generic[Item]):
 
     def serve(self, item: Item) -> None:
         """Remove an item because it is served now."""
-        served = next(place for place in self._waiting if place.item is item)
+        served = self._place(item)
+        assert served is not None
         self._time = served.start
         self._waiting.remove(served)
         self._ends = {client: end for client, end in self._ends.items() if end > self._time} if self._waiting else {}
 
     def remove(self, item: Item) -> None:
         """Remove an item, if it waits, without serving it: its client's later items wait as if it had never been queued."""
-        gone = next((place for place in self._waiting if place.item is item), None)
+        gone = self._place(item)
         if gone is None:
             return
         self._waiting.remove(gone)
@@ -70,3 +80,6 @@ class FairQueue(Generic[Item]):
                 place.start = max(self._time, place.start - gone.cost)
         self._waiting.sort(key=_Place.rank)
         self._ends[gone.client] = self._ends.get(gone.client, 0.0) - gone.cost
+
+    def _place(self, item: Item) -> _Place[Item] | None:
+        return next((place for place in self._waiting if place.item is item), None)

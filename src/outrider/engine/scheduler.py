@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from outrider.engine.detokenizer import Detokenizer, DetokenizerFactory, StopScanner
-from outrider.engine.queue import FairQueue
+from outrider.engine.queue import FairQueue, exceeds_share
 from outrider.types import BatchSampler, Context, OutriderError, Request
-
-MAX_HELD_PER_FREE = 3  # batch places that a client may hold per free place: a single client gets three quarters of the batch
 
 
 class State(Enum):
@@ -112,8 +110,7 @@ class Scheduler:
     def admit(self, fits: Callable[[Entry], bool]) -> list[Entry]:
         """Move waiting requests to free places, in order, until one does not fit.
 
-        A named client holds at most ``MAX_HELD_PER_FREE`` places per free place, so that a call with many samples leaves
-        room for other clients (dynamic thresholds: Choudhury, Hahne 1998).
+        A call with many samples leaves room for other clients (``exceeds_share``).
         """
         admitted: list[Entry] = []
         if len(self.running) == self.max_batch or not len(self.waiting):
@@ -121,7 +118,7 @@ class Scheduler:
         held = Counter([entry.client for entry in self.running])
         for entry in list(self.waiting):
             num_free = self.max_batch - len(self.running)
-            if num_free and entry.client and held[entry.client] >= MAX_HELD_PER_FREE * num_free:
+            if num_free and exceeds_share(entry.client, held[entry.client], num_free):
                 continue  # keep the free places for clients that hold fewer
             source = self.find(entry.fork_of) if entry.fork_of else None
             if source is not None and source.state is not State.DECODE:

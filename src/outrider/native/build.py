@@ -28,7 +28,8 @@ SECONDS = 25.0  # approximate compile time of the library
 FAILURES = (subprocess.SubprocessError, OSError, ValueError)  # what ``find_compiler`` and ``library`` raise
 FOLDER = Path(__file__).parent
 UNITS = ("linear", "blocks", "operators", "attention", "sampling", "recurrence", "threads")  # the slowest to compile first
-TIMEOUT, POLL = 600.0, 0.02  # seconds for all units, and between two looks at the running ones
+TIMEOUT = 600.0  # seconds for all units
+POLL = 0.02  # seconds between checks of the running compilers
 # -ffp-contract=off: otherwise compilers fuse a product and a sum in one copy of a function and not in another (GCC avoids
 # chains of fused additions on AMD CPUs), and a row's bits would depend on the copy that computes it.
 FLAGS = (
@@ -36,7 +37,8 @@ FLAGS = (
     *("-fPIC", "-fvisibility=hidden"),
 )
 _running: dict[subprocess.Popen[bytes], IO[str]] = {}  # commands and their standard errors
-_lock, _is_exiting = Lock(), Event()
+_lock = Lock()  # guards _running: the interpreter's exit and the thread that builds both change it
+_is_exiting = Event()
 
 
 def find_compiler() -> list[str] | None:
@@ -96,21 +98,19 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
     with ExitStack() as files:
         try:
             while waiting or _running:
-                while waiting and len(_running) < (os.cpu_count() or 1):
-                    errors = files.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
-                    with _lock:
-                        if _is_exiting.is_set():
-                            raise InterruptedError("this process ends")
+                with _lock:
+                    if _is_exiting.is_set():
+                        raise InterruptedError("this process ends")
+                    while waiting and len(_running) < (os.cpu_count() or 1):
+                        errors = files.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
                         _running[subprocess.Popen(waiting.pop(0), stdout=subprocess.DEVNULL, stderr=errors)] = errors
-                for process in [each for each in list(_running) if each.poll() is not None]:
-                    output = _running.pop(process, None)
-                    if output is None:  # killed, because this process ends
-                        continue
-                    if process.returncode:
-                        output.seek(0)
-                        raise subprocess.CalledProcessError(process.returncode, process.args, stderr=output.read())
-                if monotonic() > deadline:
-                    raise subprocess.TimeoutExpired(next(iter(_running)).args, TIMEOUT)
+                    for process in [each for each in _running if each.poll() is not None]:
+                        output = _running.pop(process)
+                        if process.returncode:
+                            output.seek(0)
+                            raise subprocess.CalledProcessError(process.returncode, process.args, stderr=output.read())
+                    if _running and monotonic() > deadline:
+                        raise subprocess.TimeoutExpired(next(iter(_running)).args, TIMEOUT)
                 sleep(POLL)
         finally:
             _end()
@@ -127,7 +127,7 @@ def _end() -> None:
 
 @atexit.register
 def _exit() -> None:
-    """Kill the commands of a thread that does not end with this process, and let it start no others."""
+    """Kill the commands of a daemon thread, and prevent it from starting more."""
     _is_exiting.set()
     _end()
 

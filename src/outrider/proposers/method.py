@@ -98,8 +98,7 @@ def _read(value: Any, hint: Any) -> Any:
 
     Commas separate values of a tuple, slashes the rows of a tuple of tuples: ``0.6,0.2/0.5,0.1``.
     """
-    kinds = _kinds(hint)
-    inner = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple), None)
+    kinds, inner = _kinds(hint), _element(hint)
     if inner is not None and isinstance(value, (list, tuple)):
         return tuple(_read(each, inner) for each in value)
     if not isinstance(value, str) or str in kinds:
@@ -115,8 +114,7 @@ def _read(value: Any, hint: Any) -> Any:
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
     """Return the value of an option, or of an element of its tuple. Raises ``OutriderError`` for another type."""
-    kinds = _kinds(hint)
-    inner = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple), None)
+    kinds, inner = _kinds(hint), _element(hint)
     if inner is not None and isinstance(value, tuple):
         return tuple(_checked(name, each, inner) for each in value)
     found = next((KINDS[base] for kind in kinds if (base := get_origin(kind) or kind) in KINDS), None)
@@ -126,6 +124,11 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
 def _kinds(hint: Any) -> tuple[Any, ...]:
     """Return the alternatives of a type hint."""
     return get_args(hint) if get_origin(hint) is not tuple and get_args(hint) else (hint,)
+
+
+def _element(hint: Any) -> Any:
+    """Return the type of a tuple's elements, None for other hints."""
+    return next((get_args(kind)[0] for kind in _kinds(hint) if get_origin(kind) is tuple), None)
 
 
 def chosen_draft(method: MethodSpec, named: object, general: object, drafts: Mapping[str, object]) -> object:

@@ -42,7 +42,10 @@ PART = re.compile(r"-\d{5}-of-\d{5}$")  # end of the name of a split file's part
 
 
 def _bounded(reader: Any) -> Any:
-    """Return the class gguf.GGUFReader with a check: it loops for hours over a damaged file's list of 2^60 texts."""
+    """Return a subclass of gguf.GGUFReader that rejects header entries beyond the end of the file.
+
+    Without the check, reading a damaged list length such as 2^60 takes hours.
+    """
 
     class Bounded(reader):  # type: ignore[misc]
         def _get(self, offset: int, dtype: Any, count: int = 1, *more: Any, **options: Any) -> Any:

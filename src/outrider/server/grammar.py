@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from outrider.engine.scheduler import MAX_HELD_PER_FREE
+from outrider.engine.queue import exceeds_share
 from outrider.server import schemas
 from outrider.server.bridge import Busy, Stopping
 from outrider.server.pool import WorkerPool
@@ -119,7 +119,7 @@ class Grammars:
         known = self._kept.get(text)
         if known is not None and known.refusal is not None:  # an output exceeded a limit
             del self._kept[text]
-            if text != ANY_OBJECT:  # which everybody may use: it is compiled again
+            if text != ANY_OBJECT:  # everybody's grammar is compiled again instead
                 self._remember_refusal(text, known.refusal)
             known = None
         if text in self._refused:
@@ -140,10 +140,10 @@ class Grammars:
         return await asyncio.shield(self._under_way[text][0])  # other calls may await the same task
 
     def _check_room(self, client: Client) -> None:
-        """Raise ``Busy`` if no place is free, or if this client holds too many, as in ``Scheduler.admit``."""
+        """Raise ``Busy`` if no place is free, or if this client already holds its share."""
         holders = [*self._in_memory.values(), *(turn for _, turn in self._under_way.values())]
         num_free = MAX_GRAMMARS - len(holders)
-        if num_free <= 0 or (client.turn and holders.count(client.turn) >= MAX_HELD_PER_FREE * num_free):
+        if num_free <= 0 or exceeds_share(client.turn, holders.count(client.turn), num_free):
             raise Busy(1)
 
     async def _made(self, text: str, client: Client) -> TokenGrammar:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 class Record:
     """Append request bodies to a file, one prompt per line. Not thread-safe.
 
-    A thread of its own writes: the thread with the tokenizer, which calls ``add``, must not wait for a slow disk.
+    A separate thread writes, so that the tokenizer's thread, which calls ``add``, does not wait for a slow disk.
     """
 
     def __init__(self, file: Path, model: str, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -35,7 +35,7 @@ class Record:
             raise OutriderError(f"cannot write --record {file}: {error.strerror}") from error
 
     def add(self, body: SamplingFields) -> None:
-        """Write a request soon. If writing fails, log a warning; the response is not affected."""
+        """Queue a request for writing. If writing fails, log a warning; the response is not affected."""
         self._writer.submit(self._write, [json.dumps(line, ensure_ascii=False) + "\n" for line in self._lines(body)])
 
     def _write(self, lines: Sequence[str]) -> None:

@@ -12,7 +12,8 @@ PRIOR_WEIGHT = 4.0  # weight, in rounds, of another temperature's counts as a pr
 
 @dataclass(slots=True)
 class Acceptance:
-    """Decaying counts by position: drafts reached and accepted; rounds requested and with drafts.
+    """Decaying counts by position: drafts reached and accepted; rounds in which drafts were
+    requested, and rounds with drafts.
 
     Decay is implemented by growing the weight of new counts.
     """
