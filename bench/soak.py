@@ -86,11 +86,12 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
 def serve(args: argparse.Namespace) -> None:
     """Main function of the server process. Its proposer raises or returns invalid proposals every few seconds."""
     from outrider import LLM, Proposal
+    from outrider.cli.serve import MAX_BATCH
     from outrider.server.config import KeyRing, ServerConfig
     from outrider.server.run import listen, log_json
     from outrider.server.run import serve as run
 
-    llm = LLM(args.target, max_batch=16, prefix_cache=True, **options(args))
+    llm = LLM(args.target, max_batch=MAX_BATCH, prefix_cache=True, **options(args))
     propose, last, kinds = llm.proposer.propose, [time.monotonic()], itertools.cycle((0, 1))
 
     def faulty(context: Any, k: int) -> Proposal:

@@ -249,15 +249,25 @@ def test_a_cancelled_request_costs_its_client_no_turn():
     first, second, third = "a0", "a1", "a2"
     for item in (first, second, third):
         waiting.push(item, "a", 0, cost=100)
-    waiting.push("b", "b", 0, cost=1)
-    waiting.push("b later", "b", 0, cost=1)
+    waiting.push("b", "b", 0, cost=101)
+    waiting.push("b later", "b", 0, cost=10)
     for _ in range(2):  # the second time nothing happens
         waiting.remove(first)
         assert list(waiting) == ["a1", "b", "b later", "a2"]
     waiting.remove(second)
     waiting.remove(third)
     waiting.push("a3", "a", 0, cost=100)
-    assert list(waiting) == ["b", "a3", "b later"]
+    assert list(waiting) == ["a3", "b", "b later"]
+
+
+def test_a_large_request_of_a_new_client_waits_for_small_ones():
+    waiting = FairQueue()
+    waiting.push("a0", "a", 0, cost=10)
+    waiting.serve("a0")
+    waiting.push("large", "new", 0, cost=400)
+    for number in range(30):
+        waiting.push(f"a{number + 1}", "a", 0, cost=20)
+    assert list(waiting).index("large") == 19  # 20 times 20 tokens, of which the last has the same end
 
 
 # --- with models ------------------------------------------------------------------------------------------------------------

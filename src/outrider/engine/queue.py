@@ -1,7 +1,8 @@
 """Fair queue: higher priorities first; within a priority clients take turns, weighted by the work they request.
 
-Start-time fair queueing (Goyal, Vin, Cheng 1996): a client with large requests waits longer than one with small requests, and
-idle clients accumulate no credit. With one client it is first come, first served.
+Self-clocked fair queueing (Golestani 1994): each item has a virtual time at which its client will have received it, and the
+earliest is served first. A large request waits longer than a small one, also the first of a new client, and idle clients
+accumulate no credit. With one client it is first come, first served.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ class _Place(Generic[Item]):
     """A waiting item."""
 
     priority: int
-    start: float  # start tag
+    end: float  # virtual time
     number: int  # breaks ties by arrival
     item: Item
     client: str
     cost: float
 
     def rank(self) -> tuple[int, float, int]:
-        return -self.priority, self.start, self.number
+        return -self.priority, self.end, self.number
 
 
 class FairQueue(Generic[Item]):
@@ -43,8 +44,8 @@ class FairQueue(Generic[Item]):
 
     def __init__(self) -> None:
         self._waiting: list[_Place[Item]] = []  # in the order of service
-        self._ends: dict[str, float] = {}  # client -> end tag of its last request
-        self._time = 0.0
+        self._ends: dict[str, float] = {}  # client -> virtual time at the end of its last item
+        self._time = 0.0  # virtual time at the end of the item served last
         self._count = 0
 
     def __len__(self) -> int:
@@ -56,16 +57,15 @@ class FairQueue(Generic[Item]):
 
     def push(self, item: Item, client: str, priority: int, cost: float) -> None:
         """Queue an item after the earlier ones of its client. ``cost``: its work, in one unit for all items."""
-        start = max(self._time, self._ends.get(client, 0.0))
-        self._ends[client] = start + cost
+        end = self._ends[client] = max(self._time, self._ends.get(client, 0.0)) + cost
         self._count += 1
-        insort(self._waiting, _Place(priority, start, self._count, item, client, cost), key=_Place.rank)
+        insort(self._waiting, _Place(priority, end, self._count, item, client, cost), key=_Place.rank)
 
     def serve(self, item: Item) -> None:
         """Remove an item because it is served now."""
         served = self._place(item)
         assert served is not None
-        self._time = served.start
+        self._time = served.end
         self._waiting.remove(served)
         self._ends = {client: end for client, end in self._ends.items() if end > self._time} if self._waiting else {}
 
@@ -77,7 +77,7 @@ class FairQueue(Generic[Item]):
         self._waiting.remove(gone)
         for place in self._waiting:
             if place.client == gone.client and place.number > gone.number:
-                place.start = max(self._time, place.start - gone.cost)
+                place.end = max(self._time + place.cost, place.end - gone.cost)
         self._waiting.sort(key=_Place.rank)
         self._ends[gone.client] = self._ends.get(gone.client, 0.0) - gone.cost
 
