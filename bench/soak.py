@@ -1,7 +1,7 @@
 """Load a server with many clients, cancelled streams, malformed bodies, huge prompts and a failing proposer.
 
     python bench/soak.py --minutes 30 --clients 32 --out results/soak.json
-    python bench/soak.py --minutes 45 --clients 32 --hostile 0.1 --out results/soak-hostile.json
+    python bench/soak.py --minutes 45 --clients 32 --hostile 0.1 --out results/soak-alternating.json
 
 With ``--hostile`` others make calls designed to stall or break the server (``hostile.py``), as that share of all calls, in two
 of every three minutes. None may make the server fail, and the clients' first tokens may come at most 1.5 times as late (95th
