@@ -132,6 +132,26 @@ def test_padded_vocabularies_of_either_model_are_supported(target_vocab, tempera
     drafting.check()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_with_a_token_that_the_draft_lacks_has_no_drafts(temperature):
+    drafting = Drafting(target_vocab=96, temperature=temperature)
+    drafting.requests[1].token_ids[2] = 80  # a padding row of the target's embedding
+    assert drafting.propose(3).lens.tolist() == [3, 0, 3]
+    assert drafting.proposer.prefill(drafting.requests) == [True, True, True]
+    drafting.proposer.release([request.request_id for request in drafting.requests])
+    drafting.requests[1].token_ids[2] = 8
+    assert drafting.propose(3).lens.tolist() == [3, 3, 3]
+    drafting.check()
+
+
+def test_a_mask_that_leaves_only_tokens_that_the_draft_lacks_stops_nobodys_drafts():
+    drafting = Drafting(target_vocab=96)
+    for request in drafting.requests:
+        request.params = SamplingParams(temperature=0, allowed_token_ids=(80, 90))
+    assert drafting.propose(4).lens.tolist() == [4, 4, 4]
+    assert set(drafting.proposal.token_ids.flatten().tolist()) <= {80, 90}
+
+
 def test_released_requests_free_their_rows():
     drafting = Drafting(lengths=(5, 9), config=RunnerConfig(compile="never", max_batch=2))
     for turn in range(3):

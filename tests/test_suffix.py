@@ -238,7 +238,7 @@ def test_earlier_requests_are_used_only_if_enabled():
     page = list(range(20, 40))
     for proposer, expected in ((SuffixProposer(SuffixConfig(**TRUSTING)), []), (with_memory(1000), [25, 26])):
         propose(proposer, request(page, "first"))
-        proposer.release(["first", "never seen"])
+        proposer.retire(["first", "never seen"])
         assert propose(proposer, request([1, 2, *page[:5]], "second"), k=2) == [expected]
 
 
@@ -246,15 +246,22 @@ def test_tokens_committed_after_the_first_round_are_stored():
     proposer, first = with_memory(1000), request([1, 2, 3], "first")
     propose(proposer, first)
     first.token_ids += [4, 5, 6]
-    proposer.release(["first"])
+    proposer.retire(["first"])
     assert propose(proposer, request([4, 5], "second"), k=1) == [[6]]
+
+
+def test_a_request_that_is_dropped_before_its_end_is_not_stored():
+    proposer, running = with_memory(1000), request([1, 2, 3, 4, 5], "running")
+    propose(proposer, running)
+    proposer.release(["running"])  # as after a fault: the request goes on
+    assert propose(proposer, request([2, 3], "other"), k=2) == [[]]
 
 
 def test_a_draft_never_continues_from_one_sequence_into_another():
     proposer = with_memory(1000)
     for index, text in enumerate(([1, 2, 3], [4, 5, 6])):
         propose(proposer, request(text, f"r{index}"))
-        proposer.release([f"r{index}"])
+        proposer.retire([f"r{index}"])
     assert propose(proposer, request([9, 1, 2], "new"), k=9) == [[3]]
     assert propose(proposer, request([2, 3], "newer"), k=9) == [[]]
 
@@ -262,7 +269,7 @@ def test_a_draft_never_continues_from_one_sequence_into_another():
 def test_the_requests_own_tokens_win_on_ties():
     proposer = with_memory(1000)
     propose(proposer, request([1, 2, 7], "old"))
-    proposer.release(["old"])
+    proposer.retire(["old"])
     assert propose(proposer, request([1, 2, 8, 1, 2], "new"), k=1) == [[8]]
     assert propose(proposer, request([5, 1, 2, 8, 3, 2], "newer"), k=1) == [[8]]
 
@@ -271,13 +278,13 @@ def test_a_running_request_uses_added_outputs_and_not_dropped_ones():
     proposer, running = with_memory(64), request([1, 2], "running")
     assert propose(proposer, running) == [[]]
     propose(proposer, request([1, 2, 3, 4, 5, 6, 7], "ended"))
-    proposer.release(["ended"])
+    proposer.retire(["ended"])
     assert propose(proposer, running, k=2) == [[3, 4]]
     running.token_ids += [3, 4]
     assert propose(proposer, running, k=2) == [[5, 6]]
     proposer_more = range(100, 300)
     propose(proposer, request(proposer_more, "long"))
-    proposer.release(["long"])
+    proposer.retire(["long"])
     assert propose(proposer, running, k=2) == [[]]
 
 
@@ -299,7 +306,7 @@ def test_stored_outputs_are_bounded_and_the_oldest_is_dropped_first(seed):
 def test_only_the_end_of_an_output_longer_than_the_memory_is_stored():
     proposer = with_memory(16)
     propose(proposer, request(range(100), "long"))
-    proposer.release(["long"])
+    proposer.retire(["long"])
     assert propose(proposer, request([97, 98], "new"), k=2) == [[99]]
     assert propose(proposer, request([5, 6], "newer"), k=2) == [[]]
 

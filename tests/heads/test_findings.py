@@ -160,6 +160,8 @@ def spoil(folder, what):
         change(folder, target_hidden_size=2 * HIDDEN)
         tensors = load_file(file)
         save_file(tensors | {"fc.weight": torch.randn(HIDDEN, 6 * HIDDEN)}, file)
+    elif what == "width of letters":
+        change(folder, target_hidden_size="x")
     elif what == "truncated":
         file.write_bytes(file.read_bytes()[:-100])
     else:
@@ -173,6 +175,7 @@ def spoil(folder, what):
     [
         ("vocabulary", "a vocabulary of 400 tokens, but the target has 320", False),
         ("hidden size", "hidden size 64", True),
+        ("width of letters", "target_hidden_size='x': expected a whole number of at least 1", True),
         ("truncated", "cannot read", True),
         ("nan", "midlayer.mlp.up_proj.weight contain NaN", True),
     ],

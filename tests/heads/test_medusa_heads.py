@@ -11,6 +11,7 @@ from toy import make_request
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.heads import medusa
+from outrider.heads.checkpoint import measured_acceptance, tensor_names
 from outrider.proposers.medusa import MedusaConfig, MedusaProposer
 from outrider.proposers.method import Setting
 from outrider.registry import PROPOSERS
@@ -67,6 +68,39 @@ def test_exported_heads_are_in_vllms_format_and_equal_the_original(tmp_path):
     wanted = {"model_type": "medusa", "num_heads": 3, "num_hidden_layers": 1, "hidden_size": HIDDEN, "vocab_size": VOCAB}
     assert wanted.items() <= config.items() and config["medusa_fc_bias"] is True
     assert "blocks.0.layers.0.weight" in second.state_dict() and "lm_heads.0.weight" in second.state_dict()
+
+
+@pytest.mark.parametrize(
+    "stored, message",
+    [
+        (["x"], '"outrider" in config.json must be an object, got a list'),
+        ({"accuracies": [0.5, 0.2]}, r"accuracies=\[0.5, 0.2\]: expected lists of numbers from 0 to 1"),
+        ({"accuracies": [["a"]]}, "expected lists of numbers"),
+        ({"accuracies": [[1.5]]}, "expected lists of numbers"),
+    ],
+)
+def test_stored_accuracies_of_another_form_are_refused(tmp_path, stored, message):
+    write_medusa(tmp_path, VOCAB, 3)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"outrider": stored}))
+    with pytest.raises(OutriderError, match=message):
+        medusa.load(tmp_path, VOCAB)
+
+
+@pytest.mark.parametrize("stored", [["a"], [[0.5]], "0.5", [True]])
+def test_stored_acceptance_of_another_form_is_refused(tmp_path, stored):
+    (tmp_path / "config.json").write_text(json.dumps({"outrider": {"acceptance_by_rank": stored}}))
+    with pytest.raises(OutriderError, match="acceptance_by_rank=.*: expected a list of numbers from 0 to 1"):
+        measured_acceptance(tmp_path)
+
+
+def test_weight_files_without_named_tensors_are_refused(tmp_path):
+    torch.save([torch.zeros(2)], tmp_path / "heads.pt")
+    with pytest.raises(OutriderError, match=r"cannot read .*heads.pt: it holds a list instead of named tensors"):
+        list(tensor_names(tmp_path / "heads.pt"))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"fc.weight": 3}}))
+    with pytest.raises(OutriderError, match="is not a weight index: expected the file name of each tensor"):
+        list(tensor_names(tmp_path))
 
 
 def proposal(target, k, limits=(9, 9), rows=(3, 5), **config):

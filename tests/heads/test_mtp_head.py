@@ -126,6 +126,11 @@ WRONG = {
         lambda folder: rewrite(folder, lambda t: t.update({"model.mtp_layers.0.odd.weight": torch.zeros(1)})),
         "does not have: 1, the first model.mtp_layers.0.odd.weight",
     ),
+    "unknown beside the layers": (
+        "qwen3_next",
+        lambda folder: rewrite(folder, lambda t: t.update({"mtp.odd.weight": torch.zeros(1)})),
+        "does not have: 1, the first mtp.odd.weight",
+    ),
     "packed by a quantiser": (
         "qwen3_next",
         renamed("mtp.layers.0.self_attn.q_proj.weight", "mtp.layers.0.self_attn.q_proj.qweight"),

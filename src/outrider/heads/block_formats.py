@@ -33,6 +33,7 @@ from outrider.heads.checkpoint import (
     offsets_to_ids,
     read_folder,
     refuse_quantised,
+    whole_number,
     write_folder,
 )
 from outrider.heads.own_tables import has_own_table
@@ -128,7 +129,8 @@ def _shape(
 ) -> BlockShape:
     own = _layers(layer, tensors, target.vocab_size, source)
     inner = config.get("dflash_config") or {}
-    width = _number({"target_hidden_size": config.get("target_hidden_size") or own.hidden_size}, "target_hidden_size", source)
+    given = {"target_hidden_size": config.get("target_hidden_size") or own.hidden_size}
+    width = whole_number(given, "target_hidden_size", source)
     ids = named_states(
         config.get("aux_hidden_state_layer_ids"),
         inner.get("target_layer_ids") or config.get("target_layer_ids"),
@@ -142,7 +144,7 @@ def _shape(
             f"names the hidden states {ids} of {width}"
         )
     markov, output = tensors.get("markov_head.markov_w1.weight"), tensors.get("lm_head.weight")
-    size = _number({"draft_vocab_size": config.get("draft_vocab_size") or own.vocab_size}, "draft_vocab_size", source)
+    size = whole_number({"draft_vocab_size": config.get("draft_vocab_size") or own.vocab_size}, "draft_vocab_size", source)
     if "d2t" in tensors:
         size = len(tensors["d2t"])
     elif size < target.vocab_size:
@@ -152,8 +154,8 @@ def _shape(
         own,
         width,
         ids,
-        _number(settings, "block_size", source),
-        _number({"mask_token_id": config.get("dspark_noise_token_id"), **config, **inner}, "mask_token_id", source, least=0),
+        whole_number(settings, "block_size", source),
+        whole_number({"mask_token_id": config.get("dspark_noise_token_id"), **config, **inner}, "mask_token_id", source, 0),
         size,
         _windows(layer, own.num_hidden_layers, source),
         causal_windows=_causal_windows(config, layer, source),
@@ -185,7 +187,7 @@ def _second(
         if name is not None and missing:
             raise OutriderError(f"{source} has DFlash 2's {part} ({name}), but config.json lacks {' and '.join(missing)}")
         if settings.get(next(iter(fields))):
-            found |= {field: _number(settings, key, source) for key, field in fields.items()}
+            found |= {field: whole_number(settings, key, source) for key, field in fields.items()}
     if hidden_size % found.get("conv_group", 1):
         raise OutriderError(
             f"{source}: config.json says conv_group_size={found['conv_group']}: expected a divisor of {hidden_size}"
@@ -247,15 +249,8 @@ def _windows(layer: Mapping[str, Any], num_layers: int, source: str) -> tuple[in
         raise OutriderError(f"{source}: unsupported kind of layer {odd!r}: expected full_attention or sliding_attention")
     if "sliding_attention" not in kinds[:num_layers]:
         return (0,) * num_layers
-    window = _number(layer, "sliding_window", source)
+    window = whole_number(layer, "sliding_window", source)
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:num_layers])
-
-
-def _number(config: Mapping[str, Any], key: str, source: str, least: int = 1) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise OutriderError(f"{source}: config.json says {key}={value!r}: expected a whole number of at least {least}")
-    return value
 
 
 def _factor(config: Mapping[str, Any], key: str, source: str, usual: float) -> float:

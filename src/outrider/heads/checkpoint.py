@@ -186,7 +186,7 @@ def _readable(file: Path, read: Callable[[Path], Result]) -> Result:
 
 def _names(file: Path) -> list[str]:
     if file.suffix != ".safetensors":
-        return list(torch.load(file, "cpu", weights_only=True, mmap=True))
+        return list(_named(torch.load(file, "cpu", weights_only=True, mmap=True)))
     with safe_open(file, framework="pt") as opened:
         return list(opened.keys())
 
@@ -195,10 +195,17 @@ def _tensors(file: Path, prefix: str) -> dict[str, Tensor]:
     by_header = torch.get_default_device().type == "meta"
     if file.suffix != ".safetensors":
         found = torch.load(file, "meta" if by_header else "cpu", weights_only=True, mmap=by_header or bool(prefix))
-        return {name: tensor for name, tensor in found.items() if name.startswith(prefix)}
+        return {name: tensor for name, tensor in _named(found).items() if name.startswith(prefix)}
     with safe_open(file, framework="pt") as opened:
         read = partial(_header, opened) if by_header else opened.get_tensor
         return {name: read(name) for name in opened.keys() if name.startswith(prefix)}  # noqa: SIM118
+
+
+def _named(found: object) -> dict[str, Any]:
+    """Return the content of a file as names and values. Raises ``TypeError`` if it is anything else."""
+    if not isinstance(found, dict) or not all([isinstance(name, str) for name in found]):
+        raise TypeError(f"it holds a {type(found).__name__} instead of named tensors")
+    return found
 
 
 def _header(opened: Any, name: str) -> Tensor:
@@ -208,10 +215,39 @@ def _header(opened: Any, name: str) -> Tensor:
     return torch.empty(shape, dtype=(entry[:0] if shape else opened.get_tensor(name)).dtype, device="meta")
 
 
+def whole_number(config: Mapping[str, Any], key: str, source: object, least: int = 1) -> int:
+    """Return a config's number. Raises ``OutriderError`` if it is missing, not whole, or too small."""
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise OutriderError(f"{source}: config.json says {key}={value!r}: expected a whole number of at least {least}")
+    return value
+
+
+def measured(config: Mapping[str, Any], key: str, depth: int, source: object) -> Any:
+    """Return the rates that training stored with a head under "outrider", in ``depth`` nested lists; None without any.
+
+    Raises ``OutriderError`` if they have another form.
+    """
+    section = config.get("outrider") or {}
+    if not isinstance(section, dict):
+        raise OutriderError(f'{source}: "outrider" in config.json must be an object, got a {type(section).__name__}')
+    values = section.get(key)
+    if values is not None and not _are_rates(values, depth):
+        form = "a list" if depth == 1 else "lists"
+        raise OutriderError(f"{source}: config.json says {key}={values!r}: expected {form} of numbers from 0 to 1")
+    return values
+
+
+def _are_rates(value: object, depth: int) -> bool:
+    if depth:
+        return isinstance(value, list) and all([_are_rates(each, depth - 1) for each in value])
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+
+
 def measured_acceptance(folder: Path) -> tuple[float, ...] | None:
-    """Return the sibling acceptance stored with a trained head, if any."""
-    values = (read_config(folder).get("outrider") or {}).get("acceptance_by_rank")
-    return tuple(float(value) for value in values) if values else None
+    """Return the sibling acceptance stored with a trained head, if any. Raises ``OutriderError`` as ``measured``."""
+    values = measured(read_config(folder), "acceptance_by_rank", 1, folder)
+    return tuple(map(float, values)) if values else None
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -220,6 +256,8 @@ def _weight_map(index: Path) -> dict[str, str]:
         files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"].items())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise OutriderError(f"{index} is not a weight index: {first_line(error)}") from error
+    if not all([isinstance(file, str) for file in files.values()]):
+        raise OutriderError(f"{index} is not a weight index: expected the file name of each tensor")
     return files
 
 

@@ -26,6 +26,7 @@ from outrider.heads.checkpoint import (
     named_states,
     offsets_to_ids,
     read_folder,
+    whole_number,
     write_folder,
 )
 from outrider.heads.eagle import EagleHead, EagleShape, default_hidden_states
@@ -109,7 +110,8 @@ def _shape_of_generation_3(
     config: dict[str, Any], tensors: dict[str, Tensor], llama: LlamaConfig, num_layers: int, hidden_size: int, source: str
 ) -> EagleShape:
     is_speculators = "speculators_model_type" in config
-    width = int(config.get("target_hidden_size") or llama.hidden_size)
+    given = {"target_hidden_size": config.get("target_hidden_size") or llama.hidden_size}
+    width = whole_number(given, "target_hidden_size", source)
     num_features, rest = divmod(tensors["fc.weight"].shape[1], width)
     if rest or not num_features:
         raise OutriderError(f"{source}: the input width {tensors['fc.weight'].shape[1]} of fc is not a multiple of {width}")

@@ -24,6 +24,7 @@ from outrider.heads.checkpoint import (
     count_numbered,
     fill,
     find_folder,
+    measured,
     read_folder,
     write_folder,
 )
@@ -123,8 +124,8 @@ def load(source: str | Path, vocab_size: int) -> tuple[MedusaHeads, Accuracies |
     shape = MedusaShape(heads, layers, first.shape[1], size, "blocks.0.layers.0.bias" in tensors, mapped)
     made = MedusaHeads(shape)
     fill(made, tensors, source)
-    measured = (config.get("outrider") or {}).get("accuracies")
-    return made.eval().requires_grad_(False), tuple(tuple(map(float, row)) for row in measured) if measured else None
+    rows = measured(config, "accuracies", 2, source)
+    return made.eval().requires_grad_(False), tuple([tuple(map(float, row)) for row in rows]) if rows else None
 
 
 def _from_original(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -143,8 +143,10 @@ def _own_name(layout: Layout, name: str) -> str | None:
 
 
 def _stored_name(layout: Layout, name: str) -> str:
-    """Return a tensor's name in the layout, without its prefix."""
-    own = next(own for own in layout.parts if name.startswith(f"{own}."))
+    """Return a tensor's name in the layout, without its prefix; of a foreign tensor its own."""
+    own = next((own for own in layout.parts if name.startswith(f"{own}.")), None)
+    if own is None:
+        return name
     return f"{layout.parts[own]}{name.removeprefix(own)}".removeprefix(".")
 
 

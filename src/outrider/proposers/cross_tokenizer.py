@@ -267,7 +267,7 @@ class Translation:
             return target.segment(fresh) or []
         encoded = target.encode(whole, self._is_start)
         shift = len(target.joined(encoded)) - len(data)  # 1 if a leading space was added
-        starts = [0, *(at - shift for at in accumulate(len(target.table[token]) for token in encoded))]
+        starts = [0, *(at - shift for at in accumulate(len(target.joined([token])) for token in encoded))]
         if shift not in (0, 1) or not target.joined(encoded).endswith(data):
             return (target.segment(data[len(before) :]) or []) + end
         border = next((i for i, at in enumerate(starts) if at >= len(before)), None)
@@ -288,12 +288,12 @@ class Translation:
     def _settle(self, token_ids: list[int], run: list[int]) -> None:
         """Settle the text up to the last common token boundary before the window, before a space if possible."""
         pending, pair = token_ids[self._num_settled :], self._pair
-        target_at = list(accumulate((len(pair.target.table[token]) for token in pending), initial=0))
-        draft_at = list(accumulate((len(pair.draft.table[token]) for token in run), initial=0))
+        target_at = list(accumulate((len(pair.target.joined([token])) for token in pending), initial=0))
+        draft_at = list(accumulate((len(pair.draft.joined([token])) for token in run), initial=0))
         shift = draft_at[-1] - target_at[-1]  # not 0 if one of the two adds a leading space
         places = {at - shift: i for i, at in enumerate(draft_at) if i}
         last = len(pending) - WINDOW
-        spaces = (i for i in range(last, 0, -1) if pair.target.table[pending[i]].startswith(b" ") and target_at[i] in places)
+        spaces = (i for i in range(last, 0, -1) if pair.target.joined([pending[i]]).startswith(b" ") and target_at[i] in places)
         found = next(spaces, None)
         if found is None and last > 2 * WINDOW:
             found = next((i for i in range(last, 0, -1) if target_at[i] in places), None)

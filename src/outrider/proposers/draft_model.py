@@ -42,6 +42,8 @@ class DraftModelProposer(Proposer):
         self.draft = draft
         self.drafts_ahead = isinstance(draft, ModelRunner) or draft.drafts_ahead
         self._vocab_size = vocab_size  # of the target; the draft's may differ in padding rows of the embedding
+        self._draft_size = draft.vocab_size if isinstance(draft, ModelRunner) else vocab_size
+        self._num_known: dict[str, int] = {}  # leading tokens of each request that the draft has in its vocabulary
 
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:
@@ -74,8 +76,18 @@ class DraftModelProposer(Proposer):
         return {
             b: request.token_ids
             for b, (request, limit) in enumerate(zip(context.requests, context.limits, strict=True))
-            if limit > 0 and len(request.token_ids) + k <= self.draft.max_len
+            if limit > 0 and len(request.token_ids) + k <= self.draft.max_len and self._knows(request)
         }
+
+    def _knows(self, request: Request) -> bool:
+        """Return whether the draft has all of a request's tokens. The target's embedding may have more padding rows."""
+        if self._draft_size >= self._vocab_size:
+            return True
+        request_id, token_ids = request.request_id, request.token_ids
+        if max(token_ids[self._num_known.get(request_id, 0) :], default=0) >= self._draft_size:
+            return False
+        self._num_known[request_id] = len(token_ids)
+        return True
 
     def in_target(self, logits: Tensor) -> Tensor:
         """Map draft logits [A, 1, Vd] to logits of target tokens [A, 1, V]."""
@@ -85,11 +97,11 @@ class DraftModelProposer(Proposer):
         return logits[:, :, : self._vocab_size]
 
     def in_draft(self, token_ids: Tensor) -> Tensor:
-        """Map target tokens [A, 1] to the draft's ids."""
-        return token_ids
+        """Map target tokens [A, 1] to the draft's ids: to its last one where a mask left only tokens that the draft lacks."""
+        return token_ids.clamp(max=self._draft_size - 1) if self._draft_size < self._vocab_size else token_ids
 
     def prefill(self, requests: Sequence[Request]) -> list[bool]:
-        fitting = [request for request in requests if len(request.token_ids) < self.draft.max_len]
+        fitting = [request for request in requests if len(request.token_ids) < self.draft.max_len and self._knows(request)]
         if not fitting:
             return [True] * len(requests)
         done = self.draft.prefill([request.request_id for request in fitting], [request.token_ids for request in fitting])
@@ -108,6 +120,8 @@ class DraftModelProposer(Proposer):
 
     def release(self, request_ids: Sequence[str]) -> None:
         self.draft.release(request_ids)
+        for request_id in request_ids:
+            self._num_known.pop(request_id, None)
 
     def retire(self, request_ids: Sequence[str]) -> None:
         self.draft.retire(request_ids)

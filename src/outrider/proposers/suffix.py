@@ -264,9 +264,14 @@ class SuffixProposer(Proposer):
 
     def release(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
-            track = self._tracks.pop(request_id, None)
-            if track is not None and self._earlier is not None:
-                self._earlier.add(track.token_ids)
+            self._tracks.pop(request_id, None)
+
+    def retire(self, request_ids: Sequence[str]) -> None:
+        if self._earlier is not None:
+            for request_id in request_ids:
+                if request_id in self._tracks:
+                    self._earlier.add(self._tracks[request_id].token_ids)
+        self.release(request_ids)
 
     def _track(self, request: Request) -> _Track:
         track = self._tracks.get(request.request_id)
