@@ -87,6 +87,16 @@ def test_a_round_translates_only_the_end_of_the_output():
     assert lengths[0] > 1000 and max(lengths[1:]) < 6 * 3 * WINDOW
 
 
+def test_ids_without_a_token_do_not_stop_the_translation():
+    pair = TokenizerPair(TOKENIZERS["large"], TOKENIZERS["small"])
+    ids = TOKENIZERS["large"].encode(TEXT * 8, add_special_tokens=False)
+    padding = len(pair.target.table) + 3  # a row of the embedding that no token uses
+    translation = Translation(pair)
+    text = translation.read([*ids[:5], padding, *ids[5:]])
+    assert translation._num_settled > 5
+    assert pair.draft.joined(text) == pair.target.joined(ids)
+
+
 def test_an_incomplete_character_is_translated_to_byte_tokens():
     pair = TokenizerPair(TOKENIZERS["characters"], TOKENIZERS["small"])
     ids = TOKENIZERS["characters"].encode("say 你好", add_special_tokens=False)

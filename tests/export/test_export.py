@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from tiny_folder import letter_tokenizer, make_folder
 from transformers import Qwen3Config
 
+from outrider import LLM
 from outrider.cli import main
 from outrider.engine.plan import Plan
 from outrider.export.engine import SCRIPT, Export, gpu_environment, write
@@ -315,6 +317,21 @@ def test_the_program_for_transformers_matches_plain_decoding(
     assert texts[0] == texts[1] != "\n"
     assert (config.get("num_assistant_tokens") or config.get("prompt_lookup_num_tokens")) == (None if method == "plain" else 3)
     assert config.get("assistant_early_exit") == (2 if method and method.startswith("early") else None)
+
+
+def test_the_program_for_transformers_ends_and_weighs_tokens_as_outrider_does(
+    export: Any, models: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "chat"
+    shutil.copytree(models / "target", target)
+    own = {"eos_token_id": [5, 9], "repetition_penalty": 1.3, "temperature": 0.4}
+    (target / "generation_config.json").write_text(json.dumps(own))
+    folder, _ = export("transformers", target=str(target), method="ngram")
+    config = json.loads((folder / "generation_config.json").read_text())
+    assert config["eos_token_id"] == sorted(LLM(target, compile="never").engine.scheduler.eos_token_ids) and {5, 9} < set(
+        config["eos_token_id"]
+    )
+    assert config["repetition_penalty"] == 1.0 and config["do_sample"] is False
 
 
 def plain_program(folder: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
@@ -87,7 +87,11 @@ def eos_token_ids(runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None
     Raises ``OutriderError`` for one that is not an integer.
     """
     model = getattr(runner, "model", None)
-    sources = [getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer]
+    return united_eos([getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer])
+
+
+def united_eos(sources: Sequence[object]) -> set[int]:
+    """Return the end-of-text ids that any of the sources names. Raises ``OutriderError`` for one that is not an integer."""
     found: set[int] = set()
     for source in sources:
         ids = getattr(source, "eos_token_id", None)

@@ -51,8 +51,10 @@ class Transformers(Engine):
 
     def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
         settings, model = self._drafting(wanted)
-        ends = {name: getattr(wanted.config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
-        config: dict[str, Any] = {f"{name}_token_id": value for name, value in ends.items() if value is not None}
+        ids = {name: getattr(wanted.config, name, None) for name in ("bos_token_id", "pad_token_id")}
+        config: dict[str, Any] = {name: value for name, value in ids.items() if value is not None}
+        # generate() fills entries that are left out from the model's own settings, which Outrider does not apply.
+        config |= {"eos_token_id": wanted.eos_token_ids or None, "repetition_penalty": 1.0}
         config |= {"do_sample": False, "max_new_tokens": 256} | settings
         device = "" if wanted.device is None else f".to({wanted.device!r})"
         dtype = repr(wanted.dtype or "auto")

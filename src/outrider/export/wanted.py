@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,21 @@ class Wanted:
         from outrider.runner.loading import load_config, text_config
 
         return text_config(load_config(self.target))
+
+    @cached_property
+    def eos_token_ids(self) -> list[int]:
+        """Return the tokens at which Outrider ends a text, in order."""
+        from transformers import GenerationConfig
+
+        from outrider.engine.config import load_tokenizer, united_eos
+        from outrider.runner.loading import load_config
+
+        sources: list[object] = [load_config(self.target), self.config]
+        with suppress(OSError, ValueError):  # not every model has this file
+            sources.append(GenerationConfig.from_pretrained(self.target))
+        with suppress(OutriderError):
+            sources.append(load_tokenizer(self.target))
+        return sorted(united_eos(sources))
 
 
 def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wanted:
