@@ -90,7 +90,7 @@ def test_stored_accuracies_of_another_form_are_refused(tmp_path, stored, message
 @pytest.mark.parametrize("stored", [["a"], [[0.5]], "0.5", [True]])
 def test_stored_acceptance_of_another_form_is_refused(tmp_path, stored):
     (tmp_path / "config.json").write_text(json.dumps({"outrider": {"acceptance_by_rank": stored}}))
-    with pytest.raises(OutriderError, match="acceptance_by_rank=.*: expected a list of numbers from 0 to 1"):
+    with pytest.raises(OutriderError, match=r"acceptance_by_rank=.*: expected a list of numbers from 0 to 1"):
         measured_acceptance(tmp_path)
 
 
