@@ -146,6 +146,14 @@ class Context:
         return Context(self.requests, limits, self.sampler, self.hidden)
 
 
+def spread(values: Tensor, rows: Sequence[int], batch: int) -> Tensor:
+    """Scatter values [A, ...] of the requests ``rows`` to [B, ...]; the other rows are zero."""
+    if len(rows) == batch:
+        return values
+    index = torch.tensor(rows, device=values.device)
+    return values.new_zeros(batch, *values.shape[1:]).index_copy_(0, index, values)
+
+
 @dataclass(frozen=True)
 class PartialPass:
     """Hidden states that drafting computed with the target's first layers. Scoring reuses them and runs the other layers."""
@@ -222,12 +230,7 @@ class Proposal:
 
     def scatter(self, rows: Sequence[int], batch: int) -> Proposal:
         """Return these drafts as rows ``rows`` of a larger batch; its other requests have no drafts."""
-        index = torch.tensor(rows, dtype=torch.long)
-
-        def spread(values: Tensor) -> Tensor:
-            return values.new_zeros(batch, *values.shape[1:]).index_copy_(0, index.to(values.device), values)
-
-        return self._with(spread, spread(self.lens))
+        return self._with(lambda values: spread(values, rows, batch), spread(self.lens, rows, batch))
 
     def _with(self, change: Callable[[Tensor], Tensor], lens: Tensor) -> Proposal:
         probs = None if self.probs is None else change(self.probs)

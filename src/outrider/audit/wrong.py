@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.types import Proposal, Randomness, Verdict
-from outrider.verifiers.base import Verifier
+from outrider.verifiers.base import Verifier, path_verdict
 from outrider.verifiers.rejection import RejectionVerifier
 
 LEAK = 0.01  # share of rejected drafts that ``Leaky`` accepts
@@ -50,10 +50,7 @@ class Leaky(RejectionVerifier):
             if child is not None:
                 paths[b].append(child)
                 next_token[b] = torch.multinomial(target[b, child + 1].cpu(), 1, generator=self._generator)
-        depth = max(map(len, paths))
-        padded = torch.tensor([path + [-1] * (depth - len(path)) for path in paths], dtype=torch.long)
-        num_accepted = torch.tensor([len(path) for path in paths])
-        return Verdict(padded.view(len(paths), depth), num_accepted, next_token)
+        return path_verdict(paths, next_token)
 
 
 @dataclass(frozen=True)

@@ -34,13 +34,13 @@ class Timings:
         return _ratio(self.tokens.sum(-1), self.seconds.sum(-1))
 
 
-def speed_interval(timings: Timings, level: float = LEVEL) -> Interval | None:
+def speed_interval(timings: Timings) -> Interval | None:
     """Return the interval of the median speed over resampled repeats and prompts; None with only one of each."""
     drawn = _resample(timings)
-    return None if drawn is None else _interval(np.median(drawn, axis=1), level)
+    return None if drawn is None else _interval(np.median(drawn, axis=1))
 
 
-def speedup_interval(timings: Timings, base: Timings, level: float = LEVEL) -> Interval | None:
+def speedup_interval(timings: Timings, base: Timings) -> Interval | None:
     """Return the interval of the median ratio of speeds within a repeat; None for one repeat of one prompt.
 
     Repeats and prompts are resampled independently (Owen 2007, "The pigeonhole bootstrap"), with both contenders'
@@ -49,7 +49,7 @@ def speedup_interval(timings: Timings, base: Timings, level: float = LEVEL) -> I
     drawn, bases = _resample(timings), _resample(base)
     if drawn is None or bases is None:
         return None
-    return _interval(np.median(_ratio(drawn, bases), axis=1), level)
+    return _interval(np.median(_ratio(drawn, bases), axis=1))
 
 
 def _resample(timings: Timings) -> Array | None:
@@ -63,8 +63,8 @@ def _resample(timings: Timings) -> Array | None:
     return _ratio(timings.tokens[row, column].sum(-1), timings.seconds[row, column].sum(-1))
 
 
-def _interval(values: Array, level: float) -> Interval:
-    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
+def _interval(values: Array) -> Interval:
+    low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 

@@ -274,8 +274,6 @@ def encode_prompts(llm: LLM, prompts: Sequence[Any], max_tokens: int, longest: i
     """Return prompts as token ids. Raises ``OutriderError`` for a prompt that does not fit the context."""
     from outrider.bench.workloads import encode
 
-    if llm.tokenizer is None:
-        raise OutriderError("the target has no tokenizer, so prompts cannot be encoded: use a target with one")
     found = [encode(llm.tokenizer, prompt) for prompt in prompts]
     more = max(max_tokens, 2 * longest + 4)
     for number, prompt in enumerate(found, start=1):

@@ -274,7 +274,7 @@ class Engine:
 
     def _fits(self, entry: Entry) -> bool:
         try:
-            return self.runner.admit(entry.request.request_id, self.scheduler.slots(entry.request))
+            return self.runner.admit(entry.request.request_id, entry.request.num_prompt_tokens + entry.max_tokens)
         except Exception as error:  # admit it: waiting would block the queue forever, and prefill fails if memory is missing
             logger.warning("cannot reserve memory for request %s: %s", entry.request.request_id, error)
             return True

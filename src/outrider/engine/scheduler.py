@@ -157,10 +157,6 @@ class Scheduler:
             self._sampler = None
         entry.state = state
 
-    def slots(self, request: Request) -> int:
-        """Return the maximum length of a request in tokens, prompt included."""
-        return min(request.num_prompt_tokens + request.params.max_tokens, self.max_len)
-
     def remove(self, request_id: str) -> Entry | None:
         """Remove and return a running or waiting request; None if there is none with this id."""
         places: tuple[list[Entry] | FairQueue[Entry], ...] = (self.running, self.waiting)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from outrider.types import Context, Proposal, Request, Verdict
 
@@ -127,11 +126,3 @@ def merged(parts: Sequence[tuple[Sequence[int], Proposal]], batch: int, vocab_si
             parents[index, nodes] = part.parents.to(device)
     partial = next((part.partial_pass for _, part in parts if part.partial_pass is not None), None)
     return Proposal(token_ids, lens, probs, parents, partial)
-
-
-def spread(values: Tensor, rows: Sequence[int], batch: int) -> Tensor:
-    """Scatter values [A, ...] of the requests ``rows`` to [B, ...]; the other rows are zero."""
-    if len(rows) == batch:
-        return values
-    index = torch.tensor(rows, device=values.device)
-    return values.new_zeros(batch, *values.shape[1:]).index_copy_(0, index, values)

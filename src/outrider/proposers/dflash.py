@@ -20,13 +20,13 @@ from outrider.heads.block import BlockHead
 from outrider.heads.block_runner import BlockRunner
 from outrider.heads.checkpoint import BLOCK, folder_of
 from outrider.heads.head_runner import CHUNK
-from outrider.proposers.base import Proposer, spread
+from outrider.proposers.base import Proposer
 from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import BlockDrafter
 from outrider.proposers.recognition import Recognised, TargetFiles
 from outrider.runner import ModelRunner
 from outrider.runner.quantized import check_head_bits
-from outrider.types import Context, Finding, Proposal
+from outrider.types import Context, Finding, Proposal, spread
 
 
 @dataclass(frozen=True)

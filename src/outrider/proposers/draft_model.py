@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 
 from outrider.heads.checkpoint import MODEL, kind_of, read_folder
 from outrider.options import shown
-from outrider.proposers.base import Proposer, spread
+from outrider.proposers.base import Proposer
 from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import ParallelModel, SmallModel
 from outrider.proposers.recognition import Recognised, TargetFiles
@@ -26,7 +26,7 @@ from outrider.runner.loading import load_config, text_config
 from outrider.runner.parallel_draft import MASK_KEYS, ParallelDraft, mask_token_of
 from outrider.runner.self_draft import SelfDraft
 from outrider.runner.tokenizers import check_same_files, check_same_vocabulary
-from outrider.types import IMPOSSIBLE_LOGIT, Context, Finding, OutriderError, Proposal, Request, Verdict
+from outrider.types import IMPOSSIBLE_LOGIT, Context, Finding, OutriderError, Proposal, Request, Verdict, spread
 
 
 class DraftModelProposer(Proposer):

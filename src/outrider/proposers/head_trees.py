@@ -19,7 +19,7 @@ from torch import Tensor
 
 from outrider.heads.head_runner import RolloutRunner
 from outrider.heads.rollout_head import RolloutHead
-from outrider.proposers.base import Proposer, spread
+from outrider.proposers.base import Proposer
 from outrider.proposers.tree_chances import (
     Calibration,
     Drafted,
@@ -34,7 +34,7 @@ from outrider.proposers.tree_sizes import TreeCosts, TreeSizes
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
 from outrider.runner.quantized import check_head_bits
-from outrider.types import Context, OutriderError, Proposal, RequestFault, Verdict
+from outrider.types import Context, OutriderError, Proposal, RequestFault, Verdict, spread
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from outrider.heads import findings
 from outrider.heads.checkpoint import MEDUSA, folder_of, kind_of
 from outrider.heads.medusa import Accuracies, MedusaHeads, check_fit, load
 from outrider.heads.own_logits import finish_of
-from outrider.proposers.base import Proposer, spread
+from outrider.proposers.base import Proposer
 from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import ParallelHeads
 from outrider.proposers.recognition import Recognised, TargetFiles
@@ -31,7 +31,7 @@ from outrider.proposers.tree_sizes import TreeSizes
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
 from outrider.runner.quantized import check_head_bits, place_head
-from outrider.types import Context, Finding, OutriderError, Proposal, Verdict
+from outrider.types import Context, Finding, OutriderError, Proposal, Verdict, spread
 
 # For heads without measured accuracies: those of the first head by rank, and their ratio between successive heads.
 TYPICAL_ACCURACIES = (0.55, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.012, 0.01, 0.01)

@@ -62,11 +62,6 @@ class CacheShape:
         return cls(tuple(counts.items()), by_layer, states)
 
     @property
-    def num_layers(self) -> int:
-        """Return the number of layers up to the last one with attention."""
-        return len(self.places)
-
-    @property
     def floats_per_token(self) -> int:
         """Return the numbers stored per committed token over all layers."""
         return sum(count * kind.num_kv_heads * (kind.key_dim + kind.value_dim) for kind, count in self.kinds)

@@ -88,7 +88,7 @@ class Prompts:
             raise OutriderError(f"{len(messages)} messages do not fit into the context of {most} tokens: send fewer")
         num_characters = self._check_size("".join(message["content"] for message in messages))
         if not self._has_template:
-            return [await self._aside(lambda: self._rendered(messages))]
+            return [await self._aside(lambda: self._llm.chat_prompt(messages))]
         return await self._tokenised({"messages": messages}, num_characters, client)
 
     async def _tokenised(self, job: dict[str, Any], num_characters: int, client: Client) -> list[list[int]]:
@@ -98,14 +98,6 @@ class Prompts:
         if "too_long" in answer:
             scheduler.check_prompt_len(answer["too_long"])
         return [self._llm.accepted(token_ids) for token_ids in answer["ids"]]
-
-    def _rendered(self, messages: list[dict[str, str]]) -> list[int]:
-        try:
-            return self._llm.chat_prompt(messages)
-        except OutriderError:
-            raise
-        except Exception as error:  # templates may raise anything
-            raise OutriderError(f"the chat template rejects these messages: {error}") from error
 
     def _check_size(self, prompt: str | Sequence[int]) -> int:
         """Return the prompt's length. Raises ``OutriderError`` if no tokenization of it can fit into the context."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from outrider.engine.prompts import check_text
 from outrider.types import OutriderError
 
 Event = dict[str, Any]  # one message to the page, with its kind under "type"
@@ -51,8 +52,7 @@ class RaceRequest:
         for name in ("prompt", "method"):
             if not isinstance(data.get(name), str) or not data[name]:
                 raise OutriderError(f"{name} must be a non-empty string")
-        if not _is_text(data["prompt"]):
-            raise OutriderError("invalid prompt: invalid Unicode, unpaired surrogate")
+        check_text(data["prompt"])
         if len(data["prompt"]) > limits.prompt_chars:
             raise OutriderError(f"the prompt has {len(data['prompt'])} characters; the limit is {limits.prompt_chars}")
         k = data.get("k", cls.k)
@@ -65,14 +65,6 @@ class RaceRequest:
             int(_number("max_tokens", data.get("max_tokens", cls.max_tokens), 1, limits.max_tokens, whole=True)),
             int(_number("seed", data.get("seed", cls.seed), 0, 2**53, whole=True)),
         )
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _number(name: str, value: Any, low: float, high: float, whole: bool = False) -> float:
