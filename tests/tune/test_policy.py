@@ -10,6 +10,7 @@ import torch
 from outrider.engine.policy import FixedLength
 from outrider.runner.cost_book import CostBook
 from outrider.tune import DraftLengthPolicy
+from outrider.tune.policy import EXPLORATION_SHARE
 from outrider.types import Context, Request, Round, SamplingParams
 from tests.tune import grid
 from tests.tune.simulation import MAX_K, Cell, Machine, Recorded, Text, automatic, best_fixed, plain, simulate, weigh
@@ -117,6 +118,28 @@ def test_a_prompt_too_long_for_the_gain_of_drafts_is_not_prefilled():
     slow_reader = replace(EMBEDDED, read=2.0)
     policy = recorded(Cell(slow_reader, Text((0.8,)), lengths=(32,) * 4))
     assert sum(k > 0 for k in policy.requested[policy.starts[1] :]) == 0
+
+
+def test_prefill_by_the_draft_counts_in_whole_however_many_rounds_it_takes():
+    costs = CostBook()
+    policy = DraftLengthPolicy(MAX_K, costs)
+    request = Request("r", [0] * 800, 800, SamplingParams(), 0, torch.Generator())
+    context = Context((request,), (999,), None)
+    budget = []
+    for number in range(30):
+        k = policy.next_lengths(context)[0]
+        drafted = k if number >= 20 else 0  # the draft reads 80 tokens of the prompt in each of ten rounds
+        times = LARGE.times([drafted], [drafted], 0)
+        if 10 <= number < 20:
+            times.draft_prefill = 0.01
+        request.token_ids.extend([0] * (drafted + 1))
+        costs.record_round([drafted], 50, times.score, times.verify + times.host)
+        policy.observe(context, Round(drafted, [drafted], [drafted], [drafted], times), False)
+        budget.append(policy._budget)
+        if drafted:
+            break
+    assert policy.costs.catch_up(820) > 0.06  # of 0.1 seconds; the last chunk alone took none
+    assert budget[19] - budget[9] < 1.02 * 10 * EXPLORATION_SHARE  # and it earns nothing
 
 
 def test_sampling_time_does_not_count_against_sampled_drafts():

@@ -118,6 +118,7 @@ class DraftLengthPolicy:
         self._is_probe = False
         self._num_drafted = 0
         self._num_unchecked = 0  # drafted rounds since the last one without drafts
+        self._prefill_seconds = 0.0  # of the proposer, in rounds since it was last found to catch up
 
     @property
     def _k(self) -> int:
@@ -161,12 +162,14 @@ class DraftLengthPolicy:
         forced = self._learn_forced(round_, is_prefill)
         # One with nothing but forced tokens was perhaps not drafted for.
         drafted_for = [b for b in range(batch) if context.limits[b] > 0 and (reaches[b] or not forced[b])]
+        self._prefill_seconds += times.draft_prefill
         if round_.k == 0 or self._is_plain:
             if not is_prefill and not round_.is_cold and not any(forced):
                 self._num_unchecked = 0
             self._wait -= 1
             if self._plain is not None:
-                self._budget = min(self._budget + EXPLORATION_SHARE * times.total / self._plain, MAX_BUDGET)
+                income = EXPLORATION_SHARE * (times.total - times.draft_prefill) / self._plain
+                self._budget = min(self._budget + income, MAX_BUDGET)
         if round_.k == 0 or not drafted_for:
             return
         # Committed tokens before the round that the proposer had not been asked about.
@@ -174,7 +177,8 @@ class DraftLengthPolicy:
         catch_up, plain, num_drafting = 0.0, self._plain or 0.0, max(1, len(drafted_for))
         if num_unseen > 0:
             step = self.costs.draft(longest or round_.k, num_drafting, plain)
-            catch_up = self.costs.record_catch_up(times.draft_prefill + times.draft - step, num_unseen, plain)
+            catch_up = self.costs.record_catch_up(self._prefill_seconds + times.draft - step, num_unseen, plain)
+            self._prefill_seconds = 0.0
         if not is_prefill:
             if longest:
                 self.costs.record_drafted_round(batch, times.verify + times.host, round_.first_layer)
