@@ -111,9 +111,12 @@ def test_a_proposer_prefills_long_prompts_in_chunks_without_delaying_others():
         return [request.request_id == "r0" or len(asked) > 4 for request in requests]
 
     proposer.prefill = prefill
-    found = run(make_engine(proposer, 3, runner=runner), requests())
+    policy, limits = FixedLength(3), []
+    policy.observe = lambda context, round_, is_prefill: limits.append([limit > 0 for limit in context.limits])
+    found = run(make_engine(proposer, policy=policy, runner=runner), requests())
     assert outputs(found) == outputs(run(make_engine(), requests()))
     assert asked == [["r0", "r1", "r2"], *[["r1", "r2"]] * 4]
+    assert [True, False, False] in limits  # the policy does not take unread requests for ones without drafts
     assert [len(emission.token_ids) for emission in found["r0"]][:5] == [4] * 5
     assert [len(emission.token_ids) for emission in found["r1"]][:6] == [1, 1, 1, 1, 4, 4]
 

@@ -140,7 +140,8 @@ class Engine:
         if lengths.count(k) < len(lengths):
             requested = requested.limited(lengths)
         if k:
-            batch = Batch(batch.entries, self._prefill_drafts(requested))
+            requested = self._prefill_drafts(requested)
+            batch = Batch(batch.entries, requested)
             k = k if max(batch.context.limits) > 0 else 0
         try:
             result = run_round(batch, k, self._parts)
