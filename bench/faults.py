@@ -298,7 +298,7 @@ def disk_full_training(place: Place) -> str:
 
 
 def disk_full_export(place: Place) -> str:
-    """One-line error, exit code 1, and no incomplete folder that looks complete."""
+    """One-line error, exit code 1 or 2, and no incomplete folder that looks complete."""
     with place.disk("64k") as folder:
         full(folder)
         target = copied_target(place.folder / "target")

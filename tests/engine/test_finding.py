@@ -457,6 +457,14 @@ def test_only_download_draft_downloads(made, target, monkeypatch, tmp_path):
     assert loaded(target).proposer.name == "draft" and fetched == ["Org/small"]  # now it is in the cache
 
 
+def test_a_listed_drafter_with_another_tokenizer_is_neither_downloaded_nor_offered(target, monkeypatch, tmp_path):
+    (tmp_path / "pairs.toml").write_text('["Org/model"]\ncross-tokenizer = ["Org/foreign"]\n')
+    monkeypatch.setattr(finding, "PAIRS", tmp_path / "pairs.toml")
+    monkeypatch.setattr(finding, "find_folder", lambda source: pytest.fail("it was downloaded"))
+    assert loaded(target, download_draft=True).proposer.name == "suffix"
+    assert "--download-draft" not in chosen(target).why
+
+
 def test_a_failed_download_is_logged_in_one_line(target, monkeypatch, tmp_path, said):
     (tmp_path / "pairs.toml").write_text('["Org/model"]\ndraft = ["Org/small"]\n')
     monkeypatch.setattr(finding, "PAIRS", tmp_path / "pairs.toml")

@@ -221,7 +221,7 @@ def test_text_based_proposers_are_exported_to_vllm(method: str, own_code: bool, 
     folder, said = export("vllm", method=method, num_draft_tokens=8, own_code=own_code)
     settings = vllm_settings(folder)
     carried = own_code or not method.startswith("ngram")
-    assert said.needs_outrider == carried == ("pip install --no-deps outrider" in (folder / SCRIPT).read_text())
+    assert said.needs_outrider == carried == ("pip install --no-deps ." in (folder / SCRIPT).read_text())
     if carried:
         assert settings["additional-config"] == {KEY: {"method": method}}
         path, name = settings["speculative-config"]["model"].rsplit(".", 1)

@@ -46,7 +46,7 @@ def command(
         err.print(note, style="dim", soft_wrap=True)
     if export.needs_outrider:
         err.print(
-            "vLLM will import Outrider's proposer: run pip install --no-deps outrider in its environment",
+            "vLLM will import Outrider's proposer: run pip install --no-deps . in Outrider's folder with vLLM's Python",
             style="dim",
             soft_wrap=True,
         )

@@ -20,7 +20,7 @@ from outrider.memory import on_this_machine, size, weight_files
 from outrider.method_text import join_method
 from outrider.proposers.method import MethodSpec
 from outrider.proposers.recognition import TargetFiles, find_folder, loose_files
-from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT, PROPOSERS
+from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT, DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS
 from outrider.runner.tokenizers import DifferentVocabulary
 from outrider.types import OutriderError, first_line
 
@@ -127,13 +127,17 @@ def candidates(target: TargetFiles, download: bool = False) -> Iterator[Candidat
 
 
 def known_drafters(target: TargetFiles) -> list[str]:
-    """Return the hub ids of the public drafters listed for a target's hub id or folder name."""
+    """Return the hub ids of the public drafters listed for a target's hub id or folder name.
+
+    Those with another tokenizer are left out: the user must name them.
+    """
     table = tomllib.loads(PAIRS.read_text(encoding="utf-8"))
     folder = target.folder.absolute()
     name = _hub_id(folder.parents[1]) if folder.parent.name == "snapshots" else folder.name
     for hub_id, by_method in table.items():
         if name.lower() in (hub_id.lower(), hub_id.rpartition("/")[2].lower()):
-            return [drafter for drafters in by_method.values() for drafter in drafters]
+            automatic = [names for method, names in by_method.items() if method != DEFAULT_METHOD_WITH_FOREIGN_DRAFT]
+            return [drafter for drafters in automatic for drafter in drafters]
     return []
 
 

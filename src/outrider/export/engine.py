@@ -116,5 +116,5 @@ def _script(engine: Engine, wanted: Wanted, export: Export) -> str:
     lines = ["#!/bin/sh", *map(_comment, remarks), "set -e", 'cd "$(dirname "$0")"']
     lines += [f"export {name}={shlex.quote(value)}" for name, value in export.environment.items()]
     if export.needs_outrider:
-        lines.append("# The proposer is Outrider's: run pip install --no-deps outrider in the environment of this command.")
+        lines.append("# The proposer is Outrider's: run pip install --no-deps . in its folder, for this command.")
     return "\n".join([*lines, f'exec {shlex.join([*export.command, *export.options])} "$@"']) + "\n"
