@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 from tiny_folder import make_folder
+from transformers import LlamaConfig
 
 from outrider import LLM, OutriderError, memory
 from outrider.runner import loading
+from outrider.runner.checkpoints.fp8 import Fp8
 
 GIB = 1 << 30
 
@@ -51,6 +53,26 @@ def test_an_unlimited_control_group_has_no_limit(limit: str | None, groups: Path
         (groups / "memory.max").write_text(limit)
     group(monkeypatch, "0::/")
     assert memory.group_limit() is None
+
+
+@pytest.mark.parametrize(
+    ("quantization", "has_reader", "growth"),
+    [
+        (None, False, 1),
+        ({"quant_method": "mxfp4"}, False, 4),
+        ({"quant_method": "fp8"}, True, 4),
+        ({"quant_method": "fp8", "scale_fmt": "ue8m0"}, True, 2),
+    ],
+)
+def test_weights_that_are_widened_need_more_memory_than_their_files(
+    quantization: dict[str, str] | None, has_reader: bool, growth: int
+) -> None:
+    config = LlamaConfig()
+    if quantization is not None:
+        config.quantization_config = quantization
+    reader = Fp8({}) if has_reader else None
+    assert loading.growth_of(config, reader, None) == growth
+    assert loading.growth_of(config, reader, 8) == 1  # rounded tensor by tensor
 
 
 def test_weights_larger_than_memory_are_rejected_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

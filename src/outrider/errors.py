@@ -1,4 +1,4 @@
-"""The error class for mistakes of the user. Imports nothing else of Outrider."""
+"""The error class for mistakes of the user, and what its messages are made of. Imports nothing else of Outrider."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ class OutriderError(Exception):
 def one_line(text: str) -> str:
     """Replace line breaks and repeated spaces by single spaces."""
     return " ".join(text.split())
+
+
+def check_text(text: str) -> None:
+    """Raise ``OutriderError`` for text that cannot be encoded as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise OutriderError(f"invalid Unicode: unpaired surrogate at index {error.start}") from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

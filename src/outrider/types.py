@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import OutriderError as OutriderError
+from outrider.errors import check_text as check_text
 from outrider.errors import first_line as first_line
 from outrider.errors import is_out_of_memory as is_out_of_memory
 from outrider.sampling_params import Grammar as Grammar

@@ -97,6 +97,7 @@ def test_gzipped_files_are_read_up_to_the_limit(tmp_path: Path) -> None:
         ('{"text": "x", "n": 1}', 'expected "prompt", "turns", "messages" or "question", got "text", "n"'),
         ('{"prompt": ""}', '"prompt" must be a non-empty string'),
         ('{"prompt": 3}', '"prompt" must be a non-empty string'),
+        ('{"prompt": "a\\ud800"}', '"prompt": invalid Unicode: unpaired surrogate at index 1'),
         ('{"turns": []}', '"turns" must be a'),
         ('{"turns": [""], "category": "qa"}', 'the first of "turns"'),
         ('{"turns": ["x"], "category": 3, "src_id": "1"}', '"workload" must be a string'),

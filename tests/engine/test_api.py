@@ -214,7 +214,7 @@ def test_rows_of_a_matrix_are_prompts(llm, make):
         ([5, True], r"invalid prompt \[5, True\]: expected text"),
         ([5, 320], "invalid token id 320 at index 1 of the prompt: expected 0 to 319"),
         ([5, -1], "invalid token id -1 at index 1 of the prompt: expected 0 to 319"),
-        ("a\ud800b", "invalid Unicode in the prompt: unpaired surrogate at index 1"),
+        ("a\ud800b", "invalid Unicode: unpaired surrogate at index 1"),
     ],
 )
 def test_an_invalid_prompt_is_rejected_with_its_reason(llm, prompt, message):

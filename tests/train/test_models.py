@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_folder import make_folder, make_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, GemmaConfig, GPT2Config, LlamaConfig
 
 from outrider import LLM, SamplingParams
 from outrider.runner import ModelRunner, RunnerConfig
@@ -23,6 +23,7 @@ from outrider.train.draft_model import DraftShape, chosen_layers, draft_config, 
 from outrider.train.layer_skip import EarlyExitLoss, LayerSkip, drop_rates, exit_weights
 from outrider.train.model_runs import DraftRun, train_draft, train_early_exit
 from outrider.train.runs import Bench, EagleRun, HeadPlan, train_eagle, train_medusa
+from outrider.train.shrink import can_shrink
 from outrider.train.trainer import Trainer
 from outrider.types import OutriderError
 
@@ -59,6 +60,7 @@ def tiny(kind):
         "gemma2": lambda: Gemma2Config(
             **sizes, intermediate_size=48, num_key_value_heads=2, head_dim=8, sliding_window=4, pad_token_id=0
         ),
+        "gemma": lambda: GemmaConfig(**sizes, intermediate_size=48, num_key_value_heads=2, head_dim=8, pad_token_id=0),
         "gpt2": lambda: GPT2Config(vocab_size=64, n_embd=32, n_layer=4, n_head=4, bos_token_id=1, eos_token_id=1),
     }[kind]()
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager" if kind == "gemma2" else "sdpa").eval()
@@ -273,8 +275,12 @@ def test_the_draft_generates_its_own_rows_with_the_steps_noise():
 # -- both --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["early-exit", "draft"])
+@pytest.mark.parametrize("kind", ["early-exit", "draft", "early-exit with dropout"])
 def test_an_interrupted_run_ends_with_the_same_weights(kind, runner, rows, tmp_path, monkeypatch):
+    if kind == "early-exit with dropout":
+        made = make_folder(tmp_path / "dropping", num_hidden_layers=3, hidden_size=32, attention_dropout=0.4)
+        runner = ModelRunner.load(str(made), RunnerConfig(compile="never"))
+
     def train(name):
         at = Bench(runner, None, tmp_path / f"{name}-work", rows=rows)
         if kind == "draft":
@@ -313,6 +319,40 @@ def test_compiled_training_equals_eager_training(kind, runner, rows, tmp_path):
 
     eager, compiled = (losses(replace(FAST, epochs=0.5, compiled=flag)) for flag in (False, True))
     assert len(eager) > 2 and compiled == pytest.approx(eager, rel=0.02)
+
+
+def test_a_resumed_run_has_the_learning_rates_of_its_command(runner, rows, tmp_path, monkeypatch):
+    at, used = Bench(runner, None, tmp_path / "work", rows=rows), []
+    whole = Trainer.run
+    monkeypatch.setattr(Trainer, "run", lambda self: (used.append(self), whole(self, max_steps=2))[1])
+    for muon_lr in (0.02, 0.005):
+        assert not train_early_exit(at, tmp_path / "out", replace(FAST, muon_lr=muon_lr), LayerSkip())
+    assert [trainer.optimizers[0].param_groups[0]["base_lr"] for trainer in used] == [0.02, 0.005]
+    assert used[1].step == 4
+
+
+def test_models_that_cannot_be_trained_are_refused(runner, folder, rows, tmp_path):
+    tensors = load_file(folder / "model.safetensors")
+    make_folder(tmp_path / "cut", num_hidden_layers=LAYERS, hidden_size=32)
+    del tensors["model.layers.4.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "cut" / "model.safetensors", {"format": "pt"})
+    make_folder(tmp_path / "packed")
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    quantised = config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (tmp_path / "packed" / "config.json").write_text(json.dumps(quantised))
+    wrong = {"cut": "lacks 1 tensors of the model, the first model.layers.4", "packed": "is quantised: training"}
+    for name, message in wrong.items():
+        with pytest.raises(OutriderError, match=message):
+            model_runs.trainable(runner, str(tmp_path / name))
+    long = Bench(runner, None, tmp_path / "work", rows=torch.zeros(4, 10**6, dtype=torch.int))
+    runs = (lambda: train_draft(long, tmp_path / "o", FAST), lambda: train_early_exit(long, tmp_path / "o", FAST, LayerSkip()))
+    for train in runs:
+        with pytest.raises(OutriderError, match=r"rows of 1000000 tokens exceed the context of .* give a lower --seq-len"):
+            train()
+
+
+def test_models_whose_norms_store_their_scale_minus_one_are_not_shrunk():
+    assert can_shrink(tiny("llama")) and not can_shrink(tiny("gemma"))
 
 
 def test_invalid_training_gives_a_one_line_error(runner, rows, bench, tmp_path):

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from heads.mtp_checkpoints import tiny_target
-from tiny_folder import TEXT, letter_tokenizer, make_folder
+from tiny_folder import TEXT, letter_tokenizer, make_folder, make_tokenizer
+from tokenizers import processors
 from toy import outputs_of
 from transformers import AutoModelForCausalLM, GPT2Config
 
@@ -343,6 +344,21 @@ def test_fine_tuning_any_layer_changes_the_target_fingerprint(folder, tmp_path):
     assert fingerprint(ModelRunner.load(model, options)) != first
 
 
+def test_targets_that_differ_only_in_quantised_weights_have_different_fingerprints(tmp_path):
+    found = []
+    for name, seed in (("first", 1), ("second", 2)):
+        make_folder(tmp_path / name, seed=seed, hidden_size=64)
+        found.append(ModelRunner.load(str(tmp_path / name), RunnerConfig(compile="never", weights="int8")))
+    first, second = found
+    with torch.no_grad():
+        for name, tensor in first.model.named_parameters():
+            tensor.copy_(second.model.get_parameter(name))
+        for name, tensor in first.model.named_buffers():
+            if tensor.is_floating_point():
+                tensor.copy_(second.model.get_buffer(name))
+    assert fingerprint(first) != fingerprint(second)
+
+
 def test_features_larger_than_the_disk_are_rejected_before_capture(runner, rows, tmp_path, monkeypatch):
     room = SimpleNamespace(free=2 * 32 * rows.numel() - 1)
     monkeypatch.setattr("shutil.disk_usage", lambda _: room)
@@ -437,13 +453,41 @@ def test_text_is_read_from_plain_files_and_all_kinds_of_lines(llm, tmp_path):
     old = [{"from": "human", "value": "add"}, {"from": "gpt", "value": "1"}]
     entries = [{"text": "x = 1"}, {"prompt": "a", "completion": "b"}, {"messages": chat}, {"conversations": old}]
     lines.write_text("\n".join(map(json.dumps, entries)))
-    found = list(read_documents(lines, llm.tokenizer))
+    found = [llm.tokenizer.decode(ids) for ids in read_documents(lines, llm.tokenizer)]
     assert found[:2] == ["x = 1", "ab"] and found[2] == found[3] == "<|user|>add\n<|assistant|>1\n"
     rows = token_rows([plain, lines], llm.tokenizer, 16, 10**6)
     assert llm.tokenizer.decode(rows.flatten().tolist()).startswith(TEXT[:40])
     assert token_rows([plain], llm.tokenizer, 16, 40).shape == (2, 16)
     lines.write_bytes(b'{"text": "na\xefve"}')  # not UTF-8
-    assert next(read_documents(lines, llm.tokenizer)) == "na\N{REPLACEMENT CHARACTER}ve"
+    assert llm.tokenizer.decode(next(read_documents(lines, llm.tokenizer))) == "na\N{REPLACEMENT CHARACTER}ve"
+
+
+def test_a_chat_has_the_begin_token_of_its_template_only(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    lines = tmp_path / "a.jsonl"
+    lines.write_text(json.dumps({"messages": [{"role": "user", "content": "add"}]}) + "\n" + json.dumps({"text": "add"}))
+    for ids in read_documents(lines, tokenizer):
+        assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"text": "a\ud800"}, "line 1: invalid Unicode: unpaired surrogate at index 1"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "line 1: no system role"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named(entry, message, llm, tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    (tmp_path / "a.jsonl").write_text(json.dumps(entry))
+    with pytest.raises(OutriderError, match=message):
+        list(read_documents(tmp_path / "a.jsonl", tokenizer))
 
 
 def test_invalid_training_gives_a_one_line_error(runner, llm, rows, tmp_path):

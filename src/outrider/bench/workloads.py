@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from outrider.types import OutriderError
+from outrider.types import OutriderError, check_text
 
 SEPARATOR = "\n%%\n"
 WORKLOADS = {
@@ -138,6 +138,10 @@ def _prompt(item: Mapping[str, Any], file_name: str) -> Prompt:
 def _text(value: object, name: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise Refused(f"{name} must be a non-empty string")
+    try:
+        check_text(value)
+    except OutriderError as error:
+        raise Refused(f"{name}: {error}") from None
     return value
 
 

@@ -26,12 +26,12 @@ from outrider.engine.config import (
 from outrider.engine.detokenizer import DetokenizerFactory
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import Chunk, Completion, Emission, Generation, GenerationInterrupted
-from outrider.engine.prompts import as_messages, as_params, as_prompts, as_token_ids, check_text
+from outrider.engine.prompts import as_messages, as_params, as_prompts, as_token_ids
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.stats import GenerationStats
 from outrider.registry import AUTO
 from outrider.runner import ModelRunner
-from outrider.types import OutriderError, Request, SamplingParams, first_line
+from outrider.types import OutriderError, Request, SamplingParams, check_text, first_line
 
 if TYPE_CHECKING:
     from outrider.engine.options import ModelSource, TokenizerSource

@@ -48,14 +48,6 @@ def as_token_ids(prompt: Any, vocab_size: int) -> list[int]:
     return token_ids
 
 
-def check_text(prompt: str) -> None:
-    """Raise ``OutriderError`` for text that cannot be encoded as UTF-8."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise OutriderError(f"invalid Unicode in the prompt: unpaired surrogate at index {error.start}") from None
-
-
 def as_messages(given: Any) -> list[dict[str, Any]]:
     """Convert messages to plain dicts for a chat template. Raises ``OutriderError`` unless all of them have a role."""
     if isinstance(given, Sequence) and not isinstance(given, (str, bytes)):

@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from outrider.memory import weight_files
 from outrider.runner import attention, gguf, recurrence
-from outrider.runner.checkpoints.formats import loader_options, quantization_of
+from outrider.runner.checkpoints.formats import loader_options, method_of, quantization_of
 from outrider.runner.checkpoints.stored import without_quantization
 from outrider.runner.checkpoints.weight import Format
 from outrider.types import OutriderError, first_line
@@ -43,6 +43,19 @@ MOST = dict.fromkeys(
     ),
     2**31 - 1,
 ) | {"num_hidden_layers": 10_000}
+
+
+def growth_of(config: PreTrainedConfig, reader: Format | None, bits: int | None) -> int:
+    """Return the bytes in memory per byte in a checkpoint's files, at most.
+
+    4-bit floating-point weights become 16 bits; 8-bit ones times scales of 16 bits need 32, times powers of two 16.
+    """
+    quantization = quantization_of(config)
+    if quantization is None or bits is not None or (reader is not None and reader.has_codes):
+        return 1
+    if reader is None:  # transformers' own quantiser
+        return 4 if method_of(quantization) == "mxfp4" else 1
+    return 2 if quantization.get("scale_fmt") == "ue8m0" else 4
 
 
 def load_model(

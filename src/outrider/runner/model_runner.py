@@ -101,8 +101,7 @@ class ModelRunner:
             if packed is not None:
                 return cls._checked(packed, config, device, str(model), shape, "eager")
         if device.type == "cpu":
-            in_16_bits = reader is not None and not reader.has_codes and config.bits is None
-            refuse_too_large(model, growth=2 if in_16_bits else 1)  # 8-bit floating-point weights become 16 bits
+            refuse_too_large(model, growth=loading.growth_of(wanted, reader, config.bits))
         loaded = loading.load_model(model, config.dtype, device, config.trust_remote_code, reader)
         loading.check_weights(loaded, str(model))
         own_dtype = loaded.dtype

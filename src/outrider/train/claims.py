@@ -21,8 +21,9 @@ def fingerprint(runner: ModelRunner) -> str:
     """Return a fingerprint of a target: its config, and sampled values of every tensor, because a fine-tune may change any."""
     model = runner.model
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-    tensors = [tensor.detach().flatten() for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
-    weights = [flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].float().tolist() for flat in tensors]
+    tensors = [tensor.detach().flatten() for tensor in (*model.parameters(), *model.buffers())]  # quantised ones hold integers
+    samples = [flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED] for flat in tensors]
+    weights = [(each.float() if each.is_floating_point() else each).tolist() for each in samples]
     return hashlib.sha256(json.dumps([config, weights], sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
-from outrider.runner import ModelRunner
-from outrider.runner.loading import decoder_layers
+from outrider.runner import ModelRunner, gguf, loading
+from outrider.runner.checkpoints.formats import quantization_of
+from outrider.runner.loading import decoder_layers, text_config
 from outrider.runner.parallel_draft import mask_token_of
 from outrider.runner.tokenizers import check_same_vocabulary
 from outrider.train.acceptance import acceptance, summary
@@ -47,6 +48,7 @@ def train_early_exit(bench: Bench, out: Path, how: HeadPlan, skip: LayerSkip) ->
     runner = bench.runner
     if runner.num_layers < 3:
         raise OutriderError(f"early-exit training needs a target with at least three layers; this one has {runner.num_layers}")
+    _check_rows(bench.seq_len, runner.name, runner.max_len)
     model = trainable(runner)
     decoder = Decoder(model)
     decoder.check()
@@ -110,12 +112,14 @@ def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRu
         raise OutriderError(f"invalid prompt_len {teaching.prompt_len}: expected at least 1")
     if teaching.on_policy and teaching.prompt_len >= bench.seq_len:
         raise OutriderError(f"rows of {bench.seq_len} tokens leave nothing to generate after prompts of {teaching.prompt_len}")
+    _check_rows(bench.seq_len, runner.name, runner.max_len)
     target = trainable(runner).requires_grad_(False).eval()
     torch.manual_seed(how.seed)
     if kind.start is None:
         draft, origin = new_draft(target, kind.shape)
     else:
         draft, origin = _existing(kind.start, bench, kind.parallel is not None), f"continuing {kind.start}"
+    _check_rows(bench.seq_len, "the draft", getattr(text_config(draft), "max_position_embeddings", None))
     masks = None if kind.parallel is None else Masks.prepare(draft, bench.tokenizer, kind.parallel, bench.seq_len)
     origin += "" if masks is None else f"; mask token {masks.token}"
     share = draft.num_parameters() / target.num_parameters()
@@ -161,15 +165,20 @@ def measure_draft(draft: PreTrainedModel, target: PreTrainedModel, rows: Tensor)
 
 
 def trainable(runner: ModelRunner, source: str | None = None) -> PreTrainedModel:
-    """Load the runner's model, or another one, in float32 on the runner's device."""
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            source or runner.name, dtype=torch.float32, attn_implementation="sdpa"
-        )
-    except (OSError, ValueError) as error:
-        raise OutriderError(f"cannot load {source or runner.name} for training: {first_line(error)}") from error
-    found: PreTrainedModel = model.to(runner.device)
-    return found
+    """Load the runner's model, or another one, in float32 on the runner's device.
+
+    Raises ``OutriderError`` for quantised, broken or incomplete weights.
+    """
+    name = source or runner.name
+    if gguf.find(name) is not None or quantization_of(loading.load_config(name)) is not None:
+        raise OutriderError(f"{name} is quantised: training needs the checkpoint in 16 or 32 bits")
+    return loading.load_model(name, torch.float32, runner.device)
+
+
+def _check_rows(seq_len: int, name: str, max_len: int | None) -> None:
+    """Raise ``OutriderError`` if rows are longer than a model's context."""
+    if max_len is not None and seq_len > max_len:
+        raise OutriderError(f"rows of {seq_len} tokens exceed the context of {name}, {max_len} tokens: give a lower --seq-len")
 
 
 def _existing(source: str, bench: Bench, is_parallel: bool) -> PreTrainedModel:

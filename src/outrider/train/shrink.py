@@ -16,14 +16,21 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def can_shrink(model: PreTrainedModel) -> bool:
-    """Return whether the model has Llama-like layers: two norms, four projections, a gated feed-forward part."""
+    """Return whether the model has Llama-like layers: two norms, four projections, a gated feed-forward part.
+
+    Norms that store their scale minus one (Gemma) are not: those models scale their embeddings by the width, too.
+    """
     for layer in decoder_layers(model):
         attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
         parts = [hasattr(layer, norm) for norm in NORMS] + [hasattr(attention, each) for each in PROJECTIONS]
         parts += [hasattr(mlp, each) for each in ("gate_proj", "up_proj", "down_proj")]
         if not all(parts) or hasattr(layer, "pre_feedforward_layernorm"):
             return False
-    return hasattr(model.base_model, "embed_tokens") and hasattr(model.base_model, "norm")
+    norm = getattr(model.base_model, "norm", None)
+    if norm is None or not hasattr(model.base_model, "embed_tokens"):
+        return False
+    scale = norm(torch.ones_like(norm.weight)[None])[0]
+    return torch.allclose(scale, norm.weight, atol=0.01, rtol=0.01)
 
 
 def principal_basis(embeddings: Tensor, width: int) -> Tensor:

@@ -16,21 +16,22 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.runner import ModelRunner
 from outrider.train.claims import claim, digest, fingerprint
-from outrider.types import OutriderError
+from outrider.types import OutriderError, check_text, first_line
 
 Report = Callable[[float, dict[str, Any]], None]  # (progress, values to show)
 GOLDEN = 0.6180339887498949
 
 
-def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Read documents of a text file (one), or of a JSONL file: ``text``, ``prompt`` + ``completion``, or chat ``messages``.
+def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    """Yield the token ids of a text file (one document), or of the lines of a JSONL file: ``text``, ``prompt`` +
+    ``completion``, or chat ``messages``.
 
     Raises ``OutriderError`` with the number of an invalid line.
     """
     if not path.is_file():
         raise OutriderError(f"text file {path} does not exist")
     if path.suffix not in (".jsonl", ".json"):
-        yield path.read_text(encoding="utf-8", errors="replace")
+        yield tokenizer.encode(path.read_text(encoding="utf-8", errors="replace"))
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
@@ -41,11 +42,13 @@ def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[s
                     hint = 'expected JSON with "text", "prompt" and "completion", or "messages"'
                     why = f"no {error}" if isinstance(error, KeyError) else error
                     raise OutriderError(f"{path}, line {number}: {hint} ({why})") from None
+                except Exception as error:  # chat templates raise anything
+                    raise OutriderError(f"{path}, line {number}: {first_line(error)}") from error
 
 
-def _document(entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
+def _document(entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if "text" in entry:
-        return str(entry["text"])
+        return _encoded(str(entry["text"]), tokenizer)
     messages = entry.get("messages") or entry.get("conversations")
     if messages is not None:
         roles = {"human": "user", "gpt": "assistant"}
@@ -56,8 +59,15 @@ def _document(entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
             }
             for m in messages
         ]
-        return str(tokenizer.apply_chat_template(chat, tokenize=False))
-    return str(entry["prompt"]) + str(entry["completion"])
+        text = str(tokenizer.apply_chat_template(chat, tokenize=False))
+        return _encoded(text, tokenizer, add_special_tokens=False)  # the template writes its own
+    return _encoded(str(entry["prompt"]) + str(entry["completion"]), tokenizer)
+
+
+def _encoded(text: str, tokenizer: PreTrainedTokenizerBase, **options: bool) -> list[int]:
+    check_text(text)
+    ids: list[int] = tokenizer.encode(text, **options)
+    return ids
 
 
 def token_rows(paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, seq_len: int, max_tokens: int) -> Tensor:
@@ -69,7 +79,7 @@ def token_rows(paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, seq_le
     ids: list[int] = []
     for path in paths:
         for document in read_documents(path, tokenizer):
-            ids += tokenizer.encode(document)
+            ids += document
             if end is not None:
                 ids.append(int(end))
             if len(ids) >= max_tokens:

@@ -111,7 +111,10 @@ class Trainer:
             state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
             self.job.model.load_state_dict(state["model"])
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                planned = [group["base_lr"] for group in optimizer.param_groups]
                 optimizer.load_state_dict(saved)
+                for group, rate in zip(optimizer.param_groups, planned, strict=True):
+                    group["base_lr"] = rate  # a lower rate may be why the run is resumed
             self.job.batches.rows_drawn.update(state["rows_drawn"])
             self.step, self.tokens, self.curve = state["step"], state["tokens"], state["curve"]
             self.clock = RunningClock(state["elapsed"], self.max_gap)
@@ -128,6 +131,7 @@ class Trainer:
         seq_len = next(length for until, length in plan.seq_lens if before <= until)
         rows = max(1, plan.batch_tokens // seq_len)
         ids = self.job.batches.batch(self.step, rows, seq_len).to(self.device)
+        torch.manual_seed(plan.seed * 1_000_003 + self.step)  # for the model's dropout, also after an interruption
         loss, parts = self.job.loss(ids, self.step, before)
         if not torch.isfinite(loss):  # an update with it would spoil the next checkpoint
             raise OutriderError(
