@@ -324,6 +324,23 @@ def test_a_requests_attention_has_the_same_bits_in_any_batch_width_and_cache(dty
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("make", [Pass.branch, Pass.deep_first])
+def test_a_node_of_a_tree_has_the_same_bits_as_in_a_chain(make, dtype, shape):
+    for width in (7, 19, 40):
+        there = make(Pass([40, 0, 17], width, dtype=dtype, **SHAPES[shape] | {"capacity": 80}))
+        for options in ({}, {"window": 9}, {"softcap": 1.5}):
+            tree = there.run("cpu", **options)
+            for node in range(width):
+                path = there.visible[0, node].nonzero().flatten()
+                chain = Pass([40, 0, 17], len(path), dtype=dtype, **SHAPES[shape] | {"capacity": 80})
+                chain.keys, chain.values, chain.cache_rows = there.keys, there.values, there.cache_rows
+                chain.query, chain.key, chain.value = (each[:, :, path] for each in (there.query, there.key, there.value))
+                assert torch.equal(chain.run("cpu", **options)[:, -1], tree[:, node]), (width, node, options)
+
+
+@needs_kernels
 @pytest.mark.parametrize("options", [{}, {"window": 40}, {"window": 300}])
 def test_long_sequences_have_the_same_bits_and_correct_values(options):
     """Matrix units process values in blocks of 256 slots, products of pairs in blocks of 32; both in blocks of 64 queries."""

@@ -334,11 +334,11 @@ def named_states(states: Any, layers: Any, default: Callable[[], tuple[int, ...]
     ``layers``: instead of ``states``, the layers whose outputs they are, counted from 0. Raises ``OutriderError`` for ids that
     are not integers.
     """
-    try:
-        if states or layers:
-            return tuple(int(index) for index in states) if states else tuple(int(index) + 1 for index in layers)
-    except (TypeError, ValueError):
-        raise OutriderError(f"{source}: invalid layer ids {states or layers!r} in config.json: expected integers") from None
+    named = states or layers
+    if named:
+        if not isinstance(named, (list, tuple)) or not all([type(index) is int for index in named]):
+            raise OutriderError(f"{source}: invalid layer ids {named!r} in config.json: expected a list of integers")
+        return tuple(named) if states else tuple([index + 1 for index in named])
     found = default()
     logger.warning("%s does not name the hidden states it reads: assuming %s", source, found)
     return found

@@ -132,6 +132,10 @@ struct Attention {
   const int64_t b, length, token, tokens, group, base, open, first, count, padded;
   const Cache *keys, *values;
   float *queries, *scores, *out, *turned, *tiles;
+  // Of a token in a branch of a tree: the slots from `open` on that it sees, in order. Its scores and weights are moved to where they
+  // would be in a chain of only these, so that the additions, and with them the bits, are those of the chain. Empty for other tokens.
+  std::vector<std::vector<int64_t>> paths;
+  bool has_branches = false;
 
   Attention(const Pass& of, int64_t row, int64_t from, const Cache* k_plane, const Cache* v_plane, float* buffer)
       : pass(of), b(row), length(of.length(row)), token(from), tokens(std::min(tokens_at_once(of), length - from)),
@@ -140,7 +144,15 @@ struct Attention {
         first(std::min(earliest(), open) / kSlots * kSlots),  // blocks start at the same slots in every pass
         count(end() - first), padded((count + kSlots - 1) / kSlots * kSlots), keys(k_plane), values(v_plane), queries(buffer),
         scores(queries + rows() * of.key_dim), out(scores + rows() * padded), turned(out + to_lanes(rows()) * of.value_dim),
-        tiles(turned + kLanes * (of.key_dim + kLanes)) {}
+        tiles(turned + kLanes * (of.key_dim + kLanes)), paths(tokens) {
+    for (int64_t w = 0; w < tokens; ++w) {
+      const bool *seen = visible(token + w), *last = seen + (base + length - open), *gap = std::find(seen, last, false);
+      if (std::find(gap, last, true) == last) continue;  // what it sees is contiguous
+      for (const bool* at = seen; at < last; ++at)
+        if (*at) paths[w].push_back(open + (at - seen));
+      has_branches = true;
+    }
+  }
 
   // Whether this uses matrix units, or products of pairs. Queries and weights are then rounded to bfloat16, like keys and values.
   static bool on_units(const Pass& pass) {
@@ -185,7 +197,12 @@ struct Attention {
   void run() {
     score();
     std::vector<float> inverse(rows());
-    for (int64_t row = 0; row < rows(); ++row) inverse[row] = weigh(token + row / group, scores + row * padded);
+    for (int64_t row = 0; row < rows(); ++row) {
+      const std::vector<int64_t>& path = paths[row / group];
+      float *of_row = scores + row * padded, *moved = of_row + open - first;
+      for (const int64_t slot : path) *moved++ = of_row[slot - first];
+      inverse[row] = weigh(token + row / group, of_row);
+    }
     gather();
     for (int64_t row = 0; row < rows(); ++row)
       for (int64_t d = 0; d < pass.value_dim; ++d) out[row * pass.value_dim + d] *= inverse[row];
@@ -224,21 +241,56 @@ struct Attention {
   }
 
   // `gather` by tiles. Sums go over the slots in blocks of 32 at fixed positions, so that a row's bits do not depend on other rows.
-  // Slots that a row does not see have weight 0, and unwritten ones count as 0.
+  // Slots that a row does not see have weight 0, and unwritten ones count as 0. In a tree the last blocks are summed token by token.
   void gather_on_units() {
     uint16_t *weights = amx::next_line(tiles), *paired = weights + to_lanes(rows()) * padded;
     const int64_t written = base + length - first;  // later slots may contain anything
     for (int64_t row = 0; row < rows(); ++row)
       amx::to_line_of_tiles(scores + row * padded, padded, weights + row / amx::kSide * amx::kSide * padded + row % amx::kSide * 32);
-    for (int64_t from = 0; from < padded; from += amx::kSlotsAtOnce) {
-      const int64_t slots = std::min(amx::kSlotsAtOnce, padded - from);
+    const int64_t shared = num_shared();
+    for (int64_t from = 0; from < shared; from += amx::kSlotsAtOnce) {
+      const int64_t slots = std::min(amx::kSlotsAtOnce, shared - from);
       amx::pair_values(reinterpret_cast<const uint16_t*>(values + (first + from) * pass.value_dim), slots,
                        std::clamp<int64_t>(written - from, 0, slots), pass.value_dim, paired);
       for (int64_t row = 0; row < rows(); row += amx::kSide)
         amx::mix(weights + row * padded + from * amx::kSide, paired, slots, pass.value_dim, out + row * pass.value_dim, from > 0);
     }
+    if (shared == padded) return;
+    std::vector<float> buffer(amx::kSide * (amx::kSlotsAtOnce / 2 + pass.value_dim) + 2 * kLanes);
+    uint16_t* of_token = amx::next_line(buffer.data());
+    float* sums = reinterpret_cast<float*>(of_token + amx::kSide * amx::kSlotsAtOnce);
+    for (int64_t from = shared; from < padded; from += amx::kSlotsAtOnce)
+      for (int64_t w = 0; w < tokens; ++w) {
+        const int64_t slots = std::min(amx::kSlotsAtOnce, padded - from);
+        const std::vector<Cache> along = values_along(w, from, slots);
+        amx::pair_values(reinterpret_cast<const uint16_t*>(along.data()), slots, slots, pass.value_dim, paired);
+        for (int64_t head = 0; head < group; head += amx::kSide) {
+          const int64_t row = w * group + head, some = std::min(amx::kSide, group - head);
+          std::fill_n(of_token, amx::kSide * slots, uint16_t{0});
+          for (int64_t i = 0; i < some; ++i) amx::to_line_of_tiles(scores + (row + i) * padded + from, slots, of_token + i * 32);
+          std::copy_n(out + row * pass.value_dim, some * pass.value_dim, sums);
+          amx::mix(of_token, paired, slots, pass.value_dim, sums, from > 0);
+          std::copy_n(sums, some * pass.value_dim, out + row * pass.value_dim);
+        }
+      }
   }
 #endif
+
+  // Slots whose values are summed for all tokens together: all, or in a tree the blocks before the first slot that not all see.
+  int64_t num_shared() const { return has_branches ? (open - first) / kSlots * kSlots : padded; }
+
+  // The values [slots][value_dim] at `from` and the following slots as token w sees them: along its path, then zeros.
+  std::vector<Cache> values_along(int64_t w, int64_t from, int64_t slots) const {
+    const int64_t dim = pass.value_dim, written = base + length;
+    std::vector<Cache> along(slots * dim, static_cast<Cache>(0.0f));
+    for (int64_t s = 0; s < slots; ++s) {
+      int64_t slot = first + from + s;
+      const int64_t place = slot - open;
+      if (place >= 0 && !paths[w].empty()) slot = place < static_cast<int64_t>(paths[w].size()) ? paths[w][place] : written;
+      if (slot < written) std::copy_n(values + slot * dim, dim, along.data() + s * dim);
+    }
+    return along;
+  }
 
   // Buffer for queries or weights in pairs, original and transposed, and for a panel of keys or values.
   static int64_t pairs_size(int64_t rows, int64_t slots, int64_t key_dim, int64_t value_dim) {
@@ -264,7 +316,7 @@ struct Attention {
           transpose(block);
           for (int64_t j = 0; j < kLanes; ++j) store(panel + (d + j) * kPanel + half, block[j]);
         }
-      products(turned_queries, depth, panel, scores + i, padded, true);
+      products(turned_queries, depth, panel, scores + i, padded, true, rows());
     }
   }
 
@@ -274,7 +326,8 @@ struct Attention {
     const int64_t written = base + length - first, at_once = rows_of_a_tile(rows()), depth = padded / 2;
     float *rounded = tiles, *turned_weights = rounded + rows() * depth, *panel = turned_weights + rows() * kLanes;
     for (int64_t i = 0; i < rows() * depth; i += kLanes) to_pairs(scores + 2 * i, rounded + i);
-    for (int64_t from = 0; from < padded; from += kSlots) {
+    const int64_t shared = num_shared();
+    for (int64_t from = 0; from < shared; from += kSlots) {
       for (int64_t row = 0; row < rows(); row += at_once)
         turn_rows(rounded + row * depth + from / 2, depth, std::min(at_once, rows() - row), kLanes, turned_weights + row * kLanes);
       for (int64_t d = 0; d < pass.value_dim; d += kPanel) {
@@ -282,20 +335,38 @@ struct Attention {
           const auto value = [&](int64_t slot) {
             return slot < written ? _mm512_loadu_si512(values + (first + slot) * pass.value_dim + d) : _mm512_setzero_si512();
           };
-          const __m512i even = value(from + 2 * k), odd = value(from + 2 * k + 1);
-          _mm512_storeu_si512(panel + k * kPanel, _mm512_permutex2var_epi16(even, kLowTwos, odd));
-          _mm512_storeu_si512(panel + k * kPanel + kLanes, _mm512_permutex2var_epi16(even, kHighTwos, odd));
+          pair_panel(value(from + 2 * k), value(from + 2 * k + 1), panel + k * kPanel);
         }
-        products(turned_weights, kLanes, panel, out + d, pass.value_dim, from == 0);
+        products(turned_weights, kLanes, panel, out + d, pass.value_dim, from == 0, rows());
       }
     }
+    for (int64_t from = shared; from < padded; from += kSlots)
+      for (int64_t w = 0; w < tokens; ++w) {
+        const std::vector<Cache> along = values_along(w, from, kSlots);
+        const int64_t first_row = w * group, some = rows_of_a_tile(group);
+        for (int64_t head = 0; head < group; head += some)
+          turn_rows(rounded + (first_row + head) * depth + from / 2, depth, std::min(some, group - head), kLanes,
+                    turned_weights + head * kLanes);
+        for (int64_t d = 0; d < pass.value_dim; d += kPanel) {
+          for (int64_t k = 0; k < kLanes; ++k)
+            pair_panel(_mm512_loadu_si512(along.data() + 2 * k * pass.value_dim + d),
+                       _mm512_loadu_si512(along.data() + (2 * k + 1) * pass.value_dim + d), panel + k * kPanel);
+          products(turned_weights, kLanes, panel, out + first_row * pass.value_dim + d, pass.value_dim, from == 0, group);
+        }
+      }
   }
 
-  // Transposed rows of pairs, for each tile [depth][its rows], times a panel [depth][32] -> to[row][32], rows `stride` apart.
-  void products(const float* turned_rows, int64_t depth, const float* panel, float* to, int64_t stride, bool fresh) {
-    const int64_t at_once = rows_of_a_tile(rows());
-    for (int64_t row = 0; row < rows(); row += at_once)
-      kRunPairs[std::min(at_once, rows() - row) - 1](turned_rows + row * depth, reinterpret_cast<const Pair*>(panel), depth * kPanel, depth,
+  // 32 values of two slots -> 32 pairs.
+  static void pair_panel(__m512i even, __m512i odd, float* to) {
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(even, kLowTwos, odd));
+    _mm512_storeu_si512(to + kLanes, _mm512_permutex2var_epi16(even, kHighTwos, odd));
+  }
+
+  // `count` transposed rows of pairs, for each tile [depth][its rows], times a panel [depth][32] -> to[row][32], rows `stride` apart.
+  void products(const float* turned_rows, int64_t depth, const float* panel, float* to, int64_t stride, bool fresh, int64_t count) {
+    const int64_t at_once = rows_of_a_tile(count);
+    for (int64_t row = 0; row < count; row += at_once)
+      kRunPairs[std::min(at_once, count - row) - 1](turned_rows + row * depth, reinterpret_cast<const Pair*>(panel), depth * kPanel, depth,
                                                      to + row * stride, stride, fresh, 1, 0, false);
   }
 #endif
@@ -364,7 +435,12 @@ struct Attention {
   }
 
   bool sees(int64_t w, int64_t slot) const {
-    if (slot >= first + count || (slot >= open && !visible(w)[slot - open])) return false;
+    if (slot >= first + count) return false;
+    if (slot >= open) {
+      const std::vector<int64_t>& path = paths[w - token];
+      if (path.empty() ? !visible(w)[slot - open] : slot - open >= static_cast<int64_t>(path.size())) return false;
+      if (!path.empty()) slot = path[slot - open];
+    }
     if (slot < base) return slot >= begin(w);
     return pass.window <= 0 || position(w) - position(slot - base) < pass.window;
   }
@@ -377,12 +453,26 @@ struct Attention {
 #if defined(__AVX512BF16__)
     if (in_pairs(pass)) return gather_in_pairs();
 #endif
+    for (int64_t w = 0; w < tokens; ++w) move_back(w);
     std::fill_n(out, rows() * pass.value_dim, 0.0f);
     const int64_t shared = pass.window > 0 ? 0 : std::max<int64_t>(0, open - first);
     int64_t row = 0;
     for (; row + kTogether <= rows(); row += kTogether) add_values<kTogether, false>(row, 0, shared);
     for (; row < rows(); ++row) add_values<1, false>(row, 0, shared);
     for (row = 0; row < rows(); ++row) add_values<1, true>(row, shared, count);
+  }
+
+  // Move the weights of token w from its path back to their slots: sums in the order of slots skip those of weight 0.
+  void move_back(int64_t w) {
+    const std::vector<int64_t>& path = paths[w];
+    for (int64_t row = w * group; row < (w + 1) * group && !path.empty(); ++row) {
+      float* of_row = scores + row * padded - first;
+      for (int64_t i = static_cast<int64_t>(path.size()) - 1; i >= 0; --i) {
+        const float weight = of_row[open + i];
+        of_row[open + i] = 0.0f;
+        of_row[path[i]] = weight;
+      }
+    }
   }
 
   // Add the values of slots [from, to), by weight, to the outputs of `together` rows.
