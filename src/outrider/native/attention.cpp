@@ -259,10 +259,11 @@ struct Attention {
     std::vector<float> buffer(amx::kSide * (amx::kSlotsAtOnce / 2 + pass.value_dim) + 2 * kLanes);
     uint16_t* of_token = amx::next_line(buffer.data());
     float* sums = reinterpret_cast<float*>(of_token + amx::kSide * amx::kSlotsAtOnce);
-    for (int64_t from = shared; from < padded; from += amx::kSlotsAtOnce)
+    for (int64_t from = shared; from < padded; from += amx::kSlotsAtOnce) {
+      const int64_t slots = std::min(amx::kSlotsAtOnce, padded - from);
+      std::vector<Cache> along = values_at(from, slots);
       for (int64_t w = 0; w < tokens; ++w) {
-        const int64_t slots = std::min(amx::kSlotsAtOnce, padded - from);
-        const std::vector<Cache> along = values_along(w, from, slots);
+        follow(w, from, slots, along.data());
         amx::pair_values(reinterpret_cast<const uint16_t*>(along.data()), slots, slots, pass.value_dim, paired);
         for (int64_t head = 0; head < group; head += amx::kSide) {
           const int64_t row = w * group + head, some = std::min(amx::kSide, group - head);
@@ -273,23 +274,28 @@ struct Attention {
           std::copy_n(sums, some * pass.value_dim, out + row * pass.value_dim);
         }
       }
+    }
   }
 #endif
 
   // Slots whose values are summed for all tokens together: all, or in a tree the blocks before the first slot that not all see.
   int64_t num_shared() const { return has_branches ? (open - first) / kSlots * kSlots : padded; }
 
-  // The values [slots][value_dim] at `from` and the following slots as token w sees them: along its path, then zeros.
-  std::vector<Cache> values_along(int64_t w, int64_t from, int64_t slots) const {
-    const int64_t dim = pass.value_dim, written = base + length;
-    std::vector<Cache> along(slots * dim, static_cast<Cache>(0.0f));
-    for (int64_t s = 0; s < slots; ++s) {
-      int64_t slot = first + from + s;
-      const int64_t place = slot - open;
-      if (place >= 0 && !paths[w].empty()) slot = place < static_cast<int64_t>(paths[w].size()) ? paths[w][place] : written;
-      if (slot < written) std::copy_n(values + slot * dim, dim, along.data() + s * dim);
-    }
-    return along;
+  // The values [slots][value_dim] at `from` and the following slots, 0 where none are written.
+  std::vector<Cache> values_at(int64_t from, int64_t slots) const {
+    const int64_t start = first + from, written = std::clamp<int64_t>(base + length - start, 0, slots);
+    std::vector<Cache> found(slots * pass.value_dim, static_cast<Cache>(0.0f));
+    std::copy_n(values + start * pass.value_dim, written * pass.value_dim, found.data());
+    return found;
+  }
+
+  // Replace those of `values_at` that not all tokens see by those along token w's path. What follows it has weight 0. Called in the order
+  // of tokens: those outside branches come first, because everything before a token that sees all before itself is no branch.
+  void follow(int64_t w, int64_t from, int64_t slots, Cache* along) const {
+    const int64_t dim = pass.value_dim, skipped = std::max<int64_t>(0, first + from - open);  // of the path, in earlier blocks
+    Cache* into = along + (open + skipped - first - from) * dim;
+    const int64_t seen = static_cast<int64_t>(paths[w].size()), till = std::min(seen, first + from + slots - open);
+    for (int64_t i = skipped; i < till; ++i, into += dim) std::copy_n(values + paths[w][i] * dim, dim, into);
   }
 
   // Buffer for queries or weights in pairs, original and transposed, and for a panel of keys or values.
@@ -340,9 +346,10 @@ struct Attention {
         products(turned_weights, kLanes, panel, out + d, pass.value_dim, from == 0, rows());
       }
     }
-    for (int64_t from = shared; from < padded; from += kSlots)
+    for (int64_t from = shared; from < padded; from += kSlots) {
+      std::vector<Cache> along = values_at(from, kSlots);
       for (int64_t w = 0; w < tokens; ++w) {
-        const std::vector<Cache> along = values_along(w, from, kSlots);
+        follow(w, from, kSlots, along.data());
         const int64_t first_row = w * group, some = rows_of_a_tile(group);
         for (int64_t head = 0; head < group; head += some)
           turn_rows(rounded + (first_row + head) * depth + from / 2, depth, std::min(some, group - head), kLanes,
@@ -354,6 +361,7 @@ struct Attention {
           products(turned_weights, kLanes, panel, out + first_row * pass.value_dim + d, pass.value_dim, from == 0, group);
         }
       }
+    }
   }
 
   // 32 values of two slots -> 32 pairs.
