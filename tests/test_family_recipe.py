@@ -289,6 +289,25 @@ def test_a_run_can_be_ended_early_with_its_decay(tmp_path: Path) -> None:
     assert optim.lr_factor(9_000 / plan.max_tokens, plan) < optim.lr_factor(9_000 / TINY.target_plan.max_tokens, plan)
 
 
+def test_a_target_goes_on_from_a_finished_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "training_mixture", lambda folder, seed: None)
+    finished = model.build(TINY.target, TINY, 7)
+    finished.save_pretrained(tmp_path / "finished")
+    shop = stages.Workshop("tiny", tmp_path, tmp_path / "work", compiled=False, start=tmp_path / "finished")
+    for name, weight in stages.target_job(shop).model.state_dict().items():
+        assert torch.equal(weight, finished.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(("command", "option"), [("target", "--start"), ("draft", "--target")])
+def test_a_folder_without_a_model_is_refused(tmp_path: Path, command: str, option: str) -> None:
+    from typer.testing import CliRunner
+
+    from recipes.family.__main__ import app
+
+    done = CliRunner().invoke(app, [command, "--preset", "tiny", option, str(tmp_path)], env={"COLUMNS": "300"})
+    assert done.exit_code == 2 and "is not a model folder" in done.output
+
+
 def test_repeats_are_the_tokens_of_a_loop_after_its_first_period_and_before_the_end() -> None:
     assert loops.repeats([9, 5, 6, 5, 6, 5, 6, 7], end=0) == [False] * 3 + [True] * 4 + [False]
     assert loops.repeats([5, 6, 5, 6], end=0) == [False] * 4  # two repetitions are not a loop

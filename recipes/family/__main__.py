@@ -25,7 +25,6 @@ Tokens = Annotated[
     int | None, typer.Option("--tokens", help="tokens of the whole run; a smaller number ends it early, with decay")
 ]
 Wall = Annotated[bool, typer.Option("--wall", help="count pauses: the run ends by the clock")]
-Compiled = Annotated[bool, typer.Option("--compile/--no-compile", help="compile the layers with torch.compile")]
 Package = Annotated[Path, typer.Option("--package", help="output folder of target/, draft/ and the model card")]
 Curves = Annotated[Path, typer.Option("--curves", help="output folder of the curves and report.json")]
 
@@ -50,6 +49,12 @@ def workshop(preset: str, corpus: Path, work: Path) -> Workshop:
     return Workshop(preset, corpus, work)
 
 
+def check_model(folder: Path | None) -> None:
+    """Reject a folder that is given and is not of a model."""
+    if folder is not None and not (folder / "config.json").is_file():
+        raise typer.BadParameter(f"{folder} is not a model folder: it has no config.json")
+
+
 @app.command()
 def tokenizer(preset: PresetName = "cpu", corpus: Corpus = CORPUS, work: Work = WORK) -> None:
     """Train the tokenizer and tokenise the text."""
@@ -64,11 +69,12 @@ def target(
     minutes: Minutes = None,
     tokens: Tokens = None,
     wall: Wall = False,
-    compiled: Compiled = True,
+    start: Annotated[Path | None, typer.Option("--start", help="folder of a trained target to go on from")] = None,
 ) -> None:
     """Train the target. Run again to resume."""
+    check_model(start)
     budget = {"minutes": minutes, "tokens_in_all": tokens, "count_pauses": wall}
-    shop = replace(workshop(preset, corpus, work), compiled=compiled, **budget)
+    shop = replace(workshop(preset, corpus, work), start=start, **budget)
     if not stages.train_target(shop):
         sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
 
@@ -80,10 +86,9 @@ def loops(
     work: Work = WORK,
     minutes: Minutes = None,
     wall: Wall = False,
-    compiled: Compiled = True,
 ) -> None:
     """Train the finished target against its own greedy loops. Run again to resume."""
-    shop = replace(workshop(preset, corpus, work), minutes=minutes, count_pauses=wall, compiled=compiled)
+    shop = replace(workshop(preset, corpus, work), minutes=minutes, count_pauses=wall)
     if not (work / "target" / "checkpoint.pt").is_file():
         raise typer.BadParameter(f"no target in {work}: run `python -m recipes.family target` first")
     if not stages.train_against_loops(shop):
@@ -98,11 +103,15 @@ def draft(
     minutes: Minutes = None,
     wall: Wall = False,
     rows: Annotated[int | None, typer.Option("--generated", help="number of sequences that the target writes first")] = None,
+    teacher: Annotated[Path | None, typer.Option("--target", help="folder of a finished target (default: of `loops`)")] = None,
 ) -> None:
-    """Export the target, let it write text, and distil the draft on that text. Run again to resume."""
+    """Let the target write text, and distil the draft on that text. Run again to resume."""
+    check_model(teacher)
     shop = replace(workshop(preset, corpus, work), minutes=minutes, count_pauses=wall)
-    stages.export_model(shop, "loops", work / "export" / "target")
-    if not stages.train_draft(shop, rows):
+    if teacher is None:
+        teacher = work / "export" / "target"
+        stages.export_model(shop, "loops", teacher)
+    if not stages.train_draft(shop, teacher, rows):
         sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
 
 

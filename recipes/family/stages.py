@@ -40,6 +40,7 @@ class Workshop:
     minutes: float | None = None  # overrides the plan's budget
     tokens_in_all: int | None = None  # overrides the plan's tokens; a run that is past the start of the decay ends soon
     count_pauses: bool = False
+    start: Path | None = None  # folder of a target to go on from; otherwise a new one
 
     @property
     def preset(self) -> Preset:
@@ -96,7 +97,10 @@ def target_job(shop: Workshop) -> Job:
     """Return the target's training run."""
     preset = shop.preset
     plan = shop.plan(preset.target_plan)
-    net = model.build(preset.target, preset, plan.seed).to(shop.device)
+    net, skip = model.build(preset.target, preset, plan.seed).to(shop.device), preset.layer_skip
+    if shop.start is not None:
+        net.load_state_dict(model.load(shop.start).state_dict())
+        skip = replace(skip, grow_at=0.0)
     (shop.folder / "target").mkdir(parents=True, exist_ok=True)
     (shop.folder / "target" / "train.pid").write_text(str(os.getpid()))
 
@@ -106,7 +110,7 @@ def target_job(shop: Workshop) -> Job:
         return {"bpb": evaluate.bits_per_byte(net, found), "exit_agreement": agreement}
 
     batches = data.training_mixture(shop.tokens, plan.seed)
-    return Job("target", net, batches, _loss(shop, net, plan, preset.layer_skip), plan, shop.folder / "target", measure)
+    return Job("target", net, batches, _loss(shop, net, plan, skip), plan, shop.folder / "target", measure)
 
 
 def train_target(shop: Workshop) -> bool:
@@ -178,11 +182,11 @@ def new_draft(preset: Preset, teacher: LlamaForCausalLM, seed: int) -> LlamaForC
     return student
 
 
-def draft_job(shop: Workshop, generated_rows: int | None) -> Job:
-    """Return the draft's distillation run from the exported target."""
+def draft_job(shop: Workshop, target: Path, generated_rows: int | None) -> Job:
+    """Return the draft's distillation run from the target in a folder."""
     preset, how = shop.preset, shop.preset.distillation
     plan = shop.plan(preset.draft_plan)
-    teacher = model.load(shop.folder / "export" / "target").to(shop.device).requires_grad_(False)
+    teacher = model.load(target).to(shop.device).requires_grad_(False)
     rows = how.generated_rows if generated_rows is None else generated_rows
     generated = write_text(shop, teacher, rows) if rows else torch.empty(0, 1)
     student = new_draft(preset, teacher, plan.seed + 1)
@@ -200,9 +204,9 @@ def draft_job(shop: Workshop, generated_rows: int | None) -> Job:
     return Job("draft", student, batches, loss, plan, shop.folder / "draft", measure)
 
 
-def train_draft(shop: Workshop, generated_rows: int | None = None) -> bool:
+def train_draft(shop: Workshop, target: Path, generated_rows: int | None = None) -> bool:
     """Distil the draft to the end of its plan. Returns False if interrupted."""
-    return Trainer(draft_job(shop, generated_rows)).run()
+    return Trainer(draft_job(shop, target, generated_rows)).run()
 
 
 def hardware() -> str:
