@@ -19,8 +19,8 @@ SCRIPT = ROOT / "docs" / "make_results.py"
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]  # docs/log is history
 # Measured before `outrider bench serve` recorded the processor. Remove a file from this list when it is measured again.
 WITHOUT_PROCESSOR = {
-    *("serve-1b", "serve-1b-amx", "serve-1b-many", "serve-1b-own-k", "serve-family-own-k"),
-    *("serve-vllm-1b", "serve-vllm-draft"),
+    *("serve-1b", "serve-1b-amx", "serve-1b-many"),
+    "serve-vllm-1b",
 }
 
 
