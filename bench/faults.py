@@ -562,17 +562,21 @@ def main() -> int:
     parser.add_argument("--page", type=Path, help="write the table to this Markdown file")
     args = parser.parse_args()
     check_out(args.out)
+    chosen = [fault for fault in FAULTS if name_of(fault).startswith(args.only)]
+    if not chosen:
+        raise SystemExit(f"error: no fault begins with {args.only!r}")
+    if args.page is not None and args.only:
+        raise SystemExit("error: --page writes the table of all faults: give it without --only")
     if sys.platform != "linux" or os.geteuid() != 0:
         raise SystemExit("error: mounts and memory groups need Linux and root")
     if ctypes.CDLL(None, use_errno=True).unshare(0x20000) != 0:  # private mount namespace
         raise SystemExit(f"error: cannot create a mount namespace: {os.strerror(ctypes.get_errno())}")
     call("mount", "--make-rprivate", "/")
     rows = []
-    for fault in FAULTS:
-        if name_of(fault).startswith(args.only):
-            row = measure(fault)
-            print(f"{row['verdict']} {row['fault']}: {row['seen']}", file=sys.stderr, flush=True)
-            rows.append(row)
+    for fault in chosen:
+        row = measure(fault)
+        print(f"{row['verdict']} {row['fault']}: {row['seen']}", file=sys.stderr, flush=True)
+        rows.append(row)
     if args.page is not None:
         lines = ("| " + " | ".join(row[name].replace("|", "/") for name in COLUMNS) + " |" for row in rows)
         args.page.write_text(PAGE + "\n".join(lines) + "\n")

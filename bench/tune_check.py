@@ -31,7 +31,6 @@ from outrider.bench.provenance import provenance
 from outrider.engine.methods import ALL, chosen_methods, fitting_proposers
 from outrider.family import DRAFT
 from outrider.method_text import split_methods
-from outrider.proposers.base import Proposer
 from outrider.search import Question, Search
 from outrider.search.choice import Choice
 from outrider.search.journal import Journal
@@ -96,7 +95,7 @@ class Check:
         seconds, label = leaders[-1]
         say(f"{traffic}: {label} after {seconds:.0f} s: {choice.reason}")
         proposers = {method: each for method, each in search.proposers.items() if method not in search.reasons}
-        every = [Contender(method, k) for method, proposer in proposers.items() for k in lengths_of(proposer)]
+        every = [Contender(method, k) for method, proposer in proposers.items() for k in Question(LENGTHS).lengths_of(proposer)]
         started = perf_counter()
         speeds = self.speedups(search, every, self.args.repeat)
         exhaustive = perf_counter() - started
@@ -154,10 +153,6 @@ class Check:
         seconds, label = leaders[-1]
         say(f"useless draft: {label} after {seconds:.0f} s: {choice.reason}")
         return {"chosen": label, "seconds": round(seconds, 1), "holds": choice.chosen.is_plain}
-
-
-def lengths_of(proposer: Proposer) -> list[int | str]:
-    return [*sorted({min(k, proposer.max_drafts) for k in LENGTHS}), "auto"]
 
 
 def first_close(leaders: Sequence[tuple[float, str]], close: Callable[[str], float]) -> float | None:

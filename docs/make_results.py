@@ -137,7 +137,8 @@ def bench_table(document: Document) -> str:
     groups: dict[tuple[str, ...], list[Cell]] = {}
     for cell in cells:
         workload = "all" if many else str(cell["workload"])
-        key: tuple[str, ...] = (workload, f"{cell['temperature']:g}", str(cell["batch"]), label(cell))
+        beside = f" beside {cell['busy']} busy" if cell.get("busy") else ""
+        key: tuple[str, ...] = (workload, f"{cell['temperature']:g}", str(cell["batch"]), label(cell) + beside)
         groups.setdefault(key, []).append(cell)
     rows = []
     for key, group in groups.items():

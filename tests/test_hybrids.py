@@ -174,3 +174,9 @@ def test_a_hybrid_draft_rolls_back_to_the_accepted_tokens() -> None:
     assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
     accepted = sum(output.stats.num_accepted for output in drafted)
     assert 0 < accepted < sum(len(output.token_ids) for output in drafted)
+
+
+def test_a_hybrid_draft_drafts_no_more_than_its_states_can_roll_back() -> None:
+    target, draft = hybrid("qwen3_5_text"), hybrid("qwen3_5_text")
+    llm = LLM(target, draft=draft, num_draft_tokens=40, compile="never", max_drafts=16)
+    assert llm.proposer.max_drafts == 16

@@ -19,7 +19,7 @@ SCRIPT = ROOT / "docs" / "make_results.py"
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]  # docs/log is history
 # Measured before `outrider bench serve` recorded the processor. Remove a file from this list when it is measured again.
 WITHOUT_PROCESSOR = {
-    *("serve-1b", "serve-1b-amx", "serve-1b-many"),
+    "serve-1b",
     "serve-vllm-1b",
 }
 
@@ -94,6 +94,14 @@ def test_figures_before_loops_are_the_ones_published(make: ModuleType) -> None:
     }
     text = make.page({"x": looping})
     assert "| 20 | 40 | 2.00 | 1.90 to 2.10 |" in text and "40%" in text
+
+
+def test_measurements_beside_busy_processes_are_rows_of_their_own(make: ModuleType) -> None:
+    quiet, busy = result([40.0] * 3), result([30.0] * 3)
+    for each in busy["cells"]:
+        each["busy"] = 2
+    text = make.page({"x": document([*quiet["cells"], *busy["cells"]])})
+    assert "| draft k=4 | 20 | 40 | 2.00 |" in text and "| draft k=4 beside 2 busy | 20 | 30 | 1.50 |" in text
 
 
 def test_the_readmes_table_has_existing_cells_of_one_machine(make: ModuleType) -> None:

@@ -20,9 +20,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from outrider.sampling import InvalidLogits, Sampler, raw_logprobs, top_logprobs
+from outrider.sampling import InvalidLogits, Sampler, penalties, raw_logprobs, top_logprobs
 from outrider.sampling.grammar_masks import token_mask
-from outrider.sampling.penalties import path_mask
+from outrider.sampling.penalties import Penalties, path_mask
 from outrider.sampling.randomness import first_above, gumbel, mix, reference_first_above, signed
 from outrider.types import OutriderError, Request, SamplingParams
 
@@ -462,3 +462,19 @@ def test_a_bias_of_minus_infinity_is_a_ban_for_grammars_too():
     biased = token_mask(SamplingParams(logit_bias={3: -math.inf, 4: -9.0}), 6)
     assert torch.equal(biased, token_mask(SamplingParams(banned_token_ids=(3,)), 6))
     assert token_mask(SamplingParams(logit_bias={4: -9.0}), 6) is None
+
+
+@pytest.mark.parametrize("parents", [None, torch.tensor([[-1, 0]])])
+def test_penalties_move_drafts_made_on_the_cpu_to_the_logits(parents, monkeypatch):
+    """On a GPU: torch without CUDA has no tensors there, so the meta device stands in, and only the call is checked."""
+    devices = []
+
+    def note(logits, seen, counts, drafts, tree, start, factors):
+        devices.extend(each.device.type for each in (logits, drafts, tree) if each is not None)
+
+    monkeypatch.setattr(Penalties, "_count", lambda *args: None)
+    monkeypatch.setattr(penalties, "reference_penalise_", note)
+    request = make_request([1, 2, 3], SamplingParams(repetition_penalty=1.5), num_prompt=2)
+    counted = Penalties([request], 20, torch.device("meta"))
+    counted.apply_(torch.zeros(1, 3, 20, device="meta"), torch.tensor([[4, 5]]), parents, 0, [3])
+    assert len(devices) >= 2 and set(devices) == {"meta"}

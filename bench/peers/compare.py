@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rounds import Group, Screen, Workers, alternate, cell, compare_texts, deal, digest
 
 from outrider.bench.provenance import origin
+from outrider.files import write_whole
 
 EXAMPLES = """Examples:
 
@@ -149,7 +150,19 @@ def _document(plan: Plan, job: Job) -> dict[str, Any]:
     }
 
 
-SAME_ON_RESUME = ("cpu", "target", "draft", "threads", "temperature", "max_tokens", "prompts", "prompts_per_round", "repeat")
+SAME_ON_RESUME = (
+    "cpu",
+    "target",
+    "draft",
+    "threads",
+    "temperature",
+    "max_tokens",
+    "prompts",
+    "prompts_per_round",
+    "repeat",
+    "best_by",
+    "commit",
+)
 
 
 def _resume(document: dict[str, Any], out: Path) -> None:
@@ -186,19 +199,20 @@ def _run(plan: Plan, job: Job, document: dict[str, Any], out: Path | None) -> No
                 previous = group
                 _run_group(group, plan, workers, document, bar)
                 if out is not None:
-                    out.write_text(json.dumps(document, indent=1) + "\n")
+                    write_whole(out, json.dumps(document, indent=1) + "\n")
         finally:
             workers.close()
 
 
 def _run_group(group: Group, plan: Plan, workers: Workers, document: dict[str, Any], bar: Progress) -> None:
-    """Measure the engines whose cells are missing; Outrider runs again together with a peer that is measured later."""
+    """Measure a group unless it is complete. Ratios are of alternating runs, so a group is measured as a whole."""
     done = {Group(cell["method"], cell["bits"], cell["prompt_tokens"]).key(cell["engine"]) for cell in document["cells"]}
     offered = [name for name in plan.engines if group.bits is None or group.bits in ENGINES[name].by_bits]
-    missing = [name for name in offered if group.key(name) not in done]
-    if not missing:
+    if all(group.key(name) in done for name in offered):
         return
-    names = [name for name in offered if name in missing or name == OURS]
+    document["cells"] = [
+        each for each in document["cells"] if Group(each["method"], each["bits"], each["prompt_tokens"]) != group
+    ]
     task, start = bar.add_task(group.label, total=None), bar.get_time()
 
     def progress(what: str) -> None:
@@ -210,7 +224,7 @@ def _run_group(group: Group, plan: Plan, workers: Workers, document: dict[str, A
     document["bandwidth"].append({name: round(value, 2) for name, value in bandwidth(workers.job.threads).items()})
     prompts = plan.prompts[group.prompt_tokens]
     screen = Screen(workers, prompts[: plan.screen_prompts], plan.ks, plan.dtypes, plan.rate)
-    contestants = [screen.best(ENGINES[name], group, progress) for name in names]
+    contestants = [screen.best(ENGINES[name], group, progress) for name in offered]
     rounds = plan.rounds(group)
     steps = sum(contestant.error is None for contestant in contestants) * (len(rounds) + 1)
     bar.reset(task, total=steps, description=group.label)
@@ -220,8 +234,7 @@ def _run_group(group: Group, plan: Plan, workers: Workers, document: dict[str, A
             bar.console.print(f"[yellow]left out:[/yellow] {contestant.error}", highlight=False)
     bar.update(task, description=f"{group.label}: done", completed=steps)
     reference = next((contestant for contestant in contestants if contestant.spec.name == OURS and contestant.rounds), None)
-    measured = [cell(contestant, reference, group) for contestant in contestants if contestant.spec.name in missing]
-    document["cells"] += measured
+    document["cells"] += [cell(contestant, reference, group) for contestant in contestants]
     compare_texts(document["cells"])
     add_shares(document["cells"], document["parameters_read"], document["bandwidth"])
 

@@ -31,6 +31,8 @@ def script(monkeypatch: pytest.MonkeyPatch) -> object:
         ("grammar_check", ["--answers", "none"], "invalid number 'none': expected an integer of at least 1"),
         ("audit_check", ["--out", "file/x.json"], "cannot write --out"),
         ("tune_check", ["--out", "file/x.json"], "cannot write --out"),
+        ("faults", ["--only", "typo"], "no fault begins with 'typo'"),
+        ("faults", ["--only", "disk", "--page", "page.md"], "give it without --only"),
     ],
 )
 def test_invalid_input_ends_a_check_before_it_runs(

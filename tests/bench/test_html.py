@@ -10,6 +10,7 @@ from bench_documents import grid
 
 from outrider import OutriderError
 from outrider.bench import html
+from outrider.bench.plots import plots
 
 FIGURES = {
     "Speedup over plain decoding by draft length",
@@ -49,6 +50,14 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data + "\n"
+
+
+def test_loads_are_not_pooled() -> None:
+    quiet, busy = grid(), grid()
+    busy["cells"] = [each | {"busy": 2, "decode_speedup": 99.0, "speedup": 99.0} for each in busy["cells"]]
+    both, alone = plots([*quiet["cells"], *busy["cells"]]), plots(quiet["cells"])
+    assert [plot.rows for plot in both] == [plot.rows for plot in alone]
+    assert "batch 1, beside 2 busy processes" in html.page(busy)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +121,7 @@ def test_invalid_input_exits_with_code_2(outrider: Run, models: list[object], op
 def test_same_text_compares_every_cell_and_resumes(
     outrider: Run, models: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(same_text, "Grid", partial(same_text.Grid, repeat=1))  # repeats of the cost measurement
+    monkeypatch.setattr(same_text, "COST_REPEATS", 1)
     out = tmp_path / "grid.json"
     options = ["--compile", "never", "--method", "draft", "-k", "1,3", "--batch", "1,2", "--max-tokens", 8]
     options += ["--num-prompts", 3]

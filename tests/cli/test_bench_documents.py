@@ -181,3 +181,14 @@ def test_links_and_devices_are_not_replaced(tmp_path: Path) -> None:
 def test_two_results_in_one_file_are_refused(outrider: Run, command: str, target: Path, tmp_path: Path) -> None:
     code, _, err = outrider(command, "--target", target, "--out", tmp_path / "x", "--html", tmp_path / "." / "x")
     assert code == 2 and "--out and --html are both" in err and not (tmp_path / "x").exists()
+
+
+def test_documents_without_a_common_cell_do_not_pass_a_check(outrider: Run, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("old.json", "new.json")]
+    renamed = measured(150.0)
+    for each in renamed["cells"]:  # type: ignore[attr-defined]
+        each["workload"] = "renamed"
+    for file, content in zip(files, (measured(150.0), renamed), strict=True):
+        file.write_text(json.dumps(content))
+    code, out, _ = outrider("bench", "compare", *files)
+    assert code == 3 and "no common cell" in out

@@ -17,6 +17,7 @@ from outrider.cli.options import ModelOptions
 from outrider.cli.tune import plan_values
 from outrider.engine.plan import Plan
 from outrider.proposers.plain import PlainProposer
+from outrider.search.journal import SCHEMA
 
 Run = Callable[..., "tuple[int, str, str]"]
 QUICK = ["--compile", "never", "--num-prompts", 3, "--max-tokens", 20, "--repeat", 1, "-k", "1,3"]
@@ -158,3 +159,14 @@ def test_an_existing_plan_is_not_overwritten(outrider: Run, tmp_path: Path, monk
     code, _, err = outrider("tune", "--workloads", "code")
     assert code == 2 and "--out plan.toml to replace it" in err
     assert (tmp_path / "plan.toml").read_text() == "num_draft_tokens = 3\n"
+
+
+@pytest.mark.parametrize("content", ["{}", json.dumps({"schema": SCHEMA})])
+def test_a_file_of_others_or_an_unfinished_search_is_not_overwritten(
+    outrider: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    code, _, err = outrider("tune", "--workloads", "code", "--out", "config.toml")
+    assert code == 2 and "config.json already exists: give --resume" in err
+    assert (tmp_path / "config.json").read_text() == content

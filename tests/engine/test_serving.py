@@ -273,6 +273,24 @@ def test_a_large_request_of_a_new_client_waits_for_small_ones():
     assert list(waiting).index("large") == 19  # 20 times 20 tokens, of which the last has the same end
 
 
+def test_work_of_a_higher_priority_does_not_turn_back_the_clock():
+    """Otherwise a client that arrives after it waits for as much work of the others."""
+    waiting = FairQueue()
+    waiting.push("low 0", "low", 0, cost=100)
+    waiting.push("low 1", "low", 0, cost=100)
+    for number in range(100):
+        waiting.push(number, "high", 1, cost=4000)
+        waiting.serve(number)
+    waiting.push("late", "late", 0, cost=100)
+    waiting.serve("low 0")
+    served = []
+    for number in range(2, 8):
+        waiting.push(f"low {number}", "low", 0, cost=100)
+        served.append(next(iter(waiting)))
+        waiting.serve(served[-1])
+    assert "late" in served
+
+
 # --- with models ------------------------------------------------------------------------------------------------------------
 
 

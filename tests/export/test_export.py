@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +23,11 @@ from transformers import Qwen3Config
 
 from outrider import LLM
 from outrider.cli import main
-from outrider.engine.plan import Plan
+from outrider.engine.plan import Plan, located
 from outrider.export.engine import SCRIPT, Export, gpu_environment, write
 from outrider.export.engines import ENGINES
 from outrider.export.launch import working_folder
+from outrider.export.transformers import Transformers
 from outrider.export.vllm_adapter import KEY, TextProposer
 from outrider.export.wanted import wanted
 from outrider.heads import block_formats, eagle_formats
@@ -291,8 +293,8 @@ def test_methods_in_the_flags_of_sglang(options: str, flags: str, export: Any, m
     )
     assert " ".join(said.command) == (
         f"python -m sglang.launch_server --model-path {models / 'target'} --served-model-name target --host 127.0.0.1"
-        " --port 8000 --device cuda --context-length 128 --max-running-requests 4 --speculative-algorithm "
-        + flags.format(**places)
+        " --port 8000 --device cuda --context-length 128 --max-running-requests 4"
+        " --sampling-defaults openai --speculative-algorithm " + flags.format(**places)
     )
     script = (folder / SCRIPT).read_text()
     assert "export CUDA_VISIBLE_DEVICES=0\n" in script and script.endswith(f'exec {" ".join(said.command)} "$@"\n')
@@ -458,3 +460,15 @@ def test_a_gpu_that_the_process_does_not_see_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     with pytest.raises(OutriderError, match="invalid device cuda:1: CUDA_VISIBLE_DEVICES=2 shows 1 GPUs"):
         gpu_environment("cuda:1")
+
+
+def test_a_gguf_file_keeps_its_place_in_an_export_and_is_refused_for_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF")
+    monkeypatch.chdir(tmp_path)
+    assert located("m.gguf") == str(file)
+    assert Plan({"target": "m.gguf"}, tmp_path).given("target") == str(file)
+    with pytest.raises(OutriderError, match="loads folders"):
+        Transformers().export(SimpleNamespace(target=str(file)), tmp_path, False)  # type: ignore[arg-type]

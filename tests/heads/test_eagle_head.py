@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from outrider.heads import eagle_formats
+from outrider.heads import eagle_formats, own_tables
 from outrider.heads.checkpoint import measured_acceptance
 from outrider.heads.eagle import default_hidden_states
 from outrider.heads.head_runner import RolloutRunner
@@ -314,3 +314,21 @@ def test_a_medusa_folder_is_not_an_eagle_head(tmp_path):
     write_medusa(tmp_path, VOCAB, 2)
     with pytest.raises(OutriderError, match="not an EAGLE head"):
         load(tmp_path)
+
+
+def test_a_copy_of_the_targets_embedding_is_not_kept(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(own_tables, "SLICE", 7)  # several slices, the last one shorter
+    embedding = model.get_input_embeddings()
+
+    def loaded():
+        return eagle_formats.load(tmp_path, LAYERS, VOCAB, HIDDEN, model)
+
+    tensors = write_eagle1(tmp_path, VOCAB)
+    assert loaded().shape.own_embedding
+    torch.save(tensors | {"embed_tokens.weight": embedding.weight.detach().clone()}, tmp_path / "pytorch_model.bin")
+    head = loaded()
+    assert not head.shape.own_embedding
+    head.lend(embedding, model.get_output_embeddings())
+    assert torch.equal(head.embedding_table(), embedding.weight)
+    monkeypatch.setattr(embedding, "embed_scale", 2.0, raising=False)
+    assert loaded().shape.own_embedding

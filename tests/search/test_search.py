@@ -114,6 +114,26 @@ def test_a_useless_draft_means_plain_decoding(llm: LLM, twin: Proposer, timed: A
     assert document["speedup"] is None and verdict(document).startswith("the plan: plain.")
 
 
+def test_memories_are_forgotten_between_batch_sizes(
+    llm: LLM, twin: Proposer, timed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a drafter that remembers requests would have seen the output of every prompt at the other batch size."""
+    timed(lambda each: BY_LENGTH[each.k])
+    generate, events = search_module.generate, list[Any]()
+
+    def noted(contenders: Any, contender: Any, prompts: Any, params: Any, size: int) -> Any:
+        events.append(size)
+        return generate(contenders, contender, prompts, params, size)
+
+    monkeypatch.setattr(search_module, "generate", noted)
+    found = Search(llm, {"draft": twin}, texts(), Question((1, 4), batches=(1, 4), repeat=2), Journal(None, {}))
+    forget = found.contenders.forget
+    monkeypatch.setattr(found.contenders, "forget", lambda each=None: (each or events.append("forget"), forget(each)))
+    found.run()
+    changes = [events[at] for at in range(1, len(events)) if {events[at - 1], events[at]} == {1, 4}]
+    assert {1, 4} < set(events) and changes == []
+
+
 def test_batch_sizes_are_run_and_averaged(llm: LLM, twin: Proposer, timed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = [1]
 

@@ -136,6 +136,12 @@ def test_a_streamed_chat_starts_with_the_role_and_equals_the_whole_answer(client
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
+def test_the_served_model_is_described(client: openai.OpenAI) -> None:
+    assert client.models.retrieve("outrider").id == "outrider"
+    with pytest.raises(openai.NotFoundError, match="this server serves 'outrider'"):
+        client.models.retrieve("owner/other")
+
+
 def test_logprobs_are_the_models_own(client: openai.OpenAI, plain: LLM) -> None:
     wanted = offline(plain, max_tokens=10, logprobs=3)[0].logprobs
     answer = client.completions.create(model="outrider", prompt=PROMPT, temperature=0, max_tokens=10, logprobs=3)
@@ -143,6 +149,10 @@ def test_logprobs_are_the_models_own(client: openai.OpenAI, plain: LLM) -> None:
     assert found is not None and found.token_logprobs == pytest.approx([each.logprob for each in wanted], abs=1e-5)
     assert found.top_logprobs is not None and all(len(top) == 3 for top in found.top_logprobs)
     assert found.tokens is not None and len(found.tokens) == 10
+    assert found.text_offset is not None
+    places = [(token, at) for token, at in zip(found.tokens, found.text_offset, strict=True) if not token.startswith("bytes:")]
+    assert 0 < len(places) < 10  # parts of characters too
+    assert [answer.choices[0].text[at:][: len(token)] for token, at in places] == [token for token, _ in places]
     chat = client.chat.completions.create(
         model="outrider", messages=MESSAGES, temperature=0, max_tokens=6, logprobs=True, top_logprobs=2
     )

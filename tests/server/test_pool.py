@@ -21,7 +21,7 @@ from outrider.server import pool as pools
 from outrider.server.bridge import Busy, Stopping
 from outrider.server.config import ANYONE, Client, KeyRing, ServerConfig
 from outrider.server.gate import Gate
-from outrider.server.grammar import MAX_CACHED, MAX_GRAMMARS, MAX_NEW, Grammars
+from outrider.server.grammar import FEW_OUTPUTS, MAX_CACHED, MAX_GRAMMARS, MAX_NEW, MAX_OUTPUTS, Grammars
 from outrider.server.pool import WorkerPool
 from outrider.server.prompts import Prompts, tools
 from outrider.types import OutriderError
@@ -66,6 +66,18 @@ def test_workers_match_the_tokenizer(plain: LLM) -> None:
 
     texts, chat = run(work())
     assert texts == [plain.encode(text) for text in TEXTS] and chat == [plain.chat_prompt(messages)]
+
+
+def test_developer_messages_are_system_messages_for_a_template_without_that_role(plain: LLM) -> None:
+    def messages(role: str) -> list[dict[str, str]]:
+        return [{"role": role, "content": "Answer in French."}, {"role": "user", "content": "Who?"}]
+
+    async def work() -> list[list[int]]:
+        prompts = Prompts(plain, ServerConfig(), tools(plain), aside)
+        async with started(prompts.pool):
+            return await prompts.chat(messages("developer"), ANYONE)
+
+    assert run(work()) == [plain.chat_prompt(messages("system"))]
 
 
 def test_other_tokenizers_run_in_the_server_process(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +271,25 @@ def test_a_schema_is_tested_once_and_its_refusal_cached(plain: LLM, monkeypatch:
                     await grammars.get({"type": "integer"}, ANYONE)
             gc.collect()
             assert released() is None  # what it took until then is free
+
+    run(work())
+
+
+def test_a_grammar_worn_by_many_outputs_is_compiled_again(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its outputs share the lexer's states: a limit that a late one exceeds is not the schema's fault."""
+    monkeypatch.setattr(pools, "Worker", Slow)
+    monkeypatch.setattr(Slow, "answer", lambda self, job: asyncio.sleep(0, {}))
+
+    async def work() -> None:
+        grammars = Grammars(tools(plain), ServerConfig(), aside)
+        async with started(grammars.pool):
+            for failure in (None, "too many states"):
+                worn = await grammars.get({"type": "integer"}, ANYONE)
+                for _ in range(MAX_OUTPUTS if failure is None else FEW_OUTPUTS + 1):
+                    assert await grammars.get({"type": "integer"}, ANYONE) is worn
+                    worn.matcher()
+                worn.refusal = failure
+                assert await grammars.get({"type": "integer"}, ANYONE) is not worn
 
     run(work())
 

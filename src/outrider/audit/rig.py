@@ -42,7 +42,6 @@ class Text:
     token_ids: list[int] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    num_rounds: int = 0
 
 
 class Rig:
@@ -139,7 +138,6 @@ class Rig:
                     text.token_ids += emission.token_ids
                     text.origins += emission.origins
                     text.logprobs += emission.logprobs or []
-                    text.num_rounds += 1
         finally:
             for request_id in (SOURCE_ID, *left):
                 engine.abort(request_id)

@@ -19,6 +19,8 @@ from outrider.proposers.plain import PlainProposer
 from outrider.types import SamplingParams
 
 PLAIN = PlainProposer.name
+COST_PROMPTS, COST_REPEATS = 6, 3  # of each cost measurement, at the first batch size
+
 Say = Callable[[str], None]
 
 
@@ -32,8 +34,6 @@ class Grid:
     temperatures: tuple[float, ...]
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
-    cost_prompts: int = 6  # prompts for measuring the cost, at the first batch size
-    repeat: int = 3  # repeats of each cost measurement
 
     def cells(self) -> list[dict[str, Any]]:
         """Return all comparisons: plain decoding at the further batch sizes, then the methods."""
@@ -98,10 +98,10 @@ class SameText:
 
     def _cost(self, name: str, k: int, temperature: float, say: Say) -> float | None:
         """Return the median ratio of seconds with and without same-text mode, measured in turn."""
-        prompts = self.grid.prompts[: self.grid.cost_prompts]
+        prompts = self.grid.prompts[:COST_PROMPTS]
         ratios = []
-        for repeat in range(self.grid.repeat):
-            say(f"{name} k={k}, temperature {temperature:g}: cost, {repeat + 1} of {self.grid.repeat}")
+        for repeat in range(COST_REPEATS):
+            say(f"{name} k={k}, temperature {temperature:g}: cost, {repeat + 1} of {COST_REPEATS}")
             seconds = {}
             for coupled in (True, False) if repeat % 2 else (False, True):
                 started = perf_counter()

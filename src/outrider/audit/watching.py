@@ -35,9 +35,8 @@ class Stressed(ProposerWrapper):
     unlikely under the target.
     """
 
-    def __init__(self, inner: Proposer, seed: int, share: float = STRESS) -> None:
+    def __init__(self, inner: Proposer, seed: int) -> None:
         super().__init__(inner)
-        self.share = share
         self._generator = torch.Generator().manual_seed(seed)
 
     def propose(self, context: Context, k: int) -> Proposal:
@@ -45,12 +44,12 @@ class Stressed(ProposerWrapper):
         if not proposal.num_nodes:
             return proposal
         size, shape, device = context.sampler.vocab_size, proposal.token_ids.shape, proposal.token_ids.device
-        replaced = (torch.rand(shape, generator=self._generator) < self.share).to(device)
+        replaced = (torch.rand(shape, generator=self._generator) < STRESS).to(device)
         anything = torch.randint(size, shape, generator=self._generator).to(device)
         probs = proposal.probs
         if probs is None:
             probs = functional.one_hot(proposal.token_ids.clamp(0, size - 1), size).float()
-        mixed = (1 - self.share) * probs + self.share / size
+        mixed = (1 - STRESS) * probs + STRESS / size
         return replace(proposal, token_ids=torch.where(replaced, anything, proposal.token_ids), probs=mixed)
 
 

@@ -62,8 +62,9 @@ def _plots(cells: Sequence[Cell]) -> list[Plot]:
 
 
 def _heading(temperature: float, cells: Sequence[Cell]) -> str:
-    batch = distinct(cells, "batch")[0]
-    return ("Greedy" if temperature == 0 else f"Temperature {temperature:g}") + f", batch {batch}"
+    batch, busy = distinct(cells, "batch")[0], cells[0].get("busy")
+    title = ("Greedy" if temperature == 0 else f"Temperature {temperature:g}") + f", batch {batch}"
+    return title + (f", beside {busy} busy processes" if busy else "")
 
 
 def _notes(result: Mapping[str, Any]) -> list[str]:

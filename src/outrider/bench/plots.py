@@ -60,7 +60,11 @@ class Plot:
 
 
 def plots(cells: Sequence[Cell]) -> list[Plot]:
-    """Return the plots for one temperature. All but the plot over batch sizes are for the first batch size."""
+    """Return the plots for one temperature and the first number of busy processes.
+
+    All but the plot over batch sizes are for the first batch size.
+    """
+    cells = [cell for cell in cells if cell.get("busy", 0) == cells[0].get("busy", 0)]
     batches = distinct(cells, "batch")
     first = at(cells, batch=batches[0])
     found = [speedup_by_k(pools(first))]

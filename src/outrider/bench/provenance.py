@@ -48,6 +48,12 @@ def provenance(runner: ModelRunner) -> dict[str, Any]:
     }
 
 
+def same_program(runner: ModelRunner) -> dict[str, Any]:
+    """Return the part of ``provenance`` in which measurements of one document may not differ."""
+    found = provenance(runner)
+    return {name: found[name] for name in ("version", "commit", "cpu", "device", "dtype", "weights", "threads")}
+
+
 def command() -> str:
     """Return the command line, such as ``outrider bench --k 4``; scripts by relative path, API keys hidden."""
     program, words = Path(sys.argv[0]), sys.argv[1:]

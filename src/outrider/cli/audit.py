@@ -176,6 +176,7 @@ class Run:
         """Run the grid cell by cell; ``--out`` is rewritten after each cell."""
         from outrider.audit import tables
         from outrider.audit.same_text import Grid, SameText
+        from outrider.bench.provenance import same_program
         from outrider.files import write_whole
 
         temperatures = tuple(sorted({0.0, self.params.temperature}))
@@ -185,6 +186,7 @@ class Run:
             "temperatures": list(grid.temperatures), "prompts": len(self.prompts), "max_tokens": self.params.max_tokens,
             "settings": settings_of(self.params), "digest": sha256(json.dumps(self.prompts).encode()).hexdigest()[:16],
             "models": {name: value for name, value in asdict(self.models).items() if value is not None},
+            "program": same_program(self.llm.runner),
         }  # fmt: skip
         earlier = self._earlier(plan)
         started = perf_counter() - earlier["seconds"]

@@ -42,9 +42,7 @@ class LoadOptions:
     arrivals: int = flag("Requests per run with a rate.", 32, panel=LOAD, min=1)
     max_tokens: int = flag("Tokens per answer.", 64, panel=LOAD, min=2)
     temperature: float = given(SamplingParams, 0.0, panel=LOAD)
-    workloads: str = flag(
-        "Built-in prompts, mixed: code,edit,json,summary,math,chat,story.", "code,edit,json,summary,math,chat,story", panel=LOAD
-    )
+    workloads: str | None = flag("Built-in prompts, mixed (default: code,edit,json,summary,math,chat,story).", panel=LOAD)
     prompts: Path | None = flag("Your own prompts, as JSONL (.gz).", panel=LOAD)
     num_prompts: int = flag("Prompts of each workload.", 8, panel=LOAD, min=1)
     shared_prefix: int = flag("Characters of a common prefix of all prompts of a run.", 0, panel=LOAD, min=0)
@@ -108,7 +106,9 @@ def read_traffic(load: LoadOptions) -> Traffic:
     from outrider.bench import workloads
     from outrider.bench.load.sweep import Traffic
 
-    names = parse_list("--workloads", load.workloads, str)
+    if load.prompts is not None and load.workloads is not None:
+        raise OutriderError("--prompts and --workloads exclude each other: give one of them")
+    names = parse_list("--workloads", load.workloads or ",".join(workloads.WORKLOADS), str)
     if load.prompts is not None:
         kinds = [workloads.from_file(load.prompts, load.num_prompts)]
     else:

@@ -132,7 +132,7 @@ def check_source(model: str | None) -> None:
 
 
 @cache
-def _hub_reachable(seconds: float = 5.0) -> bool:
+def _hub_reachable() -> bool:
     """Return whether the hub is reachable. Behind a proxy this is unknown, so the answer is True."""
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         return False
@@ -140,7 +140,7 @@ def _hub_reachable(seconds: float = 5.0) -> bool:
         return True
     url = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
     try:
-        with socket.create_connection((url.hostname or "", url.port or 443), timeout=seconds):
+        with socket.create_connection((url.hostname or "", url.port or 443), timeout=5.0):
             return True
     except OSError:
         return False

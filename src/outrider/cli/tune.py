@@ -20,6 +20,7 @@ from outrider.registry import PROPOSERS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from outrider.runner import ModelRunner
     from outrider.search import Question, Search
     from outrider.search.choice import Choice
     from outrider.search.traffic import Text, TrafficRequest
@@ -83,6 +84,14 @@ class OutputOptions:
         """Check output files before measuring. Raises ``OutriderError`` instead of overwriting a plan by default."""
         if self.out is None and self.plan.exists():
             raise OutriderError(f"{self.plan} already exists: give --out {self.plan} to replace it, or another name")
+        from outrider.search.journal import is_journal
+
+        is_finished = self.plan.exists() and is_journal(self.journal)
+        if self.json is None and not self.resume and self.journal.exists() and not is_finished:
+            raise OutriderError(
+                f"{self.journal} already exists: give --resume to continue its search, --json {self.journal} to replace it, or"
+                " another --out"
+            )
         if self.report is not None and self.report.suffix.lower() not in (".html", ".htm"):
             raise OutriderError(f"invalid --report {self.report}: expected a name that ends in .html")
         check_outputs({"--out": self.plan, "--json": self.journal, "--report": self.report}, report=self.report)
@@ -122,7 +131,7 @@ def command(
         compile=models.compile or "always",
     )
     texts = encoded(llm.tokenizer, prompts, llm.runner.max_len)
-    journal = Journal(output.journal, fingerprint(models, options, question, texts), output.resume)
+    journal = Journal(output.journal, fingerprint(models, options, question, texts, llm.runner), output.resume)
     speculation = replace(llm.speculation, draft=models.draft)
     verifier = build_verifiers(speculation)[0]
     proposers, reasons = fitting_proposers(speculation, llm.runner, llm.tokenizer, methods, verifier)
@@ -216,8 +225,12 @@ def check_drafts(options: SearchOptions) -> None:
                 check_source(value)
 
 
-def fingerprint(models: ModelOptions, options: SearchOptions, question: Question, texts: Sequence[Text]) -> dict[str, Any]:
+def fingerprint(
+    models: ModelOptions, options: SearchOptions, question: Question, texts: Sequence[Text], runner: ModelRunner
+) -> dict[str, Any]:
     """Return all inputs that the results depend on."""
+    from outrider.bench.provenance import same_program
+
     traffic = repr([(text.prompt, text.params) for text in texts])
     return {
         "models": asdict(models),
@@ -226,4 +239,5 @@ def fingerprint(models: ModelOptions, options: SearchOptions, question: Question
         "batch": list(question.batches),
         "repeat": question.repeat,
         "traffic": sha256(traffic.encode()).hexdigest()[:16],
+        **same_program(runner),
     }

@@ -189,7 +189,7 @@ def _measured(
 
 def _acceptance(plain: Run, drafted: Run, num_prompts: int) -> Acceptance:
     stats, whole = drafted.stats, sum(plain.ms.values()) / 1e3
-    step = stats.times.draft / max(stats.num_drafts, 1)
+    step = stats.times.draft / max(stats.num_draft_steps, 1)  # a tree's level, not its nodes: lengths are those of chains
     rate = stats.acceptance_rate
     score = max(drafted.ms["score"] + drafted.ms["verify"] + drafted.ms["host"], 1e-6) / 1e3
     # Interpolate the score's time linearly between a plain round and the measured one.

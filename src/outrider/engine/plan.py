@@ -67,28 +67,28 @@ class Plan:
         return HEAD + comments + "\n" + "\n".join(lines) + "\n"
 
     def given(self, key: str) -> Any:
-        """Return the value of a key or None; folders are resolved relative to the plan."""
+        """Return the value of a key or None; folders and GGUF files are resolved relative to the plan."""
         value = self.values.get(key)
         if value is not None and key in FOLDERS:
             return self._resolved(value)
         return with_drafts(value, self._resolved) if value is not None and key == "method" else value
 
     def _resolved(self, folder: str) -> str:
-        return str(self.folder / folder) if (self.folder / folder).is_dir() else folder
+        return str(self.folder / folder) if (self.folder / folder).exists() else folder
 
 
 def served_name(target: str | None) -> str:
-    """Return the model name for clients: the folder's last part, the hub id, or outrider for the embedded model."""
+    """Return the model name for clients: the last part of a local path, the hub id, or outrider for the embedded model."""
     if target is None:
         return "outrider"
     path = expanded(target)
-    return path.resolve().name if path.is_dir() else target
+    return path.resolve().name if path.exists() else target
 
 
 def located(source: str) -> str:
-    """Return the absolute path of a local folder, so that a plan or an export works from any directory; a hub id as it is."""
+    """Return the absolute path of a local model, so that a plan or an export works from any directory; a hub id as it is."""
     path = expanded(source)
-    return str(path.resolve()) if path.is_dir() else source
+    return str(path.resolve()) if path.exists() else source
 
 
 def _toml(value: str | float | bool) -> str:

@@ -48,6 +48,7 @@ class Sglang(Engine):
             "device": "cuda" if environment else wanted.device,
             "context-length": wanted.max_len,
             "max-running-requests": wanted.max_batch,
+            "sampling-defaults": "openai",  # its default takes a request's missing settings from the model's files
         }
         command = [*LAUNCH]
         for name, value in {**general, **flags}.items():

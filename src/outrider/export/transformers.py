@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from outrider.export.engine import ONE_BY_ONE, Engine, Export
 from outrider.export.wanted import Wanted
 from outrider.proposers import portable
+from outrider.types import OutriderError
 
 FILE, PROGRAM = "generation_config.json", "generate.py"
 HEADS = "give the plan a draft model, or export to vLLM"
@@ -50,6 +51,8 @@ class Transformers(Engine):
     }
 
     def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
+        if wanted.target.endswith(".gguf"):
+            raise OutriderError(f"the program for transformers loads folders, but {wanted.target} is a file: export to vllm")
         settings, model = self._drafting(wanted)
         ids = {name: getattr(wanted.config, name, None) for name in ("bos_token_id", "pad_token_id")}
         config: dict[str, Any] = {name: value for name, value in ids.items() if value is not None}

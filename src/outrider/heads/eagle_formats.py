@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 
 from outrider.heads.checkpoint import (
     LAYER_KEYS,
@@ -30,6 +30,7 @@ from outrider.heads.checkpoint import (
     write_folder,
 )
 from outrider.heads.eagle import EagleHead, EagleShape, default_hidden_states
+from outrider.heads.own_tables import has_own_table
 from outrider.runner.loading import check_sizes
 from outrider.types import OutriderError, first_line
 
@@ -41,8 +42,13 @@ SECTIONS = ("transformer_layer_config", "model", "eagle_config", "outrider")  # 
 FORMATS = ("native", "speculators")
 
 
-def load(source: str | Path, num_layers: int, vocab_size: int, target_hidden_size: int) -> EagleHead:
-    """Read a head for a target of these sizes, in float32. Raises ``OutriderError`` if parts are missing or do not fit."""
+def load(
+    source: str | Path, num_layers: int, vocab_size: int, target_hidden_size: int, model: PreTrainedModel | None = None
+) -> EagleHead:
+    """Read a head for a target of these sizes, in float32. ``model``: the target, whose embedding replaces a stored copy.
+
+    Raises ``OutriderError`` if parts are missing or do not fit.
+    """
     folder = find_folder(source)
     config, tensors = read_folder(folder)
     kind = config.get("speculators_model_type")
@@ -57,6 +63,9 @@ def load(source: str | Path, num_layers: int, vocab_size: int, target_hidden_siz
     if layer.get("model_type", "llama") not in LLAMA_LIKE:
         raise OutriderError(f"unsupported layers {layer['model_type']} in {source}: only Llama layers can be loaded")
     check_sizes(f"{source}/config.json", layer)
+    embedding = None if model is None else model.get_input_embeddings()
+    if embedding is not None and not hasattr(embedding, "embed_scale"):  # Gemma's output is scaled, a copied weight is not
+        has_own_table(tensors, "embed_tokens.weight", embedding)
     llama = _llama(layer, tensors, vocab_size)
     if "layers.0.hidden_norm.weight" in tensors:
         shape = _shape_of_generation_3(config, tensors, llama, num_layers, target_hidden_size, str(source))

@@ -9,6 +9,7 @@ from torch import Tensor
 from outrider.runner.linear import weight_of
 
 SHARED = 0.02  # maximum relative distance of a stored copy from the target's table, for 8-bit rounding
+SLICE = 4096  # rows compared at once: whole tables in float32 would take several times their memory
 
 
 def has_own_table(tensors: dict[str, Tensor], name: str, module: Any) -> bool:
@@ -18,8 +19,19 @@ def has_own_table(tensors: dict[str, Tensor], name: str, module: Any) -> bool:
     """
     if name not in tensors:
         return False
-    own, other = tensors[name].float(), weight_of(module).float().cpu()
-    if own.shape == other.shape and float((own - other).norm()) <= SHARED * float(other.norm()):
-        del tensors[name]
-        return False
-    return True
+    if _distance(tensors[name], weight_of(module).detach()) > SHARED:
+        return True
+    del tensors[name]
+    return False
+
+
+def _distance(own: Tensor, other: Tensor) -> float:
+    """Return the relative distance of two tables [V, H]; infinity if their sizes differ."""
+    if own.shape != other.shape:
+        return float("inf")
+    distance = size = 0.0
+    for mine, theirs in zip(own.split(SLICE), other.split(SLICE), strict=True):
+        wanted = theirs.float().cpu()
+        distance += float((mine.float() - wanted).square().sum())
+        size += float(wanted.square().sum())
+    return (distance / size) ** 0.5 if size else float("inf") if distance else 0.0

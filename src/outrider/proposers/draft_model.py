@@ -42,6 +42,8 @@ class DraftModelProposer(Proposer):
         self.draft = draft
         self.drafts_ahead = isinstance(draft, ModelRunner) or draft.drafts_ahead
         self._vocab_size = vocab_size  # of the target; the draft's may differ in padding rows of the embedding
+        if isinstance(draft, ModelRunner) and draft.max_drafts is not None:  # its recurrent layers keep that many states
+            self.max_drafts = min(self.max_drafts, draft.max_drafts)
         self._draft_size = draft.vocab_size if isinstance(draft, ModelRunner) else vocab_size
         self._num_known: dict[str, int] = {}  # leading tokens of each request that the draft has in its vocabulary
 

@@ -60,7 +60,7 @@ class EagleMethod(MethodSpec):
         if isinstance(source, EagleHead):
             return EagleProposer(source, target, setting.config(EagleConfig))
         folder = folder_of(source)
-        head = eagle_formats.load(folder, target.num_layers, target.vocab_size, target.hidden_size)
+        head = eagle_formats.load(folder, target.num_layers, target.vocab_size, target.hidden_size, target.model)
         return EagleProposer(head, target, setting.config(EagleConfig, acceptance=measured_acceptance(folder)))
 
     def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:

@@ -45,7 +45,8 @@ class LowBitMethod(MethodSpec):
     options = LowBitConfig
 
     def portable(self, setting: Setting) -> FewerBits:
-        return FewerBits(setting.config(LowBitConfig).bits)
+        setting.config(LowBitConfig)  # raises for invalid options
+        return FewerBits()
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Report the memory that the weights add."""

@@ -129,6 +129,4 @@ class FirstLayers(Portable):
 class FewerBits(Portable):
     """The target's own weights in fewer bits, over its own cache."""
 
-    bits: int
-
     what: ClassVar[str] = "the target's own weights in fewer bits"

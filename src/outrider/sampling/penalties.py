@@ -52,7 +52,8 @@ class Penalties:
         for one in self._counted:
             self._count(one)
             rows = logits[one.row, : counts[one.row]]
-            own, tree = (None if tensor is None else tensor[one.row].contiguous() for tensor in (drafts, parents))
+            # drafts made from text are on the CPU, also for a target on a GPU
+            own, tree = (None if each is None else each[one.row].to(logits.device).contiguous() for each in (drafts, parents))
             if self._native:
                 committed = (one.ids, one.num_ids, one.counts)
                 torch.ops.outrider.penalise_(rows, *committed, own, tree, start, *one.factors)

@@ -248,13 +248,15 @@ def _bias_of(requests: Sequence[Request], vocab_size: int, device: torch.device)
     bias = torch.zeros(len(requests), 1, vocab_size, dtype=torch.float64)
     for row, request in zip(bias[:, 0], requests, strict=True):
         params = request.params
-        for token_id in (*params.logit_bias, *params.banned_token_ids, *(params.allowed_token_ids or ())):
-            if not 0 <= token_id < vocab_size:
+        for ids in filter(None, (params.logit_bias, params.banned_token_ids, params.allowed_token_ids)):
+            least, most = min(ids), max(ids)
+            if least < 0 or most >= vocab_size:
                 raise OutriderError(
-                    f"invalid token id {token_id} in a bias or mask: expected an id of the vocabulary, 0 to {vocab_size - 1}"
+                    f"invalid token id {least if least < 0 else most} in a bias or mask: expected an id of the vocabulary,"
+                    f" 0 to {vocab_size - 1}"
                 )
-        for token_id, value in params.logit_bias.items():
-            row[token_id] += value
+        if params.logit_bias:
+            row[list(params.logit_bias)] = torch.tensor(list(params.logit_bias.values()), dtype=row.dtype)
         mask = token_mask(params, vocab_size)
         if mask is not None:
             row.masked_fill_(~mask, -math.inf)

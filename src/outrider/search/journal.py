@@ -15,6 +15,14 @@ SCHEMA = "outrider-tune/2"
 Value = TypeVar("Value")
 
 
+def is_journal(path: Path) -> bool:
+    """Return whether the file is a journal of a search."""
+    try:
+        return bool(json.loads(path.read_text(encoding="utf-8"))["schema"] == SCHEMA)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 class Journal:
     """JSON file of results. Each result is written immediately."""
 

@@ -87,6 +87,7 @@ class Search:
         self.passed: list[Passed] = []
         self._warm: set[tuple[Contender, int]] = set()
         self._turn = 0
+        self._batch = self.question.batches[0]  # of the last run
         self._done, self._total = 0, 0  # number of runs
         self._timed, self._spent = 0, 0.0  # runs of this process (not from the journal), and their seconds
         self._started = perf_counter()
@@ -165,6 +166,9 @@ class Search:
         for group in self._groups(rung):
             if rung.repeat == 0 and self.measured.num_turns(running[0].label, group):
                 continue
+            if group.batch != self._batch:  # memories would contain the outputs of the same prompts at the other batch size
+                self.contenders.forget()
+                self._batch = group.batch
             running = self._warmed(running, group.batch)
             running = self._take_turns(stage, running, group)
             if not running:

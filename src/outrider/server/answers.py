@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import IncrementalDecoder, getincrementaldecoder
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import time
@@ -132,6 +133,7 @@ class CompletionAnswer(Answer):
 
     kind: ClassVar[str] = "text_completion"
     chunk_kind: ClassVar[str] = "text_completion"
+    decoders: dict[int, IncrementalDecoder] = field(default_factory=dict)  # of the characters of each choice
     offsets: dict[int, int] = field(default_factory=dict)  # index of a choice -> number of characters so far
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
@@ -151,9 +153,13 @@ class CompletionAnswer(Answer):
         if logprobs is None:
             return None
         texts, offsets = [self.tokens.text(token) for token in token_ids], []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
+        decoder = self.decoders.setdefault(index, getincrementaldecoder("utf-8")("replace"))
+        for token in token_ids:
+            part = self.tokens.bytes_of(token)
+            if part and part[0] & 0xC0 != 0x80:  # begins a character: an incomplete one before it is replaced
+                offset += len(decoder.decode(b"", final=True))
+            offsets.append(offset)  # of a character that continues: where it begins
+            offset += len(decoder.decode(part))
         self.offsets[index] = offset
         return {
             "tokens": texts,

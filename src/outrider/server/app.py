@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from outrider import __version__
 from outrider.server.config import KeyRing, ServerConfig
 from outrider.server.gate import Gate
-from outrider.server.service import Service, explained
+from outrider.server.service import Service, UnknownModel, explained
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
@@ -69,11 +69,16 @@ def create_app(llm: LLM, config: ServerConfig | None = None, keys: KeyRing | Non
 def _add_states(app: FastAPI, service: Service) -> None:
     """Add the routes that describe the server: models, health, readiness and metrics."""
 
+    async def model(name: str) -> dict[str, Any]:
+        """Describe the served model."""
+        if name != service.config.name:
+            raise UnknownModel(f"unknown model {name!r}: this server serves {service.config.name!r}")
+        about = {"id": name, "object": "model", "created": 0, "owned_by": "outrider"}
+        return about | {"max_model_len": service.llm.runner.max_len, "method": service.llm.proposer.name}
+
     async def models() -> dict[str, Any]:
         """List the served model."""
-        name, method = service.config.name, service.llm.proposer.name
-        about = {"id": name, "object": "model", "created": 0, "owned_by": "outrider"}
-        return {"object": "list", "data": [about | {"max_model_len": service.llm.runner.max_len, "method": method}]}
+        return {"object": "list", "data": [await model(service.config.name)]}
 
     async def health() -> Response:
         """Report whether the engine thread is alive."""
@@ -90,6 +95,7 @@ def _add_states(app: FastAPI, service: Service) -> None:
         return Response(service.metrics.page(), media_type="text/plain; version=0.0.4")
 
     app.add_api_route("/v1/models", models)
+    app.add_api_route("/v1/models/{name:path}", model)
     for path, answer in {"/health": health, "/ready": ready, "/metrics": metrics}.items():
         app.add_api_route(path, answer, response_class=PlainTextResponse)
 

@@ -37,6 +37,9 @@ MAX_KEPT = 1 << 19  # total characters of cached schemas; an ordinary grammar ta
 MAX_GRAMMARS = 64  # in memory, cached or in use: combinations of alternatives take up to 30 MB for 1000 characters
 MAX_CACHED = MAX_GRAMMARS // 2
 MAX_NEW = 8  # of these, not requested again yet: a stream of schemas that all differ must not evict those in use
+# Outputs of one grammar share the lexer's states, whose number is limited: after so many it is compiled again, and a limit that
+# an output exceeds is the schema's own fault only among the first few.
+MAX_OUTPUTS, FEW_OUTPUTS = 128, 8
 CHOICES = ("anyOf", "oneOf", "allOf")
 # Seconds for the masks of one output: a budget plus an allowance per mask. Most take 0.1 ms, the first ones several ms.
 MASKS_SECONDS, SECONDS_A_MASK = 0.5, 0.001
@@ -116,10 +119,11 @@ class Grammars:
         """
         self._compiler.checked()
         text = ANY_OBJECT if schema is None else schema_text(schema, self._config)
-        known = self._kept.get(text)
-        if known is not None and known.refusal is not None:  # an output exceeded a limit
+        known, is_worn = self._kept.get(text), False
+        if known is not None and (known.refusal is not None or known.num_outputs >= MAX_OUTPUTS):
             del self._kept[text]
-            if text != ANY_OBJECT:  # everybody's grammar is compiled again instead
+            is_worn = known.num_outputs > FEW_OUTPUTS or text == ANY_OBJECT
+            if known.refusal is not None and not is_worn:
                 self._remember_refusal(text, known.refusal)
             known = None
         if text in self._refused:
@@ -129,7 +133,7 @@ class Grammars:
             known.is_reused = True
             return known
         if text not in self._under_way:
-            if text != ANY_OBJECT:
+            if text != ANY_OBJECT and not is_worn:
                 self._check_room(client)
             making = asyncio.create_task(self._made(text, client))
             self._under_way[text] = making, client.turn
@@ -177,9 +181,11 @@ class TokenGrammar:
         self._matcher, self._vocab_size, self._eos_token_ids = matcher, vocab_size, eos_token_ids
         self.refusal: str | None = None  # reason why an output failed; later requests with this grammar are refused
         self.is_reused = False  # requested more than once
+        self.num_outputs = 0
 
     def matcher(self) -> TokenMatcher:
         """Return a matcher in the initial state, for a new output."""
+        self.num_outputs += 1
         return TokenMatcher(self, self._matcher.deep_copy(), self._vocab_size, self._eos_token_ids)
 
 

@@ -15,6 +15,7 @@ MAX_STOPS = 16
 MAX_SAMPLES = 128
 MAX_FIELDS = 128  # fields per object: each wrong one adds an error
 MAX_BIASES = 4096
+MAX_MESSAGES = 4096  # of a conversation, and parts of a message
 PLAIN = "plain"
 
 
@@ -27,10 +28,15 @@ def _unicode(text: str) -> str:
     return text
 
 
-def _few(biases: Any) -> Any:
-    if isinstance(biases, dict) and len(biases) > MAX_BIASES:
-        raise ValueError(f"too many logit biases: the limit is {MAX_BIASES}")
-    return biases
+def _at_most(limit: int, what: str) -> BeforeValidator:
+    """Limit the size of a dict or list before its elements are validated, which takes longer."""
+
+    def check(given: Any) -> Any:
+        if isinstance(given, (dict, list)) and len(given) > limit:
+            raise ValueError(f"too many {what}: the limit is {limit}")
+        return given
+
+    return BeforeValidator(check)
 
 
 Text = Annotated[str, AfterValidator(_unicode)]
@@ -124,7 +130,7 @@ class SamplingFields(Body):
     seed: int | None = like("seed")
     presence_penalty: float = like("presence_penalty")
     frequency_penalty: float = like("frequency_penalty")
-    logit_bias: Annotated[dict[TokenId, Bias], BeforeValidator(_few)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], _at_most(MAX_BIASES, "logit biases")] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -213,7 +219,7 @@ class Message(Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: Annotated[Text | Annotated[list[TextPart], Field(fail_fast=True)], _at_most(MAX_MESSAGES, "parts")]
     name: Text | None = None
 
     def plain(self) -> dict[str, str]:
@@ -226,7 +232,7 @@ class Message(Body):
 class ChatBody(SamplingFields):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(fail_fast=True), _at_most(MAX_MESSAGES, "messages")] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # One space, or a newline with an indentation: JSON allows whitespace without end.
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": r"(\n {0,16}| )?"}
-MAX_LEXER_STATES = 20_000  # per output, 2 kB each; ordinary schemas need some hundreds
+MAX_LEXER_STATES = 20_000  # of all outputs of a compiled grammar, 2 kB each; an ordinary schema's outputs need some hundreds
 NUM_TRIED = 16  # tokens generated to test a schema
 MAX_MASK_SECONDS = 0.1  # processor time per mask in this test; the whole batch waits for a mask
 SLOW = "computing the allowed tokens takes too long: simplify the schema"

@@ -162,7 +162,9 @@ class Service:
                     request.request_id, prompt_index=index, sample_index=sample, num_prompt_tokens=len(prompt)
                 )
                 answer.choices.append(completion)
-            self.llm.engine.check(group[0])
+            if index == 0:  # all prompts share the parameters, whose checks take longer
+                self.llm.engine.check(group[0])
+            self.llm.engine.scheduler.check_prompt_len(len(prompt))
             samples.append(group)
         return samples
 

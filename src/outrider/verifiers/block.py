@@ -31,7 +31,7 @@ class BlockVerifier(RejectionVerifier):
         token_ids = proposal.token_ids.to(device)
         weights = _prefix_weights(token_ids, target, draft_probs)  # [B, N + 1]
         index = torch.arange(1, width + 1, device=device)
-        excess = (weights[:, 1:-1, None] * target[:, 1:-1] - draft_probs[:, 1:]).clamp_min(0.0).sum(dim=-1)  # [B, N - 1]
+        excess = _excess(weights, target, draft_probs, lens)
         total = excess + 1 - weights[:, 1:-1]
         # 0 / 0: target and draft agree after this prefix, so a longer one is accepted
         inner = torch.where(total > 0, excess / total, 1.0)
@@ -44,6 +44,22 @@ class BlockVerifier(RejectionVerifier):
         rejected = torch.where(has_rejection, draft_probs[rows, num_accepted.clamp_max(width - 1)], 0.0)
         next_token = random.categorical(residual(weight * target[rows, num_accepted], rejected))
         return chain_verdict(num_accepted, next_token, width)
+
+
+def _excess(weights: Tensor, target_probs: Tensor, draft_probs: Tensor, lens: Tensor) -> Tensor:
+    """Return the sum over tokens of max(0, p_i target - draft) after i = 1 ... N - 1 drafts: [B, N - 1]."""
+    batch, width = draft_probs.shape[:2]
+    if target_probs.device.type != "cpu":
+        return (weights[:, 1:-1, None] * target_probs[:, 1:-1] - draft_probs[:, 1:]).clamp_min(0.0).sum(dim=-1)
+    # row by row in one buffer: whole temporaries of a large vocabulary leave the processor's caches
+    found = weights.new_zeros(batch, width - 1)
+    buffer = torch.empty_like(target_probs[0, 0])
+    for b, (values, length) in enumerate(zip(weights.tolist(), lens.flatten().tolist(), strict=True)):
+        for i in range(1, length):
+            if values[i]:
+                torch.mul(target_probs[b, i], values[i], out=buffer)
+                found[b, i - 1] = buffer.sub_(draft_probs[b, i]).clamp_min_(0.0).sum()
+    return found
 
 
 def _prefix_weights(token_ids: Tensor, target_probs: Tensor, draft_probs: Tensor) -> Tensor:

@@ -38,5 +38,6 @@ def test_unknown_methods_and_missing_drafts_are_refused(capsys: pytest.CaptureFi
     pytest.importorskip("uvicorn")
     (tmp_path / "config.json").write_text("{}")
     assert "unknown method 'magic'" in refusal(capsys, "--port", "0", "--method", "magic")
+    assert "'plain' is the baseline" in refusal(capsys, "--port", "0", "--method", "plain")
     told = refusal(capsys, "--port", "0", "--method", "draft", "--target", str(tmp_path))
     assert "'draft' needs a draft model" in told

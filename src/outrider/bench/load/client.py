@@ -21,7 +21,6 @@ class Sample:
     first: float | None = None  # arrival of the first token
     ended: float = 0.0
     num_tokens: int = 0
-    num_prompt_tokens: int = 0
     num_accepted: int = 0  # accepted drafts, if the server reports them
     num_drafts: int = 0
     pauses: list[tuple[float, int]] = field(default_factory=list)  # seconds before each later chunk, tokens in it
@@ -85,7 +84,6 @@ class Asker:
                 last = sample.ended = now
             if usage:
                 sample.num_tokens = usage["completion_tokens"]
-                sample.num_prompt_tokens = usage.get("prompt_tokens") or 0
                 _count_drafts(usage, sample)
         if not is_done or sample.first is None:
             sample.error = "the stream was truncated"
