@@ -109,6 +109,7 @@ def test_numpy_and_torch_numbers_become_python_numbers():
             {"proposer": SimpleNamespace(propose=1)},
             "invalid proposer namespace(propose=1): expected a Proposer, made from a subclass of outrider.Proposer or None",
         ),
+        (Speculation, {"verifier": "typical", "same_text": True}, "same_text needs a lossless verifier"),
         (Speculation, {"verifier": "nonsense"}, "unknown verifier 'nonsense'; known: rejection, block, exact, typical"),
     ],
 )

@@ -61,9 +61,9 @@ class ServerOptions:
     plain_url: str | None = flag(
         "A server of the same model without drafts, if drafts cannot be disabled per request.", panel=SERVER
     )
-    api_key: str | None = flag("For it.", panel=SERVER, envvar="OPENAI_API_KEY")
+    api_key: str | None = flag("API key for --url.", panel=SERVER, envvar="OPENAI_API_KEY")
     max_batch: int | None = given(RunnerConfig, panel=SERVER)
-    inflate: str | None = flag("Inflate its target to a larger model's cost: 350m, 1b, 8b.", panel=SERVER)
+    inflate: str | None = flag("Inflate the target of the started server to a larger model's cost: 350m, 1b, 8b.", panel=SERVER)
 
 
 @dataclass(frozen=True)

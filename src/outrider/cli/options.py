@@ -150,7 +150,8 @@ def _annotation(own: Field[Any], kind: Any) -> Any:
     if default is True:  # only to switch it off
         flags = [f" /--no-{flag_name(own.name)[2:]}"]
     kind = str if shared.several else option.kind.flag_type
-    about = [option.help, "Several are separated by commas." if shared.several else "", shared.more]
+    help = option.help if default is not True else f"Do not {option.help[0].lower()}{option.help[1:]}"
+    about = [help, "Several are separated by commas." if shared.several else "", shared.more]
     is_said = "(default:" in "".join(about) or own.default is not None
     if not is_said and isinstance(default, (str, int, float)) and not isinstance(default, bool):
         about.append(f"(default: {default:g})." if isinstance(default, float) else f"(default: {default}).")

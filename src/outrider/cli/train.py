@@ -59,7 +59,7 @@ class TextOptions:
     regenerate: bool | None = flag(
         "Replace each row by the target's continuation of its beginning.", None, "--regenerate", panel=TEXT
     )
-    prompt_len: int | None = flag("With --regenerate or --on-policy: tokens of the beginning (default: 64).", panel=TEXT)
+    prompt_len: int | None = flag("Tokens of each row that are kept by --regenerate, or --on-policy (default: 64).", panel=TEXT)
     temperature: float | None = flag("With --regenerate: temperature; 0 is greedy (default: 0).", panel=TEXT)
 
 

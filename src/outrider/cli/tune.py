@@ -208,7 +208,8 @@ def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions) -> list[Tra
 
     defaults = sampling.params(max_tokens=MAX_TOKENS)
     if (traffic.traffic is None) == (traffic.workloads is None):
-        raise OutriderError("no traffic: give either --traffic FILE, or --workloads code,edit,... for built-in prompts")
+        given = "no traffic" if traffic.traffic is None else "--traffic and --workloads exclude each other"
+        raise OutriderError(f"{given}: give either --traffic FILE, or --workloads code,edit,... for built-in prompts")
     if traffic.traffic is not None:
         return read_file(traffic.traffic, traffic.num_prompts, defaults)
     assert traffic.workloads is not None

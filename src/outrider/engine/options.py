@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.errors import OutriderError
 from outrider.method_text import split_method
 from outrider.options import INT32, METHOD, MODELS, Either, Flag, Keyed, Objects, Source, Text, Whole, check, has, option
 from outrider.registry import AUTO, DEFAULT_METHOD, PROPOSERS, VERIFIERS
@@ -128,7 +129,7 @@ class Speculation:
     grammar_drafts: bool = option(
         Flag(),
         True,
-        "Draft the tokens that a request's grammar determines; not with 0 drafts per round.",
+        "Draft the tokens that a request's grammar determines.",
         panel=METHOD,
         in_plan=True,
     )
@@ -137,5 +138,6 @@ class Speculation:
         check(self)
         if self.method != AUTO:
             PROPOSERS.get(split_method(self.method)[0])
-        if isinstance(self.verifier, str):
-            VERIFIERS.get(self.verifier)
+        verifier = VERIFIERS.get(self.verifier) if isinstance(self.verifier, str) else self.verifier
+        if self.same_text and not verifier.lossless:
+            raise OutriderError("same_text needs a lossless verifier, and this one is lossy: omit one of the two")

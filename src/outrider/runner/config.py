@@ -90,7 +90,7 @@ class RunnerConfig:
     self_check: bool = option(
         Flag(),
         True,
-        "Compare a loaded model with its own forward pass without a cache, and refuse it if they differ.",
+        "Check that a loaded model's output equals that of its own forward pass without a cache.",
         panel=MODELS,
     )
 
