@@ -88,7 +88,7 @@ def test_numpy_and_torch_numbers_become_python_numbers():
             "invalid temperature '1': expected a finite number, at least 0, at most 1000000",
         ),
         (SamplingParams, {"top_p": 0}, "invalid top_p 0: expected a finite number, above 0, at most 1"),
-        (SamplingParams, {"top_k": 2**31}, "invalid top_k 2147483648: expected a whole number, at least 0"),
+        (SamplingParams, {"top_k": 2**31}, "invalid top_k 2147483648: expected a whole number, at least 0, at most 2147483647"),
         (SamplingParams, {"ignore_eos": "no"}, "invalid ignore_eos 'no': expected True or False"),
         (SamplingParams, {"stop": ""}, "invalid stop '': expected text or a list of texts, none of them empty"),
         (SamplingParams, {"stop": b"END"}, "invalid stop b'END': expected text or a list of texts, none of them empty"),
@@ -109,7 +109,16 @@ def test_numpy_and_torch_numbers_become_python_numbers():
             {"proposer": SimpleNamespace(propose=1)},
             "invalid proposer namespace(propose=1): expected a Proposer, made from a subclass of outrider.Proposer or None",
         ),
-        (Speculation, {"verifier": "typical", "same_text": True}, "same_text needs a lossless verifier"),
+        (
+            Speculation,
+            {"verifier": "typical", "same_text": True},
+            "same_text needs a lossless verifier, and this one is lossy: omit one of the two",
+        ),
+        (
+            SamplingParams,
+            {"max_tokens": 10**12},
+            "invalid max_tokens 1000000000000: expected a whole number, at least 1, at most 2147483647",
+        ),
         (Speculation, {"verifier": "nonsense"}, "unknown verifier 'nonsense'; known: rejection, block, exact, typical"),
     ],
 )

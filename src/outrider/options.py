@@ -66,7 +66,18 @@ class Option:
             return self.kind.read(value)
         except (TypeError, ValueError, ArithmeticError, RuntimeError):
             or_none = " or None" if self.optional else ""
-            raise OutriderError(f"invalid {name} {shown(value)}: expected {self.kind.expected}{or_none}") from None
+            expected = self.kind.expected
+            if "whole number" in expected and "at most" not in expected and _is_huge(value):
+                expected += f", at most {INT32}"
+            raise OutriderError(f"invalid {name} {shown(value)}: expected {expected}{or_none}") from None
+
+
+def _is_huge(value: Any) -> bool:
+    """Return whether a value exceeds the bound of every whole number, which help and messages otherwise leave out."""
+    try:
+        return int(value) > INT32
+    except (TypeError, ValueError, ArithmeticError, RuntimeError):
+        return False
 
 
 def option(

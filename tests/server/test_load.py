@@ -37,7 +37,7 @@ def test_tokens_and_drafts_of_a_real_server_are_counted(served: Served) -> None:
         assert cell["tok_s"] > 0 and cell["first_token_ms"]["p50"] > 0
     for runs in sweep.groups[0].repeats:
         for run in runs.values():
-            assert all(sample.num_tokens == 12 and sample.num_prompt_tokens > 3 for sample in run.samples)
+            assert all(sample.num_tokens == 12 for sample in run.samples)
             assert all(sum(count for _, count in sample.pauses) < 12 for sample in run.samples)
     assert found[PLAIN]["drafts"] == 0 and found[SPECULATIVE]["drafts"] > 0
     assert 1 <= found[SPECULATIVE]["mean_acceptance_length"] <= 4

@@ -368,6 +368,9 @@ def test_a_target_failure_ends_only_its_request(load: Callable[..., LLM], plain:
         for caller in callers:
             caller.join()
         assert answers["x1 " * 60].status_code == 500 and "MemoryError" in answers["x1 " * 60].text
+        form = {"response_format": {"type": "json_object"}, "banned_token_ids": [1]}
+        masked = server.post("/v1/completions", prompt="x1 " * 60, max_tokens=24, **form)
+        assert masked.status_code == 500 and "MemoryError" in masked.text
         for prompt in (PROMPT, "The ship"):
             assert answers[prompt].json()["choices"][0]["text"] == wanted(plain, prompt)
         assert server.text(PROMPT) == wanted(plain)

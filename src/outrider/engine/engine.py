@@ -18,7 +18,7 @@ from outrider.engine.forced import ForcedDrafts
 from outrider.engine.guard import GuardedProposer
 from outrider.engine.ledger import Ledger
 from outrider.engine.logprobs import token_logprobs
-from outrider.engine.outputs import Emission
+from outrider.engine.outputs import TARGET_FAILED, Emission
 from outrider.engine.policy import LengthPolicy
 from outrider.engine.round import Parts, RoundResult, TargetError, check_handles_trees, finish_round, run_round
 from outrider.engine.scheduler import Batch, Entry, Scheduler, State
@@ -322,4 +322,4 @@ def lost(request_id: str, error: BaseException) -> Emission:
 
 
 def _message(error: BaseException | None) -> str:
-    return str(error) if isinstance(error, OutriderError) else f"the target failed: {type(error).__name__}: {error}"
+    return str(error) if isinstance(error, OutriderError) else f"{TARGET_FAILED}: {type(error).__name__}: {error}"

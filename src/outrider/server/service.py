@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from outrider.engine import Chunk, Completion
+from outrider.engine.outputs import TARGET_FAILED
 from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts
 from outrider.server.bridge import Busy, EngineBridge, Stopping, Stream
 from outrider.server.config import KeyRing, ServerConfig
@@ -196,7 +197,7 @@ class Watched:
                 chunk = self.answer.choices[index].add(emission)
                 self._clock(index, chunk)
                 if chunk.finish_reason == "error":
-                    raise self._failure(chunk.error or "the target failed")
+                    raise self._failure(chunk.error or TARGET_FAILED)
                 yield index, chunk
         finally:
             self.close()
@@ -204,6 +205,8 @@ class Watched:
     def _failure(self, error: str) -> OutriderError:
         """Return the exception for an output that ended with an error: its cause may be the request."""
         grammar, params = self._params.grammar, self._params
+        if error.startswith(TARGET_FAILED):  # out of memory, say: no request is to blame
+            return TargetFailed(error)
         if isinstance(grammar, TokenGrammar) and grammar.refusal is not None:
             return OutriderError(grammar.refusal)
         if grammar is not None and (params.allowed_token_ids is not None or params.banned_token_ids):
