@@ -100,7 +100,7 @@ def test_an_interrupted_search_resumes(
     ("options", "words"),
     [
         ([], "no traffic"),
-        (["--workloads", "code", "--traffic", "x.jsonl"], "no traffic"),
+        (["--workloads", "code", "--traffic", "x.jsonl"], "exclude each other"),
         (["--workloads", "opera"], "unknown workload"),
         (["--traffic", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--workloads", "code", "--method", "plain"], "name a method that drafts"),
