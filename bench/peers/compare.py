@@ -151,17 +151,8 @@ def _document(plan: Plan, job: Job) -> dict[str, Any]:
 
 
 SAME_ON_RESUME = (
-    "cpu",
-    "target",
-    "draft",
-    "threads",
-    "temperature",
-    "max_tokens",
-    "prompts",
-    "prompts_per_round",
-    "repeat",
-    "best_by",
-    "commit",
+    *("commit", "cpu", "threads", "target", "draft"),
+    *("temperature", "max_tokens", "prompts", "prompts_per_round", "repeat", "best_by"),
 )
 
 
@@ -206,13 +197,11 @@ def _run(plan: Plan, job: Job, document: dict[str, Any], out: Path | None) -> No
 
 def _run_group(group: Group, plan: Plan, workers: Workers, document: dict[str, Any], bar: Progress) -> None:
     """Measure a group unless it is complete. Ratios are of alternating runs, so a group is measured as a whole."""
-    done = {Group(cell["method"], cell["bits"], cell["prompt_tokens"]).key(cell["engine"]) for cell in document["cells"]}
     offered = [name for name in plan.engines if group.bits is None or group.bits in ENGINES[name].by_bits]
-    if all(group.key(name) in done for name in offered):
+    known = [each for each in document["cells"] if Group(each["method"], each["bits"], each["prompt_tokens"]) == group]
+    if {each["engine"] for each in known} >= set(offered):
         return
-    document["cells"] = [
-        each for each in document["cells"] if Group(each["method"], each["bits"], each["prompt_tokens"]) != group
-    ]
+    document["cells"] = [each for each in document["cells"] if each not in known]
     task, start = bar.add_task(group.label, total=None), bar.get_time()
 
     def progress(what: str) -> None:

@@ -25,10 +25,6 @@ class Group:
     bits: int | None = None  # None: number formats are screened
     prompt_tokens: int | None = None  # prompt length for first-token times; None: decoding
 
-    def key(self, engine: str) -> tuple[Any, ...]:
-        """Return the key that identifies an engine's cell in a result."""
-        return (self.method, self.bits, self.prompt_tokens, engine)
-
     @property
     def label(self) -> str:
         """Label in progress messages."""

@@ -64,20 +64,14 @@ class Option:
             return None
         try:
             return self.kind.read(value)
-        except (TypeError, ValueError, ArithmeticError, RuntimeError):
+        except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            bound = f", at most {INT32}" if isinstance(error, _AboveInt32) else ""
             or_none = " or None" if self.optional else ""
-            expected = self.kind.expected
-            if "whole number" in expected and "at most" not in expected and _is_huge(value):
-                expected += f", at most {INT32}"
-            raise OutriderError(f"invalid {name} {shown(value)}: expected {expected}{or_none}") from None
+            raise OutriderError(f"invalid {name} {shown(value)}: expected {self.kind.expected}{bound}{or_none}") from None
 
 
-def _is_huge(value: Any) -> bool:
-    """Return whether a value exceeds the bound of every whole number, which help and messages otherwise leave out."""
-    try:
-        return int(value) > INT32
-    except (TypeError, ValueError, ArithmeticError, RuntimeError):
-        return False
+class _AboveInt32(ValueError):
+    """The number exceeds a bound that ``expected`` leaves out."""
 
 
 def option(
@@ -391,6 +385,8 @@ def path_or_text(value: Any) -> Any:
 
 
 def _check_bounds(number: float, at_least: float | None, at_most: float | None) -> None:
+    if at_most == INT32 and number > at_most:
+        raise _AboveInt32("out of bounds")
     if (at_least is not None and number < at_least) or (at_most is not None and number > at_most):
         raise ValueError("out of bounds")
 

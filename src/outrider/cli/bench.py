@@ -13,7 +13,7 @@ from outrider.cli import bench_documents, bench_serve
 from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.bench_target import inflate_target
 from outrider.cli.console import err, waiting
-from outrider.cli.options import MethodOptions, ModelOptions, flag, given, parse_k, parse_list, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, flag, given, parse_k, parse_list, with_groups, workload_names
 from outrider.cli.progress import progress
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
@@ -178,11 +178,9 @@ def read_workloads(grid: GridOptions) -> dict[str, list[Any]]:
     """Return workload -> prompts. They are read before a model is loaded, so that errors are reported early."""
     from outrider.bench import workloads
 
+    names = workload_names(grid.prompts, grid.workloads)
     if grid.prompts is None:
-        names = parse_list("--workloads", grid.workloads or ",".join(workloads.WORKLOADS), str)
         return {name: workloads.builtin(name, grid.num_prompts) for name in names}
-    if grid.workloads is not None:
-        raise OutriderError("--prompts and --workloads exclude each other: give one of them")
     found: dict[str, list[Any]] = {}
     for prompt in workloads.from_file(grid.prompts):
         group = found.setdefault(prompt.workload, [])

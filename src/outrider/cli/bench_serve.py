@@ -16,7 +16,7 @@ import typer
 from outrider.cli.bench_documents import check_writable, write_or_say
 from outrider.cli.bench_target import inflate_target
 from outrider.cli.console import err, waiting
-from outrider.cli.options import MethodOptions, ModelOptions, flag, given, parse_list, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, flag, given, parse_list, with_groups, workload_names
 from outrider.cli.progress import progress
 from outrider.cli.serve import joined
 from outrider.engine.plan import Plan
@@ -106,9 +106,7 @@ def read_traffic(load: LoadOptions) -> Traffic:
     from outrider.bench import workloads
     from outrider.bench.load.sweep import Traffic
 
-    if load.prompts is not None and load.workloads is not None:
-        raise OutriderError("--prompts and --workloads exclude each other: give one of them")
-    names = parse_list("--workloads", load.workloads or ",".join(workloads.WORKLOADS), str)
+    names = workload_names(load.prompts, load.workloads)
     if load.prompts is not None:
         kinds = [workloads.from_file(load.prompts, load.num_prompts)]
     else:

@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -174,6 +175,20 @@ def parse_k(value: str | int | None) -> int | str:
     """Return the number of drafts, or "auto" if it was not given. Raises ``OutriderError`` for an invalid value."""
     k: int | str = AUTO if value is None else read_option(Speculation, "num_draft_tokens", value)
     return k
+
+
+def workload_names(prompts: Path | None, workloads: str | None) -> tuple[str, ...]:
+    """Return the built-in workloads that ``--workloads`` names, by default all; none if prompts come from a file.
+
+    Raises ``OutriderError`` if both are given.
+    """
+    from outrider.bench.workloads import WORKLOADS
+
+    if prompts is None:
+        return parse_list("--workloads", workloads or ",".join(WORKLOADS), str)
+    if workloads is not None:
+        raise OutriderError("--prompts and --workloads exclude each other: give one of them")
+    return ()
 
 
 def parse_list(option: str, text: str, parse: Callable[[str], Result]) -> tuple[Result, ...]:

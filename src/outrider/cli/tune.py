@@ -82,10 +82,10 @@ class OutputOptions:
 
     def check(self) -> None:
         """Check output files before measuring. Raises ``OutriderError`` instead of overwriting a plan by default."""
-        if self.out is None and self.plan.exists():
-            raise OutriderError(f"{self.plan} already exists: give --out {self.plan} to replace it, or another name")
         from outrider.search.journal import is_journal
 
+        if self.out is None and self.plan.exists():
+            raise OutriderError(f"{self.plan} already exists: give --out {self.plan} to replace it, or another name")
         is_finished = self.plan.exists() and is_journal(self.journal)
         if self.json is None and not self.resume and self.journal.exists() and not is_finished:
             raise OutriderError(
@@ -208,8 +208,8 @@ def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions) -> list[Tra
 
     defaults = sampling.params(max_tokens=MAX_TOKENS)
     if (traffic.traffic is None) == (traffic.workloads is None):
-        given = "no traffic" if traffic.traffic is None else "--traffic and --workloads exclude each other"
-        raise OutriderError(f"{given}: give either --traffic FILE, or --workloads code,edit,... for built-in prompts")
+        mistake = "no traffic" if traffic.traffic is None else "--traffic and --workloads exclude each other"
+        raise OutriderError(f"{mistake}: give either --traffic FILE, or --workloads code,edit,... for built-in prompts")
     if traffic.traffic is not None:
         return read_file(traffic.traffic, traffic.num_prompts, defaults)
     assert traffic.workloads is not None

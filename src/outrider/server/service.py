@@ -163,9 +163,10 @@ class Service:
                     request.request_id, prompt_index=index, sample_index=sample, num_prompt_tokens=len(prompt)
                 )
                 answer.choices.append(completion)
-            if index == 0:  # all prompts share the parameters, whose checks take longer
+            if index == 0:
                 self.llm.engine.check(group[0])
-            self.llm.engine.scheduler.check_prompt_len(len(prompt))
+            else:  # its parameters, whose check takes longer, are the first prompt's
+                self.llm.engine.scheduler.check_prompt_len(len(prompt))
             samples.append(group)
         return samples
 
