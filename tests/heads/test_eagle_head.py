@@ -8,13 +8,16 @@ from copy import deepcopy
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from outrider import native
 from outrider.heads import eagle_formats, own_tables
 from outrider.heads.checkpoint import measured_acceptance
 from outrider.heads.eagle import default_hidden_states
 from outrider.heads.head_runner import RolloutRunner
-from outrider.runner import ModelRunner, RunnerConfig
+from outrider.runner import ModelRunner, RunnerConfig, blocks
+from outrider.runner.linear import PackedEmbedding
 from outrider.types import OutriderError
 
 from . import reference
@@ -330,5 +333,13 @@ def test_a_copy_of_the_targets_embedding_is_not_kept(tmp_path, model, monkeypatc
     assert not head.shape.own_embedding
     head.lend(embedding, model.get_output_embeddings())
     assert torch.equal(head.embedding_table(), embedding.weight)
-    monkeypatch.setattr(embedding, "embed_scale", 2.0, raising=False)
-    assert loaded().shape.own_embedding
+
+
+@pytest.mark.skipif(not native.load(), reason="no C++ compiler")
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_copy_of_a_scaled_embedding_is_kept(packed):
+    embedding = Gemma3TextScaledWordEmbedding(64, 32, 0, embed_scale=5.0)
+    tensors = {"embed_tokens.weight": embedding.weight.detach().clone()}
+    target = PackedEmbedding(blocks.pack(embedding.weight.detach(), 8), embedding) if packed else embedding
+    assert own_tables.has_own_table(tensors, "embed_tokens.weight", target)
+    assert "embed_tokens.weight" in tensors

@@ -220,6 +220,16 @@ def test_cache_memory_grows_and_shrinks_with_use():
     assert [store.shape for store in cache.stores] == [(2, 1, 2, 256, 3), (2, 1, 2, 256, 5)]
 
 
+def test_growing_keeps_the_drafts_of_a_large_tree():
+    cache = KVCache(SHAPE, 3, 1000, torch.float32, torch.device("cpu"))
+    row = cache.row("a")
+    cache.reserve(256)
+    cache.cached_lens[row] = 5
+    cache.stores[0][:, row] = torch.arange(256).view(1, 1, -1, 1)
+    cache.reserve(257, 200)
+    assert cache.capacity > 256 and torch.equal(cache.stores[0][0, row, 0, :205, 0], torch.arange(205.0))
+
+
 @pytest.mark.parametrize("grow", ["slots", "rows", "compact"])
 def test_layers_of_several_shapes_and_shared_layers_are_stored_correctly(grow):
     first, second = LayerShape(2, 3, 5), LayerShape(1, 4, 4)

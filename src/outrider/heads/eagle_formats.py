@@ -63,9 +63,8 @@ def load(
     if layer.get("model_type", "llama") not in LLAMA_LIKE:
         raise OutriderError(f"unsupported layers {layer['model_type']} in {source}: only Llama layers can be loaded")
     check_sizes(f"{source}/config.json", layer)
-    embedding = None if model is None else model.get_input_embeddings()
-    if embedding is not None and not hasattr(embedding, "embed_scale"):  # Gemma's output is scaled, a copied weight is not
-        has_own_table(tensors, "embed_tokens.weight", embedding)
+    if model is not None:
+        has_own_table(tensors, "embed_tokens.weight", model.get_input_embeddings())
     llama = _llama(layer, tensors, vocab_size)
     if "layers.0.hidden_norm.weight" in tensors:
         shape = _shape_of_generation_3(config, tensors, llama, num_layers, target_hidden_size, str(source))

@@ -110,7 +110,7 @@ class RolloutRunner(HeadRunner[RolloutHead]):
         """
         rows = [self.cache.row(request_id) for request_id in request_ids]
         committed, (batch, width) = [self.cache.cached_lens[row] for row in rows], token_ids.shape
-        self.cache.reserve(max(committed) + sees.shape[2])
+        self.cache.reserve(max(committed) + sees.shape[2], sees.shape[2])
         bases = [length + sees.shape[2] - width for length in committed]
         numbers = torch.tensor([*rows, *bases, *range(width, batch * width + 1, width)], device=self.device)
         row_ids, starts, ends = numbers.chunk(3)

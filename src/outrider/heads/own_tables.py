@@ -15,11 +15,11 @@ SLICE = 4096  # rows compared at once: whole tables in float32 would take severa
 def has_own_table(tensors: dict[str, Tensor], name: str, module: Any) -> bool:
     """Return whether the head's table of this name differs from the target's; a copy is removed from ``tensors``.
 
-    ``module``: the target's embedding or output head.
+    ``module``: the target's embedding or output head. A scaled embedding (Gemma's) returns other values than a copy of its weight.
     """
     if name not in tensors:
         return False
-    if not _is_copy(tensors[name], weight_of(module).detach()):
+    if getattr(module, "embed_scale", None) is not None or not _is_copy(tensors[name], weight_of(module).detach()):
         return True
     del tensors[name]
     return False

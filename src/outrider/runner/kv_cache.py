@@ -303,15 +303,18 @@ class KVCache(PassThrough):
         row = self._row_of.get(request_id)
         return 0 if row is None else self.cached_lens[row]
 
-    def reserve(self, slots: int) -> None:
-        """Grow every row to at least ``slots`` slots, beyond the context if drafts or padding need it."""
+    def reserve(self, slots: int, num_drafted: int = 2 * SLACK) -> None:
+        """Grow every row to at least ``slots`` slots, beyond the context if drafts or padding need it.
+
+        ``num_drafted``: entries after each row's committed ones that are kept.
+        """
         if slots <= self.capacity:
             return
         wanted = min(self.max_len + SLACK, max(2 * self.capacity, 256))
         if self._budget is not None:
             wanted = min(wanted, self._budget // max(len(self.cached_lens), 1) - self._state_slots)
         # Beyond the budget (drafts have no reservations) it grows in small steps, but not with every token.
-        self._resize(self.num_rows, wanted if wanted >= slots else slots + SLACK)
+        self._resize(self.num_rows, wanted if wanted >= slots else slots + SLACK, num_drafted)
 
     def _grow_rows(self) -> bool:
         """Add rows. Return False at the maximum."""
@@ -327,12 +330,12 @@ class KVCache(PassThrough):
         self.cached_lens.extend([0] * (rows - have))
         return True
 
-    def _resize(self, rows: int, slots: int) -> None:
+    def _resize(self, rows: int, slots: int, num_drafted: int = 2 * SLACK) -> None:
         """Allocate all stores, or none if memory runs out."""
         stores = self._allocate(rows, slots)
         for new, old in zip(stores, self.stores, strict=True):
             for row in [*self._row_of.values(), *self._kept]:
-                used = min(self.cached_lens[row] + 2 * SLACK, old.shape[3])  # including drafts that are not committed yet
+                used = min(self.cached_lens[row] + num_drafted, old.shape[3])
                 if row < old.shape[1] and used:
                     new[:, row, :, :used] = old[:, row, :, :used]
         if rows != self.num_rows:

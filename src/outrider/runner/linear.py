@@ -105,7 +105,7 @@ class PackedEmbedding(nn.Module):
         self.padding_idx = original.padding_idx
         # From transformers' ...ScaledWordEmbedding, in the table's dtype.
         scale = getattr(original, "scalar_embed_scale", getattr(original, "embed_scale", None))
-        self._scale = None if scale is None else float(torch.as_tensor(scale).to(original.weight.dtype))
+        self.embed_scale = None if scale is None else float(torch.as_tensor(scale).to(original.weight.dtype))
 
     @property
     def weight(self) -> Tensor:
@@ -118,7 +118,7 @@ class PackedEmbedding(nn.Module):
             rows = torch.ops.outrider.embed_blocks(token_ids, self.packed, self.embedding_dim)
         else:
             rows = torch.ops.outrider.embed(token_ids, self.packed)
-        return rows if self._scale is None else rows * self._scale
+        return rows if self.embed_scale is None else rows * self.embed_scale
 
 
 def weight_of(module: nn.Module) -> Tensor:
