@@ -15,7 +15,8 @@ SLICE = 4096  # rows compared at once: whole tables in float32 would take severa
 def has_own_table(tensors: dict[str, Tensor], name: str, module: Any) -> bool:
     """Return whether the head's table of this name differs from the target's; a copy is removed from ``tensors``.
 
-    ``module``: the target's embedding or output head. A scaled embedding (Gemma's) returns other values than a copy of its weight.
+    ``module``: the target's embedding or output head. A copy of a scaled embedding's weight (Gemma's) is the head's own table:
+    the head does not scale it.
     """
     if name not in tensors:
         return False
