@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -80,6 +81,16 @@ def test_weights_larger_than_memory_are_rejected_before_loading(tmp_path: Path, 
     monkeypatch.setattr("outrider.runner.loading.load_model", lambda *_: pytest.fail("the weights were read"))
     with pytest.raises(OutriderError, match=r"^the weights in .* take .*, but this process has .* of memory: choose a smaller"):
         LLM(str(make_folder(tmp_path / "target")))
+
+
+def test_weights_that_are_not_loaded_are_not_counted(tmp_path: Path) -> None:
+    for name in ("model-1.safetensors", "model-2.safetensors", "consolidated.safetensors"):
+        (tmp_path / name).write_bytes(b"")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert [file.name for file in memory.weight_files(tmp_path)] == ["model-1.safetensors", "model-2.safetensors"]
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    assert len(memory.weight_files(tmp_path)) == 3
 
 
 @pytest.mark.parametrize(("number", "refused"), [(errno.EFAULT, True), (errno.EINVAL, False)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from pathlib import Path
@@ -10,6 +11,8 @@ from outrider.errors import OutriderError
 from outrider.files import expanded
 
 GROUPS = Path("/sys/fs/cgroup")
+# Weight files that transformers loads, in its order of preference.
+WEIGHT_NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 UNLIMITED = 1 << 60  # control groups version 1 report a larger number if there is no limit
 
 
@@ -78,9 +81,29 @@ def weight_files(source: Path) -> list[Path]:
     """Return the weight files that are loaded from a folder (of one format only) or from a GGUF file."""
     if source.suffix == ".gguf" and source.is_file():
         return [source]
+    if found := _named_files(source):
+        return found
     files = [file for file in source.glob("*") if file.is_file()]  # not links to files that were deleted from a cache
     kinds = (sorted(file for file in files if file.suffix == suffix) for suffix in (".safetensors", ".bin", ".pt", ".gguf"))
     return next((found for found in kinds if found), [])
+
+
+def _named_files(folder: Path) -> list[Path]:
+    """Return the files that transformers loads; none if they have other names, or if the index is not readable.
+
+    Mistral's folders hold the weights a second time, under other names.
+    """
+    for file in map(folder.joinpath, WEIGHT_NAMES):
+        if not file.is_file():
+            continue
+        if file.suffix != ".json":
+            return [file]
+        try:
+            names = set(json.loads(file.read_text())["weight_map"].values())
+            return sorted(each for each in map(folder.joinpath, names) if each.is_file())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # reported when the model is loaded
+            return []
+    return []
 
 
 def refuse_too_large(source: str | Path, growth: int = 1) -> None:
@@ -88,7 +111,8 @@ def refuse_too_large(source: str | Path, growth: int = 1) -> None:
 
     ``growth``: bytes in memory per byte in the files.
     """
-    needed, total = growth * sum(file.stat().st_size for file in weight_files(Path(source))), total_memory()
+    files, total = weight_files(on_this_machine(source) or Path(source)), total_memory()
+    needed = growth * sum(file.stat().st_size for file in files)
     if total is not None and needed > total:
         raise OutriderError(
             f"the weights in {source} take {size(needed)}, but this process has {size(total)} of memory: choose a smaller or a"

@@ -457,6 +457,30 @@ def test_only_download_draft_downloads(made, target, monkeypatch, tmp_path):
     assert loaded(target).proposer.name == "draft" and fetched == ["Org/small"]  # now it is in the cache
 
 
+def test_an_interrupted_download_is_continued(made, target, monkeypatch, tmp_path):
+    (tmp_path / "pairs.toml").write_text('["Org/model"]\ndraft = ["Org/small"]\n')
+    monkeypatch.setattr(finding, "PAIRS", tmp_path / "pairs.toml")
+    folder = cached(made / "draft", "Org/small")
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    assert chosen(target).why.endswith("--download-draft fetches Org/small")
+
+    def fetch(hub_id):
+        shutil.copytree(made / "draft", folder, dirs_exist_ok=True)
+        return folder
+
+    monkeypatch.setattr(finding, "find_folder", fetch)
+    assert chosen(target, download=True).method == "draft"
+
+
+def test_the_kind_of_a_users_draft_is_found_without_the_targets_folder(made, tmp_path):
+    (tmp_path / "heads").mkdir()
+    torch.save({"0.0.linear.weight": torch.zeros(4, 4)}, tmp_path / "heads" / "medusa_lm_head.pt")
+    assert finding._method_for(tmp_path / "heads" / "medusa_lm_head.pt", None) == "medusa"
+    assert finding._method_for(str(tmp_path / "heads"), None) == "medusa"
+    assert finding._method_for(made / "draft", None) == "draft"
+
+
 def test_a_listed_drafter_with_another_tokenizer_is_neither_downloaded_nor_offered(target, monkeypatch, tmp_path):
     (tmp_path / "pairs.toml").write_text('["Org/model"]\ncross-tokenizer = ["Org/foreign"]\n')
     monkeypatch.setattr(finding, "PAIRS", tmp_path / "pairs.toml")

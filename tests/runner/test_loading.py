@@ -92,6 +92,20 @@ def test_missing_weights_raise_instead_of_being_random(broken):
     assert "lacks 1 tensors of the model, the first model.layers.1.mlp.up_proj.weight" in refusal(broken)
 
 
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("self_attn.o_proj.weight_scale", "is quantised (model.layers.1.self_attn.o_proj.weight_scale), but its config.json has"),
+        ("mlp.up_proj.bias", "do not match its config: model.layers.1.mlp.up_proj.bias belongs to a layer without a bias"),
+    ],
+)
+def test_tensors_of_a_layer_that_would_be_dropped(broken, name, said):
+    weights = load_file(broken / "model.safetensors")
+    weights[f"model.layers.1.{name}"] = torch.ones(16)
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    assert said in refusal(broken)
+
+
 def test_weights_of_another_shape(broken):
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | {"intermediate_size": 32}))

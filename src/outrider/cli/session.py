@@ -66,8 +66,8 @@ def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
     if models.verifier is not None:
         VERIFIERS.get(models.verifier)
     check_machine(models)
-    for model in (models.target, models.draft):
-        check_source(model)
+    check_source(models.target)
+    check_draft(models.draft)
     drafts = None
     if models.target is None:
         from outrider.family import drafts as embedded
@@ -76,7 +76,7 @@ def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
     if methods.method not in (None, AUTO):
         name, options = split_method(methods.method)
         for source in PROPOSERS.get(name).drafts_in(options, models.draft, drafts or {}):
-            check_source(str(source))
+            check_draft(str(source))
     values.pop("target", None)
     return values if drafts is None else values | {"drafts": drafts}
 
@@ -129,6 +129,14 @@ def check_source(model: str | None) -> None:
             raise OutriderError(
                 f"{model!r} is not a local folder, not in the download cache, and the Hugging Face hub is unreachable"
             )
+
+
+def check_draft(draft: str | None) -> None:
+    """Raise ``OutriderError`` unless ``draft`` is a folder, a hub id, or a file of Medusa heads."""
+    from outrider.heads.checkpoint import SUFFIXES
+
+    if draft is None or not (expanded(draft).is_file() and expanded(draft).suffix in SUFFIXES):
+        check_source(draft)
 
 
 @cache

@@ -161,7 +161,7 @@ def _built(speculation: Speculation, runner: ModelRunner, tokenizer: PreTrainedT
             runner,
             tokenizer,
             speculation.draft,
-            load_tokenizer(speculation.draft_tokenizer),
+            load_tokenizer(speculation.draft_tokenizer, runner.config.trust_remote_code),
             options=options | dict(speculation.method_options),
             drafts=speculation.drafts,
         )

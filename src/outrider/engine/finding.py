@@ -16,6 +16,7 @@ from typing import Any
 from huggingface_hub import constants, snapshot_download
 
 from outrider.files import expanded
+from outrider.heads.checkpoint import kind_of
 from outrider.memory import on_this_machine, size, weight_files
 from outrider.method_text import join_method
 from outrider.proposers.method import MethodSpec
@@ -173,15 +174,16 @@ def _nearby(target: TargetFiles) -> Iterator[Candidate]:
 
 def _known(target: TargetFiles, hub_id: str, download: bool) -> Candidate:
     """Return a listed drafter; download it if ``download`` is set."""
-    folder = on_this_machine(hub_id)
-    if folder is None and not download:
+    folder, where = on_this_machine(hub_id), f"{KNOWN}, in the download cache"
+    found = None if folder is None else _examined(target, folder, where)
+    if download and (found is None or found.misfit):  # it is absent, or a download was interrupted
+        try:
+            found = _examined(target, find_folder(hub_id), where)
+        except OutriderError as error:
+            return Candidate(hub_id, KNOWN, misfit=str(error))
+    if found is None:
         return Candidate(hub_id, KNOWN, misfit="it is not on this machine; --download-draft fetches it", is_absent=True)
-    where = f"{KNOWN}, in the download cache"
-    try:
-        found = _examined(target, folder or find_folder(hub_id), where)
-    except OutriderError as error:
-        return Candidate(hub_id, KNOWN, misfit=str(error))
-    return replace(found, name=hub_id) if found else Candidate(hub_id, where, misfit="its weights are not in the cache")
+    return replace(found, name=hub_id)
 
 
 def _family(target: TargetFiles, others: set[str]) -> Iterator[Candidate]:
@@ -241,9 +243,15 @@ def _sized(candidate: Candidate, most: float, least: float = 0.0) -> Candidate:
 
 def _method_for(draft: object, target: TargetFiles | None) -> str:
     """Return the method for a draft given by the user, by the kind of its files."""
-    folder = on_this_machine(draft) if isinstance(draft, (str, Path)) else None
-    found = None if folder is None or target is None else _examined(target, folder, "")
-    return DEFAULT_METHOD_WITH_DRAFT if found is None else found.method
+    if not isinstance(draft, (str, Path)):
+        return DEFAULT_METHOD_WITH_DRAFT
+    path = expanded(draft)
+    source = path if path.is_file() else on_this_machine(draft)
+    found = None if source is None or target is None else _examined(target, source, "")
+    if found is not None:
+        return found.method
+    kind = None if source is None else kind_of(source)  # the target has no folder: a GGUF file, or a model object
+    return DEFAULT_METHOD_WITH_DRAFT if kind is None else kind.name
 
 
 def _methods() -> list[MethodSpec]:

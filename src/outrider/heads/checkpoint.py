@@ -399,4 +399,6 @@ def fill(
             raise OutriderError(
                 f"{source}: {named(name)} has shape {list(tensors[name].shape)}, expected {list(there.shape)} from its config"
             )
-    module.load_state_dict({name: tensors[name].to(there.dtype) for name, there in wanted.items()})
+    with torch.no_grad():
+        for name, there in wanted.items():  # not all at once: converted copies would take as much memory as the head
+            there.copy_(tensors[name])

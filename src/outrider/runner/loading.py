@@ -7,7 +7,7 @@ import inspect
 import json
 import mmap
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from outrider.memory import weight_files
+from outrider.memory import on_this_machine, weight_files
 from outrider.runner import attention, gguf, recurrence
 from outrider.runner.checkpoints.formats import loader_options, method_of, quantization_of
 from outrider.runner.checkpoints.stored import without_quantization
@@ -33,6 +33,8 @@ from outrider.runner.checkpoints.weight import Format
 from outrider.types import OutriderError, first_line
 
 LAYER = r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\."  # layer index in a tensor's name
+# Names that quantisers give to a layer's numbers beside its codes.
+SCALES = re.compile(r"weight_scale(_inv|_2)?|input_scale|weight_packed|qweight|qzeros|scales|absmax|SCB")
 MADV_POPULATE_READ = 22  # Linux 5.14 and newer
 POPULATE_BYTES = 1 << 28  # bytes per call
 # Sizes in a config and their largest plausible values: a model of 10^20 layers would fill the memory.
@@ -105,9 +107,25 @@ def load_model(
         raise OutriderError(
             f"the weights in {source} do not match its config: {spare[0]} belongs to no layer, expected {count} layers"
         )
+    if reader is None:
+        _refuse_dropped(source, model, sorted(info["unexpected_keys"]), quantization_of(config) is not None)
     if device.type != "cpu":
         model.to(device)
     return model  # type: ignore[no-any-return]
+
+
+def _refuse_dropped(source: str | Path, model: PreTrainedModel, unexpected: Sequence[str], is_quantised: bool) -> None:
+    """Raise ``OutriderError`` if a tensor that the model has no place for belongs to one of its layers."""
+    layers = {name.rpartition(".")[0] for name in model.state_dict()}
+    for name in unexpected:
+        layer, _, kind = name.rpartition(".")
+        if layer in layers and kind == "bias":
+            raise OutriderError(f"the weights in {source} do not match its config: {name} belongs to a layer without a bias")
+        if layer in layers and not is_quantised and SCALES.fullmatch(kind):
+            raise OutriderError(
+                f"{source} is quantised ({name}), but its config.json has no quantization_config: choose a checkpoint whose"
+                " config states its format"
+            )
 
 
 def _load_gguf(file: Path, config: PreTrainedConfig, dtype: torch.dtype | str, device: torch.device) -> PreTrainedModel:
@@ -126,7 +144,7 @@ def check_readable(source: str | Path) -> None:
     Weights are read from mapped files, where an unreadable page ends the process with a bus error. Does nothing on systems
     that cannot populate a mapping.
     """
-    for file in weight_files(Path(source)):
+    for file in weight_files(on_this_machine(source) or Path(source)):
         try:
             with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
                 for start in range(0, len(mapped), POPULATE_BYTES):

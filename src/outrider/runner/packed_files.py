@@ -82,7 +82,10 @@ class PackedFile:
             disk_cache.discard(KIND, self.key, SUFFIX)
             return None
         if (self.source / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(self.source)
+            try:
+                model.generation_config = GenerationConfig.from_pretrained(self.source)
+            except OSError as error:  # transformers ignores it, too, when it loads the checkpoint
+                logger.debug("%s has no readable generation config: %s", self.source, error)
         logger.info("packed weights read from %s", path)
         return model
 
