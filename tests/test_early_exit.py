@@ -293,7 +293,7 @@ def test_a_model_whose_layers_pass_on_several_states_is_rejected():
     "method, message",
     [
         ("early-exit:depth=2", "the method has no option depth; it has layers"),
-        ("early-exit:layers=two", "a value of the wrong type"),
+        ("early-exit:layers=two", "invalid layers 'two': expected a whole number"),
         ("early-exit:layers", "write options as early-exit:option=value"),
         ("plain:layers=2", "the method has no option layers; it has none"),
         ("early:layers=2", "unknown method 'early'"),

@@ -41,7 +41,7 @@ def test_without_a_compiler_the_reference_implementations_are_used(
 ) -> None:
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     monkeypatch.delenv("CXX", raising=False)
-    assert native.load.__wrapped__() is False
+    assert native._loaded.__wrapped__() is False
     assert "install g++" in caplog.text
 
 
@@ -49,7 +49,7 @@ def test_a_compiler_that_fails_is_a_warning_not_an_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cache: Path
 ) -> None:
     monkeypatch.setenv("CXX", "false")
-    assert native.load.__wrapped__() is False
+    assert native._loaded.__wrapped__() is False
     assert "cannot be built or loaded" in caplog.text
     assert not list(cache.rglob("*.so"))
 
@@ -73,7 +73,7 @@ def test_a_truncated_cached_library_is_rebuilt_and_an_intact_one_is_not(calls: P
 
 
 def test_a_library_that_does_not_load_is_a_warning(calls: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert native.load.__wrapped__() is False
+    assert native._loaded.__wrapped__() is False
     assert "cannot be built or loaded" in caplog.text
 
 
@@ -82,7 +82,7 @@ def test_cxx_may_contain_arguments(calls: Path, monkeypatch: pytest.MonkeyPatch,
     built()
     assert calls.read_text().startswith("-pipe -DWORDS=two words -std=")
     monkeypatch.setenv("CXX", "g++ '-pipe")
-    assert native.load.__wrapped__() is False
+    assert native._loaded.__wrapped__() is False
     assert 'CXX="g++ \'-pipe" is not a command line' in caplog.text
 
 

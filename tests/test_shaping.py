@@ -13,7 +13,7 @@ from toy import reference_probs
 
 from outrider import native
 from outrider.sampling import Sampler
-from outrider.sampling.shaping import reference_truncated
+from outrider.sampling.shaping import Shaping, reference_truncated
 from outrider.types import Request, SamplingParams
 
 CUTS = [(k, top_p, min_p) for k in (0, 1, 3, 40, 400) for top_p in (1e-6, 0.3, 0.95, 0.9999, 1.0) for min_p in (0.0, 0.1, 1.0)]
@@ -110,6 +110,15 @@ def test_nan_rows_do_not_affect_other_rows(truncate: Callable[[Tensor, Tensor], 
     expected = truncate(probs, cuts)
     probs[1] = math.nan
     assert torch.equal(truncate(probs, cuts)[[0, 2]], expected[[0, 2]])
+
+
+@pytest.mark.parametrize("in_cpp", [False, True])
+def test_nan_scores_of_a_greedy_request_are_noticed_beside_sampled_ones(in_cpp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    shaping = Shaping([SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)], 8, torch.device("cpu"))
+    monkeypatch.setattr(shaping, "_native", in_cpp and shaping._native)
+    scores = torch.randn(2, 1, 8)
+    scores[0, 0, 3] = math.nan
+    assert shaping.probs(scores, [1, 1])[1].isnan().flatten().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("coupled", [False, True])

@@ -20,6 +20,11 @@ class OutriderError(Exception):
         super().__init__(line if len(line) <= MAX_MESSAGE else f"{line[:half]} ... {line[-half:]}")
 
 
+def how_to_install(extra: str) -> str:
+    """Return the command that installs an optional group of dependencies: Outrider is not on PyPI."""
+    return f"run pip install '.[{extra}]' in Outrider's folder"
+
+
 def one_line(text: str) -> str:
     """Replace line breaks and repeated spaces by single spaces."""
     return " ".join(text.split())

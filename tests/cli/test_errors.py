@@ -209,15 +209,15 @@ def test_an_empty_prompt(outrider: Run, target: Path) -> None:
     ("option", "value", "word"),
     [
         ("--temperature", "-1", "temperature"),
-        ("--top-p", "0", "top_p"),
-        ("--max-tokens", "0", "max_tokens"),
+        ("--top-p", "0", "--top-p"),
+        ("--max-tokens", "0", "--max-tokens"),
         ("--stop", "", "stop"),
         ("--verifier", "magic", "unknown verifier"),
         ("--dtype", "int3", "dtype"),
         ("--compile", "perhaps", "compile"),
         ("--device", "abacus", "abacus"),
         ("--max-len", "0", "max-len"),
-        ("--temperature", "hot", "temperature"),
+        ("--temperature", "hot", "invalid --temperature 'hot': expected a number"),
         ("--frobnicate", "1", "frobnicate"),
     ],
 )
@@ -270,7 +270,34 @@ def test_values_out_of_range_are_found_before_anything_is_loaded(
     for options in (["--batch", "4,0"], ["--temperature", "0,-1"]):
         assert_one_line(outrider("bench", "--target", target, "--inflate", "8b", *options), options[0].removeprefix("--"))
     for command in ("audit", "doctor"):
-        assert_one_line(outrider(command, "--target", target, "--max-tokens", 0), "max_tokens")
+        assert_one_line(outrider(command, "--target", target, "--max-tokens", 0), "--max-tokens")
+
+
+@pytest.mark.parametrize("command", ["generate", "bench", "audit", "tune"])
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("suffix:min_prob=2", "min_prob"),
+        ("early-exit:layers=two", "invalid layers 'two': expected a whole number"),
+        ("suffix+ngram:ngram.max_n=x", "invalid max_n 'x': expected"),
+        ("draft:foo=1", "the method has no option foo"),
+        ("draft:draft=./nowhere", "no model folder './nowhere'"),
+    ],
+)
+def test_options_and_drafts_of_methods_are_checked_before_loading(
+    outrider: Run, target: Path, command: str, method: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from outrider.runner import ModelRunner
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ModelRunner, "load", lambda *args, **more: pytest.fail("it was loaded"))
+    more = {"generate": ["hi"], "tune": ["--workloads", "math"]}.get(command, [])
+    assert_one_line(outrider(command, "--target", target, "--method", method, *more), said)
+
+
+def test_a_command_without_arguments(outrider: Run) -> None:
+    code, _, err = outrider("train")
+    assert code == 2 and "error: no command was given; see outrider train --help" in err
 
 
 def test_a_misfit_method_is_found_before_others_are_warmed_up(
@@ -283,7 +310,7 @@ def test_a_misfit_method_is_found_before_others_are_warmed_up(
 
     monkeypatch.setattr(grid, "warm_up", never)
     command = ["bench", "--target", target, "--compile", "never", "--workloads", "math", "--method", "suffix,ngram:max_n=x"]
-    assert_one_line(outrider(*command), "ngram:max_n=x: ", "wrong type")
+    assert_one_line(outrider(*command), "ngram:max_n=x: invalid max_n 'x': expected a whole number")
     assert_one_line(
         outrider("audit", "--target", target, "--compile", "never", "-k", 900),
         "--num-draft-tokens it exceeds",

@@ -71,6 +71,16 @@ def test_blocks_of_zeros_and_of_tiny_weights_stay_finite(bits):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("place", [0, 20, 69])
+def test_nan_activations_give_nan_outputs(place, bits, precision):
+    x = torch.randn(3, 70)
+    x[1, place] = torch.nan
+    out = torch.ops.outrider.linear_blocks(x, blocks.pack(torch.randn(40, 70), bits), None, 40, precision)
+    assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("outputs, inputs", SHAPES)
 def test_the_operator_equals_the_reference(outputs, inputs, bits, precision):
     torch.manual_seed(inputs)

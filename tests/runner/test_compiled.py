@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import importlib
 import os
 import subprocess
+import sys
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -13,9 +16,11 @@ from time import perf_counter, sleep
 import pytest
 import torch
 from test_early_exit import EVEN, Drafting
+from torch import nn
 
 from outrider import LLM, SamplingParams, disk_cache, native
 from outrider.runner import ModelRunner, RunnerConfig, compiled
+from outrider.runner.linear import PackedLinear
 from outrider.types import Context
 
 from .rounds import Rounds, make_model, make_request, make_text, proposal_of, untouched
@@ -157,6 +162,39 @@ def test_another_model_of_the_same_shape_computes_with_its_own_weights(runner, m
     rounds = Rounds(load(other, "auto"), other, [make_text(20, 1)])
     rounds.step([[1, 2]], [[0]], [3])
     assert rounds.runner.passes.is_compiled
+
+
+def test_numbers_that_are_compiled_in_are_part_of_the_key(model, monkeypatch):
+    """Inductor writes single numbers and short vectors into the package: another checkpoint must not load it."""
+    keys = []
+    monkeypatch.setattr(compiled, "load", lambda module, build: keys.append(compiled._key(module)))
+    for value in (torch.ones(1), torch.ones(1), torch.zeros(1), torch.ones(8), torch.zeros(8), torch.ones(9), torch.zeros(9)):
+        changed = untouched(model)
+        changed.model.layers[0].scalar = nn.Buffer(value)
+        load(changed, "auto").extend(["a"], [[1, 2, 3]])
+    first, again, other, short, changed, long, same = keys
+    assert first == again != other and short != changed and long == same
+
+
+def test_the_code_of_a_users_model_is_part_of_the_key(model, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for number in (1, 2):
+        (tmp_path / "own_model.py").write_text(f"from torch import nn\nclass Mine(nn.Module):\n    number = {number}\n")
+        found.append(compiled._own_code(nn.Sequential(importlib.import_module("own_model").Mine())))
+        sys.modules.pop("own_model")
+    assert found[0] != found[1]
+    assert compiled._own_code(model) == compiled._own_code(nn.Linear(2, 2))
+
+
+def test_a_package_does_not_keep_its_weights_alive(model):
+    runner = load(model, "auto")
+    scored(runner, [[1, 2, 3]], [[4]])
+    assert runner.passes.is_compiled
+    packed = [each.packed.untyped_storage() for each in runner.model.modules() if isinstance(each, PackedLinear)]
+    del runner
+    gc.collect()
+    assert packed and all(torch._C._storage_Use_Count(each._cdata) == 1 for each in packed)
 
 
 def test_never_stays_eager(runner, model):

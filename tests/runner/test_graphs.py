@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Never
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ class Recorder:
     def __init__(self) -> None:
         self.captures = 0
 
-    def __call__(self, function: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+    def __call__(
+        self, function: Callable[[], Sequence[Tensor]], device: torch.device
+    ) -> tuple[Callable[[], None], Sequence[Tensor]]:
+        assert device.type == "cpu"
         self.captures += 1
         outputs = [out.clone() for out in function()]
 
@@ -82,6 +86,19 @@ def test_a_cache_of_another_shape_at_the_same_address_is_captured_again() -> Non
         given = inputs_of(2, 7, store[:size], values)
         assert torch.equal(runner(given)[0], sums(given)[0])
     assert recorder.captures == 2 and len(runner._captured) == 1
+
+
+def test_a_pass_that_cannot_be_captured_runs_without_a_graph(caplog: pytest.LogCaptureFixture) -> None:
+    attempts = []
+
+    def fails(function: Callable[[], Sequence[Tensor]], device: torch.device) -> Never:
+        attempts.append(device)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    runner, given = GraphRunner(sums, fails), inputs_of(4, 0, torch.ones(3), torch.ones(3))
+    for _ in range(2):
+        assert torch.equal(runner(given)[0], sums(given)[0])
+    assert len(attempts) == 1 and "passes run without CUDA graphs" in caplog.text
 
 
 def test_prompts_run_without_a_graph() -> None:

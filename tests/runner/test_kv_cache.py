@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.runner.kv_cache import CacheShape, KVCache, LayerShape
+from outrider.runner.longrope import LongTexts
 from outrider.runner.model_runner import shared_chunk
 from outrider.runner.survey import survey_without_weights
 from outrider.types import Context, OutriderError
@@ -228,6 +229,23 @@ def test_growing_keeps_the_drafts_of_a_large_tree():
     cache.stores[0][:, row] = torch.arange(256).view(1, 1, -1, 1)
     cache.reserve(257, 200)
     assert cache.capacity > 256 and torch.equal(cache.stores[0][0, row, 0, :205, 0], torch.arange(205.0))
+
+
+def test_the_flags_of_long_texts_move_with_the_rows():
+    budget = 1200 * CacheShape.uniform(1, 1, 8, 8).floats_per_token * 4
+    cache = KVCache(CacheShape.uniform(1, 1, 8, 8), 4, 400, torch.float32, torch.device("cpu"), budget)
+    texts = LongTexts(100, 4, torch.device("cpu"))
+    cache.on_compact = texts.keep_rows
+    assert cache.admit("long", 200) and cache.admit("other", 120) and cache.admit("short", 120)
+    rows, lens = [cache.row(name) for name in ("long", "other", "short")], (150, 90, 100)
+    cache.reserve(200)
+    texts.settle(rows, [range(length) for length in lens], cache.cached_lens)
+    for row, length in zip(rows, lens, strict=True):
+        cache.cached_lens[row] = length - 1
+    cache.release(["long", "other"])
+    assert cache.admit("next", 300) and cache.row("short") == 0
+    texts.settle([0], [range(101)], cache.cached_lens)  # it crosses the border: its keys have the short frequencies
+    assert cache.cached_lens[0] == 0 and texts.is_long[0]
 
 
 @pytest.mark.parametrize("grow", ["slots", "rows", "compact"])

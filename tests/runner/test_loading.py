@@ -95,7 +95,10 @@ def test_missing_weights_raise_instead_of_being_random(broken):
 @pytest.mark.parametrize(
     "name, said",
     [
-        ("self_attn.o_proj.weight_scale", "is quantised (model.layers.1.self_attn.o_proj.weight_scale), but its config.json has"),
+        (
+            "self_attn.o_proj.weight_scale",
+            "is quantised (model.layers.1.self_attn.o_proj.weight_scale), but its config.json has",
+        ),
         ("mlp.up_proj.bias", "do not match its config: model.layers.1.mlp.up_proj.bias belongs to a layer without a bias"),
     ],
 )

@@ -93,6 +93,16 @@ def test_integer_products_equal_the_reference(multiply, outputs, inputs):
     assert multiply(x[:, :0], codes, scales, bias, outputs).shape == (2, 0, outputs)
 
 
+@pytest.mark.parametrize("multiply", [KERNEL, pytest.param(kernels.reference_linear_scaled, id="reference")])
+@pytest.mark.parametrize("place", [0, 3, 127])
+def test_nan_inputs_give_nan_outputs(multiply, place):
+    codes, scales = quantize_in_fours(kernels.pack_weight(torch.randn(97, 128)))
+    x = torch.randn(3, 128)
+    x[1, place] = torch.nan
+    out = multiply(x, codes, scales, None, 97)
+    assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
+
+
 @needs_fours
 @pytest.mark.parametrize("outputs, inputs", [(97, 128), (64, 6016)])
 def test_codes_in_fours_give_a_row_the_same_bits_in_passes_of_any_width(outputs, inputs):

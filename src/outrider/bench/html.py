@@ -12,6 +12,7 @@ from outrider.bench.documents import Cell, condition, headline, is_plain, label,
 from outrider.bench.loops import MAX_PERIOD, MIN_REPEATS
 from outrider.bench.pooling import at, distinct
 from outrider.bench.tables import number, reason, span
+from outrider.errors import how_to_install
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def check_installed() -> None:
     """Raise ``OutriderError`` if a library for reports is missing, before measuring."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise OutriderError(f"an HTML report needs {' and '.join(missing)}: pip install 'outrider[report]'")
+        raise OutriderError(f"an HTML report needs {' and '.join(missing)}: {how_to_install('report')}")
 
 
 def page(result: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, f
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
 from outrider.registry import AUTO
+from outrider.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from outrider.engine import LLM
     from outrider.proposers.base import Proposer
-    from outrider.types import SamplingParams
     from outrider.verifiers.base import Verifier
 
 WHAT, OUTPUT = "Audit", "Output"
@@ -75,14 +75,23 @@ class OutputOptions:
     resume: bool = flag("With --same-text: continue the run stored in --out.", False, "--resume", panel=OUTPUT)
 
 
+@dataclass(frozen=True)
+class SampleOptions(SamplingOptions):
+    """Sampling settings of an audit."""
+
+    max_tokens: int | None = given(SamplingParams, more="(default: 64).")
+    temperature: float | None = given(SamplingParams, more="(default: 1; with --same-text: 0.8).")
+    seed: int | None = given(SamplingParams, more="(default: 0).")
+
+
 @with_groups
-def command(*, options: AuditOptions, output: OutputOptions, models: ModelOptions, sampling: SamplingOptions) -> int:
+def command(*, options: AuditOptions, output: OutputOptions, models: ModelOptions, sampling: SampleOptions) -> int:
     """Certify that output is statistically indistinguishable from plain decoding's; exit code 0 if so, else 3.
 
     Deliberately wrong verifiers run in the same way and must be caught, otherwise the certificate is void. --same-text tests
     that every method, draft length and batch size emits the same tokens.
     """
-    from outrider.cli.session import auto_method, load, resolve
+    from outrider.cli.session import auto_method, check_methods, load, resolve
     from outrider.engine.config import build_verifiers
     from outrider.engine.methods import ALL, chosen_methods, fitting_proposers, methods_in
 
@@ -95,10 +104,13 @@ def command(*, options: AuditOptions, output: OutputOptions, models: ModelOption
         raise OutriderError("invalid --batch: expected integers of at least 1")
     if not models.same_text and (len(lengths) > 1 or len(batches) > 1 or output.resume):
         raise OutriderError("--resume, and several values of --num-draft-tokens or --batch, require --same-text")
+    if sampling.stop or sampling.ignore_eos:
+        raise OutriderError("an audit has no stop conditions: omit --stop and --ignore-eos")
     params = sampling.params(max_tokens=64, seed=0, temperature=0.8 if models.same_text else 1.0)
     drafts = resolve(models, MethodOptions()).get("drafts") or {}
     names = methods_in(options.method or AUTO, lambda: auto_method(models, drafts))
     methods = chosen_methods(names)
+    check_methods([name for name in names if name != ALL], models, drafts)
     texts = read_prompts(options, models.same_text)
     llm = load(
         replace(models, draft=None),

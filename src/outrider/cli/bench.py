@@ -162,14 +162,12 @@ def parse_contenders(grid: GridOptions, models: ModelOptions, drafts: Mapping[st
     Raises ``OutriderError`` for a method that lacks its draft.
     """
     from outrider.bench.contenders import Contender
-    from outrider.cli.session import auto_method
+    from outrider.cli.session import auto_method, check_methods
     from outrider.engine.methods import methods_in
 
     lengths = parse_list("--num-draft-tokens", grid.num_draft_tokens, parse_k)
     methods = methods_in(grid.method or f"{AUTO},{DEFAULT_METHOD}", lambda: auto_method(models, drafts))
-    for method in methods:
-        name, options = split_method(method)
-        PROPOSERS.get(name).drafts_in(options, models.draft, drafts)
+    check_methods(methods, models, drafts)
     found = (Contender(method, k) for method in methods for k in lengths)
     return tuple(contender for contender in found if not contender.is_plain)
 

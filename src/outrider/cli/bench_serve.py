@@ -20,7 +20,7 @@ from outrider.cli.options import MethodOptions, ModelOptions, flag, given, parse
 from outrider.cli.progress import progress
 from outrider.cli.serve import joined
 from outrider.engine.plan import Plan
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, how_to_install
 from outrider.family import DRAFT
 from outrider.runner.config import RunnerConfig
 from outrider.sampling_params import SamplingParams
@@ -70,8 +70,8 @@ class ServerOptions:
 class ResultOptions:
     """Latency targets and output files."""
 
-    slo_first_token: float = flag("Target for the first token, in milliseconds.", 2000.0, panel=OUTPUT)
-    slo_token: float = flag("Target for the mean time per later token, in milliseconds.", 200.0, panel=OUTPUT)
+    slo_first_token: float = flag("Target for the first token, in milliseconds.", 2000.0, panel=OUTPUT, min=0)
+    slo_token: float = flag("Target for the mean time per later token, in milliseconds.", 200.0, panel=OUTPUT, min=0)
     out: Path | None = flag("Write the JSON document to this file too.", panel=OUTPUT)
 
 
@@ -89,7 +89,7 @@ def command(
     try:
         from outrider.bench.load.sweep import Sweep
     except ModuleNotFoundError as error:
-        raise OutriderError(f"bench serve requires {error.name}: pip install 'outrider[serve]'") from error
+        raise OutriderError(f"bench serve requires {error.name}: {how_to_install('serve')}") from error
     check_writable("--out", result.out)
     traffic, loads = read_traffic(load), read_loads(load)
     with address(server, plan, models, methods) as url:
@@ -165,7 +165,8 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
         file = Path(folder) / "plan.toml"
         known.write(file)
         with waiting("starting the server"):
-            flags = [] if models.self_check else ["--no-self-check"]  # plans have no such key
+            # plans have no such keys
+            flags = [*([] if models.self_check else ["--no-self-check"]), *["--trust-remote-code"] * models.trust_remote_code]
             url = stack.enter_context(own_server([str(file), *flags]))
         yield url
 

@@ -10,7 +10,7 @@ import typer
 
 from outrider.cli.generate import stream_to_screen
 from outrider.cli.interrupts import Terminated
-from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, ReadableOptions, flag, with_groups
 from outrider.errors import OutriderError
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ outrider chat --system "Answer in one sentence." "Why is the sky blue?"
 echo "Why is the sky blue?" | outrider chat --target ./my-model
 
 Ctrl-C stops an answer, Ctrl-D or /exit ends the conversation, /new starts a new one.
-
-Defaults: --temperature 0.7 --top-p 0.9.
 """
 
 
@@ -39,14 +37,14 @@ def command(
     show: bool = flag("Colour each token: accepted draft, corrected, bonus.", False, "--show"),
     models: ModelOptions,
     methods: MethodOptions,
-    sampling: SamplingOptions,
+    sampling: ReadableOptions,
 ) -> None:
     """Chat with a model. When the context is full, the oldest turns are dropped."""
     from outrider.cli.session import load, prepare, read_prompt, start
 
     start()
     question = None if _is_interactive(message) else read_prompt(message)
-    params = sampling.or_readable().params()
+    params = sampling.params()
     llm = load(models, methods, max_batch=1)
     prepare(llm, models)
     history = [{"role": "system", "content": system}] if system else []

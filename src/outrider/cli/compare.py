@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outrider.cli.console import TokenPainter, err, waiting
-from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, ReadableOptions, given, with_groups
 from outrider.cli.race_view import RaceView, shown_rounds
+from outrider.registry import VERIFIERS
+from outrider.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from outrider.bench.race import Lane, Race
     from outrider.engine import LLM, Engine
-    from outrider.types import SamplingParams
 
 EXAMPLES = """Examples:
 
@@ -28,7 +29,7 @@ outrider compare -k 5 --max-tokens 100 "The ship left the harbour"
 
 outrider compare --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --temperature 0 "Dear Sir,"
 
-Defaults: --temperature 0.7 --top-p 0.9 --same-text, so that sampled outputs can be compared too.
+Without --temperature, --same-text is the default, so that sampled outputs can be compared too.
 """
 DEFAULT_PROMPT = "Once upon a time there was a king who had three daughters."
 MAX_TOKENS, SEED = 200, 0
@@ -37,21 +38,30 @@ WARMUP_TOKENS = 24
 MEANING = "tok/s: after the first token; tok/pass: tokens per target pass; ms per round: draft + score + other"
 
 
+@dataclass(frozen=True)
+class RaceOptions(ReadableOptions):
+    """Sampling settings of a race."""
+
+    max_tokens: int | None = given(SamplingParams, more=f"(default: {MAX_TOKENS}).")
+    seed: int | None = given(SamplingParams, more=f"(default: {SEED}).")
+
+
 @with_groups
 def command(
     *,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; - reads standard input.")] = None,
     models: ModelOptions,
     methods: MethodOptions,
-    sampling: SamplingOptions,
+    sampling: RaceOptions,
 ) -> None:
     """Run plain and speculative decoding side by side: show both outputs and speeds, and whether the outputs are equal."""
     from outrider.cli.session import load, read_prompt, start
 
     start()
     text = DEFAULT_PROMPT if prompt is None else read_prompt(prompt)
-    params = sampling.or_readable().params(seed=SEED, max_tokens=MAX_TOKENS)
-    if sampling.temperature is None:  # equal outputs are easier to compare
+    params = sampling.params(seed=SEED, max_tokens=MAX_TOKENS)
+    is_lossless = models.verifier is None or VERIFIERS.get(models.verifier).lossless
+    if sampling.temperature is None and is_lossless:  # equal outputs are easier to compare
         models = replace(models, same_text=True)
     llm = load(models, methods, max_batch=2, compile=models.compile or "always")
     from outrider.bench.race import Race

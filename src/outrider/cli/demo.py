@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.cli.console import err, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, flag, given, with_groups
 from outrider.engine.options import Speculation
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, how_to_install
 from outrider.registry import DEFAULT_METHOD, PROPOSERS
 from outrider.server.config import ServerConfig
 
@@ -59,7 +59,7 @@ def command(
         from outrider.server.demo.app import Demo
         from outrider.server.run import listen
     except ImportError as missing:
-        raise OutriderError(f"the demo requires {missing.name}: pip install 'outrider[serve]'") from None
+        raise OutriderError(f"the demo requires {missing.name}: {how_to_install('serve')}") from None
     config = ServerConfig(host=page.host, port=page.port)
     with listen(config.host, config.port) as listening:
         track = load_aside(lambda: load_track(models, page.method))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from outrider.cli.console import show_notices
-from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, given, with_groups
+from outrider.engine.options import Speculation
 from outrider.family import TARGET
 from outrider.registry import AUTO, DEFAULT_METHOD_WITH_FOREIGN_DRAFT
+from outrider.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from outrider.doctor import Checkup
@@ -26,13 +28,30 @@ EXIT_DOES_NOT_FIT = 3
 MARKS = {"ok": "[green]ok[/]", "note": "[dim]note[/]", "suspicious": "[yellow]suspicious[/]", "wrong": "[red]WRONG[/]"}
 
 
+MAX_TOKENS = 48  # per prompt
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """The method that is checked; it is tried with several numbers of drafts."""
+
+    method: str | None = given(Speculation)
+
+
+@dataclass(frozen=True)
+class SampleOptions(SamplingOptions):
+    """Sampling settings of a check."""
+
+    max_tokens: int | None = given(SamplingParams, more=f"(default: {MAX_TOKENS}).")
+
+
 @with_groups
 def command(
     *,
     as_json: bool = flag("Print one JSON document instead of the report.", False, "--json"),
     models: ModelOptions,
-    methods: MethodOptions,
-    sampling: SamplingOptions,
+    methods: CheckOptions,
+    sampling: SampleOptions,
 ) -> int:
     """Check whether a draft fits its target: vocabulary, context, memory, then acceptance and speed on a few prompts."""
     from outrider.cli.session import auto_method, loading, resolve
@@ -40,14 +59,13 @@ def command(
     from outrider.doctor.checkup import all_candidates
 
     show_notices()
-    options = resolve(models, methods)
-    options.pop("num_draft_tokens", None)
+    options = resolve(models, MethodOptions(methods.method))
     named = None if methods.method == AUTO else options.pop("method", None)
     options.pop("method", None)
     method = named or auto_method(models, options.get("drafts", {})).text
     found = [] if named or models.draft else all_candidates(models.target)
     target = models.target or TARGET
-    params = sampling.params(max_tokens=48)
+    params = sampling.params(max_tokens=MAX_TOKENS)
     with loading("looking") as status:
         tell = status.update if status is not None else lambda _: None
         checkup = check_up(Patient(target, method, options, params), tell)

@@ -9,7 +9,7 @@ import typer
 
 from outrider.cli.console import err
 from outrider.cli.options import MethodOptions, ModelOptions, flag, with_groups
-from outrider.cli.serve import joined
+from outrider.cli.serve import joined, refuse_own_code
 from outrider.engine.plan import Plan
 from outrider.export.engines import ENGINES
 
@@ -38,6 +38,7 @@ def command(
     from outrider.export.engine import SCRIPT, write
     from outrider.export.wanted import wanted
 
+    refuse_own_code(models)
     engine = ENGINES.get(to)()
     known = joined(Plan() if plan is None else Plan.read(plan), models, methods)
     folder = out or Path(f"outrider-{to}")

@@ -14,7 +14,7 @@ import typer
 
 from outrider.cli.console import err, legend, painter_for, say_error, summary, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, with_groups
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, how_to_install
 from outrider.options import SAMPLING
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ def command(
     from outrider.cli.app import EXIT_INTERRUPTED
     from outrider.cli.session import load, prepare, read_prompt, start
 
+    if as_json and show:
+        raise OutriderError("--json and --show exclude each other: give one of them")
     start()
     text, params = read_prompt(prompt), sampling.params()
     schema = None if json_schema is None else read_schema(json_schema)
@@ -75,7 +77,7 @@ def read_schema(file: Path) -> dict[str, Any]:
     try:
         schema = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise OutriderError(f"cannot read the JSON schema: {file}: {error}") from error
+        raise OutriderError(f"cannot read the JSON schema: {file}: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(schema, dict):
         raise OutriderError(f"{file} is not a JSON schema: expected an object, got a {type(schema).__name__}")
     return schema
@@ -87,7 +89,7 @@ def grammar_of(schema: dict[str, Any], llm: LLM) -> Grammar:
         from outrider.server.grammar import GrammarCompiler
         from outrider.server.prompts import tools
     except ModuleNotFoundError as error:
-        raise OutriderError(f"a JSON schema needs {error.name}: pip install 'outrider[serve]'") from error
+        raise OutriderError(f"a JSON schema needs {error.name}: {how_to_install('serve')}") from error
     return GrammarCompiler(tools(llm)).json(schema)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -65,6 +65,7 @@ class ModelOptions:
     max_len: int | None = given(RunnerConfig)
     compile: str | None = given(RunnerConfig)
     self_check: bool = given(RunnerConfig, True)
+    trust_remote_code: bool = given(RunnerConfig, False)
 
 
 @dataclass(frozen=True)
@@ -92,16 +93,23 @@ class SamplingOptions:
     ignore_eos: bool | None = given(SamplingParams)
     seed: int | None = given(SamplingParams)
 
-    def or_readable(self) -> SamplingOptions:
-        """Return these options, by default with sampling settings for readable text: greedy outputs often loop."""
-        if self.temperature is not None:
-            return self
-        return replace(self, temperature=READABLE_TEMPERATURE, top_p=READABLE_TOP_P if self.top_p is None else self.top_p)
-
     def params(self, **defaults: Any) -> SamplingParams:
         """Return ``SamplingParams`` of the given values, else ``defaults``. Raises ``OutriderError`` for an invalid value."""
         named = {each.name: getattr(self, each.name) for each in fields(self)} | {"stop": self.stop or None}
-        return SamplingParams(**defaults | {name: value for name, value in named.items() if value is not None})
+        given = {name: read_option(SamplingParams, name, value) for name, value in named.items() if value is not None}
+        return SamplingParams(**defaults | given)
+
+
+@dataclass(frozen=True)
+class ReadableOptions(SamplingOptions):
+    """Sampling settings whose defaults give readable text: greedy outputs often loop."""
+
+    temperature: float | None = given(SamplingParams, more=f"(default: {READABLE_TEMPERATURE}).")
+    top_p: float | None = given(SamplingParams, more=f"(default: {READABLE_TOP_P}; with --temperature: 1).")
+
+    def params(self, **defaults: Any) -> SamplingParams:
+        own = {} if self.temperature is not None else {"temperature": READABLE_TEMPERATURE, "top_p": READABLE_TOP_P}
+        return super().params(**defaults | own)
 
 
 def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:

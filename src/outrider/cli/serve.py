@@ -10,9 +10,9 @@ import typer
 
 from outrider.cli.bench_documents import check_writable
 from outrider.cli.console import waiting
-from outrider.cli.options import MethodOptions, ModelOptions, flag, given, values_given, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, flag, given, read_option, values_given, with_groups
 from outrider.engine.plan import KEYS, Plan, served_name
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, how_to_install
 from outrider.export.engines import ENGINES
 from outrider.options import LISTEN, declared, flag_name
 from outrider.runner.config import RunnerConfig
@@ -52,7 +52,6 @@ class ListenOptions:
         f"File of lines KEY [NAME [PRIORITY]] (default: {KEYS_VARIABLE}; without keys, everyone has access).", panel=LISTEN
     )
     record: Path | None = given(ServerConfig)
-    trust_remote_code: bool = given(RunnerConfig, False, panel=LISTEN)
 
 
 @dataclass(frozen=True)
@@ -113,17 +112,16 @@ def command(
         from outrider.server.bridge import load_aside
         from outrider.server.run import listen, log_json, serve
     except ModuleNotFoundError as error:
-        raise OutriderError(f"serve requires {error.name}: pip install 'outrider[serve]'") from error
+        raise OutriderError(f"serve requires {error.name}: {how_to_install('serve')}") from error
     known = Plan() if plan is None else Plan.read(plan)
     models, methods, limits = filled(models, known), filled(methods, known), filled(limits, known)
     config = server_config(models, listening, limits)
     keys = KeyRing.load(listening.api_keys)
     check_writable("--record", listening.record)
     more = {
-        "max_batch": MAX_BATCH if limits.max_batch is None else limits.max_batch,
-        "kv_memory": limits.kv_memory,
+        "max_batch": read_option(RunnerConfig, "max_batch", limits.max_batch) or MAX_BATCH,
+        "kv_memory": read_option(RunnerConfig, "kv_memory", limits.kv_memory),
         "prefix_cache": True,
-        "trust_remote_code": listening.trust_remote_code,
     }
 
     with listen(config.host, config.port) as listener:  # reports a port in use before the model is loaded
@@ -163,6 +161,7 @@ def serve_elsewhere(
             raise OutriderError(
                 f"{flag_name(name)} is an option of Outrider's own server: give the engine's own options after --"
             )
+    refuse_own_code(drafting[0])
     engine = ENGINES.get(elsewhere.engine or "")()
     known = joined(Plan() if plan is None else Plan.read(plan), *drafting, limits)
     command = find_command(engine, elsewhere.engine_python)
@@ -172,6 +171,12 @@ def serve_elsewhere(
     given = {"host": listening.host, "port": listening.port, "served-model-name": listening.name}
     more = [part for name, value in given.items() if value is not None for part in (f"--{name}", str(value))]
     become([*command, *export.options, *more, *passed], folder, export)
+
+
+def refuse_own_code(models: ModelOptions) -> None:
+    """Raise ``OutriderError`` if the model's own code is to run: a plan for another engine cannot say so."""
+    if models.trust_remote_code:
+        raise OutriderError("--trust-remote-code is not passed on to other engines: give them their own option instead")
 
 
 def server_config(models: ModelOptions, listening: ListenOptions, limits: LimitOptions) -> ServerConfig:

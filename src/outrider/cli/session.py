@@ -6,7 +6,7 @@ import gc
 import os
 import socket
 import sys
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -74,11 +74,22 @@ def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
 
         drafts = embedded()
     if methods.method not in (None, AUTO):
-        name, options = split_method(methods.method)
-        for source in PROPOSERS.get(name).drafts_in(options, models.draft, drafts or {}):
-            check_draft(str(source))
+        check_methods([methods.method], models, drafts or {})
     values.pop("target", None)
     return values if drafts is None else values | {"drafts": drafts}
+
+
+def check_methods(methods: Iterable[str], models: ModelOptions, drafts: Mapping[str, object]) -> None:
+    """Raise ``OutriderError`` for methods whose options or drafts are invalid. ``drafts``: drafts declared with the target."""
+    for text in methods:
+        name, options = split_method(text)
+        method = PROPOSERS.get(name)
+        try:
+            method.check_options(options)
+        except OutriderError as error:
+            raise OutriderError(f"{text}: {error}") from None
+        for source in method.drafts_in(options, models.draft, drafts):
+            check_draft(str(source))
 
 
 def auto_method(models: ModelOptions, drafts: Mapping[str, object]) -> Choice:
@@ -127,7 +138,8 @@ def check_source(model: str | None) -> None:
             raise OutriderError(f"no model folder {model!r}: expected a folder, or a Hugging Face id owner/name") from None
         if not isinstance(known, str):
             raise OutriderError(
-                f"{model!r} is not a local folder, not in the download cache, and the Hugging Face hub is unreachable"
+                f"no model {model!r}: it is neither a local folder nor in the download cache, and the Hugging Face hub is"
+                f" unreachable: check the name, or download it first with hf download {model}"
             )
 
 

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.cli.bench_documents import check_outputs
 from outrider.cli.console import err
-from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, given, parse_list, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, given, parse_k, parse_list, with_groups
 from outrider.cli.progress import progress
 from outrider.engine.options import Speculation
 from outrider.engine.plan import Plan, located
 from outrider.errors import OutriderError
 from outrider.method_text import split_method, split_methods, with_drafts
 from outrider.registry import PROPOSERS
+from outrider.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,6 +98,13 @@ class OutputOptions:
         check_outputs({"--out": self.plan, "--json": self.journal, "--report": self.report}, report=self.report)
 
 
+@dataclass(frozen=True)
+class AnswerOptions(SamplingOptions):
+    """Sampling settings of the built-in prompts, and of requests that state none."""
+
+    max_tokens: int | None = given(SamplingParams, more=f"(default: {MAX_TOKENS}).")
+
+
 @with_groups
 def command(
     *,
@@ -104,16 +112,16 @@ def command(
     options: SearchOptions,
     output: OutputOptions,
     models: ModelOptions,
-    sampling: SamplingOptions,
+    sampling: AnswerOptions,
 ) -> None:
     """Find the fastest plan for your traffic, plain decoding included, and write it for outrider serve.
 
     All methods and draft lengths run in turn with plain decoding on a few prompts. The slower half is dropped, and the rest run
     on more prompts, until one is left or the remaining ones are equally fast.
     """
-    from outrider.cli.session import auto_method, load, resolve
+    from outrider.cli.session import auto_method, check_methods, load, resolve
     from outrider.engine.config import build_verifiers
-    from outrider.engine.methods import chosen_methods, fitting_proposers, methods_in
+    from outrider.engine.methods import ALL, chosen_methods, fitting_proposers, methods_in
     from outrider.search import Search
     from outrider.search.journal import Journal
     from outrider.search.traffic import encoded
@@ -121,9 +129,10 @@ def command(
     output.check()
     question = read_question(options)
     drafts = resolve(models, MethodOptions()).get("drafts", {})
-    methods = chosen_methods(methods_in(options.method, lambda: auto_method(models, drafts)))
+    names = methods_in(options.method, lambda: auto_method(models, drafts))
+    methods = chosen_methods(names)
+    check_methods([name for name in names if name != ALL], models, drafts)
     prompts = read_traffic(traffic, sampling)
-    check_drafts(options)
     llm = load(
         replace(models, draft=None),
         MethodOptions(method="plain"),
@@ -193,9 +202,9 @@ def read_question(options: SearchOptions) -> Question:
     lengths = (
         Question.lengths
         if options.num_draft_tokens is None
-        else parse_list("--num-draft-tokens", options.num_draft_tokens, int)
+        else tuple(k for k in parse_list("--num-draft-tokens", options.num_draft_tokens, parse_k) if isinstance(k, int))
     )
-    if min(batches) < 1 or min(lengths) < 1:
+    if min(batches) < 1 or min(lengths, default=1) < 1:
         raise OutriderError(
             "invalid --batch or --num-draft-tokens: expected integers of at least 1 (auto and plain decoding always run)"
         )
@@ -214,16 +223,6 @@ def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions) -> list[Tra
         return read_file(traffic.traffic, traffic.num_prompts, defaults)
     assert traffic.workloads is not None
     return read_builtin(parse_list("--workloads", traffic.workloads, str), traffic.num_prompts, defaults)
-
-
-def check_drafts(options: SearchOptions) -> None:
-    """Raise ``OutriderError`` for an invalid draft folder, before loading."""
-    from outrider.cli.session import check_source
-
-    for method in split_methods(options.method):
-        for option, value in split_method(method)[1].items():
-            if option.rpartition(".")[2] == "draft" and "/" in value:
-                check_source(value)
 
 
 def fingerprint(

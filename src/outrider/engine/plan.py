@@ -43,8 +43,12 @@ class Plan:
             raise OutriderError(f"{file} is a device: give a plan file")
         try:
             values = tomllib.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise OutriderError(
+                f"cannot read the plan: {file} does not exist; outrider tune writes one, or give --target and --method instead"
+            ) from error
         except (OSError, UnicodeDecodeError) as error:
-            raise OutriderError(f"cannot read the plan: {error}") from error
+            raise OutriderError(f"cannot read the plan: {file}: {getattr(error, 'strerror', None) or error}") from error
         except tomllib.TOMLDecodeError as error:
             raise OutriderError(f"{file} is not valid TOML: {error}") from error
         for key, value in values.items():

@@ -28,7 +28,7 @@ TARGET = {target}
 tokenizer = AutoTokenizer.from_pretrained(TARGET)
 model = AutoModelForCausalLM.from_pretrained(TARGET, dtype={dtype}){device}
 config = GenerationConfig.from_pretrained(Path(__file__).resolve().parent)
-{more}inputs = tokenizer(sys.argv[1], return_tensors="pt").to(model.device)
+{more}inputs = tokenizer(sys.argv[1] if len(sys.argv) > 1 else sys.stdin.read(), return_tensors="pt").to(model.device)
 output = model.generate(**inputs, generation_config=config{arguments})
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 '''

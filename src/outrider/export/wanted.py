@@ -85,9 +85,10 @@ def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wa
     method = (
         plan.given("method") if named else auto_choice(target, draft, drafts_there, bool(plan.given("download_draft"))).text
     )
+    name, options = split_method(method)
+    for source in PROPOSERS.get(name).drafts_in(options, draft, drafts_there):
+        check(located(str(source)))
     kind = _kind(method, draft, drafts_there)
-    if (source := getattr(kind, "source", None)) is not None:
-        check(source)
     if isinstance(kind, SmallModel) and not kind.other_tokenizer and _tokenizers_differ(target, kind.source):
         if named:
             raise OutriderError(f"{kind.source} has another tokenizer than the target: remove the method from the plan")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -18,17 +19,23 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+_loading = threading.Lock()
 
 # Values of the 4-bit codes of weights in blocks, before the scale (IQ4_NL of llama.cpp).
 CODES4 = tuple(map(int, (build.FOLDER / "codes4.inc").read_text().split(",")))
 
 
-@cache
 def load() -> bool:
     """Build the library (about 25 s, once per machine) and load it into ``torch.ops.outrider``. Return False on failure.
 
     Limits torch's threads to the cores that this process may use, unless ``OMP_NUM_THREADS`` is set.
     """
+    with _loading:  # two builds at the same time would end each other's compilers
+        return _loaded()
+
+
+@cache
+def _loaded() -> bool:
     import torch
 
     try:

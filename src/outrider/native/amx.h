@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <type_traits>
 #include <vector>
@@ -83,8 +84,13 @@ struct Bytes {
   const float* scales;
   float scale(const float* x, int64_t inputs) const {
     __m512 largest = _mm512_set1_ps(1e-30f);
-    for (int64_t k = 0; k < inputs; k += kSide) largest = _mm512_max_ps(largest, _mm512_abs_ps(_mm512_loadu_ps(x + k)));
-    return _mm512_reduce_max_ps(largest) / 127.0f;
+    __mmask16 nans = 0;  // maxima and integers drop them
+    for (int64_t k = 0; k < inputs; k += kSide) {
+      const __m512 some = _mm512_loadu_ps(x + k);
+      largest = _mm512_max_ps(largest, _mm512_abs_ps(some));
+      nans |= _mm512_cmp_ps_mask(some, some, _CMP_UNORD_Q);
+    }
+    return nans ? std::numeric_limits<float>::quiet_NaN() : _mm512_reduce_max_ps(largest) / 127.0f;
   }
   __m512i line(const float* x, float scale) const {
     alignas(kLine) int8_t codes[kLine];

@@ -24,6 +24,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <utility>
 
@@ -221,7 +222,8 @@ struct Bytes {
     _mm_store_si128(reinterpret_cast<__m128i*>(codes), _mm512_cvtsepi32_epi8(first));
     _mm_store_si128(reinterpret_cast<__m128i*>(codes + 4), _mm512_cvtsepi32_epi8(second));
     for (int64_t i = 0; i < words; ++i) to[i * stride] = codes[i];
-    *scale = most > 1e-30f ? most / 127.0f : 0.0f;
+    const bool has_nan = _mm512_cmp_ps_mask(low, high, _CMP_UNORD_Q) != 0;  // maxima and integers drop it
+    *scale = has_nan ? std::numeric_limits<float>::quiet_NaN() : most > 1e-30f ? most / 127.0f : 0.0f;
     const int32_t totals[2] = {_mm512_reduce_add_epi32(first), _mm512_reduce_add_epi32(second)};
     for (int64_t g = 0; g < groups; ++g) {
       const int32_t total = groups == 1 ? totals[0] + totals[1] : totals[g];

@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <string_view>
 #include <utility>
@@ -212,8 +213,13 @@ void linear_of_quads(const float* x, int64_t rows, int64_t inputs, const at::Ten
     for (int64_t r = begin; r < end; ++r) {
       const float* row = x + r * inputs;
       __m512 most = _mm512_set1_ps(1e-30f);
-      for (int64_t k = 0; k < inputs; k += kLanes) most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(row + k)));
-      row_scales[r] = _mm512_reduce_max_ps(most) / 127.0f;
+      __mmask16 nans = 0;  // maxima and integers drop them
+      for (int64_t k = 0; k < inputs; k += kLanes) {
+        const __m512 some = _mm512_loadu_ps(row + k);
+        most = _mm512_max_ps(most, _mm512_abs_ps(some));
+        nans |= _mm512_cmp_ps_mask(some, some, _CMP_UNORD_Q);
+      }
+      row_scales[r] = nans ? std::numeric_limits<float>::quiet_NaN() : _mm512_reduce_max_ps(most) / 127.0f;
       __m512i sum = _mm512_setzero_si512();
       for (int64_t k = 0; k < inputs; k += kLanes) {
         const __m512i whole = _mm512_cvtps_epi32(_mm512_div_ps(_mm512_loadu_ps(row + k), _mm512_set1_ps(row_scales[r])));

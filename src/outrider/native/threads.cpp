@@ -13,6 +13,7 @@
 #include <atomic>
 #include <chrono>
 #include <exception>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -78,7 +79,11 @@ struct alignas(64) Part {
 class Pool {
  public:
   void run(int64_t begin, int64_t end, int64_t piece, int threads, void (*body)(const void*, int64_t, int64_t), const void* object) {
-    while (started_ < threads - 1) std::thread(&Pool::serve, this, ++started_).detach();
+    try {
+      for (; started_ < threads - 1; ++started_) std::thread(&Pool::serve, this, started_ + 1).detach();
+    } catch (const std::system_error&) {  // a limit on threads: those that started do the work
+      threads = started_ + 1;
+    }
     begin_ = begin, end_ = end, piece_ = piece, threads_ = threads, body_ = body, object_ = object;
     const int64_t pieces = (end - begin + piece - 1) / piece;
     for (int t = 0; t < threads; ++t) {

@@ -230,6 +230,12 @@ class CombinedMethod(MethodSpec):
         each = options_by_part(self.name, options)
         return [draft for part in self._parts for draft in part.drafts_in(each[part.name], general, drafts)]
 
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        each = options_by_part(self.name, options)
+        Setting.without_target(options=each[""]).config(CombinedConfig)
+        for part in self._parts:
+            part.check_options(each[part.name])
+
     def portable(self, setting: Setting) -> Portable:
         """Describe the combination. Raises ``OutriderError`` for options that one of the methods rejects."""
         self._config(setting)

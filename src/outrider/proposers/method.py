@@ -87,30 +87,31 @@ class Setting:
             raise OutriderError(f"the method has no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
         hints = get_type_hints(kind)
         given = {name: value for name, value in measured.items() if value is not None} | dict(self.options)
-        try:
-            values = {name: _read(value, hints[name]) for name, value in given.items()}
-            return kind(**{name: _checked(name, value, hints[name]) for name, value in values.items()})
-        except (TypeError, ValueError) as error:
-            raise OutriderError(f"an option of the method has a value of the wrong type: {error}") from error
+        return kind(**{name: _checked(name, _read(name, value, hints[name]), hints[name]) for name, value in given.items()})
 
 
-def _read(value: Any, hint: Any) -> Any:
+def _read(name: str, value: Any, hint: Any) -> Any:
     """Convert text to the number, boolean or tuple of a type hint, and lists to tuples; return anything else unchanged.
 
-    Commas separate values of a tuple, slashes the rows of a tuple of tuples: ``0.6,0.2/0.5,0.1``.
+    Commas separate values of a tuple, slashes the rows of a tuple of tuples: ``0.6,0.2/0.5,0.1``. Raises ``OutriderError`` for
+    text that is no number.
     """
     kinds, inner = _kinds(hint), _element(hint)
     if inner is not None and isinstance(value, (list, tuple)):
-        return tuple(_read(each, inner) for each in value)
+        return tuple(_read(name, each, inner) for each in value)
     if not isinstance(value, str) or str in kinds:
         return value
     if type(None) in kinds and value.lower() in ("auto", "none"):
         return None
     if inner is not None:
-        return tuple(_read(each, inner) for each in value.split("/" if get_origin(inner) is tuple else ","))
+        return tuple(_read(name, each, inner) for each in value.split("/" if get_origin(inner) is tuple else ","))
     if bool in kinds and value.lower() in ("true", "false"):
         return value.lower() == "true"
-    return int(value) if int in kinds else float(value)
+    number = int if int in kinds else float
+    try:
+        return number(value)
+    except ValueError:
+        raise OutriderError(f"invalid {name} {value!r}: expected {KINDS[bool if bool in kinds else number].expected}") from None
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
@@ -197,6 +198,11 @@ class MethodSpec(ABC):
         configs and headers, but no weights. Raises ``OutriderError`` for a draft of its kind that does not fit the target.
         """
         return None
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise ``OutriderError`` for options that are invalid for every target."""
+        own = {name: value for name, value in options.items() if not (self.takes_draft and name == "draft")}
+        Setting.without_target(options=own).config(self.options)
 
     def drafts_in(self, options: Mapping[str, Any], general: object, drafts: Mapping[str, object]) -> list[object]:
         """Return the drafts that it will load. Raises ``OutriderError`` as ``chosen_draft`` does."""

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shlex
+import sys
 import tempfile
 import threading
 import warnings
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 from transformers import PreTrainedModel
 
@@ -37,6 +38,8 @@ from outrider.runner.state_cache import store_shapes
 from outrider.types import first_line
 
 logger = logging.getLogger(__name__)
+
+SHORT = 8  # elements of the longest vector that inductor compiles in as constants
 
 Run = Callable[[list[Tensor]], list[Tensor]]
 
@@ -201,14 +204,29 @@ def _name(module: Pass) -> str:
     return Path(str(module.model.name_or_path or type(module.model).__name__)).name
 
 
+def _compiled_in(tensor: Tensor) -> Any:
+    """Return the numbers of a tensor that inductor compiles into a package as constants; None for those that it reads."""
+    return tensor.tolist() if tensor.numel() == 1 or (tensor.dim() == 1 and len(tensor) <= SHORT) else None
+
+
+def _own_code(model: nn.Module) -> str:
+    """Return a hash of the files that define the model's modules, except torch's, transformers' and ours."""
+    classes = {each for module in model.modules() for each in type(module).__mro__}
+    names = {each.__module__ for each in classes if each.__module__.split(".")[0] not in ("torch", "transformers", "outrider")}
+    files = sorted({file for name in names if (file := getattr(sys.modules.get(name), "__file__", None))})
+    return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
+
+
 def _key(module: Pass) -> str:
-    """Return the package path, keyed by config (without names and dates), weight types, versions and CPU."""
+    """Return the package path, keyed by code, config (without names and dates), weight types, versions and CPU."""
     model = module.model
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-    tensors = [[name, list(t.shape), str(t.dtype)] for name, t in [*module.named_parameters(), *module.named_buffers()]]
+    own = [*module.named_parameters(), *module.named_buffers()]
+    tensors = [[name, list(each.shape), str(each.dtype), _compiled_in(each)] for name, each in own]
     sources = [Path(__file__).parent.joinpath(name).read_bytes() for name in TRACED]
     what = [
         type(model).__name__,
+        _own_code(model),
         json.dumps(config, sort_keys=True, default=str),
         tensors,
         str((module.layers, module.span, module.cache_dtype, module.cache_shape, module.state_slots)),

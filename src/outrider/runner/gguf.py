@@ -21,6 +21,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from outrider import native
+from outrider.errors import how_to_install
 from outrider.files import expanded
 from outrider.memory import weight_files
 from outrider.runner import gguf_codes
@@ -126,7 +127,7 @@ class GgufFile:
         try:
             reader_of = import_module("gguf").GGUFReader
         except ImportError as error:
-            raise OutriderError(f"{path} needs the package gguf: pip install 'outrider[gguf]'") from error
+            raise OutriderError(f"{path} needs the package gguf: {how_to_install('gguf')}") from error
         try:
             reader = _bounded(reader_of)(path)
             fields = dict(reader.fields)

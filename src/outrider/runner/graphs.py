@@ -7,31 +7,37 @@ captured again.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from outrider.types import first_line
+
+logger = logging.getLogger(__name__)
+
 Function = Callable[[list[Tensor]], Sequence[Tensor]]
 Replay = Callable[[], None]
-Record = Callable[[Callable[[], Sequence[Tensor]]], tuple[Replay, Sequence[Tensor]]]
+Record = Callable[[Callable[[], Sequence[Tensor]], torch.device], tuple[Replay, Sequence[Tensor]]]
 
 NUM_INPUTS_COPIED = 7  # of Pass.forward: tokens, positions, rows, bases, ends, visibility, places; then come the cache's stores
 MAX_WIDTH = 64  # wider passes are prefill: they keep the device busy without a graph and have any width
 
 
-def record_cuda(function: Callable[[], Sequence[Tensor]]) -> tuple[Replay, Sequence[Tensor]]:
+def record_cuda(function: Callable[[], Sequence[Tensor]], device: torch.device) -> tuple[Replay, Sequence[Tensor]]:
     """Capture ``function`` as a CUDA graph. Return its replay and the tensors that each replay writes."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):  # libraries allocate workspaces on first use, which must not happen during capture
-            function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = function()
+    with torch.cuda.device(device):  # streams and graphs belong to the current device
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):  # libraries allocate workspaces on first use, which must not happen during capture
+                function()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = function()
     return graph.replay, outputs
 
 
@@ -45,19 +51,21 @@ class _Captured:
 class GraphRunner:
     """Runs a pass through captured graphs, one per (number of tokens, batch, width, number of logits).
 
-    The outputs are valid until the next pass of the same shape. ``record`` is replaced in tests on machines without CUDA.
+    The outputs are valid until the next pass of the same shape. A pass that cannot be captured runs as it is. ``record`` is
+    replaced in tests on machines without CUDA.
     """
 
     def __init__(self, function: Function, record: Record = record_cuda) -> None:
         self._function, self._record = function, record
         self._captured: dict[tuple[int, ...], _Captured] = {}
+        self._is_eager = False  # the pass cannot be captured
         self._cache: tuple[int, ...] = ()  # address and shape of the captured cache
 
     def __call__(self, inputs: list[Tensor]) -> Sequence[Tensor]:
         """Run the pass; takes the inputs of ``Pass.forward``."""
         (visible, places), stores = inputs[NUM_INPUTS_COPIED - 2 : NUM_INPUTS_COPIED], inputs[NUM_INPUTS_COPIED:]
         batch, width = visible.shape[:2]
-        if width > MAX_WIDTH:
+        if width > MAX_WIDTH or self._is_eager:
             return self._function(inputs)
         cache = tuple(number for store in stores for number in (store.data_ptr(), *store.shape))
         if cache != self._cache:  # drop all: freed memory may be reused by a cache of another shape
@@ -66,7 +74,13 @@ class GraphRunner:
         key = (inputs[0].shape[1], batch, width, places.shape[0])
         found = self._captured.get(key)
         if found is None:
-            found = self._captured[key] = self._capture(inputs)
+            try:
+                found = self._captured[key] = self._capture(inputs)
+            except RuntimeError as error:  # the model's code waits for the device, or memory ran out
+                logger.warning("passes run without CUDA graphs, which is slower: %s", first_line(error))
+                self._captured.clear()
+                self._is_eager = True
+                return self._function(inputs)
         for fixed, given in zip(found.inputs, inputs[:NUM_INPUTS_COPIED], strict=True):
             fixed.copy_(given, non_blocking=True)
         found.replay()
@@ -76,5 +90,5 @@ class GraphRunner:
         # Warm-up runs the pass on the same inputs and writes the same slots as the replay.
         fixed = [given.clone() for given in inputs[:NUM_INPUTS_COPIED]]
         stores = inputs[NUM_INPUTS_COPIED:]
-        replay, outputs = self._record(lambda: self._function([*fixed, *stores]))
+        replay, outputs = self._record(lambda: self._function([*fixed, *stores]), inputs[0].device)
         return _Captured(fixed, replay, outputs)

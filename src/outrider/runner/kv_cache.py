@@ -7,7 +7,7 @@ request may be kept until it is needed: a later request with the same prefix con
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -149,6 +149,7 @@ class KVCache(PassThrough):
             if self.max_len < 2:
                 raise OutriderError("kv_memory is too small for a single sequence: raise it")
         self.num_looked_up = self.num_reused = 0  # prompt tokens, and those found in kept rows
+        self.on_compact: Callable[[Sequence[int]], None] | None = None  # called with the former row of each row
         self._free: list[int] = []
         self.cached_lens: list[int] = []  # by row: number of cached tokens
         self.num_rows = self.capacity = 0  # at present; slots of each row
@@ -298,6 +299,8 @@ class KVCache(PassThrough):
         self.cached_lens = [lens[source] for _, source in moved]
         self._kept.clear()
         self._free.clear()
+        if self.on_compact is not None:
+            self.on_compact([source for _, source in moved])
 
     def cached_len(self, request_id: str) -> int:
         row = self._row_of.get(request_id)

@@ -66,6 +66,12 @@ class LongTexts:
                 self.is_long[row] = self._flags[row]
                 cached_lens[row] = 0
 
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Rearrange the flags like the cache: row i becomes the former row ``rows[i]``."""
+        kept = [self._flags[row] for row in rows]
+        self._flags = kept + [False] * (len(self._flags) - len(kept))
+        self.is_long.copy_(torch.tensor(self._flags, device=self.is_long.device)[:, None])
+
     def copy(self, source: int, target: int) -> None:
         """Copy the flag of a row whose cached tokens are copied."""
         self._flags[target] = self._flags[source]

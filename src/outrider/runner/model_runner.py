@@ -68,6 +68,8 @@ class ModelRunner:
         self.takes_trees = not shape.states.kinds and not shape.by_request  # states and models' own masks allow one path only
         self.max_len = self.cache.max_len  # lower if limited by memory
         self._long_texts = settle_longrope(model, self.max_len, config.max_batch)
+        if self._long_texts is not None:
+            self.cache.on_compact = self._long_texts.keep_rows
         self.layouts = Layouts(self.cache, device, self.max_len)
         self.costs = CostBook(self.layouts.is_padded)  # shared by all engines that it serves
         self.passes = PassRunner(model, self.cache, config.compile, self.costs.renew)

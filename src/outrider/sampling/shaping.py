@@ -52,7 +52,7 @@ class Shaping:
             shaped: tuple[Tensor, Tensor] = torch.ops.outrider.shape_probs(scores.contiguous(), self._settings, counts)
             return shaped
         probs = torch.softmax(scores / self.temperatures.to(scores.dtype), dim=-1)
-        witness = probs[..., 0]  # softmax propagates NaN over its row
+        witness = probs[..., 0].clone()  # softmax propagates NaN over its row; those of greedy rows are replaced below
         if self.truncates:
             probs = reference_truncated(probs, self._settings[:, 1:])
         if any(self.is_greedy):

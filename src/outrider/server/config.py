@@ -110,7 +110,7 @@ class KeyRing:
         try:
             lines = file.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise OutriderError(f"cannot read the API keys: {error}") from error
+            raise OutriderError(f"cannot read the API keys: {file}: {getattr(error, 'strerror', None) or error}") from error
         numbered = [
             (number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.lstrip().startswith("#")
         ]

@@ -7,6 +7,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from outrider.errors import how_to_install
+
 logger = logging.getLogger(__name__)
 
 MAX_POINTS = 400
@@ -36,7 +38,7 @@ def draw(name: str, curve: list[dict[str, Any]], folder: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        logger.warning("no loss curve: matplotlib is missing (pip install 'outrider[train]')")
+        logger.warning("no loss curve: matplotlib is missing; %s", how_to_install("train"))
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot
