@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.engine import Emission, Engine, GenerationStats, LengthPolicy, Observation, Scheduler
-from outrider.engine.config import build_verifiers, eos_token_ids, uses_grammar_drafts
-from outrider.engine.detokenizer import DetokenizerFactory
+from outrider.engine import Emission, Engine, GenerationStats, LengthPolicy, Observation
+from outrider.engine.config import build_engine, build_scheduler
 from outrider.types import OutriderError, Request, Round, SamplingParams
 
 if TYPE_CHECKING:
@@ -28,12 +27,7 @@ def engine_for(llm: LLM, proposer: Proposer, policy: LengthPolicy) -> Engine:
 
     A race needs one engine per lane, and an ``llm`` with a batch of at least the number of lanes.
     """
-    runner, tokenizer = llm.runner, llm.tokenizer
-    make_detokenizer = DetokenizerFactory(tokenizer) if tokenizer is not None else None
-    scheduler = Scheduler(1, runner.max_len, sorted(eos_token_ids(runner, tokenizer)), make_detokenizer)
-    speculation = llm.speculation
-    grammar_drafts = uses_grammar_drafts(speculation)
-    return Engine(runner, proposer, build_verifiers(speculation), policy, scheduler, speculation.same_text, grammar_drafts)
+    return build_engine(llm.speculation, llm.runner, proposer, policy, build_scheduler(llm.runner, llm.tokenizer, max_batch=1))
 
 
 @dataclass

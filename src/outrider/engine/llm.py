@@ -13,21 +13,17 @@ import torch
 
 from outrider import family
 from outrider.engine.config import (
+    build_engine,
     build_policy,
-    build_verifiers,
+    build_scheduler,
     choose_proposer,
     configurations,
-    eos_token_ids,
     load_tokenizer,
     longest_draft,
-    uses_grammar_drafts,
     warn_of_limits,
 )
-from outrider.engine.detokenizer import DetokenizerFactory
-from outrider.engine.engine import Engine
 from outrider.engine.outputs import Chunk, Completion, Emission, Generation, GenerationInterrupted
 from outrider.engine.prompts import as_messages, as_params, as_prompts, as_token_ids
-from outrider.engine.scheduler import Scheduler
 from outrider.engine.stats import GenerationStats
 from outrider.registry import AUTO
 from outrider.runner import ModelRunner
@@ -98,16 +94,8 @@ class LLM:
         self.proposer, self.drafter = choose_proposer(self.speculation, self.runner, self.tokenizer)
         warn_of_limits(self.speculation, config, self.runner, self.proposer)
         self.policy = build_policy(self.speculation, self.runner, self.proposer)
-        scheduler = Scheduler(
-            self.runner.max_batch,
-            self.runner.max_len,
-            sorted(eos_token_ids(self.runner, self.tokenizer)),
-            DetokenizerFactory(self.tokenizer) if self.tokenizer is not None else None,
-            self.runner.borders,
-        )
-        verifiers, coupled = build_verifiers(self.speculation), self.speculation.same_text
-        grammar_drafts = uses_grammar_drafts(self.speculation)
-        self.engine = Engine(self.runner, self.proposer, verifiers, self.policy, scheduler, coupled, grammar_drafts)
+        scheduler = build_scheduler(self.runner, self.tokenizer, self.runner.max_batch)
+        self.engine = build_engine(self.speculation, self.runner, self.proposer, self.policy, scheduler)
         self._is_closed = False
         self._ids = itertools.count()
         self._inbox: dict[str, deque[Emission]] = {}  # emissions per request, until its stream reads them
