@@ -135,7 +135,7 @@ def test_a_report_is_made_from_a_document(outrider: Run, tmp_path: Path) -> None
     del old["cells"][0]["difference"]
     file.write_text(json.dumps(old))
     code, _, err = outrider("bench", "report", file, "--html", page)
-    assert code == 2 and "run the benchmark again" in err
+    assert code == 2 and "is not a benchmark document" in err
 
 
 @pytest.mark.parametrize(
