@@ -15,7 +15,7 @@ import torch
 
 from outrider.engine import Emission, Engine, GenerationStats, LengthPolicy, Observation
 from outrider.engine.config import build_engine, build_scheduler
-from outrider.types import OutriderError, Request, Round, SamplingParams
+from outrider.types import OutriderError, Request, SamplingParams
 
 if TYPE_CHECKING:
     from outrider.engine import LLM
@@ -62,15 +62,10 @@ class Lane:
         if seen[0].is_prefill:
             self.first_seconds = self.clock
         else:
-            self._count(seen[0].round, len(emission.token_ids))
+            round_, num_tokens = seen[0].round, len(emission.token_ids)
+            self.stats.count(round_.lens[0], round_.num_judged[0], round_.num_accepted[0], num_tokens)
+            self.stats.clock(round_, False, num_tokens, None)
         return emission, seen[0]
-
-    def _count(self, round_: Round, num_tokens: int) -> None:
-        stats = self.stats
-        stats.count(round_.lens[0], round_.num_judged[0], round_.num_accepted[0], num_tokens)
-        stats.times.add(round_.times)
-        stats.num_steps += 1
-        stats.num_draft_steps += round_.depths[0]
 
     def leave(self) -> None:
         """Free the request's cache."""
