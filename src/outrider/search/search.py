@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from outrider.bench.contenders import PLAIN, Contender, Contenders
 from outrider.bench.grid import PLAIN_CONTENDER, warm_up
 from outrider.bench.measure import generate
-from outrider.bench.progress import Progress
 from outrider.engine.config import in_one_line
 from outrider.method_text import in_turn, split_method
+from outrider.progress import Progress
 from outrider.proposers.base import Proposer
 from outrider.registry import AUTO, PROPOSERS
 from outrider.search import choice, halving, oracle
