@@ -23,11 +23,11 @@ from outrider.engine.config import (
     warn_of_limits,
 )
 from outrider.engine.outputs import Chunk, Completion, Emission, Generation, GenerationInterrupted
-from outrider.engine.prompts import as_messages, as_params, as_prompts, as_token_ids
+from outrider.engine.prompts import as_messages, as_params, as_prompts, as_token_ids, chat_ids
 from outrider.engine.stats import GenerationStats
 from outrider.registry import AUTO
 from outrider.runner import ModelRunner
-from outrider.types import OutriderError, Request, SamplingParams, check_text, first_line
+from outrider.types import OutriderError, Request, SamplingParams, check_text
 
 if TYPE_CHECKING:
     from outrider.engine.options import ModelSource, TokenizerSource
@@ -161,11 +161,7 @@ class LLM:
         conversation = as_messages(messages)
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise OutriderError("the tokenizer has no chat template: use generate with a plain prompt")
-        try:
-            text = self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates can raise anything
-            raise OutriderError(f"the chat template rejects these messages: {first_line(error)}") from error
-        return list(self.tokenizer.encode(str(text), add_special_tokens=False))
+        return chat_ids(self.tokenizer, conversation)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Convert a prompt to token ids. Raises ``OutriderError`` for another type and for ids outside the vocabulary."""
