@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx
 from mutations import Mutate, of_bytes, of_gguf, of_json, of_safetensors, of_toml
+from outcome import resident
 
 ROOT = Path(__file__).resolve().parent.parent
 SEEDS = ROOT / "tests" / "fuzz_seeds"  # former findings, by target
@@ -69,17 +70,10 @@ class Target:
 
     def memory(self) -> int:
         """Return the resident bytes of the process that handles inputs."""
-        return resident("self")
+        return resident()
 
     def close(self) -> None:
         self._folder.cleanup()
-
-
-def resident(pid: int | str) -> int:
-    """Return the resident bytes of a process."""
-    import resource
-
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def refusing(work: Callable[[], object]) -> None:

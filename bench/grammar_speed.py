@@ -27,7 +27,7 @@ from outrider.bench.inflate import inflated
 from outrider.bench.provenance import device_name, origin
 from outrider.bench.statistics import Timings, speed_interval, speedup_interval
 from outrider.engine import Engine
-from outrider.engine.config import build_policy, build_proposer, build_verifiers
+from outrider.engine.config import build_engine, build_policy, build_proposer
 from outrider.server.grammar import GrammarCompiler
 from outrider.server.prompts import tools
 from outrider.types import OutriderError
@@ -101,11 +101,10 @@ def lanes(llm: LLM, methods: Sequence[str], k: int | str) -> Iterator[Lane]:
     for method in methods:
         speculation = replace(llm.speculation, method=method, num_draft_tokens=k)
         proposer = build_proposer(speculation, llm.runner, llm.tokenizer)
-        verifiers = build_verifiers(speculation)
         for name, grammar_drafts in ((method, False), (f"grammar+{method}", True)):
-            policy, coupled = build_policy(speculation, llm.runner, proposer), speculation.same_text
-            engine = Engine(llm.runner, proposer, verifiers, policy, llm.engine.scheduler, coupled, grammar_drafts)
-            yield Lane(name, engine)
+            policy = build_policy(speculation, llm.runner, proposer)
+            chosen = replace(speculation, grammar_drafts=grammar_drafts)
+            yield Lane(name, build_engine(chosen, llm.runner, proposer, policy, llm.engine.scheduler))
 
 
 def measure(llm: LLM, form: str, prompts: Sequence[str], args: argparse.Namespace) -> tuple[list[Lane], list[str]]:

@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import random
 import signal
 import subprocess
@@ -31,7 +30,7 @@ from typing import Any
 
 import hostile
 import httpx
-from outcome import check_out, count, told
+from outcome import check_out, count, resident, told
 
 from outrider.bench.provenance import origin
 
@@ -269,14 +268,6 @@ class Soak:
         self.count("answers")
         if text != self._wanted[key]:
             self.wrong.append(f"{key}: {text!r}, offline {self._wanted[key]!r}")
-
-
-def resident(pid: int) -> int:
-    """Bytes of memory that a process holds; 0 where it has ended."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
 
 
 def children(pid: int) -> list[int]:

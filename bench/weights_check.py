@@ -27,7 +27,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from outcome import check_out, count, told
+from outcome import check_out, count, resident, told
 
 from outrider import LLM, SamplingParams
 from outrider.bench.provenance import provenance
@@ -70,11 +70,6 @@ def plain_speed(llm: LLM, max_tokens: int) -> float:
         llm.generate(PROMPT, SamplingParams(max_tokens=tokens, ignore_eos=True))
         seconds.append(perf_counter() - began)
     return (max_tokens - 1) / (seconds[1] - seconds[0])
-
-
-def resident() -> int:
-    """Return the resident bytes of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def measure(weights: str | None, target: str | None, text: str, args: argparse.Namespace) -> dict[str, Any]:

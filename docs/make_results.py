@@ -137,7 +137,7 @@ def bench_table(document: Document) -> str:
     groups: dict[tuple[str, ...], list[Cell]] = {}
     for cell in cells:
         workload = "all" if many else str(cell["workload"])
-        beside = f" beside {cell['busy']} busy" if cell.get("busy") else ""
+        beside = f" beside {cell['busy']} busy" if cell["busy"] else ""
         key: tuple[str, ...] = (workload, f"{cell['temperature']:g}", str(cell["batch"]), label(cell) + beside)
         groups.setdefault(key, []).append(cell)
     rows = []
@@ -149,8 +149,8 @@ def bench_table(document: Document) -> str:
             each[0].interval if len(each) == 1 else None,
         )
         alpha = fmean(headline(cell)["acceptance_rate"] for cell in group)
-        loops = [cell["loop_share"] for cell in group if cell.get("loop_share") is not None]
-        rows.append([*key, *pooled.columns(), f"{alpha:.2f}", f"{fmean(loops):.0%}" if loops else "not recorded"])
+        loops = fmean(cell["loop_share"] for cell in group)
+        rows.append([*key, *pooled.columns(), f"{alpha:.2f}", f"{loops:.0%}"])
     return table(["workload", "temperature", "batch", "method", *COLUMNS, "alpha", "tokens in loops"], rows)
 
 

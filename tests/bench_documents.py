@@ -51,6 +51,10 @@ def cell(
         "peak_memory_mb": 900.0,
         "faults": 0,
         "tokens": 64,
+        "loop_share": 0.0,
+        "ends_in_loop": 0.0,
+        "tokens_before_loops": 64,
+        "before_loops": None,
         "prompts": 2,
         "repeats": len(speeds),
     }

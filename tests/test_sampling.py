@@ -20,7 +20,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from outrider.sampling import InvalidLogits, Sampler, penalties, raw_logprobs, top_logprobs
+from outrider.engine.logprobs import TokenLogprobs, token_logprobs
+from outrider.sampling import InvalidLogits, Sampler, penalties
 from outrider.sampling.grammar_masks import token_mask
 from outrider.sampling.penalties import Penalties, path_mask
 from outrider.sampling.randomness import first_above, gumbel, mix, reference_first_above, signed
@@ -258,16 +259,16 @@ def test_logits_of_another_vocabulary_size_are_rejected() -> None:
         Sampler([request_of(SamplingParams())], VOCAB + 1).tokens(random_logits(1, 1))
 
 
-def test_raw_logprobs_ignore_sampler_settings() -> None:
-    logits, token_ids = random_logits(2, 3), torch.tensor([[1, 2, 3], [4, 5, 6]])
-    expected = torch.log_softmax(logits, dim=-1)
-    assert torch.allclose(
-        raw_logprobs(logits, token_ids).double(), expected.gather(-1, token_ids[..., None])[..., 0], atol=1e-5
-    )
-    values, ids = top_logprobs(logits, 4)
-    assert torch.equal(ids, logits.topk(4).indices)
-    assert torch.allclose(values.double(), expected.topk(4).values, atol=1e-5)
-    assert top_logprobs(logits, 1000)[1].shape[-1] == VOCAB
+def test_logprobs_are_those_of_the_model() -> None:
+    logits, rows, token_ids = random_logits(1, 3)[0], [0, 2], [5, 6]
+    expected = torch.log_softmax(logits[rows], dim=-1)
+    found = token_logprobs(logits, rows, token_ids, 4)
+    assert [each.logprob for each in found] == pytest.approx(expected[[0, 1], token_ids].tolist(), abs=1e-5)
+    values, ids = expected.topk(4)
+    assert [[token for token, _ in each.top] for each in found] == ids.tolist()
+    assert torch.allclose(torch.tensor([[value for _, value in each.top] for each in found]).double(), values, atol=1e-5)
+    assert token_logprobs(logits, rows, token_ids, 0) == [TokenLogprobs(each.logprob) for each in found]
+    assert len(token_logprobs(logits, rows, token_ids, 1000)[0].top) == VOCAB
 
 
 # randomness

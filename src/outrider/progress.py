@@ -1,4 +1,4 @@
-"""Progress messages of long-running work."""
+"""Progress of long-running work, and messages about it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,20 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import monotonic
 
 PERIOD = 3.5  # seconds between two messages; with delays, one appears at least every 5 seconds
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a benchmark."""
+
+    done: int
+    total: int
+    seconds_left: float | None  # None before the first measurement
+    what: str
 
 
 @contextmanager

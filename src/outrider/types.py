@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -153,6 +154,19 @@ def spread(values: Tensor, rows: Sequence[int], batch: int) -> Tensor:
         return values
     index = torch.tensor(rows, device=values.device)
     return values.new_zeros(batch, *values.shape[1:]).index_copy_(0, index, values)
+
+
+def ancestor_matrix(parents: Tensor) -> Tensor:
+    """Return bool [B, N, N], on the CPU, from parents [B, N] (-1: the root): [b, i, j] is set if j is i or an ancestor of i."""
+    # numpy copies a row of a small matrix ten times faster than torch
+    batch, nodes = parents.shape
+    sees = np.zeros((batch, nodes, nodes), dtype=bool)
+    for tree, above in zip(sees, parents.tolist(), strict=True):
+        for node, parent in enumerate(above):  # parents precede their children, so the ancestors are known
+            if parent >= 0:
+                tree[node] = tree[parent]
+            tree[node, node] = True
+    return torch.from_numpy(sees)
 
 
 @dataclass(frozen=True)

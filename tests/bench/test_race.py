@@ -60,3 +60,8 @@ def test_stop_ends_every_lane_before_its_next_round(llm: LLM) -> None:
 def test_a_prompt_that_fills_the_context_is_refused(llm: LLM) -> None:
     with pytest.raises(OutriderError, match="no room"):
         list(Race(engines(llm), [5] * 300, PARAMS).run())
+
+
+def test_no_lane_crosses_a_border_of_the_target(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.runner, "borders", (32,))
+    assert [engine.scheduler.borders for engine in engines(llm).values()] == [(32,), (32,)]

@@ -133,7 +133,7 @@ def test_a_damaged_archive_is_refused_and_a_byte_order_mark_accepted(tmp_path: P
 
 def test_a_refusing_template_and_a_missing_tokenizer_are_reported() -> None:
     strict = make_tokenizer(chat_template="{{ raise_exception('roles must take turns') }}")
-    with pytest.raises(OutriderError, match=r"rejected a conversation \(user\): roles must take turns"):
+    with pytest.raises(OutriderError, match=r"rejects these messages \(user\): roles must take turns"):
         workloads.encode(strict, Prompt("chat", messages=asked("Hi")))
     with pytest.raises(OutriderError, match="no tokenizer"):
         workloads.encode(None, Prompt("x", "y"))

@@ -13,10 +13,10 @@ import pytest
 from bench_documents import cell, document, grid
 from rich.console import Console
 
-from outrider.bench.progress import Progress
 from outrider.bench.tables import tables
 from outrider.cli.console import say_error, waiting
 from outrider.cli.progress import progress
+from outrider.progress import Progress
 
 Run = Callable[..., "tuple[int, str, str]"]
 
@@ -135,7 +135,7 @@ def test_a_report_is_made_from_a_document(outrider: Run, tmp_path: Path) -> None
     del old["cells"][0]["difference"]
     file.write_text(json.dumps(old))
     code, _, err = outrider("bench", "report", file, "--html", page)
-    assert code == 2 and "run the benchmark again" in err
+    assert code == 2 and "is not a benchmark document" in err
 
 
 @pytest.mark.parametrize(

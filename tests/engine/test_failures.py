@@ -8,9 +8,8 @@ import torch
 from outrider.engine.policy import FixedLength
 from outrider.engine.validation import check
 from outrider.proposers.base import Proposer, ScriptedProposer, chain_proposal
-from outrider.runner.tree_mask import ancestor_matrix
 from outrider.sampling import InvalidLogits
-from outrider.types import Proposal
+from outrider.types import Proposal, ancestor_matrix
 
 from .test_engine import Features, plain, requests
 from .toy import VOCAB, TableRunner, greedy_continuation, make_engine, oracle, outputs, run

@@ -233,8 +233,10 @@ class Pass:
 
 def rounds(dtype, key_dim, value_dim):
     """Return whether attention rounds queries and weights: with matrix units, or products of pairs."""
-    side = 16 if kernels.has_matrix_units() else 32
-    return dtype == torch.bfloat16 and key_dim % 32 == 0 and value_dim % side == 0 and kernels.prefers_pairs()
+    if not kernels.prefers_pairs():
+        return False
+    side = 16 if torch.ops.outrider.has_matrix_units() else 32
+    return dtype == torch.bfloat16 and key_dim % 32 == 0 and value_dim % side == 0
 
 
 def assert_close_but_for_rounding(got, expected):

@@ -27,11 +27,17 @@ def fresh(model, text):
     return torch.stack([layer.keys[0] for layer in cache.layers]), torch.stack([layer.values[0] for layer in cache.layers])
 
 
+def contents(cache, request_id):
+    """Return a request's committed keys and values: [L, Hkv, T, D] each."""
+    row, used = cache.row(request_id), cache.cached_len(request_id)
+    return [store[:, row, :, :used] for store in cache.stores]
+
+
 def assert_cache_holds_the_text(rounds, but_last=1):
     for request in rounds.requests:
         text = request.token_ids[: len(request.token_ids) - but_last]
         assert rounds.runner.cache.cached_len(request.request_id) == len(text)
-        for got, expected in zip(rounds.runner.cache.read(request.request_id), fresh(rounds.model, text), strict=True):
+        for got, expected in zip(contents(rounds.runner.cache, request.request_id), fresh(rounds.model, text), strict=True):
             torch.testing.assert_close(got.float(), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -270,11 +276,11 @@ def test_layers_of_several_shapes_and_shared_layers_are_stored_correctly(grow):
         cache.row("b")
         cache.release(["b"])
         assert cache.admit("c", 100)
-    for number, store in enumerate(cache.read("a")):
+    for number, store in enumerate(contents(cache, "a")):
         assert store.shape[1:] == (((2, 5, 3), (2, 5, 5), (1, 5, 4), (1, 5, 4))[number])
         assert torch.equal(store[0, 0, :, 0], torch.arange(5) + 100.0 * number)
     cache.keep(cache.row("a"), 1, [1])
-    assert [store[0, 0, 1, 0].item() for store in cache.read("a")] == [2, 102, 202, 302]
+    assert [store[0, 0, 1, 0].item() for store in contents(cache, "a")] == [2, 102, 202, 302]
 
 
 @pytest.mark.parametrize(

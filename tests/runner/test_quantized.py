@@ -63,6 +63,12 @@ KERNEL = pytest.param(torch.ops.outrider.linear_scaled, marks=needs_fours, id="k
 IN_FOURS = [(31, 64), (97, 128), (200, 1088), (416, 320)]  # depths of 1, 2, 17 and 5 tiles
 
 
+def decoded(codes, scales, outputs, inputs):
+    """Return the weight, float32 [outputs, inputs], of codes in fours with their scales."""
+    panels = kernels.one_by_one(codes).float() * scales.view(-1, 1, kernels.PANEL)  # [panels, inputs, 32]
+    return panels.transpose(1, 2).reshape(-1, inputs)[:outputs]
+
+
 @pytest.mark.parametrize("in_pairs", [False, True])
 @pytest.mark.parametrize("outputs, inputs", IN_FOURS)
 def test_codes_in_fours_are_the_nearest_with_one_scale_per_output(outputs, inputs, in_pairs):
@@ -74,7 +80,7 @@ def test_codes_in_fours_are_the_nearest_with_one_scale_per_output(outputs, input
     assert kernels.packed_shape(codes) == kernels.packed_shape(packed)
     step = weight.float().abs().amax(1) / 127
     torch.testing.assert_close(scales[0, :outputs], step)
-    restored = kernels.unpack_codes(codes, scales).transpose(1, 2).reshape(-1, inputs)[:outputs]
+    restored = decoded(codes, scales, outputs, inputs)
     assert ((restored - weight.float()).abs() <= 0.501 * step[:, None]).all()
 
 
@@ -88,7 +94,7 @@ def test_integer_products_equal_the_reference(multiply, outputs, inputs):
     got = multiply(x, codes, scales, bias, outputs)
     step = x.abs().amax(-1, keepdim=True) / 127
     rounded = (x / step.clamp_min(1e-30)).round() * step
-    expected = rounded.double() @ kernels.unpack_codes(codes, scales).transpose(1, 2).reshape(-1, inputs)[:outputs].double().T
+    expected = rounded.double() @ decoded(codes, scales, outputs, inputs).double().T
     torch.testing.assert_close(got, (expected + bias).float(), rtol=1e-5, atol=1e-4)
     assert multiply(x[:, :0], codes, scales, bias, outputs).shape == (2, 0, outputs)
 

@@ -13,8 +13,8 @@ from tiny_folder import make_folder
 
 from outrider import LLM
 from outrider.bench.contenders import PLAIN, Contender, Contenders
-from outrider.bench.progress import Progress
 from outrider.engine.methods import chosen_methods, fitting_proposers
+from outrider.progress import Progress
 from outrider.proposers.base import Proposer
 from outrider.proposers.combined import CombinedProposer
 from outrider.proposers.degraded import Degraded

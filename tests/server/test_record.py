@@ -14,7 +14,7 @@ import pytest
 from outrider import LLM, OutriderError, SamplingParams
 from outrider.search.traffic import read_file
 from outrider.server.app import create_app
-from outrider.server.config import ServerConfig
+from outrider.server.config import KeyRing, ServerConfig
 from outrider.server.protocol import CompletionBody
 from outrider.server.record import Record
 
@@ -69,4 +69,4 @@ def test_a_slow_disk_does_not_delay_the_thread_that_records(tmp_path: Path) -> N
 
 def test_an_unwritable_record_is_reported_at_start(plain: LLM, tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="cannot write"):
-        create_app(plain, ServerConfig(record=tmp_path / "nowhere" / "asked.jsonl"))
+        create_app(plain, ServerConfig(record=tmp_path / "nowhere" / "asked.jsonl"), KeyRing())

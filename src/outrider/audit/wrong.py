@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,17 +60,13 @@ class Control:
 
     name: str
     text: str
-
-    def verifier(self, seed: int) -> Verifier:
-        if self.name == "leaky":
-            return Leaky(seed)
-        return WithoutResidual() if self.name == "no residual" else Untempered()
+    verifier: Callable[[int], Verifier]  # for a seed
 
 
 CONTROLS = (
-    Control("no residual", "samples from the target instead of the residual after a rejection"),
-    Control("untempered draft", "assumes a flatter draft distribution"),
-    Control("leaky", "accepts 1% of the rejected drafts"),
+    Control("no residual", "samples from the target instead of the residual after a rejection", lambda seed: WithoutResidual()),
+    Control("untempered draft", "assumes a flatter draft distribution", lambda seed: Untempered()),
+    Control("leaky", "accepts 1% of the rejected drafts", Leaky),
 )
 
 

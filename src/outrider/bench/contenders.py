@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from outrider.engine import Engine, FixedLength, LengthPolicy, Speculation
-from outrider.engine.config import build_policy, build_proposer, build_verifiers, uses_grammar_drafts
+from outrider.engine.config import build_engine, build_policy, build_proposer
 from outrider.method_text import split_method
 from outrider.proposers.base import Proposer
 from outrider.proposers.plain import PlainProposer
@@ -74,10 +74,7 @@ class Contenders:
         if method not in self._engines:
             speculation = self._speculation(method)
             proposer = self._proposers.get(method) or build_proposer(speculation, llm.runner, llm.tokenizer)
-            verifiers, policy = build_verifiers(speculation), FixedLength(0)
-            scheduler, coupled = llm.engine.scheduler, speculation.same_text
-            grammar_drafts = uses_grammar_drafts(speculation)
-            self._engines[method] = Engine(llm.runner, proposer, verifiers, policy, scheduler, coupled, grammar_drafts)
+            self._engines[method] = build_engine(speculation, llm.runner, proposer, FixedLength(0), llm.engine.scheduler)
         if contender not in self._policies:
             proposer = self._engines[method].proposer
             speculation = replace(llm.speculation, num_draft_tokens=0 if contender.is_plain else contender.k)

@@ -13,7 +13,8 @@ Cell = Mapping[str, Any]
 KEY = ("method", "k", "temperature", "batch", "workload", "busy")
 NUMBERS = ("temperature", "batch", "tok_s", "speedup", "mean_acceptance_length")
 LOOP_WARNING = 0.1  # share of plain decoding's tokens in loops that causes a warning
-REPORTED = {"difference", "conditional_acceptance", "time_to_first_token_ms", "prediction_error_percent"}
+FIELDS = {*KEY, *NUMBERS, "loop_share", "before_loops", "difference", "conditional_acceptance"}
+FIELDS |= {"time_to_first_token_ms", "prediction_error_percent"}
 
 
 def is_plain(cell: Cell) -> bool:
@@ -23,7 +24,7 @@ def is_plain(cell: Cell) -> bool:
 
 def headline(cell: Cell) -> Cell:
     """Return the cell to show first: with the results before loops, if any output loops."""
-    before = cell.get("before_loops")
+    before = cell["before_loops"]
     return {**cell, **before} if before else cell
 
 
@@ -31,10 +32,10 @@ def loop_warnings(cells: Sequence[Cell]) -> list[str]:
     """Return a line for each condition in which more than ``LOOP_WARNING`` of plain decoding's tokens are in loops."""
     found = []
     for cell in cells:
-        share = cell.get("loop_share") or 0.0
+        share = cell["loop_share"]
         if is_plain(cell) and share > LOOP_WARNING:
             kept = f"the tokens before loops, {cell['tokens_before_loops']} of {cell['tokens']}"
-            about = kept if cell.get("before_loops") else "text that loops from the start"
+            about = kept if cell["before_loops"] else "text that loops from the start"
             found.append(
                 f"{condition(cell)}: {share:.0%} of plain decoding's tokens are in loops, which are easy to draft; "
                 f"the results shown are for {about}"
@@ -52,14 +53,11 @@ def condition(cell: Cell) -> str:
     name = str(cell["workload"])
     name += f", t={cell['temperature']:g}" if cell["temperature"] else ""
     name += f", batch {cell['batch']}" if cell["batch"] != 1 else ""
-    return name + (f", {cell['busy']} busy" if cell.get("busy") else "")
+    return name + (f", {cell['busy']} busy" if cell["busy"] else "")
 
 
-def read(path: Path, for_report: bool = False) -> dict[str, Any]:
-    """Read a document of ``outrider bench --out``. Raises ``OutriderError`` for anything else.
-
-    ``for_report``: refuse documents of versions without all measurements of a report.
-    """
+def read(path: Path) -> dict[str, Any]:
+    """Read a document of ``outrider bench --out``. Raises ``OutriderError`` for anything else."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -67,18 +65,14 @@ def read(path: Path, for_report: bool = False) -> dict[str, Any]:
     except ValueError:
         raise OutriderError(f"{path} is not valid JSON: expected a file of `outrider bench --out`") from None
     cells = document.get("cells") if isinstance(document, dict) else None
-    if isinstance(cells, list):  # earlier versions had no busy processes
-        cells = document["cells"] = [{"busy": 0, **cell} if isinstance(cell, dict) else cell for cell in cells]
     if isinstance(document, dict) and document.get("kind") == "serve":
         raise OutriderError(f"{path} was written by `outrider bench serve`: expected a file of `outrider bench --out`")
     if not isinstance(cells, list) or not all(isinstance(cell, dict) and _is_cell(cell) for cell in cells):
         raise OutriderError(f"{path} is not a benchmark document: expected a file of `outrider bench --out`")
     if not cells:
         raise OutriderError(f"{path} contains no measurements")
-    if for_report and not all(cell.keys() >= REPORTED for cell in cells):
-        raise OutriderError(f"{path} was written by a version without reports: run the benchmark again with --html")
     return dict(document)
 
 
 def _is_cell(cell: Cell) -> bool:
-    return cell.keys() >= {*KEY, *NUMBERS} and all(isinstance(cell[name], (int, float)) for name in NUMBERS)
+    return cell.keys() >= FIELDS and all(isinstance(cell[name], (int, float)) for name in NUMBERS)

@@ -12,7 +12,7 @@ from time import perf_counter
 
 from outrider.bench.contenders import PLAIN, Contender, Contenders
 from outrider.bench.measure import Run, generate
-from outrider.bench.progress import Progress
+from outrider.progress import Progress
 from outrider.types import SamplingParams
 
 WARMUP_TOKENS = 24  # tokens of the untimed warm-up before a contender's first run

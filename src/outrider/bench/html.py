@@ -63,7 +63,7 @@ def _plots(cells: Sequence[Cell]) -> list[Plot]:
 
 
 def _heading(temperature: float, cells: Sequence[Cell]) -> str:
-    batch, busy = distinct(cells, "batch")[0], cells[0].get("busy")
+    batch, busy = distinct(cells, "batch")[0], cells[0]["busy"]
     title = ("Greedy" if temperature == 0 else f"Temperature {temperature:g}") + f", batch {batch}"
     return title + (f", beside {busy} busy processes" if busy else "")
 
@@ -138,8 +138,6 @@ def _loops(cells: Sequence[Cell]) -> tuple[str, str, list[str], Rows]:
     columns += [f"{name}, {part}" for name in ("tok/s", "speedup", "alpha") for part in ("before loops", "whole texts")]
     rows = []
     for cell in cells:
-        if cell.get("loop_share") is None:
-            continue
         shares = [f"{cell[name]:.0%}" for name in ("loop_share", "ends_in_loop")]
         parts = (headline(cell), cell)
         keys = {"tok_s": 1, "speedup": 2, "acceptance_rate": 3}

@@ -64,7 +64,7 @@ def plots(cells: Sequence[Cell]) -> list[Plot]:
 
     All but the plot over batch sizes are for the first batch size.
     """
-    cells = [cell for cell in cells if cell.get("busy", 0) == cells[0].get("busy", 0)]
+    cells = [cell for cell in cells if cell["busy"] == cells[0]["busy"]]
     batches = distinct(cells, "batch")
     first = at(cells, batch=batches[0])
     found = [speedup_by_k(pools(first))]

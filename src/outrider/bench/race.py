@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.engine import Emission, Engine, GenerationStats, LengthPolicy, Observation, Scheduler
-from outrider.engine.config import build_verifiers, eos_token_ids, uses_grammar_drafts
-from outrider.engine.detokenizer import DetokenizerFactory
-from outrider.types import OutriderError, Request, Round, SamplingParams
+from outrider.engine import Emission, Engine, GenerationStats, LengthPolicy, Observation
+from outrider.engine.config import build_engine, build_scheduler
+from outrider.types import OutriderError, Request, SamplingParams
 
 if TYPE_CHECKING:
     from outrider.engine import LLM
@@ -28,12 +27,7 @@ def engine_for(llm: LLM, proposer: Proposer, policy: LengthPolicy) -> Engine:
 
     A race needs one engine per lane, and an ``llm`` with a batch of at least the number of lanes.
     """
-    runner, tokenizer = llm.runner, llm.tokenizer
-    make_detokenizer = DetokenizerFactory(tokenizer) if tokenizer is not None else None
-    scheduler = Scheduler(1, runner.max_len, sorted(eos_token_ids(runner, tokenizer)), make_detokenizer)
-    speculation = llm.speculation
-    grammar_drafts = uses_grammar_drafts(speculation)
-    return Engine(runner, proposer, build_verifiers(speculation), policy, scheduler, speculation.same_text, grammar_drafts)
+    return build_engine(llm.speculation, llm.runner, proposer, policy, build_scheduler(llm.runner, llm.tokenizer, max_batch=1))
 
 
 @dataclass
@@ -68,15 +62,10 @@ class Lane:
         if seen[0].is_prefill:
             self.first_seconds = self.clock
         else:
-            self._count(seen[0].round, len(emission.token_ids))
+            round_, num_tokens = seen[0].round, len(emission.token_ids)
+            self.stats.count(round_.lens[0], round_.num_judged[0], round_.num_accepted[0], num_tokens)
+            self.stats.clock(round_, False, num_tokens, None)
         return emission, seen[0]
-
-    def _count(self, round_: Round, num_tokens: int) -> None:
-        stats = self.stats
-        stats.count(round_.lens[0], round_.num_judged[0], round_.num_accepted[0], num_tokens)
-        stats.times.add(round_.times)
-        stats.num_steps += 1
-        stats.num_draft_steps += round_.depths[0]
 
     def leave(self) -> None:
         """Free the request's cache."""

@@ -20,7 +20,7 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
     """Return the tables: speed and acceptance, expected speedup and latency; if there are many workloads, methods by workload;
     if outputs loop, the speed over the whole outputs."""
     found = [_speeds(result), _reasons(result), *_matrices([headline(cell) for cell in result["cells"]])]
-    return [*found, _whole_texts(result)] if any(cell.get("before_loops") for cell in result["cells"]) else found
+    return [*found, _whole_texts(result)] if any(cell["before_loops"] for cell in result["cells"]) else found
 
 
 def _matrices(cells: Sequence[Cell]) -> Iterator[Table]:
@@ -28,7 +28,7 @@ def _matrices(cells: Sequence[Cell]) -> Iterator[Table]:
     conditions: dict[tuple[float, int, int], dict[str, dict[str, Cell]]] = {}
     for cell in cells:
         if not is_plain(cell) and cell["speedup"]:
-            of_condition = conditions.setdefault((cell["temperature"], cell["batch"], cell.get("busy", 0)), {})
+            of_condition = conditions.setdefault((cell["temperature"], cell["batch"], cell["busy"]), {})
             of_condition.setdefault(cell["workload"], {})[label(cell)] = cell
     for (temperature, batch, busy), found in conditions.items():
         names = list(dict.fromkeys(name for by_method in found.values() for name in by_method))
@@ -74,8 +74,7 @@ def _whole_texts(result: Mapping[str, Any]) -> Table:
 
 
 def _whole_row(cell: Cell) -> list[str]:
-    share = cell.get("loop_share")
-    return ["" if share is None else f"{share:.0%}", str(cell.get("tokens_before_loops", "")), *_speed_row(cell)[:5]]
+    return [f"{cell['loop_share']:.0%}", str(cell["tokens_before_loops"]), *_speed_row(cell)[:5]]
 
 
 def _speed_row(cell: Cell) -> list[str]:

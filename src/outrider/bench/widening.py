@@ -117,8 +117,8 @@ class Inflater:
         return wide
 
     def attention_rows(self, module: str) -> tuple[int, Tensor, Tensor]:
-        """Return the number of rows of an attention projection, the positions of the real ones, and their sources."""
-        if module == "q_proj":
+        """Return the number of rows (of ``o_proj``: columns) of a projection, the positions of the real ones, their sources."""
+        if module in ("q_proj", "o_proj"):
             return self.large.heads * self.dim, self.query_rows, torch.arange(len(self.query_rows))
         return self.large.kv_heads * self.dim, self.key_rows, self.key_source
 
@@ -130,21 +130,13 @@ class Inflater:
             return weight if real else torch.ones_like(weight)
         if module.endswith("layernorm"):
             return self.norm(weight) if real else self.extra_norm()
-        ffn_rows = torch.arange(self.small.ffn)
-        sizes = {
-            "q_proj": (large.heads * self.dim, self.query_rows),
-            "k_proj": (large.kv_heads * self.dim, self.key_rows),
-            "v_proj": (large.kv_heads * self.dim, self.key_rows),
-            "o_proj": (large.heads * self.dim, self.query_rows),
-            "gate_proj": (large.ffn, ffn_rows),
-            "up_proj": (large.ffn, ffn_rows),
-            "down_proj": (large.ffn, ffn_rows),
-        }
-        if module not in sizes:
+        if module in ("gate_proj", "up_proj", "down_proj"):
+            total, places = large.ffn, torch.arange(self.small.ffn)
+        elif module in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            total, places, source = self.attention_rows(module)
+            weight = weight if module == "o_proj" else weight[source]
+        else:
             raise OutriderError(f"unknown tensor {name}: not in a Llama-shaped model")
-        total, places = sizes[module]
-        if module in ("k_proj", "v_proj"):
-            weight = weight[self.key_source]
         if module in ("o_proj", "down_proj"):
             if real:
                 return self.writer(weight, total, places, self.heard_rows if module == "o_proj" else places)

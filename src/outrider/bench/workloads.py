@@ -15,6 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from outrider.engine.prompts import chat_ids
 from outrider.types import OutriderError, check_text
 
 SEPARATOR = "\n%%\n"
@@ -212,13 +213,7 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
     if not prompt.is_chat:
         return list(tokenizer(prompt.text)["input_ids"])
     if getattr(tokenizer, "chat_template", None):
-        messages = [dict(message) for message in prompt.messages]
-        try:
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # templates may raise anything
-            roles = ", ".join(message["role"] for message in messages)
-            raise OutriderError(f"the tokenizer's chat template rejected a conversation ({roles}): {error}") from error
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return chat_ids(tokenizer, [dict(message) for message in prompt.messages])
     return list(tokenizer(as_text(prompt))["input_ids"])
 
 

@@ -89,6 +89,7 @@ def command(
         return
     from outrider.bench.contenders import PLAIN, Contenders
     from outrider.bench.grid import Plan, run_grid
+    from outrider.bench.workloads import encode
     from outrider.cli.session import load, resolve
 
     check_outputs({"--out": outputs.out, "--html": outputs.html}, report=outputs.html)
@@ -109,10 +110,11 @@ def command(
         compile=models.compile or "always",
         drafts=given.get("drafts", {}),
     )
-    encoded = encode_workloads(llm, prompts)
+    encoded = {name: [encode(llm.tokenizer, prompt) for prompt in group] for name, group in prompts.items()}
     plan = Plan(chosen, encoded, temperatures, batches, grid.max_tokens, grid.repeat, grid.seed, busy=busy)
     check_plan(plan, llm)
-    extra |= {"same_text_mode": models.same_text, "name": name_of(models.target, grid.inflate)}
+    name = Path(models.target).name if models.target and grid.inflate else models.target or "embedded"  # no cache path
+    extra |= {"same_text_mode": models.same_text, "name": name}
     contenders = Contenders(llm, given.get("draft"))
     prepare(contenders, chosen)
     groups: list[Group] = []
@@ -187,13 +189,6 @@ def read_workloads(grid: GridOptions) -> dict[str, list[Any]]:
     return found
 
 
-def encode_workloads(llm: LLM, prompts: Mapping[str, Sequence[Any]]) -> dict[str, list[list[int]]]:
-    """Return prompts as the target's token ids."""
-    from outrider.bench.workloads import encode
-
-    return {name: [encode(llm.tokenizer, prompt) for prompt in group] for name, group in prompts.items()}
-
-
 def check_axes(temperatures: Sequence[float], batches: Sequence[int], busy: Sequence[int]) -> None:
     """Check ranges before a model is loaded or inflated."""
     for temperature in temperatures:
@@ -234,8 +229,3 @@ def inflate_heads(
     shipped = {name: large.get(str(source), source) for name, source in drafts.items()}
     found = {"drafts": large | shipped}
     return found if draft is None else found | {"draft": large.get(str(draft), draft)}
-
-
-def name_of(target: str | None, inflated: str | None) -> str:
-    """Return the target's name for results: as given, or the folder name of an inflated one without its cache path."""
-    return Path(target).name if target and inflated else target or "embedded"

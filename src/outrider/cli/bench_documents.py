@@ -46,7 +46,7 @@ def report(
     from outrider.bench import html as pages
 
     pages.check_installed()
-    result = documents.read(document, for_report=True)
+    result = documents.read(document)
     check_writable("--html", html)
     write_or_say(html, lambda: pages.page(result))
 

@@ -11,7 +11,7 @@ from outrider.cli.console import err
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from outrider.bench.progress import Progress as State
+    from outrider.progress import Progress as State
 
 
 @contextmanager

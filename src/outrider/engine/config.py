@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from outrider import family
+from outrider.engine.detokenizer import DetokenizerFactory
+from outrider.engine.engine import Engine
 from outrider.engine.finding import Choice, choices
 from outrider.engine.options import Speculation, is_tokenizer
 from outrider.engine.policy import POLICIES, FixedLength, LengthPolicy
+from outrider.engine.scheduler import Scheduler
 from outrider.errors import one_line
 from outrider.memory import on_this_machine
 from outrider.method_text import split_method
@@ -79,6 +82,20 @@ def load_tokenizer(
             load_config(source, trust_remote_code)  # AutoTokenizer reads the config too: report an error in the config first
         raise OutriderError(f"cannot load a tokenizer from {str(source)!r}: {first_line(error)}") from error
     return tokenizer
+
+
+def build_scheduler(runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None, max_batch: int) -> Scheduler:
+    """Return a scheduler of at most ``max_batch`` running requests within the runner's limits."""
+    make_detokenizer = DetokenizerFactory(tokenizer) if tokenizer is not None else None
+    return Scheduler(max_batch, runner.max_len, sorted(eos_token_ids(runner, tokenizer)), make_detokenizer, runner.borders)
+
+
+def build_engine(
+    speculation: Speculation, runner: ModelRunner, proposer: Proposer, policy: LengthPolicy, scheduler: Scheduler
+) -> Engine:
+    """Return an engine with the verifiers, coupling and grammar drafts of ``speculation``."""
+    verifiers, grammar_drafts = build_verifiers(speculation), uses_grammar_drafts(speculation)
+    return Engine(runner, proposer, verifiers, policy, scheduler, speculation.same_text, grammar_drafts)
 
 
 def eos_token_ids(runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:

@@ -13,25 +13,21 @@ import torch
 
 from outrider import family
 from outrider.engine.config import (
+    build_engine,
     build_policy,
-    build_verifiers,
+    build_scheduler,
     choose_proposer,
     configurations,
-    eos_token_ids,
     load_tokenizer,
     longest_draft,
-    uses_grammar_drafts,
     warn_of_limits,
 )
-from outrider.engine.detokenizer import DetokenizerFactory
-from outrider.engine.engine import Engine
 from outrider.engine.outputs import Chunk, Completion, Emission, Generation, GenerationInterrupted
-from outrider.engine.prompts import as_messages, as_params, as_prompts, as_token_ids
-from outrider.engine.scheduler import Scheduler
+from outrider.engine.prompts import as_messages, as_params, as_prompts, as_token_ids, chat_ids
 from outrider.engine.stats import GenerationStats
 from outrider.registry import AUTO
 from outrider.runner import ModelRunner
-from outrider.types import OutriderError, Request, SamplingParams, check_text, first_line
+from outrider.types import OutriderError, Request, SamplingParams, check_text
 
 if TYPE_CHECKING:
     from outrider.engine.options import ModelSource, TokenizerSource
@@ -98,16 +94,8 @@ class LLM:
         self.proposer, self.drafter = choose_proposer(self.speculation, self.runner, self.tokenizer)
         warn_of_limits(self.speculation, config, self.runner, self.proposer)
         self.policy = build_policy(self.speculation, self.runner, self.proposer)
-        scheduler = Scheduler(
-            self.runner.max_batch,
-            self.runner.max_len,
-            sorted(eos_token_ids(self.runner, self.tokenizer)),
-            DetokenizerFactory(self.tokenizer) if self.tokenizer is not None else None,
-            self.runner.borders,
-        )
-        verifiers, coupled = build_verifiers(self.speculation), self.speculation.same_text
-        grammar_drafts = uses_grammar_drafts(self.speculation)
-        self.engine = Engine(self.runner, self.proposer, verifiers, self.policy, scheduler, coupled, grammar_drafts)
+        scheduler = build_scheduler(self.runner, self.tokenizer, self.runner.max_batch)
+        self.engine = build_engine(self.speculation, self.runner, self.proposer, self.policy, scheduler)
         self._is_closed = False
         self._ids = itertools.count()
         self._inbox: dict[str, deque[Emission]] = {}  # emissions per request, until its stream reads them
@@ -173,11 +161,7 @@ class LLM:
         conversation = as_messages(messages)
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise OutriderError("the tokenizer has no chat template: use generate with a plain prompt")
-        try:
-            text = self.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates can raise anything
-            raise OutriderError(f"the chat template rejects these messages: {first_line(error)}") from error
-        return list(self.tokenizer.encode(str(text), add_special_tokens=False))
+        return chat_ids(self.tokenizer, conversation)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Convert a prompt to token ids. Raises ``OutriderError`` for another type and for ids outside the vocabulary."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.sampling import raw_logprobs, top_logprobs
-
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
@@ -20,10 +18,13 @@ class TokenLogprobs:
 
 def token_logprobs(logits: Tensor, rows: list[int], token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
     """Compute from logits [N + 1, V] of one request; ``rows[i]`` is the row that ``token_ids[i]`` was sampled from."""
-    logits = logits[rows]  # [T, V]
-    chosen = raw_logprobs(logits, torch.tensor(token_ids, device=logits.device)).tolist()
+    logits = logits[rows].float()  # [T, V]
+    total = logits.logsumexp(-1, keepdim=True)  # [T, 1]
+    ids = torch.tensor(token_ids, device=logits.device).unsqueeze(-1)  # [T, 1]
+    chosen = (logits.gather(-1, ids) - total).squeeze(-1).tolist()
     if not num_top:
         return [TokenLogprobs(logprob) for logprob in chosen]
-    highest, likeliest = top_logprobs(logits, num_top)
+    highest, likeliest = logits.topk(min(num_top, logits.shape[-1]), dim=-1)
+    highest = highest - total
     tops = [tuple(zip(ids, values, strict=True)) for ids, values in zip(likeliest.tolist(), highest.tolist(), strict=True)]
     return [TokenLogprobs(logprob, top) for logprob, top in zip(chosen, tops, strict=True)]

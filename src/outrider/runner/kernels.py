@@ -33,11 +33,6 @@ _library.define("linear_gated(Tensor x, Tensor packed, Tensor? scales, str activ
 _library.define("gate_halves(Tensor both, str activation) -> Tensor")
 
 
-def has_matrix_units() -> bool:
-    """Return whether this CPU has matrix units (AMX) that this process may use."""
-    return native.load() and bool(torch.ops.outrider.has_matrix_units())
-
-
 def prefers_pairs() -> bool:
     """Return whether this CPU multiplies bfloat16 faster than float32: AMX or AVX-512 BF16."""
     return native.load() and bool(torch.ops.outrider.prefers_pairs())
@@ -101,11 +96,6 @@ def reference_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: in
     rows = x.bfloat16().float() if in_groups(packed) else x.float()
     result = functional.linear(rows, unpack_weight(packed, outputs).float(), None if bias is None else bias.float())
     return result.to(x.dtype)
-
-
-def unpack_codes(packed: Tensor, scales: Tensor) -> Tensor:
-    """Decode codes in fours, int8 [panels, inputs / 4, 32, 4] with scales [1, panels * 32], to float32 [panels, inputs, 32]."""
-    return one_by_one(packed).float() * scales.view(-1, 1, PANEL)
 
 
 def reference_linear_scaled(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, outputs: int) -> Tensor:

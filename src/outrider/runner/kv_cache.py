@@ -369,8 +369,3 @@ class KVCache(PassThrough):
         self._copy(source, target, used)
         self.cached_lens[target] = used
         return used >= num_tokens
-
-    def read(self, request_id: str) -> tuple[Tensor, ...]:
-        """Return copies of a request's committed keys and values: [L, Hkv, T, D] each."""
-        row, used = self.row(request_id), self.cached_len(request_id)
-        return tuple(store[:, row, :, :used].clone() for store in self.stores)

@@ -4,22 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-
-def ancestor_matrix(parents: Tensor) -> Tensor:
-    """Return bool [B, N, N] from parents [B, N] (-1: the root): entry [b, i, j] is set if j is i or an ancestor of i."""
-    # numpy copies a row of a small matrix ten times faster than torch
-    batch, nodes = parents.shape
-    sees = np.zeros((batch, nodes, nodes), dtype=bool)
-    for tree, above in zip(sees, parents.tolist(), strict=True):
-        for node, parent in enumerate(above):  # parents precede their children, so the ancestors are known
-            if parent >= 0:
-                tree[node] = tree[parent]
-            tree[node, node] = True
-    return torch.from_numpy(sees)
+from outrider.types import ancestor_matrix
 
 
 def tree_inputs(parents: Tensor, text_lens: Sequence[int], width: int) -> tuple[Tensor, Tensor]:

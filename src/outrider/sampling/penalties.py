@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from outrider import native
-from outrider.types import Request
+from outrider.types import Request, ancestor_matrix
 
 
 @dataclass(slots=True)
@@ -103,11 +104,5 @@ def reference_penalise_(
 
 def path_mask(parents: Tensor, start: int, width: int) -> Tensor:
     """Return bool [B, width, N] from parents [B, N]: whether node n is on the path from the root to node ``start + j - 1``."""
-    batch, num_nodes = parents.shape
-    reach = torch.zeros(batch, num_nodes, num_nodes + 1, device=parents.device)
-    reach.scatter_(-1, (parents + 1).unsqueeze(-1), 1.0)  # column 0 is the root
-    reach = reach[..., 1:] + torch.eye(num_nodes, device=parents.device)
-    for _ in range(max(num_nodes - 1, 0).bit_length()):
-        reach = (reach @ reach).clamp(max=1.0)
-    reach = torch.cat((reach.new_zeros(batch, 1, num_nodes), reach), dim=1)
-    return reach[:, start : start + width] > 0
+    with_root = functional.pad(ancestor_matrix(parents), (0, 0, 1, 0))  # [B, N + 1, N]: row 0 is the root
+    return with_root[:, start : start + width].to(parents.device)

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from outrider.bench.contenders import PLAIN, Contender, Contenders
 from outrider.bench.grid import PLAIN_CONTENDER, warm_up
 from outrider.bench.measure import generate
-from outrider.bench.progress import Progress
 from outrider.engine.config import in_one_line
 from outrider.method_text import in_turn, split_method
+from outrider.progress import Progress
 from outrider.proposers.base import Proposer
-from outrider.registry import PROPOSERS
+from outrider.registry import AUTO, PROPOSERS
 from outrider.search import choice, halving, oracle
 from outrider.search.choice import Choice
 from outrider.search.halving import Rung, Standing
@@ -32,7 +32,6 @@ from outrider.types import OutriderError
 if TYPE_CHECKING:
     from outrider.engine import LLM
 
-AUTO = "auto"
 RECORDING_BATCH = 8  # batch size while recording outputs
 MIN_PAIR_SPEEDUP = 1.05  # minimum speedup of both methods for trying their combination
 

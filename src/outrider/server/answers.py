@@ -138,14 +138,11 @@ class CompletionAnswer(Answer):
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         logprobs = self._logprobs(index, completion.token_ids, completion.logprobs, 0)
-        return self._choice(index, completion.text, logprobs, completion.finish_reason)
+        return _choice(index, "text", completion.text, logprobs, completion.finish_reason)
 
     def delta(self, index: int, chunk: Chunk) -> dict[str, Any]:
         logprobs = self._logprobs(index, chunk.token_ids, chunk.logprobs, self.offsets.get(index, 0))
-        return self._choice(index, chunk.text, logprobs, chunk.finish_reason)
-
-    def _choice(self, index: int, text: str, logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        return _choice(index, "text", chunk.text, logprobs, chunk.finish_reason)
 
     def _logprobs(
         self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, offset: int
@@ -179,18 +176,18 @@ class ChatAnswer(Answer):
     def opening(self) -> list[dict[str, Any]]:
         role = {"role": "assistant", "content": ""}
         return [
-            {**self.head(self.chunk_kind), "choices": [_chat_choice(index, "delta", role, None, None)]}
+            {**self.head(self.chunk_kind), "choices": [_choice(index, "delta", role, None, None)]}
             for index in range(len(self.choices))
         ]
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         message = {"role": "assistant", "content": completion.text}
         logprobs = self._logprobs(completion.token_ids, completion.logprobs)
-        return _chat_choice(index, "message", message, logprobs, completion.finish_reason)
+        return _choice(index, "message", message, logprobs, completion.finish_reason)
 
     def delta(self, index: int, chunk: Chunk) -> dict[str, Any]:
         logprobs = self._logprobs(chunk.token_ids, chunk.logprobs)
-        return _chat_choice(index, "delta", {"content": chunk.text}, logprobs, chunk.finish_reason)
+        return _choice(index, "delta", {"content": chunk.text}, logprobs, chunk.finish_reason)
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
         if logprobs is None:
@@ -210,5 +207,5 @@ def _finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def _chat_choice(index: int, part: str, content: dict[str, str], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
+def _choice(index: int, part: str, content: str | dict[str, str], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
     return {"index": index, part: content, "logprobs": logprobs, "finish_reason": finish_reason}

@@ -37,10 +37,9 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def create_app(llm: LLM, config: ServerConfig | None = None, keys: KeyRing | None = None) -> FastAPI:
+def create_app(llm: LLM, config: ServerConfig, keys: KeyRing) -> FastAPI:
     """Return the ASGI application for a loaded ``LLM``. The application owns the ``LLM`` while it runs."""
-    config = config or ServerConfig()
-    service = Service(llm, config, keys or KeyRing())
+    service = Service(llm, config, keys)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 if TYPE_CHECKING:
     from outrider.server.bridge import EngineBridge
 
+Kind = type[CounterMetricFamily | GaugeMetricFamily]
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0)
 TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
@@ -63,14 +64,14 @@ class _EngineCounts:
         engine = self._bridge.llm.engine
         stats, scheduler = engine.stats, engine.scheduler
         histogram, cache = dict(stats.acceptance_histogram), engine.runner.cache
-        yield self._gauge("vllm:num_requests_running", "Sequences in the batch.", len(scheduler.running))
-        yield self._gauge("vllm:num_requests_waiting", "Waiting sequences.", len(scheduler.waiting))
-        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", cache.num_looked_up)
-        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", cache.num_reused)
-        yield self._counter("vllm:generation_tokens", "Generated tokens.", stats.num_tokens)
-        yield self._counter("vllm:spec_decode_num_drafts", "Rounds with drafts.", stats.num_drafted_rounds)
-        yield self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", stats.num_drafts)
-        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted drafts.", stats.num_accepted)
+        yield self._metric("vllm:num_requests_running", "Sequences in the batch.", len(scheduler.running), GaugeMetricFamily)
+        yield self._metric("vllm:num_requests_waiting", "Waiting sequences.", len(scheduler.waiting), GaugeMetricFamily)
+        yield self._metric("vllm:prefix_cache_queries", "Prompt tokens looked up.", cache.num_looked_up)
+        yield self._metric("vllm:prefix_cache_hits", "Prompt tokens found.", cache.num_reused)
+        yield self._metric("vllm:generation_tokens", "Generated tokens.", stats.num_tokens)
+        yield self._metric("vllm:spec_decode_num_drafts", "Rounds with drafts.", stats.num_drafted_rounds)
+        yield self._metric("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", stats.num_drafts)
+        yield self._metric("vllm:spec_decode_num_accepted_tokens", "Accepted drafts.", stats.num_accepted)
         by_position = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by position.", labels=["model_name", "position"]
         )
@@ -78,20 +79,15 @@ class _EngineCounts:
             count = sum(rounds for accepted, rounds in histogram.items() if accepted > position)
             by_position.add_metric([self._model, str(position)], count)
         yield by_position
-        yield self._counter("outrider:grammar_tokens", "Tokens drafted because a grammar left no choice.", stats.num_forced)
-        yield self._counter("outrider:proposer_faults", "Rounds in which the proposer failed for a sequence.", stats.faults)
-        yield self._counter("outrider:failed_rounds", "Rounds that failed as a whole.", self._bridge.num_failures)
+        yield self._metric("outrider:grammar_tokens", "Tokens drafted because a grammar left no choice.", stats.num_forced)
+        yield self._metric("outrider:proposer_faults", "Rounds in which the proposer failed for a sequence.", stats.faults)
+        yield self._metric("outrider:failed_rounds", "Rounds that failed as a whole.", self._bridge.num_failures)
         phases = CounterMetricFamily("outrider:phase_seconds", "Seconds of rounds.", labels=["model_name", "phase"])
         for phase, seconds in stats.times.by_phase().items():
             phases.add_metric([self._model, phase], seconds)
         yield phases
 
-    def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
-        family = CounterMetricFamily(name, text, labels=["model_name"])
-        family.add_metric([self._model], value)
-        return family
-
-    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(name, text, labels=["model_name"])
+    def _metric(self, name: str, text: str, value: float, kind: Kind = CounterMetricFamily) -> Metric:
+        family = kind(name, text, labels=["model_name"])
         family.add_metric([self._model], value)
         return family

@@ -20,8 +20,8 @@ from outrider.bench.load.cells import Objective, cells, worst
 from outrider.bench.load.counters import parse
 from outrider.bench.load.report import document, table, verdict
 from outrider.bench.load.sweep import PLAIN, SPECULATIVE, Mode, Sweep, Traffic
-from outrider.bench.progress import Progress
 from outrider.cli import bench_serve, main
+from outrider.progress import Progress
 from outrider.types import OutriderError
 
 from .virtual import FakeServer, VirtualTime, run

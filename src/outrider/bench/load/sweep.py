@@ -16,7 +16,7 @@ from outrider.bench.load import counters
 from outrider.bench.load.arrivals import Load
 from outrider.bench.load.client import Asker, Sample
 from outrider.bench.load.counters import Counters
-from outrider.bench.progress import Progress
+from outrider.progress import Progress
 
 PLAIN, SPECULATIVE = "plain", "speculative"
 WARMUP_TOKENS = 8

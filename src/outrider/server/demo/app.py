@@ -60,8 +60,8 @@ class Demo:
             Route("/api/race", self._race, methods=["POST"]),
             Mount("/page", StaticFiles(directory=PAGE)),
         ]
-        handlers = {HTTPException: refused, OutriderError: mistaken, Exception: failed}
-        return with_headers(Starlette(routes=routes, exception_handlers=handlers))
+        kinds: tuple[type[Exception], ...] = (HTTPException, OutriderError, Exception)
+        return with_headers(Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, explained)))
 
     async def _index(self, request: Request) -> Response:
         return Response((PAGE / "index.html").read_bytes(), media_type="text/html")
@@ -156,20 +156,11 @@ def refusal(message: str, status: int, headers: Mapping[str, str] | None = None)
     return JSONResponse({"error": message}, status_code=status, headers=headers)
 
 
-async def refused(request: Request, error: Exception) -> Response:
-    """Return a client error as one line."""
-    assert isinstance(error, HTTPException)
-    return refusal(error.detail, error.status_code, error.headers)
-
-
-async def mistaken(request: Request, error: Exception) -> Response:
-    """Return an invalid request's error as one line."""
-    return refusal(str(error), 400)
-
-
-async def failed(request: Request, error: Exception) -> Response:
-    """Return a server error."""
-    return refusal("the server failed", 500)
+async def explained(request: Request, error: Exception) -> Response:
+    """Return an error of the client as one line; any other one says that the server failed."""
+    if isinstance(error, HTTPException):
+        return refusal(error.detail, error.status_code, error.headers)
+    return refusal(str(error), 400) if isinstance(error, OutriderError) else refusal("the server failed", 500)
 
 
 def with_headers(app: ASGIApp) -> ASGIApp:

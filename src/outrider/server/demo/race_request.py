@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from outrider.registry import AUTO
 from outrider.types import OutriderError, check_text
 
 Event = dict[str, Any]  # one message to the page, with its kind under "type"
 MAX_DRAFTS = 16  # maximum of the page's slider
-AUTO = "auto"
 
 
 @dataclass(frozen=True)
