@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from dataclasses import replace
 from itertools import accumulate
@@ -458,8 +459,40 @@ def test_text_is_read_from_plain_files_and_all_kinds_of_lines(llm, tmp_path):
     rows = token_rows([plain, lines], llm.tokenizer, 16, 10**6)
     assert llm.tokenizer.decode(rows.flatten().tolist()).startswith(TEXT[:40])
     assert token_rows([plain], llm.tokenizer, 16, 40).shape == (2, 16)
-    lines.write_bytes(b'{"text": "na\xefve"}')  # not UTF-8
-    assert llm.tokenizer.decode(next(read_documents(lines, llm.tokenizer))) == "na\N{REPLACEMENT CHARACTER}ve"
+    for kind, content in (("a.txt", TEXT.encode()), ("b.jsonl", lines.read_bytes())):
+        packed = tmp_path / f"{kind}.gz"
+        packed.write_bytes(gzip.compress(b"\xef\xbb\xbf" + content))  # some editors write a byte order mark
+        assert list(read_documents(packed, llm.tokenizer)) == list(read_documents(tmp_path / kind, llm.tokenizer))
+
+
+def test_text_is_read_in_pieces_and_only_as_far_as_needed(llm, tmp_path, monkeypatch):
+    monkeypatch.setattr("outrider.train.text.PIECE", 100)
+    path, read = tmp_path / "a.txt", []
+    path.write_text(TEXT * 4)
+    (whole,) = read_documents(path, llm.tokenizer)
+    assert llm.tokenizer.decode(whole) == TEXT * 4
+    counting = SimpleNamespace(eos_token_id=1, encode=lambda text, **_: (read.append(text), [5] * len(text))[1])
+    missing = tmp_path / "none.txt"
+    assert token_rows([path, missing], counting, 16, 70).shape == (4, 16)
+    assert len(read) == 1 and read[0] == TEXT[: len(read[0])] and read[0].endswith("\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("a.txt", b"na\xefve", "'utf-8' codec can't decode byte 0xef in position 2"),
+        ("a.jsonl", b'{"text": "na\xefve"}', "'utf-8' codec can't decode byte 0xef"),
+        ("a.txt", gzip.compress(b"text"), "can't decode byte 0x8b"),
+        ("a.txt.gz", b"text", "Not a gzipped file"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}' * 9)[:-9], "ended before the end-of-stream marker"),
+    ],
+)
+def test_a_file_that_is_not_text_is_refused(name, content, why, llm, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(OutriderError, match=rf"cannot read .*{name}: .*{why}.*; expected UTF-8 text, or JSONL, plain or .gz"):
+        list(read_documents(tmp_path / name, llm.tokenizer))
+    with pytest.raises(OutriderError, match="is not a file"):
+        list(read_documents(tmp_path, llm.tokenizer))
 
 
 def test_a_chat_has_the_begin_token_of_its_template_only(tmp_path):
@@ -480,6 +513,10 @@ def test_a_chat_has_the_begin_token_of_its_template_only(tmp_path):
     [
         ({"text": "a\ud800"}, "line 1: invalid Unicode: unpaired surrogate at index 1"),
         ({"messages": [{"role": "system", "content": "x"}]}, "line 1: no system role"),
+        ({"messages": [{"role": "user", "content": None}]}, r"line 1: .* \(content is None, not a string\)"),
+        ({"text": None}, r"line 1: .* \(text is None, not a string\)"),
+        ({"text": ["a", "b"]}, r"line 1: .* \(text is \['a', 'b'\], not a string\)"),
+        ({"prompt": None, "completion": "x"}, r"line 1: .* \(prompt is None, not a string\)"),
     ],
 )
 def test_a_line_that_cannot_be_read_is_named(entry, message, llm, tmp_path):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import zlib
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -14,54 +17,94 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from outrider.options import shown
 from outrider.runner import ModelRunner
 from outrider.train.claims import claim, digest, fingerprint
 from outrider.types import OutriderError, check_text, first_line
 
 Report = Callable[[float, dict[str, Any]], None]  # (progress, values to show)
+PIECE = 1 << 18  # characters that are encoded at once
 GOLDEN = 0.6180339887498949
 
 
-def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Yield the token ids of a text file (one document), or of the lines of a JSONL file: ``text``, ``prompt`` +
-    ``completion``, or chat ``messages``.
-
-    Raises ``OutriderError`` with the number of an invalid line.
-    """
+def check_text_file(path: Path) -> None:
+    """Raise ``OutriderError`` unless there is such a file."""
     if not path.is_file():
-        raise OutriderError(f"text file {path} does not exist")
-    if path.suffix not in (".jsonl", ".json"):
-        yield tokenizer.encode(path.read_text(encoding="utf-8", errors="replace"))
-        return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    yield _document(json.loads(line), tokenizer)
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    hint = 'expected JSON with "text", "prompt" and "completion", or "messages"'
-                    why = f"no {error}" if isinstance(error, KeyError) else error
-                    raise OutriderError(f"{path}, line {number}: {hint} ({why})") from None
-                except Exception as error:  # chat templates raise anything
-                    raise OutriderError(f"{path}, line {number}: {first_line(error)}") from error
+        raise OutriderError(f"text file {path} is not a file" if path.exists() else f"text file {path} does not exist")
+
+
+def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase, most: int | None = None) -> Iterator[list[int]]:
+    """Yield the token ids of a text file (one document), or of the lines of a JSONL file: ``text``, ``prompt`` +
+    ``completion``, or chat ``messages``. Files are UTF-8, or end in ``.gz``.
+
+    A text file is read until it has ``most`` tokens. Raises ``OutriderError`` for a file that is not text, and with the number
+    of an invalid line.
+    """
+    check_text_file(path)
+    is_packed = path.suffix == ".gz"
+    kind = Path(path.stem).suffix if is_packed else path.suffix
+    try:
+        with (gzip.open if is_packed else open)(path, "rt", encoding="utf-8-sig") as file:
+            if kind in (".jsonl", ".json"):
+                yield from _lines(path, file, tokenizer)
+            else:
+                yield _whole(file, tokenizer, most)
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise OutriderError(f"cannot read {path}: {first_line(error)}; expected UTF-8 text, or JSONL, plain or .gz") from error
+
+
+def _whole(file: IO[str], tokenizer: PreTrainedTokenizerBase, most: int | None) -> list[int]:
+    """Return the ids of a text, encoded in pieces that end with a line, because encoding a large text at once needs 200 bytes
+    per character.
+    """
+    ids: list[int] = tokenizer.encode(file.read(PIECE) + file.readline(PIECE))
+    while (most is None or len(ids) < most) and (piece := file.read(PIECE) + file.readline(PIECE)):
+        ids += tokenizer.encode(piece, add_special_tokens=False)
+    return ids
+
+
+def _lines(path: Path, file: IO[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            try:
+                yield _document(json.loads(line), tokenizer)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                hint = 'expected JSON with "text", "prompt" and "completion", or "messages"'
+                why = f"no {error}" if isinstance(error, KeyError) else error
+                raise OutriderError(f"{path}, line {number}: {hint} ({why})") from None
+            except Exception as error:  # chat templates raise anything
+                raise OutriderError(f"{path}, line {number}: {first_line(error)}") from error
 
 
 def _document(entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if "text" in entry:
-        return _encoded(str(entry["text"]), tokenizer)
+        return _encoded(_string(entry, "text"), tokenizer)
     messages = entry.get("messages") or entry.get("conversations")
     if messages is not None:
         roles = {"human": "user", "gpt": "assistant"}
         chat = [
             {
                 "role": roles.get(m.get("role") or m["from"], m.get("role") or m["from"]),
-                "content": m.get("content", m.get("value")),
+                "content": _content(m),
             }
             for m in messages
         ]
         text = str(tokenizer.apply_chat_template(chat, tokenize=False))
         return _encoded(text, tokenizer, add_special_tokens=False)  # the template writes its own
-    return _encoded(str(entry["prompt"]) + str(entry["completion"]), tokenizer)
+    return _encoded(_string(entry, "prompt") + _string(entry, "completion"), tokenizer)
+
+
+def _content(message: dict[str, Any]) -> str | list[Any]:
+    """Return the text of a message, or its list of parts, which is left to the template."""
+    key = "content" if "content" in message else "value"
+    return message[key] if isinstance(message[key], list) else _string(message, key)
+
+
+def _string(entry: dict[str, Any], key: str) -> str:
+    value = entry[key]
+    if not isinstance(value, str):  # str() would train on the text "None"
+        raise TypeError(f"{key} is {shown(value)}, not a string")
+    return value
 
 
 def _encoded(text: str, tokenizer: PreTrainedTokenizerBase, **options: bool) -> list[int]:
@@ -73,13 +116,15 @@ def _encoded(text: str, tokenizer: PreTrainedTokenizerBase, **options: bool) -> 
 def token_rows(paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, seq_len: int, max_tokens: int) -> Tensor:
     """Tokenise text files to int32 [R, seq_len]: documents separated by an end token, cut into rows.
 
-    Raises ``OutriderError`` if there are too few tokens.
+    Files are read in order until there are ``max_tokens``. Raises ``OutriderError`` if there are too few tokens.
     """
     end = tokenizer.eos_token_id
-    ids: list[int] = []
+    ids = array("i")
     for path in paths:
-        for document in read_documents(path, tokenizer):
-            ids += document
+        if len(ids) >= max_tokens:
+            break
+        for document in read_documents(path, tokenizer, max_tokens - len(ids)):
+            ids.extend(document)
             if end is not None:
                 ids.append(int(end))
             if len(ids) >= max_tokens:
