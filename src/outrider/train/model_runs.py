@@ -25,13 +25,13 @@ from outrider.runner.tokenizers import check_same_vocabulary
 from outrider.train.acceptance import acceptance, summary
 from outrider.train.claims import once
 from outrider.train.decoder import Decoder
-from outrider.train.distillation import DIVERGENCES, Distillation, DistillationLoss
+from outrider.train.distillation import Distillation, DistillationLoss
 from outrider.train.draft_model import DraftShape, new_draft
 from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
 from outrider.train.parallel import Masks, Parallel
 from outrider.train.precision import autocast_dtype
 from outrider.train.runs import Bench, HeadPlan, Latest, checkpoint_dtype, finish, run_job
-from outrider.train.text import TextRows
+from outrider.train.text import TextRows, check_continuation
 from outrider.types import OutriderError, first_line
 
 logger = logging.getLogger(__name__)
@@ -104,14 +104,8 @@ def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRu
     Raises ``OutriderError`` for invalid sizes and for a draft with another vocabulary.
     """
     runner, teaching = bench.runner, kind.teaching
-    if teaching.loss not in DIVERGENCES:
-        raise OutriderError(f"invalid loss {teaching.loss!r}: expected {' or '.join(DIVERGENCES)}")
-    if not 0 <= teaching.on_policy <= 1:
-        raise OutriderError(f"invalid on_policy {teaching.on_policy}: expected a share from 0 to 1")
-    if teaching.prompt_len < 1:
-        raise OutriderError(f"invalid prompt_len {teaching.prompt_len}: expected at least 1")
-    if teaching.on_policy and teaching.prompt_len >= bench.seq_len:
-        raise OutriderError(f"rows of {bench.seq_len} tokens leave nothing to generate after prompts of {teaching.prompt_len}")
+    if teaching.on_policy:
+        check_continuation(teaching.prompt_len, bench.seq_len)
     _check_rows(bench.seq_len, runner.name, runner.max_len)
     target = trainable(runner).requires_grad_(False).eval()
     torch.manual_seed(how.seed)
@@ -170,9 +164,14 @@ def trainable(runner: ModelRunner, source: str | None = None) -> PreTrainedModel
     Raises ``OutriderError`` for quantised, broken or incomplete weights.
     """
     name = source or runner.name
+    check_trainable(name)
+    return loading.load_model(name, torch.float32, runner.device)
+
+
+def check_trainable(name: str) -> None:
+    """Raise ``OutriderError`` for quantised weights, from the config alone."""
     if gguf.find(name) is not None or quantization_of(loading.load_config(name)) is not None:
         raise OutriderError(f"{name} is quantised: training needs the checkpoint in 16 or 32 bits")
-    return loading.load_model(name, torch.float32, runner.device)
 
 
 def _check_rows(seq_len: int, name: str, max_len: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from outrider.train.plan import Plan
 from outrider.train.precision import autocast_dtype
 
+IN_LAYER = re.compile(r"\b(layers|h|blocks)\.\d+\.")  # names of a layer's weights; h is GPT-2's, blocks MPT's
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
@@ -100,7 +102,7 @@ def build(model: nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
     others: list[Tensor] = []
     for name, param in model.named_parameters():
         if param.requires_grad:
-            (matrices if param.ndim == 2 and "layers." in name else others).append(param)
+            (matrices if param.ndim == 2 and IN_LAYER.search(name) else others).append(param)
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
         optimizers.append(Muon(matrices, lr=plan.muon_lr, weight_decay=0.01))

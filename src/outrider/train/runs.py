@@ -177,21 +177,29 @@ def train_medusa(bench: Bench, out: Path, how: HeadPlan, num_heads: int = 4, num
 class EagleRun:
     """Variant of the EAGLE head to train."""
 
-    generation: int = 3
+    generation: int = 3  # 1 (EAGLE-1 and EAGLE-2, which share their weights) or 3
     steps: int | None = None  # depths per step; None: 5 for EAGLE-3, 1 for EAGLE-1
     layers: tuple[int, ...] | None = None  # hidden states of EAGLE-3; None: low, middle and high
     draft_vocab: int | None = None  # EAGLE-3: number of most frequent tokens; None: all
     formats: tuple[str, ...] = ("native",)
 
+    def __post_init__(self) -> None:
+        """Raise ``OutriderError`` for an invalid generation, format or number of hidden states."""
+        if self.generation not in (1, 3):
+            raise OutriderError(f"invalid generation {self.generation}: expected 1 (EAGLE-1 and EAGLE-2) or 3")
+        unknown = [each for each in self.formats if each not in eagle_formats.FORMATS]
+        if unknown:
+            raise OutriderError(f"invalid format {unknown[0]!r}: expected {', '.join(eagle_formats.FORMATS)}")
+        if self.generation == 1 and "speculators" in self.formats:
+            raise OutriderError("EAGLE-1 heads support the native format only")
+        if self.generation == 3 and self.layers is not None and len(self.layers) != 3:
+            raise OutriderError(f"invalid hidden states {self.layers}: EAGLE-3 reads three, such as 2,7,11")
+
     def settled(self, runner: ModelRunner, seq_len: int) -> EagleRun:
         """Return the settings completed for a target and this row length.
 
-        Raises ``OutriderError`` for an invalid generation, layers, row length or format.
+        Raises ``OutriderError`` for invalid layers, or rows that are too short.
         """
-        if self.generation not in (1, 3):
-            raise OutriderError(f"invalid generation {self.generation}: expected 1 (EAGLE-1 and EAGLE-2) or 3")
-        if self.generation == 1 and "speculators" in self.formats:
-            raise OutriderError("EAGLE-1 heads support the native format only")
         if self.generation == 1:
             made = replace(self, steps=self.steps or 1, layers=(runner.num_layers,), draft_vocab=None)
         else:
@@ -239,10 +247,13 @@ class MtpRun:
     start: str | None = None  # the head to continue, such as the one in the target's folder; None: a new one
     layout: str = "qwen"  # names of the tensors
 
-    def check(self, runner: ModelRunner, seq_len: int) -> None:
-        """Raise ``OutriderError`` for an unknown layout, or rows that are too short."""
+    def __post_init__(self) -> None:
+        """Raise ``OutriderError`` for an unknown layout."""
         if self.layout not in mtp_formats.LAYOUTS:
             raise OutriderError(f"unknown layout {self.layout!r}: expected {', '.join(mtp_formats.LAYOUTS)}")
+
+    def check(self, runner: ModelRunner, seq_len: int) -> None:
+        """Raise ``OutriderError`` for rows that are too short or too long."""
         if seq_len < self.steps + 2:
             raise OutriderError(f"rows of {seq_len} tokens are too short for {self.steps} steps")
         check_captured(runner, [runner.num_layers], seq_len)
@@ -277,24 +288,31 @@ class BlockRun:
     markov_rank: int = 0  # above 0: DSpark's bias by the token before, of this rank
     selector_rank: int = 0  # above 0: DFlash 2's convolutions, and its path selector of this rank
 
+    def __post_init__(self) -> None:
+        """Raise ``OutriderError`` for an invalid block size, rank, number of layers or hidden state."""
+        ranks = (("Markov rank", self.markov_rank, 0), ("selector rank", self.selector_rank, 0))
+        layers = () if self.layers is None else (("number of layers", self.layers, 1),)
+        for name, number, least in (("block size", self.block_size, 2), *ranks, *layers):
+            if number < least:
+                raise OutriderError(f"invalid {name} {number}: expected at least {least}")
+        if self.markov_rank and self.selector_rank:
+            raise OutriderError("Markov rank and selector rank exclude each other: a head is DSpark's or DFlash 2's")
+        if self.hidden_states is not None and min(self.hidden_states) < 1:
+            raise OutriderError(
+                f"invalid hidden states {self.hidden_states}: this head reads outputs of layers: expected at least 1"
+            )
+
     def settled(self, runner: ModelRunner, seq_len: int) -> shapes.BlockSizes:
         """Return the sizes for a target and this row length.
 
-        Raises ``OutriderError`` for an invalid block size, hidden states or row length.
+        Raises ``OutriderError`` for invalid hidden states, or rows that are too short.
         """
-        ranks = (self.markov_rank, self.selector_rank)
-        if self.block_size < 2 or min(ranks) < 0 or (self.layers is not None and self.layers < 1):
-            raise OutriderError("invalid block size, rank or layers: expected at least 2, 0 and 1")
-        if min(ranks) > 0:
-            raise OutriderError("markov_rank and selector_rank exclude each other: a head is DSpark's or DFlash 2's")
         if seq_len < self.block_size + 2:
             raise OutriderError(f"rows of {seq_len} tokens are too short for blocks of {self.block_size}")
         layers = self.layers or max(2, min(5, runner.num_layers // 7))
         states = self.hidden_states or tuple(sorted(set(block_formats.default_hidden_states(runner.num_layers, layers))))
         check_captured(runner, states, seq_len)
-        if min(states) < 1:
-            raise OutriderError(f"invalid hidden states {states}: this head reads outputs of layers: expected at least 1")
-        return shapes.BlockSizes(states, layers, self.block_size, *ranks)
+        return shapes.BlockSizes(states, layers, self.block_size, self.markov_rank, self.selector_rank)
 
 
 def train_block(bench: Bench, out: Path, how: HeadPlan, kind: BlockRun = BlockRun()) -> bool:

@@ -166,6 +166,16 @@ class TextRows:
         return self.whole[spread(first, rows, self.num_training)].long()
 
 
+def check_continuation(prompt_len: int, seq_len: int, temperature: float = 0.0) -> None:
+    """Raise ``OutriderError`` unless prompts of this length leave something to generate, and the temperature is valid."""
+    if not 1 <= prompt_len < seq_len:
+        raise OutriderError(
+            f"rows of {seq_len} tokens leave nothing to generate after prompts of {prompt_len}: expected a lower --prompt-len"
+        )
+    if not 0 <= temperature < math.inf:
+        raise OutriderError(f"invalid temperature {temperature:g}: expected a finite number, at least 0 (greedy)")
+
+
 def regenerate(
     runner: ModelRunner, rows: Tensor, prompt_len: int, temperature: float, seed: int, folder: Path, report: Report
 ) -> Tensor:
@@ -174,10 +184,7 @@ def regenerate(
     Stored batch by batch in ``folder``, so that an interrupted run resumes. Raises ``OutriderError`` for invalid settings, and
     for a folder of another target, text or setting.
     """
-    if not 1 <= prompt_len < rows.shape[1]:
-        raise OutriderError(f"rows of {rows.shape[1]} tokens leave nothing to generate after prompts of {prompt_len}")
-    if not 0 <= temperature < math.inf:
-        raise OutriderError(f"invalid temperature {temperature:g}: expected a finite number, at least 0 (greedy)")
+    check_continuation(prompt_len, rows.shape[1], temperature)
     how = {"prompt length": prompt_len, "temperature": temperature, "seed": seed, "batch": runner.max_batch}
     claim(folder / "text.json", {"target": fingerprint(runner), "text": digest(rows), **how})
     written: list[Tensor] = []
