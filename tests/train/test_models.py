@@ -336,7 +336,7 @@ def test_compiled_training_equals_eager_training(kind, runner, rows, tmp_path):
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_matrices_of_layers_are_trained_by_muon_and_embeddings_are_not(kind):
     model = tiny(kind)
-    muon, adam = optim.build(model, Plan(1, 1, ((1.0, 1),)))
+    muon, adam = optim.build(model, Plan(1, 1, ((1.0, 1),)), torch.float32)
     assert len(muon.param_groups[0]["params"]) == 4 * (7 if kind == "llama" else 4)
     assert any(param is model.get_input_embeddings().weight for param in adam.param_groups[0]["params"])
 

@@ -23,15 +23,15 @@ from outrider.heads.rollout_head import RolloutHead
 from outrider.runner import ModelRunner
 from outrider.train import plots, shapes
 from outrider.train.block_loss import BlockLoss, by_draft
-from outrider.train.capture import CachedRows, FeatureCache, capture, check_captured
+from outrider.train.capture import FeatureCache, capture, check_captured
 from outrider.train.claims import claim, digest, fingerprint
 from outrider.train.medusa import MedusaLoss, measure_accuracies
 from outrider.train.plan import SEED, Plan
-from outrider.train.precision import autocast_dtype
+from outrider.train.precision import run_dtype
 from outrider.train.progress import Progress
 from outrider.train.rollout_loss import RolloutLoss
 from outrider.train.soft_entropy import SoftEntropy, compiled, soft_entropy
-from outrider.train.text import regenerate, token_rows
+from outrider.train.text import RowOrder, held_out, regenerate, token_rows
 from outrider.train.trainer import Batches, Job, Loss, Trainer
 from outrider.types import OutriderError
 
@@ -102,7 +102,11 @@ class Bench:
     def claim(self, name: str, **options: Any) -> None:
         """Record the identity of a part of the work folder. Raises ``OutriderError`` if it belongs to another run."""
         text = digest(self.training_rows())
-        claim(self.work / name / "run.json", {"target": fingerprint(self.runner), "text": text, **options})
+        claim(self.work / name / "run.json", {"target": fingerprint(self.runner.model), "text": text, **options})
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of the products of a part of the work folder."""
+        return run_dtype(self.work / name, self.runner.device)
 
     def features(self, layers: Sequence[int]) -> FeatureCache:
         """Return the cache of these hidden states; create or complete it if necessary."""
@@ -142,7 +146,7 @@ class Latest(Generic[Found]):
         return self._found[0] if self._found else self.again()
 
 
-def train_medusa(bench: Bench, out: Path, how: HeadPlan, num_heads: int = 4, num_layers: int = 1, distil: bool = True) -> bool:
+def train_medusa(bench: Bench, out: Path, how: HeadPlan, num_heads: int = 4, num_layers: int = 1) -> bool:
     """Train heads and write them in vLLM's format with their measured accuracies. Return False if interrupted.
 
     Raises ``OutriderError`` for invalid settings before any text is generated or read.
@@ -151,21 +155,19 @@ def train_medusa(bench: Bench, out: Path, how: HeadPlan, num_heads: int = 4, num
     if bench.seq_len < num_heads + 3:
         raise OutriderError(f"rows of {bench.seq_len} tokens are too short for {num_heads} heads")
     check_captured(runner, [runner.num_layers], bench.seq_len)
-    bench.claim("medusa", heads=num_heads, layers=num_layers, distil=distil)
+    bench.claim("medusa", heads=num_heads, layers=num_layers, distil=True)  # work folders have this key
     cache = bench.features([runner.num_layers])
     torch.manual_seed(how.seed)
     heads = shapes.new_medusa(runner, num_heads, num_layers).to(runner.device)
     output = shapes.output_layer(runner)
-    loss = MedusaLoss(
-        heads, output, cache, runner.num_layers, distil=distil, dtype=autocast_dtype(runner.device), entropy=entropy_of(how)
-    )
+    loss = MedusaLoss(heads, output, cache, runner.num_layers, dtype=bench.dtype("medusa"), entropy=entropy_of(how))
 
     held_out = Latest(lambda: measure_accuracies(heads, output, cache, runner.num_layers))
 
     def measure(final: bool) -> dict[str, Any]:
         return {f"held_{head + 1}": row[0] for head, row in enumerate(held_out.again())}
 
-    if not run_job(bench, "medusa", heads, CachedRows(cache), loss, how.plan(cache), measure):
+    if not run_job(bench, "medusa", heads, RowOrder(cache.num_training), loss, how.plan(cache), measure):
         return False
     accuracies = held_out.known()
     medusa_heads.export(heads.to(checkpoint_dtype(runner)), out, runner.vocab_size, accuracies)
@@ -225,7 +227,8 @@ def train_eagle(bench: Bench, out: Path, how: HeadPlan, kind: EagleRun = EagleRu
     bench.claim(name, layers=kind.layers, steps=kind.steps, **{"draft vocabulary": kind.draft_vocab})
     draft_ids = None
     if kind.draft_vocab is not None:
-        draft_ids = shapes.frequent_tokens(bench.training_rows(), runner.vocab_size, kind.draft_vocab)
+        rows = bench.training_rows()
+        draft_ids = shapes.frequent_tokens(rows[: -held_out(len(rows))], runner.vocab_size, kind.draft_vocab)
     cache = bench.features([*kind.layers, runner.num_layers])
     torch.manual_seed(how.seed)
     head = shapes.new_eagle(runner, kind.generation, kind.layers, draft_ids).to(runner.device)
@@ -331,15 +334,13 @@ def train_block(bench: Bench, out: Path, how: HeadPlan, kind: BlockRun = BlockRu
         for module in head.modules():
             if isinstance(module, Qwen3MLP):
                 module.compile(dynamic=False)
-    loss = BlockLoss(
-        head, cache, runner.num_layers, seed=how.seed, dtype=autocast_dtype(runner.device), entropy=entropy_of(how)
-    )
+    loss = BlockLoss(head, cache, runner.num_layers, seed=how.seed, dtype=bench.dtype(NAME_OF_BLOCK), entropy=entropy_of(how))
     measured = Latest(loss.measure)
 
     def evaluate(final: bool) -> dict[str, Any]:
         return by_draft("held", measured.again()["greedy"])
 
-    if not run_job(bench, NAME_OF_BLOCK, head, CachedRows(cache), loss, how.plan(cache), evaluate):
+    if not run_job(bench, NAME_OF_BLOCK, head, RowOrder(cache.num_training), loss, how.plan(cache), evaluate):
         return False
     found = measured.known()
     block_formats.export(head.to(checkpoint_dtype(runner)), out, runner.num_layers, found["sampled"])
@@ -358,10 +359,10 @@ def _train_rollout(
     if how.compiled:
         for layer in head.layers:
             layer.compile(dynamic=False)
-    dtype, entropy = autocast_dtype(runner.device), entropy_of(how)
+    dtype, entropy = bench.dtype(name), entropy_of(how)
     loss = RolloutLoss(head, cache, runner.num_layers, steps, seed=how.seed, dtype=dtype, entropy=entropy)
     held_out = Latest(loss.evaluate)
-    if not run_job(bench, name, head, CachedRows(cache), loss, how.plan(cache), lambda final: held_out.again()):
+    if not run_job(bench, name, head, RowOrder(cache.num_training), loss, how.plan(cache), lambda final: held_out.again()):
         return None
     found = {"held_out": held_out.known(), "acceptance_by_rank": loss.sibling_acceptance()}
     head.to(checkpoint_dtype(runner))

@@ -13,10 +13,11 @@ from typing import IO, Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from outrider.heads.checkpoint import save_tensors
 from outrider.options import shown
 from outrider.runner import ModelRunner
 from outrider.train.claims import claim, digest, fingerprint
@@ -150,20 +151,30 @@ def spread(first: int, count: int, total: int) -> Tensor:
     return torch.tensor([int((i * GOLDEN + 0.5) % 1.0 * total) for i in range(first, first + count)])
 
 
-class TextRows:
-    """Yields training rows [R, S] with even coverage at every moment; the last ones are held out."""
+class RowOrder:
+    """Yields indices of training rows with even coverage at every moment."""
+
+    def __init__(self, num_training: int) -> None:
+        self.num_training = num_training
+        self.rows_drawn = {"rows": 0}
+
+    def batch(self, step: int, rows: int, seq_len: int) -> Tensor:
+        """int64 [rows]."""
+        first = self.rows_drawn["rows"]
+        self.rows_drawn["rows"] += rows
+        return spread(first, rows, self.num_training)
+
+
+class TextRows(RowOrder):
+    """Yields training rows [R, S]; the last ones are held out."""
 
     def __init__(self, rows: Tensor) -> None:
-        self.num_training, self.seq_len = len(rows) - held_out(len(rows)), rows.shape[1]
-        self.held_out = rows[self.num_training :].long()
-        self.rows_drawn = {"rows": 0}
-        self.whole = rows
+        super().__init__(len(rows) - held_out(len(rows)))
+        self.seq_len, self.held_out, self.whole = rows.shape[1], rows[self.num_training :].long(), rows
 
     def batch(self, step: int, rows: int, seq_len: int) -> Tensor:
         """int64 [rows, S]."""
-        first = self.rows_drawn["rows"]
-        self.rows_drawn["rows"] += rows
-        return self.whole[spread(first, rows, self.num_training)].long()
+        return self.whole[super().batch(step, rows, seq_len)].long()
 
 
 def check_continuation(prompt_len: int, seq_len: int, temperature: float = 0.0) -> None:
@@ -186,16 +197,14 @@ def regenerate(
     """
     check_continuation(prompt_len, rows.shape[1], temperature)
     how = {"prompt length": prompt_len, "temperature": temperature, "seed": seed, "batch": runner.max_batch}
-    claim(folder / "text.json", {"target": fingerprint(runner), "text": digest(rows), **how})
+    claim(folder / "text.json", {"target": fingerprint(runner.model), "text": digest(rows), **how})
     written: list[Tensor] = []
     for number, batch in enumerate(rows.split(runner.max_batch)):
         file = folder / f"text_{number:05}.safetensors"
         is_there = file.exists()
         if not is_there:
             ids = _written(runner, batch, prompt_len, temperature, torch.Generator().manual_seed(seed + number))
-            partial = file.with_suffix(".partial")
-            save_file({"ids": ids}, partial)
-            partial.replace(file)
+            save_tensors(file, {"ids": ids})
         written.append(load_file(file)["ids"])
         if not is_there:  # files of an earlier run do not predict the remaining time
             done = sum(map(len, written))
