@@ -22,6 +22,7 @@ from outrider.train.distillation import Distillation, DistillationLoss, divergen
 from outrider.train.draft_model import DraftShape, chosen_layers, draft_config, new_draft, spaced
 from outrider.train.layer_skip import EarlyExitLoss, LayerSkip, drop_rates, exit_weights
 from outrider.train.model_runs import DraftRun, train_draft, train_early_exit
+from outrider.train.parallel import Parallel
 from outrider.train.plan import Plan
 from outrider.train.runs import Bench, EagleRun, HeadPlan, train_eagle, train_medusa
 from outrider.train.shrink import can_shrink
@@ -270,6 +271,13 @@ def test_the_on_policy_share_holds_over_steps_of_few_rows(share, wanted, monkeyp
     loss = DistillationLoss(draft, draft, Distillation(on_policy=share, prompt_len=2))
     written = [int((loss.written(ids, step) != ids).any(1).sum()) for step in range(10)]
     assert sum(written) == wanted and max(written) - min(written) <= 1
+
+
+def test_drafts_with_names_of_their_own_share_a_work_folder(bench, tmp_path):
+    how = replace(FAST, epochs=0.1)
+    for run in (DraftRun(name="distilled"), DraftRun(name="parallel", parallel=Parallel(3))):
+        assert train_draft(bench, tmp_path / run.name, how, run)
+        assert (bench.work / run.name / "checkpoint.pt").exists() and (tmp_path / run.name / f"{run.name}_curve.json").exists()
 
 
 def test_the_draft_generates_its_own_rows_with_the_steps_noise():
