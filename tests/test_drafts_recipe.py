@@ -6,6 +6,7 @@ import json
 import lzma
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -20,6 +21,7 @@ from outrider.types import OutriderError
 from recipes.drafts import foreign
 from recipes.family import corpus, model, tokenizer
 from recipes.family.config import PRESETS, Shape
+from recipes.heads import rows
 
 TINY = PRESETS["tiny"]
 CODE = 'def add{0}(first, second):\n    """Return the sum."""\n    total = first + second * {0}\n    return total\n\n'
@@ -68,6 +70,17 @@ def test_it_is_trained_from_the_familys_text_and_drafts_for_the_embedded_target(
     wanted = LLM(method="plain", compile="never").generate([prompt], params)[0].outputs[0]
     assert drafted.generate([prompt], params)[0].outputs[0].token_ids == wanted.token_ids
     assert drafted.stats.num_drafts > 0 and drafted.stats.faults == 0
+
+
+def test_rows_of_another_target_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows.data, "training_mixture", lambda *_: SimpleNamespace(batch=lambda *_: None))
+    monkeypatch.setattr(rows.prompts, "mixed_prompts", lambda *_: torch.ones(4, rows.PROMPT_LEN))
+    monkeypatch.setattr(rows, "regenerate", lambda _, part, *__: part)
+    first, second = (SimpleNamespace(model=model.build(TINY.target, TINY, seed)) for seed in (1, 2))
+    for _ in range(2):
+        assert len(rows.training_rows(first, None, tmp_path, tmp_path, 4)) == 4
+    with pytest.raises(OutriderError, match="belongs to a run with other target"):
+        rows.training_rows(second, None, tmp_path, tmp_path, 4)
 
 
 def test_a_user_error_in_a_recipe_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

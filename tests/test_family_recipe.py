@@ -8,6 +8,7 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from outrider.train.distillation import Distillation, DistillationLoss
 from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
 from outrider.train.plan import Plan
 from outrider.train.trainer import Job, Trainer
+from outrider.types import OutriderError
 from recipes.family import chats, corpus, data, evaluate, loops, model, samples, stages, tokenizer
 from recipes.family.config import PRESETS, AgainstLoops
 
@@ -53,6 +55,21 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     assert resumed.run()
     for name, weight in whole.job.model.state_dict().items():
         assert torch.equal(weight, resumed.job.model.state_dict()[name]), name
+
+
+def test_generated_rows_of_another_target_or_number_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop = stages.Workshop("tiny", tmp_path, tmp_path)
+    made: list[int] = []
+    monkeypatch.setattr(stages, "continue_rows", lambda *_: (made.append(1), torch.ones(3, 9))[1])
+    monkeypatch.setattr(stages.tokenizer, "load", lambda _: None)
+    monkeypatch.setattr(stages.data, "training_mixture", lambda *_: SimpleNamespace(batch=lambda *_: None))
+    monkeypatch.setattr(stages.prompts, "mixed_prompts", lambda *_: torch.ones(3, 4))
+    first, second = (model.build(TINY.target, TINY, seed) for seed in (1, 2))
+    for _ in range(2):
+        assert len(stages.write_text(shop, first, 3)) == 3 and len(made) == 1
+    for teacher, rows, what in ((second, 3, "target"), (first, 4, "rows")):
+        with pytest.raises(OutriderError, match=f"generated belongs to a run with other {what}"):
+            stages.write_text(shop, teacher, rows)
 
 
 def test_the_draft_learns_from_the_target(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def distilled(  # noqa: PLR0913 - one parameter an option
     at = bench(family / "target", tokens, work, rows)
     shape = DraftShape(PRESETS["cpu"].draft.layers, PRESETS["cpu"].draft.hidden, FROM_LAYERS)
     muon, adam = FRESH if fresh else LEARNED
-    kind = DraftRun(shape, None if fresh else str(family / "draft"), Distillation(loss=loss))
+    kind = DraftRun(shape, None if fresh else str(family / "draft"), Distillation(loss=loss), name="distilled")
     how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=muon, adam_lr=adam, seed=SEED, compiled=True)
     if not train_draft(at, out, how, kind):
         sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
@@ -84,7 +84,7 @@ def parallel(
 ) -> None:
     """Train the family's draft further so that it makes 8 drafts in one pass (PARD); run again to resume."""
     muon, adam = LEARNED
-    kind = DraftRun(start=str(family / "draft"), parallel=Parallel(depths=8))
+    kind = DraftRun(start=str(family / "draft"), parallel=Parallel(depths=8), name="parallel")
     how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=muon, adam_lr=adam, seed=SEED, compiled=True)
     if not train_draft(bench(family / "target", tokens, work, rows), out, how, kind):
         sys.exit("interrupted: the checkpoint is saved, run the same command to resume")

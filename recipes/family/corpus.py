@@ -89,9 +89,9 @@ def read_documents(path: Path) -> list[str]:
     return [part.strip("\n") for part in parts if part.strip()]
 
 
-def read_stdlib(root: Path | None = None) -> list[str]:
+def read_stdlib() -> list[str]:
     """Return the modules of the standard library, without tests and tables."""
-    root = root or Path(sysconfig.get_path("stdlib"))
+    root = Path(sysconfig.get_path("stdlib"))
     documents = []
     for path in sorted(root.rglob("*.py")):
         inside = path.relative_to(root)

@@ -12,6 +12,8 @@ from transformers import LlamaForCausalLM
 
 from .model import LlamaDecoder
 
+ROWS = 16  # rows per pass
+
 
 @dataclass(frozen=True)
 class HeldOut:
@@ -22,13 +24,13 @@ class HeldOut:
     token_bytes: Tensor  # [V]
 
 
-def bits_per_byte(model: LlamaForCausalLM, data: HeldOut, batch: int = 16) -> dict[str, float]:
+def bits_per_byte(model: LlamaForCausalLM, data: HeldOut) -> dict[str, float]:
     """Return bits per byte by source; `total` weighs the sources as in training."""
     device = next(model.parameters()).device
     found = {}
     for name, rows in data.rows.items():
         nats = size = 0.0
-        for ids in rows.split(batch):
+        for ids in rows.split(ROWS):
             labels = ids[:, 1:].to(device)
             logits = model(input_ids=ids[:, :-1].to(device), use_cache=False).logits
             loss = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
@@ -40,10 +42,10 @@ def bits_per_byte(model: LlamaForCausalLM, data: HeldOut, batch: int = 16) -> di
     return found
 
 
-def exit_agreement(model: LlamaForCausalLM, rows: Tensor, prompt: int = 0) -> list[float]:
-    """Return the share of positions after `prompt` at which each exit's greedy token is the full model's: L numbers."""
+def exit_agreement(model: LlamaForCausalLM, rows: Tensor) -> list[float]:
+    """Return the share of positions at which each exit's greedy token is the full model's: L numbers."""
     decoder = LlamaDecoder(model)
-    best = [decoder.logits(hidden[:, prompt:]).argmax(-1) for hidden in decoder.hidden_states(rows[:, :-1])]
+    best = [decoder.logits(hidden).argmax(-1) for hidden in decoder.hidden_states(rows[:, :-1])]
     return [round(float((exit_best == best[-1]).float().mean()), 4) for exit_best in best]
 
 

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from outrider.heads.checkpoint import replaced
 from outrider.train import distillation, plots
+from outrider.train.claims import claim, fingerprint
 from outrider.train.continuation import continue_rows
 from outrider.train.distillation import DistillationLoss
 from outrider.train.draft_model import copy_layers
 from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
 from outrider.train.plan import Plan
-from outrider.train.precision import autocast_dtype
+from outrider.train.precision import run_dtype
 from outrider.train.progress import Progress
 from outrider.train.shrink import shrink
 from outrider.train.trainer import Job, Trainer
@@ -85,12 +87,12 @@ def prepare(shop: Workshop) -> None:
     print({name: f"{count / 1e6:.2f} M tokens" for name, count in counts.items()}, flush=True)
 
 
-def _loss(shop: Workshop, net: LlamaForCausalLM, plan: Plan, skip: LayerSkip) -> EarlyExitLoss:
+def _loss(shop: Workshop, name: str, net: LlamaForCausalLM, plan: Plan, skip: LayerSkip) -> EarlyExitLoss:
     decoder = model.LlamaDecoder(net)
     if shop.compiled:
         model.compile_layers(net)
         decoder.token_loss = torch.compile(decoder.token_loss, dynamic=False)
-    return EarlyExitLoss(decoder, skip, autocast_dtype(shop.device), plan.seed)
+    return EarlyExitLoss(decoder, skip, run_dtype(shop.folder / name, shop.device), plan.seed)
 
 
 def target_job(shop: Workshop) -> Job:
@@ -110,7 +112,7 @@ def target_job(shop: Workshop) -> Job:
         return {"bpb": evaluate.bits_per_byte(net, found), "exit_agreement": agreement}
 
     batches = data.training_mixture(shop.tokens, plan.seed)
-    return Job("target", net, batches, _loss(shop, net, plan, skip), plan, shop.folder / "target", measure)
+    return Job("target", net, batches, _loss(shop, "target", net, plan, skip), plan, shop.folder / "target", measure)
 
 
 def train_target(shop: Workshop) -> bool:
@@ -127,7 +129,7 @@ def loops_job(shop: Workshop) -> Job:
     learned = torch.load(shop.folder / "target" / "checkpoint.pt", map_location=shop.device, weights_only=True)
     net.load_state_dict(learned["model"])
     skip = replace(preset.layer_skip, from_scratch=False, grow_at=0.0)
-    text = _loss(shop, net, plan, skip)
+    text = _loss(shop, "loops", net, plan, skip)
     words = tokenizer.load(shop.folder / "tokenizer")
 
     def measure(final: bool) -> dict[str, Any]:
@@ -153,8 +155,12 @@ def export_model(shop: Workshop, name: str, out: Path) -> None:
 
 
 def write_text(shop: Workshop, teacher: LlamaForCausalLM, rows: int) -> Tensor:
-    """Return sequences written by the target, greedy and sampled: [rows, S + 1]. They are stored on disk."""
-    path, how = shop.folder / "generated.pt", shop.preset.distillation
+    """Return sequences written by the target, greedy and sampled: [rows, S + 1]. They are stored on disk.
+
+    Raises ``OutriderError`` if those on disk are another target's, or another number.
+    """
+    path, how = shop.folder / "generated" / "rows.pt", shop.preset.distillation
+    claim(path.with_name("run.json"), {"target": fingerprint(teacher), "rows": rows})
     if path.exists():
         return torch.load(path, weights_only=True)
     plan, learned = shop.preset.draft_plan, tokenizer.load(shop.folder / "tokenizer")
@@ -170,7 +176,8 @@ def write_text(shop: Workshop, teacher: LlamaForCausalLM, rows: int) -> Tensor:
             written.append(continue_rows(teacher, batch, new_tokens, temperature, generator).cpu())
             bar.update(sum(map(len, written)) / rows, {"rows": sum(map(len, written))})
     generated = torch.cat(written).to(torch.int32)
-    torch.save(generated, path)
+    with replaced(path) as unfinished:
+        torch.save(generated, unfinished)
     return generated
 
 
@@ -190,7 +197,7 @@ def draft_job(shop: Workshop, target: Path, generated_rows: int | None) -> Job:
     rows = how.generated_rows if generated_rows is None else generated_rows
     generated = write_text(shop, teacher, rows) if rows else torch.empty(0, 1)
     student = new_draft(preset, teacher, plan.seed + 1)
-    loss = DistillationLoss(student, teacher, how.teaching, autocast_dtype(shop.device), plan.seed)
+    loss = DistillationLoss(student, teacher, how.teaching, run_dtype(shop.folder / "draft", shop.device), plan.seed)
     if shop.compiled:
         for net in (student, teacher):
             model.compile_layers(net)

@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from outrider.heads.checkpoint import replaced
 from outrider.runner import ModelRunner, RunnerConfig
+from outrider.train.claims import claim, fingerprint
 from outrider.train.progress import Progress
 from outrider.train.runs import Bench
 from outrider.train.text import regenerate
@@ -33,9 +35,10 @@ def bench(target: Path, tokens: Path, work: Path, count: int) -> Bench:
 def training_rows(runner: ModelRunner, learned: PreTrainedTokenizerFast, tokens: Path, work: Path, count: int) -> torch.Tensor:
     """Return beginnings of corpus text with the target's continuations, half greedy and half at temperature 1: [R, 256].
 
-    Raises ``OutriderError`` if ``work`` contains another number of rows.
+    Raises ``OutriderError`` if ``work`` contains rows of another target, or another number of rows.
     """
     path = work / "rows.pt"
+    claim(work / "rows.json", {"target": fingerprint(runner.model)})
     if path.exists():
         found: torch.Tensor = torch.load(path, weights_only=True)
         if len(found) != count:
@@ -52,5 +55,6 @@ def training_rows(runner: ModelRunner, learned: PreTrainedTokenizerFast, tokens:
             written.append(regenerate(runner, part, PROMPT_LEN, temperature, SEED, folder, bar.update))
     rows = torch.cat(written)
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED))]
-    torch.save(rows, path)
+    with replaced(path) as unfinished:
+        torch.save(rows, unfinished)
     return rows

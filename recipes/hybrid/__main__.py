@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from outrider.train.plan import Plan
-from outrider.train.precision import arithmetic, autocast_dtype
+from outrider.train.precision import arithmetic, run_dtype
 from outrider.train.trainer import Batches, Job, Trainer
 from recipes import run
 from recipes.family import data, tokenizer
@@ -44,9 +44,10 @@ def build(vocab_size: int, seed: int, **changes: Any) -> Qwen3_5ForCausalLM:
     return Qwen3_5ForCausalLM(config).float()
 
 
-def next_token_loss(model: PreTrainedModel) -> Callable[[Tensor, int, float], tuple[Tensor, dict[str, Any]]]:
-    """Return the mean cross entropy of ids [B, S + 1], computed in the dtype that is fast on this machine."""
-    dtype = autocast_dtype(model.device)
+def next_token_loss(
+    model: PreTrainedModel, dtype: torch.dtype
+) -> Callable[[Tensor, int, float], tuple[Tensor, dict[str, Any]]]:
+    """Return the mean cross entropy of ids [B, S + 1], computed in a dtype."""
 
     def loss(ids: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
         with arithmetic(ids.device, dtype):
@@ -59,7 +60,7 @@ def next_token_loss(model: PreTrainedModel) -> Callable[[Tensor, int, float], tu
 
 def job(model: PreTrainedModel, batches: Batches, plan: Plan, folder: Path) -> Job:
     """Return the training run."""
-    return Job("hybrid", model, batches, next_token_loss(model), plan, folder)
+    return Job("hybrid", model, batches, next_token_loss(model, run_dtype(folder, model.device)), plan, folder)
 
 
 def export(model: PreTrainedModel, tokenizer_folder: Path, out: Path) -> None:

@@ -95,14 +95,67 @@ def test_usage_errors_of_model_training_are_one_line(outrider: Run, target: Path
     assert_one_line(train("early-exit", "--max-drop", 1.5), "--max-drop 1.5")
     assert_one_line(train("early-exit", "--rotation", 0), "--rotation 0")
     assert_one_line(train("early-exit"), "at least three layers")
-    assert_one_line(train("dflash", "--block-size", 1), "--block-size 1: expected at least 2")
-    assert_one_line(train("dflash", "--markov-rank", -1), "--markov-rank -1: expected at least 0")
+    assert_one_line(train("dflash", "--block-size", 1), "invalid block size 1: expected at least 2")
+    assert_one_line(train("dflash", "--markov-rank", -1), "invalid Markov rank -1: expected at least 0")
     assert_one_line(train("dflash", "--hidden-states", "low"), "--hidden-states")
     assert_one_line(train("dflash", "--hidden-states", "1,7"), "has 0 to 2")
     assert_one_line(train("dflash", "--block-size", 23), "rows of 24 tokens are too short for blocks of 23")
     assert_one_line(train("mtp", "--steps", 0), "--steps 0")
     assert_one_line(train("mtp", "--format", "gguf"), "unknown layout 'gguf': expected qwen, deepseek, mimo")
     assert_one_line(train("mtp", "--start", target), "holds no MTP head: none of mtp.fc.weight")
+
+
+@pytest.mark.parametrize(
+    "kind, options, message",
+    [
+        ("eagle", ("--temperature", 0.5), "--temperature needs --regenerate"),
+        ("eagle", ("--prompt-len", 10), "--prompt-len needs --regenerate"),
+        (
+            "eagle",
+            ("--regenerate", "--prompt-len", 24),
+            "nothing to generate after prompts of 24: expected a lower --prompt-len",
+        ),
+        ("eagle", ("--regenerate", "--prompt-len", 8, "--temperature", -1), "invalid temperature -1"),
+        ("eagle", ("--generation", 1, "--draft-vocab", 100), "omit them with --generation 1"),
+        ("eagle", ("--generation", 1, "--layers", "0,1,2"), "omit them with --generation 1"),
+        ("eagle", ("--layers", "1,2"), "invalid hidden states (1, 2): EAGLE-3 reads three"),
+        ("medusa", ("--minutes", "nan"), "invalid --minutes nan"),
+        ("eagle", ("--minutes", "nan"), "invalid --minutes nan"),
+        ("dflash", ("--minutes", "nan"), "invalid --minutes nan"),
+        ("dflash", ("--layers", 0), "invalid number of layers 0: expected at least 1"),
+        ("dflash", ("--markov-rank", 4, "--selector-rank", 4), "exclude each other"),
+        ("mtp", ("--format", "foo"), "unknown layout 'foo'"),
+        ("draft", ("--keep", 0.8), "--keep and --keep-least need --parallel"),
+        ("draft", ("--keep-least", 0.3), "--keep and --keep-least need --parallel"),
+        ("draft", ("--loss", "foo"), "kl or tv"),
+        ("draft", ("--on-policy", 2), "invalid on-policy share 2.0"),
+        ("draft", ("--on-policy", 0.5, "--prompt-len", 24), "nothing to generate after prompts of 24"),
+        ("draft", ("--target", "packed"), "is quantised"),
+        ("draft", ("--start", "packed"), "is quantised"),
+        ("early-exit", ("--target", "packed"), "is quantised"),
+        ("early-exit", ("--minutes", "nan"), "invalid --minutes nan"),
+        ("mtp", ("--out", "."), "invalid --out '.': give a named folder"),
+        ("mtp", ("--out", "/"), "invalid --out '/': give a named folder"),
+        ("mtp", ("--out", ""), "invalid --out '.': give a named folder"),
+        ("mtp", ("--out", "TARGET"), "is the model that is read: give another folder"),
+        ("mtp", ("--start", "packed", "--out", "packed"), "is the model that is read: give another folder"),
+        ("mtp", ("--text", "packed"), "is not a file"),
+    ],
+)
+def test_errors_are_found_before_the_target_is_loaded(  # noqa: PLR0913 - fixtures
+    outrider: Run, target: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind, options, message
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("the target was loaded")
+
+    packed = make_folder(tmp_path / "packed")
+    config = json.loads((packed / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (packed / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("outrider.runner.ModelRunner.load", never)
+    named = {"packed": packed, "TARGET": target}
+    common = ("--target", target, "--text", text, "--out", tmp_path / "made", *FAST)
+    assert_one_line(outrider("train", kind, *common, *(named.get(each, each) for each in options)), message)
+    assert not (tmp_path / "made").exists() and not (tmp_path / "made-work").exists()
 
 
 def test_usage_errors_are_one_line(outrider: Run, target: Path, text: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemm
 
 from outrider import LLM, SamplingParams
 from outrider.runner import ModelRunner, RunnerConfig
-from outrider.train import model_runs
+from outrider.train import model_runs, optim
 from outrider.train.acceptance import acceptance, expected_tau
 from outrider.train.continuation import continue_rows
 from outrider.train.decoder import Decoder
@@ -22,6 +22,8 @@ from outrider.train.distillation import Distillation, DistillationLoss, divergen
 from outrider.train.draft_model import DraftShape, chosen_layers, draft_config, new_draft, spaced
 from outrider.train.layer_skip import EarlyExitLoss, LayerSkip, drop_rates, exit_weights
 from outrider.train.model_runs import DraftRun, train_draft, train_early_exit
+from outrider.train.parallel import Parallel
+from outrider.train.plan import Plan
 from outrider.train.runs import Bench, EagleRun, HeadPlan, train_eagle, train_medusa
 from outrider.train.shrink import can_shrink
 from outrider.train.trainer import Trainer
@@ -260,6 +262,24 @@ def test_an_existing_draft_continues_training(bench, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.num_hidden_layers == 1
 
 
+@pytest.mark.parametrize("share, wanted", [(0.1, 4), (0.3, 12), (0.5, 20), (1.0, 40)])
+def test_the_on_policy_share_holds_over_steps_of_few_rows(share, wanted, monkeypatch):
+    monkeypatch.setattr(
+        "outrider.train.distillation.continue_rows", lambda _, ids, count, *__: ids.new_zeros(len(ids), 2 + count)
+    )
+    draft, ids = tiny("llama"), torch.ones(4, 6, dtype=torch.long)
+    loss = DistillationLoss(draft, draft, Distillation(on_policy=share, prompt_len=2))
+    written = [int((loss.written(ids, step) != ids).any(1).sum()) for step in range(10)]
+    assert sum(written) == wanted and max(written) - min(written) <= 1
+
+
+def test_drafts_with_names_of_their_own_share_a_work_folder(bench, tmp_path):
+    how = replace(FAST, epochs=0.1)
+    for run in (DraftRun(name="distilled"), DraftRun(name="parallel", parallel=Parallel(3))):
+        assert train_draft(bench, tmp_path / run.name, how, run)
+        assert (bench.work / run.name / "checkpoint.pt").exists() and (tmp_path / run.name / f"{run.name}_curve.json").exists()
+
+
 def test_the_draft_generates_its_own_rows_with_the_steps_noise():
     draft, target = tiny("llama"), tiny("llama")
     ids = torch.randint(0, 64, (4, 10), generator=torch.Generator().manual_seed(5))
@@ -321,6 +341,14 @@ def test_compiled_training_equals_eager_training(kind, runner, rows, tmp_path):
     assert len(eager) > 2 and compiled == pytest.approx(eager, rel=0.02)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_matrices_of_layers_are_trained_by_muon_and_embeddings_are_not(kind):
+    model = tiny(kind)
+    muon, adam = optim.build(model, Plan(1, 1, ((1.0, 1),)), torch.float32)
+    assert len(muon.param_groups[0]["params"]) == 4 * (7 if kind == "llama" else 4)
+    assert any(param is model.get_input_embeddings().weight for param in adam.param_groups[0]["params"])
+
+
 def test_a_resumed_run_has_the_learning_rates_of_its_command(runner, rows, tmp_path, monkeypatch):
     at, used = Bench(runner, None, tmp_path / "work", rows=rows), []
     whole = Trainer.run
@@ -365,8 +393,8 @@ def test_invalid_training_gives_a_one_line_error(runner, rows, bench, tmp_path):
     def draft(at=bench, start=None, **options):
         names = DraftShape.__dataclass_fields__
         shape = DraftShape(**{name: value for name, value in options.items() if name in names})
-        teaching = Distillation(**{name: value for name, value in options.items() if name not in names})
-        return lambda: train_draft(at, tmp_path / "out", FAST, DraftRun(shape, start, teaching))
+        teaching = {name: value for name, value in options.items() if name not in names}
+        return lambda: train_draft(at, tmp_path / "out", FAST, DraftRun(shape, start, Distillation(**teaching)))
 
     cases = [
         (lambda: train_early_exit(flat, tmp_path / "out", FAST, LayerSkip()), "at least three layers; this one has 2"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from dataclasses import replace
 from itertools import accumulate
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from heads.mtp_checkpoints import tiny_target
+from safetensors import SafetensorError
 from tiny_folder import TEXT, letter_tokenizer, make_folder, make_tokenizer
 from tokenizers import processors
 from toy import outputs_of
@@ -19,12 +21,13 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from outrider import LLM, SamplingParams
 from outrider.heads import eagle_formats, mtp_formats
 from outrider.heads.block_runner import BlockRunner
+from outrider.heads.checkpoint import write_folder
 from outrider.heads.eagle import default_hidden_states
 from outrider.heads.head_runner import RolloutRunner
 from outrider.runner import ModelRunner, RunnerConfig
-from outrider.train import runs, shapes
+from outrider.train import precision, runs, shapes
 from outrider.train.block_loss import BlockLoss
-from outrider.train.capture import CachedRows, capture, read_rows
+from outrider.train.capture import capture, read_rows
 from outrider.train.claims import fingerprint
 from outrider.train.clock import RunningClock
 from outrider.train.medusa import MedusaLoss
@@ -41,7 +44,7 @@ from outrider.train.runs import (
     train_medusa,
     train_mtp,
 )
-from outrider.train.text import read_documents, regenerate, token_rows
+from outrider.train.text import RowOrder, read_documents, regenerate, token_rows
 from outrider.train.trainer import Job, Trainer
 from outrider.types import OutriderError
 
@@ -96,9 +99,12 @@ def test_an_interrupted_capture_resumes(runner, rows, tmp_path, monkeypatch):
     lost.unlink()
     capture(runner, rows, [LAYERS], tmp_path, silent)  # a subset of the layers is captured already
     assert lost.read_bytes() == content and kept.stat().st_mtime_ns == before
-    for changed, layers in ((rows.flip(0), [2]), (rows, [1])):
-        with pytest.raises(OutriderError, match="features of another target, text or layers"):
-            capture(runner, changed, layers, tmp_path, silent)
+    with pytest.raises(OutriderError, match=r"features of another target or text: give another folder"):
+        capture(runner, rows.flip(0), [2], tmp_path, silent)
+    with pytest.raises(
+        OutriderError, match=r"has hidden states 2,6, and this run reads 1: give another folder .*delete this one"
+    ):
+        capture(runner, rows, [1], tmp_path, silent)
     with pytest.raises(OutriderError, match="has 0 to 6"):
         capture(runner, rows, [7], tmp_path / "other", silent)
 
@@ -197,7 +203,7 @@ def job(kind, runner, cache, folder, steps=6):
         loss = RolloutLoss(head, cache, LAYERS, 2)
     plan = HeadPlan(batch_tokens=6 * SEQ, epochs=1.0).plan(cache)
     plan = runs.replace(plan, max_tokens=steps * 6 * SEQ, save_every_s=1e9, eval_every_s=1e9)
-    return Job(kind, head, CachedRows(cache), loss, plan, folder)
+    return Job(kind, head, RowOrder(cache.num_training), loss, plan, folder)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp", "dflash", "dflash2"])
@@ -338,10 +344,10 @@ def test_fine_tuning_any_layer_changes_the_target_fingerprint(folder, tmp_path):
     """Merged adapters do not change config, embedding and output head."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     options = RunnerConfig(compile="never")
-    first = fingerprint(ModelRunner.load(model, options))
-    assert fingerprint(ModelRunner.load(model, options)) == first
+    first = fingerprint(ModelRunner.load(model, options).model)
+    assert fingerprint(ModelRunner.load(model, options).model) == first
     model.model.layers[3].mlp.up_proj.weight.data.add_(0.01)
-    assert fingerprint(ModelRunner.load(model, options)) != first
+    assert fingerprint(ModelRunner.load(model, options).model) != first
 
 
 def test_targets_that_differ_only_in_quantised_weights_have_different_fingerprints(tmp_path):
@@ -356,7 +362,7 @@ def test_targets_that_differ_only_in_quantised_weights_have_different_fingerprin
         for name, tensor in first.model.named_buffers():
             if tensor.is_floating_point():
                 tensor.copy_(second.model.get_buffer(name))
-    assert fingerprint(first) != fingerprint(second)
+    assert fingerprint(first.model) != fingerprint(second.model)
 
 
 def test_features_larger_than_the_disk_are_rejected_before_capture(runner, rows, tmp_path, monkeypatch):
@@ -392,6 +398,51 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_leaves_no_part_of_the_next(ru
     with pytest.raises(OSError, match="the disk may be full; with more space the same command resumes"):
         trainer.save()
     assert trainer.checkpoint.read_bytes() == kept and sorted(trainer.job.folder.iterdir()) == files
+
+
+def test_an_interruption_ends_the_final_measurement_which_a_resumed_run_makes(runner, cache, tmp_path):
+    def interrupted(final):
+        raise KeyboardInterrupt
+
+    cut = job("medusa", runner, cache, tmp_path, steps=2)
+    cut.evaluate = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(cut).run()
+    again = job("medusa", runner, cache, tmp_path, steps=2)
+    again.evaluate = lambda final: {"held_1": 0.5}
+    resumed = Trainer(again)
+    assert resumed.step == 2 and resumed.run() and resumed.curve[-1]["held_1"] == 0.5
+    assert json.loads((tmp_path / "curve.json").read_text()) == Trainer(again).curve == resumed.curve
+
+
+def test_a_resumed_run_keeps_its_arithmetic(tmp_path, monkeypatch):
+    for measured in (torch.float32, torch.bfloat16):
+        monkeypatch.setattr(precision, "autocast_dtype", lambda _, dtype=measured: dtype)
+        assert precision.run_dtype(tmp_path / "run", torch.device("cpu")) == torch.float32
+
+
+def test_a_full_disk_is_reported_with_the_file_and_leaves_no_part(tmp_path, monkeypatch):
+    def stop_half_way(tensors, path, metadata=None):
+        path.write_bytes(b"half of it")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("outrider.heads.checkpoint.save_file", stop_half_way)
+    with pytest.raises(OSError, match=r"with more space the same command resumes .*No space left.*: '.*model.safetensors'"):
+        write_folder(tmp_path, {}, {"weight": torch.ones(1)})
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_reduced_vocabulary_is_counted_without_held_out_rows(runner, rows, tmp_path, monkeypatch):
+    counted = []
+
+    def stop(found, *_):
+        counted.append(found)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shapes, "frequent_tokens", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train_eagle(Bench(runner, None, tmp_path, rows=rows), tmp_path, HeadPlan(), EagleRun(3, 2, (1, 2, 3), 60))
+    assert torch.equal(counted[0], rows[:-3])
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle3"])
@@ -458,8 +509,40 @@ def test_text_is_read_from_plain_files_and_all_kinds_of_lines(llm, tmp_path):
     rows = token_rows([plain, lines], llm.tokenizer, 16, 10**6)
     assert llm.tokenizer.decode(rows.flatten().tolist()).startswith(TEXT[:40])
     assert token_rows([plain], llm.tokenizer, 16, 40).shape == (2, 16)
-    lines.write_bytes(b'{"text": "na\xefve"}')  # not UTF-8
-    assert llm.tokenizer.decode(next(read_documents(lines, llm.tokenizer))) == "na\N{REPLACEMENT CHARACTER}ve"
+    for kind, content in (("a.txt", TEXT.encode()), ("b.jsonl", lines.read_bytes())):
+        packed = tmp_path / f"{kind}.gz"
+        packed.write_bytes(gzip.compress(b"\xef\xbb\xbf" + content))  # some editors write a byte order mark
+        assert list(read_documents(packed, llm.tokenizer)) == list(read_documents(tmp_path / kind, llm.tokenizer))
+
+
+def test_text_is_read_in_pieces_and_only_as_far_as_needed(llm, tmp_path, monkeypatch):
+    monkeypatch.setattr("outrider.train.text.PIECE", 100)
+    path, read = tmp_path / "a.txt", []
+    path.write_text(TEXT * 4)
+    (whole,) = read_documents(path, llm.tokenizer)
+    assert llm.tokenizer.decode(whole) == TEXT * 4
+    counting = SimpleNamespace(eos_token_id=1, encode=lambda text, **_: (read.append(text), [5] * len(text))[1])
+    missing = tmp_path / "none.txt"
+    assert token_rows([path, missing], counting, 16, 70).shape == (4, 16)
+    assert len(read) == 1 and read[0] == TEXT[: len(read[0])] and read[0].endswith("\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("a.txt", b"na\xefve", "'utf-8' codec can't decode byte 0xef in position 2"),
+        ("a.jsonl", b'{"text": "na\xefve"}', "'utf-8' codec can't decode byte 0xef"),
+        ("a.txt", gzip.compress(b"text"), "can't decode byte 0x8b"),
+        ("a.txt.gz", b"text", "Not a gzipped file"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}' * 9)[:-9], "ended before the end-of-stream marker"),
+    ],
+)
+def test_a_file_that_is_not_text_is_refused(name, content, why, llm, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(OutriderError, match=rf"cannot read .*{name}: .*{why}.*; expected UTF-8 text, or JSONL, plain or .gz"):
+        list(read_documents(tmp_path / name, llm.tokenizer))
+    with pytest.raises(OutriderError, match="is not a file"):
+        list(read_documents(tmp_path, llm.tokenizer))
 
 
 def test_a_chat_has_the_begin_token_of_its_template_only(tmp_path):
@@ -480,6 +563,10 @@ def test_a_chat_has_the_begin_token_of_its_template_only(tmp_path):
     [
         ({"text": "a\ud800"}, "line 1: invalid Unicode: unpaired surrogate at index 1"),
         ({"messages": [{"role": "system", "content": "x"}]}, "line 1: no system role"),
+        ({"messages": [{"role": "user", "content": None}]}, r"line 1: .* \(content is None, not a string\)"),
+        ({"text": None}, r"line 1: .* \(text is None, not a string\)"),
+        ({"text": ["a", "b"]}, r"line 1: .* \(text is \['a', 'b'\], not a string\)"),
+        ({"prompt": None, "completion": "x"}, r"line 1: .* \(prompt is None, not a string\)"),
     ],
 )
 def test_a_line_that_cannot_be_read_is_named(entry, message, llm, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,7 @@ from outrider.cli.console import show_notices
 from outrider.cli.options import flag, parse_list, with_groups
 from outrider.errors import OutriderError
 from outrider.family import TARGET
+from outrider.files import expanded
 from outrider.options import path_or_text
 
 if TYPE_CHECKING:
@@ -52,7 +54,9 @@ class TextOptions:
     """Options of target and training text."""
 
     target: str | None = flag("Folder or hub id of the target (default: the embedded one).", panel=WHAT)
-    text: list[Path] | None = flag("Text file, or JSONL with text, prompt and completion, or messages; repeatable.", panel=TEXT)
+    text: list[Path] | None = flag(
+        "Text file, or JSONL with text, prompt and completion, or messages; plain or .gz; repeatable.", panel=TEXT
+    )
     work: Path | None = flag("Folder for features and checkpoints (default: OUT-work).", panel=WHAT)
     seq_len: int | None = flag("Tokens per row (default: 256).", panel=TEXT)
     max_tokens: int | None = flag("Maximum number of text tokens to use (default: 1000000).", panel=TEXT)
@@ -71,7 +75,7 @@ class LengthOptions:
         "Minutes of training; the learning rate decays to zero by then (default: by --epochs).", panel=LONG
     )
     epochs: float | None = flag("Maximum passes over the text (default: 4).", panel=LONG)
-    batch_tokens: int | None = flag("Tokens per step; fewer need less memory (default: 4096).", panel=LONG)
+    batch_tokens: int | None = flag("Tokens per step, at least one row; fewer need less memory (default: 4096).", panel=LONG)
     muon_lr: float | None = flag(
         "Learning rate of the layers' matrices (default: 0.01; 0.002 to continue an existing model).", panel=LONG
     )
@@ -96,7 +100,8 @@ def medusa(
     from outrider.train.runs import train_medusa
 
     check(heads=heads, layers=layers)
-    done(train_medusa(bench_of(text, out), out, plan_of(length), heads, layers), f"--method medusa --draft {out}")
+    how = plan_of(length)
+    done(train_medusa(bench_of(text, out), out, how, heads, layers), f"--method medusa --draft {out}")
 
 
 @with_groups
@@ -114,18 +119,15 @@ def eagle(  # noqa: PLR0913 - one parameter an option
     length: LengthOptions,
 ) -> None:
     """Train an EAGLE head."""
-    from outrider.heads.eagle_formats import FORMATS
     from outrider.train.runs import EagleRun, train_eagle
 
     check(steps=steps, draft_vocab=draft_vocab)
-    if generation not in (1, 3):
-        raise OutriderError(f"invalid --generation {generation}: expected 1 (EAGLE-1 and EAGLE-2) or 3")
-    kinds = parse_list("--format", formats, str)
-    if not set(kinds) <= set(FORMATS):
-        raise OutriderError(f"invalid --format {formats}: expected {', '.join(FORMATS)}")
+    if generation == 1 and (layers, draft_vocab) != (None, None):
+        raise OutriderError("--layers and --draft-vocab are EAGLE-3's: omit them with --generation 1")
     states = parse_list("--layers", layers, int) if layers is not None else None
-    run = EagleRun(generation, steps, states, draft_vocab, kinds)
-    done(train_eagle(bench_of(text, out), out, plan_of(length), run), f"--method eagle --draft {out}")
+    run = EagleRun(generation, steps, states, draft_vocab, parse_list("--format", formats, str))
+    how = plan_of(length)
+    done(train_eagle(bench_of(text, out), out, how, run), f"--method eagle --draft {out}")
 
 
 @with_groups
@@ -146,8 +148,8 @@ def mtp(
 
     check(steps=steps)
     check_source(start)
-    how = plan_of(length, MODEL_RATES if start is not None else {})
-    done(train_mtp(bench_of(text, out), out, how, MtpRun(steps, start, layout)), f"--method mtp --draft {out}")
+    how, run = plan_of(length, MODEL_RATES if start is not None else {}), MtpRun(steps, start, layout)
+    done(train_mtp(bench_of(text, out, start=start), out, how, run), f"--method mtp --draft {out}")
 
 
 @dataclass(frozen=True)
@@ -182,17 +184,10 @@ def dflash(
     """Train a block drafter, which drafts a block in one pass; written in z-lab's format."""
     from outrider.train.runs import BlockRun, train_block
 
-    check(layers=layers)
-    if block_size < 2:
-        raise OutriderError(f"invalid --block-size {block_size}: expected at least 2")
-    for name, rank in (("--markov-rank", pairs.markov_rank), ("--selector-rank", pairs.selector_rank)):
-        if rank < 0:
-            raise OutriderError(f"invalid {name} {rank}: expected at least 0")
-    if pairs.markov_rank and pairs.selector_rank:
-        raise OutriderError("--markov-rank and --selector-rank exclude each other: give one of them")
     states = parse_list("--hidden-states", hidden_states, int) if hidden_states is not None else None
     run = BlockRun(block_size, layers, states, pairs.markov_rank, pairs.selector_rank)
-    done(train_block(bench_of(text, out), out, plan_of(length), run), f"--method dflash --draft {out}")
+    how = plan_of(length)
+    done(train_block(bench_of(text, out), out, how, run), f"--method dflash --draft {out}")
 
 
 @with_groups
@@ -205,8 +200,8 @@ def draft(  # noqa: PLR0913 - one parameter an option
     start: str | None = flag("Continue this draft, a folder or hub id, instead of a new one.", panel=WHAT),
     loss: str = flag("kl (forward KL) or tv (total variation, the rejection rate when sampling).", "kl", panel=WHAT),
     parallel: int | None = flag("Train the draft to make this many drafts per pass, with mask tokens (PARD).", panel=WHAT),
-    keep: float = flag("With --parallel: share of chains kept from each depth to the next.", 0.7, panel=WHAT),
-    keep_least: float = flag("With --parallel: minimum share of the chains at any depth.", 0.2, panel=WHAT),
+    keep: float | None = flag("With --parallel: share of chains kept from each depth to the next (default: 0.7).", panel=WHAT),
+    keep_least: float | None = flag("With --parallel: minimum share of the chains at any depth (default: 0.2).", panel=WHAT),
     on_policy: float = flag("Share of a step's rows that the current draft generates itself.", 0.0, panel=TEXT),
     text: TextOptions,
     length: LengthOptions,
@@ -222,13 +217,17 @@ def draft(  # noqa: PLR0913 - one parameter an option
     check_source(start)
     if start is not None and (layers, width, from_layers) != (None, None, None):
         raise OutriderError("--start determines the draft's size: omit --layers, --width and --from-layers")
+    if parallel is None and (keep, keep_least) != (None, None):
+        raise OutriderError("--keep and --keep-least need --parallel")
     chosen = parse_list("--from-layers", from_layers, int) if from_layers is not None else None
     teaching = Distillation(loss=loss, on_policy=on_policy, **given(text, "prompt_len"))
-    masks = None if parallel is None else Parallel(parallel, keep, keep_least)
+    shares = {name: share for name, share in (("keep", keep), ("least", keep_least)) if share is not None}
+    masks = None if parallel is None else Parallel(parallel, **shares)
     run = DraftRun(DraftShape(layers, width, chosen), start, teaching, masks)
     rates = MODEL_RATES if parallel is None else MASK_RATES
     how = plan_of(length, rates if start is not None else {})
-    done(train_draft(bench_of(text, out), out, how, run), f"--draft {out}")
+    bench = bench_of(text, out, start=start, uses_prompts=on_policy > 0, trains_model=True)
+    done(train_draft(bench, out, how, run), f"--draft {out}")
 
 
 @with_groups
@@ -246,12 +245,13 @@ def early_exit(
     from outrider.train.model_runs import train_early_exit
 
     check(rotation=rotation)
-    if not 0 <= max_drop < 1 or exit_scale < 0:
+    if not 0 <= max_drop < 1 or not 0 <= exit_scale < math.inf:
         raise OutriderError(
             f"invalid --max-drop {max_drop} or --exit-scale {exit_scale}: expected 0 <= max-drop < 1 and exit-scale >= 0"
         )
     skip = LayerSkip(max_drop=max_drop, exit_scale=exit_scale, rotation=rotation)
-    done(train_early_exit(bench_of(text, out), out, plan_of(length, MODEL_RATES), skip), f"--target {out} --method early-exit")
+    how = plan_of(length, MODEL_RATES)
+    done(train_early_exit(bench_of(text, out, trains_model=True), out, how, skip), f"--target {out} --method early-exit")
 
 
 COMMANDS = {"medusa": medusa, "eagle": eagle, "mtp": mtp, "dflash": dflash, "draft": draft, "early-exit": early_exit}
@@ -280,33 +280,62 @@ def plan_of(length: LengthOptions, rates: dict[str, float] | None = None) -> Hea
     return HeadPlan(**((rates or {}) | found))
 
 
-def bench_of(text: TextOptions, out: Path) -> Bench:
-    """Check the options, then load the target."""
+def bench_of(
+    text: TextOptions, out: Path, *, start: str | None = None, uses_prompts: bool = False, trains_model: bool = False
+) -> Bench:
+    """Check the options, then load the target, then create the folders.
+
+    ``start``: a checkpoint that the run reads besides the target. ``uses_prompts``: --prompt-len has a use without
+    --regenerate. ``trains_model``: the target is loaded for training, which quantised weights do not allow.
+    """
     from outrider.cli.session import check_source, loading
     from outrider.train.runs import Bench, Source
+    from outrider.train.text import check_continuation, check_text_file
 
+    target = path_or_text(text.target or TARGET)
+    check_out(out, [target] if start is None else [target, start])
     if not text.text:
         raise OutriderError("no training text: give --text file.txt or --text file.jsonl")
-    missing = next((path for path in text.text if not path.is_file()), None)
-    if missing is not None:
-        raise OutriderError(f"text file {missing} does not exist")
+    for path in text.text:
+        check_text_file(path)
     check(seq_len=text.seq_len, max_tokens=text.max_tokens, prompt_len=text.prompt_len)
+    if not text.regenerate and text.temperature is not None:
+        raise OutriderError("--temperature needs --regenerate")
+    if not (text.regenerate or uses_prompts) and text.prompt_len is not None:
+        raise OutriderError("--prompt-len needs --regenerate, or --on-policy of `train draft`")
+    names = ("seq_len", "max_tokens", "regenerate", "prompt_len", "temperature")
+    source = Source(tuple(text.text), **given(text, *names))
+    if source.regenerate or uses_prompts:
+        check_continuation(source.prompt_len, source.seq_len, source.temperature)
     check_source(text.target)
+    if trains_model:
+        from outrider.train.model_runs import check_trainable
+
+        for name in (target, start):
+            if name is not None:
+                check_trainable(str(name))
+    show_notices()
+    with loading(f"loading {text.target or 'the embedded model'}"):
+        from outrider.engine.config import load_tokenizer
+        from outrider.runner import ModelRunner, RunnerConfig
+
+        runner, tokenizer = ModelRunner.load(target, RunnerConfig(max_batch=16)), load_tokenizer(target)
     work = text.work or out.with_name(f"{out.name}-work")
     try:
         work.mkdir(parents=True, exist_ok=True)
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutriderError(f"cannot create the folder {error.filename}: {error.strerror}") from None
-    show_notices()
-    names = ("seq_len", "max_tokens", "regenerate", "prompt_len", "temperature")
-    source = Source(tuple(text.text), **given(text, *names))
-    with loading(f"loading {text.target or 'the embedded model'}"):
-        from outrider.engine.config import load_tokenizer
-        from outrider.runner import ModelRunner, RunnerConfig
+    return Bench(runner, tokenizer, work, source)
 
-        target = path_or_text(text.target or TARGET)
-        return Bench(ModelRunner.load(target, RunnerConfig(max_batch=16)), load_tokenizer(target), work, source)
+
+def check_out(out: Path, models: Sequence[str | Path]) -> None:
+    """Raise ``OutriderError`` for an output folder without a name, or one that holds a model that the run reads."""
+    if out.name in ("", ".."):
+        raise OutriderError(f"invalid --out {str(out)!r}: give a named folder, such as ./head")
+    for model in map(expanded, models):
+        if out.exists() and model.exists() and out.samefile(model):
+            raise OutriderError(f"--out {out} is the model that is read: give another folder, or it would be overwritten")
 
 
 def done(finished: bool, options: str) -> None:

@@ -6,22 +6,24 @@ headers are read: tensors have shapes and dtypes, but no values.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from outrider.files import expanded
-from outrider.types import OutriderError, first_line
+from outrider.files import expanded, write_whole
+from outrider.types import OutriderError, first_line, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -292,9 +294,41 @@ def loose_files(folder: Path) -> list[Path]:
 def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write a folder for ``read_folder``, with weights in safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, folder / "model.safetensors",
-              metadata={"format": "pt"})  # fmt: skip
+    write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    save_tensors(folder / "model.safetensors", tensors)
+
+
+def save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file atomically. Raises OSError like ``replaced``."""
+    with replaced(file) as unfinished:
+        save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, unfinished, {"format": "pt"})
+
+
+@contextmanager
+def replaced(file: Path) -> Iterator[Path]:
+    """Return the path of a temporary file that replaces ``file`` when the block ends, and is removed if it fails.
+
+    Raises OSError with the file's name for the errors of the libraries' writers, which do not name it.
+    """
+    unfinished = file.with_name(f"{file.name}.partial")
+    try:
+        with named_errors(file):
+            yield unfinished
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def named_errors(file: Path) -> Iterator[None]:
+    """Raise OSError with the name of a file or folder for the errors of safetensors' and torch's writers."""
+    try:
+        yield
+    except (SafetensorError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
+        problem = "cannot write the file, the disk may be full; with more space the same command resumes"
+        raise OSError(errno.EIO, f"{problem} ({first_line(error)})", str(file)) from error
 
 
 def check_sections(config: Mapping[str, Any], sections: Sequence[str], source: object) -> None:

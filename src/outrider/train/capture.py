@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.files import write_whole
+from outrider.heads.checkpoint import save_tensors
 from outrider.heads.feature_head import FeatureHead
 from outrider.runner import ModelRunner
 from outrider.train.claims import digest, fingerprint
-from outrider.train.text import Report, held_out, spread
+from outrider.train.text import Report, held_out
 from outrider.types import Context, OutriderError, Proposal, Request, SamplingParams
 
 SHARD_ROWS = 64
@@ -78,7 +78,7 @@ def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Pa
     check_captured(runner, layers, rows.shape[1])
     folder.mkdir(parents=True, exist_ok=True)
     about: dict[str, Any] = {
-        "target": fingerprint(runner),
+        "target": fingerprint(runner.model),
         "text": digest(rows),
         "rows": len(rows),
         "seq_len": rows.shape[1],
@@ -86,18 +86,25 @@ def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Pa
     }
     path = folder / "features.json"
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else about
-    if {**known, "layers": 0} != {**about, "layers": 0} or not set(layers) <= set(known["layers"]):
-        raise OutriderError(f"{folder} contains features of another target, text or layers: give another folder or delete it")
+    if {**known, "layers": 0} != {**about, "layers": 0}:
+        raise OutriderError(f"{folder} has features of another target or text: give another folder (--work) or delete it")
+    if not set(layers) <= set(known["layers"]):
+        raise OutriderError(
+            f"{folder} has hidden states {_joined(known['layers'])}, and this run reads {_joined(layers)}:"
+            " give another folder (--work), or delete this one, so that all of them are captured"
+        )
     write_whole(path, json.dumps(known))
     left = [start for start in range(0, len(rows), SHARD_ROWS) if not (folder / _name(start // SHARD_ROWS)).exists()]
     _check_room(folder, len(left) * SHARD_ROWS * rows.shape[1] * len(known["layers"]) * runner.hidden_size * 2)
     for start in left:
         file, part = folder / _name(start // SHARD_ROWS), rows[start : start + SHARD_ROWS]
-        partial = file.with_suffix(".partial")
-        save_file(_captured(runner, part, tuple(known["layers"])), partial)
-        partial.replace(file)
+        save_tensors(file, _captured(runner, part, tuple(known["layers"])))
         report((start + len(part)) / len(rows), {"rows": start + len(part)})
     return FeatureCache(folder, known["layers"], len(rows), rows.shape[1])
+
+
+def _joined(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
 
 
 def _check_room(folder: Path, needed: int) -> None:
@@ -131,17 +138,3 @@ def read_rows(cache: FeatureCache, rows: Sequence[int], head: FeatureHead, last:
     device = head.fc.weight.device
     ids, found = cache.read(rows, sorted({*head.hidden_states, last}))
     return ids.to(device), [found[layer].to(device) for layer in head.hidden_states], found[last].to(device)
-
-
-class CachedRows:
-    """Yields indices of training rows with even coverage at every moment."""
-
-    def __init__(self, cache: FeatureCache) -> None:
-        self._count = cache.num_training
-        self.rows_drawn = {"rows": 0}
-
-    def batch(self, step: int, rows: int, seq_len: int) -> Tensor:
-        """int64 [rows]."""
-        first = self.rows_drawn["rows"]
-        self.rows_drawn["rows"] += rows
-        return spread(first, rows, self._count)

@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from outrider.files import write_whole
-from outrider.runner import ModelRunner
 from outrider.types import OutriderError
 
 SAMPLED = 64  # sampled values per tensor that identify a target
 
 
-def fingerprint(runner: ModelRunner) -> str:
+def fingerprint(model: PreTrainedModel) -> str:
     """Return a fingerprint of a target: its config, and sampled values of every tensor, because a fine-tune may change any."""
-    model = runner.model
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     tensors = [tensor.detach().flatten() for tensor in (*model.parameters(), *model.buffers())]  # quantised ones hold integers
     samples = [flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED] for flat in tensors]
@@ -34,7 +33,6 @@ def digest(rows: Tensor) -> str:
 
 def claim(path: Path, about: Mapping[str, Any]) -> None:
     """Record a folder's identity in the file ``path``. Raises ``OutriderError`` if it already has another one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     about = json.loads(json.dumps(about))  # normalise as JSON: tuples become lists
     known = once(path, lambda: dict(about))
     odd = [key for key in about if known.get(key) != about[key]]
@@ -45,8 +43,9 @@ def claim(path: Path, about: Mapping[str, Any]) -> None:
 
 
 def once(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the file's tensors; create the file if it is missing."""
+    """Return the JSON object in a file; make and write it if the file is missing."""
     if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(make(), indent=1) + "\n")
     found: dict[str, Any] = json.loads(path.read_text())
     return found

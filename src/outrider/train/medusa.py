@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from outrider.heads.medusa import Accuracies, MedusaHeads
 from outrider.train.capture import FeatureCache
@@ -21,7 +20,7 @@ NUM_RANKS = 10  # candidates per head whose accuracy is measured
 class MedusaLoss:
     """Cross entropy of head i against the target i + 1 positions later, weighted by ``decay`` ** i.
 
-    The label is the target's distribution from its hidden states (``distil``), or the token in the text.
+    The label is the target's distribution from its hidden states.
     """
 
     heads: MedusaHeads
@@ -29,7 +28,6 @@ class MedusaLoss:
     cache: FeatureCache
     layer: int  # index of the hidden state after the final norm
     decay: float = 0.8
-    distil: bool = True
     dtype: torch.dtype = torch.float32  # of the arithmetic
     entropy: SoftEntropy = soft_entropy
 
@@ -45,8 +43,6 @@ class MedusaLoss:
                 there = slice(head, head + length - count - 1)
                 own = self.heads.one(head, hidden[:, : length - count - 1])  # [B, T, V]
                 loss, hit = self.entropy(own, teacher.at(there))
-                if not self.distil:
-                    loss = cross_entropy(own.flatten(0, 1).float(), ids[:, 2:][:, there].flatten())
                 total = total + self.decay**head * loss
                 parts |= {f"head_{head + 1}": loss.detach(), f"hit_{head + 1}": hit}
         return total, {"loss": total.detach(), **parts}

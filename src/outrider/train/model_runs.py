@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
+from outrider.heads.checkpoint import named_errors
 from outrider.runner import ModelRunner, gguf, loading
 from outrider.runner.checkpoints.formats import quantization_of
 from outrider.runner.loading import decoder_layers, text_config
@@ -25,13 +26,12 @@ from outrider.runner.tokenizers import check_same_vocabulary
 from outrider.train.acceptance import acceptance, summary
 from outrider.train.claims import once
 from outrider.train.decoder import Decoder
-from outrider.train.distillation import DIVERGENCES, Distillation, DistillationLoss
+from outrider.train.distillation import Distillation, DistillationLoss
 from outrider.train.draft_model import DraftShape, new_draft
 from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
 from outrider.train.parallel import Masks, Parallel
-from outrider.train.precision import autocast_dtype
 from outrider.train.runs import Bench, HeadPlan, Latest, checkpoint_dtype, finish, run_job
-from outrider.train.text import TextRows
+from outrider.train.text import TextRows, check_continuation
 from outrider.types import OutriderError, first_line
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def train_early_exit(bench: Bench, out: Path, how: HeadPlan, skip: LayerSkip) ->
     before = once(bench.work / "early-exit" / "before.json", lambda: measure_exits(decoder, rows.held_out))
     for layer in decoder.layers if how.compiled else ():
         layer.compile()  # for any number of rows, because dropout skips some
-    loss = EarlyExitLoss(decoder, skip, autocast_dtype(runner.device), how.seed)
+    loss = EarlyExitLoss(decoder, skip, bench.dtype("early-exit"), how.seed)
     if not run_job(bench, "early-exit", model, rows, loss, how.plan(rows), measure):
         return False
     found = {"before": before, "after": held_out.known()}
@@ -96,6 +96,7 @@ class DraftRun:
     start: str | None = None  # folder or hub id of a draft to continue, instead of a shape
     teaching: Distillation = field(default_factory=Distillation)
     parallel: Parallel | None = None  # train it to draft in parallel, with mask tokens
+    name: str = "draft"  # subfolder of the work folder
 
 
 def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRun()) -> bool:
@@ -104,14 +105,8 @@ def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRu
     Raises ``OutriderError`` for invalid sizes and for a draft with another vocabulary.
     """
     runner, teaching = bench.runner, kind.teaching
-    if teaching.loss not in DIVERGENCES:
-        raise OutriderError(f"invalid loss {teaching.loss!r}: expected {' or '.join(DIVERGENCES)}")
-    if not 0 <= teaching.on_policy <= 1:
-        raise OutriderError(f"invalid on_policy {teaching.on_policy}: expected a share from 0 to 1")
-    if teaching.prompt_len < 1:
-        raise OutriderError(f"invalid prompt_len {teaching.prompt_len}: expected at least 1")
-    if teaching.on_policy and teaching.prompt_len >= bench.seq_len:
-        raise OutriderError(f"rows of {bench.seq_len} tokens leave nothing to generate after prompts of {teaching.prompt_len}")
+    if teaching.on_policy:
+        check_continuation(teaching.prompt_len, bench.seq_len)
     _check_rows(bench.seq_len, runner.name, runner.max_len)
     target = trainable(runner).requires_grad_(False).eval()
     torch.manual_seed(how.seed)
@@ -125,7 +120,7 @@ def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRu
     share = draft.num_parameters() / target.num_parameters()
     logger.info("draft with %.1fM parameters, %.0f%% of the target's; %s", draft.num_parameters() / 1e6, 100 * share, origin)
     shape, parallel = asdict(kind.shape), kind.parallel and asdict(kind.parallel)
-    bench.claim("draft", shape=shape, start=kind.start, teaching=asdict(teaching), parallel=parallel)
+    bench.claim(kind.name, shape=shape, start=kind.start, teaching=asdict(teaching), parallel=parallel)
     rows = TextRows(bench.training_rows())
     on_text = partial(measure_draft, draft, target) if masks is None else partial(masks.measure, target)
     held_out = Latest(lambda: on_text(rows.held_out))
@@ -134,17 +129,17 @@ def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRu
         found = held_out.again() if final else on_text(rows.held_out[: 4 * ROWS])
         return {f"held_{name}": found[name]["acceptance"] for name in ("greedy", "sampled")}
 
-    before = once(bench.work / "draft" / "before.json", lambda: on_text(rows.held_out))
-    loss = DistillationLoss(draft, target, teaching, autocast_dtype(runner.device), how.seed, masks)
+    before = once(bench.work / kind.name / "before.json", lambda: on_text(rows.held_out))
+    loss = DistillationLoss(draft, target, teaching, bench.dtype(kind.name), how.seed, masks)
     if how.compiled:
         for layer in (*decoder_layers(draft), *decoder_layers(target)):
             layer.compile(dynamic=False)
         loss.divergence = torch.compile(loss.divergence, dynamic=False)
-    if not run_job(bench, "draft", draft, rows, loss, how.plan(rows), measure):
+    if not run_job(bench, kind.name, draft, rows, loss, how.plan(rows), measure):
         return False
     found = {"parameters": draft.num_parameters(), "before": before, "after": held_out.known()}
     _save(bench, draft, out)
-    finish(bench, "draft", out, found)
+    finish(bench, kind.name, out, found)
     return True
 
 
@@ -170,9 +165,14 @@ def trainable(runner: ModelRunner, source: str | None = None) -> PreTrainedModel
     Raises ``OutriderError`` for quantised, broken or incomplete weights.
     """
     name = source or runner.name
+    check_trainable(name)
+    return loading.load_model(name, torch.float32, runner.device)
+
+
+def check_trainable(name: str) -> None:
+    """Raise ``OutriderError`` for quantised weights, from the config alone."""
     if gguf.find(name) is not None or quantization_of(loading.load_config(name)) is not None:
         raise OutriderError(f"{name} is quantised: training needs the checkpoint in 16 or 32 bits")
-    return loading.load_model(name, torch.float32, runner.device)
 
 
 def _check_rows(seq_len: int, name: str, max_len: int | None) -> None:
@@ -202,7 +202,8 @@ def _existing(source: str, bench: Bench, is_parallel: bool) -> PreTrainedModel:
 def _save(bench: Bench, model: Any, out: Path) -> None:
     """Write the model in the target's dtype, with unchanged files of the target's tokenizer, if any."""
     model.generation_config = bench.runner.model.generation_config
-    model.to(checkpoint_dtype(bench.runner)).save_pretrained(out)
+    with named_errors(out):
+        model.to(checkpoint_dtype(bench.runner)).save_pretrained(out)
     source = Path(bench.runner.name)
     files = [path for pattern in TOKENIZER_FILES for path in source.glob(pattern)] if source.is_dir() else []
     for path in files:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -10,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from outrider.train.plan import Plan
-from outrider.train.precision import autocast_dtype
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+IN_LAYER = re.compile(r"\b(layers|h|blocks)\.\d+\.")  # names of a layer's weights; h is GPT-2's, blocks MPT's
+NEWTON_SCHULZ, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
+MOMENTUM = 0.95
 
 
-def orthogonalise(matrices: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
+def orthogonalise(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Newton-Schulz iteration towards the nearest semi-orthogonal matrices: [N, A, B] -> [N, A, B].
 
     In float32 only the smaller X X^T is iterated, because the iterates of X are polynomials of it times X: a third less
@@ -25,28 +27,28 @@ def orthogonalise(matrices: Tensor, dtype: torch.dtype, steps: int = 5) -> Tenso
     tall = matrices.shape[1] > matrices.shape[2]
     wide = (matrices.mT if tall else matrices).to(dtype)
     wide = wide / (wide.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    wide = _by_gram(wide, steps) if dtype == torch.float32 else _by_itself(wide, steps)
+    wide = _by_gram(wide) if dtype == torch.float32 else _by_itself(wide)
     out: Tensor = (wide.mT if tall else wide).to(matrices.dtype)
     return out
 
 
-def _by_itself(wide: Tensor, steps: int) -> Tensor:
+def _by_itself(wide: Tensor) -> Tensor:
     first, second, third = NEWTON_SCHULZ
-    for _ in range(steps):
+    for _ in range(ITERATIONS):
         gram = wide @ wide.mT
         poly = torch.baddbmm(gram, gram, gram, beta=second, alpha=third)  # second G + third G^2
         wide = torch.baddbmm(wide, poly, wide, beta=first)
     return wide
 
 
-def _by_gram(wide: Tensor, steps: int) -> Tensor:
+def _by_gram(wide: Tensor) -> Tensor:
     first, second, third = NEWTON_SCHULZ
     gram = wide @ wide.mT
     product = torch.eye(gram.shape[1], dtype=wide.dtype, device=gram.device).expand_as(gram)
-    for step in range(steps):
+    for step in range(ITERATIONS):
         poly = torch.baddbmm(gram, gram, gram, beta=second, alpha=third)
         product = torch.baddbmm(product, poly, product, beta=first) if step else poly + first * product
-        if step < steps - 1:
+        if step < ITERATIONS - 1:
             half = torch.baddbmm(gram, poly, gram, beta=first)  # (first + poly) G
             gram = torch.baddbmm(half, poly, half, beta=first)
     return product @ wide
@@ -60,8 +62,9 @@ class Muon(torch.optim.Optimizer):
     "original" scaling.
     """
 
-    def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+    def __init__(self, params: Iterable[Tensor], lr: float, dtype: torch.dtype, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self.dtype = dtype  # of the products
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are not supported
@@ -83,10 +86,10 @@ class Muon(torch.optim.Optimizer):
             state = self.state[param]
             if not state:
                 state["momentum"] = torch.zeros_like(param)
-            state["momentum"].lerp_(param.grad, 1 - group["momentum"])
-            look_ahead = param.grad.lerp(state["momentum"], group["momentum"])  # Nesterov
+            state["momentum"].lerp_(param.grad, 1 - MOMENTUM)
+            look_ahead = param.grad.lerp(state["momentum"], MOMENTUM)  # Nesterov
             grads.append(look_ahead.mT if param.shape[0] > param.shape[1] else look_ahead)
-        updates = orthogonalise(torch.stack(grads), autocast_dtype(params[0].device))
+        updates = orthogonalise(torch.stack(grads), self.dtype)
         for param, update in zip(params, updates, strict=True):
             rows, columns = param.shape
             update = update.mT if rows > columns else update
@@ -94,16 +97,19 @@ class Muon(torch.optim.Optimizer):
             param.add_(update, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
 
 
-def build(model: nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of one model, each with parameters; the schedule scales `base_lr` of each group."""
+def build(model: nn.Module, plan: Plan, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of one model, each with parameters; the schedule scales `base_lr` of each group.
+
+    ``dtype``: of Muon's products.
+    """
     matrices: list[Tensor] = []
     others: list[Tensor] = []
     for name, param in model.named_parameters():
         if param.requires_grad:
-            (matrices if param.ndim == 2 and "layers." in name else others).append(param)
+            (matrices if param.ndim == 2 and IN_LAYER.search(name) else others).append(param)
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
-        optimizers.append(Muon(matrices, lr=plan.muon_lr, weight_decay=0.01))
+        optimizers.append(Muon(matrices, plan.muon_lr, dtype, weight_decay=0.01))
     if others:
         optimizers.append(
             torch.optim.AdamW(others, lr=plan.adam_lr, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0, fused=True)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from functools import cache
+from pathlib import Path
 
 import torch
+
+from outrider.train.claims import once
 
 
 @cache
@@ -24,6 +27,15 @@ def autocast_dtype(device: torch.device) -> torch.dtype:
         return min(times)
 
     return torch.bfloat16 if seconds(torch.bfloat16) < 0.8 * seconds(torch.float32) else torch.float32
+
+
+def run_dtype(folder: Path, device: torch.device) -> torch.dtype:
+    """Return the dtype of the products of the run in this folder: measured at its start, and kept when it is resumed,
+    because a second measurement can differ.
+    """
+    measured = once(folder / "arithmetic.json", lambda: {"dtype": str(autocast_dtype(device)).removeprefix("torch.")})
+    dtype: torch.dtype = getattr(torch, measured["dtype"])
+    return dtype
 
 
 def arithmetic(device: torch.device, dtype: torch.dtype) -> torch.autocast:

@@ -23,15 +23,15 @@ from outrider.heads.rollout_head import RolloutHead
 from outrider.runner import ModelRunner
 from outrider.train import plots, shapes
 from outrider.train.block_loss import BlockLoss, by_draft
-from outrider.train.capture import CachedRows, FeatureCache, capture, check_captured
+from outrider.train.capture import FeatureCache, capture, check_captured
 from outrider.train.claims import claim, digest, fingerprint
 from outrider.train.medusa import MedusaLoss, measure_accuracies
 from outrider.train.plan import SEED, Plan
-from outrider.train.precision import autocast_dtype
+from outrider.train.precision import run_dtype
 from outrider.train.progress import Progress
 from outrider.train.rollout_loss import RolloutLoss
 from outrider.train.soft_entropy import SoftEntropy, compiled, soft_entropy
-from outrider.train.text import regenerate, token_rows
+from outrider.train.text import RowOrder, held_out, regenerate, token_rows
 from outrider.train.trainer import Batches, Job, Loss, Trainer
 from outrider.types import OutriderError
 
@@ -102,7 +102,11 @@ class Bench:
     def claim(self, name: str, **options: Any) -> None:
         """Record the identity of a part of the work folder. Raises ``OutriderError`` if it belongs to another run."""
         text = digest(self.training_rows())
-        claim(self.work / name / "run.json", {"target": fingerprint(self.runner), "text": text, **options})
+        claim(self.work / name / "run.json", {"target": fingerprint(self.runner.model), "text": text, **options})
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of the products of a part of the work folder."""
+        return run_dtype(self.work / name, self.runner.device)
 
     def features(self, layers: Sequence[int]) -> FeatureCache:
         """Return the cache of these hidden states; create or complete it if necessary."""
@@ -142,7 +146,7 @@ class Latest(Generic[Found]):
         return self._found[0] if self._found else self.again()
 
 
-def train_medusa(bench: Bench, out: Path, how: HeadPlan, num_heads: int = 4, num_layers: int = 1, distil: bool = True) -> bool:
+def train_medusa(bench: Bench, out: Path, how: HeadPlan, num_heads: int = 4, num_layers: int = 1) -> bool:
     """Train heads and write them in vLLM's format with their measured accuracies. Return False if interrupted.
 
     Raises ``OutriderError`` for invalid settings before any text is generated or read.
@@ -151,21 +155,19 @@ def train_medusa(bench: Bench, out: Path, how: HeadPlan, num_heads: int = 4, num
     if bench.seq_len < num_heads + 3:
         raise OutriderError(f"rows of {bench.seq_len} tokens are too short for {num_heads} heads")
     check_captured(runner, [runner.num_layers], bench.seq_len)
-    bench.claim("medusa", heads=num_heads, layers=num_layers, distil=distil)
+    bench.claim("medusa", heads=num_heads, layers=num_layers, distil=True)  # work folders have this key
     cache = bench.features([runner.num_layers])
     torch.manual_seed(how.seed)
     heads = shapes.new_medusa(runner, num_heads, num_layers).to(runner.device)
     output = shapes.output_layer(runner)
-    loss = MedusaLoss(
-        heads, output, cache, runner.num_layers, distil=distil, dtype=autocast_dtype(runner.device), entropy=entropy_of(how)
-    )
+    loss = MedusaLoss(heads, output, cache, runner.num_layers, dtype=bench.dtype("medusa"), entropy=entropy_of(how))
 
     held_out = Latest(lambda: measure_accuracies(heads, output, cache, runner.num_layers))
 
     def measure(final: bool) -> dict[str, Any]:
         return {f"held_{head + 1}": row[0] for head, row in enumerate(held_out.again())}
 
-    if not run_job(bench, "medusa", heads, CachedRows(cache), loss, how.plan(cache), measure):
+    if not run_job(bench, "medusa", heads, RowOrder(cache.num_training), loss, how.plan(cache), measure):
         return False
     accuracies = held_out.known()
     medusa_heads.export(heads.to(checkpoint_dtype(runner)), out, runner.vocab_size, accuracies)
@@ -177,21 +179,29 @@ def train_medusa(bench: Bench, out: Path, how: HeadPlan, num_heads: int = 4, num
 class EagleRun:
     """Variant of the EAGLE head to train."""
 
-    generation: int = 3
+    generation: int = 3  # 1 (EAGLE-1 and EAGLE-2, which share their weights) or 3
     steps: int | None = None  # depths per step; None: 5 for EAGLE-3, 1 for EAGLE-1
     layers: tuple[int, ...] | None = None  # hidden states of EAGLE-3; None: low, middle and high
     draft_vocab: int | None = None  # EAGLE-3: number of most frequent tokens; None: all
     formats: tuple[str, ...] = ("native",)
 
+    def __post_init__(self) -> None:
+        """Raise ``OutriderError`` for an invalid generation, format or number of hidden states."""
+        if self.generation not in (1, 3):
+            raise OutriderError(f"invalid generation {self.generation}: expected 1 (EAGLE-1 and EAGLE-2) or 3")
+        unknown = [each for each in self.formats if each not in eagle_formats.FORMATS]
+        if unknown:
+            raise OutriderError(f"invalid format {unknown[0]!r}: expected {', '.join(eagle_formats.FORMATS)}")
+        if self.generation == 1 and "speculators" in self.formats:
+            raise OutriderError("EAGLE-1 heads support the native format only")
+        if self.generation == 3 and self.layers is not None and len(self.layers) != 3:
+            raise OutriderError(f"invalid hidden states {self.layers}: EAGLE-3 reads three, such as 2,7,11")
+
     def settled(self, runner: ModelRunner, seq_len: int) -> EagleRun:
         """Return the settings completed for a target and this row length.
 
-        Raises ``OutriderError`` for an invalid generation, layers, row length or format.
+        Raises ``OutriderError`` for invalid layers, or rows that are too short.
         """
-        if self.generation not in (1, 3):
-            raise OutriderError(f"invalid generation {self.generation}: expected 1 (EAGLE-1 and EAGLE-2) or 3")
-        if self.generation == 1 and "speculators" in self.formats:
-            raise OutriderError("EAGLE-1 heads support the native format only")
         if self.generation == 1:
             made = replace(self, steps=self.steps or 1, layers=(runner.num_layers,), draft_vocab=None)
         else:
@@ -217,7 +227,8 @@ def train_eagle(bench: Bench, out: Path, how: HeadPlan, kind: EagleRun = EagleRu
     bench.claim(name, layers=kind.layers, steps=kind.steps, **{"draft vocabulary": kind.draft_vocab})
     draft_ids = None
     if kind.draft_vocab is not None:
-        draft_ids = shapes.frequent_tokens(bench.training_rows(), runner.vocab_size, kind.draft_vocab)
+        rows = bench.training_rows()
+        draft_ids = shapes.frequent_tokens(rows[: -held_out(len(rows))], runner.vocab_size, kind.draft_vocab)
     cache = bench.features([*kind.layers, runner.num_layers])
     torch.manual_seed(how.seed)
     head = shapes.new_eagle(runner, kind.generation, kind.layers, draft_ids).to(runner.device)
@@ -239,10 +250,13 @@ class MtpRun:
     start: str | None = None  # the head to continue, such as the one in the target's folder; None: a new one
     layout: str = "qwen"  # names of the tensors
 
-    def check(self, runner: ModelRunner, seq_len: int) -> None:
-        """Raise ``OutriderError`` for an unknown layout, or rows that are too short."""
+    def __post_init__(self) -> None:
+        """Raise ``OutriderError`` for an unknown layout."""
         if self.layout not in mtp_formats.LAYOUTS:
             raise OutriderError(f"unknown layout {self.layout!r}: expected {', '.join(mtp_formats.LAYOUTS)}")
+
+    def check(self, runner: ModelRunner, seq_len: int) -> None:
+        """Raise ``OutriderError`` for rows that are too short or too long."""
         if seq_len < self.steps + 2:
             raise OutriderError(f"rows of {seq_len} tokens are too short for {self.steps} steps")
         check_captured(runner, [runner.num_layers], seq_len)
@@ -277,24 +291,31 @@ class BlockRun:
     markov_rank: int = 0  # above 0: DSpark's bias by the token before, of this rank
     selector_rank: int = 0  # above 0: DFlash 2's convolutions, and its path selector of this rank
 
+    def __post_init__(self) -> None:
+        """Raise ``OutriderError`` for an invalid block size, rank, number of layers or hidden state."""
+        ranks = (("Markov rank", self.markov_rank, 0), ("selector rank", self.selector_rank, 0))
+        layers = () if self.layers is None else (("number of layers", self.layers, 1),)
+        for name, number, least in (("block size", self.block_size, 2), *ranks, *layers):
+            if number < least:
+                raise OutriderError(f"invalid {name} {number}: expected at least {least}")
+        if self.markov_rank and self.selector_rank:
+            raise OutriderError("Markov rank and selector rank exclude each other: a head is DSpark's or DFlash 2's")
+        if self.hidden_states is not None and min(self.hidden_states) < 1:
+            raise OutriderError(
+                f"invalid hidden states {self.hidden_states}: this head reads outputs of layers: expected at least 1"
+            )
+
     def settled(self, runner: ModelRunner, seq_len: int) -> shapes.BlockSizes:
         """Return the sizes for a target and this row length.
 
-        Raises ``OutriderError`` for an invalid block size, hidden states or row length.
+        Raises ``OutriderError`` for invalid hidden states, or rows that are too short.
         """
-        ranks = (self.markov_rank, self.selector_rank)
-        if self.block_size < 2 or min(ranks) < 0 or (self.layers is not None and self.layers < 1):
-            raise OutriderError("invalid block size, rank or layers: expected at least 2, 0 and 1")
-        if min(ranks) > 0:
-            raise OutriderError("markov_rank and selector_rank exclude each other: a head is DSpark's or DFlash 2's")
         if seq_len < self.block_size + 2:
             raise OutriderError(f"rows of {seq_len} tokens are too short for blocks of {self.block_size}")
         layers = self.layers or max(2, min(5, runner.num_layers // 7))
         states = self.hidden_states or tuple(sorted(set(block_formats.default_hidden_states(runner.num_layers, layers))))
         check_captured(runner, states, seq_len)
-        if min(states) < 1:
-            raise OutriderError(f"invalid hidden states {states}: this head reads outputs of layers: expected at least 1")
-        return shapes.BlockSizes(states, layers, self.block_size, *ranks)
+        return shapes.BlockSizes(states, layers, self.block_size, self.markov_rank, self.selector_rank)
 
 
 def train_block(bench: Bench, out: Path, how: HeadPlan, kind: BlockRun = BlockRun()) -> bool:
@@ -313,15 +334,13 @@ def train_block(bench: Bench, out: Path, how: HeadPlan, kind: BlockRun = BlockRu
         for module in head.modules():
             if isinstance(module, Qwen3MLP):
                 module.compile(dynamic=False)
-    loss = BlockLoss(
-        head, cache, runner.num_layers, seed=how.seed, dtype=autocast_dtype(runner.device), entropy=entropy_of(how)
-    )
+    loss = BlockLoss(head, cache, runner.num_layers, seed=how.seed, dtype=bench.dtype(NAME_OF_BLOCK), entropy=entropy_of(how))
     measured = Latest(loss.measure)
 
     def evaluate(final: bool) -> dict[str, Any]:
         return by_draft("held", measured.again()["greedy"])
 
-    if not run_job(bench, NAME_OF_BLOCK, head, CachedRows(cache), loss, how.plan(cache), evaluate):
+    if not run_job(bench, NAME_OF_BLOCK, head, RowOrder(cache.num_training), loss, how.plan(cache), evaluate):
         return False
     found = measured.known()
     block_formats.export(head.to(checkpoint_dtype(runner)), out, runner.num_layers, found["sampled"])
@@ -340,10 +359,10 @@ def _train_rollout(
     if how.compiled:
         for layer in head.layers:
             layer.compile(dynamic=False)
-    dtype, entropy = autocast_dtype(runner.device), entropy_of(how)
+    dtype, entropy = bench.dtype(name), entropy_of(how)
     loss = RolloutLoss(head, cache, runner.num_layers, steps, seed=how.seed, dtype=dtype, entropy=entropy)
     held_out = Latest(loss.evaluate)
-    if not run_job(bench, name, head, CachedRows(cache), loss, how.plan(cache), lambda final: held_out.again()):
+    if not run_job(bench, name, head, RowOrder(cache.num_training), loss, how.plan(cache), lambda final: held_out.again()):
         return None
     found = {"held_out": held_out.known(), "acceptance_by_rank": loss.sibling_acceptance()}
     head.to(checkpoint_dtype(runner))

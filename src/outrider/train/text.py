@@ -2,66 +2,110 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import zlib
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from outrider.heads.checkpoint import save_tensors
+from outrider.options import shown
 from outrider.runner import ModelRunner
 from outrider.train.claims import claim, digest, fingerprint
 from outrider.types import OutriderError, check_text, first_line
 
 Report = Callable[[float, dict[str, Any]], None]  # (progress, values to show)
+PIECE = 1 << 18  # characters that are encoded at once
 GOLDEN = 0.6180339887498949
 
 
-def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Yield the token ids of a text file (one document), or of the lines of a JSONL file: ``text``, ``prompt`` +
-    ``completion``, or chat ``messages``.
-
-    Raises ``OutriderError`` with the number of an invalid line.
-    """
+def check_text_file(path: Path) -> None:
+    """Raise ``OutriderError`` unless there is such a file."""
     if not path.is_file():
-        raise OutriderError(f"text file {path} does not exist")
-    if path.suffix not in (".jsonl", ".json"):
-        yield tokenizer.encode(path.read_text(encoding="utf-8", errors="replace"))
-        return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    yield _document(json.loads(line), tokenizer)
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    hint = 'expected JSON with "text", "prompt" and "completion", or "messages"'
-                    why = f"no {error}" if isinstance(error, KeyError) else error
-                    raise OutriderError(f"{path}, line {number}: {hint} ({why})") from None
-                except Exception as error:  # chat templates raise anything
-                    raise OutriderError(f"{path}, line {number}: {first_line(error)}") from error
+        raise OutriderError(f"text file {path} is not a file" if path.exists() else f"text file {path} does not exist")
+
+
+def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase, most: int | None = None) -> Iterator[list[int]]:
+    """Yield the token ids of a text file (one document), or of the lines of a JSONL file: ``text``, ``prompt`` +
+    ``completion``, or chat ``messages``. Files are UTF-8, or end in ``.gz``.
+
+    A text file is read until it has ``most`` tokens. Raises ``OutriderError`` for a file that is not text, and with the number
+    of an invalid line.
+    """
+    check_text_file(path)
+    is_packed = path.suffix == ".gz"
+    kind = Path(path.stem).suffix if is_packed else path.suffix
+    try:
+        with (gzip.open if is_packed else open)(path, "rt", encoding="utf-8-sig") as file:
+            if kind in (".jsonl", ".json"):
+                yield from _lines(path, file, tokenizer)
+            else:
+                yield _whole(file, tokenizer, most)
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise OutriderError(f"cannot read {path}: {first_line(error)}; expected UTF-8 text, or JSONL, plain or .gz") from error
+
+
+def _whole(file: IO[str], tokenizer: PreTrainedTokenizerBase, most: int | None) -> list[int]:
+    """Return the ids of a text, encoded in pieces that end with a line, because encoding a large text at once needs 200 bytes
+    per character.
+    """
+    ids: list[int] = tokenizer.encode(file.read(PIECE) + file.readline(PIECE))
+    while (most is None or len(ids) < most) and (piece := file.read(PIECE) + file.readline(PIECE)):
+        ids += tokenizer.encode(piece, add_special_tokens=False)
+    return ids
+
+
+def _lines(path: Path, file: IO[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            try:
+                yield _document(json.loads(line), tokenizer)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                hint = 'expected JSON with "text", "prompt" and "completion", or "messages"'
+                why = f"no {error}" if isinstance(error, KeyError) else error
+                raise OutriderError(f"{path}, line {number}: {hint} ({why})") from None
+            except Exception as error:  # chat templates raise anything
+                raise OutriderError(f"{path}, line {number}: {first_line(error)}") from error
 
 
 def _document(entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if "text" in entry:
-        return _encoded(str(entry["text"]), tokenizer)
+        return _encoded(_string(entry, "text"), tokenizer)
     messages = entry.get("messages") or entry.get("conversations")
     if messages is not None:
         roles = {"human": "user", "gpt": "assistant"}
         chat = [
             {
                 "role": roles.get(m.get("role") or m["from"], m.get("role") or m["from"]),
-                "content": m.get("content", m.get("value")),
+                "content": _content(m),
             }
             for m in messages
         ]
         text = str(tokenizer.apply_chat_template(chat, tokenize=False))
         return _encoded(text, tokenizer, add_special_tokens=False)  # the template writes its own
-    return _encoded(str(entry["prompt"]) + str(entry["completion"]), tokenizer)
+    return _encoded(_string(entry, "prompt") + _string(entry, "completion"), tokenizer)
+
+
+def _content(message: dict[str, Any]) -> str | list[Any]:
+    """Return the text of a message, or its list of parts, which is left to the template."""
+    key = "content" if "content" in message else "value"
+    return message[key] if isinstance(message[key], list) else _string(message, key)
+
+
+def _string(entry: dict[str, Any], key: str) -> str:
+    value = entry[key]
+    if not isinstance(value, str):  # str() would train on the text "None"
+        raise TypeError(f"{key} is {shown(value)}, not a string")
+    return value
 
 
 def _encoded(text: str, tokenizer: PreTrainedTokenizerBase, **options: bool) -> list[int]:
@@ -73,13 +117,15 @@ def _encoded(text: str, tokenizer: PreTrainedTokenizerBase, **options: bool) -> 
 def token_rows(paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, seq_len: int, max_tokens: int) -> Tensor:
     """Tokenise text files to int32 [R, seq_len]: documents separated by an end token, cut into rows.
 
-    Raises ``OutriderError`` if there are too few tokens.
+    Files are read in order until there are ``max_tokens``. Raises ``OutriderError`` if there are too few tokens.
     """
     end = tokenizer.eos_token_id
-    ids: list[int] = []
+    ids = array("i")
     for path in paths:
-        for document in read_documents(path, tokenizer):
-            ids += document
+        if len(ids) >= max_tokens:
+            break
+        for document in read_documents(path, tokenizer, max_tokens - len(ids)):
+            ids.extend(document)
             if end is not None:
                 ids.append(int(end))
             if len(ids) >= max_tokens:
@@ -105,20 +151,40 @@ def spread(first: int, count: int, total: int) -> Tensor:
     return torch.tensor([int((i * GOLDEN + 0.5) % 1.0 * total) for i in range(first, first + count)])
 
 
-class TextRows:
-    """Yields training rows [R, S] with even coverage at every moment; the last ones are held out."""
+class RowOrder:
+    """Yields indices of training rows with even coverage at every moment."""
+
+    def __init__(self, num_training: int) -> None:
+        self.num_training = num_training
+        self.rows_drawn = {"rows": 0}
+
+    def batch(self, step: int, rows: int, seq_len: int) -> Tensor:
+        """int64 [rows]."""
+        first = self.rows_drawn["rows"]
+        self.rows_drawn["rows"] += rows
+        return spread(first, rows, self.num_training)
+
+
+class TextRows(RowOrder):
+    """Yields training rows [R, S]; the last ones are held out."""
 
     def __init__(self, rows: Tensor) -> None:
-        self.num_training, self.seq_len = len(rows) - held_out(len(rows)), rows.shape[1]
-        self.held_out = rows[self.num_training :].long()
-        self.rows_drawn = {"rows": 0}
-        self.whole = rows
+        super().__init__(len(rows) - held_out(len(rows)))
+        self.seq_len, self.held_out, self.whole = rows.shape[1], rows[self.num_training :].long(), rows
 
     def batch(self, step: int, rows: int, seq_len: int) -> Tensor:
         """int64 [rows, S]."""
-        first = self.rows_drawn["rows"]
-        self.rows_drawn["rows"] += rows
-        return self.whole[spread(first, rows, self.num_training)].long()
+        return self.whole[super().batch(step, rows, seq_len)].long()
+
+
+def check_continuation(prompt_len: int, seq_len: int, temperature: float = 0.0) -> None:
+    """Raise ``OutriderError`` unless prompts of this length leave something to generate, and the temperature is valid."""
+    if not 1 <= prompt_len < seq_len:
+        raise OutriderError(
+            f"rows of {seq_len} tokens leave nothing to generate after prompts of {prompt_len}: expected a lower --prompt-len"
+        )
+    if not 0 <= temperature < math.inf:
+        raise OutriderError(f"invalid temperature {temperature:g}: expected a finite number, at least 0 (greedy)")
 
 
 def regenerate(
@@ -129,21 +195,16 @@ def regenerate(
     Stored batch by batch in ``folder``, so that an interrupted run resumes. Raises ``OutriderError`` for invalid settings, and
     for a folder of another target, text or setting.
     """
-    if not 1 <= prompt_len < rows.shape[1]:
-        raise OutriderError(f"rows of {rows.shape[1]} tokens leave nothing to generate after prompts of {prompt_len}")
-    if not 0 <= temperature < math.inf:
-        raise OutriderError(f"invalid temperature {temperature:g}: expected a finite number, at least 0 (greedy)")
+    check_continuation(prompt_len, rows.shape[1], temperature)
     how = {"prompt length": prompt_len, "temperature": temperature, "seed": seed, "batch": runner.max_batch}
-    claim(folder / "text.json", {"target": fingerprint(runner), "text": digest(rows), **how})
+    claim(folder / "text.json", {"target": fingerprint(runner.model), "text": digest(rows), **how})
     written: list[Tensor] = []
     for number, batch in enumerate(rows.split(runner.max_batch)):
         file = folder / f"text_{number:05}.safetensors"
         is_there = file.exists()
         if not is_there:
             ids = _written(runner, batch, prompt_len, temperature, torch.Generator().manual_seed(seed + number))
-            partial = file.with_suffix(".partial")
-            save_file({"ids": ids}, partial)
-            partial.replace(file)
+            save_tensors(file, {"ids": ids})
         written.append(load_file(file)["ids"])
         if not is_there:  # files of an earlier run do not predict the remaining time
             done = sum(map(len, written))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import math
@@ -16,9 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from outrider.files import write_whole
+from outrider.heads.checkpoint import replaced
 from outrider.train import optim
 from outrider.train.clock import MAX_GAP_S, RunningClock
 from outrider.train.plan import Plan
+from outrider.train.precision import run_dtype
 from outrider.train.progress import Progress
 from outrider.types import OutriderError, first_line, is_out_of_memory
 
@@ -62,13 +64,12 @@ class Trainer:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.device = next(job.model.parameters()).device
-        self.optimizers = optim.build(job.model, job.plan)
+        self.optimizers = optim.build(job.model, job.plan, run_dtype(job.folder, self.device))
         self.step = self.tokens = 0
         self.curve: list[dict[str, Any]] = []
         self.max_gap = math.inf if job.plan.count_pauses else MAX_GAP_S
         self.clock = RunningClock(0.0, self.max_gap)
         self.interrupted = False
-        job.folder.mkdir(parents=True, exist_ok=True)
         if self.checkpoint.exists():
             self._restore()
 
@@ -95,15 +96,9 @@ class Trainer:
             "elapsed": self.clock.elapsed,
             "curve": self.curve,
         }
-        partial = self.checkpoint.with_suffix(".partial")
-        try:
-            torch.save(state, partial)
-        except RuntimeError as error:  # torch's writer does not say why
-            partial.unlink(missing_ok=True)
-            full = "cannot write the checkpoint, the disk may be full; with more space the same command resumes"
-            raise OSError(errno.EIO, full, str(self.checkpoint)) from error
-        partial.replace(self.checkpoint)
-        (self.job.folder / "curve.json").write_text(json.dumps(self.curve))
+        with replaced(self.checkpoint) as unfinished:
+            torch.save(state, unfinished)
+        write_whole(self.job.folder / "curve.json", json.dumps(self.curve))
 
     def _restore(self) -> None:
         """Continue from the checkpoint. Raises ``OutriderError`` if it is truncated or of another run."""
@@ -149,7 +144,10 @@ class Trainer:
         return {"step": self.step, "tokens": self.tokens, "seconds": round(self.clock.elapsed, 1), **point}
 
     def run(self, max_steps: int | None = None) -> bool:
-        """Train until done (True), or interrupted or out of steps (False); a checkpoint is written either way."""
+        """Train until done (True), or interrupted or out of steps (False); a checkpoint is written either way.
+
+        The final measurement follows the checkpoint, so that an interruption ends it at once and a resumed run repeats it.
+        """
         plan = self.job.plan
         previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         steps_left = max_steps if max_steps is not None else -1
@@ -168,15 +166,17 @@ class Trainer:
                     if self.clock.elapsed - saved > plan.save_every_s:
                         self.save()
                         saved = self.clock.elapsed
-                done = self.progress >= 1.0
-                if done and "final" not in self.curve[-1]:
-                    logger.info("%s: measuring on held-out text", self.job.name)
-                    self.curve[-1] |= self._evaluate(final=True) | {"final": True}
                 self.save()
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        return done
+        if self.progress < 1.0 or self.interrupted:
+            return False
+        if "final" not in self.curve[-1]:
+            logger.info("%s: measuring on held-out text", self.job.name)
+            self.curve[-1] |= self._evaluate(final=True) | {"final": True}
+            self.save()
+        return True
 
     def _evaluate(self, final: bool) -> dict[str, Any]:
         if self.job.evaluate is None:
