@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log, sqrt
@@ -249,14 +250,22 @@ def bandwidth_sentence(document: Document) -> str:
 
 
 def facts_table(document: Document) -> str:
-    """Return a table of a check's values, and the number of entries in its lists."""
-    rows = []
-    for name, value in document.items():
-        if name in PROVENANCE or value is None or value == {}:
-            continue
-        is_many = isinstance(value, (list, dict))
-        rows.append([name.replace("_", " "), f"{len(value)} entries" if is_many else str(value)])
-    return table(["", ""], rows)
+    """Return a table of a check's values."""
+    shown = {name: value for name, value in document.items() if name not in PROVENANCE and value not in (None, {})}
+    return table(["", ""], [[name.replace("_", " "), fact(value)] for name, value in shown.items()])
+
+
+def fact(value: Any) -> str:
+    """Return a value for a table: numbers by name, verdicts by method or counted; the number of entries of other lists."""
+    if isinstance(value, dict) and not any(isinstance(each, (list, dict)) for each in value.values()):
+        return ", ".join(f"{name} {each}" for name, each in value.items())
+    if isinstance(value, list) and value and all(isinstance(each, dict) and "verdict" in each for each in value):
+        if all("method" in each for each in value):
+            return ", ".join(f"{each['method']} {each['verdict']}" for each in value)
+        return ", ".join(f"{count} {verdict}" for verdict, count in Counter(each["verdict"] for each in value).items())
+    if isinstance(value, (list, dict)):
+        return f"{len(value)} in the file" if value else "none"
+    return str(value)
 
 
 EARLIER = (
