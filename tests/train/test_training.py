@@ -563,10 +563,10 @@ def test_a_chat_has_the_begin_token_of_its_template_only(tmp_path):
     [
         ({"text": "a\ud800"}, "line 1: invalid Unicode: unpaired surrogate at index 1"),
         ({"messages": [{"role": "system", "content": "x"}]}, "line 1: no system role"),
-        ({"messages": [{"role": "user", "content": None}]}, r"line 1: .* \(content is None, not a string\)"),
-        ({"text": None}, r"line 1: .* \(text is None, not a string\)"),
-        ({"text": ["a", "b"]}, r"line 1: .* \(text is \['a', 'b'\], not a string\)"),
-        ({"prompt": None, "completion": "x"}, r"line 1: .* \(prompt is None, not a string\)"),
+        ({"messages": [{"role": "user", "content": None}]}, r"line 1: .* \(content is null, not a string\)"),
+        ({"text": None}, r"line 1: .* \(text is null, not a string\)"),
+        ({"text": ["a", "b"]}, r'line 1: .* \(text is \["a", "b"\], not a string\)'),
+        ({"prompt": None, "completion": "x"}, r"line 1: .* \(prompt is null, not a string\)"),
     ],
 )
 def test_a_line_that_cannot_be_read_is_named(entry, message, llm, tmp_path):
