@@ -429,7 +429,7 @@ def test_a_full_disk_is_reported_with_the_file_and_leaves_no_part(tmp_path, monk
     monkeypatch.setattr("outrider.heads.checkpoint.save_file", stop_half_way)
     with pytest.raises(OSError, match=r"with more space the same command resumes .*No space left.*: '.*model.safetensors'"):
         write_folder(tmp_path, {}, {"weight": torch.ones(1)})
-    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_reduced_vocabulary_is_counted_without_held_out_rows(runner, rows, tmp_path, monkeypatch):
