@@ -429,7 +429,7 @@ def test_a_full_disk_is_reported_with_the_file_and_leaves_no_part(tmp_path, monk
     monkeypatch.setattr("outrider.heads.checkpoint.save_file", stop_half_way)
     with pytest.raises(OSError, match=r"with more space the same command resumes .*No space left.*: '.*model.safetensors'"):
         write_folder(tmp_path, {}, {"weight": torch.ones(1)})
-    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_reduced_vocabulary_is_counted_without_held_out_rows(runner, rows, tmp_path, monkeypatch):
@@ -563,10 +563,10 @@ def test_a_chat_has_the_begin_token_of_its_template_only(tmp_path):
     [
         ({"text": "a\ud800"}, "line 1: invalid Unicode: unpaired surrogate at index 1"),
         ({"messages": [{"role": "system", "content": "x"}]}, "line 1: no system role"),
-        ({"messages": [{"role": "user", "content": None}]}, r"line 1: .* \(content is None, not a string\)"),
-        ({"text": None}, r"line 1: .* \(text is None, not a string\)"),
-        ({"text": ["a", "b"]}, r"line 1: .* \(text is \['a', 'b'\], not a string\)"),
-        ({"prompt": None, "completion": "x"}, r"line 1: .* \(prompt is None, not a string\)"),
+        ({"messages": [{"role": "user", "content": None}]}, r"line 1: .* \(content is null, not a string\)"),
+        ({"text": None}, r"line 1: .* \(text is null, not a string\)"),
+        ({"text": ["a", "b"]}, r'line 1: .* \(text is \["a", "b"\], not a string\)'),
+        ({"prompt": None, "completion": "x"}, r"line 1: .* \(prompt is null, not a string\)"),
     ],
 )
 def test_a_line_that_cannot_be_read_is_named(entry, message, llm, tmp_path):

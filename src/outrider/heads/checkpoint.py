@@ -294,8 +294,8 @@ def loose_files(folder: Path) -> list[Path]:
 def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write a folder for ``read_folder``, with weights in safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
     save_tensors(folder / "model.safetensors", tensors)
+    write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from outrider.heads.checkpoint import save_tensors
-from outrider.options import shown
 from outrider.runner import ModelRunner
 from outrider.train.claims import claim, digest, fingerprint
 from outrider.types import OutriderError, check_text, first_line
@@ -104,7 +103,7 @@ def _content(message: dict[str, Any]) -> str | list[Any]:
 def _string(entry: dict[str, Any], key: str) -> str:
     value = entry[key]
     if not isinstance(value, str):  # str() would train on the text "None"
-        raise TypeError(f"{key} is {shown(value)}, not a string")
+        raise TypeError(f"{key} is {json.dumps(value)[:60]}, not a string")
     return value
 
 
