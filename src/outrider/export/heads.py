@@ -70,8 +70,7 @@ def block_drafter(kind: portable.BlockDrafter, wanted: Wanted, folder: Path, rea
 def parallel_heads(kind: portable.ParallelHeads, wanted: Wanted, folder: Path) -> tuple[str, int]:
     """Return the folder of the heads in vLLM's format and their number. Raises ``OutriderError`` for heads that do not fit."""
     heads, _ = medusa.load(kind.source, wanted.config.vocab_size)
-    config = read_config(find_folder(kind.source))
-    if config.get("model_type") == "medusa" and config.get("num_heads") == heads.shape.num_heads:
+    if medusa.is_exported(find_folder(kind.source), heads):
         return kind.source, heads.shape.num_heads
     medusa.export(_as_stored(heads, kind.source), folder / FOLDER, wanted.config.vocab_size)
     return FOLDER, heads.shape.num_heads

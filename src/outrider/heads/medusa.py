@@ -6,6 +6,7 @@ FasterDecoding's format (medusa_lm_head.pt) and vLLM's are read; vLLM's is writt
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -159,6 +160,12 @@ def export(heads: MedusaHeads, folder: Path, vocab_size: int, accuracies: Sequen
     if accuracies:
         config["outrider"] = {"accuracies": [list(row) for row in accuracies]}
     write_folder(folder, config, heads.state_dict())
+
+
+def is_exported(folder: Path, heads: MedusaHeads) -> bool:
+    """Return whether the folder has the format of ``export``, including the number of heads."""
+    config = json.loads((folder / "config.json").read_text())
+    return bool(config.get("model_type") == "medusa" and config.get("num_heads") == heads.shape.num_heads)
 
 
 def check_fit(heads: MedusaHeads, target: TargetSizes) -> None:
