@@ -250,4 +250,5 @@ def randomised(model: PreTrainedModel, std: float = 0.7) -> PreTrainedModel:
             torch.nn.init.normal_(parameter, std=std / parameter.shape[-1] ** 0.5)
         else:
             parameter.data.add_(torch.randn_like(parameter) * 0.1)
-    return model.eval()
+    model.eval()
+    return model
