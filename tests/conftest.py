@@ -19,3 +19,13 @@ def pytest_configure(config: pytest.Config) -> None:
     with (cache_dir("kernels") / "tests.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         native.load()
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail the test if weights are read."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("outrider.runner.loading.load_model", fail)

@@ -15,6 +15,8 @@ from gguf import GGMLQuantizationType as Kind
 from tiny_folder import CHAT_TEMPLATE, make_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
+from outrider.bench.architectures.tiny import randomised
+
 SHAPE = {
     "vocab_size": 320,
     "hidden_size": 256,
@@ -49,13 +51,7 @@ def mixed(name: str) -> Kind:
 def make_model(architecture: str, seed: int = 0, **config: Any) -> PreTrainedModel:
     """Return a random float32 model whose greedy tokens vary."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[architecture](**config), dtype=torch.float32).eval()
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.8 / parameter.shape[-1] ** 0.5)
-        else:
-            parameter.data.add_(torch.randn_like(parameter) * 0.1)
-    return model
+    return randomised(AutoModelForCausalLM.from_config(CONFIGS[architecture](**config), dtype=torch.float32), std=0.8)
 
 
 def write(

@@ -21,7 +21,7 @@ from torch import nn  # noqa: E402
 from toy import outputs_of  # noqa: E402
 
 from outrider import LLM, SamplingParams, native  # noqa: E402
-from outrider.runner import ModelRunner, RunnerConfig, blocks, gguf_codes, linear, loading  # noqa: E402
+from outrider.runner import ModelRunner, RunnerConfig, blocks, gguf_codes, linear  # noqa: E402
 from outrider.types import OutriderError  # noqa: E402
 
 needs_kernels = pytest.mark.skipif(not native.load(), reason="no C++ compiler")
@@ -210,16 +210,6 @@ def test_files_without_codes_keep_their_type_or_are_rounded(kind, tmp_path):
     assert kinds == {{Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}[kind]}
     rounded = load(tmp_path / "model.gguf", weights="int4").model
     assert {blocks.bits_of(layer.packed) for layer in linear.packed_layers(rounded)} == {4, 8}
-
-
-@pytest.fixture
-def unread(monkeypatch):
-    """Fail the test if weights are read."""
-
-    def fail(*_, **__):
-        raise AssertionError("weights were read")
-
-    monkeypatch.setattr(loading, "load_model", fail)
 
 
 def refusal(path, **options):

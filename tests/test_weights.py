@@ -20,7 +20,7 @@ from outrider.doctor.checkup import Patient, check_up
 from outrider.engine.plan import Plan
 from outrider.export.vllm import Vllm
 from outrider.export.wanted import wanted
-from outrider.runner import ModelRunner, RunnerConfig, blocks, linear, loading
+from outrider.runner import ModelRunner, RunnerConfig, blocks, linear
 from outrider.types import OutriderError
 
 needs_kernels = pytest.mark.skipif(not native.load(), reason="no C++ compiler")
@@ -147,16 +147,6 @@ def test_the_draft_keeps_its_own_weights():
 def test_low_bit_drafts_need_fewer_bits_than_the_target():
     with pytest.raises(OutriderError, match="invalid bits 4: expected fewer than the target's, which has weights=int4"):
         LLM(make_model(wide_config()), method="low-bit", weights="int4", compile="never")
-
-
-@pytest.fixture
-def unread(monkeypatch):
-    """Fail the test if weights are read."""
-
-    def fail(*_, **__):
-        raise AssertionError("weights were read")
-
-    monkeypatch.setattr(loading, "load_model", fail)
 
 
 @needs_kernels

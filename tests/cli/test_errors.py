@@ -129,7 +129,7 @@ def test_an_mtp_head_with_missing_renamed_or_truncated_tensors(outrider: Run, tm
     mtp_checkpoints.rewrite(tmp_path, lambda tensors: tensors.update({f"{name}s": tensors.pop(name)}))
     assert_one_line(outrider(*run), f"lacks 1 tensors of the head, the first {name}")
     mtp_checkpoints.rewrite(tmp_path, lambda tensors: [tensors.pop(each) for each in list(tensors) if "mtp" in each])
-    mtp_checkpoints.set_config(tmp_path, num_nextn_predict_layers=1)
+    writers.set_config(tmp_path, num_nextn_predict_layers=1)
     assert_one_line(outrider(*run), "holds no MTP head", "model.mtp_layers.0.input_proj.weight")
     assert_one_line(outrider(*run[:-1], "--draft", tmp_path, "hi"), "holds a draft model, and method 'mtp' needs an MTP head")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,11 +95,6 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
-def set_config(folder: Path, **change: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
 
 
 class Reference:

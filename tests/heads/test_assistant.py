@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
 
 from outrider import SamplingParams
+from outrider.bench.architectures.tiny import randomised
 from outrider.engine.finding import choices, known_drafters
 from outrider.heads import assistant
 from outrider.heads.assistant import AssistantRunner
@@ -41,14 +42,9 @@ ORDERED = {"use_ordered_embeddings": True, "num_centroids": 12, "centroid_interm
 CONFIG = RunnerConfig(compile="never", max_batch=4)
 
 
-def randomized(model, seed):
+def seeded(model, seed):
     torch.manual_seed(seed)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.8 / parameter.shape[-1] ** 0.5)
-        else:
-            parameter.data.add_(0.1 * torch.randn_like(parameter))
-    return model.eval().requires_grad_(False)
+    return randomised(model, std=0.8).requires_grad_(False)
 
 
 def gemma(num_shared=2, **changes):
@@ -57,7 +53,7 @@ def gemma(num_shared=2, **changes):
     sizes |= {"hidden_size_per_layer_input": 8 if num_shared else 0, "vocab_size_per_layer_input": VOCAB}
     more = {"layer_types": KINDS * 3, "num_kv_shared_layers": num_shared}
     config = Gemma4TextConfig(**SHARED | sizes | more | changes)
-    return randomized(Gemma4ForCausalLM(config), 0)
+    return seeded(Gemma4ForCausalLM(config), 0)
 
 
 def drafter(**changes):
@@ -67,7 +63,7 @@ def drafter(**changes):
     config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=HIDDEN, **changes)
     with pytest.MonkeyPatch.context() as patch:  # transformers 5.23 rejects configs in which all layers are shared
         patch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(lambda own: ["reuse"] * own.num_hidden_layers))
-        model = randomized(Gemma4AssistantForCausalLM(config), 1)
+        model = seeded(Gemma4AssistantForCausalLM(config), 1)
     if model.masked_embedding is not None:
         model.masked_embedding.token_ordering.copy_(torch.randperm(VOCAB))
     for layer in model.model.layers:

@@ -21,7 +21,7 @@ from outrider.runner.linear import PackedEmbedding
 from outrider.types import OutriderError
 
 from . import reference
-from .writers import HIDDEN, write_eagle1, write_eagle3, write_medusa, write_speculators
+from .writers import HIDDEN, set_config, write_eagle1, write_eagle3, write_medusa, write_speculators
 
 VOCAB, DRAFT_VOCAB, LAYERS = 40, 23, 4
 
@@ -208,11 +208,6 @@ def test_an_eagle1_head_round_trips(qkv_bias, tmp_path):
         eagle_formats.export(load(tmp_path / "in"), tmp_path / "out", "speculators")
 
 
-def break_config(folder, **change):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-
-
 def rewrite(folder, change):
     from safetensors.torch import load_file, save_file
 
@@ -240,30 +235,30 @@ WRONG = {
         "fc.weight has shape .*, expected 2 dimensions",
     ),
     "no fc": (lambda folder: rewrite(folder, lambda t: t.pop("fc.weight")), "not an EAGLE head: fc.weight"),
-    "shape": (lambda folder: break_config(folder, intermediate_size=64), r"has shape \[48, 32\], expected \[64, 32\]"),
+    "shape": (lambda folder: set_config(folder, intermediate_size=64), r"has shape \[48, 32\], expected \[64, 32\]"),
     "layers": (
-        lambda folder: break_config(folder, eagle_aux_hidden_state_layer_ids=[1, 2]),
+        lambda folder: set_config(folder, eagle_aux_hidden_state_layer_ids=[1, 2]),
         "reads 3 features, but its config names",
     ),
-    "other layers": (lambda folder: break_config(folder, model_type="gemma2"), "unsupported layers gemma2"),
+    "other layers": (lambda folder: set_config(folder, model_type="gemma2"), "unsupported layers gemma2"),
     "norms within a head": (
         lambda folder: rewrite(folder, lambda t: t.update({"midlayer.self_attn.q_norm.weight": torch.ones(8)})),
         "tensors that this kind of head does not have: .*, the first layers.0.self_attn.q_norm",
     ),
     "no numbers": (
-        lambda folder: break_config(folder, eagle_aux_hidden_state_layer_ids=["low", "high"]),
+        lambda folder: set_config(folder, eagle_aux_hidden_state_layer_ids=["low", "high"]),
         r"invalid layer ids \['low', 'high'\]",
     ),
     "no layer": (
-        lambda folder: break_config(folder, eagle_aux_hidden_state_layer_ids=3),
+        lambda folder: set_config(folder, eagle_aux_hidden_state_layer_ids=3),
         "invalid layer ids 3",
     ),
     "no rotation": (
-        lambda folder: break_config(folder, rope_scaling={"rope_type": "spiral"}),
+        lambda folder: set_config(folder, rope_scaling={"rope_type": "spiral"}),
         "unknown activation or rotary type 'spiral'",
     ),
     "no section": (
-        lambda folder: break_config(folder, eagle_config=[1]),
+        lambda folder: set_config(folder, eagle_config=[1]),
         "eagle_config in config.json must be an object, got a list",
     ),
     "no index": (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "not a weight index"),
@@ -276,7 +271,7 @@ WRONG = {
         "state must be a tensor, got a dict",
     ),
     "other kind": (
-        lambda folder: break_config(folder, speculators_model_type="dflash"),
+        lambda folder: set_config(folder, speculators_model_type="dflash"),
         "unsupported speculators head 'dflash'",
     ),
     "cut short": (lambda folder: (folder / "model.safetensors").write_bytes(b"\\x10" * 40), "cannot read"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,7 +11,7 @@ from outrider import LLM, SamplingParams
 from outrider.doctor import Patient, check_up
 from outrider.types import OutriderError
 
-from .writers import DIM, FFN, HEADS, HIDDEN, KV_HEADS, write_eagle1, write_eagle3, write_medusa, write_vllm_medusa
+from .writers import DIM, FFN, HEADS, HIDDEN, KV_HEADS, set_config, write_eagle1, write_eagle3, write_medusa, write_vllm_medusa
 
 VOCAB, LAYERS = 320, 4
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -64,13 +62,8 @@ def write_reading(folder, target, first_layer, **config):
     tensors["lm_head.weight"][follower(follower(torch.arange(VOCAB)))] = table
     save_file(tensors, folder / "model.safetensors")
     states = [first_layer, first_layer + 1, first_layer + 2]
-    change(folder, eagle_config=None, eagle_aux_hidden_state_layer_ids=states, **config)
+    set_config(folder, eagle_config=None, eagle_aux_hidden_state_layer_ids=states, **config)
     return folder
-
-
-def change(folder, **config):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
 
 
 def examined(target, method, draft):
@@ -155,13 +148,13 @@ def test_missing_or_contradictory_layers_are_reported(target, tmp_path):
 def spoil(folder, what):
     file = folder / "model.safetensors"
     if what == "vocabulary":
-        change(folder, vocab_size=VOCAB + 80)
+        set_config(folder, vocab_size=VOCAB + 80)
     elif what == "hidden size":
-        change(folder, target_hidden_size=2 * HIDDEN)
+        set_config(folder, target_hidden_size=2 * HIDDEN)
         tensors = load_file(file)
         save_file(tensors | {"fc.weight": torch.randn(HIDDEN, 6 * HIDDEN)}, file)
     elif what == "width of letters":
-        change(folder, target_hidden_size="x")
+        set_config(folder, target_hidden_size="x")
     elif what == "truncated":
         file.write_bytes(file.read_bytes()[:-100])
     else:

@@ -17,7 +17,8 @@ from outrider.runner import ModelRunner, RunnerConfig
 from outrider.runner.linear import packed_layers
 from outrider.types import OutriderError
 
-from .mtp_checkpoints import FAMILIES, LAYOUT_OF, NAMES, Reference, rewrite, set_config, tiny_target, write_checkpoint
+from .mtp_checkpoints import FAMILIES, LAYOUT_OF, NAMES, Reference, rewrite, tiny_target, write_checkpoint
+from .writers import set_config
 
 CONFIG = RunnerConfig(compile="never", max_batch=3)
 

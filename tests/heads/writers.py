@@ -24,6 +24,12 @@ def norm(size: int) -> Tensor:
     return 1 + 0.2 * torch.randn(size)
 
 
+def set_config(folder: Path, **change: Any) -> None:
+    """Change the config of a folder."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+
 def layer_tensors(prefix: str, inputs: int = HIDDEN) -> dict[str, Tensor]:
     """Return the tensors of a decoder layer without norms; attention has ``inputs`` input features."""
     return {

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from outrider import native
+from outrider.bench.architectures.tiny import randomised
 from outrider.runner import ModelRunner, kernels
 from outrider.runner.layouts import Layouts
 from outrider.types import Context, Proposal, Request, SamplingParams, Verdict
@@ -21,13 +22,7 @@ TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 2e-2}  # matrix units round th
 def make_model(config: PreTrainedConfig, seed: int = 0, attention: str = "eager") -> PreTrainedModel:
     """Return a random float32 model with weights large enough that its greedy tokens vary."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.7 / parameter.shape[-1] ** 0.5)
-        else:
-            parameter.data.add_(torch.randn_like(parameter) * 0.1)
-    return model
+    return randomised(AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32))
 
 
 @torch.no_grad()

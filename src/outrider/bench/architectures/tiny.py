@@ -240,10 +240,15 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 def tiny_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     """Return a random float32 model with weights large enough that its outputs vary from token to token."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32).eval()
+    return randomised(auto_class(config).from_config(config, dtype=torch.float32)).requires_grad_(False)
+
+
+def randomised(model: PreTrainedModel, std: float = 0.7) -> PreTrainedModel:
+    """Randomise a model's weights for evaluation, large enough that its greedy tokens vary, and return it."""
     for parameter in model.parameters():
         if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.7 / parameter.shape[-1] ** 0.5)
+            torch.nn.init.normal_(parameter, std=std / parameter.shape[-1] ** 0.5)
         else:
             parameter.data.add_(torch.randn_like(parameter) * 0.1)
-    return model.requires_grad_(False)
+    model.eval()
+    return model
