@@ -9,6 +9,7 @@ import pytest
 import torch
 from runner.rounds import (
     OPERATORS,
+    contents,
     force,
     make_model,
     make_request,
@@ -98,7 +99,7 @@ class Drafting:
             text = request.token_ids[:-1]
             assert self.runner.cache.cached_len(request.request_id) == len(text)
             fresh.extend([request.request_id], [text])
-            pairs = zip(self.runner.cache.read(request.request_id), fresh.cache.read(request.request_id), strict=True)
+            pairs = zip(contents(self.runner.cache, request.request_id), contents(fresh.cache, request.request_id), strict=True)
             for got, expected in pairs:
                 torch.testing.assert_close(got, expected, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-4)
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from runner.rounds import force_reference, make_model, make_request, make_text, plain_logits, untouched, verdict_of
+from runner.rounds import contents, force_reference, make_model, make_request, make_text, plain_logits, untouched, verdict_of
 from runner.test_architectures import small_config
 from toy import outputs_of
 
@@ -55,7 +55,9 @@ def test_scores_and_cache_are_full_precision_after_every_commit(bits, temperatur
             text = request.token_ids[:-1]
             fresh.extend([request.request_id], [text])
             assert runner.cache.cached_len(request.request_id) == len(text)
-            for got, kept in zip(runner.cache.read(request.request_id), fresh.cache.read(request.request_id), strict=True):
+            for got, kept in zip(
+                contents(runner.cache, request.request_id), contents(fresh.cache, request.request_id), strict=True
+            ):
                 assert torch.equal(got, kept)
     if temperature == 0:
         assert agreed >= 12 if bits == 8 else agreed >= 6  # of 18

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from draft_rounds import DraftRounds
-from runner.rounds import OPERATORS, force, make_model, make_request, make_text, plain_logits, untouched
+from runner.rounds import OPERATORS, contents, force, make_model, make_request, make_text, plain_logits, untouched
 from runner.test_architectures import small_config
 from tiny_folder import letter_tokenizer, make_folder, make_tokenizer
 from tiny_hybrids import hybrid, noisy
@@ -97,7 +97,7 @@ def test_mask_tokens_do_not_remain_in_the_cache():
     assert torch.equal(found.token_ids, wanted.token_ids)
     torch.testing.assert_close(found.probs, wanted.probs, rtol=1e-4, atol=1e-6)
     for request in often.requests:
-        for mine, theirs in zip(*(each.draft.cache.read(request.request_id) for each in (often, once)), strict=True):
+        for mine, theirs in zip(*(contents(each.draft.cache, request.request_id) for each in (often, once)), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     # slots of masks are overwritten before they are read
     often.commit([5, 2, 0], [1, 2, 3])

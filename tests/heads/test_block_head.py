@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from runner.rounds import contents
 from safetensors.torch import load_file
 from tiny_hybrids import hybrid
 from transformers import Phi3Config, Phi3ForCausalLM, Qwen3Config
@@ -158,7 +159,7 @@ def test_a_drafted_block_does_not_change_the_cache(device_pads, target, tmp_path
         runner.draft(["a", "b"], parts, [start, 7], [count, 8 - count])
         assert runner.cached_len("a") == runner.cached_len("b") == end
     alone.extend(["x", "a"], [features_of(3, seed=5), whole])
-    for found, wanted in zip(runner.cache.read("a"), alone.cache.read("a"), strict=True):
+    for found, wanted in zip(contents(runner.cache, "a"), contents(alone.cache, "a"), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     again = runner.draft(["a"], [[each[:0] for each in whole]], [3], [7])
     fresh = alone.draft(["a"], [[each[:0] for each in whole]], [3], [7])

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from outrider import native
 from outrider.bench.architectures.tiny import randomised
 from outrider.runner import ModelRunner, kernels
+from outrider.runner.kv_cache import KVCache
 from outrider.runner.layouts import Layouts
 from outrider.types import Context, Proposal, Request, SamplingParams, Verdict
 
@@ -29,6 +30,12 @@ def make_model(config: PreTrainedConfig, seed: int = 0, attention: str = "eager"
 def plain_logits(model: PreTrainedModel, text: Sequence[int]) -> Tensor:
     """Return [T, V] of the model's own forward pass: its own attention, no cache, no padding."""
     return model(input_ids=torch.tensor([list(text)]), use_cache=False).logits[0].float()
+
+
+def contents(cache: KVCache, request_id: str) -> list[Tensor]:
+    """Return a request's committed keys and values: [L, Hkv, T, D] each."""
+    row, used = cache.row(request_id), cache.cached_len(request_id)
+    return [store[:, row, :, :used] for store in cache.stores]
 
 
 def force_reference(monkeypatch) -> None:

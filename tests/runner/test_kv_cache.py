@@ -13,7 +13,7 @@ from outrider.runner.model_runner import shared_chunk
 from outrider.runner.survey import survey_without_weights
 from outrider.types import Context, OutriderError
 
-from .rounds import Rounds, force_padding, make_model, make_text, proposal_of, untouched, verdict_of
+from .rounds import Rounds, contents, force_padding, make_model, make_text, proposal_of, untouched, verdict_of
 from .test_architectures import small_config, start
 
 SHAPE = CacheShape.uniform(num_layers=2, num_kv_heads=2, key_dim=3, value_dim=5)
@@ -25,12 +25,6 @@ def fresh(model, text):
     with torch.no_grad():
         model(input_ids=torch.tensor([text]), past_key_values=cache, use_cache=True)
     return torch.stack([layer.keys[0] for layer in cache.layers]), torch.stack([layer.values[0] for layer in cache.layers])
-
-
-def contents(cache, request_id):
-    """Return a request's committed keys and values: [L, Hkv, T, D] each."""
-    row, used = cache.row(request_id), cache.cached_len(request_id)
-    return [store[:, row, :, :used] for store in cache.stores]
 
 
 def assert_cache_holds_the_text(rounds, but_last=1):
