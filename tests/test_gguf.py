@@ -249,7 +249,7 @@ def test_unsupported_files_are_rejected_before_weights_are_read(unread, tmp_path
     assert "no model folder at" in refusal(tmp_path / "nowhere.gguf")
     gguf_files.write(path, model, KINDS["Q8_0"])
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert "needs the package gguf: pip install 'outrider[gguf]'" in refusal(path)
+    assert "needs the package gguf: run pip install '.[gguf]' in Outrider's folder" in refusal(path)
 
 
 def test_a_truncated_file_is_rejected_wherever_it_is_cut(unread, tmp_path):

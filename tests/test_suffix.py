@@ -319,7 +319,7 @@ def test_only_the_end_of_an_output_longer_than_the_memory_is_stored():
         ({"min_prob": 1.5}, "min_prob"),
         ({"earlier_tokens": 5}, "earlier_tokens"),
         ({"min_macth": 2}, "no option min_macth; it has min_match"),
-        ({"min_match": "two"}, "wrong type"),
+        ({"min_match": "two"}, "invalid min_match 'two': expected"),
     ],
 )
 def test_invalid_options_are_rejected_in_one_line(options, message):

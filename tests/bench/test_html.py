@@ -139,5 +139,5 @@ def test_plain_decoding_alone_gives_a_report() -> None:
 
 def test_a_missing_library_is_named_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(html, "NEEDED", ("matplotlib", "no_such_library"))
-    with pytest.raises(OutriderError, match=r"needs no_such_library: pip install 'outrider\[report\]'"):
+    with pytest.raises(OutriderError, match=r"needs no_such_library: run pip install '.\[report\]' in Outrider's folder"):
         html.page(grid())

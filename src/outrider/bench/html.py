@@ -12,8 +12,7 @@ from outrider.bench.documents import Cell, condition, headline, is_plain, label,
 from outrider.bench.loops import MAX_PERIOD, MIN_REPEATS
 from outrider.bench.pooling import at, distinct
 from outrider.bench.tables import number, reason, span
-from outrider.errors import how_to_install
-from outrider.types import OutriderError
+from outrider.types import OutriderError, how_to_install
 
 if TYPE_CHECKING:
     from outrider.bench.plots import Plot

@@ -16,11 +16,10 @@ from typing import Any
 from huggingface_hub import constants, snapshot_download
 
 from outrider.files import expanded
-from outrider.heads.checkpoint import kind_of
 from outrider.memory import on_this_machine, size, weight_files
 from outrider.method_text import join_method
 from outrider.proposers.method import MethodSpec
-from outrider.proposers.recognition import TargetFiles, find_folder, loose_files
+from outrider.proposers.recognition import TargetFiles, find_folder, kind_of, loose_files
 from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT, DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS
 from outrider.runner.tokenizers import DifferentVocabulary
 from outrider.types import OutriderError, first_line

@@ -83,8 +83,8 @@ def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wa
     method = (
         plan.given("method") if named else auto_choice(target, draft, drafts_there, bool(plan.given("download_draft"))).text
     )
-    name, options = split_method(method)
-    for source in PROPOSERS.get(name).drafts_in(options, draft, drafts_there):
+    named_method, options = split_method(method)
+    for source in PROPOSERS.get(named_method).drafts_in(options, draft, drafts_there):
         check(located(str(source)))
     kind = _kind(method, draft, drafts_there)
     if isinstance(kind, SmallModel) and not kind.other_tokenizer and _tokenizers_differ(target, kind.source):

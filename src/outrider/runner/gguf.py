@@ -21,12 +21,11 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from outrider import native
-from outrider.errors import how_to_install
 from outrider.files import expanded
 from outrider.memory import weight_files
 from outrider.runner import gguf_codes
 from outrider.runner.linear import PackedEmbedding, PackedLinear
-from outrider.types import OutriderError, first_line
+from outrider.types import OutriderError, first_line, how_to_install
 
 logger = logging.getLogger(__name__)
 

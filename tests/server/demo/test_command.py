@@ -31,7 +31,7 @@ def test_missing_server_libraries_give_the_install_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert "pip install 'outrider[serve]'" in refusal(capsys)
+    assert "run pip install '.[serve]' in Outrider's folder" in refusal(capsys)
 
 
 def test_unknown_methods_and_missing_drafts_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
