@@ -274,7 +274,7 @@ def test_ctrl_c_keeps_the_text_so_far_and_its_summary(
 
 def test_ctrl_c_ends_a_chat_of_one_message(outrider: Run, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt(monkeypatch, 3)
-    code, out, err = outrider("chat", *models(target, draft), "-k", 2, "--max-tokens", 60, PROMPT)
+    code, out, err = outrider("chat", *models(target, draft), "-k", 2, "--max-tokens", 60, "--ignore-eos", PROMPT)
     assert code == app.EXIT_INTERRUPTED and len(out) > 1 and err.strip().endswith("interrupted")
 
 
@@ -295,7 +295,8 @@ def test_ctrl_c_ends_an_answer_of_a_chat_and_sigterm_the_chat(
     monkeypatch.setattr("outrider.cli.chat._is_interactive", lambda message: True)
     if where == "answer":
         interrupt(monkeypatch, 3, signalled)
-    assert outrider("chat", "--target", target, "--method", "plain", "--compile", "never", "--max-tokens", 9).code == code
+    command = ["chat", "--target", target, "--method", "plain", "--compile", "never", "--max-tokens", 9, "--ignore-eos"]
+    assert outrider(*command).code == code
     assert lines == ([] if code == 0 else ["/exit"])
 
 
