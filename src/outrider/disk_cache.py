@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, without_path
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def _root() -> Path:
 
 def _in_words(error: Exception) -> str:
     place = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
-    return f"{getattr(error, 'strerror', None) or error}{place}; set OUTRIDER_CACHE to use another one"
+    return f"{without_path(error)}{place}; set OUTRIDER_CACHE to use another one"
 
 
 @cache

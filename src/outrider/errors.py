@@ -44,6 +44,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text
 
 
+def without_path(error: BaseException) -> str:
+    """Return the message of an exception, of an ``OSError`` without number and path, which the caller's message names."""
+    return str(getattr(error, "strerror", None) or error)
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, to be quoted in an ``OutriderError``; classes appear by name."""
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]

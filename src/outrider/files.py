@@ -1,9 +1,14 @@
-"""Expand paths that users write, and write files atomically."""
+"""Expand paths that users write, open their text files, and write files atomically."""
 
 from __future__ import annotations
 
+import gzip
 import os
+import zlib
 from pathlib import Path
+from typing import IO
+
+READ_ERRORS = (OSError, EOFError, UnicodeDecodeError, zlib.error)  # of ``open_text`` and of reading its file
 
 
 def expanded(source: str | Path) -> Path:
@@ -12,6 +17,11 @@ def expanded(source: str | Path) -> Path:
         return Path(source).expanduser()
     except RuntimeError:
         return Path(source)
+
+
+def open_text(path: Path) -> IO[str]:
+    """Open a UTF-8 file, with or without a byte order mark, plain or ``.gz``."""
+    return (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig")
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -6,9 +6,7 @@ The built-in prompts were written for Outrider. They are texts to continue, so t
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -16,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.engine.prompts import chat_ids
+from outrider.errors import without_path
+from outrider.files import READ_ERRORS, open_text
 from outrider.types import OutriderError, check_text
 
 SEPARATOR = "\n%%\n"
@@ -106,11 +106,10 @@ class Refused(Exception):
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
-        opened = gzip.open if path.suffix == ".gz" else open
-        with opened(path, "rt", encoding="utf-8-sig") as file:  # accept a byte order mark
+        with open_text(path) as file:
             yield from enumerate(file, start=1)
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise OutriderError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    except READ_ERRORS as error:
+        raise OutriderError(f"cannot read {path}: {without_path(error)}") from None
 
 
 def _object(line: str) -> dict[str, Any]:

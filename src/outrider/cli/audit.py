@@ -42,6 +42,7 @@ outrider audit --same-text --method all -k 1,3,5,8 --batch 1,4 --prompts HumanEv
 """
 EXIT_NOT_CERTIFIED = 3
 MAX_BATCH = 256  # sequences per batch by default
+MAX_TOKENS, SEED, TEMPERATURE, COUPLED_TEMPERATURE = 64, 0, 1.0, 0.8  # defaults; the last with --same-text
 # Settings without effect on an audit, or without an option.
 UNUSED_SETTINGS = ("max_tokens", "logit_bias", "stop", "ignore_eos")
 MEMORY = 1 << 30  # bytes of KV cache for the sequences of a batch
@@ -79,9 +80,11 @@ class OutputOptions:
 class SampleOptions(SamplingOptions):
     """Sampling settings of an audit."""
 
-    max_tokens: int | None = given(SamplingParams, more="(default: 64).")
-    temperature: float | None = given(SamplingParams, more="(default: 1; with --same-text: 0.8).")
-    seed: int | None = given(SamplingParams, more="(default: 0).")
+    max_tokens: int | None = given(SamplingParams, more=f"(default: {MAX_TOKENS}).")
+    temperature: float | None = given(
+        SamplingParams, more=f"(default: {TEMPERATURE:g}; with --same-text: {COUPLED_TEMPERATURE})."
+    )
+    seed: int | None = given(SamplingParams, more=f"(default: {SEED}).")
 
 
 @with_groups
@@ -106,7 +109,8 @@ def command(*, options: AuditOptions, output: OutputOptions, models: ModelOption
         raise OutriderError("--resume, and several values of --num-draft-tokens or --batch, require --same-text")
     if sampling.stop or sampling.ignore_eos:
         raise OutriderError("an audit has no stop conditions: omit --stop and --ignore-eos")
-    params = sampling.params(max_tokens=64, seed=0, temperature=0.8 if models.same_text else 1.0)
+    temperature = COUPLED_TEMPERATURE if models.same_text else TEMPERATURE
+    params = sampling.params(max_tokens=MAX_TOKENS, seed=SEED, temperature=temperature)
     drafts = resolve(models, MethodOptions()).get("drafts") or {}
     names = methods_in(options.method or AUTO, lambda: auto_method(models, drafts))
     methods = chosen_methods(names)

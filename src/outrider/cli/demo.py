@@ -82,14 +82,13 @@ def command(
 
 def load_track(models: ModelOptions, methods: str | None) -> Track:
     """Load the target once, and every available method."""
-    from outrider.cli.session import auto_method, load, resolve
+    from outrider.cli.session import auto_method, check_methods, load, resolve
     from outrider.engine.methods import chosen_methods, methods_in
     from outrider.server.demo.track import Track
 
     drafts = resolve(models, MethodOptions()).get("drafts", {})
     wanted = chosen_methods(methods_in(methods, lambda: auto_method(models, drafts))) if methods else []
-    for method in wanted:  # report errors before loading
-        resolve(models, MethodOptions(method=method))
+    check_methods(wanted, models, drafts)
     plain: Any = PROPOSERS.get("plain")
     llm = load(models, MethodOptions(method=plain.name), max_batch=2, compile=models.compile or "always")
     offered = wanted

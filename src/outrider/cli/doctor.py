@@ -25,10 +25,8 @@ outrider doctor --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B
 outrider doctor --target ./my-model --method early-exit:layers=6
 """
 EXIT_DOES_NOT_FIT = 3
-MARKS = {"ok": "[green]ok[/]", "note": "[dim]note[/]", "suspicious": "[yellow]suspicious[/]", "wrong": "[red]WRONG[/]"}
-
-
 MAX_TOKENS = 48  # per prompt
+MARKS = {"ok": "[green]ok[/]", "note": "[dim]note[/]", "suspicious": "[yellow]suspicious[/]", "wrong": "[red]WRONG[/]"}
 
 
 @dataclass(frozen=True)

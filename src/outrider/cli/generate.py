@@ -14,7 +14,7 @@ import typer
 
 from outrider.cli.console import err, legend, painter_for, say_error, summary, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, with_groups
-from outrider.errors import OutriderError, how_to_install
+from outrider.errors import OutriderError, how_to_install, without_path
 from outrider.options import SAMPLING
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def read_schema(file: Path) -> dict[str, Any]:
     try:
         schema = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise OutriderError(f"cannot read the JSON schema: {file}: {getattr(error, 'strerror', None) or error}") from error
+        raise OutriderError(f"cannot read the JSON schema: {file}: {without_path(error)}") from error
     if not isinstance(schema, dict):
         raise OutriderError(f"{file} is not a JSON schema: expected an object, got a {type(schema).__name__}")
     return schema

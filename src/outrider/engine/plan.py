@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.engine.options import Speculation
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, without_path
 from outrider.files import expanded, write_whole
 from outrider.method_text import with_drafts
 from outrider.options import Option, declared
@@ -48,7 +48,7 @@ class Plan:
                 f"cannot read the plan: {file} does not exist; outrider tune writes one, or give --target and --method instead"
             ) from error
         except (OSError, UnicodeDecodeError) as error:
-            raise OutriderError(f"cannot read the plan: {file}: {getattr(error, 'strerror', None) or error}") from error
+            raise OutriderError(f"cannot read the plan: {file}: {without_path(error)}") from error
         except tomllib.TOMLDecodeError as error:
             raise OutriderError(f"{file} is not valid TOML: {error}") from error
         for key, value in values.items():

@@ -231,10 +231,10 @@ class CombinedMethod(MethodSpec):
         return [draft for part in self._parts for draft in part.drafts_in(each[part.name], general, drafts)]
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        each = options_by_part(self.name, options)
-        Setting.without_target(options=each[""]).config(CombinedConfig)
-        for part in self._parts:
-            part.check_options(each[part.name])
+        setting = Setting.without_target(options=options)
+        self._config(setting)
+        for part, own in self._settings(setting):
+            part.check_options(own.options)
 
     def portable(self, setting: Setting) -> Portable:
         """Describe the combination. Raises ``OutriderError`` for options that one of the methods rejects."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, without_path
 from outrider.options import INT32, LIMITS, LISTEN, File, Number, Text, Whole, check, option
 
 KEYS_VARIABLE = "OUTRIDER_API_KEYS"
@@ -110,7 +110,7 @@ class KeyRing:
         try:
             lines = file.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise OutriderError(f"cannot read the API keys: {file}: {getattr(error, 'strerror', None) or error}") from error
+            raise OutriderError(f"cannot read the API keys: {file}: {without_path(error)}") from error
         numbered = [
             (number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.lstrip().startswith("#")
         ]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
-import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from outrider.files import READ_ERRORS, open_text
 from outrider.heads.checkpoint import save_tensors
 from outrider.runner import ModelRunner
 from outrider.train.claims import claim, digest, fingerprint
@@ -41,15 +40,14 @@ def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase, most: int | N
     of an invalid line.
     """
     check_text_file(path)
-    is_packed = path.suffix == ".gz"
-    kind = Path(path.stem).suffix if is_packed else path.suffix
+    kind = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
     try:
-        with (gzip.open if is_packed else open)(path, "rt", encoding="utf-8-sig") as file:
+        with open_text(path) as file:
             if kind in (".jsonl", ".json"):
                 yield from _lines(path, file, tokenizer)
             else:
                 yield _whole(file, tokenizer, most)
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+    except READ_ERRORS as error:
         raise OutriderError(f"cannot read {path}: {first_line(error)}; expected UTF-8 text, or JSONL, plain or .gz") from error
 
 
