@@ -131,7 +131,7 @@ def add_tokenizer(writer: gguf.GGUFWriter) -> None:
     told = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token == tokenizer.eos_token else 1 for token in tokens])
     writer.add_token_merges([" ".join(pair) for pair in told["merges"]])

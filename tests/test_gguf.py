@@ -21,6 +21,7 @@ from torch import nn  # noqa: E402
 from toy import outputs_of  # noqa: E402
 
 from outrider import LLM, SamplingParams, native  # noqa: E402
+from outrider.engine.config import load_tokenizer  # noqa: E402
 from outrider.runner import ModelRunner, RunnerConfig, blocks, gguf_codes, linear  # noqa: E402
 from outrider.types import OutriderError  # noqa: E402
 
@@ -149,6 +150,19 @@ def test_tokenizer_and_chat_template_come_from_the_file(tmp_path):
     template = original.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert llm.chat_prompt(messages) == original.encode(template)
     assert llm.runner.model.config.eos_token_id == [0, 7]
+
+
+@pytest.mark.parametrize(("rule", "is_known"), [("gpt-2", True), ("llama-bpe", True), ("smollm", True), ("odd", False)])
+def test_a_rule_of_splitting_that_transformers_does_not_know_is_named(rule, is_known, tmp_path, caplog):
+    path = tmp_path / "model.gguf"
+
+    def rename(writer):
+        writer.kv_data[0]["tokenizer.ggml.pre"].value = rule
+
+    gguf_files.write(path, gguf_files.make_model("llama"), KINDS["Q8_0"], rename)
+    assert load_tokenizer(path) is not None
+    said = [record.getMessage() for record in caplog.records if "splits text" in record.getMessage()]
+    assert said == [] if is_known else "by the rule 'odd'" in said[0] and "--tokenizer" in said[0] and len(said) == 1
 
 
 def test_a_folder_with_a_config_and_a_tokenizer(tmp_path):

@@ -93,6 +93,16 @@ def test_weights_that_are_not_loaded_are_not_counted(tmp_path: Path) -> None:
     assert len(memory.weight_files(tmp_path)) == 3
 
 
+def test_the_weights_of_a_cached_hub_id_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--some--model"
+    snapshot = make_folder(repository / "snapshots" / "c0ffee")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("c0ffee")
+    assert memory.weight_files("some/model") == [snapshot / "model.safetensors"]
+    assert memory.weight_files("some/other") == []
+
+
 @pytest.mark.parametrize(("number", "refused"), [(errno.EFAULT, True), (errno.EINVAL, False)])
 def test_weights_on_a_failing_disk_are_rejected(
     number: int, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -77,13 +77,17 @@ def on_this_machine(source: str | Path) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
-def weight_files(source: Path) -> list[Path]:
-    """Return the weight files that are loaded from a folder (of one format only) or from a GGUF file."""
-    if source.suffix == ".gguf" and source.is_file():
-        return [source]
-    if found := _named_files(source):
+def weight_files(source: str | Path) -> list[Path]:
+    """Return the weight files that are loaded from a folder (of one format only), a cached hub id, or a GGUF file."""
+    path = expanded(source)
+    if path.suffix == ".gguf" and path.is_file():
+        return [path]
+    folder = on_this_machine(source)
+    if folder is None:
+        return []
+    if found := _named_files(folder):
         return found
-    files = [file for file in source.glob("*") if file.is_file()]  # not links to files that were deleted from a cache
+    files = [file for file in folder.glob("*") if file.is_file()]  # not links to files that were deleted from a cache
     kinds = (sorted(file for file in files if file.suffix == suffix) for suffix in (".safetensors", ".bin", ".pt", ".gguf"))
     return next((found for found in kinds if found), [])
 
@@ -111,7 +115,7 @@ def refuse_too_large(source: str | Path, growth: int = 1) -> None:
 
     ``growth``: bytes in memory per byte in the files.
     """
-    files, total = weight_files(on_this_machine(source) or Path(source)), total_memory()
+    files, total = weight_files(source), total_memory()
     needed = growth * sum(file.stat().st_size for file in files)
     if total is not None and needed > total:
         raise OutriderError(

@@ -240,7 +240,7 @@ def _is_significant(better: Run, drafted: Run) -> bool:
 
 def _memory_on_disk(sources: list[Any]) -> Iterator[Finding]:
     """Report whether weights in local folders fit into free memory."""
-    files = [file for source in sources if isinstance(source, (str, Path)) for file in weight_files(Path(source))]
+    files = [file for source in sources if isinstance(source, (str, Path)) for file in weight_files(source)]
     needed, free = sum(file.stat().st_size for file in files), free_memory()
     if files and free is not None:
         text = f"the weights take {size(needed)}; {size(free)} of memory are free"

@@ -38,6 +38,8 @@ UNDERSTOOD = re.compile(
     r"|rope\.(dimension_count|freq_base|scaling\.(type|finetuned))"
     r"|attention\.(head_count|head_count_kv|layer_norm_rms_epsilon|key_length|value_length|causal)"
 )
+# Rules for which GPT-2's gives the same tokens: merges learned from single digits never join two of them.
+SPLIT_LIKE_GPT2 = ("gpt-2", "smollm")
 PART = re.compile(r"-\d{5}-of-\d{5}$")  # end of the name of a split file's part
 
 
@@ -79,6 +81,7 @@ def tokenizer_arguments(source: str | Path) -> dict[str, Any]:
         (file.parent / name).exists() for name in _beside(source, "tokenizer.json", "tokenizer_config.json")
     ):
         return {"pretrained_model_name_or_path": source}
+    GgufFile.open(file).warn_of_an_unknown_split()
     return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
 
 
@@ -183,6 +186,23 @@ class GgufFile:
         scaling = self.entry(f"{prefix}rope.scaling.type")
         if scaling not in (None, "none"):
             raise OutriderError(f"{self.path}: rope scaling {scaling} is not supported: {advice}")
+
+    def warn_of_an_unknown_split(self) -> None:
+        """Log a warning if transformers splits text before BPE by GPT-2's rule in place of the one that the file names."""
+        if self.entry("tokenizer.ggml.model") != "gpt2":  # the others do not split
+            return
+        try:
+            known = import_module("transformers.integrations.gguf.gguf_tokenizer_mapping").GGUF_PRE_TOKENIZER_SPLITS
+        except ImportError:  # another version of transformers
+            return
+        name = self.entry("tokenizer.ggml.pre")
+        if name not in known and name not in SPLIT_LIKE_GPT2:
+            logger.warning(
+                "%s: its tokenizer splits text by the rule %r, which transformers does not know: text is split by GPT-2's rule"
+                " and may give other token ids; pass the original model's folder as the tokenizer (--tokenizer)",
+                self.path,
+                name,
+            )
 
     def complete(self, config: PreTrainedConfig) -> None:
         """Add the file's entries that transformers does not read to its config."""

@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from outrider.memory import on_this_machine, weight_files
+from outrider.memory import weight_files
 from outrider.runner import attention, gguf, recurrence
 from outrider.runner.checkpoints.formats import loader_options, method_of, quantization_of
 from outrider.runner.checkpoints.stored import without_quantization
@@ -144,7 +144,7 @@ def check_readable(source: str | Path) -> None:
     Weights are read from mapped files, where an unreadable page ends the process with a bus error. Does nothing on systems
     that cannot populate a mapping.
     """
-    for file in weight_files(on_this_machine(source) or Path(source)):
+    for file in weight_files(source):
         try:
             with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
                 for start in range(0, len(mapped), POPULATE_BYTES):
