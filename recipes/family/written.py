@@ -1,8 +1,8 @@
 """Short tales, Python functions and conversations written for this family, as templates with alternatives.
 
-The corpus has few texts that are simple enough for a model of this size to learn to write well (compare TinyStories, Eldan and
-Li 2023). In a template, `«small|little»` stands for one of its alternatives, `«name=Anna|Tom»` also remembers which, and a later
-`«name»` repeats it.
+The corpus has few texts that are simple enough for a model of this size to learn to write well (compare TinyStories: Eldan and
+Li 2023, arXiv 2305.07759). In a template, `«small|little»` stands for one of its alternatives, `«name=Anna|Tom»` also remembers
+which, and a later `«name»` repeats it.
 """
 
 from __future__ import annotations
