@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import lzma
 import operator
 import random
@@ -21,7 +22,7 @@ from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
 from outrider.train.plan import Plan
 from outrider.train.trainer import Job, Trainer
 from outrider.types import OutriderError
-from recipes.family import chats, corpus, data, evaluate, loops, model, samples, stages, tokenizer
+from recipes.family import chats, corpus, data, evaluate, loops, model, samples, stages, tokenizer, written
 from recipes.family.config import PRESETS, AgainstLoops
 
 TINY = PRESETS["tiny"]
@@ -297,6 +298,44 @@ def test_conversations_contain_commands_stories_and_correct_sums() -> None:
     assert len(sums) == chats.SUMS
     operations = {"+": operator.add, "-": operator.sub, "*": operator.mul}
     assert all(operations[kind](int(first), int(second)) == int(value) for first, kind, second, value in sums)
+
+
+def test_templates_expand_to_agreeing_texts() -> None:
+    rng = random.Random(0)
+    found = {written.expand("«who=Tom|Ann» sat «down|». «who» slept.", rng) for _ in range(50)}
+    assert found == {f"{who} sat {how}. {who} slept." for who in ("Tom", "Ann") for how in ("down", "")}
+    for template, why in (("«who» sat.", "not defined"), ("«who=Tom|Ann» and «who=Tom|Ann»", "defined twice")):
+        with pytest.raises(ValueError, match=why):
+            written.expand(template, rng)
+    assert written.conversation("USER:\nHi!\nASSISTANT:\nHello.\nUSER:\nBye\nASSISTANT:\nBye!") == chats.document(
+        [("Hi!", "Hello."), ("Bye", "Bye!")]
+    )
+    assert written.request(CODE).startswith("<|user|>\nWrite a Python function: Return the sum.\n<|assistant|>\ndef add(")
+    assert written.request("total = 1\n") == "total = 1\n"
+
+
+@pytest.mark.parametrize("name", ["tales", "functions", "chats"])
+def test_written_texts_are_whole_different_and_not_our_prompts(name: str) -> None:
+    templates = written.templates(name)
+    assert len(set(templates)) == len(templates) > 500
+    train, held_out = written.texts(name)
+    assert len(train) > 5 * len(templates) and held_out and not set(train) & set(held_out)
+    assert not [text for text in train if "«" in text or "»" in text]
+    openings = samples.SIGNATURES if name == "functions" else samples.ENGLISH
+    assert not [text for text in train if any(opening.strip() in text for opening in openings)]
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_written_functions_do_what_their_examples_say(part: int) -> None:
+    prompts = {signature.split("(")[0] for signature in samples.SIGNATURES}
+    for template in written.templates("functions")[part::4]:
+        text = written.expand(template, random.Random(part))
+        assert not [line for line in text.splitlines() if line.split("(")[0] in prompts], text
+        space: dict[str, object] = {"__name__": "written"}
+        exec(compile(text, "written", "exec"), space)
+        for made in [each for each in space.values() if getattr(each, "__module__", None) == "written"]:
+            for examples in doctest.DocTestFinder().find(made, "example", module=False, globs=space):
+                assert doctest.DocTestRunner(verbose=False).run(examples, out=lambda _: None).failed == 0, text
 
 
 def test_a_run_can_be_ended_early_with_its_decay(tmp_path: Path) -> None:

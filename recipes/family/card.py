@@ -8,7 +8,8 @@ from outrider.train.plan import Plan
 
 from . import corpus
 from .config import Preset, Shape
-from .report import SAMPLE_TEMPERATURE, SAMPLE_TOKENS
+from .report import SAMPLE_TOKENS
+from .samples import TEMPERATURE, TOP_P
 
 HEAD = """# Model card: the embedded family
 
@@ -129,7 +130,8 @@ def loops(found: dict[str, dict[str, Any]]) -> str:
             "",
             f"Texts of at most {after['new_tokens']} tokens after {after['prompts']} prompts (our signatures, and openings of "
             "held-out documents): the share that ends in a loop, and the share of their tokens that are in loops, before and "
-            "after training against loops (unlikelihood; Welleck et al. 2020). Sampled: temperature 0.7, top-p 0.9.",
+            "after training against loops (unlikelihood; Welleck et al. 2020). "
+            f"Sampled: temperature {TEMPERATURE}, top-p {TOP_P}.",
             "",
             "| | greedy: texts | tokens | sampled: texts | tokens |",
             "|---|---|---|---|---|",
@@ -143,7 +145,7 @@ def block(prompt: str, text: str, language: str) -> str:
     return f"````{language}\n{prompt}{text.rstrip()}\n````"
 
 
-def sample_sections(report: dict[str, Any], tokens: int, temperature: float) -> str:
+def sample_sections(report: dict[str, Any], tokens: int) -> str:
     """Return ten unselected samples of each kind."""
     own = report["own_signatures"]
     code = [f"Parses: {'yes' if parsed else 'no'}\n\n{block(prompt, text, 'python')}" for prompt, text, parsed in own["code"]]
@@ -155,7 +157,7 @@ def sample_sections(report: dict[str, Any], tokens: int, temperature: float) -> 
             "(`recipes/family/samples.py`) parse as Python. " + PARSING.format(tokens=tokens),
             "### Code: every fifth of the fifty signatures, greedy; the prompt is signature and docstring",
             *code,
-            f"### English: temperature {temperature}, seed {report['seed']}, 80 tokens; the prompt is in brackets",
+            f"### English: temperature {TEMPERATURE}, top-p {TOP_P}, seed {report['seed']}, 80 tokens; prompts in brackets",
             *english,
         ]
     )
@@ -189,6 +191,6 @@ def render(preset: Preset, report: dict[str, Any], curves: dict[str, list[dict[s
         bits(report["bpb"]),
         loops(report["loops"]),
         speculation(report),
-        sample_sections(report, SAMPLE_TOKENS, SAMPLE_TEMPERATURE),
+        sample_sections(report, SAMPLE_TOKENS),
     ]
     return "\n\n".join(parts) + "\n"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import chats
+from . import chats, written
 from .config import ASSISTANT, END, USER
 
 HELD_OUT_SHARE = 0.005
@@ -39,29 +39,33 @@ class Source:
     licence: str
 
 
+WRITTEN, OWN = "`recipes/family/written/`: templates written for this family with a large language model", "this project's"
 SOURCES = (
-    Source("functions", None, 0.13, 0.30, "single functions cut from the four sources of Python below", "as their files"),
-    Source("package_functions", None, 0.17, 0, "single functions cut from the packages", "as their files"),
-    Source("thealgorithms", "code_thealgorithms_mit.txt.xz", 0.05, 0.12, "TheAlgorithms/Python", "MIT"),
+    Source("functions", None, 0.10, 0.30, "single functions cut from the four sources of Python below", "as their files"),
+    Source("package_functions", None, 0.10, 0, "single functions cut from the packages", "as their files"),
+    Source("thealgorithms", "code_thealgorithms_mit.txt.xz", 0.04, 0.12, "TheAlgorithms/Python", "MIT"),
     Source(
         "packages",
         "code_packages_permissive.txt.xz",
-        0.10,
+        0.06,
         0,
         "40 packages of the Python package index",
         "BSD, MIT, Apache-2.0",
     ),
-    Source("stdlib", None, 0.05, 0.06, "the Python interpreter's standard library", "PSF-2.0"),
-    Source("networkx", "code_networkx_bsd.txt.xz", 0.03, 0.04, "networkx/networkx", "BSD-3-Clause"),
-    Source("sympy", "code_sympy_bsd.txt.xz", 0.03, 0.03, "sympy/sympy", "BSD-3-Clause"),
-    Source("tales", "tales_en.txt.xz", 0.15, 0, "tales of mlschmitt/classic-books-markdown", "public domain"),
-    Source("books", "books_en.txt.xz", 0.15, 0.29, "mlschmitt/classic-books-markdown", "public domain"),
+    Source("stdlib", None, 0.04, 0.06, "the Python interpreter's standard library", "PSF-2.0"),
+    Source("networkx", "code_networkx_bsd.txt.xz", 0.02, 0.04, "networkx/networkx", "BSD-3-Clause"),
+    Source("sympy", "code_sympy_bsd.txt.xz", 0.02, 0.03, "sympy/sympy", "BSD-3-Clause"),
+    Source("tales", "tales_en.txt.xz", 0.11, 0, "tales of mlschmitt/classic-books-markdown", "public domain"),
+    Source("books", "books_en.txt.xz", 0.11, 0.29, "mlschmitt/classic-books-markdown", "public domain"),
     Source("peps", "docs_peps_pd.txt.xz", 0.02, 0.04, "python/peps", "public domain / CC0"),
     Source("rust", "docs_rust_mit_apache.txt.xz", 0.01, 0.03, "rust-lang/book, rust-lang/reference", "MIT or Apache-2.0"),
     Source("cpp", "docs_cpp_ccby.txt.xz", 0.01, 0.01, "MicrosoftDocs/cpp-docs", "CC-BY-4.0"),
     Source("tldr", "docs_tldr_en_ccby.txt.xz", 0.02, 0.02, "tldr-pages/tldr", "CC-BY-4.0"),
-    Source("gsm8k", "math_gsm8k_train_mit.txt.xz", 0.04, 0.06, "openai/grade-school-math, train split", "MIT"),
-    Source("chats", None, 0.04, 0, "short conversations made of tldr, tales and templates of our own", "as their files"),
+    Source("gsm8k", "math_gsm8k_train_mit.txt.xz", 0.03, 0.06, "openai/grade-school-math, train split", "MIT"),
+    Source("chats", None, 0.03, 0, "short conversations made of tldr, tales and templates of our own", "as their files"),
+    Source("written_functions", None, 0.12, 0, WRITTEN, OWN),
+    Source("written_tales", None, 0.12, 0, WRITTEN, OWN),
+    Source("written_chats", None, 0.04, 0, WRITTEN, OWN),
 )
 CODE = ("thealgorithms", "stdlib", "networkx", "sympy")
 
@@ -217,4 +221,6 @@ def load(corpus: Path, megabytes: float) -> dict[str, Split]:
     splits["functions"] = functions_of(splits, CODE, limit)
     splits["package_functions"] = functions_of(splits, ("packages",), limit)
     splits["chats"] = split(chats.write(splits["tldr"].train, splits["tales"].train), limit)
+    for name in ("functions", "tales", "chats"):
+        splits[f"written_{name}"] = Split(*written.texts(name))
     return {source.name: splits[source.name] for source in SOURCES}

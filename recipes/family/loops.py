@@ -86,9 +86,9 @@ def mixed_prompts(tokens: Path, tokenizer: PreTrainedTokenizerFast, most: int = 
 def measure(
     net: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], new_tokens: int
 ) -> dict[str, Any]:
-    """Return the share of texts that end in a loop and of tokens in loops, greedy and at temperature 0.7 with top-p 0.9."""
+    """Return the share of texts that end in a loop and of tokens in loops, greedy and sampled."""
     found: dict[str, Any] = {"prompts": len(prompts), "new_tokens": new_tokens}
-    for name, temperature, top_p in (("greedy", 0.0, 1.0), ("sampled", 0.7, 0.9)):
+    for name, temperature, top_p in (("greedy", 0.0, 1.0), ("sampled", samples.TEMPERATURE, samples.TOP_P)):
         texts = samples.continuations(net, tokenizer, prompts, new_tokens, temperature, top_p)
         ends = sum(map(ends_in_loop, texts)) / len(texts)
         found[name] = {"texts_that_end_in_a_loop": round(ends, 4), "tokens_in_loops": round(loop_share(texts), 4)}

@@ -19,7 +19,6 @@ from .prompts import function_prompts
 
 PROMPT, NEW = 64, 128
 SAMPLE_TOKENS = 128
-SAMPLE_TEMPERATURE = 0.8
 
 
 def speculation(
@@ -64,7 +63,7 @@ def own_prompts(target: LlamaForCausalLM, draft: LlamaForCausalLM, tokenizer: Pr
 def measure(folder: Path, tokens: Path, held_out: HeldOut, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """Measure the models in `target` and `draft` under `folder`, with the exported weights."""
     target, draft = model.load(folder / "target"), model.load(folder / "draft")
-    written = samples.continuations(target, tokenizer, samples.ENGLISH, 80, SAMPLE_TEMPERATURE)
+    written = samples.continuations(target, tokenizer, samples.ENGLISH, 80, samples.TEMPERATURE, samples.TOP_P)
     english = [samples.text_of(tokenizer, ids) for ids in written]
     with torch.no_grad():
         bpb = {name: evaluate.bits_per_byte(net, held_out) for name, net in (("target", target), ("draft", draft))}

@@ -121,10 +121,10 @@ def build(model: nn.Module, plan: Plan, dtype: torch.dtype) -> list[torch.optim.
 
 
 def lr_factor(progress: float, plan: Plan) -> float:
-    """Return the learning-rate factor: warm-up, constant, then linear decay to almost zero over the last `decay`."""
+    """Return the learning-rate factor: warm-up, constant, then linear decay towards zero over the last `decay`, until `end`."""
     rising = progress / plan.warmup if plan.warmup else 1.0
     falling = (1.0 - progress) / plan.decay if plan.decay else 1.0
-    return max(0.01, min(1.0, rising, falling))
+    return min(rising, max(plan.end, min(1.0, falling)))
 
 
 def set_lr(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
