@@ -7,9 +7,10 @@ import lzma
 import operator
 import random
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -326,14 +327,16 @@ def test_written_texts_are_whole_different_and_not_our_prompts(name: str) -> Non
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_written_functions_do_what_their_examples_say(part: int) -> None:
+def test_written_functions_do_what_their_examples_say(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = {signature.split("(")[0] for signature in samples.SIGNATURES}
     for template in written.templates("functions")[part::4]:
         text = written.expand(template, random.Random(part))
         assert not [line for line in text.splitlines() if line.split("(")[0] in prompts], text
-        space: dict[str, object] = {"__name__": "written"}
-        exec(compile(text, "written", "exec"), space)
-        for made in [each for each in space.values() if getattr(each, "__module__", None) == "written"]:
+        module = ModuleType("example")
+        monkeypatch.setitem(sys.modules, "example", module)  # dataclasses look for theirs
+        space = vars(module)
+        exec(compile(text, "example", "exec"), space)
+        for made in [each for each in space.values() if getattr(each, "__module__", None) == "example"]:
             for examples in doctest.DocTestFinder().find(made, "example", module=False, globs=space):
                 assert doctest.DocTestRunner(verbose=False).run(examples, out=lambda _: None).failed == 0, text
 
