@@ -124,7 +124,7 @@ def lr_factor(progress: float, plan: Plan) -> float:
     """Return the learning-rate factor: warm-up, constant, then linear decay towards zero over the last `decay`, until `end`."""
     rising = progress / plan.warmup if plan.warmup else 1.0
     falling = (1.0 - progress) / plan.decay if plan.decay else 1.0
-    return min(rising, max(plan.end, min(1.0, falling)))
+    return min(1.0, max(0.01, rising), max(plan.end, falling))
 
 
 def set_lr(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
