@@ -45,8 +45,8 @@ class AgainstLoops:
     rows: int = 16  # rows continued per step
     prompt_tokens: int = 64  # tokens per row
     new_tokens: int = 160
-    every: int = 2  # steps between two such losses
-    weight: float = 2.0  # weight of the unlikelihood relative to the text loss
+    every: int = 4  # steps between two such losses
+    weight: float = 1.0  # weight of the unlikelihood relative to the text loss
 
 
 @dataclass(frozen=True)
