@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from outrider.cli.options import READABLE_TEMPERATURE, READABLE_TOP_P
 from outrider.train.plan import Plan
 
 from . import corpus
 from .config import Preset, Shape
 from .report import SAMPLE_TOKENS
-from .samples import TEMPERATURE, TOP_P
 
 HEAD = """# Model card: the embedded family
 
@@ -131,7 +131,7 @@ def loops(found: dict[str, dict[str, Any]]) -> str:
             f"Texts of at most {after['new_tokens']} tokens after {after['prompts']} prompts (our signatures, and openings of "
             "held-out documents): the share that ends in a loop, and the share of their tokens that are in loops, before and "
             "after training against loops (unlikelihood; Welleck et al. 2020). "
-            f"Sampled: temperature {TEMPERATURE}, top-p {TOP_P}.",
+            f"Sampled: temperature {READABLE_TEMPERATURE}, top-p {READABLE_TOP_P}.",
             "",
             "| | greedy: texts | tokens | sampled: texts | tokens |",
             "|---|---|---|---|---|",
@@ -157,7 +157,8 @@ def sample_sections(report: dict[str, Any], tokens: int) -> str:
             "(`recipes/family/samples.py`) parse as Python. " + PARSING.format(tokens=tokens),
             "### Code: every fifth of the fifty signatures, greedy; the prompt is signature and docstring",
             *code,
-            f"### English: temperature {TEMPERATURE}, top-p {TOP_P}, seed {report['seed']}, 80 tokens; prompts in brackets",
+            f"### English: temperature {READABLE_TEMPERATURE}, top-p {READABLE_TOP_P}, seed {report['seed']}, 80 tokens; "
+            "prompts in brackets",
             *english,
         ]
     )

@@ -130,6 +130,11 @@ def document(turns: list[Turn]) -> str:
     return f"{END}\n".join(f"{USER}\n{asked}\n{ASSISTANT}\n{answered}" for asked, answered in turns)
 
 
+def function_request(doc: str, text: str) -> str:
+    """Return a function as the answer to a request for what its docstring says."""
+    return document([(f"Write a Python function: {doc}", text)])
+
+
 def write(tldr: list[str], tales: list[str]) -> list[str]:
     """Return all conversations: each command, story and fact at least once, mixed with small talk and sums."""
     rng = random.Random(SEED)

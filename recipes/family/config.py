@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from outrider.train.distillation import Distillation
@@ -11,6 +12,12 @@ from outrider.train.plan import Plan
 SEED = 1729
 END, USER, ASSISTANT = "<|endoftext|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (END, USER, ASSISTANT)
+
+
+def documents_of(text: str) -> list[str]:
+    """Return the documents of a text, which are separated by lines that contain only the end marker."""
+    parts = re.split(rf"^{re.escape(END)}$", text, flags=re.MULTILINE)
+    return [part.strip("\n") for part in parts if part.strip()]
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ PRESETS = {
         vocab=6144,
         target=Shape(hidden=256, layers=14, heads=4, kv_heads=2, intermediate=768),
         draft=Shape(hidden=192, layers=2, heads=3, kv_heads=1, intermediate=512),
-        # the rates fall to a quarter here and to zero in training against loops
+        # the learning rates fall to a quarter here, and from there to zero in training against loops
         target_plan=Plan(150_000_000, 8192, ((0.88, 256), (0.97, 512), (1.0, 1024)), end=0.25),
         loops_plan=Plan(4_000_000, 8192, ((1.0, 512),), muon_lr=0.005, adam_lr=0.001, warmup=0.02, decay=1.0),
         draft_plan=Plan(20_000_000, 4096, ((1.0, 256),), minutes=40, muon_lr=0.01, adam_lr=0.0025, warmup=0.02),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import chats, written
-from .config import ASSISTANT, END, USER
+from .config import ASSISTANT, USER, documents_of
 
 HELD_OUT_SHARE = 0.005
 LONG_LINE = 25  # letters and digits; shorter lines repeat by chance
@@ -89,8 +89,7 @@ def read_documents(path: Path) -> list[str]:
         raise ValueError(f"{path}: prompts for measuring must not be used for training")
     with lzma.open(path, "rt", encoding="utf-8") as lines:
         text = lines.read()
-    parts = re.split(rf"^{re.escape(END)}$", text, flags=re.MULTILINE)
-    return [part.strip("\n") for part in parts if part.strip()]
+    return documents_of(text)
 
 
 def read_stdlib() -> list[str]:
@@ -145,7 +144,7 @@ def functions(document: str) -> Iterator[str]:
         text = textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno]))
         doc = (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ")
         if 20 < len(doc) < 200 and digest(text) % 8 == 0:
-            yield f"{USER}\nWrite a Python function: {doc}\n{ASSISTANT}\n{text}"
+            yield chats.function_request(doc, text)
         elif has_doc or digest(text) % 2:
             yield text
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.bench.loops import MAX_PERIOD, ends_in_loop, in_loops, loop_share
+from outrider.cli.options import READABLE_TEMPERATURE, READABLE_TOP_P
 from outrider.train.continuation import continue_rows
 from outrider.train.layer_skip import EarlyExitLoss
 from outrider.train.precision import arithmetic
@@ -88,7 +89,7 @@ def measure(
 ) -> dict[str, Any]:
     """Return the share of texts that end in a loop and of tokens in loops, greedy and sampled."""
     found: dict[str, Any] = {"prompts": len(prompts), "new_tokens": new_tokens}
-    for name, temperature, top_p in (("greedy", 0.0, 1.0), ("sampled", samples.TEMPERATURE, samples.TOP_P)):
+    for name, temperature, top_p in (("greedy", 0.0, 1.0), ("sampled", READABLE_TEMPERATURE, READABLE_TOP_P)):
         texts = samples.continuations(net, tokenizer, prompts, new_tokens, temperature, top_p)
         ends = sum(map(ends_in_loop, texts)) / len(texts)
         found[name] = {"texts_that_end_in_a_loop": round(ends, 4), "tokens_in_loops": round(loop_share(texts), 4)}

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from outrider.cli.options import READABLE_TEMPERATURE, READABLE_TOP_P
 from outrider.train.continuation import continue_rows
 
 from . import evaluate, model, samples
@@ -63,7 +64,7 @@ def own_prompts(target: LlamaForCausalLM, draft: LlamaForCausalLM, tokenizer: Pr
 def measure(folder: Path, tokens: Path, held_out: HeldOut, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """Measure the models in `target` and `draft` under `folder`, with the exported weights."""
     target, draft = model.load(folder / "target"), model.load(folder / "draft")
-    written = samples.continuations(target, tokenizer, samples.ENGLISH, 80, samples.TEMPERATURE, samples.TOP_P)
+    written = samples.continuations(target, tokenizer, samples.ENGLISH, 80, READABLE_TEMPERATURE, READABLE_TOP_P)
     english = [samples.text_of(tokenizer, ids) for ids in written]
     with torch.no_grad():
         bpb = {name: evaluate.bits_per_byte(net, held_out) for name, net in (("target", target), ("draft", draft))}

@@ -14,7 +14,6 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from .config import SEED
 
-TEMPERATURE, TOP_P = 0.7, 0.9  # of sampled text, as `outrider demo` samples
 ENGLISH = (
     "The old house at the end of the road",
     "It was late in the evening when the ship",

@@ -12,8 +12,8 @@ import random
 import re
 from pathlib import Path
 
-from .chats import Turn, document
-from .config import END
+from .chats import Turn, document, function_request
+from .config import documents_of
 
 FOLDER = Path(__file__).with_name("written")
 EXPANSIONS = 12  # training texts of one template
@@ -23,8 +23,7 @@ SLOT = re.compile(r"«([^«»]*)»")
 
 def templates(name: str) -> list[str]:
     """Return the templates of `written/NAME.txt`, which are separated by lines that contain only the end marker."""
-    text = (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
-    return [part.strip("\n") for part in text.split(f"\n{END}\n") if part.strip()]
+    return documents_of((FOLDER / f"{name}.txt").read_text(encoding="utf-8"))
 
 
 def expand(template: str, rng: random.Random) -> str:
@@ -57,7 +56,7 @@ def request(text: str) -> str:
     """Return a documented function as the answer to a request in the chat template, anything else unchanged."""
     last = ast.parse(text).body[-1]
     doc = ast.get_docstring(last) if isinstance(last, ast.FunctionDef) else None
-    return document([(f"Write a Python function: {doc.splitlines()[0]}", text)]) if doc else text
+    return function_request(doc.splitlines()[0], text) if doc else text
 
 
 def texts(name: str) -> tuple[list[str], list[str]]:

@@ -81,8 +81,26 @@ def tokenizer_arguments(source: str | Path) -> dict[str, Any]:
         (file.parent / name).exists() for name in _beside(source, "tokenizer.json", "tokenizer_config.json")
     ):
         return {"pretrained_model_name_or_path": source}
-    GgufFile.open(file).warn_of_an_unknown_split()
+    _warn_of_an_unknown_split(file)
     return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+
+
+def _warn_of_an_unknown_split(file: Path) -> None:
+    """Log a warning if transformers splits text before BPE by GPT-2's rule in place of the one that the file names."""
+    try:
+        known = import_module("transformers.integrations.gguf.gguf_tokenizer_mapping").GGUF_PRE_TOKENIZER_SPLITS
+        read = import_module("transformers.integrations.gguf.reader").read_gguf_metadata
+    except ImportError:  # another version of transformers
+        return
+    entries, _ = read(str(file), ())  # without its lists: the gguf package takes seconds for those of a vocabulary
+    name = entries.get("tokenizer.ggml.pre")
+    if entries.get("tokenizer.ggml.model") == "gpt2" and name not in known and name not in SPLIT_LIKE_GPT2:
+        logger.warning(
+            "%s: its tokenizer splits text by the rule %r, which transformers does not know: text is split by GPT-2's rule"
+            " and may give other token ids; pass the original model's folder as the tokenizer (--tokenizer)",
+            file,
+            name,
+        )
 
 
 def _beside(source: str | Path, *names: str) -> tuple[str, ...]:
@@ -186,23 +204,6 @@ class GgufFile:
         scaling = self.entry(f"{prefix}rope.scaling.type")
         if scaling not in (None, "none"):
             raise OutriderError(f"{self.path}: rope scaling {scaling} is not supported: {advice}")
-
-    def warn_of_an_unknown_split(self) -> None:
-        """Log a warning if transformers splits text before BPE by GPT-2's rule in place of the one that the file names."""
-        if self.entry("tokenizer.ggml.model") != "gpt2":  # the others do not split
-            return
-        try:
-            known = import_module("transformers.integrations.gguf.gguf_tokenizer_mapping").GGUF_PRE_TOKENIZER_SPLITS
-        except ImportError:  # another version of transformers
-            return
-        name = self.entry("tokenizer.ggml.pre")
-        if name not in known and name not in SPLIT_LIKE_GPT2:
-            logger.warning(
-                "%s: its tokenizer splits text by the rule %r, which transformers does not know: text is split by GPT-2's rule"
-                " and may give other token ids; pass the original model's folder as the tokenizer (--tokenizer)",
-                self.path,
-                name,
-            )
 
     def complete(self, config: PreTrainedConfig) -> None:
         """Add the file's entries that transformers does not read to its config."""

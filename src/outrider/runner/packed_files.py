@@ -53,7 +53,7 @@ class PackedFile:
         ``dtype``: the dtype as which the checkpoint is loaded before rounding.
         """
         folder = on_this_machine(source)
-        files = weight_files(source)
+        files = [] if folder is None else weight_files(folder)
         if folder is None or not files:
             return None
         family = _hash(str(folder.resolve()), str(bits), str(dtype))

@@ -121,7 +121,7 @@ def build(model: nn.Module, plan: Plan, dtype: torch.dtype) -> list[torch.optim.
 
 
 def lr_factor(progress: float, plan: Plan) -> float:
-    """Return the learning-rate factor: warm-up, constant, then linear decay towards zero over the last `decay`, until `end`."""
+    """Return the learning-rate factor: warm-up, constant, then linear decay over the last `decay`, at least `end`."""
     rising = progress / plan.warmup if plan.warmup else 1.0
     falling = (1.0 - progress) / plan.decay if plan.decay else 1.0
     return min(1.0, max(0.01, rising), max(plan.end, falling))

@@ -23,8 +23,8 @@ class Plan:
     muon_lr: float = 0.02
     adam_lr: float = 0.004
     warmup: float = 0.01
-    decay: float = 0.45  # share of the run in which the rates fall
-    end: float = 0.01  # factor of the rates at which they stop falling
+    decay: float = 0.45  # share of the run in which the learning rates fall linearly
+    end: float = 0.01  # lowest factor of the learning rates in the decay
     eval_every_s: float = 600.0
     save_every_s: float = 120.0
     seed: int = SEED
