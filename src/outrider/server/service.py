@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from outrider.server.gate import CLOSED, Call, error_body
 from outrider.server.grammar import Grammars, TokenGrammar
 from outrider.server.metrics import Metrics
 from outrider.server.prompts import Prompts, tools
-from outrider.server.protocol import ChatBody, CompletionBody, SamplingFields, StreamOptions
+from outrider.server.protocol import ChatBody, CompletionBody, SamplingFields, StreamOptions, mistakes
 from outrider.server.record import Record
 from outrider.types import OutriderError, SamplingParams
 from outrider.types import Request as EngineRequest
@@ -36,9 +35,6 @@ if TYPE_CHECKING:
     from outrider.engine import LLM
 
 Result = TypeVar("Result")
-# Parts of an error location that pydantic adds for unions of types, such as function-after[_unicode(), constrained-str].
-PYDANTIC_TYPE = re.compile(r"^(constrained|function|nullable|tagged|lax|json)-|^[a-z-]+\[.*\]$")
-MAX_DETAIL = 200  # characters of one of pydantic's errors, which may quote the client's value
 DONE = b"data: [DONE]\n\n"
 COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -62,14 +58,14 @@ class Service:
     async def completions(self, body: CompletionBody, http: Request) -> Response:
         """Handle ``POST /v1/completions``."""
         given, call = body.prompts(), _call(http)
-        answer = CompletionAnswer("cmpl-" + call.request_id, self.config.name, self._tokens, [])
+        answer = CompletionAnswer("cmpl-" + call.request_id, self.config.name, self._tokens)
         parts = _Parts(body.max_tokens, body.logprobs, len(given) * body.n, lambda: self._prompts.encode(given, call.client))
         return await self._answer(body, http, parts, answer)
 
     async def chat(self, body: ChatBody, http: Request) -> Response:
         """Handle ``POST /v1/chat/completions``."""
         call = _call(http)
-        answer = ChatAnswer("chatcmpl-" + call.request_id, self.config.name, self._tokens, [])
+        answer = ChatAnswer("chatcmpl-" + call.request_id, self.config.name, self._tokens)
         max_tokens = body.max_completion_tokens or body.max_tokens or self.llm.runner.max_len
         messages = [message.plain() for message in body.messages]
         parts = _Parts(max_tokens, body.num_logprobs(), body.n, lambda: self._prompts.chat(messages, call.client))
@@ -329,7 +325,7 @@ def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     if isinstance(error, HTTPException):
         return error.status_code, error_body(str(error.detail), "invalid_request_error"), dict(error.headers or {})
     if isinstance(error, RequestValidationError):
-        return 400, error_body(_invalid(error.errors()), "invalid_request_error", "invalid_body"), {}
+        return 400, error_body(mistakes(error.errors()), "invalid_request_error", "invalid_body"), {}
     if isinstance(error, UnknownModel):
         return 404, error_body(str(error), "invalid_request_error", "model_not_found"), {}
     if isinstance(error, Busy):
@@ -341,18 +337,6 @@ def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     if isinstance(error, TargetFailed):
         return 500, error_body(str(error), "server_error"), {}
     return 400, error_body(str(error), "invalid_request_error"), {}
-
-
-def _invalid(errors: Sequence[Any]) -> str:
-    """Format pydantic's errors as one line."""
-    found = []
-    for error in errors[:3]:
-        is_unknown = error["type"] == "extra_forbidden"  # the location contains the client's field name
-        parts = [str(part) for part in error["loc"] if part != "body"]
-        place = ".".join(part for part in parts if is_unknown or not PYDANTIC_TYPE.search(part))
-        what = " ".join(f"{place}: {error['msg']}".removeprefix(": ").split())
-        found.append(what if len(what) <= MAX_DETAIL else what[: MAX_DETAIL - 3] + "...")
-    return "; ".join(found)
 
 
 def _event(body: dict[str, Any]) -> bytes:
