@@ -23,7 +23,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.server.demo.line import LineFull, Place, WaitingLine
+from outrider.server.demo.line import Place
 from outrider.server.demo.race_request import MAX_PROMPT, MAX_TOKENS, Event, RaceRequest
 from outrider.server.protocol import mistakes
 from outrider.types import OutriderError
@@ -53,7 +53,7 @@ class Demo:
     def __init__(self, track: Track, about: Mapping[str, Any]) -> None:
         """``about``: model description for the page."""
         self._track, self._about = track, dict(about)
-        self.line = WaitingLine(MAX_WAITING)
+        self.line: list[Place] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="demo-engine")
 
     def app(self) -> ASGIApp:
@@ -127,17 +127,15 @@ class RaceStream:
         self._demo, self._wanted, self._prompt = demo, wanted, prompt
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            place = self._demo.line.join()
-        except LineFull:
-            full = f"{self._demo.line.longest} visitors are already waiting: try again in a minute"
+        if len(self._demo.line) >= MAX_WAITING:
+            full = f"{MAX_WAITING} visitors are already waiting: try again in a minute"
             await refusal(full, 429, {"Retry-After": "30"})(scope, receive, send)
             return
 
         async def send_in_time(message: Message) -> None:
             await asyncio.wait_for(send(message), UNREAD)
 
-        with place:
+        with Place(self._demo.line) as place:
             async with aclosing(self._demo.events(place, self._wanted, self._prompt)) as events:
                 stream = StreamingResponse(_written(events), media_type="text/event-stream")
                 try:

@@ -21,7 +21,7 @@ class RaceRequest(Body):
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT)]
     method: str
     k: Annotated[int, Field(ge=0, le=MAX_DRAFTS)] | Literal["auto"] = 4  # drafts per round
-    temperature: float = Field(0.0, ge=0, le=2)
-    accuracy: float = Field(1.0, ge=0, le=1)  # share of drafts that are not replaced by wrong tokens
-    max_tokens: int = Field(128, ge=1, le=MAX_TOKENS)
-    seed: int = Field(0, ge=0, le=2**53)
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
+    accuracy: Annotated[float, Field(ge=0, le=1)] = 1.0  # share of drafts that are not replaced by wrong tokens
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 128
+    seed: Annotated[int, Field(ge=0, le=2**53)] = 0
