@@ -17,8 +17,8 @@ from tiny_folder import make_folder, make_tokenizer
 from toy import outputs_of
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from outrider import LLM
-from outrider.doctor import Patient, check_up, checkup
+from outrider import LLM, doctor
+from outrider.doctor import Patient, check_up
 from outrider.proposers.base import Proposer, chain_proposal
 from outrider.proposers.method import MethodSpec, Setting
 from outrider.registry import PROPOSERS
@@ -52,7 +52,7 @@ def text_of(found, topic):
 def test_the_target_as_its_own_draft_is_accepted_but_too_large(target):
     found = examined(target, draft=target)
     assert found.fits
-    assert found.acceptance.by_position == [1.0] * checkup.K
+    assert found.acceptance.by_position == [1.0] * doctor.K
     assert level_of(found, "vocabulary") == level_of(found, "text") == level_of(found, "context") == "ok"
     assert level_of(found, "size") == "suspicious"
     assert "fits, with doubts" in found.verdict or "gains nothing" in found.verdict
@@ -106,7 +106,7 @@ def test_a_draft_of_another_target_does_not_fit(target, tmp_path):
     found = examined(target, draft=make_folder(tmp_path, seed=9))
     assert not found.fits
     assert level_of(found, "acceptance") == "wrong"
-    assert found.acceptance.by_position[0] < checkup.HOPELESS
+    assert found.acceptance.by_position[0] < doctor.HOPELESS
     assert "does not fit" in found.verdict
 
 
@@ -145,7 +145,7 @@ def test_a_broken_file_is_a_finding_not_an_exception(target, tmp_path, harm):
 
 
 def test_weights_larger_than_memory_are_reported_before_loading(target, monkeypatch):
-    monkeypatch.setattr(checkup, "free_memory", lambda: 1000)
+    monkeypatch.setattr(doctor, "free_memory", lambda: 1000)
     found = examined(target, draft=target)
     assert [finding.level for finding in found.findings] == ["wrong"] and found.findings[0].topic == "memory"
 
@@ -222,7 +222,7 @@ def guessing(target, monkeypatch):
 
     monkeypatch.setitem(PROPOSERS._entries, "guessing", GuessingMethod())
     llm = LLM(str(target), method="plain", **OPTIONS)
-    prompts = [encode(llm.tokenizer, prompt)[-128:] for kind in checkup.WORKLOADS for prompt in builtin(kind, 1)]
+    prompts = [encode(llm.tokenizer, prompt)[-128:] for kind in doctor.WORKLOADS for prompt in builtin(kind, 1)]
     texts = outputs_of(llm.generate(prompts, LONG))
     Guessing.answers = [prompt + text.token_ids for prompt, text in zip(prompts, texts, strict=True)]
 
@@ -238,12 +238,12 @@ def test_the_fitting_alternative_is_named_at_low_acceptance(target):
 @pytest.mark.usefixtures("guessing")
 def test_a_better_alternative_is_named_at_high_acceptance_too(target, monkeypatch):
     """A hidden state that is off by one layer costs a head some acceptance, but rarely all."""
-    monkeypatch.setattr(checkup, "MIN_GAIN", 99.0)
+    monkeypatch.setattr(doctor, "MIN_GAIN", 99.0)
     found = examined(target, method="guessing:layer=2:tenths=6", params=LONG)
-    assert found.acceptance.by_position[0] > checkup.DOUBTFUL
+    assert found.acceptance.by_position[0] > doctor.DOUBTFUL
     assert found.fits and level_of(found, "options") == "suspicious"
     assert "guessing:layer=3:tenths=6 fits better" in text_of(found, "options")
-    monkeypatch.setattr(checkup, "MIN_STANDARD_ERRORS", 99.0)
+    monkeypatch.setattr(doctor, "MIN_STANDARD_ERRORS", 99.0)
     found = examined(target, method="guessing:layer=2:tenths=6", params=LONG)
     assert level_of(found, "options") == "note" and "not significant" in text_of(found, "options")
     found = examined(target, method="guessing:layer=3", params=LONG)

@@ -16,7 +16,7 @@ from toy import outputs_of
 
 from outrider import LLM, SamplingParams, native
 from outrider.bench.provenance import provenance
-from outrider.doctor.checkup import Patient, check_up
+from outrider.doctor import Patient, check_up
 from outrider.engine.plan import Plan
 from outrider.export.vllm import Vllm
 from outrider.export.wanted import wanted

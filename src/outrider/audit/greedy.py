@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from outrider.audit.rig import Rig, Text, Way
+from outrider.audit.rig import Rig, Way
+from outrider.bench.race import first_difference
+from outrider.engine import Emission
 from outrider.types import SamplingParams
 
 EXPLAINED = 1000  # floating-point steps; a larger difference, or more than one nat, is not rounding
@@ -60,7 +62,7 @@ def audit_greedy(rig: Rig, way: Way, prompts: Sequence[Sequence[int]], params: S
     """Compare tokens with plain decoding. ``params`` are the user's, with temperature 0."""
     params = replace(params, temperature=0.0, logprobs=NUM_TOP)
     plain, drafted = rig.generate(Way(), prompts, params), rig.generate(way, prompts, params)
-    places = [_first_difference(a.token_ids, b.token_ids) for a, b in zip(plain, drafted, strict=True)]
+    places = [first_difference(a.token_ids, b.token_ids) for a, b in zip(plain, drafted, strict=True)]
     result = GreedyResult(len(prompts), sum(len(text.token_ids) for text in drafted), 0.0, resolution(rig, prompts[0]))
     for a, b, place in zip(plain, drafted, places, strict=True):
         result.rounding = max(result.rounding, _rounding(a, b, len(a.token_ids) if place is None else place + 1))
@@ -82,14 +84,10 @@ def resolution(rig: Rig, prompt: Sequence[int]) -> float:
     return float(largest) * torch.finfo(runner.cache.dtype).eps
 
 
-def _first_difference(plain: Sequence[int], drafted: Sequence[int]) -> int | None:
-    return next((place for place, (a, b) in enumerate(zip(plain, drafted, strict=True)) if a != b), None)
-
-
-def _rounding(plain: Text, drafted: Text, num_places: int) -> float:
+def _rounding(plain: Emission, drafted: Emission, num_places: int) -> float:
     """Measure rounding at the first positions, where both runs have the same prefix."""
     largest = 0.0
-    for a, b in zip(plain.logprobs[:num_places], drafted.logprobs[:num_places], strict=True):
+    for a, b in zip((plain.logprobs or [])[:num_places], (drafted.logprobs or [])[:num_places], strict=True):
         others = dict(b.top)
         largest = max([largest, *(abs(value - others[token]) for token, value in a.top if token in others)])
     return largest
@@ -100,7 +98,7 @@ def _difference(
     index: int,
     place: int,
     prompt: Sequence[int],
-    texts: tuple[Text, Text],
+    texts: tuple[Emission, Emission],
     params: SamplingParams,
     threshold: float,
 ) -> Difference:
@@ -117,7 +115,7 @@ def _difference(
     # at temperature 1 without truncation, probabilities determine the scores
     open_params = replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, logprobs=None)
     rig.follow(prompt, [plain.token_ids[: place + 1]], open_params, show)
-    seen = dict(drafted.logprobs[place].top)
+    seen = dict((drafted.logprobs or [])[place].top)
     in_drafts = (seen[a], seen[b]) if a in seen and b in seen else None
     gap = scores[0][0] - scores[0][1]
     return Difference(index, place, a, b, scores[0], in_drafts, gap, gap <= threshold)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from outrider.audit.evidence import Sample
 from outrider.audit.watching import Led, Watched
-from outrider.engine import Engine, FixedLength, Scheduler
-from outrider.engine.logprobs import TokenLogprobs
+from outrider.engine import Emission, Engine, FixedLength, Scheduler
 from outrider.proposers.base import Proposer
 from outrider.proposers.plain import PlainProposer
 from outrider.runner import ModelRunner
@@ -35,15 +34,6 @@ class Way:
     coupled: bool = False  # same-text mode: noise keyed by seed and position
 
 
-@dataclass
-class Text:
-    """Output of one request."""
-
-    token_ids: list[int] = field(default_factory=list)
-    origins: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-
 class Rig:
     """Run audits on one target: engines that share its runner."""
 
@@ -52,12 +42,13 @@ class Rig:
         self.runner, self.batch = runner, batch or runner.max_batch
         self.faults = 0  # rounds with proposer failures so far
 
-    def generate(self, way: Way, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Text]:
+    def generate(self, way: Way, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Emission]:
         """Generate one output per prompt, in batches."""
-        params = _endless(params)
+        engine, params = self._engine(way), _endless(params)
         requests = [_request(f"text-{i}", prompt, params, params.seed or 0) for i, prompt in enumerate(prompts)]
-        texts = self._run(self._engine(way), requests)
-        return [texts[request.request_id] for request in requests]
+        for request in requests:
+            engine.add(request)
+        return self._finish(engine, requests)
 
     def sample(
         self, way: Way, prompt: Sequence[int], params: SamplingParams, num_samples: int, length: int, seed: int
@@ -73,7 +64,7 @@ class Rig:
             count = min(self._wave, num_samples - start)
             requests = [_request(f"sample-{start + i}", prompt, params, key_of(seed, start + i) >> 1) for i in range(count)]
             texts = self._run_from_one_prompt(self._engine(way), requests)
-            yield [_sample(texts[r.request_id], watched.notes.get(r.request_id, {}), length) for r in requests]
+            yield [_sample(text, watched.notes.get(text.request_id, {}), length) for text in texts]
             watched.notes.clear()
 
     def follow(
@@ -105,7 +96,7 @@ class Rig:
         scheduler = Scheduler(self.batch, self.runner.max_len)
         return Engine(self.runner, way.proposer, verifiers, FixedLength(way.k), scheduler, way.coupled)
 
-    def _run_from_one_prompt(self, engine: Engine, requests: Sequence[Request]) -> dict[str, Text]:
+    def _run_from_one_prompt(self, engine: Engine, requests: Sequence[Request]) -> list[Emission]:
         """Run requests with one prompt: the first prefills it, the others copy its cache while it runs.
 
         If they do not fit into one batch, an additional request runs until they are done, as the source of the copies.
@@ -119,13 +110,9 @@ class Rig:
             engine.add(request, fork_of=None if request is first else first.request_id)
         return self._finish(engine, requests)
 
-    def _run(self, engine: Engine, requests: Sequence[Request]) -> dict[str, Text]:
-        for request in requests:
-            engine.add(request)
-        return self._finish(engine, requests)
-
-    def _finish(self, engine: Engine, requests: Sequence[Request]) -> dict[str, Text]:
-        texts = {request.request_id: Text() for request in requests}
+    def _finish(self, engine: Engine, requests: Sequence[Request]) -> list[Emission]:
+        """Run the engine until the requests have ended, and return the whole output of each."""
+        texts = {request.request_id: Emission(request.request_id) for request in requests}
         left = set(texts)
         try:
             while left:
@@ -134,15 +121,13 @@ class Rig:
                         raise OutriderError(emission.error or "the target failed")
                     if emission.finish_reason is not None:
                         left.discard(emission.request_id)
-                    text = texts.get(emission.request_id, Text())
-                    text.token_ids += emission.token_ids
-                    text.origins += emission.origins
-                    text.logprobs += emission.logprobs or []
+                    if emission.request_id in texts:
+                        texts[emission.request_id].append(emission)
         finally:
             for request_id in (SOURCE_ID, *left):
                 engine.abort(request_id)
             self.faults += engine.stats.faults
-        return texts
+        return list(texts.values())
 
 
 def _endless(params: SamplingParams) -> SamplingParams:
@@ -154,7 +139,7 @@ def _request(name: str, prompt: Sequence[int], params: SamplingParams, seed: int
     return Request(name, list(prompt), len(prompt), params, seed, torch.Generator().manual_seed(seed))
 
 
-def _sample(text: Text, notes: dict[int, float], length: int) -> Sample:
+def _sample(text: Emission, notes: dict[int, float], length: int) -> Sample:
     return Sample(
         tuple(text.token_ids[:length]),
         tuple(text.origins[:length]),

@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from outrider.audit.rig import Rig, Way
+from outrider.bench.race import first_difference
 from outrider.engine import LLM
 from outrider.engine.config import build_verifiers
 from outrider.proposers.base import Proposer
@@ -72,7 +73,7 @@ class SameText:
         say(f"{name} k={k}, batch {batch}, temperature {temperature:g}")
         texts = self._texts(way, self.grid.prompts, temperature, batch)
         differences = [
-            {"prompt": index, "place": next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), 0)}
+            {"prompt": index, "place": first_difference(one, other) or 0}
             for index, (one, other) in enumerate(zip(wanted, texts, strict=True))
             if one != other
         ]

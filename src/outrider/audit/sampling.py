@@ -6,10 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from outrider.audit.evidence import LEAKS, MIN_EXPECTED, Evidence, Tally, Test
 from outrider.audit.rig import Rig, Way
@@ -46,14 +46,9 @@ class Question:
         return self.k + 2
 
     @property
-    def num_tests(self) -> int:
-        """Return the maximum number of tests of both parts."""
-        return 2 * (2 * self.length + 1)
-
-    @property
     def strictest(self) -> float:
-        """Return the level of Holm's first step, the strictest."""
-        return self.alpha / self.num_tests
+        """Return the level of Holm's first step, the strictest: each part has two tests per position and one of all rounds."""
+        return self.alpha / (2 * (2 * self.length + 1))
 
     @property
     def threshold(self) -> float:
@@ -272,11 +267,7 @@ def _outcomes(
                 samples += wave
                 say(part, len(wave))
             tally = Tally(samples)
-
-            def show(prefixes: list[tuple[int, ...]], probs: Tensor, tally: Tally = tally, into: Evidence = evidence) -> None:
-                into.observe(tally, prefixes, probs)
-
-            rig.follow(prompt, tally.texts, question.params, show)
+            rig.follow(prompt, tally.texts, question.params, partial(evidence.observe, tally))
             evidence.settle(tally)
             outcome.tests[part] = evidence.tests()
             yield outcome

@@ -56,10 +56,6 @@ class Stressed(ProposerWrapper):
 class Watched(Verifier):
     """Wrap a verifier and record the draft probabilities at the start of each round."""
 
-    lossless: ClassVar[bool] = True
-    handles_trees: ClassVar[bool] = True
-    judges: ClassVar[Literal["probs", "tokens"]] = "probs"
-
     def __init__(self, inner: Verifier, gauge: Gauge | None = None) -> None:
         self.inner, self.gauge = inner, gauge
         self.judges, self.handles_trees, self.lossless = inner.judges, inner.handles_trees, inner.lossless  # type: ignore[misc]

@@ -48,11 +48,16 @@ def page(result: Mapping[str, Any]) -> str:
 def render(**parts: Any) -> str:
     """Fill the page's template with title, facts, notes, plots, tables and definitions."""
     check_installed()
+    return filled("outrider.bench", "report.html", parts)
+
+
+def filled(package: str, name: str, parts: Mapping[str, Any]) -> str:
+    """Fill a package's template of a page. Needs jinja2, which torch brings along."""
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    source = files("outrider.bench").joinpath("report.html").read_text(encoding="utf-8")
-    return environment.from_string(source).render(**parts)
+    source = files(package).joinpath(name).read_text(encoding="utf-8")
+    return environment.from_string(source).render(parts)
 
 
 def _plots(cells: Sequence[Cell]) -> list[Plot]:

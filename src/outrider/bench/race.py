@@ -127,6 +127,10 @@ class Race:
 
     @property
     def first_difference(self) -> int | None:
-        """Return the first position at which the lanes' tokens differ, or None if one output is a prefix of the other."""
-        pairs = zip(*(lane.output for lane in self.lanes), strict=False)
-        return next((at for at, (first, second) in enumerate(pairs) if first != second), None)
+        """Return ``first_difference`` of the lanes' outputs."""
+        return first_difference(*(lane.output for lane in self.lanes))
+
+
+def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
+    """Return the first position at which two token sequences differ, or None if one is a prefix of the other."""
+    return next((at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), None)

@@ -53,8 +53,7 @@ def command(
 ) -> int:
     """Check whether a draft fits its target: vocabulary, context, memory, then acceptance and speed on a few prompts."""
     from outrider.cli.session import auto_method, loading, resolve
-    from outrider.doctor import Patient, check_up
-    from outrider.doctor.checkup import all_candidates
+    from outrider.doctor import Patient, all_candidates, check_up
 
     show_notices()
     options = resolve(models, MethodOptions(methods.method))

@@ -48,12 +48,10 @@ class Engine(ABC):
         """Raise ``OutriderError`` for settings that the engine lacks, independent of the method."""
         if own_code and not self.takes_code:
             raise OutriderError(f"{self.name} does not support custom proposers: omit --own-code, or export to vLLM")
-        if wanted.same_text:
+        if wanted.given("same_text"):
             raise OutriderError(f"{self.name} has no same-text mode: remove same_text from the plan, or use `outrider serve`")
-        if wanted.weights is not None:
-            raise OutriderError(
-                f"{self.name} reads weights as in the checkpoint: leave weights={wanted.weights} out of the plan"
-            )
+        if (weights := wanted.given("weights")) is not None:
+            raise OutriderError(f"{self.name} reads weights as in the checkpoint: leave weights={weights} out of the plan")
         if wanted.verifier not in self.rules:
             raise OutriderError(f"{self.name} does not support the verifier {wanted.verifier!r}: use {', '.join(self.rules)}")
 

@@ -38,24 +38,24 @@ class Sglang(Engine):
         flags, notes = self._drafting(wanted, folder)
         if flags and not wanted.has_own_k:
             notes = [f"{wanted.k} drafts per round is a typical number: measure yours.", *notes]
-        environment = gpu_environment(wanted.device)
+        environment = gpu_environment(wanted.given("device"))
         general = {
             "model-path": wanted.target,
             "served-model-name": wanted.name,
             "host": "127.0.0.1",
             "port": 8000,
-            "dtype": wanted.dtype,
-            "device": "cuda" if environment else wanted.device,
-            "context-length": wanted.max_len,
-            "max-running-requests": wanted.max_batch,
+            "dtype": wanted.given("dtype"),
+            "device": "cuda" if environment else wanted.given("device"),
+            "context-length": wanted.given("max_len"),
+            "max-running-requests": wanted.given("max_batch"),
             "sampling-defaults": "openai",  # its default takes a request's missing settings from the model's files
         }
         command = [*LAUNCH]
         for name, value in {**general, **flags}.items():
             command += [] if value is None else [f"--{name}", str(value)]
-        if wanted.kv_memory is not None:
+        if wanted.given("kv_memory") is not None:
             notes = [*notes, "SGLang has no limit in GiB for its cache: --mem-fraction-static sets a share of the memory."]
-        if wanted.never_compile:
+        if wanted.given("compile") == "never":
             command.append("--disable-cuda-graph")
         return Export(command, environment=environment, notes=notes)
 

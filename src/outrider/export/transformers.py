@@ -59,9 +59,10 @@ class Transformers(Engine):
         # generate() fills entries that are left out from the model's own settings, which Outrider does not apply.
         config |= {"eos_token_id": wanted.eos_token_ids or None, "repetition_penalty": 1.0}
         config |= {"do_sample": False, "max_new_tokens": 256} | settings
-        device = "" if wanted.device is None else f".to({wanted.device!r})"
-        dtype = repr(wanted.dtype or "auto")
-        program = TEMPLATE.format(target=repr(wanted.target), dtype=dtype, device=device, **model)
+        device = wanted.given("device")
+        moved = "" if device is None else f".to({device!r})"
+        dtype = repr(wanted.given("dtype") or "auto")
+        program = TEMPLATE.format(target=repr(wanted.target), dtype=dtype, device=moved, **model)
         notes = ["transformers drafts for one sequence at a time, and its server does not draft."]
         files = {FILE: json.dumps(config, indent=2) + "\n", PROGRAM: program}
         return Export(("python", PROGRAM), files=files, notes=notes)

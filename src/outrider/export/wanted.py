@@ -32,14 +32,12 @@ class Wanted:
     has_own_k: bool  # whether the plan sets k; otherwise it is a typical number
     verifier: str
     reads_text_only: bool  # whether Outrider's proposer can be exported
-    dtype: str | None = None
-    weights: str | None = None
-    device: str | None = None
-    max_len: int | None = None
-    max_batch: int | None = None
-    kv_memory: float | None = None  # GiB
-    never_compile: bool = False
-    same_text: bool = False
+    plan: Plan  # with the other options
+
+    def given(self, key: str) -> Any:
+        """Return an option of the plan, or None if it is missing or ``auto``."""
+        value = self.plan.given(key)
+        return None if value == AUTO else value
 
     @cached_property
     def config(self) -> PreTrainedConfig:
@@ -95,7 +93,6 @@ def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wa
     k = plan.given("num_draft_tokens")
     if k == 0:
         kind = NoDrafts()
-    dtype, device = plan.given("dtype"), plan.given("device")
     return Wanted(
         target,
         name,
@@ -105,14 +102,7 @@ def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wa
         isinstance(k, int),
         verifier,
         bool(PROPOSERS.get(split_method(method)[0]).reads_text_only),
-        dtype=None if dtype == AUTO else dtype,
-        weights=plan.given("weights"),
-        device=None if device == AUTO else device,
-        max_len=plan.given("max_len"),
-        max_batch=plan.given("max_batch"),
-        kv_memory=plan.given("kv_memory"),
-        never_compile=plan.given("compile") == "never",
-        same_text=bool(plan.given("same_text")),
+        plan,
     )
 
 

@@ -48,20 +48,19 @@ class Measurements:
         plain = seconds[PLAIN]
         self._plain.setdefault(group, []).append(plain)
         for label, each in seconds.items():
-            if label != PLAIN:
-                self._relative.setdefault(label, {}).setdefault(group, []).append(each / plain)
+            self._relative.setdefault(label, {}).setdefault(group, []).append(each / plain)
 
     def num_turns(self, label: str, group: Group) -> int:
-        """Return the number of turns of a contender other than plain decoding."""
+        """Return the number of turns of a contender."""
         return len(self._relative.get(label, {}).get(group, []))
 
     def groups(self, label: str) -> list[Group]:
         """Return the groups of prompts that a contender ran on."""
-        return list(self._plain if label == PLAIN else self._relative.get(label, {}))
+        return list(self._relative.get(label, {}))
 
     def ratio(self, label: str, base: str = PLAIN) -> Ratio:
         """Return speed of ``label`` / speed of ``base`` on the groups that both ran on."""
-        groups = [group for group in self._plain if self._ran(label, group) and self._ran(base, group)]
+        groups = [group for group in self.groups(label) if self.num_turns(base, group)]
         values: list[float] = []
         intervals: list[Interval | None] = []
         for batch in sorted({group.batch for group in groups}):
@@ -76,14 +75,8 @@ class Measurements:
 
     def seconds(self, labels: Sequence[str], groups: Sequence[Group]) -> Array:
         """Return the median seconds over all turns: [contenders, groups]."""
-        rows = [[median(self._plain[group]) * self._slowness(label, group) for group in groups] for label in labels]
+        rows = [[median(self._plain[group]) * median(self._relative[label][group]) for group in groups] for label in labels]
         return np.array(rows, dtype=np.float64)
-
-    def _ran(self, label: str, group: Group) -> bool:
-        return label == PLAIN or group in self._relative.get(label, {})
-
-    def _slowness(self, label: str, group: Group) -> float:
-        return 1.0 if label == PLAIN else median(self._relative[label][group])
 
 
 def _timings(seconds: Array) -> Timings:

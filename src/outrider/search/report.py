@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from outrider.bench.contenders import PLAIN, Contender
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from outrider.bench.plots import Plot
     from outrider.search.choice import Choice
 
-FACTS = ("target", "device", "dtype", "weights", "threads", "command", "date", "commit", "version")
 COLUMNS = ("method", "k", "speedup", "95%", "tokens per round", "prompts", "why")
 RUNG = ("rung", "contenders", "batches of prompts", "fastest", "resolved")
 SHOWN, TOLD = 10, 4  # candidates in the terminal's table, and explained below it; the HTML page lists all
@@ -139,7 +138,7 @@ def notes(found: Mapping[str, Any]) -> list[str]:
 
 def page(found: Mapping[str, Any]) -> str:
     """Return the report as one HTML file. Raises ``OutriderError`` if a library is missing."""
-    from outrider.bench.html import render
+    from outrider.bench.html import FACTS, render
 
     stages = [[name, f"{seconds:.1f}"] for name, seconds in found["seconds"].items()]
     tables: list[tuple[str, str, list[str], list[list[str]]]] = [
@@ -192,5 +191,4 @@ def _picture(found: Mapping[str, Any]) -> Plot:
 
 def stages(seconds: Mapping[str, float]) -> str:
     """Return the time by stage as one line."""
-    parts: Sequence[str] = [f"{name} {each:.0f} s" for name, each in seconds.items()]
-    return ", ".join(parts)
+    return ", ".join(f"{name} {each:.0f} s" for name, each in seconds.items())

@@ -70,7 +70,7 @@ class Answer:
     call_id: str
     model: str
     tokens: TokenTexts
-    choices: list[Completion]
+    choices: list[Completion] = field(default_factory=list)
     created: int = field(default_factory=lambda: int(time()))
 
     kind: ClassVar[str] = ""
@@ -81,7 +81,7 @@ class Answer:
 
     def whole(self) -> dict[str, Any]:
         """Return the complete response."""
-        choices = [self.choice(index, completion) for index, completion in enumerate(self.choices)]
+        choices = [self.choice(index, completion, is_whole=True) for index, completion in enumerate(self.choices)]
         return {**self.head(self.kind), "choices": choices, **self._counts()}
 
     def _counts(self) -> dict[str, Any]:
@@ -114,16 +114,14 @@ class Answer:
 
     def chunk(self, index: int, chunk: Chunk) -> dict[str, Any]:
         """Return the stream chunk with the tokens that one round added to a choice."""
-        return {**self.head(self.chunk_kind), "choices": [self.delta(index, chunk)]}
+        return {**self.head(self.chunk_kind), "choices": [self.choice(index, chunk, is_whole=False)]}
 
     def last(self) -> dict[str, Any]:
         """Return the final chunk, which contains the usage and no choices."""
         return {**self.head(self.chunk_kind), "choices": [], **self._counts()}
 
-    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def delta(self, index: int, chunk: Chunk) -> dict[str, Any]:
+    def choice(self, index: int, part: Chunk, is_whole: bool) -> dict[str, Any]:
+        """Return a choice with the text of a chunk, or of the whole completion."""
         raise NotImplementedError
 
 
@@ -136,20 +134,12 @@ class CompletionAnswer(Answer):
     decoders: dict[int, IncrementalDecoder] = field(default_factory=dict)  # of the characters of each choice
     offsets: dict[int, int] = field(default_factory=dict)  # index of a choice -> number of characters so far
 
-    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        logprobs = self._logprobs(index, completion.token_ids, completion.logprobs, 0)
-        return _choice(index, "text", completion.text, logprobs, completion.finish_reason)
+    def choice(self, index: int, part: Chunk, is_whole: bool) -> dict[str, Any]:
+        logprobs = None if part.logprobs is None else self._logprobs(index, part.token_ids, part.logprobs)
+        return _choice(index, part, logprobs, text=part.text)
 
-    def delta(self, index: int, chunk: Chunk) -> dict[str, Any]:
-        logprobs = self._logprobs(index, chunk.token_ids, chunk.logprobs, self.offsets.get(index, 0))
-        return _choice(index, "text", chunk.text, logprobs, chunk.finish_reason)
-
-    def _logprobs(
-        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, offset: int
-    ) -> dict[str, Any] | None:
-        if logprobs is None:
-            return None
-        texts, offsets = [self.tokens.text(token) for token in token_ids], []
+    def _logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        texts, offsets, offset = [self.tokens.text(token) for token in token_ids], [], self.offsets.get(index, 0)
         decoder = self.decoders.setdefault(index, getincrementaldecoder("utf-8")("replace"))
         for token in token_ids:
             part = self.tokens.bytes_of(token)
@@ -175,23 +165,16 @@ class ChatAnswer(Answer):
 
     def opening(self) -> list[dict[str, Any]]:
         role = {"role": "assistant", "content": ""}
-        return [
-            {**self.head(self.chunk_kind), "choices": [_choice(index, "delta", role, None, None)]}
-            for index in range(len(self.choices))
-        ]
+        head = self.head(self.chunk_kind)
+        return [{**head, "choices": [_choice(i, choice, None, delta=role)]} for i, choice in enumerate(self.choices)]
 
-    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        message = {"role": "assistant", "content": completion.text}
-        logprobs = self._logprobs(completion.token_ids, completion.logprobs)
-        return _choice(index, "message", message, logprobs, completion.finish_reason)
+    def choice(self, index: int, part: Chunk, is_whole: bool) -> dict[str, Any]:
+        logprobs = None if part.logprobs is None else self._logprobs(part.token_ids, part.logprobs)
+        if is_whole:
+            return _choice(index, part, logprobs, message={"role": "assistant", "content": part.text})
+        return _choice(index, part, logprobs, delta={"content": part.text})
 
-    def delta(self, index: int, chunk: Chunk) -> dict[str, Any]:
-        logprobs = self._logprobs(chunk.token_ids, chunk.logprobs)
-        return _choice(index, "delta", {"content": chunk.text}, logprobs, chunk.finish_reason)
-
-    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
-        if logprobs is None:
-            return None
+    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         content = []
         for token, each in zip(token_ids, logprobs, strict=True):
             alternatives = [self._entry(other, value) for other, value in each.top]
@@ -207,5 +190,5 @@ def _finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def _choice(index: int, part: str, content: str | dict[str, str], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
-    return {"index": index, part: content, "logprobs": logprobs, "finish_reason": finish_reason}
+def _choice(index: int, part: Chunk, logprobs: dict[str, Any] | None, **content: str | dict[str, str]) -> dict[str, Any]:
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": part.finish_reason}

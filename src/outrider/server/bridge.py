@@ -196,9 +196,7 @@ class EngineBridge:
         try:
             yield
         finally:
-            self._preparing[client.turn] -= count
-            if not self._preparing[client.turn]:
-                del self._preparing[client.turn]
+            self._preparing -= Counter({client.turn: count})  # removes counts of 0
 
     def _num_held(self, turn: str) -> int:
         """Return the number of a client's requests that are running, waiting or being prepared."""

@@ -14,7 +14,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from time import thread_time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -82,12 +82,8 @@ class GrammarCompiler:
         """Return the grammar of a schema given as JSON text. Raises ``OutriderError`` for an unsupported schema."""
         tools = self.checked()
         if self._table is None:
-            self._table = schemas.token_table(tools["tokenizer"], tools["vocab_size"], tools["eos_token_ids"])
-        try:
-            matcher = schemas.compiled(self._table, schema)
-        except schemas.SchemaError as error:
-            raise OutriderError(f"unsupported JSON schema: {error}") from None
-        return TokenGrammar(matcher, tools["mask_size"], frozenset(tools["eos_token_ids"]))
+            self._table = schemas.token_table(tools)
+        return TokenGrammar(schemas.compiled(self._table, schema), tools["mask_size"], frozenset(tools["eos_token_ids"]))
 
     def checked(self) -> Mapping[str, Any]:
         """Return the tokenizer data. Raises ``OutriderError`` if the tokenizer does not support grammars."""
@@ -177,8 +173,8 @@ class Grammars:
 class TokenGrammar:
     """One grammar, shared by any number of requests."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        self._matcher, self._vocab_size, self._eos_token_ids = matcher, vocab_size, eos_token_ids
+    def __init__(self, initial: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self.initial, self.vocab_size, self.eos_token_ids = initial, vocab_size, eos_token_ids
         self.refusal: str | None = None  # reason why an output failed; later requests with this grammar are refused
         self.is_reused = False  # requested more than once
         self.num_outputs = 0
@@ -186,15 +182,14 @@ class TokenGrammar:
     def matcher(self) -> TokenMatcher:
         """Return a matcher in the initial state, for a new output."""
         self.num_outputs += 1
-        return TokenMatcher(self, self._matcher.deep_copy(), self._vocab_size, self._eos_token_ids)
+        return TokenMatcher(self)
 
 
 class TokenMatcher:
     """Grammar state of one output."""
 
-    def __init__(self, grammar: TokenGrammar, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        self._grammar, self._matcher = grammar, matcher
-        self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
+    def __init__(self, grammar: TokenGrammar) -> None:
+        self._grammar, self._matcher = grammar, grammar.initial.deep_copy()
         self._num_consumed = 0
         self._masks: dict[tuple[int, ...], Tensor | None] = {}  # masks of this round, shared by draft and target
         self._seconds_left = MASKS_SECONDS
@@ -206,39 +201,33 @@ class TokenMatcher:
         grammar: copies of llguidance's matcher share the states of its lexer.
         """
         started = thread_time()
-        if len(output) != self._num_consumed:
-            self._matcher.consume_tokens(list(output[self._num_consumed :]))
-            self._check()
-            self._num_consumed = len(output)
-            self._masks.clear()
         key = tuple(path)
-        if key not in self._masks:
-            self._masks[key] = self._after(key)
-            self._check()
-            self._seconds_left += SECONDS_A_MASK - (thread_time() - started)
-        if self._seconds_left < 0:
-            self._refuse(schemas.SLOW)
+        try:
+            if len(output) != self._num_consumed:
+                self._matcher.consume_tokens(list(output[self._num_consumed :]))
+                schemas.check(self._matcher)
+                self._num_consumed = len(output)
+                self._masks.clear()
+            if key not in self._masks:
+                self._masks[key] = self._after(key)
+                schemas.check(self._matcher)
+                self._seconds_left += SECONDS_A_MASK - (thread_time() - started)
+            if self._seconds_left < 0:
+                raise schemas.unsupported(schemas.SLOW)
+        except OutriderError as error:
+            self._grammar.refusal = str(error)
+            raise
         return self._masks[key]
 
     def _after(self, path: tuple[int, ...]) -> Tensor | None:
-        if path and path[-1] in self._eos_token_ids:
+        if path and path[-1] in self._grammar.eos_token_ids:
             return None
         num_taken = self._matcher.try_consume_tokens(list(path)) if path else 0
         try:
             if num_taken < len(path):
                 return None
             mask = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
-            return mask[: self._vocab_size] > 0
+            return mask[: self._grammar.vocab_size] > 0
         finally:
             if num_taken:
                 self._matcher.rollback(num_taken)
-
-    def _check(self) -> None:
-        try:
-            schemas.check(self._matcher)
-        except schemas.SchemaError as error:
-            self._refuse(str(error))
-
-    def _refuse(self, why: str) -> NoReturn:
-        self._grammar.refusal = f"unsupported JSON schema: {why}"
-        raise OutriderError(self._grammar.refusal)

@@ -22,7 +22,7 @@ from typing import Any
 from outrider.engine.queue import FairQueue
 from outrider.server.bridge import Busy, Stopping
 from outrider.server.config import Client
-from outrider.server.worker import SLOWDOWN, Job, frame
+from outrider.server.worker import SLOWDOWN, Job, in_line
 from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 COMMAND = "import sys; sys.path[:] = sys.argv[1:]; from outrider.server.worker import main; main()"
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
 START_SECONDS = 60.0  # until a process must be ready, even on a busy machine
+MAX_ANSWER = 1 << 30  # bytes of an answer
 PAUSE = 1.0  # seconds before the next attempt after a process failed to start
 
 
@@ -75,6 +76,7 @@ class Worker:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
             env=os.environ | ENVIRONMENT,
+            limit=MAX_ANSWER,
             start_new_session=True,  # Ctrl-C must reach only the server
         )
         worker = cls(process)
@@ -92,10 +94,9 @@ class Worker:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         try:
-            stdin.write(frame(job))
+            stdin.write(in_line(job))
             await stdin.drain()
-            size = int.from_bytes(await stdout.readexactly(4), "big")
-            found: Job = json.loads(await stdout.readexactly(size))
+            found: Job = json.loads(await stdout.readuntil())
         except (asyncio.IncompleteReadError, OSError):
             raise WorkerLost(await self._process.wait()) from None
         return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -17,6 +19,9 @@ MAX_FIELDS = 128  # fields per object: each wrong one adds an error
 MAX_BIASES = 4096
 MAX_MESSAGES = 4096  # of a conversation, and parts of a message
 PLAIN = "plain"
+# Parts of an error location that pydantic adds for unions of types, such as function-after[_unicode(), constrained-str].
+PYDANTIC_TYPE = re.compile(r"^(constrained|function|nullable|tagged|lax|json)-|^[a-z-]+\[.*\]$")
+MAX_DETAIL = 200  # characters of one of pydantic's errors, which may quote the client's value
 
 
 def _unicode(text: str) -> str:
@@ -243,3 +248,15 @@ class ChatBody(SamplingFields):
         if self.top_logprobs is not None and not self.logprobs:
             raise OutriderError("top_logprobs needs logprobs: true")
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def mistakes(errors: Sequence[Any]) -> str:
+    """Format pydantic's errors as one line."""
+    found = []
+    for error in errors[:3]:
+        is_unknown = error["type"] == "extra_forbidden"  # the location contains the client's field name
+        parts = [str(part) for part in error["loc"] if part != "body"]
+        place = ".".join(part for part in parts if is_unknown or not PYDANTIC_TYPE.search(part))
+        what = " ".join(f"{place}: {error['msg']}".removeprefix(": ").split())
+        found.append(what if len(what) <= MAX_DETAIL else what[: MAX_DETAIL - 3] + "...")
+    return "; ".join(found)

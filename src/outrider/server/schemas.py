@@ -6,11 +6,13 @@ This module imports neither torch nor transformers, so that a worker starts with
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from time import thread_time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from outrider.errors import OutriderError
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -23,17 +25,18 @@ MAX_MASK_SECONDS = 0.1  # processor time per mask in this test; the whole batch 
 SLOW = "computing the allowed tokens takes too long: simplify the schema"
 
 
-class SchemaError(ValueError):
-    """Unsupported schema; the message is one line for the client."""
+def unsupported(why: str) -> OutriderError:
+    """Return the error for a schema, for the client."""
+    return OutriderError(f"unsupported JSON schema: {why}")
 
 
-def token_table(tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """Return llguidance's tokenizer for the JSON of a fast tokenizer. Takes about a second for a large vocabulary."""
-    return LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+def token_table(tools: Mapping[str, Any]) -> LLTokenizer:
+    """Return llguidance's tokenizer for the data of ``server.prompts.tools``. Takes about a second for a large vocabulary."""
+    return LLTokenizer(tools["tokenizer"], n_vocab=tools["vocab_size"], eos_token=list(tools["eos_token_ids"]))
 
 
 def compiled(table: LLTokenizer, schema: str) -> LLMatcher:
-    """Compile a schema given as JSON text. Raises ``SchemaError`` if it is invalid or unsupported.
+    """Compile a schema given as JSON text. Raises ``OutriderError`` if it is invalid or unsupported.
 
     llguidance limits neither time nor memory here: testing an intersection of patterns for emptiness takes exponential time.
     """
@@ -41,27 +44,27 @@ def compiled(table: LLTokenizer, schema: str) -> LLMatcher:
     try:
         grammar = LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
     except ValueError as error:
-        raise SchemaError(_in_short(str(error))) from None
+        raise unsupported(_in_short(str(error))) from None
     matcher = LLMatcher(table, grammar, log_level=0, limits=limits)
     check(matcher)
     return matcher
 
 
 def check(matcher: LLMatcher) -> None:
-    """Raise ``SchemaError`` if a matcher has exceeded a limit; its masks would allow only the end of the output."""
+    """Raise ``OutriderError`` if a matcher has exceeded a limit; its masks would allow only the end of the output."""
     if matcher.is_error():
-        raise SchemaError(_in_short(matcher.get_error()))
+        raise unsupported(_in_short(matcher.get_error()))
 
 
 def try_out(table: LLTokenizer, schema: str) -> None:
-    """Compile a schema and generate the first tokens of an output. Raises ``SchemaError`` if that fails or is too slow."""
+    """Compile a schema and generate the first tokens of an output. Raises ``OutriderError`` if that fails or is too slow."""
     matcher = compiled(table, schema)
     for _ in range(NUM_TRIED):
         started = thread_time()
         mask = matcher.compute_logit_bias()
         check(matcher)
         if thread_time() - started > MAX_MASK_SECONDS:
-            raise SchemaError(SLOW)
+            raise unsupported(SLOW)
         token = mask.find(b"\xc8")  # first allowed token
         if token < 0 or matcher.is_stopped() or not matcher.try_consume_tokens([token]):
             return

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,7 +25,7 @@ from outrider.server.gate import CLOSED, Call, error_body
 from outrider.server.grammar import Grammars, TokenGrammar
 from outrider.server.metrics import Metrics
 from outrider.server.prompts import Prompts, tools
-from outrider.server.protocol import ChatBody, CompletionBody, SamplingFields, StreamOptions
+from outrider.server.protocol import ChatBody, CompletionBody, SamplingFields, StreamOptions, mistakes
 from outrider.server.record import Record
 from outrider.types import OutriderError, SamplingParams
 from outrider.types import Request as EngineRequest
@@ -36,9 +34,8 @@ if TYPE_CHECKING:
     from outrider.engine import LLM
 
 Result = TypeVar("Result")
-# Parts of an error location that pydantic adds for unions of types, such as function-after[_unicode(), constrained-str].
-PYDANTIC_TYPE = re.compile(r"^(constrained|function|nullable|tagged|lax|json)-|^[a-z-]+\[.*\]$")
-MAX_DETAIL = 200  # characters of one of pydantic's errors, which may quote the client's value
+Encode = Callable[[], Awaitable[list[list[int]]]]  # tokenizes the prompts of a call
+ParamsWith = Callable[[TokenGrammar | None], SamplingParams]
 DONE = b"data: [DONE]\n\n"
 COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -62,18 +59,20 @@ class Service:
     async def completions(self, body: CompletionBody, http: Request) -> Response:
         """Handle ``POST /v1/completions``."""
         given, call = body.prompts(), _call(http)
-        answer = CompletionAnswer("cmpl-" + call.request_id, self.config.name, self._tokens, [])
-        parts = _Parts(body.max_tokens, body.logprobs, len(given) * body.n, lambda: self._prompts.encode(given, call.client))
-        return await self._answer(body, http, parts, answer)
+        answer = CompletionAnswer("cmpl-" + call.request_id, self.config.name, self._tokens)
+        encode = partial(self._prompts.encode, given, call.client)
+        params = partial(body.params, body.max_tokens, body.logprobs)
+        return await self._answer(body, http, answer, len(given) * body.n, encode, params)
 
     async def chat(self, body: ChatBody, http: Request) -> Response:
         """Handle ``POST /v1/chat/completions``."""
         call = _call(http)
-        answer = ChatAnswer("chatcmpl-" + call.request_id, self.config.name, self._tokens, [])
+        answer = ChatAnswer("chatcmpl-" + call.request_id, self.config.name, self._tokens)
         max_tokens = body.max_completion_tokens or body.max_tokens or self.llm.runner.max_len
         messages = [message.plain() for message in body.messages]
-        parts = _Parts(max_tokens, body.num_logprobs(), body.n, lambda: self._prompts.chat(messages, call.client))
-        return await self._answer(body, http, parts, answer)
+        encode = partial(self._prompts.chat, messages, call.client)
+        params = partial(body.params, max_tokens, body.num_logprobs())
+        return await self._answer(body, http, answer, body.n, encode, params)
 
     def start(self) -> None:
         """Start threads and processes for the running event loop."""
@@ -120,14 +119,16 @@ class Service:
         """Run slow work, and all work with the tokenizer, in the helper thread instead of the event loop."""
         return await _in_thread(self._aside_thread, work)
 
-    async def _answer(self, body: SamplingFields, http: Request, parts: _Parts, answer: Answer) -> Response:
+    async def _answer(
+        self, body: SamplingFields, http: Request, answer: Answer, num_sequences: int, encode: Encode, params_with: ParamsWith
+    ) -> Response:
         """Prepare the prompts, queue them and return the response, whole or as a stream."""
-        self._check(body, parts.num_sequences)
+        self._check(body, num_sequences)
         call = _call(http)
         deadline = call.arrived + self.config.request_timeout
-        with self.bridge.room(parts.num_sequences, call.client):
+        with self.bridge.room(num_sequences, call.client):
             left = max(deadline - monotonic(), 0.0)
-            prepared = await _unless_disconnected(http, self._prepared(body, parts, call), left)
+            prepared = await _unless_disconnected(http, self._prepared(body, call, encode, params_with), left)
             if prepared is None:
                 return Response(status_code=CLOSED)
             prompts, params = prepared
@@ -141,13 +142,15 @@ class Service:
             return EventStream(watched, body.stream_options or StreamOptions())
         return await _whole(watched, http)
 
-    async def _prepared(self, body: SamplingFields, parts: _Parts, call: Call) -> tuple[list[list[int]], SamplingParams]:
+    async def _prepared(
+        self, body: SamplingFields, call: Call, encode: Encode, params_with: ParamsWith
+    ) -> tuple[list[list[int]], SamplingParams]:
         """Return the token ids and sampling parameters; tokenization and grammar run in workers."""
-        prompts = await parts.encode()
-        grammar = await self._grammars.get(body.schema_asked, call.client) if body.is_json else None
-        if parts.logprobs is not None:
+        prompts = await encode()
+        params = params_with(await self._grammars.get(body.schema_asked, call.client) if body.is_json else None)
+        if params.logprobs is not None:
             await self._aside(self._tokens.load)
-        return prompts, body.params(parts.max_tokens, parts.logprobs, grammar)
+        return prompts, params
 
     def _samples(
         self, body: SamplingFields, prompts: list[list[int]], params: SamplingParams, answer: Answer
@@ -169,16 +172,6 @@ class Service:
                 self.llm.engine.scheduler.check_prompt_len(len(prompt))
             samples.append(group)
         return samples
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """Parts of a call that are common to both kinds of completion."""
-
-    max_tokens: int
-    logprobs: int | None
-    num_sequences: int
-    encode: Callable[[], Awaitable[list[list[int]]]]  # tokenizes the prompts
 
 
 class Watched:
@@ -329,7 +322,7 @@ def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     if isinstance(error, HTTPException):
         return error.status_code, error_body(str(error.detail), "invalid_request_error"), dict(error.headers or {})
     if isinstance(error, RequestValidationError):
-        return 400, error_body(_invalid(error.errors()), "invalid_request_error", "invalid_body"), {}
+        return 400, error_body(mistakes(error.errors()), "invalid_request_error", "invalid_body"), {}
     if isinstance(error, UnknownModel):
         return 404, error_body(str(error), "invalid_request_error", "model_not_found"), {}
     if isinstance(error, Busy):
@@ -341,18 +334,6 @@ def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     if isinstance(error, TargetFailed):
         return 500, error_body(str(error), "server_error"), {}
     return 400, error_body(str(error), "invalid_request_error"), {}
-
-
-def _invalid(errors: Sequence[Any]) -> str:
-    """Format pydantic's errors as one line."""
-    found = []
-    for error in errors[:3]:
-        is_unknown = error["type"] == "extra_forbidden"  # the location contains the client's field name
-        parts = [str(part) for part in error["loc"] if part != "body"]
-        place = ".".join(part for part in parts if is_unknown or not PYDANTIC_TYPE.search(part))
-        what = " ".join(f"{place}: {error['msg']}".removeprefix(": ").split())
-        found.append(what if len(what) <= MAX_DETAIL else what[: MAX_DETAIL - 3] + "...")
-    return "; ".join(found)
 
 
 def _event(body: dict[str, Any]) -> bytes:

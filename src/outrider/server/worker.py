@@ -1,8 +1,8 @@
 """Worker process for potentially expensive input of clients: tokenize texts, apply the chat template, test JSON schemas.
 
-``server/pool.py`` starts it and exchanges frames over standard input and output: four bytes of length, then JSON. The first
-frame is the setup, each further one is a job with one answer. A job that exceeds its time or memory limit ends the process,
-and the pool starts another. The process also exits at the end of its standard input, so that it does not outlive the server.
+``server/pool.py`` starts it and exchanges lines of JSON over standard input and output. The first line is the setup, each
+further one is a job with one answer. A job that exceeds its time or memory limit ends the process, and the pool starts
+another. The process also exits at the end of its standard input, so that it does not outlive the server.
 
 This module does not import torch; it imports transformers only for chat templates.
 """
@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tokenizers import Tokenizer
 
+from outrider.errors import OutriderError
+
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
@@ -28,23 +30,14 @@ Job = dict[str, Any]
 SLOWDOWN = 5.0  # wall-clock limit / processor time limit of a job, for busy machines
 
 
-def write_frame(stream: BinaryIO, content: Job) -> None:
-    stream.write(frame(content))
+def in_line(content: Mapping[str, Any]) -> bytes:
+    """Return the line for a job or an answer."""
+    return json.dumps(content, ensure_ascii=False).encode() + b"\n"
+
+
+def send(stream: BinaryIO, content: Job) -> None:
+    stream.write(in_line(content))
     stream.flush()
-
-
-def frame(content: Mapping[str, Any]) -> bytes:
-    payload = json.dumps(content, ensure_ascii=False).encode()
-    return len(payload).to_bytes(4, "big") + payload
-
-
-def read_frame(stream: BinaryIO) -> Job | None:
-    """Read the next frame; return None at the end of the stream."""
-    size = stream.read(4)
-    if len(size) < 4:
-        return None
-    content: Job = json.loads(stream.read(int.from_bytes(size, "big")))
-    return content
 
 
 class Workbench:
@@ -90,20 +83,19 @@ class Workbench:
         return str(rendered[0][0])
 
     def _try_out(self, schema: str) -> Job:
-        from outrider.server.schemas import SchemaError, try_out
+        from outrider.server.schemas import try_out
 
         try:
             try_out(self._table, schema)
-        except SchemaError as error:
-            return {"refused": f"unsupported JSON schema: {error}"}
+        except OutriderError as error:
+            return {"refused": str(error)}
         return {}
 
     @cached_property
     def _table(self) -> LLTokenizer:
         from outrider.server.schemas import token_table
 
-        setup = self._setup
-        return token_table(setup["tokenizer"], setup["vocab_size"], setup["eos_token_ids"])
+        return token_table(self._setup)
 
 
 def limit_memory(num_bytes: int) -> None:
@@ -132,7 +124,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # keep output of libraries out of the answers
-    setup = read_frame(sys.stdin.buffer)
+    jobs = map(json.loads, sys.stdin.buffer)
+    setup = next(jobs, None)
     if setup is None:
         return
     try:
@@ -141,15 +134,15 @@ def main() -> None:
             workbench.do({"schema": "{}"})
         limit_memory(setup["memory"])
         os.nice(setup["nice"])
-        write_frame(answers, {})
+        send(answers, {})
     except Exception as error:
-        write_frame(answers, {"failed": f"{type(error).__name__}: {error}"})
+        send(answers, {"failed": f"{type(error).__name__}: {error}"})
         return
-    while (job := read_frame(sys.stdin.buffer)) is not None:
+    for job in jobs:
         limit_time(setup["seconds"])
         try:
             answer = workbench.do(job)
         except MemoryError:
             os._exit(os.EX_UNAVAILABLE)
         limit_time(0)
-        write_frame(answers, answer)
+        send(answers, answer)

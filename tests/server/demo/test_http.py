@@ -14,7 +14,7 @@ pytest.importorskip("uvicorn")
 
 from outrider.server.demo import app
 from outrider.server.demo.app import Demo
-from outrider.server.demo.race_request import Limits, RaceRequest
+from outrider.server.demo.race_request import MAX_PROMPT, RaceRequest
 from outrider.types import OutriderError
 
 from .conftest import Server, serving, until
@@ -25,7 +25,6 @@ GOOD = {"prompt": "def f(", "method": "draft"}
 class HandTrack:
     """A track whose races run until the test ends them."""
 
-    limits = Limits(waiting=3, prompt_chars=100, body_bytes=2000)
     is_lossless = True
 
     def __init__(self) -> None:
@@ -61,7 +60,8 @@ def track() -> Iterator[HandTrack]:
 
 
 @pytest.fixture
-def demo(track: HandTrack) -> Demo:
+def demo(track: HandTrack, monkeypatch: pytest.MonkeyPatch) -> Demo:
+    monkeypatch.setattr(app, "MAX_WAITING", 3)
     return Demo(track, {"target": "toy"})  # type: ignore[arg-type]
 
 
@@ -76,26 +76,30 @@ def server(demo: Demo, track: HandTrack) -> Iterator[Server]:
 @pytest.mark.parametrize(
     ("body", "status", "told"),
     [
-        (b"{", 400, "expected JSON"),
-        (b"[1]", 400, "JSON object"),
-        (b"{}", 400, "prompt must be"),
-        (b'{"prompt": "", "method": "draft"}', 400, "prompt must be"),
-        (b'{"prompt": 3, "method": "draft"}', 400, "prompt must be"),
-        (b'{"prompt": "\\ud800", "method": "draft"}', 400, "invalid Unicode"),
-        (json.dumps(GOOD | {"prompt": "x" * 101}).encode(), 400, "101 characters; the limit is 100"),
+        (b"{", 400, "Invalid JSON"),
+        (b"[1]", 400, "should be an object"),
+        (b"{}", 400, "prompt: Field required; method: Field required"),
+        (b'{"prompt": "", "method": "draft"}', 400, "prompt: String should have at least 1 character"),
+        (b'{"prompt": 3, "method": "draft"}', 400, "prompt: Input should be a valid string"),
+        (b'{"prompt": "\\ud800", "method": "draft"}', 400, "Invalid JSON"),
+        (
+            json.dumps(GOOD | {"prompt": "x" * (MAX_PROMPT + 1)}).encode(),
+            400,
+            "prompt: String should have at most 4000 characters",
+        ),
         (json.dumps(GOOD | {"method": "magic"}).encode(), 400, "no such method"),
-        (json.dumps(GOOD | {"k": -1}).encode(), 400, "k must be an integer from 0 to 16"),
-        (json.dumps(GOOD | {"k": "many"}).encode(), 400, "k must be"),
-        (json.dumps(GOOD | {"k": True}).encode(), 400, "k must be"),
-        (json.dumps(GOOD | {"temperature": 9}).encode(), 400, "temperature must be"),
-        (b'{"prompt": "a", "method": "draft", "temperature": NaN}', 400, "temperature must be"),
-        (json.dumps(GOOD | {"seed": 10**400}).encode(), 400, "seed must be an integer from 0"),
-        (json.dumps(GOOD | {"accuracy": 1.5}).encode(), 400, "accuracy must be a number from 0 to 1"),
-        (json.dumps(GOOD | {"max_tokens": 10**6}).encode(), 400, "max_tokens must be"),
-        (json.dumps(GOOD | {"max_tokens": 2.5}).encode(), 400, "max_tokens must be an integer"),
-        (json.dumps(GOOD | {"colour": "red"}).encode(), 400, "unknown field 'colour'"),
-        (b"[" * 1900, 400, "expected JSON"),
-        (b" " * 2001, 413, "longer than 2000 bytes"),
+        (json.dumps(GOOD | {"k": -1}).encode(), 400, "k: Input should be greater than or equal to 0"),
+        (json.dumps(GOOD | {"k": "many"}).encode(), 400, "k: Input should be"),
+        (json.dumps(GOOD | {"k": True}).encode(), 400, "k: Input should be"),
+        (json.dumps(GOOD | {"temperature": 9}).encode(), 400, "temperature: Input should be less than or equal to 2"),
+        (b'{"prompt": "a", "method": "draft", "temperature": NaN}', 400, "temperature: Input should be"),
+        (json.dumps(GOOD | {"seed": 10**400}).encode(), 400, "seed: "),
+        (json.dumps(GOOD | {"accuracy": 1.5}).encode(), 400, "accuracy: Input should be less than or equal to 1"),
+        (json.dumps(GOOD | {"max_tokens": 10**6}).encode(), 400, "max_tokens: Input should be less than or equal to 256"),
+        (json.dumps(GOOD | {"max_tokens": 2.5}).encode(), 400, "max_tokens: Input should be a valid integer"),
+        (json.dumps(GOOD | {"colour": "red"}).encode(), 400, "colour: Extra inputs are not permitted"),
+        (b"[" * 1900, 400, "Invalid JSON"),
+        (b" " * (app.MAX_BODY + 1), 413, "longer than 32768 bytes"),
     ],
 )
 def test_invalid_input_gives_one_line(server: Server, demo: Demo, body: bytes, status: int, told: str) -> None:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from lossless.drafts import medusa_heads
 
 from outrider.engine import LLM
-from outrider.server.demo.race_request import Limits, RaceRequest
+from outrider.server.demo import race
+from outrider.server.demo.race_request import RaceRequest
 from outrider.server.demo.track import Track
 from outrider.types import OutriderError
 
-from .conftest import PATIENT
+WANTED = RaceRequest(prompt="def add(first, second):\n", method="draft", k=4, max_tokens=60, seed=5)
 
-WANTED = RaceRequest("def add(first, second):\n", "draft", k=4, max_tokens=60, seed=5)
+
+def but(**changes: Any) -> RaceRequest:
+    """Return ``WANTED`` with other values."""
+    return WANTED.model_copy(update=changes)
 
 
 def run(track: Track, wanted: RaceRequest) -> list[dict[str, Any]]:
@@ -34,7 +37,7 @@ def text_of(events: Sequence[dict[str, Any]], lane: str) -> str:
 @pytest.mark.parametrize("k", [0, 1, 4, "auto"])
 @pytest.mark.parametrize("method", ["draft", "ngram"])
 def test_greedy_lanes_emit_the_same_tokens(track: Track, method: str, k: int | str) -> None:
-    events = run(track, replace(WANTED, method=method, k=k))
+    events = run(track, but(method=method, k=k))
     assert events[0]["type"] == "started" and events[-1]["type"] == "finished"
     assert events[-1]["first_difference"] is None and events[-1]["faults"] == 0
     assert events[-1]["num_tokens"] == {"plain": 60, "speculative": 60}
@@ -42,7 +45,7 @@ def test_greedy_lanes_emit_the_same_tokens(track: Track, method: str, k: int | s
 
 
 def test_accuracy_changes_acceptance_but_not_the_text(track: Track) -> None:
-    runs = [run(track, replace(WANTED, accuracy=accuracy)) for accuracy in (1.0, 0.6, 0.0)]
+    runs = [run(track, but(accuracy=accuracy)) for accuracy in (1.0, 0.6, 0.0)]
     rates = [events[-1]["figures"]["alpha"] for events in runs]
     assert rates[0] == 1.0 and 0.25 < rates[1] < 0.85 and rates[2] < 0.03
     assert len({text_of(events, "speculative") for events in runs}) == 1
@@ -66,11 +69,11 @@ def test_a_clock_counts_its_own_rounds_and_the_smaller_runs_next(track: Track) -
 
 def test_distributions_and_residual_match_the_verifier(folders: dict[str, str]) -> None:
     llm = LLM(folders["target"], method="plain", max_batch=2, compile="never")
-    track = Track(llm, ["draft"], folders["draft"], PATIENT)
+    track = Track(llm, ["draft"], folders["draft"])
     worn = track._engines["draft"].proposer.inner  # type: ignore[attr-defined]
     for weight in worn.draft.model.parameters():  # make the draft differ from the target
         weight.mul_(0.6)
-    events = run(track, replace(WANTED, temperature=1.0))
+    events = run(track, but(temperature=1.0))
     tokens = [token for round_ in rounds_of(events, "speculative") for token in round_["tokens"]]
     seen = set()
     for token in tokens:
@@ -105,9 +108,9 @@ def test_greedy_targets_show_their_probabilities_before_the_argmax(track: Track)
 def test_trees_race_too(folders: dict[str, str]) -> None:
     llm = LLM(folders["target"], method="plain", max_batch=2, compile="never")
     heads: Any = medusa_heads(llm.runner.model)
-    track = Track(llm, ["medusa:max_nodes=8"], heads, PATIENT)
+    track = Track(llm, ["medusa:max_nodes=8"], heads)
     for accuracy in (1.0, 0.5):
-        events = run(track, replace(WANTED, method="medusa:max_nodes=8", accuracy=accuracy))
+        events = run(track, but(method="medusa:max_nodes=8", accuracy=accuracy))
         assert events[-1]["first_difference"] is None and events[-1]["faults"] == 0
         tried = [token["place"]["guesses"] for round_ in rounds_of(events, "speculative") for token in round_["tokens"]]
         assert max(map(len, tried)) > 1
@@ -123,13 +126,13 @@ def test_a_race_ended_early_frees_its_places(track: Track) -> None:
 
 
 def test_time_is_limited(track: Track, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(track, "limits", Limits(seconds=0.0))
+    monkeypatch.setattr(race, "MAX_SECONDS", 0.0)
     last = run(track, WANTED)[-1]
     assert last["type"] == "finished" and "time" in last["reasons"].values()
 
 
 def test_rejected_and_unreached_drafts_are_reported(track: Track) -> None:
-    for round_ in rounds_of(run(track, replace(WANTED, accuracy=0.0)), "speculative"):
+    for round_ in rounds_of(run(track, but(accuracy=0.0)), "speculative"):
         if round_["drafted"]:
             (guess,) = round_["tokens"][-1]["place"]["guesses"]
             assert not guess["accepted"] and len(round_["dropped"]) == round_["drafted"] - 1
@@ -137,9 +140,9 @@ def test_rejected_and_unreached_drafts_are_reported(track: Track) -> None:
 
 def test_invalid_requests_are_refused(track: Track, folders: dict[str, str]) -> None:
     with pytest.raises(OutriderError, match="unknown method 'magic': available are draft, ngram"):
-        track.encode(replace(WANTED, method="magic"))
+        track.encode(but(method="magic"))
     with pytest.raises(OutriderError, match="with max_tokens=60"):
-        track.encode(replace(WANTED, prompt="x y z " * 400))
+        track.encode(but(prompt="x y z " * 400))
     llm = LLM(folders["target"], method="plain", max_batch=2, compile="never")
     with pytest.raises(OutriderError, match="none of the methods medusa fits"):
         Track(llm, ["medusa"], folders["draft"])

@@ -14,6 +14,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -22,8 +23,9 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.server.demo.line import LineFull, Place, WaitingLine
-from outrider.server.demo.race_request import Event, RaceRequest
+from outrider.server.demo.line import Place
+from outrider.server.demo.race_request import MAX_PROMPT, MAX_TOKENS, Event, RaceRequest
+from outrider.server.protocol import mistakes
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 PAGE = Path(__file__).parent / "page"
+MAX_BODY = 32_768  # bytes of a request
+MAX_WAITING = 32  # visitors in the queue, the racing one included
 HEARTBEAT = 2.0  # seconds between queue position updates
 UNREAD = 10.0  # seconds until a visitor who does not read messages leaves the queue
 HEADERS = {
@@ -49,7 +53,7 @@ class Demo:
     def __init__(self, track: Track, about: Mapping[str, Any]) -> None:
         """``about``: model description for the page."""
         self._track, self._about = track, dict(about)
-        self.line = WaitingLine(track.limits.waiting)
+        self.line: list[Place] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="demo-engine")
 
     def app(self) -> ASGIApp:
@@ -67,16 +71,18 @@ class Demo:
         return Response((PAGE / "index.html").read_bytes(), media_type="text/html")
 
     async def _tell(self, request: Request) -> Response:
-        track = self._track
-        limits = {"prompt_chars": track.limits.prompt_chars, "max_tokens": track.limits.max_tokens}
-        known = {"methods": track.methods, "lossless": track.is_lossless, "limits": limits, "waiting": len(self.line)}
-        return JSONResponse(self._about | known)
+        limits = {"prompt_chars": MAX_PROMPT, "max_tokens": MAX_TOKENS}
+        of_track = {"methods": self._track.methods, "lossless": self._track.is_lossless}
+        return JSONResponse(self._about | of_track | {"limits": limits, "waiting": len(self.line)})
 
     async def _race(self, request: Request) -> ASGIApp:
         """Stream a race as events. Invalid requests are refused before the visitor is queued."""
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise HTTPException(415, "send application/json")  # pages of other sites cannot send it
-        wanted = RaceRequest.read(_parsed(await self._body(request)), self._track.limits)
+        try:
+            wanted = RaceRequest.model_validate_json(await self._body(request))
+        except ValidationError as error:
+            raise OutriderError(mistakes(error.errors())) from None
         prompt = await self._in_thread(lambda: self._track.encode(wanted))
         return RaceStream(self, wanted, prompt)
 
@@ -84,8 +90,8 @@ class Demo:
         body = b""
         async for chunk in request.stream():
             body += chunk
-            if len(body) > self._track.limits.body_bytes:
-                raise HTTPException(413, f"the body is longer than {self._track.limits.body_bytes} bytes")
+            if len(body) > MAX_BODY:
+                raise HTTPException(413, f"the body is longer than {MAX_BODY} bytes")
         return body
 
     async def events(self, place: Place, wanted: RaceRequest, prompt: list[int]) -> AsyncGenerator[Event, None]:
@@ -121,17 +127,15 @@ class RaceStream:
         self._demo, self._wanted, self._prompt = demo, wanted, prompt
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            place = self._demo.line.join()
-        except LineFull:
-            full = f"{self._demo.line.longest} visitors are already waiting: try again in a minute"
+        if len(self._demo.line) >= MAX_WAITING:
+            full = f"{MAX_WAITING} visitors are already waiting: try again in a minute"
             await refusal(full, 429, {"Retry-After": "30"})(scope, receive, send)
             return
 
         async def send_in_time(message: Message) -> None:
             await asyncio.wait_for(send(message), UNREAD)
 
-        with place:
+        with Place(self._demo.line) as place:
             async with aclosing(self._demo.events(place, self._wanted, self._prompt)) as events:
                 stream = StreamingResponse(_written(events), media_type="text/event-stream")
                 try:
@@ -143,13 +147,6 @@ class RaceStream:
 async def _written(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
     async for event in events:
         yield b"data: " + json.dumps(event, allow_nan=False).encode() + b"\n\n"
-
-
-def _parsed(body: bytes) -> object:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        raise HTTPException(400, "invalid body: expected JSON") from None
 
 
 def refusal(message: str, status: int, headers: Mapping[str, str] | None = None) -> JSONResponse:

@@ -5,44 +5,26 @@ Computed from the ``RoundResult`` of a batch of one with the verifier's formulas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from outrider.engine import RoundResult
+from outrider.server.demo.race_request import Event
 from outrider.verifiers.base import accept_prob, residual
 
 TOP = 5  # tokens shown per distribution
 MAX_ROWS = 9
 
 
-@dataclass(frozen=True)
-class Guess:
-    """A draft that was verified at a position."""
-
-    token_id: int
-    chance: float  # acceptance probability when it was verified
-    is_accepted: bool
-
-
-@dataclass(frozen=True)
-class Place:
-    """One emitted token, and the distributions over the most likely tokens at its position, one entry per token."""
-
-    guesses: list[Guess]
-    token_ids: list[int]
-    target: list[float]
-    draft: list[float] | None  # of the first draft; None without drafts
-    residual: list[float] | None  # sampled after a rejection; None: the residual is empty
-    odds: list[float] | None  # a greedy target's probabilities before the argmax; None when sampling
-    is_point_mass: bool  # the draft has no distribution
-
-
 @torch.no_grad()
-def places(seen: RoundResult, token_ids: Sequence[int]) -> list[Place]:
-    """Return one entry per emitted token of a round: the accepted path, then the next token."""
+def places(seen: RoundResult, token_ids: Sequence[int], name: Callable[[int], str]) -> list[Event]:
+    """Return one entry per emitted token of a round: the accepted path, then the next token.
+
+    ``name`` returns the name of a token id. An entry names the most likely tokens at the position, with their probabilities;
+    the emitted token and the drafts refer to them by index (``row``), because two tokens may share a name.
+    """
     proposal, sampler, logits = seen.proposal, seen.context.sampler, seen.scores.logits
     target = sampler.probs(logits, proposal.token_ids, proposal.parents, lens=proposal.lens)[0]  # [N + 1, V]
     is_greedy = seen.context.requests[0].params.is_greedy
@@ -53,7 +35,11 @@ def places(seen: RoundResult, token_ids: Sequence[int]) -> list[Place]:
         accepted = path[depth] if depth < len(path) else None
         odds = torch.softmax(logits[0, parent + 1], -1) if is_greedy else None
         tried = _tried(seen, parent, accepted)
-        found.append(_place(seen, target[parent + 1], odds, tried, accepted, emitted))
+        place = _place(seen, target[parent + 1], odds, tried, accepted, emitted)
+        place["tokens"] = [name(token) for token in place["tokens"]]
+        for guess in place["guesses"]:
+            guess["text"] = place["tokens"][guess["row"]]
+        found.append(place)
     return found
 
 
@@ -69,10 +55,12 @@ def _tried(seen: RoundResult, parent: int, accepted: int | None) -> list[int]:
 
 def _place(
     seen: RoundResult, target: Tensor, odds: Tensor | None, tried: list[int], accepted: int | None, emitted: int
-) -> Place:
+) -> Event:
+    """Return the entry of one token, with token ids instead of names. ``odds``: a greedy target's, before the argmax."""
     proposal = seen.proposal
     ids = proposal.token_ids[0]
-    left, first, guesses = target, None, []
+    left, first = target, None
+    guesses: list[Event] = []
     for node in tried:
         token = int(ids[node])
         if proposal.probs is None:
@@ -81,21 +69,25 @@ def _place(
         else:
             draft = proposal.probs[0, node].to(target.device)
         first = draft if first is None else first
-        guesses.append(Guess(token, float(accept_prob(left[token], draft[token])), node == accepted))
+        chance = float(accept_prob(left[token], draft[token]))  # of acceptance, when it was verified
+        guesses.append({"token": token, "chance": round(chance, 4), "accepted": node == accepted})
         excess = (left - draft).clamp_min(0.0)
         left = residual(left, draft) if float(excess.sum()) > 0 else torch.zeros_like(left)
     # With coupled noise the target's choice does not depend on the draft, so there is no residual.
     rest = left if tried and float(left.sum()) > 0 and not seen.context.sampler.coupled else None
-    shown = _shown([target if odds is None else odds, first, rest], [emitted, *[guess.token_id for guess in guesses]])
-    return Place(
-        guesses,
-        shown,
-        _values(target, shown),
-        None if first is None else _values(first, shown),
-        None if rest is None else _values(rest, shown),
-        None if odds is None else _values(odds, shown),
-        bool(tried) and proposal.probs is None,
-    )
+    shown = _shown([target if odds is None else odds, first, rest], [emitted, *(guess["token"] for guess in guesses)])
+    for guess in guesses:
+        guess["row"] = shown.index(guess.pop("token"))
+    return {
+        "tokens": shown,
+        "row": shown.index(emitted),
+        "guesses": guesses,
+        "target": _values(target, shown),
+        "draft": _values(first, shown),  # of the first draft; None without drafts
+        "residual": _values(rest, shown),  # sampled after a rejection; None: it is empty
+        "odds": _values(odds, shown),
+        "is_point_mass": bool(tried) and proposal.probs is None,  # the draft has no distribution
+    }
 
 
 def _shown(distributions: Sequence[Tensor | None], always: Sequence[int]) -> list[int]:
@@ -111,5 +103,5 @@ def _shown(distributions: Sequence[Tensor | None], always: Sequence[int]) -> lis
     return sorted(chosen, key=lambda token: -float(order[token]))
 
 
-def _values(distribution: Tensor, token_ids: Sequence[int]) -> list[float]:
-    return [round(value, 5) for value in distribution[list(token_ids)].tolist()]
+def _values(distribution: Tensor | None, token_ids: list[int]) -> list[float] | None:
+    return None if distribution is None else [round(value, 5) for value in distribution[token_ids].tolist()]

@@ -6,33 +6,15 @@ import asyncio
 from contextlib import AbstractContextManager, suppress
 
 
-class LineFull(Exception):
-    """The queue is full."""
-
-
-class WaitingLine:
-    """Queue with at most ``longest`` places; the visitor at the first one races. For one event loop."""
-
-    def __init__(self, longest: int) -> None:
-        self.longest = longest
-        self._places: list[Place] = []
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def join(self) -> Place:
-        """Append a visitor and return the place. Raises ``LineFull``."""
-        if len(self._places) >= self.longest:
-            raise LineFull
-        self._places.append(Place(self._places))
-        return self._places[-1]
-
-
 class Place(AbstractContextManager["Place"]):
-    """One visitor's place, a context manager that frees it, so that later visitors move up."""
+    """A visitor's place at the end of a line, a context manager that frees it, so that later visitors move up.
+
+    The visitor at the first place races. For one event loop.
+    """
 
     def __init__(self, line: list[Place]) -> None:
         self._line, self._moved = line, asyncio.Event()
+        line.append(self)
 
     @property
     def ahead(self) -> int:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator
 from time import perf_counter
 
 from outrider.bench.race import Race, Step
-from outrider.engine import Engine, GenerationStats, Observation
-from outrider.server.demo.distributions import Place, places
+from outrider.engine import GenerationStats, Observation
+from outrider.engine.detokenizer import DetokenizerFactory
+from outrider.server.answers import TokenTexts
+from outrider.server.demo.distributions import places
 from outrider.server.demo.race_request import Event
-from outrider.server.demo.token_texts import TokenTexts
-from outrider.types import SamplingParams
 
+MAX_SECONDS = 120.0  # duration of a race, both lanes together
 SLICE = 0.05  # seconds of rounds between two checks that the visitor is connected
 PLAIN, SPECULATIVE = "plain", "speculative"
 
@@ -33,13 +34,12 @@ def figures(stats: GenerationStats, plain: GenerationStats) -> dict[str, float |
 class ShownRace:
     """A race of two lanes with the same prompt, settings and seed."""
 
-    def __init__(self, lanes: Mapping[str, Engine], prompt: Sequence[int], params: SamplingParams, texts: TokenTexts) -> None:
-        """``lanes``: name -> engine, plain decoding first."""
-        self._race = Race(lanes, prompt, params)
-        self.lanes = self._race.lanes
-        self._texts = texts
+    def __init__(self, race: Race, names: TokenTexts, detokenizers: DetokenizerFactory) -> None:
+        self._race, self._name, self.lanes = race, names.text, race.lanes
+        prompt = race.lanes[0].request.token_ids
+        self._detokenizers = {lane.name: detokenizers(prompt) for lane in race.lanes}
 
-    def run(self, seconds: float) -> Generator[list[Event], None, None]:
+    def run(self) -> Generator[list[Event], None, None]:
         """Yield lists of events until the race ends, its time limit is reached or the generator is closed.
 
         Raises ``OutriderError`` if the prompt does not fit into the context, or if the target fails.
@@ -51,7 +51,7 @@ class ShownRace:
             for step in steps:
                 pending.append(self._round(step))
                 now = perf_counter()
-                if now - started > seconds:
+                if now - started > MAX_SECONDS:
                     self._race.stop("time")
                 if now - last > SLICE:
                     yield pending
@@ -66,11 +66,11 @@ class ShownRace:
     def _round(self, step: Step) -> Event:
         """Return the event of one round: its tokens, their origins, and the rejected drafts."""
         lane, emission, seen = step.lane, step.emission, step.seen
-        tokens: list[Event] = []
-        shown = places(seen.result, emission.token_ids)
-        for token_id, origin, place in zip(emission.token_ids, emission.origins, shown, strict=True):
-            text, name = self._texts.next(lane.name, token_id)
-            tokens.append({"text": text, "name": name, "origin": origin, "place": self._place(place, token_id)})
+        shown = places(seen.result, emission.token_ids, self._name)
+        tokens = [
+            {"text": self._detokenizers[lane.name].feed([id_]), "name": self._name(id_), "origin": origin, "place": place}
+            for id_, origin, place in zip(emission.token_ids, emission.origins, shown, strict=True)
+        ]
         return {
             "type": "round",
             "lane": lane.name,
@@ -92,29 +92,7 @@ class ShownRace:
         if proposal.parents is not None:
             return []
         first = seen.round.num_accepted[0] + 1
-        return [self._texts.name(token) for token in proposal.token_ids[0, first : int(proposal.lens[0])].tolist()]
-
-    def _place(self, place: Place, token_id: int) -> Event:
-        """Return the event data of a position: token names, and indices into them, because two tokens may share a name."""
-        name, row_of = self._texts.name, place.token_ids.index
-        return {
-            "guesses": [
-                {
-                    "text": name(guess.token_id),
-                    "row": row_of(guess.token_id),
-                    "chance": round(guess.chance, 4),
-                    "accepted": guess.is_accepted,
-                }
-                for guess in place.guesses
-            ],
-            "row": row_of(token_id),
-            "tokens": [name(token) for token in place.token_ids],
-            "target": place.target,
-            "draft": place.draft,
-            "residual": place.residual,
-            "odds": place.odds,
-            "is_point_mass": place.is_point_mass,
-        }
+        return [self._name(token) for token in proposal.token_ids[0, first : int(proposal.lens[0])].tolist()]
 
     def _finished(self) -> Event:
         return {

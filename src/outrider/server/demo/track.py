@@ -10,14 +10,15 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from outrider.bench.race import engine_for
+from outrider.bench.race import Race, engine_for
 from outrider.engine import Engine, FixedLength
 from outrider.engine.config import build_policy, build_proposer, build_verifiers
+from outrider.engine.detokenizer import DetokenizerFactory
 from outrider.engine.methods import fitting_proposers
 from outrider.proposers.degraded import Degraded
+from outrider.server.answers import TokenTexts
 from outrider.server.demo.race import PLAIN, SPECULATIVE, ShownRace
-from outrider.server.demo.race_request import MAX_DRAFTS, Event, Limits, RaceRequest
-from outrider.server.demo.token_texts import TokenTexts
+from outrider.server.demo.race_request import MAX_DRAFTS, Event, RaceRequest
 from outrider.types import OutriderError, SamplingParams
 
 if TYPE_CHECKING:
@@ -33,21 +34,15 @@ WARMUP_TOKENS = 12
 class Track:
     """Engines that share one loaded target: plain decoding, and one per available method."""
 
-    def __init__(
-        self,
-        llm: LLM,
-        methods: Sequence[str],
-        draft: ModelSource | None = None,
-        limits: Limits | None = None,
-        must_fit: bool = False,
-    ) -> None:
+    def __init__(self, llm: LLM, methods: Sequence[str], draft: ModelSource | None = None, must_fit: bool = False) -> None:
         """``llm`` must allow a batch of two; ``draft`` is the default draft of methods that take one.
 
         Raises ``OutriderError`` without a tokenizer, if no method fits the target, or with ``must_fit`` if any does not.
         """
         if llm.tokenizer is None:
             raise OutriderError("the demo requires a tokenizer, but this target has none")
-        self.llm, self.limits = llm, limits or Limits()
+        self.llm, self._names, self._detokenizers = llm, TokenTexts(llm.tokenizer), DetokenizerFactory(llm.tokenizer)
+        self._names.load()
         self._plain = self._engine(build_proposer(replace(llm.speculation, method=PLAIN, proposer=None), llm.runner, None))
         speculation = replace(llm.speculation, draft=draft)
         proposers, reasons = fitting_proposers(speculation, llm.runner, llm.tokenizer, methods)
@@ -73,7 +68,7 @@ class Track:
         speed = 0.0
         for method in self._engines:
             for temperature in (0.0, 1.0):
-                wanted = RaceRequest("def f(x):\n", method, 4, temperature, max_tokens=WARMUP_TOKENS)
+                wanted = RaceRequest(prompt="def f(x):\n", method=method, temperature=temperature, max_tokens=WARMUP_TOKENS)
                 for events in self.race(wanted, self.encode(wanted)):
                     if events[-1]["type"] == "finished":
                         speed = events[-1]["plain_tok_s"] or speed
@@ -101,10 +96,9 @@ class Track:
         speculation = replace(self.llm.speculation, num_draft_tokens=wanted.k)
         engine.policy = build_policy(speculation, self.llm.runner, worn)  # each race starts with an untrained policy
         params = SamplingParams(max_tokens=wanted.max_tokens, temperature=wanted.temperature, seed=wanted.seed, ignore_eos=True)
-        lanes = {PLAIN: self._plain, SPECULATIVE: engine}
+        race = Race({PLAIN: self._plain, SPECULATIVE: engine}, prompt, params)
         faults = engine.stats.faults
-        race = ShownRace(lanes, prompt, params, TokenTexts(self.llm.tokenizer, prompt))
-        for events in race.run(self.limits.seconds):
+        for events in ShownRace(race, self._names, self._detokenizers).run():
             if events[-1]["type"] == "finished":
                 events[-1]["faults"] = engine.stats.faults - faults
             yield events
