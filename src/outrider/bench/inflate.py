@@ -70,13 +70,12 @@ def _read_source(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def inflate(
     source: str | Path,
     out: str | Path,
-    size: str | int | Shape = "1b",
+    size: str | Shape = "1b",
     *,
     seed: int = 0,
     context: int | None = None,
-    progress: bool = True,
 ) -> Path:
-    """Write ``source`` inflated to ``size`` (a name, a number of parameters or a ``Shape``) to the new folder ``out``.
+    """Write ``source`` inflated to ``size`` (a name or a ``Shape``) to the new folder ``out``.
 
     ``context``: the context length in tokens that its config declares, to time longer prompts than the source was trained on;
     None: the source's. The folder appears only when it is complete. Raises ``OutriderError`` if ``out`` exists, the source is
@@ -86,8 +85,7 @@ def inflate(
     if out.exists():
         raise OutriderError(f"{out} already exists: delete it or give another folder")
     config, weights = _read_source(source)
-    params = num_params(size) if isinstance(size, str) else size
-    large = params if isinstance(params, Shape) else shape_for(config, params)
+    large = shape_for(config, num_params(size)) if isinstance(size, str) else size
     dtype = weights["model.embed_tokens.weight"].dtype
     inflater = Inflater(config, large, Noise(dtype, seed), dtype)
     if context is not None:
@@ -101,7 +99,7 @@ def inflate(
                 f"not enough disk space for {out}: {total * dtype.itemsize / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free"
             )
         _copy_tokenizer(source, part)
-        written = _write_shards(inflater.tensors(weights), part, total if progress else 0)
+        written = _write_shards(inflater.tensors(weights), part, total)
         _write_config(part, config, inflater, written, seed)
     return out
 
@@ -143,8 +141,8 @@ def _write_shards(tensors: Iterator[tuple[str, Tensor]], out: Path, total: int) 
         shard = {}
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not total) as bar:
-        task = bar.add_task(f"building a {total / 1e9:.2f}B checkpoint", total=total or None)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"building a {total / 1e9:.2f}B checkpoint", total=total)
         for name, tensor in tensors:
             if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
                 flush()
@@ -163,31 +161,27 @@ def _write_shards(tensors: Iterator[tuple[str, Tensor]], out: Path, total: int) 
 
 
 def _write_config(out: Path, config: Mapping[str, Any], inflater: Inflater, params: int, seed: int) -> None:
-    large, small = inflater.large, inflater.small
-    new = dict(config) | {
-        "hidden_size": large.hidden,
-        "num_hidden_layers": large.layers,
-        "num_attention_heads": large.heads,
-        "num_key_value_heads": large.kv_heads,
-        "intermediate_size": large.ffn,
-        "head_dim": inflater.dim,
-        "rms_norm_eps": config["rms_norm_eps"] * inflater.norm_scale**2,
+    layers = inflater.large.layers
+    new = {
+        **config,
+        **inflater.sizes,
+        "num_hidden_layers": layers,
         "outrider_inflated": {
             "note": "computes the same function as its source, at this size's cost; see outrider.bench.inflate",
             "format": FORMAT,
             "parameters": params,
-            "source": asdict(small),
+            "source": asdict(inflater.small),
             "real_layers": inflater.real_layers,
             "feature_copies": inflater.copies,
             "seed": seed,
         },
     }
     if "layer_types" in new:  # one entry per layer, all equal in the supported models
-        new["layer_types"] = [new["layer_types"][0]] * large.layers
+        new["layer_types"] = [new["layer_types"][0]] * layers
     (out / "config.json").write_text(json.dumps(new, indent=2) + "\n")
 
 
-def inflated(source: str | Path, size: str = "1b", *, progress: bool = True) -> Path:
+def inflated(source: str | Path, size: str = "1b") -> Path:
     """Return the cached folder of ``source`` inflated to ``size``, built if missing; keyed by content, size and format."""
     source = Path(source)
     num_params(size)
@@ -197,7 +191,7 @@ def inflated(source: str | Path, size: str = "1b", *, progress: bool = True) -> 
             raise OutriderError(f"{source} is not a model folder: {file.name} is missing")
         digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
     folder = lasting_dir("inflated") / f"{source.resolve().name}-{size.lower()}-{digest.hexdigest()[:12]}"
-    return folder if folder.is_dir() else inflate(source, folder, size, progress=progress)
+    return folder if folder.is_dir() else inflate(source, folder, size)
 
 
 def _main() -> int:
