@@ -21,19 +21,19 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.bench.shapes import Shape, count_params, num_params, shape_for
 from outrider.bench.widening import Inflater, Noise
 from outrider.disk_cache import lasting_dir
+from outrider.heads.checkpoint import read_config, read_folder
 from outrider.types import OutriderError
 
 FORMAT = 3  # part of the cache key: increment it when the same source and size give other weights
@@ -42,26 +42,13 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # same tensor names, same 
 
 
 def _read_source(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    config_file = source / "config.json"
-    if not config_file.is_file():
+    if not (source / "config.json").is_file():
         raise OutriderError(f"{source} is not a model folder: config.json is missing")
-    try:
-        config = json.loads(config_file.read_text())
-    except ValueError as error:
-        raise OutriderError(f"{config_file} is not valid JSON: {error}") from None
+    config = read_config(source)
     if config.get("model_type") not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)
         raise OutriderError(f"cannot inflate a {config.get('model_type')} model: expected a Llama-shaped one ({known})")
-    files = sorted(source.glob("*.safetensors"))
-    if not files:
-        raise OutriderError(f"{source} has no .safetensors file")
-    weights: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                weights.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
-        except SafetensorError as error:
-            raise OutriderError(f"cannot read {file}: {error}") from None
+    _, weights = read_folder(source)
     if config.get("tie_word_embeddings"):
         weights.pop("lm_head.weight", None)
     return config, weights
@@ -185,13 +172,19 @@ def inflated(source: str | Path, size: str = "1b") -> Path:
     """Return the cached folder of ``source`` inflated to ``size``, built if missing; keyed by content, size and format."""
     source = Path(source)
     num_params(size)
-    digest = hashlib.sha256(f"{FORMAT}/{size.lower()}".encode())
-    for file in [source / "config.json", *sorted(source.glob("*.safetensors")), *sorted(source.glob("token*"))]:
-        if not file.is_file():
-            raise OutriderError(f"{source} is not a model folder: {file.name} is missing")
-        digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
-    folder = lasting_dir("inflated") / f"{source.resolve().name}-{size.lower()}-{digest.hexdigest()[:12]}"
+    if not (source / "config.json").is_file():
+        raise OutriderError(f"{source} is not a model folder: config.json is missing")
+    files = [source / "config.json", *sorted(source.glob("*.safetensors")), *sorted(source.glob("token*"))]
+    folder = cache_folder(f"{source.resolve().name}-{size.lower()}", f"{FORMAT}/{size.lower()}".encode(), files)
     return folder if folder.is_dir() else inflate(source, folder, size)
+
+
+def cache_folder(name: str, key: bytes, files: Iterable[Path]) -> Path:
+    """Return the folder of the cache for something made from ``key`` and from these files, by their content."""
+    digest = hashlib.sha256(key)
+    for file in files:
+        digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
+    return lasting_dir("inflated") / f"{name}-{digest.hexdigest()[:12]}"
 
 
 def _main() -> int:

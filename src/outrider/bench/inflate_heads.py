@@ -9,7 +9,6 @@ feature, which is stored once.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.bench.inflate import new_folder
+from outrider.bench.inflate import cache_folder, new_folder
 from outrider.bench.shapes import Shape, source_shape
 from outrider.bench.widening import Inflater, Noise
-from outrider.disk_cache import lasting_dir
 from outrider.heads import eagle_formats, medusa
 from outrider.heads.checkpoint import (
     BLOCK,
@@ -290,8 +288,7 @@ def inflate_head(source: str | Path, target: Path, out: Path) -> Path:
 def inflated_head(source: str | Path, target: Path) -> Path:
     """Return the cached folder of a head inflated with ``target``, built if missing; keyed by content, target and format."""
     folder = find_folder(source)
-    digest = hashlib.sha256(f"{FORMAT}/".encode() + (target / "config.json").read_bytes())
-    for file in sorted(file for file in folder.iterdir() if file.is_file()):
-        digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
-    out = lasting_dir("inflated") / f"{folder.resolve().name}-{target.name[:40]}-{digest.hexdigest()[:12]}"
+    key = f"{FORMAT}/".encode() + (target / "config.json").read_bytes()
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    out = cache_folder(f"{folder.resolve().name}-{target.name[:40]}", key, files)
     return out if out.is_dir() else inflate_head(folder, target, out)
