@@ -88,11 +88,11 @@ def engines(llm: LLM) -> dict[str, Engine]:
     from outrider.bench.contenders import PLAIN
     from outrider.bench.race import engine_for
     from outrider.engine import FixedLength
-    from outrider.engine.config import build_policy, build_proposer
+    from outrider.engine.config import build_policy
+    from outrider.proposers.plain import PlainProposer
 
-    plain = build_proposer(replace(llm.speculation, method=PLAIN, proposer=None), llm.runner, llm.tokenizer)
     policy = build_policy(llm.speculation, llm.runner, llm.proposer)
-    return {PLAIN: engine_for(llm, plain, FixedLength(0)), "speculative": engine_for(llm, llm.proposer, policy)}
+    return {PLAIN: engine_for(llm, PlainProposer(), FixedLength(0)), "speculative": engine_for(llm, llm.proposer, policy)}
 
 
 def title(llm: LLM, lane: str) -> str:
