@@ -185,30 +185,3 @@ def cache_folder(name: str, key: bytes, files: Iterable[Path]) -> Path:
     for file in files:
         digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
     return lasting_dir("inflated") / f"{name}-{digest.hexdigest()[:12]}"
-
-
-def _main() -> int:
-    import argparse
-    import sys
-
-    parser = argparse.ArgumentParser(prog="python -m outrider.bench.inflate", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("source", help="a Llama-shaped Hugging Face folder")
-    parser.add_argument("out", nargs="?", help="the new folder (default: the cache folder)")
-    parser.add_argument("--size", default="1b", help="350m, 1b, 8b, ... (default 1b)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (with OUT only)")
-    parser.add_argument("--context", type=int, help="context length that the config declares (with OUT only)")
-    args = parser.parse_args()
-    try:
-        if args.out:
-            built = inflate(args.source, args.out, args.size, seed=args.seed, context=args.context)
-        else:
-            built = inflated(args.source, args.size)
-    except OutriderError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(built)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(_main())
