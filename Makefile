@@ -24,7 +24,7 @@ check: $(VENV)/.installed-dev
 	@scripts/check
 
 sweep: $(VENV)/.installed-dev
-	@OMP_NUM_THREADS=1 $(BIN)/python -m outrider.bench.architectures $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python bench/sweep.py $(ARGS)
 
 licences: $(VENV)/.installed-dev
 	@$(BIN)/python docs/make_licences.py

@@ -11,11 +11,10 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from architectures.tiny import randomised
 from gguf import GGMLQuantizationType as Kind
 from tiny_folder import CHAT_TEMPLATE, make_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
-
-from outrider.bench.architectures.tiny import randomised
 
 SHAPE = {
     "vocab_size": 320,

@@ -14,6 +14,8 @@ from outrider.registry import PROPOSERS
 
 ROOT = Path(outrider.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
+REPOSITORY = Path(__file__).parents[1]
+SWEEP = [REPOSITORY / "bench" / "sweep.py", *sorted((REPOSITORY / "bench" / "architectures").glob("*.py"))]
 
 # Imports permitted to each package. Packages are folders of src/outrider, or single modules.
 BELOW = {
@@ -187,7 +189,17 @@ def test_verifiers_and_types_are_independent_of_models_and_temperature():
             assert not (names | attributes) & {"temperature", "SamplingParams", "transformers", "past_key_values"}, path
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_package_does_not_import_the_repository():
+    """Its folders are not installed with the package."""
+    outside = {"bench", "tests", "recipes", *(path.stem for path in (REPOSITORY / "bench").iterdir())}
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            assert not {name.split(".")[0] for name in names} & outside, path
+
+
+@pytest.mark.parametrize("path", [*FILES, *SWEEP], ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_files_and_functions_stay_small(path):
     assert len(path.read_text().splitlines()) <= MAX_FILE
     for node in ast.walk(tree_of(path)):

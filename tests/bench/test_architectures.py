@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-
-from outrider.bench.architectures import __main__ as sweep
-from outrider.bench.architectures import page, tiny
-from outrider.bench.architectures.compare import METHODS, Result, compare
+import sweep
+from architectures import page, tiny
+from architectures.compare import METHODS, Result, compare
 
 RUN = (
     "apertus",
@@ -50,7 +49,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", RUN)
 def test_sampled_architectures_match_generate(name, monkeypatch):
-    monkeypatch.setattr("outrider.bench.architectures.compare.NEW_TOKENS", 14)
+    monkeypatch.setattr("architectures.compare.NEW_TOKENS", 14)
     result = compare(name, ("plain", "draft"))
     assert (result.verdict, result.reason) == ("runs", "")
     accepted, drafted = map(int, re.findall(r"\d+", result.cells["draft"]))

@@ -31,6 +31,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> object:
         ("grammar_check", ["--answers", "none"], "invalid number 'none': expected an integer of at least 1"),
         ("audit_check", ["--out", "file/x.json"], "cannot write --out"),
         ("tune_check", ["--out", "file/x.json"], "cannot write --out"),
+        ("inflate", ["nowhere", "out"], "nowhere is not a model folder"),
         ("faults", ["--only", "typo"], "no fault begins with 'typo'"),
         ("faults", ["--only", "disk", "--page", "page.md"], "give it without --only"),
     ],

@@ -44,7 +44,7 @@ def family(tmp_path_factory):
         folder / "small", hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS, tie_word_embeddings=False,
         rms_norm_eps=1e-5, max_position_embeddings=2048,
     )  # fmt: skip
-    return {"small": small} | {name: inflate(small, folder / name, shape, progress=False) for name, shape in SHAPES.items()}
+    return {"small": small} | {name: inflate(small, folder / name, shape) for name, shape in SHAPES.items()}
 
 
 def write(kind: str, folder: Path) -> None:
@@ -126,7 +126,7 @@ def test_the_inflated_head_drafts_the_same_tokens(kind, shape, family, small_hea
 def test_a_head_takes_the_dtype_of_its_target(tmp_path):
     sizes = {"hidden_size": HIDDEN, "intermediate_size": FFN, "num_hidden_layers": LAYERS, "dtype": "bfloat16"}
     small = make_folder(tmp_path / "small", tie_word_embeddings=False, **sizes)
-    large = inflate(small, tmp_path / "large", SHAPES["twice as wide"], progress=False)
+    large = inflate(small, tmp_path / "large", SHAPES["twice as wide"])
     for kind in ("eagle1", "eagle3", "medusa"):
         write(kind, tmp_path / kind)
         tensors = load_file(inflate_head(tmp_path / kind, large, tmp_path / f"large-{kind}") / "model.safetensors")
@@ -175,11 +175,10 @@ def test_unsupported_heads_give_a_one_line_error(family, tmp_path):
 
 
 def test_bench_inflates_the_heads_of_its_methods(family, tmp_path, monkeypatch, capsys):
-    from outrider.bench.shapes import SIZES
     from outrider.cli import main
 
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setitem(SIZES, "1b", SHAPES["four times as wide"])
+    monkeypatch.setattr("outrider.bench.inflate.shape_for", lambda config, params: SHAPES["four times as wide"])
     write_medusa(tmp_path / "medusa", VOCAB, 2)
     write_eagle1(tmp_path / "eagle", VOCAB)
     methods = f"draft,medusa:draft={tmp_path / 'medusa'},eagle:draft={tmp_path / 'eagle'}:max_nodes=4"

@@ -467,11 +467,13 @@ def test_bench_keeps_finished_measurements_when_the_target_fails(
 
 
 def test_bench_inflates(outrider: Run, target: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.bench.shapes import SIZES, Shape
+    from outrider.bench.shapes import Shape
 
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     # the source has hidden size 16 and 2 layers
-    monkeypatch.setitem(SIZES, "1b", Shape(hidden=256, layers=5, heads=16, kv_heads=4, ffn=256))
+    monkeypatch.setattr(
+        "outrider.bench.inflate.shape_for", lambda config, params: Shape(hidden=256, layers=5, heads=16, kv_heads=4, ffn=256)
+    )
     code, out, err = outrider(
         "bench", *models(target, draft), "--inflate", "1b", "--method", "draft", "-k", 2, "--workloads", "code",
         "--num-prompts", 1, "--max-tokens", 7, "--repeat", 1, "--max-len", 500,

@@ -260,13 +260,13 @@ def test_bench_axes_out_of_range(outrider: Run, target: Path, options: list[str]
 def test_values_out_of_range_are_found_before_anything_is_loaded(
     outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from outrider.cli import bench, session
+    from outrider.cli import session
 
     def never(*args: object, **more: object) -> None:
         raise AssertionError("it was loaded")
 
     monkeypatch.setattr(session, "load", never)
-    monkeypatch.setattr(bench, "inflate_target", never)
+    monkeypatch.setattr(session, "inflate_target", never)
     for options in (["--batch", "4,0"], ["--temperature", "0,-1"]):
         assert_one_line(outrider("bench", "--target", target, "--inflate", "8b", *options), options[0].removeprefix("--"))
     for command in ("audit", "doctor"):

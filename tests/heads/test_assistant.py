@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 import torch
+from architectures.tiny import randomised
 from safetensors.torch import load_file, save_file
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
 
 from outrider import SamplingParams
-from outrider.bench.architectures.tiny import randomised
 from outrider.engine.finding import choices, known_drafters
 from outrider.heads import assistant
 from outrider.heads.assistant import AssistantRunner

@@ -6,11 +6,11 @@ import copy
 from collections.abc import Sequence
 
 import torch
+from architectures.tiny import randomised
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from outrider import native
-from outrider.bench.architectures.tiny import randomised
 from outrider.runner import ModelRunner, kernels
 from outrider.runner.kv_cache import KVCache
 from outrider.runner.layouts import Layouts

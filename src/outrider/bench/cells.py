@@ -1,20 +1,48 @@
-"""Compute one JSON-ready cell of results per contender and condition. docs/bench.md defines each key."""
+"""The JSON document of a benchmark: its provenance, and one cell per contender and condition.
+
+docs/bench.md defines each key.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outrider.bench.breakdown import Rounds
 from outrider.bench.contenders import Contender
-from outrider.bench.grid import PLAIN_CONTENDER, Group
+from outrider.bench.grid import PLAIN_CONTENDER, Group, Plan
 from outrider.bench.loops import ends_in_loop, loop_share, loop_start
 from outrider.bench.measure import PHASES, Run
+from outrider.bench.provenance import provenance
 from outrider.bench.statistics import Timings, percentiles, speed_interval, speedup_interval
 
+if TYPE_CHECKING:
+    from outrider.runner import ModelRunner
+
 MEGABYTE = 1e6
+DEFINITIONS = (
+    "tok_s: tokens / seconds, prefill included; decode_tok_s: after the first tokens; speedup: median of the ratios to "
+    "plain decoding within a repeat; *_interval: 95%, paired bootstrap over repeats and prompts; ms: milliseconds per round of "
+    "the batch; same_text: share of outputs equal to plain decoding's; expected_speedup: the formula's, for decoding, "
+    "at the measured alpha, c and mean K; difference: decode_speedup - expected_speedup by part; loop_share: share of tokens "
+    "in loops (a period of up to 32 tokens, repeated at least three times); before_loops: the same values for tokens before "
+    "the first loop of each output; all keys: docs/bench.md"
+)
+
+
+def document(plan: Plan, groups: Sequence[Group], runner: ModelRunner, target: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the benchmark document, JSON-ready."""
+    return {
+        "target": target,
+        **provenance(runner),
+        **extra,
+        "max_tokens": plan.max_tokens,
+        "repeat": plan.repeat,
+        "definitions": DEFINITIONS,
+        "cells": cells(groups, bool(extra.get("same_text_mode"))),
+    }
 
 
 def cells(groups: Sequence[Group], same_text_when_sampled: bool = False) -> list[dict[str, Any]]:

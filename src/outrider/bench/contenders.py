@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from outrider.engine import Engine, FixedLength, LengthPolicy, Speculation
+from outrider.engine import Engine, FixedLength, LengthPolicy, Observation
 from outrider.engine.config import build_engine, build_policy, build_proposer
 from outrider.method_text import split_method
 from outrider.proposers.base import Proposer
 from outrider.proposers.plain import PlainProposer
 from outrider.registry import PROPOSERS
-from outrider.types import Context, Round
+from outrider.types import Round
 
 if TYPE_CHECKING:
     from outrider.engine import LLM
@@ -38,25 +38,6 @@ class Contender:
         return PLAIN if self.is_plain else f"{self.method} k={self.k}"
 
 
-@dataclass
-class Recorder:
-    """Wrap a draft-length policy and record every decoding round."""
-
-    inner: LengthPolicy
-    rounds: list[Round] = field(default_factory=list)
-
-    def next_lengths(self, context: Context) -> list[int]:
-        return self.inner.next_lengths(context)
-
-    def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
-        if not is_prefill:
-            self.rounds.append(round_)
-        self.inner.observe(context, round_, is_prefill)
-
-    def release(self, request_ids: Sequence[str]) -> None:
-        self.inner.release(request_ids)
-
-
 class Contenders:
     """Switch one ``LLM`` between methods and draft lengths; target, cache and compiled passes are shared."""
 
@@ -72,7 +53,8 @@ class Contenders:
         """Load what the method needs. Raises ``OutriderError`` for an unknown method or a draft that does not fit."""
         llm, method = self.llm, PLAIN if contender.is_plain else contender.method
         if method not in self._engines:
-            speculation = self._speculation(method)
+            draft = self._draft if PROPOSERS.get(split_method(method)[0]).takes_draft else None
+            speculation = replace(llm.speculation, method=method, draft=draft, proposer=None)
             proposer = self._proposers.get(method) or build_proposer(speculation, llm.runner, llm.tokenizer)
             self._engines[method] = build_engine(speculation, llm.runner, proposer, FixedLength(0), llm.engine.scheduler)
         if contender not in self._policies:
@@ -87,22 +69,24 @@ class Contenders:
         else:
             self._memories.pop(contender, None)
 
-    def _speculation(self, method: str) -> Speculation:
-        draft = self._draft if PROPOSERS.get(split_method(method)[0]).takes_draft else None
-        return replace(self.llm.speculation, method=method, draft=draft, proposer=None)
-
     @contextmanager
-    def active(self, contender: Contender) -> Iterator[Recorder]:
-        """Context manager: make ``llm`` generate as the contender. Yields the recorder of its decoding rounds."""
+    def active(self, contender: Contender) -> Iterator[list[Round]]:
+        """Context manager: make ``llm`` generate as the contender. Yields a list to which its decoding rounds are added."""
         self.prepare(contender)
-        llm, recorder = self.llm, Recorder(self._policies[contender])
+        llm, rounds = self.llm, list[Round]()
+
+        def record(seen: Observation) -> None:
+            if not seen.is_prefill:
+                rounds.append(seen.round)
+
         engine = self._engines[PLAIN if contender.is_plain else contender.method]
         before, policy = llm.engine, engine.policy
         llm.engine, llm.proposer = engine, engine.proposer
-        engine.policy, engine.proposer.memory = recorder, self._memories.get(contender)
+        engine.policy, engine.observer = self._policies[contender], record
+        engine.proposer.memory = self._memories.get(contender)
         try:
-            yield recorder
+            yield rounds
         finally:
             self._memories[contender] = engine.proposer.memory
-            engine.policy = policy
+            engine.policy, engine.observer = policy, None
             llm.engine, llm.proposer = before, before.proposer

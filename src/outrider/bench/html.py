@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from outrider.bench.breakdown import MEANING, PARTS
 from outrider.bench.documents import Cell, condition, headline, is_plain, label, loop_warnings
@@ -13,9 +13,6 @@ from outrider.bench.loops import MAX_PERIOD, MIN_REPEATS
 from outrider.bench.pooling import at, distinct
 from outrider.bench.tables import number, reason, span
 from outrider.types import OutriderError, how_to_install
-
-if TYPE_CHECKING:
-    from outrider.bench.plots import Plot
 
 NEEDED = ("matplotlib", "jinja2")
 FACTS = ("target", "device", "dtype", "weights", "threads", "command", "date", "commit", "version", "max_tokens", "repeat")
@@ -31,13 +28,16 @@ def check_installed() -> None:
 
 def page(result: Mapping[str, Any]) -> str:
     """Return the HTML report of a benchmark document. Raises ``OutriderError`` if a library is missing."""
+    check_installed()
+    from outrider.bench.plots import plots
+
     cells = [headline(cell) for cell in result["cells"]]
     return render(
         title="Outrider benchmark",
         facts=[(name, result[name]) for name in FACTS if result.get(name) is not None],
         notes=_notes(result),
         sections=[
-            (_heading(temperature, cells), _plots(at(cells, temperature=temperature)))
+            (_heading(temperature, cells), plots(at(cells, temperature=temperature)))
             for temperature in distinct(cells, "temperature")
         ],
         tables=[_reasons(cells), _predictions(cells), _latencies(cells), _loops(result["cells"]), _all(cells)],
@@ -58,12 +58,6 @@ def filled(package: str, name: str, parts: Mapping[str, Any]) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     source = files(package).joinpath(name).read_text(encoding="utf-8")
     return environment.from_string(source).render(parts)
-
-
-def _plots(cells: Sequence[Cell]) -> list[Plot]:
-    from outrider.bench.plots import plots
-
-    return plots(cells)
 
 
 def _heading(temperature: float, cells: Sequence[Cell]) -> str:

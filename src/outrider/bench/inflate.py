@@ -21,19 +21,19 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.bench.shapes import Shape, count_params, num_params, shape_for
 from outrider.bench.widening import Inflater, Noise
 from outrider.disk_cache import lasting_dir
+from outrider.heads.checkpoint import read_config, read_folder
 from outrider.types import OutriderError
 
 FORMAT = 3  # part of the cache key: increment it when the same source and size give other weights
@@ -42,26 +42,13 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # same tensor names, same 
 
 
 def _read_source(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    config_file = source / "config.json"
-    if not config_file.is_file():
+    if not (source / "config.json").is_file():
         raise OutriderError(f"{source} is not a model folder: config.json is missing")
-    try:
-        config = json.loads(config_file.read_text())
-    except ValueError as error:
-        raise OutriderError(f"{config_file} is not valid JSON: {error}") from None
+    config = read_config(source)
     if config.get("model_type") not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)
         raise OutriderError(f"cannot inflate a {config.get('model_type')} model: expected a Llama-shaped one ({known})")
-    files = sorted(source.glob("*.safetensors"))
-    if not files:
-        raise OutriderError(f"{source} has no .safetensors file")
-    weights: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                weights.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
-        except SafetensorError as error:
-            raise OutriderError(f"cannot read {file}: {error}") from None
+    _, weights = read_folder(source)
     if config.get("tie_word_embeddings"):
         weights.pop("lm_head.weight", None)
     return config, weights
@@ -70,13 +57,12 @@ def _read_source(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def inflate(
     source: str | Path,
     out: str | Path,
-    size: str | int | Shape = "1b",
+    size: str | Shape = "1b",
     *,
     seed: int = 0,
     context: int | None = None,
-    progress: bool = True,
 ) -> Path:
-    """Write ``source`` inflated to ``size`` (a name, a number of parameters or a ``Shape``) to the new folder ``out``.
+    """Write ``source`` inflated to ``size`` (a name or a ``Shape``) to the new folder ``out``.
 
     ``context``: the context length in tokens that its config declares, to time longer prompts than the source was trained on;
     None: the source's. The folder appears only when it is complete. Raises ``OutriderError`` if ``out`` exists, the source is
@@ -86,8 +72,7 @@ def inflate(
     if out.exists():
         raise OutriderError(f"{out} already exists: delete it or give another folder")
     config, weights = _read_source(source)
-    params = num_params(size) if isinstance(size, str) else size
-    large = params if isinstance(params, Shape) else shape_for(config, params)
+    large = shape_for(config, num_params(size)) if isinstance(size, str) else size
     dtype = weights["model.embed_tokens.weight"].dtype
     inflater = Inflater(config, large, Noise(dtype, seed), dtype)
     if context is not None:
@@ -101,7 +86,7 @@ def inflate(
                 f"not enough disk space for {out}: {total * dtype.itemsize / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free"
             )
         _copy_tokenizer(source, part)
-        written = _write_shards(inflater.tensors(weights), part, total if progress else 0)
+        written = _write_shards(inflater.tensors(weights), part, total)
         _write_config(part, config, inflater, written, seed)
     return out
 
@@ -143,8 +128,8 @@ def _write_shards(tensors: Iterator[tuple[str, Tensor]], out: Path, total: int) 
         shard = {}
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not total) as bar:
-        task = bar.add_task(f"building a {total / 1e9:.2f}B checkpoint", total=total or None)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"building a {total / 1e9:.2f}B checkpoint", total=total)
         for name, tensor in tensors:
             if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
                 flush()
@@ -163,65 +148,40 @@ def _write_shards(tensors: Iterator[tuple[str, Tensor]], out: Path, total: int) 
 
 
 def _write_config(out: Path, config: Mapping[str, Any], inflater: Inflater, params: int, seed: int) -> None:
-    large, small = inflater.large, inflater.small
-    new = dict(config) | {
-        "hidden_size": large.hidden,
-        "num_hidden_layers": large.layers,
-        "num_attention_heads": large.heads,
-        "num_key_value_heads": large.kv_heads,
-        "intermediate_size": large.ffn,
-        "head_dim": inflater.dim,
-        "rms_norm_eps": config["rms_norm_eps"] * inflater.norm_scale**2,
+    layers = inflater.large.layers
+    new = {
+        **config,
+        **inflater.sizes,
+        "num_hidden_layers": layers,
         "outrider_inflated": {
             "note": "computes the same function as its source, at this size's cost; see outrider.bench.inflate",
             "format": FORMAT,
             "parameters": params,
-            "source": asdict(small),
+            "source": asdict(inflater.small),
             "real_layers": inflater.real_layers,
             "feature_copies": inflater.copies,
             "seed": seed,
         },
     }
     if "layer_types" in new:  # one entry per layer, all equal in the supported models
-        new["layer_types"] = [new["layer_types"][0]] * large.layers
+        new["layer_types"] = [new["layer_types"][0]] * layers
     (out / "config.json").write_text(json.dumps(new, indent=2) + "\n")
 
 
-def inflated(source: str | Path, size: str = "1b", *, progress: bool = True) -> Path:
+def inflated(source: str | Path, size: str = "1b") -> Path:
     """Return the cached folder of ``source`` inflated to ``size``, built if missing; keyed by content, size and format."""
     source = Path(source)
     num_params(size)
-    digest = hashlib.sha256(f"{FORMAT}/{size.lower()}".encode())
-    for file in [source / "config.json", *sorted(source.glob("*.safetensors")), *sorted(source.glob("token*"))]:
-        if not file.is_file():
-            raise OutriderError(f"{source} is not a model folder: {file.name} is missing")
+    if not (source / "config.json").is_file():
+        raise OutriderError(f"{source} is not a model folder: config.json is missing")
+    files = [source / "config.json", *sorted(source.glob("*.safetensors")), *sorted(source.glob("token*"))]
+    folder = cache_folder(f"{source.resolve().name}-{size.lower()}", f"{FORMAT}/{size.lower()}".encode(), files)
+    return folder if folder.is_dir() else inflate(source, folder, size)
+
+
+def cache_folder(name: str, key: bytes, files: Iterable[Path]) -> Path:
+    """Return the folder of the cache for something made from ``key`` and from these files, by their content."""
+    digest = hashlib.sha256(key)
+    for file in files:
         digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
-    folder = lasting_dir("inflated") / f"{source.resolve().name}-{size.lower()}-{digest.hexdigest()[:12]}"
-    return folder if folder.is_dir() else inflate(source, folder, size, progress=progress)
-
-
-def _main() -> int:
-    import argparse
-    import sys
-
-    parser = argparse.ArgumentParser(prog="python -m outrider.bench.inflate", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("source", help="a Llama-shaped Hugging Face folder")
-    parser.add_argument("out", nargs="?", help="the new folder (default: the cache folder)")
-    parser.add_argument("--size", default="1b", help="350m, 1b, 8b, ... (default 1b)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (with OUT only)")
-    parser.add_argument("--context", type=int, help="context length that the config declares (with OUT only)")
-    args = parser.parse_args()
-    try:
-        if args.out:
-            built = inflate(args.source, args.out, args.size, seed=args.seed, context=args.context)
-        else:
-            built = inflated(args.source, args.size)
-    except OutriderError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(built)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(_main())
+    return lasting_dir("inflated") / f"{name}-{digest.hexdigest()[:12]}"

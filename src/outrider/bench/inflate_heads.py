@@ -9,7 +9,6 @@ feature, which is stored once.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
 
-from outrider.bench.inflate import new_folder
-from outrider.bench.shapes import Shape, head_dim, source_shape
+from outrider.bench.inflate import cache_folder, new_folder
+from outrider.bench.shapes import Shape, source_shape
 from outrider.bench.widening import Inflater, Noise
-from outrider.disk_cache import lasting_dir
 from outrider.heads import eagle_formats, medusa
 from outrider.heads.checkpoint import (
     BLOCK,
@@ -51,7 +48,6 @@ class InflatedTarget:
 
     small: Shape
     large: Shape
-    head_dim: int
     vocab_size: int
     real_layers: tuple[int, ...]
     copies: int  # copies of every feature in its hidden states, except the last
@@ -66,8 +62,7 @@ class InflatedTarget:
             raise OutriderError(f"{folder} is not an inflated model: heads can only be inflated for one")
         dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
         layers, copies = tuple(note["real_layers"]), int(note["feature_copies"])
-        large, dim = source_shape(config), head_dim(config)
-        return cls(Shape(**note["source"]), large, dim, config["vocab_size"], layers, copies, dtype)
+        return cls(Shape(**note["source"]), source_shape(config), config["vocab_size"], layers, copies, dtype)
 
     def hidden_state(self, index: int) -> int:
         """Return the large target's index of the small target's hidden state."""
@@ -114,7 +109,27 @@ def wide_medusa(heads: medusa.MedusaHeads, target: InflatedTarget) -> medusa.Med
     return made
 
 
-class _WideEagle:
+def check_width(width: int, target: InflatedTarget) -> None:
+    """Raise ``OutriderError`` for a head that is not as wide as the small target."""
+    if width != target.small.hidden:
+        raise OutriderError(f"cannot inflate a head of width {width} on a target of width {target.small.hidden}")
+
+
+class _Widener:
+    """Widens the layers of a head, which have the names of the target's."""
+
+    def __init__(self, config: Mapping[str, Any], target: InflatedTarget, copies: int) -> None:
+        """``copies``: copies of every feature in the head's hidden state."""
+        small, large, own = target.small, target.large, source_shape(config)
+        check_width(own.hidden, target)
+        noise = Noise(target.dtype, SEED)
+        shape = replace(large, ffn=max(large.ffn, own.ffn), layers=max(large.layers, own.layers))
+        self.target, self.read = target, _Reader(target, noise)
+        self.wide = Inflater(config, shape, noise, target.dtype, copies)
+        self.features = [torch.arange(small.hidden) + nth * small.hidden for nth in range(copies)]
+
+
+class _WideEagle(_Widener):
     """Builds an EAGLE head for the inflated target, tensor by tensor.
 
     Its hidden state is stored like the target's (twice if that is); an EAGLE-1 head's once, because the target's output head
@@ -122,38 +137,25 @@ class _WideEagle:
     """
 
     def __init__(self, head: EagleHead, target: InflatedTarget) -> None:
-        self.head, self.shape, self.target = head, head.shape, target
-        llama, large, small = head.shape.llama, target.large, target.small
-        if llama.hidden_size != small.hidden or head.shape.target_hidden_size != small.hidden:
-            raise OutriderError(f"cannot inflate a head of width {llama.hidden_size} on a target of width {small.hidden}")
-        reads_last = small.layers in head.shape.hidden_states
+        super().__init__(head.shape.llama.to_dict(), target, 1 if head.shape.generation == 1 else target.copies)
+        self.head, self.shape = head, head.shape
+        check_width(head.shape.target_hidden_size, target)
+        reads_last = target.small.layers in head.shape.hidden_states
         norms_features = head.shape.norm_before_fc or head.shape.fc_norm
         lends_normed = head.shape.norm_output and not head.shape.own_output
         if target.copies > 1 and ((norms_features and reads_last) or lends_normed):
             raise OutriderError("this head cannot be inflated to this size: choose a width of 4 or 16 times its target's")
-        noise = Noise(target.dtype, SEED)
-        self.read = _Reader(target, noise)
-        copies = 1 if head.shape.generation == 1 else target.copies
-        shape = replace(large, ffn=max(large.ffn, llama.intermediate_size), layers=max(large.layers, llama.num_hidden_layers))
-        self.wide = Inflater(llama.to_dict(), shape, noise, target.dtype, copies)
-        self.features = [torch.arange(small.hidden) + nth * small.hidden for nth in range(copies)]
 
     def made(self) -> EagleHead:
         """The head itself."""
         states = tuple(map(self.target.hidden_state, self.shape.hidden_states))
-        shape = replace(self.shape, llama=self._config(), target_hidden_size=self.target.large.hidden, hidden_states=states)
+        llama = deepcopy(self.shape.llama)
+        llama.update(self.wide.sizes)
+        shape = replace(self.shape, llama=llama, target_hidden_size=self.target.large.hidden, hidden_states=states)
         made = EagleHead(shape).to(self.target.dtype)
         own = self.head.to(self.target.dtype).state_dict()
         made.load_state_dict({name: self._tensor(name, weight) for name, weight in own.items()}, assign=True)
         return made
-
-    def _config(self) -> LlamaConfig:
-        config, large = deepcopy(self.shape.llama), self.wide.large
-        config.hidden_size, config.intermediate_size = large.hidden, large.ffn
-        config.num_attention_heads, config.num_key_value_heads = large.heads, large.kv_heads
-        config.head_dim = self.wide.dim
-        config.rms_norm_eps *= self.wide.norm_scale**2
-        return config
 
     def _tensor(self, name: str, weight: Tensor) -> Tensor:
         """Return one inflated tensor of the head or of one of its layers."""
@@ -184,38 +186,23 @@ class _WideEagle:
         return self.wide.embedding(normed[None, : len(weight)])[0] if goes_on else normed
 
 
-class _WideLayers:
+class _WideLayers(_Widener):
     """Widens an MTP head in Qwen's layout or a block drafter, tensor by tensor.
 
-    Their layers have the names of the target's. Their hidden state is stored like the target's, and the output of their final
+    Their hidden state is stored like the target's, and the output of their final
     norm once, like the target's last feature.
     """
 
     def __init__(self, config: Mapping[str, Any], target: InflatedTarget) -> None:
-        small, noise = target.small, Noise(target.dtype, SEED)
-        if config["hidden_size"] != small.hidden:
-            raise OutriderError(f"cannot inflate a head of width {config['hidden_size']} on a target of width {small.hidden}")
-        own = source_shape(config)
-        shape = replace(target.large, ffn=max(target.large.ffn, own.ffn), layers=max(target.large.layers, own.layers))
-        self.target, self.read = target, _Reader(target, noise)
+        super().__init__(config, target, target.copies)
         self.num_kernels = 2 * (config.get("dflash_config") or {}).get("conv_kernel_size", 0)
-        self.wide = Inflater(config, shape, noise, target.dtype, target.copies)
-        self.stored = [torch.arange(small.hidden) + nth * small.hidden for nth in range(target.copies)]
-        self.sizes = {
-            "hidden_size": shape.hidden,
-            "intermediate_size": shape.ffn,
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.kv_heads,
-            "head_dim": self.wide.dim,
-            "rms_norm_eps": config["rms_norm_eps"] * self.wide.norm_scale**2,
-            "dtype": str(target.dtype).removeprefix("torch."),
-        }
+        self.sizes = self.wide.sizes | {"dtype": str(target.dtype).removeprefix("torch.")}
 
     def tensor(self, name: str, weight: Tensor) -> Tensor:
         """Return one inflated tensor."""
         hidden, (_, _, module) = self.wide.large.hidden, name.removesuffix(".weight").rpartition(".")
         if module == "fc":
-            return self.read(weight, hidden, self.stored, is_silent=True)
+            return self.read(weight, hidden, self.features, is_silent=True)
         if module == "embed_tokens":
             return self.wide.embedding(weight)
         if module == "pre_fc_norm_hidden":  # reads the last feature, which is stored once
@@ -301,8 +288,7 @@ def inflate_head(source: str | Path, target: Path, out: Path) -> Path:
 def inflated_head(source: str | Path, target: Path) -> Path:
     """Return the cached folder of a head inflated with ``target``, built if missing; keyed by content, target and format."""
     folder = find_folder(source)
-    digest = hashlib.sha256(f"{FORMAT}/".encode() + (target / "config.json").read_bytes())
-    for file in sorted(file for file in folder.iterdir() if file.is_file()):
-        digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
-    out = lasting_dir("inflated") / f"{folder.resolve().name}-{target.name[:40]}-{digest.hexdigest()[:12]}"
+    key = f"{FORMAT}/".encode() + (target / "config.json").read_bytes()
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    out = cache_folder(f"{folder.resolve().name}-{target.name[:40]}", key, files)
     return out if out.is_dir() else inflate_head(folder, target, out)

@@ -88,7 +88,6 @@ def speedup_by_k(found: Sequence[Pool]) -> Plot:
         axes.set(xlabel="K, drafts requested per round", ylabel="speedup after the first token (x)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylim(bottom=0)
-        legend(axes)
 
     note = (
         "Points: measured, with 95% intervals; dashed: the formula at the measured alpha and c of all points; dotted: auto. "
@@ -131,7 +130,6 @@ def tokens_per_pass(found: Sequence[Pool]) -> Plot:
             axes.bar(places, shares, width, color=colour, label=pool.label)
         axes.set(xlabel="tokens per pass", ylabel="passes (%)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        legend(axes)
 
     rows = tuple(
         (pool.label, f"{pool.tau():.2f}", *(f"{100 * pool.histogram().get(tokens, 0.0):.0f}%" for tokens in range(1, most + 1)))
@@ -154,7 +152,6 @@ def acceptance_by_position(found: Sequence[Pool]) -> Plot:
                 axes.plot(range(1, len(rates) + 1), rates, line, marker="o", markersize=3, color=colour, label=own)
         axes.set(xlabel="position of the draft", ylabel="accepted (%)", ylim=(0, 103))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        legend(axes)
 
     rows = [
         (pool.label, f"of {base}", *(f"{100 * rate:.0f}%" for rate in pool.by_position(name)))
@@ -183,7 +180,6 @@ def speedup_by_batch(cells: Sequence[Cell]) -> Plot:
         axes.axhline(1, color=INK, linewidth=0.8)
         axes.set(xlabel="batch size", ylabel="speedup, prompts included (x)", xticks=batches)
         axes.set_ylim(bottom=0)
-        legend(axes)
 
     rows = tuple(
         (name, *(number(by_batch[batch][name].speedup("speedup"), 2) if name in by_batch[batch] else "" for batch in batches))
@@ -213,7 +209,6 @@ def speedup_by_workload(cells: Sequence[Cell]) -> Plot:
         axes.axhline(1, color=INK, linewidth=0.8)
         axes.set(xlabel="workload", ylabel="speedup, prompts included (x)", xticks=range(len(workloads)), xticklabels=workloads)
         axes.grid(visible=False, axis="x")
-        legend(axes)
 
     def entry(name: str, pool: Pool) -> str:
         cell = of.get((name, pool.label))
@@ -238,7 +233,6 @@ def time_breakdown(found: Sequence[Pool]) -> Plot:
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.set(xlabel="milliseconds per token after the first", ylabel="method")
-        legend(axes)
 
     rows = tuple(
         (name, *(f"{each[phase]:.3g}" for phase in PHASES), f"{sum(each.values()):.3g}")
@@ -283,18 +277,15 @@ def _bars(found: Sequence[Pool], speeds: Sequence[float], name: str = "decode_sp
     return [down, up]
 
 
-def legend(axes: Axes) -> None:
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.3)
-
-
 def svg_of(title: str, draw: Callable[[Axes], None], num_bars: int = 0) -> str:
-    """Return a drawing as a self-contained ``<svg>`` element that inherits the page's colours."""
+    """Return a drawing and its legend as a self-contained ``<svg>`` element that inherits the page's colours."""
     with rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, max(HEIGHT, 0.9 + 0.28 * num_bars)), layout="constrained")
         axes = figure.add_subplot()
         axes.set_title(title, loc="left")
         draw(axes)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.3)
         buffer = io.StringIO()
         empty = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(buffer, format="svg", transparent=True, metadata=empty)

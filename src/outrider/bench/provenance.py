@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from outrider.runner import ModelRunner
 
 SECRET, HIDDEN = "--api-key", "hidden"  # an option whose value must not be published
-INSTRUCTIONS = (  # instruction sets that speed up matrix products
-    *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "asimd", "sve", "bf16"),
-)
+# Instruction sets that speed up matrix products.
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "asimd", "sve", "bf16")
 
 
 def origin() -> dict[str, Any]:

@@ -46,8 +46,8 @@ class Lane:
     def output(self) -> list[int]:
         return self.request.token_ids[self.request.num_prompt_tokens :]
 
-    def step(self) -> tuple[Emission, Observation | None]:
-        """Run one round and return its emission and observation."""
+    def step(self) -> Step:
+        """Run one round. Raises ``OutriderError`` if the target fails."""
         seen: list[Observation] = []
         engine = self.engine
         engine.observer = seen.append
@@ -56,8 +56,8 @@ class Lane:
             emissions = engine.step()
         (emission,) = emissions
         self.finish_reason = emission.finish_reason
-        if not seen:  # the target failed
-            return emission, None
+        if emission.finish_reason == "error" or not seen:
+            raise OutriderError(emission.error or "the target failed")
         self.clock += seen[0].round.times.total
         if seen[0].is_prefill:
             self.first_seconds = self.clock
@@ -65,7 +65,7 @@ class Lane:
             round_, num_tokens = seen[0].round, len(emission.token_ids)
             self.stats.count(round_.lens[0], round_.num_judged[0], round_.num_accepted[0], num_tokens)
             self.stats.clock(round_, False, num_tokens, None)
-        return emission, seen[0]
+        return Step(self, emission, seen[0])
 
     def leave(self) -> None:
         """Free the request's cache."""
@@ -106,9 +106,9 @@ class Race:
             while running := [lane for lane in self.lanes if lane.finish_reason is None]:
                 lane = min(running, key=lambda lane: lane.clock)
                 until = min([other.clock for other in running if other is not lane], default=lane.clock) + self.turn
-                yield self._step(lane)
+                yield lane.step()
                 while lane.finish_reason is None and lane.clock < until:
-                    yield self._step(lane)
+                    yield lane.step()
         finally:
             for lane in self.lanes:
                 lane.leave()
@@ -117,13 +117,6 @@ class Race:
         """End all running lanes before their next round."""
         for lane in self.lanes:
             lane.finish_reason = lane.finish_reason or reason
-
-    @staticmethod
-    def _step(lane: Lane) -> Step:
-        emission, seen = lane.step()
-        if emission.finish_reason == "error" or seen is None:
-            raise OutriderError(emission.error or "the target failed")
-        return Step(lane, emission, seen)
 
     @property
     def first_difference(self) -> int | None:

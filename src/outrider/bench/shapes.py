@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.types import OutriderError
@@ -56,7 +56,7 @@ def num_params(size: str) -> int:
 def shape_for(config: Mapping[str, Any], params: int) -> Shape:
     """Return a typical shape (Qwen3, Llama 3) of about ``params`` parameters that can hold the source."""
     small = source_shape(config)
-    dim, vocab = head_dim(config), config["vocab_size"]
+    dim = head_dim(config)
     wanted, layers = next(
         row[1:] for row in ((2e8, 512, 24), (2.5e9, 1024, 28), (6e9, 2048, 32), (math.inf, 4096, 36)) if params < row[0]
     )
@@ -68,10 +68,9 @@ def shape_for(config: Mapping[str, Any], params: int) -> Shape:
     while heads * dim < 2048:
         heads *= 2
     kv_heads = max(heads // 4, 1)  # four query heads per key/value head, as in Llama 3
-    embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    attention = 2 * hidden * dim * (heads + kv_heads)
-    ffn = ((params - embeddings) / layers - attention) / (3 * hidden)
-    return Shape(hidden, layers, heads, kv_heads, max(256 * round(ffn / 256), small.ffn, 256))
+    bare = Shape(hidden, layers, heads, kv_heads, ffn=0)
+    ffn = (params - count_params(config, bare)) / (3 * hidden * layers)
+    return replace(bare, ffn=max(256 * round(ffn / 256), small.ffn, 256))
 
 
 def count_params(config: Mapping[str, Any], shape: Shape) -> int:

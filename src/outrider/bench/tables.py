@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, geometric_mean
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ def _matrices(cells: Sequence[Cell]) -> Iterator[Table]:
         names = list(dict.fromkeys(name for by_method in found.values() for name in by_method))
         if len(found) < MANY_WORKLOADS:
             continue
-        view = _table(
+        view = table_of(
             f"tokens per target pass, and speedup; temperature {temperature:g}, batch {batch}"
             + (f", {busy} busy processes" if busy else ""),
             *names,
@@ -58,8 +58,8 @@ def _pair(cells: Sequence[Cell]) -> str:
 def _speeds(result: Mapping[str, Any]) -> Table:
     precision = result.get("weights") or result["dtype"]
     title = f"{result['target']} on {result['device']}, {precision}; ms per round: draft + score + other"
-    view = _table(title, "tok/s", "speedup", "95%", "tok/pass", "alpha", "ms", "same")
-    _fill(view, [headline(cell) for cell in result["cells"]], _speed_row)
+    view = table_of(title, "tok/s", "speedup", "95%", "tok/pass", "alpha", "ms", "same")
+    fill(view, _rows(map(headline, result["cells"]), _speed_row))
     return view
 
 
@@ -68,8 +68,8 @@ def _whole_texts(result: Mapping[str, Any]) -> Table:
         "loops: share of tokens in loops; before: tokens before the first loop, which\n"
         "the tables above cover. This table covers the whole outputs, loops included:"
     )
-    view = _table(title, "loops", "before", "tok/s", "speedup", "95%", "tok/pass", "alpha")
-    _fill(view, result["cells"], _whole_row)
+    view = table_of(title, "loops", "before", "tok/s", "speedup", "95%", "tok/pass", "alpha")
+    fill(view, _rows(result["cells"], _whole_row))
     return view
 
 
@@ -95,8 +95,8 @@ def _reasons(result: Mapping[str, Any]) -> Table:
         "speedup after the first token: formula, measured, largest difference;\n"
         "ms to the first token, between tokens (p50/p95); error of predicted plain"
     )
-    view = _table(title, "c", "formula", "measured", "mostly", "first", "between", "plain")
-    _fill(view, [headline(cell) for cell in result["cells"]], _reason_row)
+    view = table_of(title, "c", "formula", "measured", "mostly", "first", "between", "plain")
+    fill(view, _rows(map(headline, result["cells"]), _reason_row))
     return view
 
 
@@ -148,7 +148,8 @@ def bare_table(title: str = "", padding: int | tuple[int, ...] = 0) -> Table:
     return Table(title=shown, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=padding)  # type: ignore[arg-type]
 
 
-def _table(title: str, *columns: str, keys: Sequence[str] = ("workload", "method")) -> Table:
+def table_of(title: str, *columns: str, keys: Sequence[str] = ("workload", "method")) -> Table:
+    """Return an empty table without borders: columns of names, then of numbers."""
     view = bare_table(title)
     view.add_column(keys[0], overflow="fold")
     for name in keys[1:]:
@@ -158,12 +159,15 @@ def _table(title: str, *columns: str, keys: Sequence[str] = ("workload", "method
     return view
 
 
-def _fill(view: Table, cells: Sequence[Cell], row: Callable[[Cell], list[str]]) -> None:
-    """Fill a table with one row per cell and a rule between conditions."""
+def _rows(cells: Iterable[Cell], row: Callable[[Cell], list[str]]) -> Iterator[list[str]]:
+    return ([condition(cell), label(cell), *row(cell)] for cell in cells)
+
+
+def fill(view: Table, rows: Iterable[Sequence[str]]) -> None:
+    """Fill a table with rows and a rule between groups. The first entry of a row is its group, which is shown once."""
     previous = None
-    for cell in cells:
-        group = condition(cell)
+    for group, *entries in rows:
         if previous not in (None, group):
             view.add_section()
-        add_row(view, [group if group != previous else "", label(cell), *row(cell)])
+        add_row(view, [group if group != previous else "", *entries])
         previous = group

@@ -53,6 +53,14 @@ class Inflater:
         self.copies = copies or (1 if math.log2(ratio) % 2 == 0 else 2)
         self.norm_scale = math.sqrt(self.copies * small.hidden / large.hidden)  # a power of two, unless ``copies`` is given
         self.small, self.large, self.dim, self.noise, self.dtype = small, large, dim, noise, dtype
+        self.sizes = {  # of the large model's config
+            "hidden_size": large.hidden,
+            "intermediate_size": large.ffn,
+            "num_attention_heads": large.heads,
+            "num_key_value_heads": large.kv_heads,
+            "head_dim": dim,
+            "rms_norm_eps": config["rms_norm_eps"] * self.norm_scale**2,
+        }
         group, new_group = small.heads // small.kv_heads, large.heads // large.kv_heads
         spread = math.ceil(group / new_group)  # new key/value heads per real one, to serve its query heads
         fits = large.kv_heads >= small.kv_heads * spread and large.heads % large.kv_heads == 0

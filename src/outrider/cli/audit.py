@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.console import err
-from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, given, parse_k, parse_list, with_groups
+from outrider.cli.options import ModelOptions, SamplingOptions, flag, given, parse_k, parse_list, values_given, with_groups
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
 from outrider.registry import AUTO
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from outrider.engine import LLM
     from outrider.proposers.base import Proposer
-    from outrider.verifiers.base import Verifier
 
 WHAT, OUTPUT = "Audit", "Output"
 EXAMPLES = """Examples:
@@ -94,9 +93,7 @@ def command(*, options: AuditOptions, output: OutputOptions, models: ModelOption
     Deliberately wrong verifiers run in the same way and must be caught, otherwise the certificate is void. --same-text tests
     that every method, draft length and batch size emits the same tokens.
     """
-    from outrider.cli.session import auto_method, check_methods, load, resolve
-    from outrider.engine.config import build_verifiers
-    from outrider.engine.methods import ALL, chosen_methods, fitting_proposers, methods_in
+    from outrider.cli.session import fitting, load_plain, named_methods
 
     check_outputs({"--out": output.out, "--html": output.html})
     lengths = parse_list(
@@ -111,27 +108,14 @@ def command(*, options: AuditOptions, output: OutputOptions, models: ModelOption
         raise OutriderError("an audit has no stop conditions: omit --stop and --ignore-eos")
     temperature = COUPLED_TEMPERATURE if models.same_text else TEMPERATURE
     params = sampling.params(max_tokens=MAX_TOKENS, seed=SEED, temperature=temperature)
-    drafts = resolve(models, MethodOptions()).get("drafts") or {}
-    names = methods_in(options.method or AUTO, lambda: auto_method(models, drafts))
-    methods = chosen_methods(names)
-    check_methods([name for name in names if name != ALL], models, drafts)
+    named, methods = named_methods(options.method or AUTO, models)
     texts = read_prompts(options, models.same_text)
-    llm = load(
-        replace(models, draft=None),
-        MethodOptions(method="plain"),
-        max_batch=max(batches),
-        compile=models.compile or "always",
-    )
+    llm = load_plain(models, max_batch=max(batches))
     prompts = encode_prompts(llm, texts, params.max_tokens, max(lengths))
-    verifier = build_verifiers(llm.speculation)[0]
-    speculation = replace(llm.speculation, draft=models.draft)
-    proposers, reasons = fitting_proposers(speculation, llm.runner, llm.tokenizer, methods, verifier)
-    missing = [name for name in reasons if ALL not in names or name in names]
-    if missing:
-        raise OutriderError(f"{missing[0]}: {reasons[missing[0]]}")
+    proposers, reasons = fitting(llm, models, methods, required=named)
     if options.batch is None and not models.same_text:
         batches = (min(MAX_BATCH, texts_in_memory(llm, max(map(len, prompts)) + params.max_tokens)),)
-    run = Run(llm, options, output, lengths, batches, prompts, params, models, verifier, proposers, reasons)
+    run = Run(llm, options, output, lengths, batches, prompts, params, models, proposers, reasons)
     return run.same_text() if models.same_text else run.certificates()
 
 
@@ -147,7 +131,6 @@ class Run:
     prompts: list[list[int]]
     params: SamplingParams
     models: ModelOptions
-    verifier: Verifier
     proposers: dict[str, Proposer]
     reasons: dict[str, str]  # method -> why it does not fit this target
 
@@ -157,19 +140,20 @@ class Run:
         from outrider.audit.certificate import audit, document
         from outrider.audit.rig import Rig, Way
         from outrider.audit.sampling import Question
+        from outrider.engine.config import build_verifiers
 
         options, seed, started = self.options, self.params.seed, perf_counter()
         alpha = options.alpha / max(len(self.proposers), 1)  # Bonferroni: --alpha holds for the whole audit
         found: list[dict[str, Any]] = []
         is_over = False
-        rig = Rig(self.llm.runner, self.batches[0])
+        rig, verifier = Rig(self.llm.runner, self.batches[0]), build_verifiers(self.llm.speculation)[0]
         try:
             with progress() as report:
                 for name, proposer in self.proposers.items():
                     k = min(self.lengths[0], proposer.max_drafts)
                     sure = {"alpha": alpha, "power": options.power, "tv": options.tv}
                     question = Question(self.prompts, self.params, k, **sure, seed=seed or 0, max_samples=options.max_samples)
-                    way = Way(proposer, self.verifier, k)
+                    way = Way(proposer, verifier, k)
                     try:
                         found.append(document(audit(rig, name, way, question, report(name))))
                     except OutriderError as error:
@@ -312,11 +296,7 @@ def texts_in_memory(llm: LLM, num_tokens: int) -> int:
 
 def settings_of(params: SamplingParams) -> dict[str, Any]:
     """Return the temperature and all non-default sampler settings. Stop conditions are not used in an audit."""
-    from dataclasses import fields
-
-    shown = {each.name: getattr(params, each.name) for each in fields(params)}
-    default = {each.name: each.default for each in fields(params)}
-    kept = {name: value for name, value in shown.items() if value != default[name] and name not in UNUSED_SETTINGS}
+    kept = {name: value for name, value in values_given(params).items() if name not in UNUSED_SETTINGS}
     return {"temperature": params.temperature} | kept
 
 

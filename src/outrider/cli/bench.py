@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,6 @@ import typer
 
 from outrider.cli import bench_documents, bench_serve
 from outrider.cli.bench_documents import check_outputs, write_or_say
-from outrider.cli.bench_target import inflate_target
 from outrider.cli.console import err, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, flag, given, parse_k, parse_list, with_groups, workload_names
 from outrider.cli.progress import progress
@@ -87,10 +86,10 @@ def command(
     """Measure methods x draft lengths, each in turn with plain decoding; the last line printed is one JSON document."""
     if context.invoked_subcommand is not None:
         return
-    from outrider.bench.contenders import PLAIN, Contenders
+    from outrider.bench.contenders import Contenders
     from outrider.bench.grid import Plan, run_grid
     from outrider.bench.workloads import encode
-    from outrider.cli.session import load, resolve
+    from outrider.cli.session import inflate_target, load_plain, resolve
 
     check_outputs({"--out": outputs.out, "--html": outputs.html}, report=outputs.html)
     given = resolve(models, MethodOptions())
@@ -103,13 +102,7 @@ def command(
     models, extra = inflate_target(models, grid.inflate)
     given |= inflate_heads(chosen, given, models.target, grid.inflate)
     width = max([contender.k for contender in chosen if isinstance(contender.k, int)], default=0)
-    llm = load(
-        replace(models, draft=None),
-        MethodOptions(method=PLAIN, num_draft_tokens=width),
-        max_batch=max(batches),
-        compile=models.compile or "always",
-        drafts=given.get("drafts", {}),
-    )
+    llm = load_plain(models, max_batch=max(batches), num_draft_tokens=width, drafts=given.get("drafts", {}))
     encoded = {name: [encode(llm.tokenizer, prompt) for prompt in group] for name, group in prompts.items()}
     plan = Plan(chosen, encoded, temperatures, batches, grid.max_tokens, grid.repeat, grid.seed, busy=busy)
     check_plan(plan, llm)
@@ -143,9 +136,9 @@ def finish(plan: Plan, groups: Sequence[Group], llm: LLM, extra: dict[str, Any],
     """Write the document to its file, the tables to stderr, the document to stdout on one line, and the report."""
     from rich.text import Text
 
+    from outrider.bench.cells import document
     from outrider.bench.documents import loop_warnings
     from outrider.bench.html import page
-    from outrider.bench.report import document
     from outrider.bench.tables import tables
 
     result = document(plan, groups, llm.runner, extra.pop("name"), extra)

@@ -45,9 +45,8 @@ def report(
     from outrider.bench import documents
     from outrider.bench import html as pages
 
-    pages.check_installed()
     result = documents.read(document)
-    check_writable("--html", html)
+    check_outputs({"--html": html}, report=html)
     write_or_say(html, lambda: pages.page(result))
 
 

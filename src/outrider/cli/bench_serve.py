@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.bench_documents import check_writable, write_or_say
-from outrider.cli.bench_target import inflate_target
 from outrider.cli.console import err, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, flag, given, parse_list, with_groups, workload_names
 from outrider.cli.progress import progress
@@ -145,6 +144,7 @@ def read_loads(load: LoadOptions) -> list[Load]:
 def address(server: ServerOptions, plan: Path | None, models: ModelOptions, methods: MethodOptions) -> Iterator[str]:
     """Yield the server's address: the given one, or a server started for the measurement."""
     from outrider.bench.load.own_server import own_server
+    from outrider.cli.session import inflate_target
 
     if server.url is not None:
         own = (plan, server.inflate, server.max_batch)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.console import TokenPainter, err, waiting
+from outrider.cli.console import err, painter_for, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, ReadableOptions, given, with_groups
 from outrider.cli.race_view import RaceView, shown_rounds
 from outrider.registry import VERIFIERS
@@ -88,11 +88,11 @@ def engines(llm: LLM) -> dict[str, Engine]:
     from outrider.bench.contenders import PLAIN
     from outrider.bench.race import engine_for
     from outrider.engine import FixedLength
-    from outrider.engine.config import build_policy, build_proposer
+    from outrider.engine.config import build_policy
+    from outrider.proposers.plain import PlainProposer
 
-    plain = build_proposer(replace(llm.speculation, method=PLAIN, proposer=None), llm.runner, llm.tokenizer)
     policy = build_policy(llm.speculation, llm.runner, llm.proposer)
-    return {PLAIN: engine_for(llm, plain, FixedLength(0)), "speculative": engine_for(llm, llm.proposer, policy)}
+    return {PLAIN: engine_for(llm, PlainProposer(), FixedLength(0)), "speculative": engine_for(llm, llm.proposer, policy)}
 
 
 def title(llm: LLM, lane: str) -> str:
@@ -118,11 +118,7 @@ def watch(llm: LLM, race: Race, titles: dict[str, str], text: str) -> None:
     """Run the race and show it on the terminal."""
     from rich.console import Console
 
-    from outrider.engine.detokenizer import DetokenizerFactory
-
-    assert llm.tokenizer is not None  # the prompt was encoded with the tokenizer
-    factory = DetokenizerFactory(llm.tokenizer)
-    painters = {lane.name: TokenPainter(factory(())) for lane in race.lanes}
+    painters = {lane.name: painter for lane in race.lanes if (painter := painter_for(llm))}
     with closing(race.run()) as steps:
         RaceView(Console(highlight=False), titles, text).show(shown_rounds(steps, painters))
 

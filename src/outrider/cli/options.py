@@ -176,7 +176,7 @@ def read_option(config: type, name: str, value: Any) -> Any:
 
 def values_given(group: Any) -> dict[str, Any]:
     """Return name -> value of a group's options that differ from their defaults."""
-    return {each.name: value for each in fields(group) if (value := getattr(group, each.name)) is not each.default}
+    return {each.name: value for each in fields(group) if (value := getattr(group, each.name)) != each.default}
 
 
 def parse_k(value: str | int | None) -> int | str:

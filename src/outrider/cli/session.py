@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import socket
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -16,6 +18,7 @@ from outrider.cli.console import show_notices, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, read_option, values_given
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
+from outrider.family import TARGET
 from outrider.files import expanded
 from outrider.method_text import split_method
 from outrider.options import declared
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
     from outrider.engine import LLM, Chunk
     from outrider.engine.finding import Choice
+    from outrider.proposers.base import Proposer
     from outrider.types import SamplingParams
 
 
@@ -97,6 +101,37 @@ def auto_method(models: ModelOptions, drafts: Mapping[str, object]) -> Choice:
     from outrider.engine.methods import auto_choice
 
     return auto_choice(models.target, models.draft, drafts, models.download_draft)
+
+
+def named_methods(text: str, models: ModelOptions) -> tuple[list[str], list[str]]:
+    """Return the methods that a list names, checked, and those that it stands for: ``all`` adds every other one."""
+    from outrider.engine.methods import ALL, chosen_methods, methods_in
+
+    drafts = resolve(models, MethodOptions()).get("drafts", {})
+    names = methods_in(text, lambda: auto_method(models, drafts))
+    methods = chosen_methods(names)
+    named = [name for name in names if name != ALL]
+    check_methods(named, models, drafts)
+    return named, methods
+
+
+def fitting(
+    llm: LLM, models: ModelOptions, methods: Sequence[str], required: Collection[str]
+) -> tuple[dict[str, Proposer], dict[str, str]]:
+    """Return proposers by method, and the reason for each method that does not fit the target.
+
+    Raises ``OutriderError`` if a ``required`` method does not fit.
+    """
+    from outrider.engine.config import build_verifiers
+    from outrider.engine.methods import fitting_proposers
+
+    speculation = replace(llm.speculation, draft=models.draft)
+    verifier = build_verifiers(speculation)[0]
+    proposers, reasons = fitting_proposers(speculation, llm.runner, llm.tokenizer, methods, verifier)
+    for method, reason in reasons.items():
+        if method in required:
+            raise OutriderError(f"{method}: {reason}")
+    return proposers, reasons
 
 
 def check_machine(models: ModelOptions) -> None:
@@ -180,6 +215,26 @@ def load(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
 
         llm = LLM(models.target, **arguments)
     return llm
+
+
+def load_plain(models: ModelOptions, **more: Any) -> LLM:
+    """Load the target alone, to measure several methods. Passes are compiled by default. ``more`` is passed to ``LLM``."""
+    compiled = models.compile or "always"
+    return load(replace(models, draft=None), MethodOptions(method="plain"), compile=compiled, **more)
+
+
+def inflate_target(models: ModelOptions, size: str | None) -> tuple[ModelOptions, dict[str, Any]]:
+    """Return options with the target inflated to a larger model's cost, and the fields that describe it in the results."""
+    if size is None:
+        return models, {}
+    from outrider.bench.inflate import inflated
+
+    source = expanded(models.target or TARGET)
+    if not source.is_dir():
+        raise OutriderError("--inflate requires a target in a local folder: download it first and give its folder")
+    folder = inflated(source, size)
+    note = json.loads((folder / "config.json").read_text())["outrider_inflated"]
+    return replace(models, target=str(folder)), {"inflated": {"size": size, **note}}
 
 
 @contextmanager

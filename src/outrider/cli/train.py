@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outrider.cli.console import show_notices
-from outrider.cli.options import flag, parse_list, with_groups
+from outrider.cli.options import flag, parse_list, values_given, with_groups
 from outrider.errors import OutriderError
 from outrider.family import TARGET
 from outrider.files import expanded
@@ -220,7 +220,8 @@ def draft(  # noqa: PLR0913 - one parameter an option
     if parallel is None and (keep, keep_least) != (None, None):
         raise OutriderError("--keep and --keep-least need --parallel")
     chosen = parse_list("--from-layers", from_layers, int) if from_layers is not None else None
-    teaching = Distillation(loss=loss, on_policy=on_policy, **given(text, "prompt_len"))
+    prompt_len = Distillation.prompt_len if text.prompt_len is None else text.prompt_len
+    teaching = Distillation(loss=loss, on_policy=on_policy, prompt_len=prompt_len)
     shares = {name: share for name, share in (("keep", keep), ("least", keep_least)) if share is not None}
     masks = None if parallel is None else Parallel(parallel, **shares)
     run = DraftRun(DraftShape(layers, width, chosen), start, teaching, masks)
@@ -264,16 +265,11 @@ def check(**numbers: int | None) -> None:
             raise OutriderError(f"invalid --{name.replace('_', '-')} {number}: expected at least 1")
 
 
-def given(options: Any, *names: str) -> dict[str, Any]:
-    """Return name -> value for those of the named options that were given."""
-    return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-
-
 def plan_of(length: LengthOptions, rates: dict[str, float] | None = None) -> HeadPlan:
     """Return the training plan. ``rates``: default learning rates."""
     from outrider.train.runs import HeadPlan
 
-    found = given(length, "minutes", "epochs", "batch_tokens", "muon_lr", "adam_lr", "compiled")
+    found = values_given(length)
     for name, number in found.items():
         if not 0 < number < math.inf:
             raise OutriderError(f"invalid --{name.replace('_', '-')} {number}: expected a finite number above 0")
@@ -303,8 +299,8 @@ def bench_of(
         raise OutriderError("--temperature needs --regenerate")
     if not (text.regenerate or uses_prompts) and text.prompt_len is not None:
         raise OutriderError("--prompt-len needs --regenerate, or --on-policy of `train draft`")
-    names = ("seq_len", "max_tokens", "regenerate", "prompt_len", "temperature")
-    source = Source(tuple(text.text), **given(text, *names))
+    found = {name: value for name, value in values_given(text).items() if name not in ("target", "text", "work")}
+    source = Source(tuple(text.text), **found)
     if source.regenerate or uses_prompts:
         check_continuation(source.prompt_len, source.seq_len, source.temperature)
     check_source(text.target)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.cli.bench_documents import check_outputs
 from outrider.cli.console import err
-from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, given, parse_k, parse_list, with_groups
+from outrider.cli.options import ModelOptions, SamplingOptions, flag, given, parse_k, parse_list, with_groups
 from outrider.cli.progress import progress
 from outrider.engine.options import Speculation
 from outrider.engine.plan import Plan, located
@@ -119,34 +119,19 @@ def command(
     All methods and draft lengths run in turn with plain decoding on a few prompts. The slower half is dropped, and the rest run
     on more prompts, until one is left or the remaining ones are equally fast.
     """
-    from outrider.cli.session import auto_method, check_methods, load, resolve
-    from outrider.engine.config import build_verifiers
-    from outrider.engine.methods import ALL, chosen_methods, fitting_proposers, methods_in
+    from outrider.cli.session import fitting, load_plain, named_methods
     from outrider.search import Search
     from outrider.search.journal import Journal
     from outrider.search.traffic import encoded
 
     output.check()
     question = read_question(options)
-    drafts = resolve(models, MethodOptions()).get("drafts", {})
-    names = methods_in(options.method, lambda: auto_method(models, drafts))
-    methods = chosen_methods(names)
-    check_methods([name for name in names if name != ALL], models, drafts)
+    _, methods = named_methods(options.method, models)
     prompts = read_traffic(traffic, sampling)
-    llm = load(
-        replace(models, draft=None),
-        MethodOptions(method="plain"),
-        max_batch=max(*question.batches, 8),
-        compile=models.compile or "always",
-    )
+    llm = load_plain(models, max_batch=max(*question.batches, 8))
     texts = encoded(llm.tokenizer, prompts, llm.runner.max_len)
     journal = Journal(output.journal, fingerprint(models, options, question, texts, llm.runner), output.resume)
-    speculation = replace(llm.speculation, draft=models.draft)
-    verifier = build_verifiers(speculation)[0]
-    proposers, reasons = fitting_proposers(speculation, llm.runner, llm.tokenizer, methods, verifier)
-    missing = [name for name in reasons if name in split_methods(options.method)]
-    if missing:
-        raise OutriderError(f"{missing[0]}: {reasons[missing[0]]}")
+    proposers, reasons = fitting(llm, models, methods, required=split_methods(options.method))
     try:
         with progress() as report:
             search = Search(llm, proposers, texts, question, journal, report, reasons)

@@ -168,7 +168,7 @@ def _rungs(found: Mapping[str, Any]) -> list[list[str]]:
 
 def _picture(found: Mapping[str, Any]) -> Plot:
     """Plot the speedup over K, one line per method."""
-    from outrider.bench.plots import COLOURS, INK, Plot, legend, svg_of
+    from outrider.bench.plots import COLOURS, INK, Plot, svg_of
 
     title = "Speedup over plain decoding by draft length"
     methods = list(dict.fromkeys(row["method"] for row in found["candidates"]))
@@ -182,7 +182,6 @@ def _picture(found: Mapping[str, Any]) -> Plot:
         axes.axhline(1, color=INK, linewidth=0.8)
         axes.set(xlabel="K, drafts requested per round", ylabel="speedup over plain decoding")
         axes.set_ylim(bottom=0)
-        legend(axes)
 
     lines = tuple(tuple(row[:6]) for row in rows(found))
     note = "The number of measured prompts differs between points: see the table, which also lists the adaptive length (auto)."

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.bench.load.cells import Objective, cells, worst
 from outrider.bench.load.sweep import Sweep
 from outrider.bench.provenance import origin
-from outrider.bench.tables import bare_table, number
+from outrider.bench.tables import fill, number, table_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,24 +52,15 @@ def table(result: Mapping[str, Any]) -> Table:
         f"{limits['first_token']:g} ms and {limits['token']:g} ms per token"
     )
     has_failed = any(cell["failed"] for cell in cells)
-    view = bare_table(title)
-    view.add_column("load", no_wrap=True)
-    view.add_column("mode", no_wrap=True)
-    for name in ("tok/s", "x", "first", "between", "good", "tau", "rate", *(("fail",) if has_failed else ())):
-        view.add_column(name, justify="right", no_wrap=True)
-    previous = None
-    for cell in cells:
-        load = str(cell["concurrency"] or cell["load"])
-        if previous not in (None, load):
-            view.add_section()
-        failed = [str(cell["failed"] or "")] if has_failed else []
-        view.add_row(load if load != previous else "", *_row(cell), *failed)
-        previous = load
+    columns = ("tok/s", "x", "first", "between", "good", "tau", "rate", *(("fail",) if has_failed else ()))
+    view = table_of(title, *columns, keys=("load", "mode"))
+    fill(view, (_row(cell)[: 2 + len(columns)] for cell in cells))
     return view
 
 
 def _row(cell: Mapping[str, Any]) -> list[str]:
     return [
+        str(cell["concurrency"] or cell["load"]),
         cell["mode"],
         number(cell["tok_s"], 1 if cell["tok_s"] < 1000 else 0),
         number(cell["speedup"], 2),
@@ -78,6 +69,7 @@ def _row(cell: Mapping[str, Any]) -> list[str]:
         number(cell["goodput_s"], 2),
         number(cell["mean_acceptance_length"], 2),
         number(cell["draft_acceptance_rate"], 2),
+        str(cell["failed"] or ""),
     ]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import transformers
 
-from outrider.bench.architectures import compare, tiny
+from architectures import compare, tiny
 
 HEAD = """# Models
 

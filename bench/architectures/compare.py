@@ -16,8 +16,8 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from architectures import tiny
 from outrider import LLM, SamplingParams
-from outrider.bench.architectures import tiny
 from outrider.runner.loading import quiet
 from outrider.types import OutriderError, first_line
 

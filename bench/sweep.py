@@ -1,7 +1,7 @@
 """Test every architecture of the installed transformers, and write docs/models.md with one row for each.
 
-    python -m outrider.bench.architectures                  # all without a result yet; make sweep does this
-    python -m outrider.bench.architectures llama gpt_oss    # run these again
+    python bench/sweep.py                  # all without a result yet; make sweep does this
+    python bench/sweep.py llama gpt_oss    # run these again
 
 Each tiny random model runs in its own process with a limit of ``--timeout`` seconds. Results are appended to ``--results``, one
 JSON object per line, and the page is written from them. Exit code 1 if any output differs or any model fails.
@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-
-from outrider.bench.architectures import compare, page, tiny
+from architectures import compare, page, tiny
 
 POLL_SECONDS = 0.05
 
