@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
 import signal
 from collections.abc import Callable
@@ -13,8 +14,9 @@ from pathlib import Path
 import pytest
 from tiny_folder import make_folder
 
-from outrider.cli import app, chat, console
+from outrider.cli import app, chat, console, session
 from outrider.cli.interrupts import Terminated
+from outrider.cli.options import ModelOptions
 from outrider.engine import Engine, GenerationStats
 from outrider.engine.outputs import Chunk
 from outrider.types import PhaseTimes
@@ -503,3 +505,21 @@ def test_an_import_interrupted_by_a_signal_is_an_interruption(
     monkeypatch.setattr("outrider.cli.session.load", load)
     code, _, err = outrider("generate", "--target", target, "hi")
     assert (code, err.strip().endswith("interrupted")) == ((130, True) if signalled else (1, False))
+
+
+@pytest.mark.parametrize(
+    ("draft", "method", "is_offline"),
+    [
+        (None, "suffix", True),
+        ("nobody/nothing", "draft", False),
+        (None, "draft:draft=nobody/nothing", False),
+    ],
+)
+def test_hub_access_is_disabled_only_if_nothing_can_come_from_the_hub(
+    target: Path, monkeypatch: pytest.MonkeyPatch, draft: str | None, method: str, is_offline: bool
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(session, "_loaded", lambda *_: None)
+    session.load_plain(ModelOptions(target=str(target), draft=draft), [method])
+    assert ("HF_HUB_OFFLINE" in os.environ) == is_offline

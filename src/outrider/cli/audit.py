@@ -110,7 +110,7 @@ def command(*, options: AuditOptions, output: OutputOptions, models: ModelOption
     params = sampling.params(max_tokens=MAX_TOKENS, seed=SEED, temperature=temperature)
     named, methods = named_methods(options.method or AUTO, models)
     texts = read_prompts(options, models.same_text)
-    llm = load_plain(models, max_batch=max(batches))
+    llm = load_plain(models, methods, max_batch=max(batches))
     prompts = encode_prompts(llm, texts, params.max_tokens, max(lengths))
     proposers, reasons = fitting(llm, models, methods, required=named)
     if options.batch is None and not models.same_text:

@@ -102,7 +102,8 @@ def command(
     models, extra = inflate_target(models, grid.inflate)
     given |= inflate_heads(chosen, given, models.target, grid.inflate)
     width = max([contender.k for contender in chosen if isinstance(contender.k, int)], default=0)
-    llm = load_plain(models, max_batch=max(batches), num_draft_tokens=width, drafts=given.get("drafts", {}))
+    drafts, methods = given.get("drafts", {}), [contender.method for contender in chosen]
+    llm = load_plain(models, methods, max_batch=max(batches), num_draft_tokens=width, drafts=drafts)
     encoded = {name: [encode(llm.tokenizer, prompt) for prompt in group] for name, group in prompts.items()}
     plan = Plan(chosen, encoded, temperatures, batches, grid.max_tokens, grid.repeat, grid.seed, busy=busy)
     check_plan(plan, llm)

@@ -203,24 +203,35 @@ def _hub_reachable() -> bool:
 
 def load(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
     """Load target and draft. ``more`` is passed to ``LLM``."""
-    show_notices()
     arguments = resolve(models, methods) | more
-    named = [value for value in split_method(methods.method or "")[1].values() if "/" in value]
-    if not models.download_draft and all(
-        source is None or expanded(source).is_dir() for source in (models.target, models.draft, *named)
-    ):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # local folders need no network
-    with loading(f"loading {models.target or 'the embedded models'}"):
+    _stay_offline(models, [methods.method or ""])
+    return _loaded(models.target, arguments)
+
+
+def load_plain(models: ModelOptions, methods: Iterable[str], **more: Any) -> LLM:
+    """Load the target alone, to measure several methods. Passes are compiled by default. ``more`` is passed to ``LLM``.
+
+    ``methods``: those that are loaded later, with the draft of ``models``.
+    """
+    arguments = resolve(replace(models, draft=None), MethodOptions()) | {"compile": models.compile or "always"} | more
+    _stay_offline(models, methods)
+    return _loaded(models.target, arguments | {"method": "plain"})
+
+
+def _loaded(target: str | None, arguments: dict[str, Any]) -> LLM:
+    show_notices()
+    with loading(f"loading {target or 'the embedded models'}"):
         from outrider.engine import LLM
 
-        llm = LLM(models.target, **arguments)
-    return llm
+        return LLM(target, **arguments)
 
 
-def load_plain(models: ModelOptions, **more: Any) -> LLM:
-    """Load the target alone, to measure several methods. Passes are compiled by default. ``more`` is passed to ``LLM``."""
-    compiled = models.compile or "always"
-    return load(replace(models, draft=None), MethodOptions(method="plain"), compile=compiled, **more)
+def _stay_offline(models: ModelOptions, methods: Iterable[str]) -> None:
+    """Disable hub access if all models and all drafts that the methods name are local folders."""
+    named = [value for method in methods for value in split_method(method)[1].values() if "/" in value]
+    sources = (models.target, models.draft, *named)
+    if not models.download_draft and all(source is None or expanded(source).is_dir() for source in sources):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def inflate_target(models: ModelOptions, size: str | None) -> tuple[ModelOptions, dict[str, Any]]:

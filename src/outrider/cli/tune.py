@@ -128,7 +128,7 @@ def command(
     question = read_question(options)
     _, methods = named_methods(options.method, models)
     prompts = read_traffic(traffic, sampling)
-    llm = load_plain(models, max_batch=max(*question.batches, 8))
+    llm = load_plain(models, methods, max_batch=max(*question.batches, 8))
     texts = encoded(llm.tokenizer, prompts, llm.runner.max_len)
     journal = Journal(output.journal, fingerprint(models, options, question, texts, llm.runner), output.resume)
     proposers, reasons = fitting(llm, models, methods, required=split_methods(options.method))
