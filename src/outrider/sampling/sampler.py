@@ -33,12 +33,10 @@ class InvalidLogits(RequestFault):
 
 
 class Sampler:
-    """Sampler of B requests, built once per batch composition; implements ``types.BatchSampler``.
+    """Sampler of B requests, built once per batch composition; implements ``types.BatchSampler``, which explains the arguments.
 
     Order: logit bias and token masks, grammars, repetition penalty (prompt and output), presence and frequency penalties
-    (output), temperature, top-k, top-p, min-p. ``logits[:, j]`` follows draft ``start + j - 1`` (-1: the last committed token);
-    ``drafts`` [B, >= start + M - 1] are the drafts of the round so far, a chain or, with ``parents``, a tree; padding must be
-    valid ids. ``lens`` [B]: number of drafts per request; results for logits after them are undefined.
+    (output), temperature, top-k, top-p, min-p. Padding of ``drafts`` must be valid ids.
     Raises ``OutriderError`` for a token id outside the vocabulary.
     """
 
