@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.engine import GenerationStats
+from outrider.engine.stats import GenerationStats
 from outrider.runner.cost_book import CostBook, PlainRound
 from outrider.types import PhaseTimes, Round
 

@@ -28,8 +28,9 @@ from outrider.runner.config import RunnerConfig
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from outrider.engine import LLM, Chunk
     from outrider.engine.finding import Choice
+    from outrider.engine.llm import LLM
+    from outrider.engine.outputs import Chunk
     from outrider.proposers.base import Proposer
     from outrider.types import SamplingParams
 
@@ -211,7 +212,7 @@ def load(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
     ):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # local folders need no network
     with loading(f"loading {models.target or 'the embedded models'}"):
-        from outrider.engine import LLM
+        from outrider.engine.llm import LLM
 
         llm = LLM(models.target, **arguments)
     return llm
