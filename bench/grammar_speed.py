@@ -26,8 +26,8 @@ from outrider import LLM, SamplingParams, family
 from outrider.bench.inflate import inflated
 from outrider.bench.provenance import device_name, origin
 from outrider.bench.statistics import Timings, speed_interval, speedup_interval
-from outrider.engine import Engine
 from outrider.engine.config import build_engine, build_policy, build_proposer
+from outrider.engine.engine import Engine
 from outrider.server.grammar import GrammarCompiler
 from outrider.server.prompts import tools
 from outrider.types import OutriderError

@@ -42,7 +42,6 @@ BELOW = {
         "errors",
         "files",
         "options",
-        "lazy",
         "types",
         "method_text",
         "sampling",

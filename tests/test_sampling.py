@@ -218,7 +218,7 @@ def test_invalid_logits_name_the_request(poison: float, temperature: float, coup
     for judge in (sampler.tokens, sampler.probs):
         with pytest.raises(InvalidLogits, match="'request-1'") as caught:
             judge(logits)
-        assert caught.value.rows == (1,)
+        assert caught.value.request_ids == ("request-1",)
         assert "\n" not in str(caught.value)
         with pytest.raises(InvalidLogits):
             judge(logits, lens=torch.tensor([2, 2, 2]))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.engine import Completion, Generation
+from outrider.engine.outputs import Completion, Generation
 from outrider.types import Request, SamplingParams
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from outrider.bench.contenders import PLAIN, Contender, Contenders
 from outrider.bench.measure import Run, generate
 from outrider.bench.workloads import builtin, encode
-from outrider.engine import LLM
 from outrider.engine.finding import candidates, target_files
+from outrider.engine.llm import LLM
 from outrider.engine.stats import expected_tau
 from outrider.memory import free_memory, size, weight_files
 from outrider.method_text import join_method, split_method

@@ -32,11 +32,6 @@ class Kind(Protocol):
         """Description of the values for errors and documentation, such as "a whole number, at least 1"."""
         ...
 
-    @property
-    def flag_type(self) -> Any:
-        """Type of the command-line flag, whose value also passes through ``read``."""
-        ...
-
     def read(self, value: Any) -> Any:
         """Validate and normalise a value: numpy scalars become Python numbers. Raises TypeError or ValueError."""
         ...
@@ -56,7 +51,7 @@ class Option:
     def in_text(self) -> Option:
         """Return the option for flags and plan files, which cannot contain objects or None."""
         kind = self.kind.kind if isinstance(self.kind, Either) else self.kind
-        return replace(self, kind=replace(kind, loaded=False) if isinstance(kind, Source) else kind, optional=False)
+        return replace(self, kind=Source(None) if isinstance(kind, Source) else kind, optional=False)
 
     def read(self, name: str, value: Any) -> Any:
         """Validate and normalise a value. Raises ``OutriderError`` with the option, the value and what was expected."""
@@ -145,7 +140,6 @@ class Whole:
 
     at_least: int | None = None
     at_most: int | None = None
-    flag_type: Any = int
 
     @property
     def expected(self) -> str:
@@ -164,7 +158,6 @@ class Number:
     at_least: float | None = None
     at_most: float | None = None
     above: float | None = None
-    flag_type: Any = float
 
     @property
     def expected(self) -> str:
@@ -186,7 +179,6 @@ class Flag:
     """True or False. Text is invalid, because ``"false"`` would be true."""
 
     expected: str = "True or False"
-    flag_type: Any = bool
 
     def read(self, value: Any) -> bool:
         value = scalar(value)
@@ -201,7 +193,6 @@ class Choice:
 
     names: tuple[str, ...]
     spelled: Callable[[Any], Any] | None = None
-    flag_type: Any = str
 
     @property
     def expected(self) -> str:
@@ -220,7 +211,6 @@ class Text:
     """Text that is not empty."""
 
     expected: str = "text that is not empty"
-    flag_type: Any = str
 
     def read(self, value: Any) -> str:
         if not isinstance(value, str) or not value.strip():
@@ -233,7 +223,6 @@ class Texts:
     """One text, or several; none of them empty. One text is one, not its letters."""
 
     expected: str = "text or a list of texts, none of them empty"
-    flag_type: Any = list[str]
 
     def read(self, value: Any) -> tuple[str, ...]:
         texts = (value,) if isinstance(value, str) else value
@@ -249,7 +238,6 @@ class TokenIds:
     """Token ids: a list, tuple, set, 1-d array or 1-d tensor of integers, at least 0."""
 
     at_least_one: bool = False
-    flag_type: Any = None
 
     @property
     def expected(self) -> str:
@@ -267,7 +255,6 @@ class Biases:
     """Mapping from token ids to numbers added to their logits; minus infinity bans a token."""
 
     expected: str = "a mapping from token ids to finite 32-bit numbers or minus infinity"
-    flag_type: Any = None
 
     def read(self, value: Any) -> dict[int, float]:
         if not isinstance(value, Mapping):
@@ -281,16 +268,14 @@ class Biases:
 
 @dataclass(frozen=True)
 class Source:
-    """A model: a folder, a hub id or, if ``loaded``, a loaded transformers model. ``heads``: also loaded heads, which have no
-    config."""
+    """A folder, a hub id or a loaded object for which ``is_one`` is true; None: no objects."""
 
-    heads: bool = False
-    loaded: bool = True
-    flag_type: Any = str
+    is_one: Callable[[Any], bool] | None
+    named: str = "a loaded transformers model"  # description of these objects
 
     @property
     def expected(self) -> str:
-        return "a folder, a hub id or a loaded transformers model" if self.loaded else "a folder or a hub id"
+        return "a folder or a hub id" if self.is_one is None else f"a folder, a hub id or {self.named}"
 
     def read(self, value: Any) -> Any:
         if isinstance(value, (str, PathLike)):
@@ -298,9 +283,8 @@ class Source:
             if not str(value).strip() or not str(value).isprintable():
                 raise ValueError("empty, or with line breaks")
             return value
-        is_module = not isinstance(value, type) and callable(getattr(value, "forward", None))
-        if not self.loaded or not is_module or not (self.heads or hasattr(value, "config")):
-            raise TypeError("not a model")
+        if self.is_one is None or isinstance(value, type) or not self.is_one(value):
+            raise TypeError("not one of these objects")
         return value
 
 
@@ -309,7 +293,6 @@ class File:
     """A path."""
 
     expected: str = "a path"
-    flag_type: Any = Path
 
     def read(self, value: Any) -> Path:
         path = Path(path_or_text(value))
@@ -324,7 +307,6 @@ class Keyed:
 
     expected: str
     values: Kind | None = None
-    flag_type: Any = None
 
     def read(self, value: Any) -> dict[str, Any]:
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
@@ -344,10 +326,6 @@ class Either:
     def expected(self) -> str:
         return f"{self.kind.expected} or {self.named}"
 
-    @property
-    def flag_type(self) -> Any:
-        return self.kind.flag_type
-
     def read(self, value: Any) -> Any:
         return value if not isinstance(value, type) and self.is_one(value) else self.kind.read(value)
 
@@ -358,7 +336,6 @@ class Objects:
 
     expected: str
     is_one: Callable[[Any], bool]
-    flag_type: Any = None
 
     def read(self, value: Any) -> Any:
         if isinstance(value, type) or not self.is_one(value):

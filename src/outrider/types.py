@@ -315,31 +315,20 @@ class PhaseTimes:
 class Round:
     """Counts and times of one round, as the ledger recorded them.
 
-    ``depths``, ``num_accepted`` and ``judged`` count the proposer's drafts, without those determined by a grammar.
+    All lists are per request. ``depths``, ``num_accepted`` and ``num_judged`` count the proposer's drafts, without those
+    determined by a grammar.
     """
 
     k: int  # drafts requested from the proposer
-    lens: list[int]  # drafts scored, per request
-    depths: list[int]  # longest path of drafts, per request; equal to its number of drafts for chains
+    lens: list[int]  # drafts scored
+    depths: list[int]  # longest path of drafts; equal to the number of drafts for chains
+    reaches: list[int]  # longest path that the proposer drafted, those determined by a grammar included
     num_accepted: list[int]
+    num_judged: list[int]  # depths that the verifier reached: all drafts before each of them were accepted
     times: PhaseTimes
     first_layer: int = 0  # of the target pass: drafting ran the layers before it
     is_cold: bool = False  # a plain round with cold CPU caches, soon after a model drafted
-    judged: list[int] | None = None  # depths that the verifier reached; needed for trees: a path may end at a leaf early
-    forced: list[int] | None = None  # drafts determined by a grammar, per request, included in ``lens``; None: none
-    own_depths: list[int] | None = None  # longest path of the proposer's drafts, forced ones included; None: ``depths``
-
-    @property
-    def reaches(self) -> list[int]:
-        """Return the length of the longest path that the proposer drafted for each request."""
-        return self.own_depths or self.depths
-
-    @property
-    def num_judged(self) -> list[int]:
-        """Number of depths that the verifier reached: all drafts before each of them were accepted."""
-        if self.judged is not None:
-            return self.judged
-        return [min(accepted + 1, depth) for accepted, depth in zip(self.num_accepted, self.depths, strict=True)]
+    forced: list[int] | None = None  # drafts determined by a grammar, included in ``lens``; None: none
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,8 @@ def test_k_zero_is_plain_decoding() -> None:
 
 
 def rounds(*accepted: int, lens: int = 4) -> tuple[Round, ...]:
-    return tuple(Round(lens, [lens], [lens], [n], PhaseTimes(0.1, 0.2, 0.05, 0.01)) for n in accepted)
+    times = PhaseTimes(0.1, 0.2, 0.05, 0.01)
+    return tuple(Round(lens, [lens], [lens], [lens], [n], [min(n + 1, lens)], times) for n in accepted)
 
 
 def test_rates_match_the_glossary() -> None:
@@ -232,13 +233,14 @@ def test_acceptance_by_position_covers_rounds_and_reached_drafts() -> None:
 
 
 def test_reached_drafts_of_a_tree_are_counted_by_depth() -> None:
-    whole = Round(3, [9], [3], [3], PhaseTimes(0.3, 0.2, 0.0, 0.0))
+    times = PhaseTimes(0.3, 0.2, 0.0, 0.0)
+    whole = Round(3, [9], [3], [3], [3], [3], times)
     run = Run(batches=[Batch(4, 1.0, rounds=(whole,))], token_ids=[[1, 2, 3, 4]])
     assert run.stats.num_drafts == 9 and run.stats.num_judged == 3 and run.stats.acceptance_rate == 1.0
     plain = Run(batches=[Batch(4, 2.0, rounds=rounds(0, lens=0))], token_ids=[[1, 2, 3, 4]])
     cell = cells.cells([Group(0.0, 1, "x", [{PLAIN_CONTENDER: plain, NGRAM: run}])])[1]
     assert cell["cost_ratio"] == pytest.approx(0.1 / 0.2)  # three levels in 0.3 s
     # The accepted path ended at a leaf of depth 1: no draft after it, so none was rejected.
-    run.batches.append(Batch(2, 1.0, rounds=(Round(3, [9], [3], [1], PhaseTimes(0.3, 0.2, 0.0, 0.0), judged=[1]),)))
+    run.batches.append(Batch(2, 1.0, rounds=(Round(3, [9], [3], [3], [1], [1], times),)))
     assert run.stats.num_judged == 4 and run.stats.acceptance_rate == 1.0
     assert run.conditional_acceptance(3) == [1.0, 1.0, 1.0]

@@ -68,7 +68,8 @@ def batch(*, tokens_per_round: int, num_rounds: int, prompts: int = 1, seconds: 
     for at in range(1, num_rounds + 1):
         arrivals += [Arrival(0.5 + at * seconds, prompt, 1 + at * tokens_per_round, at) for prompt in range(prompts)]
     accepted = [tokens_per_round - 1] * prompts
-    rounds = (Round(3, [3] * prompts, [3] * prompts, accepted, PhaseTimes(0.1, 0.5, 0.1, 0.1)),) * num_rounds
+    depths, judged = [3] * prompts, [min(tokens_per_round, 3)] * prompts
+    rounds = (Round(3, depths, depths, depths, accepted, judged, PhaseTimes(0.1, 0.5, 0.1, 0.1)),) * num_rounds
     total = prompts * (1 + num_rounds * tokens_per_round)
     waits = (0.5,) * prompts
     return Batch(total, 0.5 + num_rounds * seconds, prompts, 0.5, None, waits, tuple(arrivals), rounds)

@@ -17,8 +17,9 @@ from tiny_folder import make_folder
 from outrider.cli import app, chat, console, session
 from outrider.cli.interrupts import Terminated
 from outrider.cli.options import ModelOptions
-from outrider.engine import Engine, GenerationStats
+from outrider.engine.engine import Engine
 from outrider.engine.outputs import Chunk
+from outrider.engine.stats import GenerationStats
 from outrider.types import PhaseTimes
 
 Run = Callable[..., "tuple[int, str, str]"]

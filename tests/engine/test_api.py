@@ -239,7 +239,7 @@ def test_samples_are_nested_in_their_prompt(llm):
 
 
 def test_emission_chunk_and_completion_share_one_record(llm):
-    from outrider.engine import Chunk, Completion, Emission
+    from outrider.engine.outputs import Chunk, Completion, Emission
 
     assert issubclass(Chunk, Emission) and issubclass(Completion, Chunk)
     joined = Emission("r")

@@ -90,11 +90,6 @@ def test_only_the_request_with_invalid_drafts_is_paused(fault, batch, caplog):
     assert len(caplog.records) == 1
 
 
-def invalid_for(name, context):
-    """Raise what a draft model's sampler raises."""
-    return InvalidLogits([context.request_ids.index(name)], [name])
-
-
 def test_invalid_draft_logits_pause_other_requests_for_one_round():
     runner = TableRunner()
     good, lens = oracle(runner), []
@@ -102,7 +97,7 @@ def test_invalid_draft_logits_pause_other_requests_for_one_round():
     def script(context, k):
         lens.append(len(context.requests))
         if len(lens) == 2:
-            raise invalid_for("r1", context)
+            raise InvalidLogits(["r1"])  # as a draft model's sampler does
         return good.propose(context, k)
 
     found = run(make_engine(ScriptedProposer(script), 3, runner=runner), requests())
@@ -179,7 +174,7 @@ def test_features_continue_after_another_requests_invalid_draft():
             proposal = super().propose(context, k)
             self.num_calls += 1
             if self.num_calls == 3:
-                raise invalid_for("r1", context)
+                raise InvalidLogits(["r1"])
             return proposal
 
     engine = make_engine(Invalid(runner), 3, runner=runner)

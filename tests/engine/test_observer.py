@@ -7,7 +7,7 @@ from time import sleep
 import pytest
 import torch
 
-from outrider.engine import Observation
+from outrider.engine.engine import Observation
 from outrider.engine.ledger import NUM_COLD
 from outrider.engine.policy import FixedLength
 from outrider.proposers.base import ScriptedProposer

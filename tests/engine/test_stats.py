@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.engine import GenerationStats
+from outrider.engine.stats import GenerationStats
 from outrider.runner.cost_book import CostBook, PlainRound
 from outrider.types import PhaseTimes, Round
 
 
 def drafted(num_accepted: int, score: float = 3.0) -> Round:
-    return Round(4, [4], [4], [num_accepted], PhaseTimes(draft=2.0, score=score, verify=0.5, host=0.5))
+    times = PhaseTimes(draft=2.0, score=score, verify=0.5, host=0.5)
+    return Round(4, [4], [4], [4], [num_accepted], [min(num_accepted + 1, 4)], times)
 
 
-PLAIN = Round(0, [0], [0], [0], PhaseTimes(draft=0.0, score=1.0, verify=0.2, host=0.3))
+PLAIN = Round(0, [0], [0], [0], [0], [0], PhaseTimes(draft=0.0, score=1.0, verify=0.2, host=0.3))
 
 
 def test_each_token_of_a_drafted_round_replaces_one_plain_round() -> None:

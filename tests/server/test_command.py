@@ -20,7 +20,7 @@ from outrider import native
 from outrider.cli import main
 from outrider.cli.options import MethodOptions, ModelOptions
 from outrider.cli.serve import LimitOptions, filled, joined
-from outrider.engine import LLM
+from outrider.engine.llm import LLM
 from outrider.engine.plan import KEYS, Plan, served_name
 from outrider.server import run
 from outrider.server.config import ServerConfig

@@ -11,8 +11,8 @@ import pytest
 from toy import outputs_of
 
 from outrider import LLM, SamplingParams
-from outrider.engine import Completion
 from outrider.engine.logprobs import TokenLogprobs
+from outrider.engine.outputs import Completion
 from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts
 from outrider.server.protocol import Message
 

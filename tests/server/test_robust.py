@@ -22,8 +22,8 @@ import uvicorn
 from pydantic import ValidationError
 
 from outrider import LLM, SamplingParams, native
-from outrider.engine import Emission
 from outrider.engine.logprobs import TokenLogprobs
+from outrider.engine.outputs import Emission
 from outrider.engine.stats import GenerationStats
 from outrider.runner import compiled
 from outrider.server.bridge import Busy, EngineBridge, Stream, load_aside

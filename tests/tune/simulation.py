@@ -176,8 +176,7 @@ def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) ->
         context = Context(requests, tuple(row.left - 1 for row in rows), None)  # type: ignore[arg-type]
         asked_lengths = policy.next_lengths(context)
         drafts = [row.draft(k) for row, k in zip(rows, asked_lengths, strict=True)]
-        accepted, depths = [each.num_accepted for each in drafts], [each.num_drafts for each in drafts]
-        forced, lens = [each.num_forced for each in drafts], [each.num_forced + each.num_drafts for each in drafts]
+        lens = [each.num_forced + each.num_drafts for each in drafts]
         requested = context.limited(asked_lengths)
         drafted_for = [row for row, limit in zip(rows, requested.limits, strict=True) if limit > 0]
         behind = sum(len(row.request.token_ids) - seen.get(row, 0) for row in drafted_for)
@@ -200,15 +199,21 @@ def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) ->
         if costs is not None and not fresh:
             outside = times.verify + times.host
             costs.record_round(lens, NUM_PROMPT_TOKENS, times.score, outside, cell.temperature == 0, is_cold=is_cold)
-        by_grammar = {"forced": forced, "own_depths": [each.reach for each in drafts]}
-        found = Round(max(asked_lengths), lens, depths, accepted, times, is_cold=is_cold, **by_grammar)
-        policy.observe(requested, found, bool(fresh))
+        policy.observe(requested, _round(max(asked_lengths), drafts, times, is_cold), bool(fresh))
         ended = [row.request.request_id for row in rows if row.left <= 0]
         if ended:
             policy.release(ended)
             rows = [row for row in rows if row.left > 0]
             requests = tuple(row.request for row in rows)
     return num_tokens / seconds
+
+
+def _round(k: int, drafts: Sequence[_Drafts], times: PhaseTimes, is_cold: bool) -> Round:
+    accepted, depths = [each.num_accepted for each in drafts], [each.num_drafts for each in drafts]
+    forced, reaches = [each.num_forced for each in drafts], [each.reach for each in drafts]
+    lens = [more + depth for more, depth in zip(forced, depths, strict=True)]
+    judged = [min(taken + 1, depth) for taken, depth in zip(accepted, depths, strict=True)]
+    return Round(k, lens, depths, reaches, accepted, judged, times, is_cold=is_cold, forced=forced)
 
 
 def _as_measured(times: PhaseTimes, slowness: float, noise: random.Random) -> PhaseTimes:

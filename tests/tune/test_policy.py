@@ -134,7 +134,7 @@ def test_prefill_by_the_draft_counts_in_whole_however_many_rounds_it_takes():
             times.draft_prefill = 0.01
         request.token_ids.extend([0] * (drafted + 1))
         costs.record_round([drafted], 50, times.score, times.verify + times.host)
-        policy.observe(context, Round(drafted, [drafted], [drafted], [drafted], times), False)
+        policy.observe(context, Round(drafted, *[[drafted]] * 5, times), False)
         budget.append(policy._budget)
         if drafted:
             break
@@ -204,7 +204,8 @@ def test_next_to_a_request_with_its_own_k_another_gets_the_best_length(rates):
         for request, count in zip(requests, accepted, strict=True):
             request.token_ids.extend([0] * (count + 1))
         costs.record_round(lengths, 50, times.score, times.verify + times.host)
-        policy.observe(context.limited(lengths), Round(8, lengths, lengths, accepted, times), False)
+        judged = [min(taken + 1, length) for taken, length in zip(accepted, lengths, strict=True)]
+        policy.observe(context.limited(lengths), Round(8, lengths, lengths, lengths, accepted, judged, times), False)
         requested.append(lengths[1])
     if rates[0]:
         assert min(requested[20:]) >= 4

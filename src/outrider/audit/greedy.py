@@ -9,7 +9,7 @@ import torch
 
 from outrider.audit.rig import Rig, Way
 from outrider.bench.race import first_difference
-from outrider.engine import Emission
+from outrider.engine.outputs import Emission
 from outrider.types import SamplingParams
 
 EXPLAINED = 1000  # floating-point steps; a larger difference, or more than one nat, is not rounding

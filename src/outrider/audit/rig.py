@@ -10,7 +10,10 @@ from torch import Tensor
 
 from outrider.audit.evidence import Sample
 from outrider.audit.watching import Led, Watched
-from outrider.engine import Emission, Engine, FixedLength, Scheduler
+from outrider.engine.engine import Engine
+from outrider.engine.outputs import Emission
+from outrider.engine.policy import FixedLength
+from outrider.engine.scheduler import Scheduler
 from outrider.proposers.base import Proposer
 from outrider.proposers.plain import PlainProposer
 from outrider.runner import ModelRunner

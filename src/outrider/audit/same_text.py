@@ -13,8 +13,8 @@ from typing import Any
 
 from outrider.audit.rig import Rig, Way
 from outrider.bench.race import first_difference
-from outrider.engine import LLM
 from outrider.engine.config import build_verifiers
+from outrider.engine.llm import LLM
 from outrider.proposers.base import Proposer
 from outrider.proposers.plain import PlainProposer
 from outrider.types import SamplingParams

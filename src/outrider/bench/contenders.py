@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from outrider.engine import Engine, FixedLength, LengthPolicy, Observation
 from outrider.engine.config import build_engine, build_policy, build_proposer
+from outrider.engine.engine import Engine, Observation
+from outrider.engine.policy import FixedLength, LengthPolicy
 from outrider.method_text import split_method
 from outrider.proposers.base import Proposer
 from outrider.proposers.plain import PlainProposer
@@ -16,7 +17,7 @@ from outrider.registry import PROPOSERS
 from outrider.types import Round
 
 if TYPE_CHECKING:
-    from outrider.engine import LLM
+    from outrider.engine.llm import LLM
     from outrider.engine.options import ModelSource
 
 PLAIN = PlainProposer.name

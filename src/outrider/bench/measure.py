@@ -16,7 +16,7 @@ from outrider.types import OutriderError, Round, SamplingParams
 
 if TYPE_CHECKING:
     from outrider.bench.contenders import Contender, Contenders
-    from outrider.engine import Chunk
+    from outrider.engine.outputs import Chunk
 
 PHASES = ("draft", "score", "verify", "host")
 

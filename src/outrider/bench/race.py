@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.engine import Emission, Engine, GenerationStats, LengthPolicy, Observation
 from outrider.engine.config import build_engine, build_scheduler
+from outrider.engine.engine import Engine, Observation
+from outrider.engine.outputs import Emission
+from outrider.engine.policy import LengthPolicy
+from outrider.engine.stats import GenerationStats
 from outrider.types import OutriderError, Request, SamplingParams
 
 if TYPE_CHECKING:
-    from outrider.engine import LLM
+    from outrider.engine.llm import LLM
     from outrider.proposers.base import Proposer
 
 

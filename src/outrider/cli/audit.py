@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from outrider.engine import LLM
+    from outrider.engine.llm import LLM
     from outrider.proposers.base import Proposer
 
 WHAT, OUTPUT = "Audit", "Output"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from outrider.bench.contenders import Contender, Contenders
     from outrider.bench.grid import Group, Plan
-    from outrider.engine import LLM
+    from outrider.engine.llm import LLM
 
 GRID, OUTPUT = "Measurement", "Output"
 MAX_BUSY = 1024

@@ -14,7 +14,7 @@ from outrider.cli.options import MethodOptions, ModelOptions, ReadableOptions, f
 from outrider.errors import OutriderError
 
 if TYPE_CHECKING:
-    from outrider.engine import LLM
+    from outrider.engine.llm import LLM
     from outrider.types import SamplingParams
 
 EXAMPLES = """Examples:

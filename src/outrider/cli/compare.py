@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from outrider.bench.race import Lane, Race
-    from outrider.engine import LLM, Engine
+    from outrider.engine.engine import Engine
+    from outrider.engine.llm import LLM
 
 EXAMPLES = """Examples:
 
@@ -87,8 +88,8 @@ def engines(llm: LLM) -> dict[str, Engine]:
     """Return lane -> engine, plain decoding first, with an untrained policy."""
     from outrider.bench.contenders import PLAIN
     from outrider.bench.race import engine_for
-    from outrider.engine import FixedLength
     from outrider.engine.config import build_policy
+    from outrider.engine.policy import FixedLength
     from outrider.proposers.plain import PlainProposer
 
     policy = build_policy(llm.speculation, llm.runner, llm.proposer)

@@ -17,8 +17,10 @@ from outrider.progress import PERIOD, reported_every
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from outrider.engine import LLM, Chunk, Emission, GenerationStats
     from outrider.engine.detokenizer import Detokenizer
+    from outrider.engine.llm import LLM
+    from outrider.engine.outputs import Chunk, Emission
+    from outrider.engine.stats import GenerationStats
 
 STYLES = {"accepted": "green", "corrected": "bold yellow", "bonus": "cyan", "grammar": "magenta", "plain": ""}
 CODES = {"accepted": "32", "corrected": "1;33", "bonus": "36", "grammar": "35", "plain": "0"}  # ANSI codes

@@ -18,7 +18,9 @@ from outrider.errors import OutriderError, how_to_install, without_path
 from outrider.options import SAMPLING
 
 if TYPE_CHECKING:
-    from outrider.engine import LLM, Chunk, GenerationStats
+    from outrider.engine.llm import LLM
+    from outrider.engine.outputs import Chunk
+    from outrider.engine.stats import GenerationStats
     from outrider.types import Grammar, SamplingParams
 
 EXAMPLES = """Examples:
@@ -128,7 +130,7 @@ def stream_to_screen(
 
 def _document(llm: LLM, prompt: str, params: SamplingParams) -> dict[str, Any]:
     """Return one completion as JSON-ready data; after Ctrl-C a partial one with ``finish_reason`` "abort"."""
-    from outrider.engine import GenerationInterrupted
+    from outrider.engine.outputs import GenerationInterrupted
 
     with waiting("generating"):
         try:

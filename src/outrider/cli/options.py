@@ -17,13 +17,14 @@ import typer
 
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
-from outrider.options import declared, flag_name
+from outrider.options import File, Flag, Number, Texts, Whole, declared, flag_name
 from outrider.registry import AUTO
 from outrider.runner.config import RunnerConfig
 from outrider.sampling_params import SamplingParams
 
 Result = TypeVar("Result")
 READABLE_TEMPERATURE, READABLE_TOP_P = 0.7, 0.9
+FLAG_TYPES = {Whole: int, Number: float, Flag: bool, Texts: list[str], File: Path}  # of other kinds: text
 FLAG = "flag"  # key of a Reference, or of typer's option, in a field's metadata
 
 
@@ -158,7 +159,7 @@ def _annotation(own: Field[Any], kind: Any) -> Any:
     default = getattr(shared.config, own.name, None)
     if default is True:  # only to switch it off
         flags = [f" /--no-{flag_name(own.name)[2:]}"]
-    kind = str if shared.several else option.kind.flag_type
+    kind = str if shared.several else FLAG_TYPES.get(type(option.kind), str)
     help = option.help if default is not True else f"Do not {option.help[0].lower()}{option.help[1:]}"
     about = [help, "Several are separated by commas." if shared.several else "", shared.more]
     is_said = "(default:" in "".join(about) or own.default is not None

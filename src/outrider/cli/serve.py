@@ -21,7 +21,7 @@ from outrider.server.config import KEYS_VARIABLE, KeyRing, ServerConfig
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from outrider.engine import LLM
+    from outrider.engine.llm import LLM
 
 Options = TypeVar("Options", bound="DataclassInstance")
 

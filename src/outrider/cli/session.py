@@ -28,8 +28,9 @@ from outrider.runner.config import RunnerConfig
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from outrider.engine import LLM, Chunk
     from outrider.engine.finding import Choice
+    from outrider.engine.llm import LLM
+    from outrider.engine.outputs import Chunk
     from outrider.proposers.base import Proposer
     from outrider.types import SamplingParams
 
@@ -221,7 +222,7 @@ def load_plain(models: ModelOptions, methods: Iterable[str], **more: Any) -> LLM
 def _loaded(target: str | None, arguments: dict[str, Any]) -> LLM:
     show_notices()
     with loading(f"loading {target or 'the embedded models'}"):
-        from outrider.engine import LLM
+        from outrider.engine.llm import LLM
 
         return LLM(target, **arguments)
 

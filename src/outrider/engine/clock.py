@@ -57,14 +57,11 @@ class ClockedProposer(ProposerWrapper):
             return self.inner.prefill(requests)
 
     def propose(self, context: Context, k: int) -> Proposal:
-        self._clock.enter("draft")
-        try:
+        with self._clock.phase("draft"):
             proposal = self.inner.propose(context, k)
             if isinstance(proposal, Proposal) and proposal.token_ids.is_cuda:
                 torch.cuda.synchronize(proposal.token_ids.device)  # otherwise later phases would wait for the drafts
             return proposal
-        finally:
-            self._clock.enter("host")
 
 
 class ClockedRunner:

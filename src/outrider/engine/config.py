@@ -14,7 +14,7 @@ from outrider.engine.detokenizer import DetokenizerFactory
 from outrider.engine.engine import Engine
 from outrider.engine.finding import Choice, choices
 from outrider.engine.options import Speculation, is_tokenizer
-from outrider.engine.policy import POLICIES, FixedLength, LengthPolicy
+from outrider.engine.policy import FixedLength, LengthPolicy
 from outrider.engine.scheduler import Scheduler
 from outrider.errors import one_line
 from outrider.memory import on_this_machine
@@ -33,6 +33,7 @@ from outrider.runner import ModelRunner, RunnerConfig
 from outrider.runner.gguf import find, tokenizer_arguments
 from outrider.runner.loading import load_config, text_config
 from outrider.runner.tokenizers import DifferentVocabulary, check_merges
+from outrider.tune import DraftLengthPolicy
 from outrider.types import OutriderError, first_line
 
 if TYPE_CHECKING:
@@ -225,15 +226,14 @@ def warn_of_limits(speculation: Speculation, config: RunnerConfig, runner: Model
 
 
 def build_policy(speculation: Speculation, runner: ModelRunner, proposer: Proposer) -> LengthPolicy:
-    """Return the given policy, a fixed K, or the named policy, which chooses K from 0 to the proposer's maximum."""
+    """Return the given policy, a fixed K, or the adaptive policy, which chooses K from 0 to the proposer's maximum."""
     k = speculation.num_draft_tokens
     if not isinstance(k, (int, str)):
         return k
     if isinstance(k, int):
         return FixedLength(min(k, proposer.max_drafts))
     max_k = longest_draft(speculation, proposer)
-    policy: LengthPolicy = POLICIES.get(k)(max_k, runner.costs, proposer.num_nodes) if max_k else FixedLength(0)
-    return policy
+    return DraftLengthPolicy(max_k, runner.costs, proposer.num_nodes) if max_k else FixedLength(0)
 
 
 def longest_draft(speculation: Speculation, proposer: Proposer) -> int:

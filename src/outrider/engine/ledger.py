@@ -68,9 +68,9 @@ class Ledger:
         drafted_with_model = self._drafts_with_model and result.k > 0
         self._num_cold = NUM_COLD if drafted_with_model else max(self._num_cold - 1, 0)
         depths = path_depths(proposal, is_forced)
-        own_depths = None if proposal.own is None else path_depths(proposal, (~proposal.own).tolist())
+        reaches = depths if proposal.own is None else path_depths(proposal, (~proposal.own).tolist())
         first_layer = result.scores.first_layer
-        round_ = Round(result.k, lens, depths, accepted, times, first_layer, is_cold, judged, forced, own_depths)
+        round_ = Round(result.k, lens, depths, reaches, accepted, judged, times, first_layer, is_cold, forced)
         self._record_times(result, round_, is_prefill)
         return round_, origins
 

@@ -28,6 +28,8 @@ PROPOSER_ATTRIBUTES = (
     *("propose", "prefill", "fork", "commit", "release", "retire", "warmup", "num_nodes"),
 )
 is_tokenizer = has("encode", "decode", "convert_ids_to_tokens")  # the methods in use, which tokenizers.Tokenizer lacks
+MODEL, HEADS = Source(has("forward", "config")), Source(has("forward"))  # heads have no config
+TOKENIZER = Source(is_tokenizer, "a transformers tokenizer")
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,6 @@ class DraftLength:
     """A number of drafts, at least 0, or "auto". Accepts numbers as text, because flags and plans are text."""
 
     expected: str = "a whole number, at least 0, or auto"
-    flag_type: Any = str
 
     def read(self, value: Any) -> int | str:
         if isinstance(value, str):
@@ -47,21 +48,6 @@ class DraftLength:
 
 
 @dataclass(frozen=True)
-class TokenizerLike:
-    """A folder, a hub id or a loaded tokenizer."""
-
-    expected: str = "a folder, a hub id or a transformers tokenizer"
-    flag_type: Any = None
-
-    def read(self, value: Any) -> Any:
-        if isinstance(value, type) or not is_tokenizer(value):
-            if callable(getattr(value, "forward", None)):
-                raise TypeError("a model")
-            return Source().read(value)
-        return value
-
-
-@dataclass(frozen=True)
 class Speculation:
     """Options of drafting and verification.
 
@@ -69,17 +55,17 @@ class Speculation:
     """
 
     target: ModelSource | None = option(
-        Source(),
+        MODEL,
         None,
         "Folder, hub id or GGUF file of the target (default: the embedded model).",
         panel=MODELS,
         in_plan=True,
     )
     tokenizer: TokenizerSource | None = option(
-        TokenizerLike(), None, "Tokenizer of the target (default: the one in its folder; a loaded model has none)."
+        TOKENIZER, None, "Tokenizer of the target (default: the one in its folder; a loaded model has none)."
     )
     draft: ModelSource | None = option(
-        Source(heads=True), None, "Folder, hub id or GGUF file of a draft model, or of heads.", panel=MODELS, in_plan=True
+        HEADS, None, "Folder, hub id or GGUF file of a draft model, or of heads.", panel=MODELS, in_plan=True
     )
     download_draft: bool = option(
         Flag(),
@@ -89,7 +75,7 @@ class Speculation:
         in_plan=True,
     )
     drafts: Mapping[str, ModelSource] = option(
-        Keyed("a mapping from names to models", Source()), dict, "Drafts that belong to the target, by name."
+        Keyed("a mapping from names to models", MODEL), dict, "Drafts that belong to the target, by name."
     )
     method: str = option(
         Text("a method: name, name:option=value or two names joined by a plus"),
@@ -120,7 +106,7 @@ class Speculation:
         "Custom proposer, instead of a method.",
     )
     draft_tokenizer: TokenizerSource | None = option(
-        TokenizerLike(), None, "Tokenizer of the draft (default: the one in its folder)."
+        TOKENIZER, None, "Tokenizer of the draft (default: the one in its folder)."
     )
     method_options: Mapping[str, Any] = option(Keyed("a mapping from names to values"), dict, "Options of the method, by name.")
     same_text: bool = option(

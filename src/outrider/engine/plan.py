@@ -66,7 +66,11 @@ class Plan:
 
     def text(self, notes: Sequence[str] = ()) -> str:
         """Return the text that ``write`` writes."""
-        lines = [f"{key} = {_toml(self.values[key])}  # {option.help}" for key, option in KEYS.items() if key in self.values]
+        lines = [
+            f"{key} = {json.dumps(self.values[key], ensure_ascii=False)}  # {option.help}"  # JSON and TOML agree on these types
+            for key, option in KEYS.items()
+            if key in self.values
+        ]
         comments = "".join(f"# {line}\n" for note in notes for line in note.splitlines())
         return HEAD + comments + "\n" + "\n".join(lines) + "\n"
 
@@ -93,8 +97,3 @@ def located(source: str) -> str:
     """Return the absolute path of a local model, so that a plan or an export works from any directory; a hub id as it is."""
     path = expanded(source)
     return str(path.resolve()) if path.exists() else source
-
-
-def _toml(value: str | float | bool) -> str:
-    """Format a value; JSON and TOML agree on these types."""
-    return json.dumps(value, ensure_ascii=False)

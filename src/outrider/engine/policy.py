@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from outrider.registry import Registry
 from outrider.types import Context, OutriderError, Round
-
-POLICIES = Registry("draft length", {"auto": "outrider.tune.policy:DraftLengthPolicy"})
 
 
 class LengthPolicy(Protocol):

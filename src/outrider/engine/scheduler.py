@@ -13,9 +13,8 @@ from outrider.types import BatchSampler, Context, OutriderError, Request
 
 
 class State(Enum):
-    """State of a request before it finishes."""
+    """State of a running request."""
 
-    WAITING = auto()  # in the queue
     PREFILL = auto()  # its prompt is prefilled in chunks, outside of rounds
     FIRST_ROUND = auto()  # the next round prefills the rest of its prompt
     DECODE = auto()  # its prompt is in the target's cache
@@ -32,7 +31,7 @@ class Entry:
     scanner: StopScanner | None  # only with stop strings
     client: str = ""  # empty: not limited in favour of other clients
     fork_of: str | None = None  # id of a request with the same prompt, whose cache is copied
-    state: State = State.WAITING
+    state: State = State.PREFILL
     finish_reason: str | None = None
 
 
@@ -130,7 +129,6 @@ class Scheduler:
             self.waiting.serve(entry)
             self.running.append(entry)
             held[entry.client] += 1
-            entry.state = State.PREFILL
             admitted.append(entry)
         return admitted
 

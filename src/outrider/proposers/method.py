@@ -31,7 +31,6 @@ class Tuples:
     """Tuples, which ``_read`` makes of lists and of text."""
 
     expected: str = "a list"
-    flag_type: Any = None
 
     def read(self, value: Any) -> tuple[Any, ...]:
         if not isinstance(value, tuple):

@@ -23,7 +23,6 @@ class Device:
     """Option value: the name of a torch device."""
 
     expected: str = "auto or a torch device, such as cpu, cuda or cuda:1"
-    flag_type: Any = str
 
     def read(self, value: Any) -> str:
         name = str(value) if type(value).__name__ == "device" else value

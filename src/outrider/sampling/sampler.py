@@ -24,22 +24,19 @@ _MAX_PARTS = 16  # cached samplers of parts of the batch
 
 
 class InvalidLogits(RequestFault):
-    """Logits that are NaN, +inf or all -inf, in ``rows`` of the batch, which are the requests ``request_ids``."""
+    """Logits of the requests ``request_ids`` that are NaN, +inf or all -inf."""
 
-    def __init__(self, rows: Sequence[int], request_ids: Sequence[str]) -> None:
-        self.rows = tuple(rows)
+    def __init__(self, request_ids: Sequence[str]) -> None:
         named = ", ".join(map(repr, request_ids))
         message = f"NaN, infinite or fully masked logits for request {named}: check the model's weights and dtype"
         super().__init__(request_ids, message)
 
 
 class Sampler:
-    """Sampler of B requests, built once per batch composition; implements ``types.BatchSampler``.
+    """Sampler of B requests, built once per batch composition; implements ``types.BatchSampler``, which explains the arguments.
 
     Order: logit bias and token masks, grammars, repetition penalty (prompt and output), presence and frequency penalties
-    (output), temperature, top-k, top-p, min-p. ``logits[:, j]`` follows draft ``start + j - 1`` (-1: the last committed token);
-    ``drafts`` [B, >= start + M - 1] are the drafts of the round so far, a chain or, with ``parents``, a tree; padding must be
-    valid ids. ``lens`` [B]: number of drafts per request; results for logits after them are undefined.
+    (output), temperature, top-k, top-p, min-p. Padding of ``drafts`` must be valid ids.
     Raises ``OutriderError`` for a token id outside the vocabulary.
     """
 
@@ -176,7 +173,7 @@ class Sampler:
         invalid = ~witness.isfinite().cpu() & (torch.arange(witness.shape[1]) < torch.tensor(counts).unsqueeze(-1))
         rows = invalid.any(dim=-1).nonzero().flatten().tolist()
         if rows:
-            raise InvalidLogits(rows, [self.requests[b].request_id for b in rows])
+            raise InvalidLogits([self.requests[b].request_id for b in rows])
 
     def _sync_round(self) -> None:
         """Start a round when committed tokens were added: reset trial counters and drop old noise."""

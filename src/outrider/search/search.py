@@ -30,7 +30,7 @@ from outrider.search.traffic import Text
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
-    from outrider.engine import LLM
+    from outrider.engine.llm import LLM
 
 RECORDING_BATCH = 8  # batch size while recording outputs
 MIN_PAIR_SPEEDUP = 1.05  # minimum speedup of both methods for trying their combination

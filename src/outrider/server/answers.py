@@ -13,8 +13,8 @@ from outrider.runner.tokenizers import token_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from outrider.engine import Chunk, Completion
     from outrider.engine.logprobs import TokenLogprobs
+    from outrider.engine.outputs import Chunk, Completion
     from outrider.engine.stats import GenerationStats
 
 

@@ -19,7 +19,7 @@ from outrider.server.service import Service, UnknownModel, explained
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
-    from outrider.engine import LLM
+    from outrider.engine.llm import LLM
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {}}}

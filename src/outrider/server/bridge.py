@@ -22,7 +22,8 @@ from outrider.server.config import ANYONE, Client
 from outrider.types import OutriderError, Request
 
 if TYPE_CHECKING:
-    from outrider.engine import LLM, Emission
+    from outrider.engine.llm import LLM
+    from outrider.engine.outputs import Emission
 
 logger = logging.getLogger(__name__)
 

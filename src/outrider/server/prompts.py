@@ -14,7 +14,7 @@ from outrider.types import OutriderError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from outrider.engine import LLM
+    from outrider.engine.llm import LLM
     from outrider.server.config import Client, ServerConfig
 
 Aside = Callable[[Callable[[], Any]], Awaitable[Any]]  # runs a function in the server's helper thread

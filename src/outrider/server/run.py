@@ -28,7 +28,7 @@ from outrider.types import OutriderError
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from outrider.engine import LLM
+    from outrider.engine.llm import LLM
 
 logger = logging.getLogger("outrider.server")
 

@@ -16,8 +16,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from outrider.engine import Chunk, Completion
-from outrider.engine.outputs import TARGET_FAILED
+from outrider.engine.outputs import TARGET_FAILED, Chunk, Completion
 from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts
 from outrider.server.bridge import Busy, EngineBridge, Stopping, Stream
 from outrider.server.config import KeyRing, ServerConfig
@@ -31,7 +30,7 @@ from outrider.types import OutriderError, SamplingParams
 from outrider.types import Request as EngineRequest
 
 if TYPE_CHECKING:
-    from outrider.engine import LLM
+    from outrider.engine.llm import LLM
 
 Result = TypeVar("Result")
 Encode = Callable[[], Awaitable[list[list[int]]]]  # tokenizes the prompts of a call

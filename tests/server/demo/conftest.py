@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tiny_folder import make_folder
 
-from outrider.engine import LLM
+from outrider.engine.llm import LLM
 from outrider.server.demo import race
 from outrider.server.demo.track import Track
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from lossless.drafts import medusa_heads
 
-from outrider.engine import LLM
+from outrider.engine.llm import LLM
 from outrider.server.demo import race
 from outrider.server.demo.race_request import RaceRequest
 from outrider.server.demo.track import Track

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from outrider.engine import RoundResult
+from outrider.engine.round import RoundResult
 from outrider.server.demo.race_request import Event
 from outrider.verifiers.base import accept_prob, residual
 

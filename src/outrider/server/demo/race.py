@@ -6,8 +6,9 @@ from collections.abc import Generator
 from time import perf_counter
 
 from outrider.bench.race import Race, Step
-from outrider.engine import GenerationStats, Observation
 from outrider.engine.detokenizer import DetokenizerFactory
+from outrider.engine.engine import Observation
+from outrider.engine.stats import GenerationStats
 from outrider.server.answers import TokenTexts
 from outrider.server.demo.distributions import places
 from outrider.server.demo.race_request import Event

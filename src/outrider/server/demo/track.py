@@ -11,10 +11,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from outrider.bench.race import Race, engine_for
-from outrider.engine import Engine, FixedLength
 from outrider.engine.config import build_policy, build_proposer, build_verifiers
 from outrider.engine.detokenizer import DetokenizerFactory
+from outrider.engine.engine import Engine
 from outrider.engine.methods import fitting_proposers
+from outrider.engine.policy import FixedLength
 from outrider.proposers.degraded import Degraded
 from outrider.server.answers import TokenTexts
 from outrider.server.demo.race import PLAIN, SPECULATIVE, ShownRace
@@ -22,7 +23,7 @@ from outrider.server.demo.race_request import MAX_DRAFTS, Event, RaceRequest
 from outrider.types import OutriderError, SamplingParams
 
 if TYPE_CHECKING:
-    from outrider.engine import LLM
+    from outrider.engine.llm import LLM
     from outrider.engine.options import ModelSource
     from outrider.proposers.base import Proposer
 
