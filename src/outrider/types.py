@@ -330,6 +330,15 @@ class Round:
     is_cold: bool = False  # a plain round with cold CPU caches, soon after a model drafted
     forced: list[int] | None = None  # drafts determined by a grammar, included in ``lens``; None: none
 
+    @property
+    def num_drafts(self) -> list[int]:
+        """Return the number of scored drafts that no grammar determined."""
+        return (
+            self.lens
+            if self.forced is None
+            else [scored - forced for scored, forced in zip(self.lens, self.forced, strict=True)]
+        )
+
 
 @dataclass(frozen=True)
 class Finding:

@@ -76,7 +76,7 @@ class Run:
         """Return the counts and phase times of the decoding rounds, without emitted tokens."""
         stats = GenerationStats()
         for round_ in self.rounds:
-            for num_drafts, judged, accepted in zip(round_.lens, round_.num_judged, round_.num_accepted, strict=True):
+            for num_drafts, judged, accepted in zip(round_.num_drafts, round_.num_judged, round_.num_accepted, strict=True):
                 stats.count(num_drafts, judged, accepted, num_emitted=0)
             stats.clock(round_, is_prefill=False, emitted_per_row=0.0, plain=None)
         return stats
