@@ -103,7 +103,7 @@ class BlockLoss:
         ``tokens_per_pass``: expected tokens per pass of the target for blocks of all drafts, greedy and sampled.
         """
         found: list[tuple[Tensor, Tensor]] = []
-        for row in range(self.cache.num_training, self.cache.num_rows):
+        for row in self.cache.held_out:
             ids, features, last = read_rows(self.cache, [row], self.head, self.last)
             most = ids.shape[1] - self.head.shape.max_drafts
             anchors = torch.linspace(1, most, self._num_anchors(ids.shape[1]), device=ids.device).long()[None]

@@ -100,11 +100,10 @@ class RolloutLoss:
     def evaluate(self) -> dict[str, float]:
         """Return the agreement of likeliest tokens by depth on held-out rows, without noise."""
         hits = torch.zeros(self.steps)
-        rows = range(self.cache.num_training, self.cache.num_rows)
-        for row in rows:
+        for row in self.cache.held_out:
             ids, features, last = read_rows(self.cache, [row], self.head, self.last)
             for depth, hit in enumerate(self._step_losses(ids, features, last, self.steps)[1]):
-                hits[depth] += float(hit) / len(rows)
+                hits[depth] += float(hit) / len(self.cache.held_out)
         return {f"held_{depth + 1}": round(float(hit), 4) for depth, hit in enumerate(hits)}
 
     @torch.no_grad()
@@ -117,7 +116,7 @@ class RolloutLoss:
         head, device = self.head, self.head.fc.weight.device
         accepted, total = torch.zeros(NUM_SIBLINGS), 0
         generator = torch.Generator(device).manual_seed(self.seed)
-        for row in range(self.cache.num_training, self.cache.num_rows):
+        for row in self.cache.held_out:
             ids, features, last = read_rows(self.cache, [row], self.head, self.last)
             out = self._rollout(ids, features, steps=1)[0]
             target_probs = head.target_logits(last[0, 1 : 1 + out.shape[1]]).softmax(-1)  # [T, V]
