@@ -6,7 +6,6 @@ so an interrupted capture resumes; rows are read by index without loading a shar
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +15,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from outrider.files import write_whole
 from outrider.heads.checkpoint import save_tensors
 from outrider.heads.feature_head import FeatureHead
 from outrider.runner import ModelRunner
-from outrider.train.claims import digest, fingerprint
+from outrider.train.claims import digest, fingerprint, once
 from outrider.train.text import Report, held_out
 from outrider.types import Context, OutriderError, Proposal, Request, SamplingParams
 
@@ -74,7 +72,6 @@ def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Pa
     Raises ``OutriderError`` for invalid layers, a folder of another target or text, or insufficient disk space.
     """
     check_captured(runner, layers, rows.shape[1])
-    folder.mkdir(parents=True, exist_ok=True)
     about: dict[str, Any] = {
         "target": fingerprint(runner.model),
         "text": digest(rows),
@@ -82,8 +79,7 @@ def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Pa
         "seq_len": rows.shape[1],
         "layers": list(layers),
     }
-    path = folder / "features.json"
-    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else about
+    known = once(folder / "features.json", lambda: about)
     if {**known, "layers": 0} != {**about, "layers": 0}:
         raise OutriderError(f"{folder} has features of another target or text: give another folder (--work) or delete it")
     if not set(layers) <= set(known["layers"]):
@@ -91,7 +87,6 @@ def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Pa
             f"{folder} has hidden states {_joined(known['layers'])}, and this run reads {_joined(layers)}:"
             " give another folder (--work), or delete this one, so that all of them are captured"
         )
-    write_whole(path, json.dumps(known))
     left = [start for start in range(0, len(rows), SHARD_ROWS) if not (folder / _name(start // SHARD_ROWS)).exists()]
     _check_room(folder, len(left) * SHARD_ROWS * rows.shape[1] * len(known["layers"]) * runner.hidden_size * 2)
     for start in left:

@@ -38,8 +38,7 @@ class MedusaLoss:
         count, length = self.heads.shape.num_heads, ids.shape[1]
         total, parts = hidden.new_zeros(()), dict[str, Any]()
         with arithmetic(ids.device, self.dtype):
-            with torch.no_grad():
-                teacher = teacher_of(self.output(hidden[:, 1:]))  # after each token except the first
+            teacher = teacher_of(self.output(hidden[:, 1:]))  # after each token except the first
             for head in range(count):
                 there = slice(head, head + length - count - 1)
                 own = self.heads.one(head, hidden[:, : length - count - 1])  # [B, T, V]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,9 +24,9 @@ from outrider.runner.loading import decoder_layers, text_config
 from outrider.runner.parallel_draft import mask_token_of
 from outrider.runner.survey import survey_without_weights
 from outrider.runner.tokenizers import check_same_vocabulary
-from outrider.train.acceptance import acceptance, summary
+from outrider.train.acceptance import ROWS, acceptance, summary
 from outrider.train.claims import once
-from outrider.train.decoder import Decoder
+from outrider.train.decoder import Decoder, evaluating
 from outrider.train.distillation import Distillation, DistillationLoss
 from outrider.train.draft_model import DraftShape, new_draft
 from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
@@ -39,7 +38,6 @@ from outrider.types import OutriderError, first_line
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
-ROWS = 2  # held-out rows per pass: logits of a large vocabulary are wide
 
 
 def train_early_exit(bench: Bench, out: Path, how: HeadPlan, skip: LayerSkip) -> bool:
@@ -53,7 +51,7 @@ def train_early_exit(bench: Bench, out: Path, how: HeadPlan, skip: LayerSkip) ->
         raise OutriderError(
             f"early-exit training needs a target with at least three layers; this one has {len(decoder.layers)}"
         )
-    _check_rows(bench, model, model.name_or_path)
+    _check_rows(bench, model, str(model.name_or_path))
     decoder.check()
     bench.claim("early-exit", **asdict(skip))
     rows = TextRows(bench.training_rows())
@@ -109,7 +107,7 @@ def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRu
     if teaching.on_policy:
         check_continuation(teaching.prompt_len, bench.seq_len)
     target = bench.model.requires_grad_(False).eval()
-    _check_rows(bench, target, target.name_or_path)
+    _check_rows(bench, target, str(target.name_or_path))
     torch.manual_seed(how.seed)
     if kind.start is None:
         draft, origin = new_draft(target, kind.shape)
@@ -146,17 +144,11 @@ def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRu
 @torch.no_grad()
 def measure_draft(draft: PreTrainedModel, target: PreTrainedModel, rows: Tensor) -> dict[str, Any]:
     """Return the acceptance of the draft on rows [R, S]."""
-    was_training = draft.training
-    draft.eval()
-
-    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-        for ids in rows.to(target.device).split(ROWS):
-            yield acceptance(target(input_ids=ids, use_cache=False).logits, draft(input_ids=ids, use_cache=False).logits)
-
-    with torch.compiler.set_stance("force_eager"):  # shapes differ from training's
-        found = summary(pairs())
-    draft.train(was_training)
-    return found
+    with evaluating(draft):
+        return summary(
+            acceptance(target(input_ids=ids, use_cache=False).logits, draft(input_ids=ids, use_cache=False).logits)
+            for ids in rows.to(target.device).split(ROWS)
+        )
 
 
 def trainable(source: str) -> PreTrainedModel:
@@ -217,7 +209,7 @@ def _save(bench: Bench, model: Any, out: Path) -> None:
     model.generation_config = bench.model.generation_config
     with named_errors(out):
         model.to(checkpoint_dtype(bench.model)).save_pretrained(out)
-    source = Path(bench.model.name_or_path)
+    source = Path(str(bench.model.name_or_path))
     files = [path for pattern in TOKENIZER_FILES for path in source.glob(pattern)] if source.is_dir() else []
     for path in files:
         if path.is_file():

@@ -66,16 +66,11 @@ class RolloutLoss:
 
     def _step_losses(self, ids: Tensor, features: list[Tensor], last: Tensor, steps: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return loss and hits per depth for tokens [B, S] and features [B, S, H]."""
-        teacher, found = self._teacher(last), []
+        teacher, found = teacher_of(self.head.target_logits(last), self.head.draft_ids), []
         for depth, out in enumerate(self._rollout(ids, features, steps)):
             there = slice(1 + depth, 1 + depth + out.shape[1])
             found.append(self._step_loss(out, teacher.at(there), last[:, there]))
         return [loss for loss, _ in found], [hit for _, hit in found]
-
-    @torch.no_grad()
-    def _teacher(self, last: Tensor) -> Teacher:
-        """Return the target's distribution after each token from its features [B, S, H] after the final norm."""
-        return teacher_of(self.head.target_logits(last), self.head.draft_ids)
 
     def _rollout(self, ids: Tensor, features: list[Tensor], steps: int) -> list[Tensor]:
         """Return the head's outputs per depth, [B, T, H]; entry t predicts token 2 + t + depth."""

@@ -203,10 +203,11 @@ class EagleRun:
 
         Raises ``OutriderError`` for invalid layers, or rows that are too short.
         """
-        if self.generation == 1:
-            layers, steps, vocab = (runner.num_layers,), self.steps or 1, None
-        else:
-            layers, steps, vocab = self.layers or default_hidden_states(runner.num_layers), self.steps or 5, self.draft_vocab
+        steps = self.steps or (1 if self.generation == 1 else 5)
+        vocab = None if self.generation == 1 else self.draft_vocab
+        layers: tuple[int, ...] = (runner.num_layers,)
+        if self.generation == 3:
+            layers = self.layers or default_hidden_states(runner.num_layers)
         check_steps(runner, layers, steps, seq_len)
         if vocab is not None and not 1 <= vocab <= runner.vocab_size:
             raise OutriderError(f"invalid draft vocabulary of {vocab} tokens: the target has {runner.vocab_size}")

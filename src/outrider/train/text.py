@@ -21,6 +21,7 @@ from outrider.train.claims import claim, digest, fingerprint
 from outrider.types import OutriderError, check_text, first_line
 
 Report = Callable[[float, dict[str, Any]], None]  # (progress, values to show)
+ROLES = {"human": "user", "gpt": "assistant"}
 PIECE = 1 << 18  # characters that are encoded at once
 GOLDEN = 0.6180339887498949
 
@@ -78,14 +79,7 @@ def _document(entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list
         return _encoded(_string(entry, "text"), tokenizer)
     messages = entry.get("messages") or entry.get("conversations")
     if messages is not None:
-        roles = {"human": "user", "gpt": "assistant"}
-        chat = [
-            {
-                "role": roles.get(m.get("role") or m["from"], m.get("role") or m["from"]),
-                "content": _content(m),
-            }
-            for m in messages
-        ]
+        chat = [{"role": ROLES.get(role := m.get("role") or m["from"], role), "content": _content(m)} for m in messages]
         text = str(tokenizer.apply_chat_template(chat, tokenize=False))
         return _encoded(text, tokenizer, add_special_tokens=False)  # the template writes its own
     return _encoded(_string(entry, "prompt") + _string(entry, "completion"), tokenizer)
