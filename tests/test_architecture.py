@@ -66,7 +66,7 @@ BELOW = {
         "family",
         "engine",
     },
-    "train": {"types", "files", "sampling", "runner", "heads", "proposers", "family"},
+    "train": {"types", "files", "memory", "sampling", "runner", "heads", "proposers", "family"},
 }
 TOP = {
     "bench",

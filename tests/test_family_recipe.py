@@ -17,11 +17,10 @@ import pytest
 import torch
 
 from outrider.train import optim
-from outrider.train.clock import RunningClock
 from outrider.train.distillation import Distillation, DistillationLoss
 from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
 from outrider.train.plan import Plan
-from outrider.train.trainer import Job, Trainer
+from outrider.train.trainer import RunningClock, Trainer
 from outrider.types import OutriderError
 from recipes.family import chats, corpus, data, evaluate, loops, model, samples, stages, tokenizer, written
 from recipes.family.config import PRESETS, AgainstLoops
@@ -31,17 +30,17 @@ PLAN = replace(TINY.target_plan, eval_every_s=1e9, save_every_s=1e9)
 CODE = 'def add(first, second):\n    """Return the sum."""\n    total = first + second\n    return total\n'
 
 
-def target_job(folder: Path, plan: Plan = PLAN) -> Job:
+def target_run(folder: Path, plan: Plan = PLAN) -> Trainer:
     """Return a run of a tiny target on tokens with an obvious pattern."""
     net = model.build(TINY.target, TINY, plan.seed)
     stream = np.tile(np.arange(3, 67, dtype=np.uint16), 40)
     batches = data.Mixture({"pattern": stream, "reverse": stream[::-1]}, {"pattern": 2.0, "reverse": 1.0}, plan.seed)
     skip = LayerSkip(exit_share=0.5, from_scratch=True, whole_steps=True, grow_at=0.3)
-    return Job("target", net, batches, EarlyExitLoss(model.LlamaDecoder(net), skip, seed=plan.seed), plan, folder)
+    return Trainer("target", net, batches, EarlyExitLoss(model.LlamaDecoder(net), skip, seed=plan.seed), plan, folder)
 
 
 def test_training_reduces_the_loss(tmp_path: Path) -> None:
-    trainer = Trainer(target_job(tmp_path))
+    trainer = target_run(tmp_path)
     assert trainer.run()
     losses = [point["loss"] for point in trainer.curve]
     assert losses[-1] < 0.5 * losses[0]
@@ -49,14 +48,14 @@ def test_training_reduces_the_loss(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
-    whole = Trainer(target_job(tmp_path / "whole"))
+    whole = target_run(tmp_path / "whole")
     assert whole.run()
-    assert not Trainer(target_job(tmp_path / "parts")).run(max_steps=17)
-    resumed = Trainer(target_job(tmp_path / "parts"))
+    assert not target_run(tmp_path / "parts").run(max_steps=17)
+    resumed = target_run(tmp_path / "parts")
     assert resumed.step == 17
     assert resumed.run()
-    for name, weight in whole.job.model.state_dict().items():
-        assert torch.equal(weight, resumed.job.model.state_dict()[name]), name
+    for name, weight in whole.model.state_dict().items():
+        assert torch.equal(weight, resumed.model.state_dict()[name]), name
 
 
 def test_generated_rows_of_another_target_or_number_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +80,7 @@ def test_the_draft_learns_from_the_target(tmp_path: Path) -> None:
     stream = np.random.default_rng(0).integers(3, 200, 5000).astype(np.uint16)
     rows = data.DistillationRows(data.Mixture({"noise": stream}, {"noise": 1.0}, 3), torch.full((4, 33), 7), 0.5)
     loss = DistillationLoss(student, teacher, Distillation(plain_share=0.1))
-    trainer = Trainer(Job("draft", student, rows, loss, replace(TINY.draft_plan, save_every_s=1e9), tmp_path))
+    trainer = Trainer("draft", student, rows, loss, replace(TINY.draft_plan, save_every_s=1e9), tmp_path)
     assert trainer.run()
     kls = [point["kl"] for point in trainer.curve if "kl" in point]
     assert kls[-1] < 0.7 * kls[0]
@@ -107,7 +106,7 @@ def test_the_clock_does_not_count_pauses() -> None:
 
 
 def test_progress_is_the_larger_of_tokens_and_time(tmp_path: Path) -> None:
-    trainer = Trainer(target_job(tmp_path, replace(PLAN, minutes=1.0)))
+    trainer = target_run(tmp_path, replace(PLAN, minutes=1.0))
     assert trainer.progress == 0.0
     trainer.tokens = PLAN.max_tokens // 4
     assert trainer.progress == pytest.approx(0.25)
@@ -353,7 +352,7 @@ def test_a_target_goes_on_from_a_finished_one(tmp_path: Path, monkeypatch: pytes
     finished = model.build(TINY.target, TINY, 7)
     finished.save_pretrained(tmp_path / "finished")
     shop = stages.Workshop("tiny", tmp_path, tmp_path / "work", compiled=False, start=tmp_path / "finished")
-    for name, weight in stages.target_job(shop).model.state_dict().items():
+    for name, weight in stages.target_run(shop).model.state_dict().items():
         assert torch.equal(weight, finished.state_dict()[name]), name
 
 

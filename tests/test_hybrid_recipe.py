@@ -10,8 +10,8 @@ from tiny_folder import make_tokenizer
 
 from outrider import LLM, SamplingParams
 from outrider.train.plan import Plan
-from outrider.train.trainer import Trainer
 from recipes.family import data
+from recipes.family.export import write
 from recipes.hybrid import __main__ as recipe
 
 TINY = {
@@ -30,12 +30,12 @@ def test_the_hybrid_learns_and_runs(tmp_path: Path) -> None:
     model = recipe.build(320, plan.seed, **TINY)
     assert model.config.layer_types.count("linear_attention") == 3
     stream = np.tile(np.arange(3, 67, dtype=np.uint16), 40)
-    trainer = Trainer(recipe.job(model, data.Mixture({"pattern": stream}, {"pattern": 1.0}, plan.seed), plan, tmp_path))
+    trainer = recipe.training(model, data.Mixture({"pattern": stream}, {"pattern": 1.0}, plan.seed), plan, tmp_path)
     assert trainer.run()
     losses = [point["loss"] for point in trainer.curve]
     assert losses[-1] < 0.5 * losses[0]
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    recipe.export(model, tmp_path / "tokenizer", tmp_path / "model")
+    write(model, tmp_path / "tokenizer", tmp_path / "model")
     prompt, params = list(range(10, 40)), SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     texts = []
     for method in ("plain", "low-bit"):

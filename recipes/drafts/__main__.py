@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,10 +11,10 @@ import typer
 
 from outrider.train.distillation import DIVERGENCES, Distillation
 from outrider.train.draft_model import DraftShape
-from outrider.train.model_runs import DraftRun, train_draft
+from outrider.train.model_runs import DraftRun, train_draft, trainable
 from outrider.train.parallel import Parallel
 from outrider.train.runs import HeadPlan
-from recipes import run
+from recipes import PACKAGE, exit_unless, run, work_folder
 from recipes.drafts import foreign as foreign_draft
 from recipes.family import model, report, tokenizer
 from recipes.family.config import PRESETS, SEED
@@ -22,7 +22,6 @@ from recipes.heads.rows import COUNT, bench
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
-PACKAGE = Path(__file__).parents[2] / "src" / "outrider" / "family"
 FROM_LAYERS = PRESETS["cpu"].distillation.layers
 LEARNED = (0.006, 0.0015)  # learning rates of Muon and Adam for already trained weights
 FRESH = (0.01, 0.0025)
@@ -50,13 +49,12 @@ def distilled(  # noqa: PLR0913 - one parameter an option
     out: Out = Path("build/drafts/distilled"),
 ) -> None:
     """Distil a draft of the family draft's size for longer, and compare the two. Run again to resume."""
-    at = bench(family / "target", tokens, work, rows)
+    at = replace(bench(family / "target", tokens, work, rows), target=trainable(str(family / "target")))
     shape = DraftShape(PRESETS["cpu"].draft.layers, PRESETS["cpu"].draft.hidden, FROM_LAYERS)
     muon, adam = FRESH if fresh else LEARNED
     kind = DraftRun(shape, None if fresh else str(family / "draft"), Distillation(loss=loss), name="distilled")
     how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=muon, adam_lr=adam, seed=SEED, compiled=True)
-    if not train_draft(at, out, how, kind):
-        sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
+    exit_unless(train_draft(at, out, how, kind))
     compare(family, out, tokens)
 
 
@@ -86,8 +84,8 @@ def parallel(
     muon, adam = LEARNED
     kind = DraftRun(start=str(family / "draft"), parallel=Parallel(depths=8), name="parallel")
     how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=muon, adam_lr=adam, seed=SEED, compiled=True)
-    if not train_draft(bench(family / "target", tokens, work, rows), out, how, kind):
-        sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
+    at = replace(bench(family / "target", tokens, work, rows), target=trainable(str(family / "target")))
+    exit_unless(train_draft(at, out, how, kind))
 
 
 @app.command()
@@ -106,16 +104,14 @@ def foreign(  # noqa: PLR0913 - one parameter an option
     out: Out = Path("build/drafts/foreign"),
 ) -> None:
     """Train a tokenizer of another size and a draft with it. Run again to resume. --rows 0: train on corpus text only."""
-    for folder in (work, out):
-        folder.mkdir(parents=True, exist_ok=True)
-    (work / ".gitignore").write_text("*\n")
+    work_folder(work)
+    out.mkdir(parents=True, exist_ok=True)
     written: list[str] = []
     if rows and not (work / "tokens" / "tokens.json").exists():
         learned, at = tokenizer.load(family / "target"), bench(family / "target", tokens, rows_work, rows)
         written = [str(learned.decode(row)) for row in at.training_rows().tolist()]
     foreign_draft.prepare(work, corpus, megabytes, vocab, written)
-    if not foreign_draft.train(work, family, minutes, out):
-        sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
+    exit_unless(foreign_draft.train(work, family, minutes, out))
 
 
 if __name__ == "__main__":

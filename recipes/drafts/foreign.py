@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from outrider.train import plots
-from outrider.train.distillation import next_token_loss
 from outrider.train.shrink import shrink
-from outrider.train.trainer import Job, Trainer
+from outrider.train.trainer import Trainer
 from recipes.family import corpus, data, evaluate, model, tokenizer
 from recipes.family.config import PRESETS, SEED
 from recipes.family.export import export
@@ -70,16 +69,13 @@ def train(folder: Path, family: Path, minutes: float, out: Path) -> bool:
     net = model.build(preset.draft, preset, SEED + 11)
     shrink(model.load(family / "target"), net, FROM_LAYERS, pieces(learned, of_target))
     plan = replace(preset.draft_plan, max_tokens=20_000_000, minutes=minutes, eval_every_s=120.0, seed=SEED + 11)
-    found = held_out(folder, learned)
-
-    def loss(ids: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
-        value = next_token_loss(net, ids)
-        return value, {"loss": value.detach()}
+    found = evaluate.held_out(folder / "tokens", learned, {each.name: each.weight for each in corpus.SOURCES}, 256, 4_096)
+    loss = model.text_loss(net, torch.float32)
 
     def measure(final: bool) -> dict[str, Any]:
         return {"bpb": evaluate.bits_per_byte(net, found)}
 
-    if not Trainer(Job("foreign", net, mixture(folder / "tokens"), loss, plan, folder / "foreign", measure)).run():
+    if not Trainer("foreign", net, mixture(folder / "tokens"), loss, plan, folder / "foreign", measure).run():
         return False
     export(folder / "foreign" / "checkpoint.pt", preset.draft, preset, folder / "tokenizer", out)
     plots.draw("foreign", json.loads((folder / "foreign" / "curve.json").read_text()), out)
@@ -89,11 +85,3 @@ def train(folder: Path, family: Path, minutes: float, out: Path) -> bool:
     measured = {"vocabulary": len(learned), "tokens_in_common": common, "bits_per_byte": bits}
     (out / "measured.json").write_text(json.dumps(measured, indent=1) + "\n")
     return True
-
-
-def held_out(folder: Path, learned: PreTrainedTokenizerFast) -> evaluate.HeldOut:
-    """Return held-out rows, tokenised with the draft's tokenizer."""
-    names = [source.name for source in corpus.SOURCES]
-    rows = data.held_out_rows(folder / "tokens", names, 256, 4_096)
-    sizes = torch.tensor(tokenizer.token_bytes(learned), dtype=torch.float64)
-    return evaluate.HeldOut(rows, {source.name: source.weight for source in corpus.SOURCES}, sizes)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from recipes import run
+from recipes import PACKAGE, exit_unless, run, work_folder
 
 from . import stages
 from .config import PRESETS
@@ -29,7 +28,6 @@ Package = Annotated[Path, typer.Option("--package", help="output folder of targe
 Curves = Annotated[Path, typer.Option("--curves", help="output folder of the curves and report.json")]
 
 HERE = Path(__file__).parent
-PACKAGE = HERE.parents[1] / "src" / "outrider" / "family"
 CORPUS, WORK = Path("../shared/corpus"), Path("build/family")
 
 
@@ -44,8 +42,7 @@ def workshop(preset: str, corpus: Path, work: Path) -> Workshop:
     check_preset(preset)
     if not corpus.is_dir():
         raise typer.BadParameter(f"corpus folder {corpus} does not exist")
-    work.mkdir(parents=True, exist_ok=True)
-    (work / ".gitignore").write_text("*\n")
+    work_folder(work)
     return Workshop(preset, corpus, work)
 
 
@@ -75,8 +72,7 @@ def target(
     check_model(start)
     budget = {"minutes": minutes, "tokens_in_all": tokens, "count_pauses": wall}
     shop = replace(workshop(preset, corpus, work), start=start, **budget)
-    if not stages.train_target(shop):
-        sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
+    exit_unless(stages.train_target(shop))
 
 
 @app.command()
@@ -91,8 +87,7 @@ def loops(
     shop = replace(workshop(preset, corpus, work), minutes=minutes, count_pauses=wall)
     if not (work / "target" / "checkpoint.pt").is_file():
         raise typer.BadParameter(f"no target in {work}: run `python -m recipes.family target` first")
-    if not stages.train_against_loops(shop):
-        sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
+    exit_unless(stages.train_against_loops(shop))
 
 
 @app.command()
@@ -111,8 +106,7 @@ def draft(
     if teacher is None:
         teacher = work / "export" / "target"
         stages.export_model(shop, "loops", teacher)
-    if not stages.train_draft(shop, teacher, rows):
-        sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
+    exit_unless(stages.train_draft(shop, teacher, rows))
 
 
 @app.command()

@@ -6,9 +6,10 @@ from typing import Any
 
 from outrider.cli.options import READABLE_TEMPERATURE, READABLE_TOP_P
 from outrider.train.plan import Plan
+from recipes import table
 
 from . import corpus
-from .config import Preset, Shape
+from .config import Preset
 from .report import SAMPLE_TOKENS
 
 HEAD = """# Model card: the embedded family
@@ -25,25 +26,16 @@ together with the header of a block that has no line yet. It counts if prompt pl
 body is not blank. Parsing says nothing about sense: see the samples."""
 
 
-def shape_row(name: str, shape: Shape, parameters: int) -> str:
-    """Return the table row of one model's shape."""
-    return (
-        f"| {name} | {parameters / 1e6:.2f} M | {shape.hidden} | {shape.layers} | {shape.heads} / {shape.kv_heads} "
-        f"| {shape.intermediate} |"
-    )
-
-
 def architecture(preset: Preset, parameters: dict[str, int]) -> str:
     """Return the sizes of both models."""
-    rows = [shape_row(name, getattr(preset, name), parameters[name]) for name in ("target", "draft")]
-    return "\n".join(
+    rows = [
+        (name, f"{parameters[name] / 1e6:.2f} M", own.hidden, own.layers, f"{own.heads} / {own.kv_heads}", own.intermediate)
+        for name, own in (("target", preset.target), ("draft", preset.draft))
+    ]
+    return "\n\n".join(
         [
             "## Architecture",
-            "",
-            "| model | parameters | hidden | layers | heads / KV heads | intermediate |",
-            "|---|---|---|---|---|---|",
-            *rows,
-            "",
+            table(("model", "parameters", "hidden", "layers", "heads / KV heads", "intermediate"), rows),
             f"`LlamaForCausalLM`, head size 64, tied embeddings, RoPE theta 10000, {preset.max_positions} positions, weights "
             f"in bfloat16. Byte-level BPE, {preset.vocab} tokens: digits are single, runs of spaces and of newlines are tokens "
             "of their own, all 256 bytes are in the alphabet.",
@@ -53,15 +45,11 @@ def architecture(preset: Preset, parameters: dict[str, int]) -> str:
 
 def sources(tokens: dict[str, int]) -> str:
     """Return the sources of the text."""
-    rows = [f"| {s.name} | {s.origin} | {s.licence} | {tokens[s.name] / 1e6:.2f} M | {s.weight:.0%} |" for s in corpus.SOURCES]
-    return "\n".join(
+    rows = [(s.name, s.origin, s.licence, f"{tokens[s.name] / 1e6:.2f} M", f"{s.weight:.0%}") for s in corpus.SOURCES]
+    return "\n\n".join(
         [
             "## Text",
-            "",
-            "| source | origin | licence | tokens at hand | share of the rows |",
-            "|---|---|---|---|---|",
-            *rows,
-            "",
+            table(("source", "origin", "licence", "tokens at hand", "share of the rows"), rows),
             "About half a percent of each source, whole documents chosen by hash, is held out; functions cut from held-out "
             "files are held out with them. GSM8K's calculator marks are removed, half of its problems and an eighth of the "
             "documented functions are framed with the chat tokens. The prompts of our measurements are not part of the text.",
@@ -81,37 +69,29 @@ def training(name: str, plan: Plan, curve: list[dict[str, Any]], hardware: str) 
 
 def bits(found: dict[str, dict[str, float]]) -> str:
     """Return the validation table."""
-    rows = [f"| {name} | {value:.3f} | {found['draft'][name]:.3f} |" for name, value in found["target"].items()]
-    head = ["## Bits per byte on held-out documents", "", "| source | target | draft |", "|---|---|---|"]
+    rows = [(name, f"{value:.3f}", f"{found['draft'][name]:.3f}") for name, value in found["target"].items()]
     note = (
         "`total` weighs the sources of the first edition as that did, so that editions can be compared. "
         "Measured on the exported weights."
     )
-    return "\n".join([*head, *rows, "", note])
+    return "\n\n".join(["## Bits per byte on held-out documents", table(("source", "target", "draft"), rows), note])
 
 
 def speculation(report: dict[str, Any]) -> str:
     """Return acceptance and early-exit measurements."""
     found = report["held_out_functions"]
-    exits = " | ".join(f"{value:.3f}" for value in found["exit_agreement"])
-    layers = range(1, len(found["exit_agreement"]) + 1)
+    exits = [f"{value:.3f}" for value in found["exit_agreement"]]
     lengths = ", ".join(f"K = {k}: {value:.2f}" for k, value in found["mean_acceptance_length"].items())
-    return "\n".join(
+    return "\n\n".join(
         [
             "## Speculation",
-            "",
             f"On the target's own greedy text after {found['prompts']} held-out function signatures "
             f"({found['positions']} positions), the draft's greedy token equals the target's at "
             f"**{found['draft_agreement']:.1%}** of the positions; on the greedy "
             f"continuations of our fifty signatures at {report['own_signatures']['draft_agreement']:.1%}. "
             f"Mean acceptance length of greedy speculation on that text: {lengths}.",
-            "",
             "Agreement of each early exit (the model's own norm and head after so many layers) with the full target:",
-            "",
-            "| layers | " + " | ".join(map(str, layers)) + " |",
-            "|---" * (len(layers) + 1) + "|",
-            f"| agreement | {exits} |",
-            "",
+            table(("layers", *range(1, len(exits) + 1)), [("agreement", *exits)]),
             "Layers that were left out while the model grew and learned little after that show as pairs of equal numbers.",
         ]
     )
@@ -120,22 +100,17 @@ def speculation(report: dict[str, Any]) -> str:
 def loops(found: dict[str, dict[str, Any]]) -> str:
     """Return loop shares before and after training against loops."""
     rows = [
-        f"| {when} | " + " | ".join(f"{each[how][what]:.0%}" for how in ("greedy", "sampled") for what in LOOPS) + " |"
-        for when, each in found.items()
+        (when, *(f"{each[how][what]:.0%}" for how in ("greedy", "sampled") for what in LOOPS)) for when, each in found.items()
     ]
     after = found["after"]
-    return "\n".join(
+    return "\n\n".join(
         [
             "## Loops",
-            "",
             f"Texts of at most {after['new_tokens']} tokens after {after['prompts']} prompts (our signatures, and openings of "
             "held-out documents): the share that ends in a loop, and the share of their tokens that are in loops, before and "
             "after training against loops (unlikelihood; Welleck et al. 2020). "
             f"Sampled: temperature {READABLE_TEMPERATURE}, top-p {READABLE_TOP_P}.",
-            "",
-            "| | greedy: texts | tokens | sampled: texts | tokens |",
-            "|---|---|---|---|---|",
-            *rows,
+            table(("", "greedy: texts", "tokens", "sampled: texts", "tokens"), rows),
         ]
     )
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from .corpus import SOURCES, Split
+from outrider.train.text import GOLDEN, spread
+from outrider.types import OutriderError
 
-GOLDEN = 0.6180339887498949
+from .corpus import SOURCES, Split
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, documents: Sequence[str], path: Path) -> int:
@@ -73,6 +74,12 @@ class Mixture:
         return torch.from_numpy(out)
 
 
+def check_tokens(folder: Path) -> None:
+    """Raise ``OutriderError`` unless the text is tokenised."""
+    if not (folder / "tokens.json").exists():
+        raise OutriderError(f"no tokenised text in {folder}: run `python -m recipes.family tokenizer` first")
+
+
 def training_mixture(folder: Path, seed: int) -> Mixture:
     """Return the mixture of `SOURCES` over the tokenised training files."""
     streams = {s.name: np.memmap(folder / f"train_{s.name}.bin", dtype=np.uint16, mode="r") for s in SOURCES}
@@ -108,6 +115,5 @@ class DistillationRows:
         self.rows_drawn["generated"] += count
         parts = [self.corpus.batch(step, rows - count, seq_len)]
         if count:
-            places = ((np.arange(first, first + count) * GOLDEN + 0.5) % 1.0 * len(self.generated)).astype(np.int64)
-            parts.append(self.generated[places, : seq_len + 1].to(torch.int64))
+            parts.append(self.generated[spread(first, count, len(self.generated)), : seq_len + 1].to(torch.int64))
         return torch.cat(parts)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from . import data
 from .model import LlamaDecoder
+from .tokenizer import token_bytes
 
 ROWS = 16  # rows per pass
 
@@ -20,25 +24,31 @@ class HeldOut:
     """Held-out rows by source, and the length of each token in bytes."""
 
     rows: dict[str, Tensor]  # source -> [N, S + 1]
-    weights: dict[str, float]
+    weights: Mapping[str, float]
     token_bytes: Tensor  # [V]
 
 
-def bits_per_byte(model: LlamaForCausalLM, data: HeldOut) -> dict[str, float]:
+def held_out(tokens: Path, learned: PreTrainedTokenizerFast, weights: Mapping[str, float], seq_len: int, limit: int) -> HeldOut:
+    """Return rows of held-out text, up to `limit` tokens of each source."""
+    sizes = torch.tensor(token_bytes(learned), dtype=torch.float64)
+    return HeldOut(data.held_out_rows(tokens, weights, seq_len, limit), weights, sizes)
+
+
+def bits_per_byte(model: LlamaForCausalLM, text: HeldOut) -> dict[str, float]:
     """Return bits per byte by source; `total` weighs the sources as in training."""
     device = next(model.parameters()).device
     found = {}
-    for name, rows in data.rows.items():
+    for name, rows in text.rows.items():
         nats = size = 0.0
         for ids in rows.split(ROWS):
             labels = ids[:, 1:].to(device)
             logits = model(input_ids=ids[:, :-1].to(device), use_cache=False).logits
             loss = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
             nats += float(loss)
-            size += float(data.token_bytes[ids[:, 1:]].sum())
+            size += float(text.token_bytes[ids[:, 1:]].sum())
         found[name] = round(nats / math.log(2) / max(size, 1.0), 4)
-    total = sum(data.weights[name] for name in found)
-    found["total"] = round(sum(found[name] * data.weights[name] for name in found) / total, 4)
+    total = sum(text.weights[name] for name in found)
+    found["total"] = round(sum(found[name] * text.weights[name] for name in found) / total, 4)
     return found
 
 

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from . import model, tokenizer
 from .config import Preset, Shape
@@ -19,6 +19,11 @@ def export(checkpoint: Path, shape: Shape, preset: Preset, tokenizer_folder: Pat
     net.load_state_dict(state)
     if out.exists():
         shutil.rmtree(out)
+    write(net, tokenizer_folder, out)
+
+
+def write(net: PreTrainedModel, tokenizer_folder: Path, out: Path) -> None:
+    """Write a model in bfloat16 with its tokenizer."""
     net.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0, do_sample=False)
     net.to(torch.bfloat16).save_pretrained(out)
     tokenizer.load(tokenizer_folder).save_pretrained(out)

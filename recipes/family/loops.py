@@ -44,10 +44,8 @@ class LoopLoss:
         if step % self.how.every:
             return loss, parts
         prompts = ids[: self.how.rows, : self.how.prompt_tokens]
-        self.net.eval()
         greedy = torch.zeros(len(prompts), device=ids.device)
         rows = continue_rows(self.net, prompts, self.how.new_tokens, greedy, torch.Generator(ids.device))
-        self.net.train()
         end = int(self.net.config.eos_token_id)
         repeated = torch.tensor([repeats(row, end) for row in rows[:, prompts.shape[1] :].tolist()], device=ids.device)
         unlikely = self._unlikelihood(rows, prompts.shape[1], repeated)

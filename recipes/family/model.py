@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider.train.decoder import Decoder
+from outrider.train.distillation import next_token_loss
+from outrider.train.precision import arithmetic
+from outrider.train.trainer import Loss
 
 from .config import Preset, Shape
 
@@ -50,6 +54,17 @@ def compile_layers(model: LlamaForCausalLM) -> None:
     """Compile each layer in place. One graph per shape serves all depths, exits and skipped layers."""
     for layer in model.model.layers:
         layer.compile(dynamic=False)
+
+
+def text_loss(model: PreTrainedModel, dtype: torch.dtype) -> Loss:
+    """Return the mean cross entropy of ids [B, S + 1], computed in a dtype."""
+
+    def loss(ids: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
+        with arithmetic(ids.device, dtype):
+            found = next_token_loss(model, ids)
+        return found, {"loss": found.detach()}
+
+    return loss
 
 
 class LlamaDecoder(Decoder):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.heads.checkpoint import replaced
 from outrider.train import distillation, plots
@@ -23,7 +23,7 @@ from outrider.train.plan import Plan
 from outrider.train.precision import run_dtype
 from outrider.train.progress import Progress
 from outrider.train.shrink import shrink
-from outrider.train.trainer import Job, Trainer
+from outrider.train.trainer import Trainer
 
 from . import card, corpus, data, evaluate, loops, model, prompts, report, tokenizer
 from .config import PRESETS, Preset
@@ -64,13 +64,15 @@ class Workshop:
         """Folder of the tokenised text."""
         return self.folder / "tokens"
 
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The learned tokenizer."""
+        return tokenizer.load(self.folder / "tokenizer")
+
     def held_out(self, long: bool) -> HeldOut:
         """Return held-out rows: a few thousand tokens of each source, or several times as many if ``long``."""
-        names = [source.name for source in corpus.SOURCES]
-        fitting = min(256, self.preset.max_positions // 2)
-        rows = data.held_out_rows(self.tokens, names, fitting, 8_192 if long else 4_096)
-        counts = tokenizer.token_bytes(tokenizer.load(self.folder / "tokenizer"))
-        return HeldOut(rows, {s.name: s.in_total for s in corpus.SOURCES}, torch.tensor(counts, dtype=torch.float64))
+        fitting, weights = min(256, self.preset.max_positions // 2), {s.name: s.in_total for s in corpus.SOURCES}
+        return evaluate.held_out(self.tokens, self.tokenizer, weights, fitting, 8_192 if long else 4_096)
 
 
 def prepare(shop: Workshop) -> None:
@@ -95,7 +97,7 @@ def _loss(shop: Workshop, name: str, net: LlamaForCausalLM, plan: Plan, skip: La
     return EarlyExitLoss(decoder, skip, run_dtype(shop.folder / name, shop.device), plan.seed)
 
 
-def target_job(shop: Workshop) -> Job:
+def target_run(shop: Workshop) -> Trainer:
     """Return the target's training run."""
     preset = shop.preset
     plan = shop.plan(preset.target_plan)
@@ -112,17 +114,17 @@ def target_job(shop: Workshop) -> Job:
         return {"bpb": evaluate.bits_per_byte(net, found), "exit_agreement": agreement}
 
     batches = data.training_mixture(shop.tokens, plan.seed)
-    return Job("target", net, batches, _loss(shop, "target", net, plan, skip), plan, shop.folder / "target", measure)
+    return Trainer("target", net, batches, _loss(shop, "target", net, plan, skip), plan, shop.folder / "target", measure)
 
 
 def train_target(shop: Workshop) -> bool:
     """Train the target to the end of its plan. Returns False if interrupted."""
     prepare(shop)
-    return Trainer(target_job(shop)).run()
+    return target_run(shop).run()
 
 
-def loops_job(shop: Workshop) -> Job:
-    """Return the run that trains the finished target against its own loops."""
+def train_against_loops(shop: Workshop) -> bool:
+    """Train the finished target against its own loops to the end of the plan. Returns False if interrupted."""
     preset = shop.preset
     plan = shop.plan(preset.loops_plan)
     net = model.build(preset.target, preset, plan.seed).to(shop.device)
@@ -130,7 +132,7 @@ def loops_job(shop: Workshop) -> Job:
     net.load_state_dict(learned["model"])
     skip = replace(preset.layer_skip, from_scratch=False, grow_at=0.0)
     text = _loss(shop, "loops", net, plan, skip)
-    words = tokenizer.load(shop.folder / "tokenizer")
+    words = shop.tokenizer
 
     def measure(final: bool) -> dict[str, Any]:
         net.eval()
@@ -139,13 +141,8 @@ def loops_job(shop: Workshop) -> Job:
         shares = {f"{how}_loops": found[how]["texts_that_end_in_a_loop"] for how in ("greedy", "sampled")}
         return {"bpb": evaluate.bits_per_byte(net, shop.held_out(final)), **shares}
 
-    batches = data.training_mixture(shop.tokens, plan.seed + 3)
-    return Job("loops", net, batches, loops.LoopLoss(text, net, preset.against_loops), plan, shop.folder / "loops", measure)
-
-
-def train_against_loops(shop: Workshop) -> bool:
-    """Train the target against its own loops to the end of the plan. Returns False if interrupted."""
-    return Trainer(loops_job(shop)).run()
+    batches, loss = data.training_mixture(shop.tokens, plan.seed + 3), loops.LoopLoss(text, net, preset.against_loops)
+    return Trainer("loops", net, batches, loss, plan, shop.folder / "loops", measure).run()
 
 
 def export_model(shop: Workshop, name: str, out: Path) -> None:
@@ -163,9 +160,9 @@ def write_text(shop: Workshop, teacher: LlamaForCausalLM, rows: int) -> Tensor:
     claim(path.with_name("run.json"), {"target": fingerprint(teacher), "rows": rows})
     if path.exists():
         return torch.load(path, weights_only=True)
-    plan, learned = shop.preset.draft_plan, tokenizer.load(shop.folder / "tokenizer")
+    plan = shop.preset.draft_plan
     others = data.training_mixture(shop.tokens, plan.seed + 1).batch(0, rows, how.prompt_tokens)
-    starts = prompts.mixed_prompts(shop.tokens, learned, rows, how.prompt_tokens, others).to(shop.device)
+    starts = prompts.mixed_prompts(shop.tokens, shop.tokenizer, rows, how.prompt_tokens, others).to(shop.device)
     generator = torch.Generator(shop.device).manual_seed(plan.seed)
     written = []
     with Progress("generate") as bar:
@@ -189,8 +186,8 @@ def new_draft(preset: Preset, teacher: LlamaForCausalLM, seed: int) -> LlamaForC
     return student
 
 
-def draft_job(shop: Workshop, target: Path, generated_rows: int | None) -> Job:
-    """Return the draft's distillation run from the target in a folder."""
+def train_draft(shop: Workshop, target: Path, generated_rows: int | None = None) -> bool:
+    """Distil the draft from the target in a folder to the end of its plan. Returns False if interrupted."""
     preset, how = shop.preset, shop.preset.distillation
     plan = shop.plan(preset.draft_plan)
     teacher = model.load(target).to(shop.device).requires_grad_(False)
@@ -208,12 +205,7 @@ def draft_job(shop: Workshop, target: Path, generated_rows: int | None) -> Job:
     def measure(final: bool) -> dict[str, Any]:
         return {"bpb": evaluate.bits_per_byte(student, shop.held_out(final))}
 
-    return Job("draft", student, batches, loss, plan, shop.folder / "draft", measure)
-
-
-def train_draft(shop: Workshop, target: Path, generated_rows: int | None = None) -> bool:
-    """Distil the draft to the end of its plan. Returns False if interrupted."""
-    return Trainer(draft_job(shop, target, generated_rows)).run()
+    return Trainer("draft", student, batches, loss, plan, shop.folder / "draft", measure).run()
 
 
 def hardware() -> str:
@@ -231,7 +223,7 @@ def finish(shop: Workshop, package: Path, curves: Path) -> None:
         export_model(shop, name, out)
         curve = json.loads((shop.folder / name / "curve.json").read_text())
         plots.draw(name, curve, curves)
-    learned = tokenizer.load(shop.folder / "tokenizer")
+    learned = shop.tokenizer
     found = report.measure(package, shop.tokens, shop.held_out(long=True), learned)
     chosen = loops.mixed_prompts(shop.tokens, learned)
     for name, folder in (("before", shop.folder / "export" / "learned"), ("after", package / "target")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import typer
 
 from outrider.cli.options import flag, with_groups
 from outrider.train.runs import Bench, BlockRun, EagleRun, HeadPlan, MtpRun, train_block, train_eagle, train_medusa, train_mtp
-from recipes import run
+from recipes import PACKAGE, exit_unless, run
 from recipes.family.config import SEED
 from recipes.family.stages import hardware
 from recipes.heads.card import publish
@@ -20,7 +19,6 @@ from recipes.heads.rows import COUNT, SEQ_LEN, bench
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
-PACKAGE = Path(__file__).parents[2] / "src" / "outrider" / "family"
 NAMES = ("medusa", "eagle1", "eagle3", "mtp", "dflash")
 
 
@@ -67,8 +65,7 @@ def train_all(names: Sequence[str], how: Options) -> None:
     """Train heads in order, each to its end. Exits if one is interrupted."""
     at = bench(how.target, how.tokens, how.work, how.rows)
     for name in names:
-        if not train(name, at, how.package, how.minutes, how.hardware or hardware()):
-            sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
+        exit_unless(train(name, at, how.package, how.minutes, how.hardware or hardware()))
 
 
 @app.command()

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from recipes import table
 from recipes.heads.rows import PROMPT_LEN, SEQ_LEN
 
 WHAT = {
@@ -53,18 +54,18 @@ def card(name: str, measured: dict[str, Any], end: dict[str, Any], rows: int, si
     what, method = WHAT[name]
     minutes = end["seconds"] / 60
     parts = [
-        f"# Model card: {name}\n",
+        f"# Model card: {name}",
         f"{what} It drafts for the embedded target in `../target` and for no other model: `--method {method}`. Licence and"
         " sources of the text: as the target's (`../MODEL_CARD.md`). The prompts of our measurements are not part of the"
-        " text.\n",
-        f"Made by `python -m recipes.heads one {name}`; this card too. {size / 1e6:.1f} MB, bfloat16.\n",
-        "## Training\n",
+        " text.",
+        f"Made by `python -m recipes.heads one {name}`; this card too. {size / 1e6:.1f} MB, bfloat16.",
+        "## Training",
         f"{rows} rows of {SEQ_LEN} tokens, written by the target after {PROMPT_LEN} tokens of training text, greedily and at"
-        " temperature 1 in equal parts. Its hidden states were captured once and kept.\n",
+        " temperature 1 in equal parts. Its hidden states were captured once and kept.",
         f"The head saw {end['tokens'] / 1e6:.2f} M tokens in {end['step']} steps and {minutes:.0f} minutes on {machine}. Loss"
-        f" curve: `recipes/heads/{name}_curve.png`.\n",
-        "## Acceptance by position\n",
-        "Measured on rows that were held out of the head's training.\n",
+        f" curve: `recipes/heads/{name}_curve.png`.",
+        "## Acceptance by position",
+        "Measured on rows that were held out of the head's training.",
     ]
     if "accuracies" in measured:
         header = ("head (tokens ahead)", "likeliest token is the target's", "among the 3 likeliest", "among the 10")
@@ -75,22 +76,13 @@ def card(name: str, measured: dict[str, Any], end: dict[str, Any], rows: int, si
         header = ("draft", "greedy, after accepted ones", "at temperature 1")
         both = zip(found["greedy"], found["sampled"], strict=True)
         parts.append(table(header, [(i + 1, *map("{:.1%}".format, row)) for i, row in enumerate(both)]))
-        parts.append(
-            "Expected tokens per pass of the target, greedy and at temperature 1: {} and {}.\n".format(
-                *found["tokens_per_pass"]
-            )
-        )
+        greedy, sampled = found["tokens_per_pass"]
+        parts.append(f"Expected tokens per pass of the target, greedy and at temperature 1: {greedy} and {sampled}.")
     else:
         held = measured["held_out"].values()
-        parts.append("A later position counts whether or not the earlier ones were right, over the head's own drafts:\n")
+        parts.append("A later position counts whether or not the earlier ones were right, over the head's own drafts:")
         parts.append(table(("depth", "likeliest token is the target's"), [(i + 1, f"{x:.1%}") for i, x in enumerate(held)]))
         ranks = measured["acceptance_by_rank"]
-        parts.append("At temperature 1 and depth 1, by multi-round rejection:\n")
+        parts.append("At temperature 1 and depth 1, by multi-round rejection:")
         parts.append(table(("sibling", "is the one accepted"), [(i + 1, f"{x:.1%}") for i, x in enumerate(ranks)]))
-    return "\n".join(parts)
-
-
-def table(header: tuple[object, ...], rows: list[tuple[object, ...]]) -> str:
-    """Return a Markdown table."""
-    lines = [header, ("---",) * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
+    return "\n\n".join(parts) + "\n"

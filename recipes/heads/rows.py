@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from outrider.train.progress import Progress
 from outrider.train.runs import Bench
 from outrider.train.text import regenerate
 from outrider.types import OutriderError
+from recipes import work_folder
 from recipes.family import data, prompts, tokenizer
 from recipes.family.config import SEED
 
@@ -23,10 +23,8 @@ SEQ_LEN, PROMPT_LEN, COUNT = 256, 96, 12000
 
 def bench(target: Path, tokens: Path, work: Path, count: int) -> Bench:
     """Return target, tokenizer and rows. Recipes with the same ``work`` share them."""
-    if not (tokens / "tokens.json").exists():
-        sys.exit(f"no tokenised text in {tokens}: run `python -m recipes.family tokenizer` first")
-    work.mkdir(parents=True, exist_ok=True)
-    (work / ".gitignore").write_text("*\n")
+    data.check_tokens(tokens)
+    work_folder(work)
     runner = ModelRunner.load(target, RunnerConfig(max_batch=128, compile="auto"))
     learned = tokenizer.load(target)
     return Bench(runner, learned, work, rows=training_rows(runner, learned, tokens, work, count))

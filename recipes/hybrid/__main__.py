@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor
-from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig, PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from outrider.train.plan import Plan
-from outrider.train.precision import arithmetic, run_dtype
-from outrider.train.trainer import Batches, Job, Trainer
-from recipes import run
+from outrider.train.precision import run_dtype
+from outrider.train.trainer import Batches, Trainer
+from recipes import exit_unless, run
 from recipes.family import data, tokenizer
+from recipes.family.export import write
+from recipes.family.model import text_loss
 
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -44,31 +42,9 @@ def build(vocab_size: int, seed: int, **changes: Any) -> Qwen3_5ForCausalLM:
     return Qwen3_5ForCausalLM(config).float()
 
 
-def next_token_loss(
-    model: PreTrainedModel, dtype: torch.dtype
-) -> Callable[[Tensor, int, float], tuple[Tensor, dict[str, Any]]]:
-    """Return the mean cross entropy of ids [B, S + 1], computed in a dtype."""
-
-    def loss(ids: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
-        with arithmetic(ids.device, dtype):
-            logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-        found = cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
-        return found, {"loss": found.detach()}
-
-    return loss
-
-
-def job(model: PreTrainedModel, batches: Batches, plan: Plan, folder: Path) -> Job:
+def training(model: PreTrainedModel, batches: Batches, plan: Plan, folder: Path) -> Trainer:
     """Return the training run."""
-    return Job("hybrid", model, batches, next_token_loss(model, run_dtype(folder, model.device)), plan, folder)
-
-
-def export(model: PreTrainedModel, tokenizer_folder: Path, out: Path) -> None:
-    """Write a Hugging Face folder in bfloat16."""
-    model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=0, do_sample=False)
-    model.to(torch.bfloat16).save_pretrained(out)
-    tokenizer.load(tokenizer_folder).save_pretrained(out)
-    tokenizer.write_config(out)
+    return Trainer("hybrid", model, batches, text_loss(model, run_dtype(folder, model.device)), plan, folder)
 
 
 @app.command()
@@ -78,14 +54,12 @@ def main(
     work: Annotated[Path, typer.Option(help="folder of the checkpoint, with the model in model/")] = Path("build/hybrid"),
 ) -> None:
     """Train and export. Run again to resume."""
-    if not (family / "tokens" / "tokens.json").exists():
-        raise typer.BadParameter(f"no tokenised text in {family}: run `python -m recipes.family tokenizer` first")
+    data.check_tokens(family / "tokens")
     plan = Plan(10**9, 4096, ((1.0, 256),), minutes=minutes, muon_lr=0.01, adam_lr=0.0025, warmup=0.02)
     model = build(len(tokenizer.load(family / "tokenizer")), plan.seed)
     model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    if not Trainer(job(model, data.training_mixture(family / "tokens", plan.seed), plan, work)).run():
-        sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
-    export(model, family / "tokenizer", work / "model")
+    exit_unless(training(model, data.training_mixture(family / "tokens", plan.seed), plan, work).run())
+    write(model, family / "tokenizer", work / "model")
 
 
 if __name__ == "__main__":

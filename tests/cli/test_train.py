@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from tiny_folder import TEXT, make_folder
 
+from outrider.runner import loading
+
 from .test_errors import Run, assert_one_line
 
 FAST = ("--epochs", "0.3", "--batch-tokens", "96", "--seq-len", "24")
@@ -152,10 +154,29 @@ def test_errors_are_found_before_the_target_is_loaded(  # noqa: PLR0913 - fixtur
     config = json.loads((packed / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     (packed / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr("outrider.runner.ModelRunner.load", never)
+    monkeypatch.setattr("outrider.runner.loading.load_model", never)
     named = {"packed": packed, "TARGET": target}
     common = ("--target", target, "--text", text, "--out", tmp_path / "made", *FAST)
     assert_one_line(outrider("train", kind, *common, *(named.get(each, each) for each in options)), message)
     assert not (tmp_path / "made").exists() and not (tmp_path / "made-work").exists()
+
+
+@pytest.mark.parametrize("kind", ["draft", "early-exit"])
+def test_a_model_for_training_is_loaded_once_if_it_fits_in_float32(
+    outrider: Run, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind
+) -> None:
+    target = make_folder(tmp_path / "target", num_hidden_layers=3, dtype="bfloat16")
+    loaded, load, size = [], loading.load_model, (target / "model.safetensors").stat().st_size
+    monkeypatch.setattr(loading, "load_model", lambda source, *rest: (loaded.append(source), load(source, *rest))[1])
+    train = ("train", kind, "--target", target, "--text", text, "--out", tmp_path / "made", *FAST)
+    with monkeypatch.context() as patch:
+        patch.setattr("outrider.memory.total_memory", lambda: 3 * size // 2)
+        assert_one_line(outrider(*train), f"the weights in {target} take", "of memory")
+    assert not loaded
+    made = outrider(*train)
+    assert made.code == 0, made.err
+    assert loaded == [str(target)]
+    assert json.loads((tmp_path / "made" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_usage_errors_are_one_line(outrider: Run, target: Path, text: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from outrider.train.acceptance import acceptance, expected_tau
 from outrider.train.continuation import continue_rows
 from outrider.train.decoder import Decoder
 from outrider.train.distillation import Distillation, DistillationLoss, divergence
-from outrider.train.draft_model import DraftShape, chosen_layers, draft_config, new_draft, spaced
+from outrider.train.draft_model import DraftShape, chosen_layers, draft_config, new_draft
 from outrider.train.layer_skip import EarlyExitLoss, LayerSkip, drop_rates, exit_weights
 from outrider.train.model_runs import DraftRun, train_draft, train_early_exit
 from outrider.train.parallel import Parallel
@@ -49,9 +49,13 @@ def rows():
     return torch.stack([pattern.roll(shift)[:SEQ] for shift in range(60)]).int()
 
 
+def bench_of(folder, work, rows):
+    return Bench(model_runs.trainable(str(folder)), None, work, rows=rows)
+
+
 @pytest.fixture
-def bench(runner, rows, tmp_path):
-    return Bench(runner, None, tmp_path / "work", rows=rows)
+def bench(folder, rows, tmp_path):
+    return bench_of(folder, tmp_path / "work", rows)
 
 
 def tiny(kind):
@@ -193,10 +197,10 @@ def test_the_expected_tau_depends_on_runs_not_averages():
     assert expected_tau(stretches, 4) == pytest.approx(1 + (12 + 11 + 10 + 9) / 21)
 
 
-def test_a_draft_is_initialised_with_layers_of_its_target(runner):
-    target = model_runs.trainable(runner)
-    assert spaced(2, 8) == (0, 4) and spaced(3, 8) == (0, 2, 5)
+def test_a_draft_is_initialised_with_layers_of_its_target(folder):
+    target = model_runs.trainable(str(folder))
     assert [chosen_layers(DraftShape(), total) for total in (2, 5, 32)] == [(0,), (0, 2), (0, 8, 16, 24)]
+    assert chosen_layers(DraftShape(layers=3), 8) == (0, 2, 5)
     draft, said = new_draft(target, DraftShape(from_layers=(0, 4)))
     assert "layers 0, 4" in said and draft.config.num_hidden_layers == 2
     ids = torch.arange(8, 20)[None]
@@ -296,13 +300,12 @@ def test_the_draft_generates_its_own_rows_with_the_steps_noise():
 
 
 @pytest.mark.parametrize("kind", ["early-exit", "draft", "early-exit with dropout"])
-def test_an_interrupted_run_ends_with_the_same_weights(kind, runner, rows, tmp_path, monkeypatch):
+def test_an_interrupted_run_ends_with_the_same_weights(kind, folder, rows, tmp_path, monkeypatch):
     if kind == "early-exit with dropout":
-        made = make_folder(tmp_path / "dropping", num_hidden_layers=3, hidden_size=32, attention_dropout=0.4)
-        runner = ModelRunner.load(str(made), RunnerConfig(compile="never"))
+        folder = make_folder(tmp_path / "dropping", num_hidden_layers=3, hidden_size=32, attention_dropout=0.4)
 
     def train(name):
-        at = Bench(runner, None, tmp_path / f"{name}-work", rows=rows)
+        at = bench_of(folder, tmp_path / f"{name}-work", rows)
         if kind == "draft":
             return train_draft(at, tmp_path / name, FAST, DraftRun(teaching=Distillation(on_policy=0.4, prompt_len=5)))
         return train_early_exit(at, tmp_path / name, FAST, LayerSkip(max_drop=0.4))
@@ -321,9 +324,10 @@ def test_an_interrupted_run_ends_with_the_same_weights(kind, runner, rows, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["early-exit", "draft", "eagle", "medusa"])
-def test_compiled_training_equals_eager_training(kind, runner, rows, tmp_path):
+def test_compiled_training_equals_eager_training(kind, folder, runner, rows, tmp_path):
     def losses(how):
-        at = Bench(runner, None, tmp_path / str(how.compiled), rows=rows)
+        at = bench_of(folder, tmp_path / str(how.compiled), rows)
+        at = at if kind in ("draft", "early-exit") else replace(at, target=runner)
         name, out = kind, tmp_path / f"{how.compiled}-out"
         if kind == "draft":
             assert train_draft(at, out, how)
@@ -349,17 +353,18 @@ def test_matrices_of_layers_are_trained_by_muon_and_embeddings_are_not(kind):
     assert any(param is model.get_input_embeddings().weight for param in adam.param_groups[0]["params"])
 
 
-def test_a_resumed_run_has_the_learning_rates_of_its_command(runner, rows, tmp_path, monkeypatch):
-    at, used = Bench(runner, None, tmp_path / "work", rows=rows), []
+def test_a_resumed_run_has_the_learning_rates_of_its_command(folder, rows, tmp_path, monkeypatch):
+    used = []
     whole = Trainer.run
     monkeypatch.setattr(Trainer, "run", lambda self: (used.append(self), whole(self, max_steps=2))[1])
     for muon_lr in (0.02, 0.005):
+        at = bench_of(folder, tmp_path / "work", rows)
         assert not train_early_exit(at, tmp_path / "out", replace(FAST, muon_lr=muon_lr), LayerSkip())
     assert [trainer.optimizers[0].param_groups[0]["base_lr"] for trainer in used] == [0.02, 0.005]
     assert used[1].step == 4
 
 
-def test_models_that_cannot_be_trained_are_refused(runner, folder, rows, tmp_path):
+def test_models_that_cannot_be_trained_are_refused(folder, bench, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     make_folder(tmp_path / "cut", num_hidden_layers=LAYERS, hidden_size=32)
     del tensors["model.layers.4.mlp.up_proj.weight"]
@@ -371,8 +376,8 @@ def test_models_that_cannot_be_trained_are_refused(runner, folder, rows, tmp_pat
     wrong = {"cut": "lacks 1 tensors of the model, the first model.layers.4", "packed": "is quantised: training"}
     for name, message in wrong.items():
         with pytest.raises(OutriderError, match=message):
-            model_runs.trainable(runner, str(tmp_path / name))
-    long = Bench(runner, None, tmp_path / "work", rows=torch.zeros(4, 10**6, dtype=torch.int))
+            model_runs.trainable(str(tmp_path / name))
+    long = replace(bench, rows=torch.zeros(4, 10**6, dtype=torch.int))
     runs = (lambda: train_draft(long, tmp_path / "o", FAST), lambda: train_early_exit(long, tmp_path / "o", FAST, LayerSkip()))
     for train in runs:
         with pytest.raises(OutriderError, match=r"rows of 1000000 tokens exceed the context of .* give a lower --seq-len"):
@@ -383,11 +388,11 @@ def test_models_whose_norms_store_their_scale_minus_one_are_not_shrunk():
     assert can_shrink(tiny("llama")) and not can_shrink(tiny("gemma"))
 
 
-def test_invalid_training_gives_a_one_line_error(runner, rows, bench, tmp_path):
+def test_invalid_training_gives_a_one_line_error(rows, bench, tmp_path):
     make_folder(tmp_path / "flat", num_hidden_layers=2)
-    flat = Bench(ModelRunner.load(str(tmp_path / "flat"), RunnerConfig(compile="never")), None, tmp_path / "w", rows=rows)
+    flat = bench_of(tmp_path / "flat", tmp_path / "w", rows)
     make_folder(tmp_path / "foreign", tokenizer=make_tokenizer(300))
-    spoken = Bench(runner, make_tokenizer(), tmp_path / "spoken", rows=rows)
+    spoken = replace(bench, tokenizer=make_tokenizer(), work=tmp_path / "spoken")
     assert train_draft(bench, tmp_path / "out", replace(FAST, epochs=0.1))
 
     def draft(at=bench, start=None, **options):
@@ -404,12 +409,12 @@ def test_invalid_training_gives_a_one_line_error(runner, rows, bench, tmp_path):
         (draft(on_policy=0.5, prompt_len=SEQ), "nothing to generate after prompts"),
         (draft(spoken, start=str(tmp_path / "foreign")), "different vocabularies"),
         (
-            lambda: new_draft(model_runs.trainable(runner), DraftShape(layers=5)),
+            lambda: new_draft(bench.model, DraftShape(layers=5)),
             "invalid number of layers 5 for a target with 5: expected 1 to 4",
         ),
-        (lambda: new_draft(model_runs.trainable(runner), DraftShape(from_layers=(0, 9))), "layers 0 to 4"),
+        (lambda: new_draft(bench.model, DraftShape(from_layers=(0, 9))), "layers 0 to 4"),
         (
-            lambda: new_draft(model_runs.trainable(runner), DraftShape(width=64)),
+            lambda: new_draft(bench.model, DraftShape(width=64)),
             "invalid width 64 for a target of width 32: expected 1 to 32",
         ),
         (lambda: new_draft(tiny("gpt2"), DraftShape(width=16)), "leave the width at 32"),

@@ -14,12 +14,11 @@ from tokenizers import AddedToken
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from outrider import LLM, SamplingParams
-from outrider.runner import ModelRunner, RunnerConfig
 from outrider.runner.parallel_draft import ParallelDraft, mask_token_of
 from outrider.train.acceptance import acceptance, chain_summary
 from outrider.train.distillation import Distillation, DistillationLoss
 from outrider.train.draft_model import DraftShape
-from outrider.train.model_runs import DraftRun, train_draft
+from outrider.train.model_runs import DraftRun, train_draft, trainable
 from outrider.train.parallel import Entries, Masks, Parallel, mask_token, spare_token
 from outrider.train.runs import Bench, HeadPlan
 from outrider.train.trainer import Trainer
@@ -37,19 +36,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runner(folder):
-    return ModelRunner.load(str(folder), RunnerConfig(compile="never"))
-
-
-@pytest.fixture(scope="module")
 def rows():
     pattern = torch.arange(8, 8 + 2 * SEQ)  # the next two tokens are predictable
     return torch.stack([pattern.roll(shift)[:SEQ] for shift in range(60)]).int()
 
 
 @pytest.fixture
-def bench(runner, rows, tmp_path):
-    return Bench(runner, None, tmp_path / "work", rows=rows)
+def bench(folder, rows, tmp_path):
+    return Bench(trainable(str(folder)), None, tmp_path / "work", rows=rows)
 
 
 def drawn(seq_len, how, step=0):
@@ -198,8 +192,8 @@ def test_acceptance_is_measured_in_rounds_of_k_drafts():
     assert found["sampled"]["expected_tau"][3] == pytest.approx(float(tau), abs=2e-3)
 
 
-def test_a_draft_learns_every_depth_and_drafts_in_one_pass(folder, runner, rows, tmp_path):
-    many = Bench(runner, None, tmp_path / "work", rows=rows.repeat(4, 1))  # acceptance of few rows is noise
+def test_a_draft_learns_every_depth_and_drafts_in_one_pass(folder, bench, rows, tmp_path):
+    many = replace(bench, rows=rows.repeat(4, 1))  # acceptance of few rows is noise
     out, how = tmp_path / "out", Parallel(4, least=0.3)
     plan = replace(FAST, epochs=4.0)
     assert train_draft(many, out, plan, DraftRun(DraftShape(layers=2), parallel=how))
@@ -238,9 +232,9 @@ def test_an_existing_draft_becomes_parallel_and_a_parallel_one_continues(bench, 
         train_draft(replace(spoken, work=tmp_path / "third"), tmp_path / "no", FAST, DraftRun(start=str(tmp_path / "out")))
 
 
-def test_an_interrupted_run_ends_with_the_same_weights(runner, rows, tmp_path, monkeypatch):
+def test_an_interrupted_run_ends_with_the_same_weights(bench, tmp_path, monkeypatch):
     def train(name):
-        at = Bench(runner, None, tmp_path / f"{name}-work", rows=rows)
+        at = replace(bench, work=tmp_path / f"{name}-work")
         kind = DraftRun(parallel=Parallel(3), teaching=Distillation(on_policy=0.4, prompt_len=5))
         return train_draft(at, tmp_path / name, FAST, kind)
 

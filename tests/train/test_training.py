@@ -25,11 +25,10 @@ from outrider.heads.checkpoint import write_folder
 from outrider.heads.eagle import default_hidden_states
 from outrider.heads.head_runner import RolloutRunner
 from outrider.runner import ModelRunner, RunnerConfig
-from outrider.train import precision, runs, shapes
+from outrider.train import precision, shapes
 from outrider.train.block_loss import BlockLoss
 from outrider.train.capture import capture, read_rows
 from outrider.train.claims import fingerprint
-from outrider.train.clock import RunningClock
 from outrider.train.medusa import MedusaLoss
 from outrider.train.rollout_loss import RolloutLoss
 from outrider.train.runs import (
@@ -45,7 +44,7 @@ from outrider.train.runs import (
     train_mtp,
 )
 from outrider.train.text import RowOrder, read_documents, regenerate, token_rows
-from outrider.train.trainer import Job, Trainer
+from outrider.train.trainer import RunningClock, Trainer
 from outrider.types import OutriderError
 
 LAYERS, SEQ = 6, 24
@@ -85,7 +84,7 @@ def cache(runner, rows, tmp_path_factory):
 def test_captured_features_equal_the_plain_forwards_hidden_states(runner, rows, cache, folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     numbers = [0, 13, 69]  # of both shards
-    ids, features = cache.read(numbers)
+    ids, features = cache.read(numbers, [0, 2, 3, LAYERS])
     assert torch.equal(ids, rows[numbers].long())
     wanted = model(rows[numbers].long(), output_hidden_states=True).hidden_states
     for layer in (0, 2, 3, LAYERS):
@@ -185,7 +184,7 @@ def test_a_run_starts_with_one_step_of_depth(runner, cache):
         )
 
 
-def job(kind, runner, cache, folder, steps=6):
+def run_of(kind, runner, cache, folder, steps=6):
     torch.manual_seed(0)
     if kind == "medusa":
         head = shapes.new_medusa(runner, 2, 1)
@@ -198,29 +197,30 @@ def job(kind, runner, cache, folder, steps=6):
         head = shapes.new_block(runner, shapes.BlockSizes((2, 3), 2, 4, **rank), 319)
         loss = BlockLoss(head, cache, LAYERS)
     else:
-        ids = shapes.frequent_tokens(cache.read(range(cache.num_rows))[0], runner.vocab_size, 60) if kind == "eagle3" else None
+        ids = shapes.frequent_tokens(cache.read(range(70), [])[0], runner.vocab_size, 60) if kind == "eagle3" else None
         head = shapes.new_eagle(runner, int(kind[-1]), (0, 2, 3), ids)
         loss = RolloutLoss(head, cache, LAYERS, 2)
-    plan = HeadPlan(batch_tokens=6 * SEQ, epochs=1.0).plan(cache)
-    plan = runs.replace(plan, max_tokens=steps * 6 * SEQ, save_every_s=1e9, eval_every_s=1e9)
-    return Job(kind, head, RowOrder(cache.num_training), loss, plan, folder)
+    order = RowOrder(cache.num_training, cache.seq_len)
+    plan = HeadPlan(batch_tokens=6 * SEQ, epochs=1.0).plan(order)
+    plan = replace(plan, max_tokens=steps * 6 * SEQ, save_every_s=1e9, eval_every_s=1e9)
+    return Trainer(kind, head, order, loss, plan, folder)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp", "dflash", "dflash2"])
 def test_an_interrupted_run_ends_with_the_same_weights(kind, runner, cache, tmp_path):
-    whole = Trainer(job(kind, runner, cache, tmp_path / "whole"))
+    whole = run_of(kind, runner, cache, tmp_path / "whole")
     assert whole.run()
-    assert not Trainer(job(kind, runner, cache, tmp_path / "cut")).run(max_steps=2)
-    resumed = Trainer(job(kind, runner, cache, tmp_path / "cut"))
+    assert not run_of(kind, runner, cache, tmp_path / "cut").run(max_steps=2)
+    resumed = run_of(kind, runner, cache, tmp_path / "cut")
     assert resumed.step == 2 and resumed.run()
-    for name, tensor in whole.job.model.state_dict().items():
-        assert torch.equal(tensor, resumed.job.model.state_dict()[name]), name
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, resumed.model.state_dict()[name]), name
     assert [point["loss"] for point in whole.curve] == [point["loss"] for point in resumed.curve]
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp", "dflash", "dflash2"])
 def test_a_head_learns_the_targets_distribution(kind, runner, rows, cache, tmp_path):
-    trainer = Trainer(job(kind, runner, cache, tmp_path, steps=25))
+    trainer = run_of(kind, runner, cache, tmp_path, steps=25)
     assert trainer.run()
     first, last = trainer.curve[0], trainer.curve[-3:]
     # most of the remaining loss is the target's own entropy
@@ -375,20 +375,20 @@ def test_features_larger_than_the_disk_are_rejected_before_capture(runner, rows,
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_checkpoint(runner, cache, tmp_path):
-    trainer = Trainer(job("medusa", runner, cache, tmp_path))
+    trainer = run_of("medusa", runner, cache, tmp_path)
     assert not trainer.run(max_steps=2)
     kept = trainer.checkpoint.read_bytes()
-    again = Trainer(job("medusa", runner, cache, tmp_path))
-    again.job.model.lm_heads[0].weight.data.fill_(float("nan"))
+    again = run_of("medusa", runner, cache, tmp_path)
+    again.model.lm_heads[0].weight.data.fill_(float("nan"))
     with pytest.raises(OutriderError, match="loss nan at step 3: lower the learning rates") as error:
         again.run()
     assert "\n" not in str(error.value) and trainer.checkpoint.read_bytes() == kept
 
 
 def test_a_full_disk_keeps_the_last_checkpoint_and_leaves_no_part_of_the_next(runner, cache, tmp_path, monkeypatch):
-    trainer = Trainer(job("medusa", runner, cache, tmp_path))
+    trainer = run_of("medusa", runner, cache, tmp_path)
     assert not trainer.run(max_steps=2)
-    kept, files = trainer.checkpoint.read_bytes(), sorted(trainer.job.folder.iterdir())
+    kept, files = trainer.checkpoint.read_bytes(), sorted(trainer.folder.iterdir())
 
     def stop_half_way(state: object, path: Path) -> None:
         path.write_bytes(b"half of it")
@@ -397,22 +397,22 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_leaves_no_part_of_the_next(ru
     monkeypatch.setattr(torch, "save", stop_half_way)
     with pytest.raises(OSError, match="the disk may be full; with more space the same command resumes"):
         trainer.save()
-    assert trainer.checkpoint.read_bytes() == kept and sorted(trainer.job.folder.iterdir()) == files
+    assert trainer.checkpoint.read_bytes() == kept and sorted(trainer.folder.iterdir()) == files
 
 
 def test_an_interruption_ends_the_final_measurement_which_a_resumed_run_makes(runner, cache, tmp_path):
     def interrupted(final):
         raise KeyboardInterrupt
 
-    cut = job("medusa", runner, cache, tmp_path, steps=2)
+    cut = run_of("medusa", runner, cache, tmp_path, steps=2)
     cut.evaluate = interrupted
     with pytest.raises(KeyboardInterrupt):
-        Trainer(cut).run()
-    again = job("medusa", runner, cache, tmp_path, steps=2)
-    again.evaluate = lambda final: {"held_1": 0.5}
-    resumed = Trainer(again)
+        cut.run()
+    resumed = run_of("medusa", runner, cache, tmp_path, steps=2)
+    resumed.evaluate = lambda final: {"held_1": 0.5}
     assert resumed.step == 2 and resumed.run() and resumed.curve[-1]["held_1"] == 0.5
-    assert json.loads((tmp_path / "curve.json").read_text()) == Trainer(again).curve == resumed.curve
+    ended = run_of("medusa", runner, cache, tmp_path, steps=2)
+    assert json.loads((tmp_path / "curve.json").read_text()) == ended.curve == resumed.curve
 
 
 def test_a_resumed_run_keeps_its_arithmetic(tmp_path, monkeypatch):

@@ -285,6 +285,7 @@ def bench_of(
     --regenerate. ``trains_model``: the target is loaded for training, which quantised weights do not allow.
     """
     from outrider.cli.session import check_source, loading
+    from outrider.train.model_runs import check_trainable, trainable
     from outrider.train.runs import Bench, Source
     from outrider.train.text import check_continuation, check_text_file
 
@@ -305,8 +306,6 @@ def bench_of(
         check_continuation(source.prompt_len, source.seq_len, source.temperature)
     check_source(text.target)
     if trains_model:
-        from outrider.train.model_runs import check_trainable
-
         for name in (target, start):
             if name is not None:
                 check_trainable(str(name))
@@ -315,14 +314,15 @@ def bench_of(
         from outrider.engine.config import load_tokenizer
         from outrider.runner import ModelRunner, RunnerConfig
 
-        runner, tokenizer = ModelRunner.load(target, RunnerConfig(max_batch=16)), load_tokenizer(target)
+        loaded = trainable(str(target)) if trains_model else ModelRunner.load(target, RunnerConfig(max_batch=16))
+        tokenizer = load_tokenizer(target)
     work = text.work or out.with_name(f"{out.name}-work")
     try:
         work.mkdir(parents=True, exist_ok=True)
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutriderError(f"cannot create the folder {error.filename}: {error.strerror}") from None
-    return Bench(runner, tokenizer, work, source)
+    return Bench(loaded, tokenizer, work, source)
 
 
 def check_out(out: Path, models: Sequence[str | Path]) -> None:

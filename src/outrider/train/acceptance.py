@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ROWS = 2  # held-out rows per pass: logits of a large vocabulary are wide
 LENGTHS = (1, 2, 3, 4, 6, 8)  # draft lengths for which a mean acceptance length is reported
 
 
@@ -37,20 +38,19 @@ def expected_tau(accepted: Tensor, k: int) -> float:
 
 def summary(pairs: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
     """Return mean acceptance and mean acceptance length, greedy and sampled, over batches of ``acceptance`` results."""
-    greedy, sampled = (torch.cat(each).cpu() for each in zip(*pairs, strict=True))
     found: dict[str, Any] = {}
-    for name, accepted in (("greedy", greedy), ("sampled", sampled)):
-        lengths = [k for k in LENGTHS if k < accepted.shape[1]]
-        tau = {k: round(expected_tau(accepted, k), 3) for k in lengths}
+    for name, parts in zip(("greedy", "sampled"), zip(*pairs, strict=True), strict=True):
+        accepted = torch.cat(parts).cpu()
+        tau = {k: round(expected_tau(accepted, k), 3) for k in LENGTHS if k < accepted.shape[1]}
         found[name] = {"acceptance": round(float(accepted.mean()), 4), "expected_tau": tau}
     return found
 
 
 def chain_summary(pairs: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
     """Return the values of ``summary`` for rounds of K drafts, [B, A, K] each, and the mean acceptance of each depth."""
-    greedy, sampled = (torch.cat(each).flatten(0, 1).cpu() for each in zip(*pairs, strict=True))
     found: dict[str, Any] = {}
-    for name, accepted in (("greedy", greedy), ("sampled", sampled)):
+    for name, parts in zip(("greedy", "sampled"), zip(*pairs, strict=True), strict=True):
+        accepted = torch.cat(parts).flatten(0, 1).cpu()
         alive = accepted.cumprod(-1).mean(0)
         tau = {k: round(1 + float(alive[:k].sum()), 3) for k in LENGTHS if k <= accepted.shape[1]}
         by_depth = [round(float(mean), 4) for mean in accepted.mean(0)]

@@ -46,7 +46,8 @@ class BlockLoss:
         places = torch.rand(batch, length - shape.max_drafts, generator=generator).topk(self._num_anchors(length), -1).indices
         anchors = 1 + places.sort(-1).values.to(ids.device)  # an anchor has at least one token before it
         gamma = min(MAX_GAMMA, shape.block_size / 2)
-        losses, hits, weights = list[Tensor](), list[Tensor](), list[float]()
+        weights = [math.exp(-draft / gamma) for draft in range(shape.max_drafts)]
+        losses, hits = list[Tensor](), list[Tensor]()
         with arithmetic(ids.device, self.dtype):
             out = self._blocks(ids, features, anchors)
             for draft in range(shape.max_drafts):
@@ -60,13 +61,10 @@ class BlockLoss:
                     loss, hit = self.entropy(logits, wanted)
                     candidates, scores = selector.scores(out[:, :, draft], logits, before)
                     # Tokens that are no candidates have no part: where all are wrong, there is nothing to learn.
-                    loss = (
-                        loss
-                        - (wanted.probs.gather(-1, candidates) * scores.log_softmax(-1, dtype=torch.float32)).sum(-1).mean()
-                    )
+                    probs, logprobs = wanted.probs.gather(-1, candidates), scores.log_softmax(-1, dtype=torch.float32)
+                    loss = loss - (probs * logprobs).sum(-1).mean()
                 losses.append(loss)
                 hits.append(hit)
-                weights.append(math.exp(-draft / gamma))
         total = torch.stack([weight * loss for weight, loss in zip(weights, losses, strict=True)]).sum() / sum(weights)
         parts = by_draft("draft", [loss.detach() for loss in losses]) | by_draft("hit", hits)
         return total, {"loss": total.detach(), **parts}
@@ -92,8 +90,7 @@ class BlockLoss:
 
     def _target_logits(self, last: Tensor, places: Tensor) -> Tensor:
         """Return the target's logits [B, N, V] after the tokens at ``places`` [B, N], from its last features [B, S, H]."""
-        with torch.no_grad():
-            return self.head.target_logits(last.gather(1, places[:, :, None].expand(-1, -1, last.shape[2])))
+        return self.head.target_logits(last.gather(1, places[:, :, None].expand(-1, -1, last.shape[2])))
 
     @torch.no_grad()
     def measure(self) -> dict[str, list[float]]:
@@ -102,18 +99,18 @@ class BlockLoss:
         ``greedy``: share of equal likeliest tokens; ``sampled``: acceptance probability at temperature 1.
         ``tokens_per_pass``: expected tokens per pass of the target for blocks of all drafts, greedy and sampled.
         """
-        found: list[tuple[Tensor, Tensor]] = []
-        for row in range(self.cache.num_training, self.cache.num_rows):
+        found = []
+        for row in self.cache.held_out:
             ids, features, last = read_rows(self.cache, [row], self.head, self.last)
             most = ids.shape[1] - self.head.shape.max_drafts
             anchors = torch.linspace(1, most, self._num_anchors(ids.shape[1]), device=ids.device).long()[None]
             out = self._blocks(ids, features, anchors)
-            by_draft = []
+            pairs = []
             for draft in range(out.shape[2]):
                 target, one = self._target_logits(last, anchors + draft)[0], out[:, :, draft]
                 own = self.head.logits_after(one, self.head.logits(one), ids.gather(1, anchors + draft))[0]
-                by_draft.append(acceptance(target, self.head.spread(own, target.shape[-1])))
-            found += [(torch.stack([hit for hit, _ in by_draft]), torch.stack([chance for _, chance in by_draft]))]
+                pairs.append(acceptance(target, self.head.spread(own, target.shape[-1])))
+            found.append([torch.stack(each) for each in zip(*pairs, strict=True)])
         greedy, sampled = (torch.cat(each, 1) for each in zip(*found, strict=True))  # [K, anchors]
         lengths = [1 + float(each.cumprod(0).mean(1).sum()) for each in (greedy, sampled)]
         return {

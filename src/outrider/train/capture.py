@@ -6,7 +6,6 @@ so an interrupted capture resumes; rows are read by index without loading a shar
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +15,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from outrider.files import write_whole
 from outrider.heads.checkpoint import save_tensors
 from outrider.heads.feature_head import FeatureHead
 from outrider.runner import ModelRunner
-from outrider.train.claims import digest, fingerprint
+from outrider.train.claims import digest, fingerprint, once
 from outrider.train.text import Report, held_out
 from outrider.types import Context, OutriderError, Proposal, Request, SamplingParams
 
@@ -28,29 +26,27 @@ SHARD_ROWS = 64
 
 
 class FeatureCache:
-    """Rows of ids and features by index; the last ``num_held_out`` are held out."""
+    """Rows of ids and features by index; the last ones are held out."""
 
-    def __init__(self, folder: Path, layers: Sequence[int], num_rows: int, seq_len: int) -> None:
-        self.layers, self.num_rows, self.seq_len = tuple(layers), num_rows, seq_len
-        self.num_held_out = held_out(num_rows)
+    def __init__(self, folder: Path, num_rows: int, seq_len: int) -> None:
+        self.seq_len = seq_len
+        self.num_training = num_rows - held_out(num_rows)
+        self.held_out = range(self.num_training, num_rows)  # indices of rows
         self._folder = folder
         self._open: dict[int, Any] = {}
 
-    @property
-    def num_training(self) -> int:
-        return self.num_rows - self.num_held_out
-
-    def read(self, rows: Sequence[int], layers: Sequence[int] | None = None) -> tuple[Tensor, dict[int, Tensor]]:
+    def read(
+        self, rows: Sequence[int], layers: Sequence[int], device: torch.device | None = None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         """Return ids int64 [R, S] and float32 features {layer: [R, S, H]} of the rows with these indices."""
-        wanted = self.layers if layers is None else tuple(layers)
         ids: list[Tensor] = []
-        features: dict[int, list[Tensor]] = {layer: [] for layer in wanted}
+        features: dict[int, list[Tensor]] = {layer: [] for layer in layers}
         for row in rows:
             shard, at = self._shard(row // SHARD_ROWS), row % SHARD_ROWS
             ids.append(shard.get_slice("ids")[at : at + 1])
-            for layer in wanted:
-                features[layer].append(shard.get_slice(f"hidden_{layer}")[at : at + 1])
-        return torch.cat(ids).long(), {layer: torch.cat(each).float() for layer, each in features.items()}
+            for layer, found in features.items():
+                found.append(shard.get_slice(f"hidden_{layer}")[at : at + 1])
+        return torch.cat(ids).long().to(device), {layer: torch.cat(each).float().to(device) for layer, each in features.items()}
 
     def _shard(self, number: int) -> Any:
         if number not in self._open:
@@ -76,7 +72,6 @@ def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Pa
     Raises ``OutriderError`` for invalid layers, a folder of another target or text, or insufficient disk space.
     """
     check_captured(runner, layers, rows.shape[1])
-    folder.mkdir(parents=True, exist_ok=True)
     about: dict[str, Any] = {
         "target": fingerprint(runner.model),
         "text": digest(rows),
@@ -84,8 +79,7 @@ def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Pa
         "seq_len": rows.shape[1],
         "layers": list(layers),
     }
-    path = folder / "features.json"
-    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else about
+    known = once(folder / "features.json", lambda: about)
     if {**known, "layers": 0} != {**about, "layers": 0}:
         raise OutriderError(f"{folder} has features of another target or text: give another folder (--work) or delete it")
     if not set(layers) <= set(known["layers"]):
@@ -93,14 +87,13 @@ def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Pa
             f"{folder} has hidden states {_joined(known['layers'])}, and this run reads {_joined(layers)}:"
             " give another folder (--work), or delete this one, so that all of them are captured"
         )
-    write_whole(path, json.dumps(known))
     left = [start for start in range(0, len(rows), SHARD_ROWS) if not (folder / _name(start // SHARD_ROWS)).exists()]
     _check_room(folder, len(left) * SHARD_ROWS * rows.shape[1] * len(known["layers"]) * runner.hidden_size * 2)
     for start in left:
         file, part = folder / _name(start // SHARD_ROWS), rows[start : start + SHARD_ROWS]
         save_tensors(file, _captured(runner, part, tuple(known["layers"])))
         report((start + len(part)) / len(rows), {"rows": start + len(part)})
-    return FeatureCache(folder, known["layers"], len(rows), rows.shape[1])
+    return FeatureCache(folder, *rows.shape)
 
 
 def _joined(numbers: Sequence[int]) -> str:
@@ -135,6 +128,5 @@ def _captured(runner: ModelRunner, rows: Tensor, layers: tuple[int, ...]) -> dic
 
 def read_rows(cache: FeatureCache, rows: Sequence[int], head: FeatureHead, last: int) -> tuple[Tensor, list[Tensor], Tensor]:
     """Return tokens [R, S], the head's input features, each [R, S, H], and the target's last features, on its device."""
-    device = head.fc.weight.device
-    ids, found = cache.read(rows, sorted({*head.hidden_states, last}))
-    return ids.to(device), [found[layer].to(device) for layer in head.hidden_states], found[last].to(device)
+    ids, found = cache.read(rows, sorted({*head.hidden_states, last}), head.fc.weight.device)
+    return ids, [found[layer] for layer in head.hidden_states], found[last]

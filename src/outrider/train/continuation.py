@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from outrider.train.decoder import evaluating
+
 
 @torch.no_grad()
 def continue_rows(
@@ -20,15 +22,13 @@ def continue_rows(
     out[:, :length] = prompts
     cache = DynamicCache(config=model.config)
     ids = prompts
-    greedy = temperature == 0
-    divisor = temperature.clamp(min=1e-3)[:, None]
-    with torch.compiler.set_stance("force_eager"):  # every step has another shape
+    temperature = temperature[:, None]
+    greedy, divisor = temperature == 0, temperature.clamp(min=1e-3)
+    with evaluating(model):
         for position in range(length, length + new_tokens):
             scores = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
             probs = (scores / divisor).softmax(-1)
-            drawn = torch.multinomial(probs, 1, replacement=True, generator=generator)[
-                :, 0
-            ]  # without replacement it draws one number per token
-            ids = torch.where(greedy, scores.argmax(-1), drawn)[:, None]
+            drawn = torch.multinomial(probs, 1, replacement=True, generator=generator)  # otherwise one number per token
+            ids = torch.where(greedy, scores.argmax(-1, keepdim=True), drawn)
             out[:, position] = ids[:, 0]
     return out

@@ -13,9 +13,21 @@ from transformers import PreTrainedModel
 
 from outrider.heads.own_logits import InPlaceOf
 from outrider.runner.loading import decoder_layers, text_config
-from outrider.types import OutriderError
+from outrider.types import OutriderError, first_line
 
 TOLERANCE = 1e-3  # relative to the largest logit, in float32
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Context manager: the model is in eval mode and not compiled, because shapes differ from training's."""
+    was_training = model.training
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            model.eval()
+            yield
+    finally:
+        model.train(was_training)
 
 
 class Decoder:
@@ -56,22 +68,19 @@ class Decoder:
         ids = ids % int(text_config(self.model).vocab_size)
         without = torch.ones(len(self.layers), 2, dtype=torch.bool)
         without[-1, 0] = False
-        was_training = self.model.training
         try:
-            self.model.eval()
-            whole = self.model(input_ids=ids, use_cache=False).logits
-            states = self.hidden_states(ids)
-            parts, left = self.logits(states[-1]), self.hidden_states(ids, without)[-1]
+            with evaluating(self.model):
+                whole = self.model(input_ids=ids, use_cache=False).logits
+                states = self.hidden_states(ids)
+                parts, left = self.logits(states[-1]), self.hidden_states(ids, without)[-1]
             close = TOLERANCE * whole.abs().max().clamp(min=1.0)
             is_same = bool((whole - parts).abs().max() <= close) and torch.equal(left[0], states[-2][0])
             is_same = is_same and torch.allclose(left[1], states[-1][1], rtol=TOLERANCE, atol=TOLERANCE)
         except (RuntimeError, TypeError, IndexError, AttributeError) as failure:  # model code can fail with unexpected inputs
-            reason = (str(failure).splitlines() or [type(failure).__name__])[0]
             raise OutriderError(
-                f"unsupported model for layer skipping: the layers of {kind} cannot be skipped one by one: {reason}"
+                f"unsupported model for layer skipping: the layers of {kind} cannot be skipped one by one:"
+                f" {first_line(failure)}"
             ) from failure
-        finally:
-            self.model.train(was_training)
         if not is_same:
             raise OutriderError(f"unsupported model for layer skipping: {kind} does more than run its layers one after another")
 

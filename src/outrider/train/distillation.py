@@ -102,8 +102,5 @@ class DistillationLoss:
             return ids
         generator = torch.Generator(ids.device).manual_seed(self.seed * 1_000_003 + step)
         warm = torch.ones(rows, device=ids.device)
-        was_training = self.draft.training
-        self.draft.eval()
         own = continue_rows(self.draft, ids[:rows, :length].long(), ids.shape[1] - length, warm, generator)
-        self.draft.train(was_training)
         return torch.cat((own.to(ids.dtype), ids[rows:]))

@@ -27,11 +27,6 @@ class DraftShape:
     from_layers: tuple[int, ...] | None = None  # target layers, counted from 0, that initialise it; None: evenly spaced
 
 
-def spaced(count: int, total: int) -> tuple[int, ...]:
-    """Return ``count`` of ``total`` layers, evenly spaced, including the first."""
-    return tuple(index * total // count for index in range(count))
-
-
 def chosen_layers(shape: DraftShape, total: int) -> tuple[int, ...]:
     """Return the target layers that initialise the draft. Raises ``OutriderError`` for invalid layers."""
     count = shape.layers or (
@@ -39,7 +34,7 @@ def chosen_layers(shape: DraftShape, total: int) -> tuple[int, ...]:
     )
     if not 1 <= count < total:
         raise OutriderError(f"invalid number of layers {count} for a target with {total}: expected 1 to {total - 1}")
-    layers = shape.from_layers or spaced(count, total)
+    layers = shape.from_layers or tuple(index * total // count for index in range(count))
     if len(layers) != count or not all(0 <= index < total for index in layers):
         raise OutriderError(
             f"invalid layers {layers}: a draft with {count} layers needs {count} of the target's layers 0 to {total - 1}"

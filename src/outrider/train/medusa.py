@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +34,11 @@ class MedusaLoss:
 
     def __call__(self, rows: Tensor, step: int, progress: float) -> tuple[Tensor, dict[str, Any]]:
         """Return the loss of the cached rows with these indices [B]."""
-        ids, hidden = _read(self.cache, rows, self.layer)
+        ids, hidden = self._read(rows.tolist())
         count, length = self.heads.shape.num_heads, ids.shape[1]
         total, parts = hidden.new_zeros(()), dict[str, Any]()
         with arithmetic(ids.device, self.dtype):
-            with torch.no_grad():
-                teacher = teacher_of(self.output(hidden[:, 1:]))  # after each token except the first
+            teacher = teacher_of(self.output(hidden[:, 1:]))  # after each token except the first
             for head in range(count):
                 there = slice(head, head + length - count - 1)
                 own = self.heads.one(head, hidden[:, : length - count - 1])  # [B, T, V]
@@ -47,24 +47,21 @@ class MedusaLoss:
                 parts |= {f"head_{head + 1}": loss.detach(), f"hit_{head + 1}": hit}
         return total, {"loss": total.detach(), **parts}
 
+    def _read(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        ids, features = self.cache.read(rows, [self.layer], self.output.weight.device)
+        return ids, features[self.layer]
 
-def _read(cache: FeatureCache, rows: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    ids, features = cache.read(rows.tolist(), [layer])
-    return ids.to(rows.device), features[layer].to(rows.device)
-
-
-@torch.no_grad()
-def measure_accuracies(heads: MedusaHeads, output: nn.Linear, cache: FeatureCache, layer: int) -> Accuracies:
-    """Return [head][rank]: share of held-out positions at which the candidate of that rank is the target's likeliest token."""
-    count, device = heads.shape.num_heads, output.weight.device
-    ranks = min(NUM_RANKS, heads.shape.vocab_size)
-    hits, total = torch.zeros(count, ranks), 0
-    for row in range(cache.num_training, cache.num_rows):
-        ids, hidden = _read(cache, torch.tensor([row], device=device), layer)
-        target_tokens = output(hidden[0, 1:]).argmax(-1)
-        places = ids.shape[1] - count - 1
-        best = heads(hidden[0, :places]).topk(ranks, -1).indices  # [heads, T, ranks]
-        for head in range(count):
-            hits[head] += (best[head] == target_tokens[head : head + places, None]).float().sum(0).cpu()
-        total += places
-    return tuple(tuple(round(value, 4) for value in row) for row in (hits / max(total, 1)).tolist())
+    @torch.no_grad()
+    def measure(self) -> Accuracies:
+        """Return [head][rank]: share of held-out positions where the candidate of that rank is the target's likeliest token."""
+        count, ranks = self.heads.shape.num_heads, min(NUM_RANKS, self.heads.shape.vocab_size)
+        hits, total = torch.zeros(count, ranks), 0
+        for row in self.cache.held_out:
+            ids, hidden = self._read([row])
+            target_tokens = self.output(hidden[0, 1:]).argmax(-1)
+            places = ids.shape[1] - count - 1
+            best = self.heads(hidden[0, :places]).topk(ranks, -1).indices  # [heads, T, ranks]
+            for head in range(count):
+                hits[head] += (best[head] == target_tokens[head : head + places, None]).float().sum(0).cpu()
+            total += places
+        return tuple(tuple(round(value, 4) for value in row) for row in (hits / max(total, 1)).tolist())

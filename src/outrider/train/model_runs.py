@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,26 +17,27 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from outrider.heads.checkpoint import named_errors
-from outrider.runner import ModelRunner, gguf, loading
+from outrider.memory import refuse_too_large
+from outrider.runner import gguf, loading
 from outrider.runner.checkpoints.formats import quantization_of
 from outrider.runner.loading import decoder_layers, text_config
 from outrider.runner.parallel_draft import mask_token_of
+from outrider.runner.survey import survey_without_weights
 from outrider.runner.tokenizers import check_same_vocabulary
-from outrider.train.acceptance import acceptance, summary
+from outrider.train.acceptance import ROWS, acceptance, summary
 from outrider.train.claims import once
-from outrider.train.decoder import Decoder
+from outrider.train.decoder import Decoder, evaluating
 from outrider.train.distillation import Distillation, DistillationLoss
 from outrider.train.draft_model import DraftShape, new_draft
 from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
 from outrider.train.parallel import Masks, Parallel
-from outrider.train.runs import Bench, HeadPlan, Latest, checkpoint_dtype, finish, run_job
+from outrider.train.runs import Bench, HeadPlan, checkpoint_dtype, finish, run_job
 from outrider.train.text import TextRows, check_continuation
 from outrider.types import OutriderError, first_line
 
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
-ROWS = 2  # held-out rows per pass: logits of a large vocabulary are wide
 
 
 def train_early_exit(bench: Bench, out: Path, how: HeadPlan, skip: LayerSkip) -> bool:
@@ -45,31 +45,30 @@ def train_early_exit(bench: Bench, out: Path, how: HeadPlan, skip: LayerSkip) ->
 
     Raises ``OutriderError`` for a target with fewer than three layers, or one whose layers do not run one by one.
     """
-    runner = bench.runner
-    if runner.num_layers < 3:
-        raise OutriderError(f"early-exit training needs a target with at least three layers; this one has {runner.num_layers}")
-    _check_rows(bench.seq_len, runner.name, runner.max_len)
-    model = trainable(runner)
+    model = bench.model
     decoder = Decoder(model)
+    if len(decoder.layers) < 3:
+        raise OutriderError(
+            f"early-exit training needs a target with at least three layers; this one has {len(decoder.layers)}"
+        )
+    _check_rows(bench, model, str(model.name_or_path))
     decoder.check()
     bench.claim("early-exit", **asdict(skip))
     rows = TextRows(bench.training_rows())
 
-    held_out = Latest(lambda: measure_exits(decoder, rows.held_out))
-
-    def measure(final: bool) -> dict[str, Any]:
-        exits = (held_out.again() if final else measure_exits(decoder, rows.held_out[:ROWS]))["exits"]
-        return {f"held_exit_{depth}": found["greedy"]["acceptance"] for depth, found in exits.items()}
+    def measure(final: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        found = measure_exits(decoder, rows.held_out if final else rows.held_out[:ROWS])
+        return {f"held_exit_{depth}": each["greedy"]["acceptance"] for depth, each in found["exits"].items()}, found
 
     before = once(bench.work / "early-exit" / "before.json", lambda: measure_exits(decoder, rows.held_out))
     for layer in decoder.layers if how.compiled else ():
         layer.compile()  # for any number of rows, because dropout skips some
     loss = EarlyExitLoss(decoder, skip, bench.dtype("early-exit"), how.seed)
-    if not run_job(bench, "early-exit", model, rows, loss, how.plan(rows), measure):
+    after = run_job(bench, "early-exit", model, rows, loss, how, measure)
+    if after is None:
         return False
-    found = {"before": before, "after": held_out.known()}
     _save(bench, model, out)
-    finish(bench, "early-exit", out, found)
+    finish(bench, "early-exit", out, {"before": before, "after": after})
     return True
 
 
@@ -104,17 +103,17 @@ def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRu
 
     Raises ``OutriderError`` for invalid sizes and for a draft with another vocabulary.
     """
-    runner, teaching = bench.runner, kind.teaching
+    teaching = kind.teaching
     if teaching.on_policy:
         check_continuation(teaching.prompt_len, bench.seq_len)
-    _check_rows(bench.seq_len, runner.name, runner.max_len)
-    target = trainable(runner).requires_grad_(False).eval()
+    target = bench.model.requires_grad_(False).eval()
+    _check_rows(bench, target, str(target.name_or_path))
     torch.manual_seed(how.seed)
     if kind.start is None:
         draft, origin = new_draft(target, kind.shape)
     else:
         draft, origin = _existing(kind.start, bench, kind.parallel is not None), f"continuing {kind.start}"
-    _check_rows(bench.seq_len, "the draft", getattr(text_config(draft), "max_position_embeddings", None))
+    _check_rows(bench, draft, "the draft")
     masks = None if kind.parallel is None else Masks.prepare(draft, bench.tokenizer, kind.parallel, bench.seq_len)
     origin += "" if masks is None else f"; mask token {masks.token}"
     share = draft.num_parameters() / target.num_parameters()
@@ -123,11 +122,10 @@ def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRu
     bench.claim(kind.name, shape=shape, start=kind.start, teaching=asdict(teaching), parallel=parallel)
     rows = TextRows(bench.training_rows())
     on_text = partial(measure_draft, draft, target) if masks is None else partial(masks.measure, target)
-    held_out = Latest(lambda: on_text(rows.held_out))
 
-    def measure(final: bool) -> dict[str, Any]:
-        found = held_out.again() if final else on_text(rows.held_out[: 4 * ROWS])
-        return {f"held_{name}": found[name]["acceptance"] for name in ("greedy", "sampled")}
+    def measure(final: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        found = on_text(rows.held_out if final else rows.held_out[: 4 * ROWS])
+        return {f"held_{name}": found[name]["acceptance"] for name in ("greedy", "sampled")}, found
 
     before = once(bench.work / kind.name / "before.json", lambda: on_text(rows.held_out))
     loss = DistillationLoss(draft, target, teaching, bench.dtype(kind.name), how.seed, masks)
@@ -135,50 +133,57 @@ def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRu
         for layer in (*decoder_layers(draft), *decoder_layers(target)):
             layer.compile(dynamic=False)
         loss.divergence = torch.compile(loss.divergence, dynamic=False)
-    if not run_job(bench, kind.name, draft, rows, loss, how.plan(rows), measure):
+    after = run_job(bench, kind.name, draft, rows, loss, how, measure)
+    if after is None:
         return False
-    found = {"parameters": draft.num_parameters(), "before": before, "after": held_out.known()}
     _save(bench, draft, out)
-    finish(bench, kind.name, out, found)
+    finish(bench, kind.name, out, {"parameters": draft.num_parameters(), "before": before, "after": after})
     return True
 
 
 @torch.no_grad()
 def measure_draft(draft: PreTrainedModel, target: PreTrainedModel, rows: Tensor) -> dict[str, Any]:
     """Return the acceptance of the draft on rows [R, S]."""
-    was_training = draft.training
-    draft.eval()
-
-    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-        for ids in rows.to(target.device).split(ROWS):
-            yield acceptance(target(input_ids=ids, use_cache=False).logits, draft(input_ids=ids, use_cache=False).logits)
-
-    with torch.compiler.set_stance("force_eager"):  # shapes differ from training's
-        found = summary(pairs())
-    draft.train(was_training)
-    return found
+    with evaluating(draft):
+        return summary(
+            acceptance(target(input_ids=ids, use_cache=False).logits, draft(input_ids=ids, use_cache=False).logits)
+            for ids in rows.to(target.device).split(ROWS)
+        )
 
 
-def trainable(runner: ModelRunner, source: str | None = None) -> PreTrainedModel:
-    """Load the runner's model, or another one, in float32 on the runner's device.
+def trainable(source: str) -> PreTrainedModel:
+    """Load a model in float32, on a GPU if there is one; its config keeps the checkpoint's dtype.
 
-    Raises ``OutriderError`` for quantised, broken or incomplete weights.
+    Raises ``OutriderError`` like ``check_trainable``, and for broken or incomplete weights.
     """
-    name = source or runner.name
-    check_trainable(name)
-    return loading.load_model(name, torch.float32, runner.device)
+    check_trainable(source)
+    model = loading.load_model(source, "auto", torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    loading.check_weights(model, source)
+    wide: PreTrainedModel = model.float()
+    return wide
 
 
-def check_trainable(name: str) -> None:
-    """Raise ``OutriderError`` for quantised weights, from the config alone."""
-    if gguf.find(name) is not None or quantization_of(loading.load_config(name)) is not None:
-        raise OutriderError(f"{name} is quantised: training needs the checkpoint in 16 or 32 bits")
+def check_trainable(source: str) -> None:
+    """Raise ``OutriderError`` for a model that is quantised, that Outrider does not run, or that takes more than the memory.
+
+    Reads the config and the sizes of the files only.
+    """
+    config = loading.load_config(source) if gguf.find(source) is None else None
+    if config is None or quantization_of(config) is not None:
+        raise OutriderError(f"{source} is quantised: training needs the checkpoint in 16 or 32 bits")
+    survey_without_weights(config, loading.model_class(config))
+    if not torch.cuda.is_available():
+        dtype = text_config(config).dtype
+        refuse_too_large(source, growth=4 // dtype.itemsize if isinstance(dtype, torch.dtype) else 1)
 
 
-def _check_rows(seq_len: int, name: str, max_len: int | None) -> None:
+def _check_rows(bench: Bench, model: PreTrainedModel, name: str) -> None:
     """Raise ``OutriderError`` if rows are longer than a model's context."""
-    if max_len is not None and seq_len > max_len:
-        raise OutriderError(f"rows of {seq_len} tokens exceed the context of {name}, {max_len} tokens: give a lower --seq-len")
+    most = getattr(text_config(model), "max_position_embeddings", None)
+    if most is not None and bench.seq_len > most:
+        raise OutriderError(
+            f"rows of {bench.seq_len} tokens exceed the context of {name}, {most} tokens: give a lower --seq-len"
+        )
 
 
 def _existing(source: str, bench: Bench, is_parallel: bool) -> PreTrainedModel:
@@ -192,7 +197,7 @@ def _existing(source: str, bench: Bench, is_parallel: bool) -> PreTrainedModel:
         except (OSError, ValueError, KeyError) as error:
             raise OutriderError(f"cannot load a tokenizer from {source}: {first_line(error)}") from error
         check_same_vocabulary(bench.tokenizer, tokenizer)
-    draft = trainable(bench.runner, source)
+    draft = trainable(source)
     token = mask_token_of(draft.config)
     if token is not None and not is_parallel:
         raise OutriderError(f"{source} drafts in parallel, with mask token {token}: give --parallel, such as --parallel 8")
@@ -201,10 +206,10 @@ def _existing(source: str, bench: Bench, is_parallel: bool) -> PreTrainedModel:
 
 def _save(bench: Bench, model: Any, out: Path) -> None:
     """Write the model in the target's dtype, with unchanged files of the target's tokenizer, if any."""
-    model.generation_config = bench.runner.model.generation_config
+    model.generation_config = bench.model.generation_config
     with named_errors(out):
-        model.to(checkpoint_dtype(bench.runner)).save_pretrained(out)
-    source = Path(bench.runner.name)
+        model.to(checkpoint_dtype(bench.model)).save_pretrained(out)
+    source = Path(str(bench.model.name_or_path))
     files = [path for pattern in TOKENIZER_FILES for path in source.glob(pattern)] if source.is_dir() else []
     for path in files:
         if path.is_file():

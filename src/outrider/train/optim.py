@@ -57,7 +57,7 @@ def _by_gram(wide: Tensor) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024) over stacks of equal shapes.
 
-    `torch.optim.Muon` works matrix by matrix and always in bfloat16, which costs a quarter of a step on a
+    `torch.optim.Muon` (torch 2.13) works matrix by matrix and always in bfloat16, which costs a quarter of a step on a
     CPU without bfloat16 instructions (float32 costs as much on one that has them); the arithmetic is the same, with its
     "original" scaling.
     """

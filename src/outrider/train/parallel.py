@@ -18,12 +18,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.runner.loading import text_config
 from outrider.runner.parallel_draft import MASK_KEYS, mask_token_of
-from outrider.train.acceptance import acceptance, chain_summary
+from outrider.train.acceptance import ROWS, acceptance, chain_summary
+from outrider.train.decoder import evaluating
 from outrider.types import OutriderError, first_line
 
 TOLERANCE = 1e-3  # relative to the largest logit, in float32
 SPARE_NAME = re.compile(r"[<\[]\|?(reserved|unused)[ _\w-]*\|?[>\]]")  # name of a reserved token
-ROWS = 2  # held-out rows in a pass
 
 
 @dataclass(frozen=True)
@@ -120,19 +120,17 @@ class Masks:
     @torch.no_grad()
     def measure(self, target: PreTrainedModel, rows: Tensor) -> dict[str, Any]:
         """Return the acceptance of each depth on rows [R, S], in rounds that begin after every K-th token."""
-        was_training, depths, seq_len = self.draft.training, self.how.depths, rows.shape[1]
-        self.draft.eval()
+        depths, seq_len = self.how.depths, rows.shape[1]
         anchors = torch.arange(0, seq_len - depths + 1, depths)
         entries = Entries.of(seq_len, [anchors] * (depths - 1))
         masks = seq_len + torch.arange((depths - 1) * len(anchors)).view(depths - 1, -1)
         places = torch.cat((anchors[None], masks)).T.to(target.device)  # [A, K]: of the entries of each round
         after = (anchors[:, None] + torch.arange(depths)).to(target.device)
         pairs = []
-        with torch.compiler.set_stance("force_eager"):  # shapes differ from training's
+        with evaluating(self.draft):
             for ids in rows.to(target.device).split(ROWS):
                 target_logits = target(input_ids=ids, use_cache=False).logits
                 pairs.append(acceptance(target_logits[:, after], self.logits(ids, entries)[:, places]))  # [B, A, K] each
-        self.draft.train(was_training)
         return chain_summary(pairs)
 
     @torch.no_grad()
@@ -141,22 +139,19 @@ class Masks:
         draft, kind, count = self.draft, type(self.draft).__name__, self.how.depths - 1
         text = torch.arange(seq_len, device=draft.device)[None] * 7 % int(text_config(draft).vocab_size)
         anchors = [seq_len // 2, seq_len - 1 - count]
-        was_training = draft.training
-        draft.eval()
+        entries = Entries.of(seq_len, [torch.tensor(anchors)] * count)
+        masks = text.new_full((1, count), self.token)
         try:
-            entries = Entries.of(seq_len, [torch.tensor(anchors)] * count)
-            together = self.logits(text, entries)[0, seq_len:].view(count, len(anchors), -1)
-            masks = text.new_full((1, count), self.token)
-            texts = [torch.cat((text[:, : anchor + 1], masks), 1) for anchor in anchors]
-            alone = torch.stack([draft(input_ids=each, use_cache=False).logits[0, -count:] for each in texts], 1)
+            with evaluating(draft):
+                together = self.logits(text, entries)[0, seq_len:].view(count, len(anchors), -1)
+                texts = [torch.cat((text[:, : anchor + 1], masks), 1) for anchor in anchors]
+                alone = torch.stack([draft(input_ids=each, use_cache=False).logits[0, -count:] for each in texts], 1)
             close = TOLERANCE * alone.abs().max().clamp(min=1.0)
             is_same = bool((together - alone).abs().max() <= close)
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as failure:  # model code can fail in any way
             raise OutriderError(
                 f"unsupported model for parallel drafts: {kind} does not support attention masks: {first_line(failure)}"
             ) from failure
-        finally:
-            draft.train(was_training)
         if not is_same:
             raise OutriderError(
                 f"unsupported model for parallel drafts: {kind} ignores parts of an attention mask over {seq_len} tokens,"

@@ -66,16 +66,11 @@ class RolloutLoss:
 
     def _step_losses(self, ids: Tensor, features: list[Tensor], last: Tensor, steps: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return loss and hits per depth for tokens [B, S] and features [B, S, H]."""
-        teacher, found = self._teacher(last), []
+        teacher, found = teacher_of(self.head.target_logits(last), self.head.draft_ids), []
         for depth, out in enumerate(self._rollout(ids, features, steps)):
             there = slice(1 + depth, 1 + depth + out.shape[1])
             found.append(self._step_loss(out, teacher.at(there), last[:, there]))
         return [loss for loss, _ in found], [hit for _, hit in found]
-
-    @torch.no_grad()
-    def _teacher(self, last: Tensor) -> Teacher:
-        """Return the target's distribution after each token from its features [B, S, H] after the final norm."""
-        return teacher_of(self.head.target_logits(last), self.head.draft_ids)
 
     def _rollout(self, ids: Tensor, features: list[Tensor], steps: int) -> list[Tensor]:
         """Return the head's outputs per depth, [B, T, H]; entry t predicts token 2 + t + depth."""
@@ -100,11 +95,10 @@ class RolloutLoss:
     def evaluate(self) -> dict[str, float]:
         """Return the agreement of likeliest tokens by depth on held-out rows, without noise."""
         hits = torch.zeros(self.steps)
-        rows = range(self.cache.num_training, self.cache.num_rows)
-        for row in rows:
+        for row in self.cache.held_out:
             ids, features, last = read_rows(self.cache, [row], self.head, self.last)
             for depth, hit in enumerate(self._step_losses(ids, features, last, self.steps)[1]):
-                hits[depth] += float(hit) / len(rows)
+                hits[depth] += float(hit) / len(self.cache.held_out)
         return {f"held_{depth + 1}": round(float(hit), 4) for depth, hit in enumerate(hits)}
 
     @torch.no_grad()
@@ -117,7 +111,7 @@ class RolloutLoss:
         head, device = self.head, self.head.fc.weight.device
         accepted, total = torch.zeros(NUM_SIBLINGS), 0
         generator = torch.Generator(device).manual_seed(self.seed)
-        for row in range(self.cache.num_training, self.cache.num_rows):
+        for row in self.cache.held_out:
             ids, features, last = read_rows(self.cache, [row], self.head, self.last)
             out = self._rollout(ids, features, steps=1)[0]
             target_probs = head.target_logits(last[0, 1 : 1 + out.shape[1]]).softmax(-1)  # [T, V]

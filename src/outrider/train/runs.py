@@ -7,36 +7,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from outrider.heads import block_formats, eagle_formats, mtp_formats
 from outrider.heads import medusa as medusa_heads
 from outrider.heads.eagle import default_hidden_states
 from outrider.heads.rollout_head import RolloutHead
-from outrider.runner import ModelRunner
+from outrider.runner import ModelRunner, RunnerConfig
+from outrider.runner.linear import structural_copy
 from outrider.train import plots, shapes
 from outrider.train.block_loss import BlockLoss, by_draft
 from outrider.train.capture import FeatureCache, capture, check_captured
 from outrider.train.claims import claim, digest, fingerprint
-from outrider.train.medusa import MedusaLoss, measure_accuracies
+from outrider.train.medusa import MedusaLoss
 from outrider.train.plan import SEED, Plan
 from outrider.train.precision import run_dtype
 from outrider.train.progress import Progress
 from outrider.train.rollout_loss import RolloutLoss
 from outrider.train.soft_entropy import SoftEntropy, compiled, soft_entropy
 from outrider.train.text import RowOrder, held_out, regenerate, token_rows
-from outrider.train.trainer import Batches, Job, Loss, Trainer
+from outrider.train.trainer import Loss, Trainer
 from outrider.types import OutriderError
 
-Evaluate = Callable[[bool], dict[str, Any]]
-Found = TypeVar("Found")
+Measure = Callable[[bool], tuple[dict[str, Any], Any]]  # the final one? -> values for the curve, everything that was measured
 NAME_OF_MTP, NAME_OF_BLOCK = "mtp", "dflash"  # subfolders of the work folder
 
 
@@ -52,16 +52,6 @@ class Source:
     temperature: float = 0.0  # temperature of the continuation
 
 
-class Rows(Protocol):
-    """Return the number of training tokens."""
-
-    @property
-    def num_training(self) -> int: ...
-
-    @property
-    def seq_len(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class HeadPlan:
     """Training length and learning rates of a head or a model."""
@@ -74,21 +64,35 @@ class HeadPlan:
     seed: int = SEED
     compiled: bool = False  # compile losses and a model's layers: takes a minute and pays on longer runs
 
-    def plan(self, rows: Rows) -> Plan:
+    def plan(self, rows: RowOrder) -> Plan:
         """Return the plan of the training loop. Batches consist of whole rows."""
         tokens = int(self.epochs * rows.num_training * rows.seq_len)
         if tokens < 1 or self.batch_tokens < 1:
             raise OutriderError("invalid epochs or batch tokens: expected values above 0")
-        lengths = ((1.0, rows.seq_len),)
-        rates = {"muon_lr": self.muon_lr, "adam_lr": self.adam_lr, "warmup": 0.02}
-        return Plan(tokens, self.batch_tokens, lengths, minutes=self.minutes, seed=self.seed, **rates)  # type: ignore[arg-type]
+        return Plan(
+            tokens,
+            self.batch_tokens,
+            ((1.0, rows.seq_len),),
+            self.minutes,
+            muon_lr=self.muon_lr,
+            adam_lr=self.adam_lr,
+            warmup=0.02,
+            eval_every_s=120.0,
+            save_every_s=30.0,
+            seed=self.seed,
+        )
+
+    @property
+    def entropy(self) -> SoftEntropy:
+        """Return the vocabulary-wide loss, compiled if requested: most of a step's work besides matrix products."""
+        return compiled() if self.compiled else soft_entropy
 
 
 @dataclass
 class Bench:
     """One target with the data shared by all its training runs."""
 
-    runner: ModelRunner
+    target: ModelRunner | PreTrainedModel  # heads read a runner's features; a model is trained, or teaches a draft
     tokenizer: PreTrainedTokenizerBase | None
     work: Path  # rows, features, checkpoints
     source: Source = field(default_factory=Source)
@@ -99,14 +103,29 @@ class Bench:
         """Return the tokens per row, known before any text is read."""
         return self.source.seq_len if self.rows is None else self.rows.shape[1]
 
+    @property
+    def model(self) -> PreTrainedModel:
+        """Return the target's model."""
+        return self.target if isinstance(self.target, PreTrainedModel) else self.target.model
+
+    @property
+    def runner(self) -> ModelRunner:
+        """Return the target's runner; for a model in training a new one, with weights in the checkpoint's dtype."""
+        if isinstance(self.target, ModelRunner):
+            return self.target
+        served = structural_copy(self.target)
+        for parameter in served.parameters():
+            parameter.data = parameter.to(checkpoint_dtype(served))
+        return ModelRunner.load(served, RunnerConfig(max_batch=16))
+
     def claim(self, name: str, **options: Any) -> None:
         """Record the identity of a part of the work folder. Raises ``OutriderError`` if it belongs to another run."""
         text = digest(self.training_rows())
-        claim(self.work / name / "run.json", {"target": fingerprint(self.runner.model), "text": text, **options})
+        claim(self.work / name / "run.json", {"target": fingerprint(self.model), "text": text, **options})
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of the products of a part of the work folder."""
-        return run_dtype(self.work / name, self.runner.device)
+        return run_dtype(self.work / name, self.model.device)
 
     def features(self, layers: Sequence[int]) -> FeatureCache:
         """Return the cache of these hidden states; create or complete it if necessary."""
@@ -129,23 +148,6 @@ class Bench:
         return self.rows
 
 
-class Latest(Generic[Found]):
-    """The last measurement of a run, made once after training, also if a resumed run had already ended."""
-
-    def __init__(self, measure: Callable[[], Found]) -> None:
-        self._measure = measure
-        self._found: list[Found] = []
-
-    def again(self) -> Found:
-        """Measures."""
-        self._found = [self._measure()]
-        return self._found[0]
-
-    def known(self) -> Found:
-        """Return the last result; measure now if there is none."""
-        return self._found[0] if self._found else self.again()
-
-
 def train_medusa(bench: Bench, out: Path, how: HeadPlan, num_heads: int = 4, num_layers: int = 1) -> bool:
     """Train heads and write them in vLLM's format with their measured accuracies. Return False if interrupted.
 
@@ -160,17 +162,16 @@ def train_medusa(bench: Bench, out: Path, how: HeadPlan, num_heads: int = 4, num
     torch.manual_seed(how.seed)
     heads = shapes.new_medusa(runner, num_heads, num_layers).to(runner.device)
     output = shapes.output_layer(runner)
-    loss = MedusaLoss(heads, output, cache, runner.num_layers, dtype=bench.dtype("medusa"), entropy=entropy_of(how))
+    loss = MedusaLoss(heads, output, cache, runner.num_layers, dtype=bench.dtype("medusa"), entropy=how.entropy)
 
-    held_out = Latest(lambda: measure_accuracies(heads, output, cache, runner.num_layers))
+    def measure(final: bool) -> tuple[dict[str, Any], medusa_heads.Accuracies]:
+        found = loss.measure()
+        return {f"held_{head}": row[0] for head, row in enumerate(found, 1)}, found
 
-    def measure(final: bool) -> dict[str, Any]:
-        return {f"held_{head + 1}": row[0] for head, row in enumerate(held_out.again())}
-
-    if not run_job(bench, "medusa", heads, RowOrder(cache.num_training), loss, how.plan(cache), measure):
+    accuracies = run_job(bench, "medusa", heads, RowOrder(cache.num_training, cache.seq_len), loss, how, measure)
+    if accuracies is None:
         return False
-    accuracies = held_out.known()
-    medusa_heads.export(heads.to(checkpoint_dtype(runner)), out, runner.vocab_size, accuracies)
+    medusa_heads.export(heads.to(checkpoint_dtype(runner.model)), out, runner.vocab_size, accuracies)
     finish(bench, "medusa", out, {"accuracies": accuracies})
     return True
 
@@ -197,22 +198,20 @@ class EagleRun:
         if self.generation == 3 and self.layers is not None and len(self.layers) != 3:
             raise OutriderError(f"invalid hidden states {self.layers}: EAGLE-3 reads three, such as 2,7,11")
 
-    def settled(self, runner: ModelRunner, seq_len: int) -> EagleRun:
-        """Return the settings completed for a target and this row length.
+    def settled(self, runner: ModelRunner, seq_len: int) -> tuple[tuple[int, ...], int, int | None]:
+        """Return hidden states, steps and draft vocabulary for a target and this row length.
 
         Raises ``OutriderError`` for invalid layers, or rows that are too short.
         """
-        if self.generation == 1:
-            made = replace(self, steps=self.steps or 1, layers=(runner.num_layers,), draft_vocab=None)
-        else:
-            made = replace(self, steps=self.steps or 5, layers=self.layers or default_hidden_states(runner.num_layers))
-        assert made.layers is not None and made.steps is not None
-        if seq_len < made.steps + 2:
-            raise OutriderError(f"rows of {seq_len} tokens are too short for {made.steps} steps")
-        if made.draft_vocab is not None and not 1 <= made.draft_vocab <= runner.vocab_size:
-            raise OutriderError(f"invalid draft vocabulary of {made.draft_vocab} tokens: the target has {runner.vocab_size}")
-        check_captured(runner, made.layers, seq_len)
-        return made
+        steps = self.steps or (1 if self.generation == 1 else 5)
+        vocab = None if self.generation == 1 else self.draft_vocab
+        layers: tuple[int, ...] = (runner.num_layers,)
+        if self.generation == 3:
+            layers = self.layers or default_hidden_states(runner.num_layers)
+        check_steps(runner, layers, steps, seq_len)
+        if vocab is not None and not 1 <= vocab <= runner.vocab_size:
+            raise OutriderError(f"invalid draft vocabulary of {vocab} tokens: the target has {runner.vocab_size}")
+        return layers, steps, vocab
 
 
 def train_eagle(bench: Bench, out: Path, how: HeadPlan, kind: EagleRun = EagleRun()) -> bool:
@@ -221,18 +220,17 @@ def train_eagle(bench: Bench, out: Path, how: HeadPlan, kind: EagleRun = EagleRu
     Raises ``OutriderError`` like ``EagleRun.settled``, before any text is generated or read.
     """
     runner = bench.runner
-    kind = kind.settled(runner, bench.seq_len)
-    assert kind.layers is not None and kind.steps is not None
+    layers, steps, vocab = kind.settled(runner, bench.seq_len)
     name = f"eagle{kind.generation}"
-    bench.claim(name, layers=kind.layers, steps=kind.steps, **{"draft vocabulary": kind.draft_vocab})
+    bench.claim(name, layers=layers, steps=steps, **{"draft vocabulary": vocab})
     draft_ids = None
-    if kind.draft_vocab is not None:
+    if vocab is not None:
         rows = bench.training_rows()
-        draft_ids = shapes.frequent_tokens(rows[: -held_out(len(rows))], runner.vocab_size, kind.draft_vocab)
-    cache = bench.features([*kind.layers, runner.num_layers])
+        draft_ids = shapes.frequent_tokens(rows[: -held_out(len(rows))], runner.vocab_size, vocab)
+    cache = bench.features([*layers, runner.num_layers])
     torch.manual_seed(how.seed)
-    head = shapes.new_eagle(runner, kind.generation, kind.layers, draft_ids).to(runner.device)
-    found = _train_rollout(bench, name, head, cache, how, kind.steps)
+    head = shapes.new_eagle(runner, kind.generation, layers, draft_ids).to(runner.device)
+    found = _train_rollout(bench, name, head, cache, how, steps)
     if found is None:
         return False
     for index, form in enumerate(kind.formats):
@@ -255,20 +253,14 @@ class MtpRun:
         if self.layout not in mtp_formats.LAYOUTS:
             raise OutriderError(f"unknown layout {self.layout!r}: expected {', '.join(mtp_formats.LAYOUTS)}")
 
-    def check(self, runner: ModelRunner, seq_len: int) -> None:
-        """Raise ``OutriderError`` for rows that are too short or too long."""
-        if seq_len < self.steps + 2:
-            raise OutriderError(f"rows of {seq_len} tokens are too short for {self.steps} steps")
-        check_captured(runner, [runner.num_layers], seq_len)
-
 
 def train_mtp(bench: Bench, out: Path, how: HeadPlan, kind: MtpRun = MtpRun()) -> bool:
     """Train an MTP head, new or continued, and write it to ``out``. Return False if interrupted.
 
-    Raises ``OutriderError`` like ``MtpRun.check`` and ``mtp_formats.load``, before any text is generated or read.
+    Raises ``OutriderError`` like ``check_steps`` and ``mtp_formats.load``, before any text is generated or read.
     """
     runner = bench.runner
-    kind.check(runner, bench.seq_len)
+    check_steps(runner, [runner.num_layers], kind.steps, bench.seq_len)
     torch.manual_seed(how.seed)
     head = shapes.new_mtp(runner) if kind.start is None else shapes.trainable(mtp_formats.load(kind.start, runner), runner)
     bench.claim(NAME_OF_MTP, steps=kind.steps, start=kind.start)
@@ -334,18 +326,25 @@ def train_block(bench: Bench, out: Path, how: HeadPlan, kind: BlockRun = BlockRu
         for module in head.modules():
             if isinstance(module, Qwen3MLP):
                 module.compile(dynamic=False)
-    loss = BlockLoss(head, cache, runner.num_layers, seed=how.seed, dtype=bench.dtype(NAME_OF_BLOCK), entropy=entropy_of(how))
-    measured = Latest(loss.measure)
+    loss = BlockLoss(head, cache, runner.num_layers, seed=how.seed, dtype=bench.dtype(NAME_OF_BLOCK), entropy=how.entropy)
 
-    def evaluate(final: bool) -> dict[str, Any]:
-        return by_draft("held", measured.again()["greedy"])
+    def measure(final: bool) -> tuple[dict[str, Any], dict[str, list[float]]]:
+        found = loss.measure()
+        return by_draft("held", found["greedy"]), found
 
-    if not run_job(bench, NAME_OF_BLOCK, head, RowOrder(cache.num_training), loss, how.plan(cache), evaluate):
+    found = run_job(bench, NAME_OF_BLOCK, head, RowOrder(cache.num_training, cache.seq_len), loss, how, measure)
+    if found is None:
         return False
-    found = measured.known()
-    block_formats.export(head.to(checkpoint_dtype(runner)), out, runner.num_layers, found["sampled"])
+    block_formats.export(head.to(checkpoint_dtype(runner.model)), out, runner.num_layers, found["sampled"])
     finish(bench, NAME_OF_BLOCK, out, {"acceptance_by_position": found})
     return True
+
+
+def check_steps(runner: ModelRunner, layers: Sequence[int], steps: int, seq_len: int) -> None:
+    """Raise ``OutriderError`` for invalid hidden states, and for rows that are too short for that many steps, or too long."""
+    if seq_len < steps + 2:
+        raise OutriderError(f"rows of {seq_len} tokens are too short for {steps} steps")
+    check_captured(runner, layers, seq_len)
 
 
 def _train_rollout(
@@ -355,36 +354,46 @@ def _train_rollout(
 
     None if interrupted.
     """
-    runner = bench.runner
     if how.compiled:
         for layer in head.layers:
             layer.compile(dynamic=False)
-    dtype, entropy = bench.dtype(name), entropy_of(how)
-    loss = RolloutLoss(head, cache, runner.num_layers, steps, seed=how.seed, dtype=dtype, entropy=entropy)
-    held_out = Latest(loss.evaluate)
-    if not run_job(bench, name, head, RowOrder(cache.num_training), loss, how.plan(cache), lambda final: held_out.again()):
+    last = bench.runner.num_layers
+    loss = RolloutLoss(head, cache, last, steps, seed=how.seed, dtype=bench.dtype(name), entropy=how.entropy)
+
+    def measure(final: bool) -> tuple[dict[str, float], dict[str, float]]:
+        found = loss.evaluate()
+        return found, found
+
+    found = run_job(bench, name, head, RowOrder(cache.num_training, cache.seq_len), loss, how, measure)
+    if found is None:
         return None
-    found = {"held_out": held_out.known(), "acceptance_by_rank": loss.sibling_acceptance()}
-    head.to(checkpoint_dtype(runner))
-    return found
+    ranks = loss.sibling_acceptance()
+    head.to(checkpoint_dtype(bench.model))
+    return {"held_out": found, "acceptance_by_rank": ranks}
 
 
-def entropy_of(how: HeadPlan) -> SoftEntropy:
-    """Return the vocabulary-wide loss, compiled if requested: most of a step's work besides matrix products."""
-    return compiled() if how.compiled else soft_entropy
+def run_job(bench: Bench, name: str, model: nn.Module, rows: RowOrder, loss: Loss, how: HeadPlan, measure: Measure) -> Any:
+    """Train ``model`` in this part of the work folder, resuming if interrupted.
 
+    Return what the final measurement found; None if interrupted.
+    """
+    last: list[Any] = []
 
-def run_job(bench: Bench, name: str, model: nn.Module, batches: Batches, loss: Loss, plan: Plan, evaluate: Evaluate) -> bool:
-    """Train ``model`` in this part of the work folder, resuming if interrupted. Return False if interrupted."""
-    plan = replace(plan, eval_every_s=120.0, save_every_s=30.0)
-    finished = Trainer(Job(name, model, batches, loss, plan, bench.work / name, evaluate)).run()
+    def evaluate(final: bool) -> dict[str, Any]:
+        values, found = measure(final)
+        last[:] = [found]
+        return values
+
+    finished = Trainer(name, model, rows, loss, how.plan(rows), bench.work / name, evaluate).run()
     model.eval().requires_grad_(False)
-    return finished
+    if not finished:
+        return None
+    return last[0] if last else measure(True)[1]  # a resumed run may already have ended
 
 
-def checkpoint_dtype(runner: ModelRunner) -> torch.dtype:
+def checkpoint_dtype(model: PreTrainedModel) -> torch.dtype:
     """Return the dtype of the target's checkpoint."""
-    named = getattr(runner.model.config, "dtype", None)
+    named = getattr(model.config, "dtype", None)
     return named if isinstance(named, torch.dtype) and named.is_floating_point else torch.float32
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -22,6 +21,7 @@ from outrider.train.claims import claim, digest, fingerprint
 from outrider.types import OutriderError, check_text, first_line
 
 Report = Callable[[float, dict[str, Any]], None]  # (progress, values to show)
+ROLES = {"human": "user", "gpt": "assistant"}
 PIECE = 1 << 18  # characters that are encoded at once
 GOLDEN = 0.6180339887498949
 
@@ -79,14 +79,7 @@ def _document(entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list
         return _encoded(_string(entry, "text"), tokenizer)
     messages = entry.get("messages") or entry.get("conversations")
     if messages is not None:
-        roles = {"human": "user", "gpt": "assistant"}
-        chat = [
-            {
-                "role": roles.get(m.get("role") or m["from"], m.get("role") or m["from"]),
-                "content": _content(m),
-            }
-            for m in messages
-        ]
+        chat = [{"role": ROLES.get(role := m.get("role") or m["from"], role), "content": _content(m)} for m in messages]
         text = str(tokenizer.apply_chat_template(chat, tokenize=False))
         return _encoded(text, tokenizer, add_special_tokens=False)  # the template writes its own
     return _encoded(_string(entry, "prompt") + _string(entry, "completion"), tokenizer)
@@ -127,15 +120,11 @@ def token_rows(paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, seq_le
                 ids.append(int(end))
             if len(ids) >= max_tokens:
                 break
-    return rows_of(np.array(ids[:max_tokens], dtype=np.int32), seq_len)
-
-
-def rows_of(ids: np.ndarray, seq_len: int) -> Tensor:
-    """Cut a stream of ids into int32 [R, seq_len]."""
-    count = len(ids) // seq_len
+    size = min(len(ids), max_tokens)
+    count = size // seq_len
     if count < 2:
-        raise OutriderError(f"too little text: {len(ids)} tokens, expected at least two rows of {seq_len}")
-    return torch.from_numpy(np.ascontiguousarray(ids[: count * seq_len]).astype(np.int32)).view(count, seq_len)
+        raise OutriderError(f"too little text: {size} tokens, expected at least two rows of {seq_len}")
+    return torch.frombuffer(ids, dtype=torch.int32, count=count * seq_len).view(count, seq_len)
 
 
 def held_out(num_rows: int) -> int:
@@ -151,8 +140,8 @@ def spread(first: int, count: int, total: int) -> Tensor:
 class RowOrder:
     """Yields indices of training rows with even coverage at every moment."""
 
-    def __init__(self, num_training: int) -> None:
-        self.num_training = num_training
+    def __init__(self, num_training: int, seq_len: int) -> None:
+        self.num_training, self.seq_len = num_training, seq_len
         self.rows_drawn = {"rows": 0}
 
     def batch(self, step: int, rows: int, seq_len: int) -> Tensor:
@@ -166,8 +155,8 @@ class TextRows(RowOrder):
     """Yields training rows [R, S]; the last ones are held out."""
 
     def __init__(self, rows: Tensor) -> None:
-        super().__init__(len(rows) - held_out(len(rows)))
-        self.seq_len, self.held_out, self.whole = rows.shape[1], rows[self.num_training :].long(), rows
+        super().__init__(len(rows) - held_out(len(rows)), rows.shape[1])
+        self.held_out, self.whole = rows[self.num_training :].long(), rows
 
     def batch(self, step: int, rows: int, seq_len: int) -> Tensor:
         """int64 [rows, S]."""

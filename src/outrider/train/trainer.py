@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,41 @@ from torch import Tensor, nn
 from outrider.files import write_whole
 from outrider.heads.checkpoint import replaced
 from outrider.train import optim
-from outrider.train.clock import MAX_GAP_S, RunningClock
 from outrider.train.plan import Plan
 from outrider.train.precision import run_dtype
 from outrider.train.progress import Progress
 from outrider.types import OutriderError, first_line, is_out_of_memory
 
 logger = logging.getLogger(__name__)
+
+# (batch, step, progress) -> the loss, and parts of it to plot (floats or 0-d tensors)
+Loss = Callable[[Tensor, int, float], tuple[Tensor, dict[str, Any]]]
+MAX_GAP_S = 5.0
+PAUSE = 4.0  # multiple of the usual gap above which a gap is a pause, whatever the step time
+MEMORY = 0.9  # decay of earlier gaps
+
+
+class RunningClock:
+    """Sums the time between ticks without pauses (a stopped process, a sleeping laptop).
+
+    Each gap is limited to the larger of `max_gap` seconds and several usual gaps.
+    """
+
+    def __init__(self, elapsed: float = 0.0, max_gap: float = MAX_GAP_S, now: Callable[[], float] = time.monotonic) -> None:
+        self.elapsed = elapsed
+        self.max_gap = max_gap
+        self._now = now
+        self._last = now()
+        self._usual = 0.0  # recent seconds per gap
+
+    def tick(self) -> float:
+        """Count the time since the last tick and return the total in seconds."""
+        current = self._now()
+        counted = min(current - self._last, max(self.max_gap, PAUSE * self._usual))
+        self._usual = MEMORY * self._usual + (1 - MEMORY) * counted if self._usual else counted
+        self.elapsed += counted
+        self._last = current
+        return self.elapsed
 
 
 class Batches(Protocol):
@@ -37,17 +66,9 @@ class Batches(Protocol):
         ...
 
 
-class Loss(Protocol):
-    """Loss of one batch, with parts to plot (floats or 0-d tensors)."""
-
-    def __call__(self, ids: Tensor, step: int, progress: float, /) -> tuple[Tensor, dict[str, Any]]:
-        """Return the loss of a batch."""
-        ...
-
-
 @dataclass
-class Job:
-    """One run: model, data, loss, evaluation and folder."""
+class Trainer:
+    """One run: trains until it ends or is interrupted, from its last checkpoint if there is one."""
 
     name: str
     model: nn.Module
@@ -57,17 +78,13 @@ class Job:
     folder: Path
     evaluate: Callable[[bool], dict[str, Any]] | None = None  # argument: the long evaluation at the end
 
-
-class Trainer:
-    """Runs a job until it ends or is interrupted, from its last checkpoint if there is one."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.device = next(job.model.parameters()).device
-        self.optimizers = optim.build(job.model, job.plan, run_dtype(job.folder, self.device))
+    def __post_init__(self) -> None:
+        """Raise ``OutriderError`` for a damaged checkpoint."""
+        self.device = next(self.model.parameters()).device
+        self.optimizers = optim.build(self.model, self.plan, run_dtype(self.folder, self.device))
         self.step = self.tokens = 0
         self.curve: list[dict[str, Any]] = []
-        self.max_gap = math.inf if job.plan.count_pauses else MAX_GAP_S
+        self.max_gap = math.inf if self.plan.count_pauses else MAX_GAP_S
         self.clock = RunningClock(0.0, self.max_gap)
         self.interrupted = False
         if self.checkpoint.exists():
@@ -76,21 +93,20 @@ class Trainer:
     @property
     def checkpoint(self) -> Path:
         """Return the file that a run resumes from."""
-        return self.job.folder / "checkpoint.pt"
+        return self.folder / "checkpoint.pt"
 
     @property
     def progress(self) -> float:
         """Return the finished share of the run: the larger of the token and the time fraction."""
-        plan = self.job.plan
-        by_time = self.clock.elapsed / (60 * plan.minutes) if plan.minutes else 0.0
-        return min(1.0, max(self.tokens / plan.max_tokens, by_time))
+        by_time = self.clock.elapsed / (60 * self.plan.minutes) if self.plan.minutes else 0.0
+        return min(1.0, max(self.tokens / self.plan.max_tokens, by_time))
 
     def save(self) -> None:
         """Write a checkpoint atomically."""
         state = {
-            "model": self.job.model.state_dict(),
+            "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "rows_drawn": self.job.batches.rows_drawn,
+            "rows_drawn": self.batches.rows_drawn,
             "step": self.step,
             "tokens": self.tokens,
             "elapsed": self.clock.elapsed,
@@ -98,19 +114,19 @@ class Trainer:
         }
         with replaced(self.checkpoint) as unfinished:
             torch.save(state, unfinished)
-        write_whole(self.job.folder / "curve.json", json.dumps(self.curve))
+        write_whole(self.folder / "curve.json", json.dumps(self.curve))
 
     def _restore(self) -> None:
         """Continue from the checkpoint. Raises ``OutriderError`` if it is truncated or of another run."""
         try:
             state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
-            self.job.model.load_state_dict(state["model"])
+            self.model.load_state_dict(state["model"])
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 planned = [group["base_lr"] for group in optimizer.param_groups]
                 optimizer.load_state_dict(saved)
                 for group, rate in zip(optimizer.param_groups, planned, strict=True):
                     group["base_lr"] = rate  # a lower rate may be why the run is resumed
-            self.job.batches.rows_drawn.update(state["rows_drawn"])
+            self.batches.rows_drawn.update(state["rows_drawn"])
             self.step, self.tokens, self.curve = state["step"], state["tokens"], state["curve"]
             self.clock = RunningClock(state["elapsed"], self.max_gap)
         except Exception as error:  # damaged and foreign files raise many kinds of exceptions
@@ -121,13 +137,13 @@ class Trainer:
 
     def train_step(self) -> dict[str, Any]:
         """Run one update; return its point of the curve."""
-        plan, before = self.job.plan, self.progress
+        plan, before = self.plan, self.progress
         optim.set_lr(self.optimizers, optim.lr_factor(before, plan))
         seq_len = next(length for until, length in plan.seq_lens if before <= until)
         rows = max(1, plan.batch_tokens // seq_len)
-        ids = self.job.batches.batch(self.step, rows, seq_len).to(self.device)
+        ids = self.batches.batch(self.step, rows, seq_len).to(self.device)
         torch.manual_seed(plan.seed * 1_000_003 + self.step)  # for the model's dropout, also after an interruption
-        loss, parts = self.job.loss(ids, self.step, before)
+        loss, parts = self.loss(ids, self.step, before)
         if not torch.isfinite(loss):  # an update with it would spoil the next checkpoint
             raise OutriderError(
                 f"non-finite loss {loss.item()} at step {self.step + 1}: lower the learning rates (--muon-lr, --adam-lr);"
@@ -148,22 +164,21 @@ class Trainer:
 
         The final measurement follows the checkpoint, so that an interruption ends it at once and a resumed run repeats it.
         """
-        plan = self.job.plan
         previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         steps_left = max_steps if max_steps is not None else -1
         evaluated = saved = self.clock.elapsed
-        self.job.model.train()
+        self.model.train()
         try:
-            with Progress(self.job.name) as bar:
+            with Progress(self.name) as bar:
                 while self.progress < 1.0 and not self.interrupted and steps_left != 0:
                     point = self.train_step()
                     steps_left -= 1
-                    if self.clock.elapsed - evaluated > plan.eval_every_s:
+                    if self.clock.elapsed - evaluated > self.plan.eval_every_s:
                         point |= self._evaluate(final=False)
                         evaluated = self.clock.elapsed
                     self.curve.append(point)
                     bar.update(self.progress, point)
-                    if self.clock.elapsed - saved > plan.save_every_s:
+                    if self.clock.elapsed - saved > self.plan.save_every_s:
                         self.save()
                         saved = self.clock.elapsed
                 self.save()
@@ -173,18 +188,18 @@ class Trainer:
         if self.progress < 1.0 or self.interrupted:
             return False
         if "final" not in self.curve[-1]:
-            logger.info("%s: measuring on held-out text", self.job.name)
+            logger.info("%s: measuring on held-out text", self.name)
             self.curve[-1] |= self._evaluate(final=True) | {"final": True}
             self.save()
         return True
 
     def _evaluate(self, final: bool) -> dict[str, Any]:
-        if self.job.evaluate is None:
+        if self.evaluate is None:
             return {}
-        self.job.model.eval()
+        self.model.eval()
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            found = self.job.evaluate(final)
-        self.job.model.train()
+            found = self.evaluate(final)
+        self.model.train()
         return found
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
