@@ -165,6 +165,18 @@ def test_a_rule_of_splitting_that_transformers_does_not_know_is_named(rule, is_k
     assert said == [] if is_known else "by the rule 'odd'" in said[0] and "--tokenizer" in said[0] and len(said) == 1
 
 
+def test_loading_reads_no_list_of_strings_one_by_one(tmp_path, monkeypatch):
+    """gguf's reader takes 7 s for a vocabulary of 150,000; transformers uses it for the config and for AutoTokenizer."""
+    path, read, calls = tmp_path / "model.gguf", gguf.GGUFReader._get_str, []
+    gguf_files.write(
+        path, gguf_files.make_model("llama"), KINDS["Q8_0"], lambda w: w.add_array("tokenizer.odd", ["word"] * 10_000)
+    )
+    monkeypatch.setattr(gguf.GGUFReader, "_get_str", lambda *args: calls.append(0) or read(*args))
+    llm = LLM(path, method="plain", compile="never")
+    assert llm.runner.vocab_size == 320 and llm.encode("def") == make_tokenizer().encode("def")
+    assert 0 < len(calls) < 1000
+
+
 def test_a_folder_with_a_config_and_a_tokenizer(tmp_path):
     """The folder's config is used, also if the file has fewer entries."""
     scaled = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}
