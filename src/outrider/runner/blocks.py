@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from outrider import native
 from outrider.runner import huge_pages
-from outrider.runner.kernels import PANEL, packed_shape, unpack_weight
+from outrider.runner.kernels import PANEL, define, packed_shape, unpack_weight
 from outrider.types import OutriderError
 
 BLOCK = 32  # inputs of an output in a block
@@ -32,10 +32,6 @@ CODES = ("int8", "table4", "int4", "uint4")  # meaning of codes: integers, or in
 NUMBERS = ("none", "bfloat16", "float16", "float32", "zeros", "products")  # storage formats of scales and offsets
 WIDTHS = dict(zip(NUMBERS, (0, 2, 2, 4, 1, 1), strict=True))  # bytes per number
 CHUNK = 1 << 22  # weights packed at a time
-
-_library = torch.library.Library("outrider", "FRAGMENT")
-_library.define("linear_blocks(Tensor x, Tensor packed, Tensor? bias, int outputs, int activation_bits) -> Tensor")
-_library.define("embed_blocks(Tensor token_ids, Tensor packed, int inputs) -> Tensor")
 
 
 @dataclass(frozen=True)
@@ -320,12 +316,13 @@ def reference_embed_blocks(token_ids: Tensor, packed: Tensor, inputs: int) -> Te
     return picked.view(*token_ids.shape, inputs)
 
 
-_library.impl("linear_blocks", reference_linear_blocks, "CompositeExplicitAutograd")
-_library.impl("embed_blocks", reference_embed_blocks, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "outrider::linear_blocks", lambda x, packed, bias, outputs, activation_bits: x.new_empty(*x.shape[:-1], outputs)
+define(
+    "linear_blocks(Tensor x, Tensor packed, Tensor? bias, int outputs, int activation_bits)",
+    reference_linear_blocks,
+    lambda x, packed, bias, outputs, activation_bits: x.new_empty(*x.shape[:-1], outputs),
 )
-torch.library.register_fake(
-    "outrider::embed_blocks",
+define(
+    "embed_blocks(Tensor token_ids, Tensor packed, int inputs)",
+    reference_embed_blocks,
     lambda token_ids, packed, inputs: packed.new_empty(*token_ids.shape, inputs, dtype=torch.float32),
 )

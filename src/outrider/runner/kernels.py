@@ -19,18 +19,14 @@ PANEL = 32  # adjacent outputs in a packed weight
 DEEP, DEEP_BYTES = 32, 64  # inputs per step of bfloat16 and of 8-bit products
 
 _library = torch.library.Library("outrider", "DEF")
-_library.define("linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
-ATTEND = (
-    "Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, int layer, Tensor cache_rows, Tensor bases,"
-    " Tensor ends, Tensor positions, Tensor visible, float scale, float softcap, int window"
-)
-_library.define(f"attend({ATTEND}) -> Tensor")
-# Options of a few models that the C++ lacks: slower, and a row's rounding depends on the pass's width and batch.
-_library.define(f"attend_general({ATTEND}, int chunk, Tensor? sinks) -> Tensor")
-_library.define("embed(Tensor token_ids, Tensor packed) -> Tensor")
-_library.define("linear_scaled(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int outputs) -> Tensor")
-_library.define("linear_gated(Tensor x, Tensor packed, Tensor? scales, str activation) -> Tensor")
-_library.define("gate_halves(Tensor both, str activation) -> Tensor")
+
+
+def define(signature: str, reference: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
+    """Declare an operator. ``fake`` returns an output of its shape and dtype, for ``torch.export``."""
+    name = signature.partition("(")[0]
+    _library.define(f"{signature} -> Tensor")
+    _library.impl(name, reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"outrider::{name}", fake)
 
 
 def prefers_pairs() -> bool:
@@ -220,19 +216,35 @@ def _fake_attend(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tenso
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
-# Name -> the operator's reference, and a function that returns an output of its shape and dtype for ``torch.export``.
-OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "linear": (reference_linear, lambda x, packed, bias, outputs: x.new_empty(*x.shape[:-1], outputs)),
-    "linear_scaled": (reference_linear_scaled, lambda x, packed, scales, bias, outputs: x.new_empty(*x.shape[:-1], outputs)),
-    "linear_gated": (reference_linear_gated, lambda x, packed, *_: x.new_empty(*x.shape[:-1], len(packed) * PANEL // 2)),
-    "gate_halves": (reference_gate_halves, lambda both, _: both.new_empty(*both.shape[:-1], both.shape[-1] // 2)),
-    "embed": (
-        reference_embed,
-        lambda token_ids, packed: packed.new_empty(*token_ids.shape, packed_shape(packed)[1], dtype=torch.float32),
-    ),
-    "attend": (reference_attend, _fake_attend),
-    "attend_general": (reference_attend, _fake_attend),
-}
-for _name, (_reference, _fake) in OPERATORS.items():
-    _library.impl(_name, _reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"outrider::{_name}", _fake)
+ATTEND = (
+    "Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, int layer, Tensor cache_rows, Tensor bases,"
+    " Tensor ends, Tensor positions, Tensor visible, float scale, float softcap, int window"
+)
+define(f"attend({ATTEND})", reference_attend, _fake_attend)
+# Options of a few models that the C++ lacks: slower, and a row's rounding depends on the pass's width and batch.
+define(f"attend_general({ATTEND}, int chunk, Tensor? sinks)", reference_attend, _fake_attend)
+define(
+    "linear(Tensor x, Tensor packed, Tensor? bias, int outputs)",
+    reference_linear,
+    lambda x, packed, bias, outputs: x.new_empty(*x.shape[:-1], outputs),
+)
+define(
+    "linear_scaled(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int outputs)",
+    reference_linear_scaled,
+    lambda x, packed, scales, bias, outputs: x.new_empty(*x.shape[:-1], outputs),
+)
+define(
+    "linear_gated(Tensor x, Tensor packed, Tensor? scales, str activation)",
+    reference_linear_gated,
+    lambda x, packed, *_: x.new_empty(*x.shape[:-1], len(packed) * PANEL // 2),
+)
+define(
+    "gate_halves(Tensor both, str activation)",
+    reference_gate_halves,
+    lambda both, _: both.new_empty(*both.shape[:-1], both.shape[-1] // 2),
+)
+define(
+    "embed(Tensor token_ids, Tensor packed)",
+    reference_embed,
+    lambda token_ids, packed: packed.new_empty(*token_ids.shape, packed_shape(packed)[1], dtype=torch.float32),
+)
