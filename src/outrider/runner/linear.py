@@ -61,10 +61,14 @@ class PackedLinear(nn.Module):
         order = None
         if isinstance(weight, QuantizedWeight):
             self.out_features, self.in_features = weight.codes.shape
-            packed, order = _pack_codes(weight), weight.order
+            zeros = 1 << (weight.bits - 1) if weight.zeros is None else weight.zeros
+            packed = blocks.pack_codes(weight.codes, weight.bits, weight.scales, group=weight.group, zeros=zeros)
+            order = weight.order
         else:
             self.out_features, self.in_features = weight.shape
-            packed = _pack(weight.detach(), bits) if packed is None else packed
+            if packed is None:
+                weight = weight.detach()
+                packed = blocks.pack(weight, bits) if bits else kernels.pack_weight(weight, kernels.suits_pairs(weight))
         self.register_buffer("order", order, persistent=False)
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("scales", None, persistent=False)
@@ -77,15 +81,6 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return apply(in_order(x, self.order), self.packed, self.scales, self.bias, self.out_features)
-
-
-def _pack(weight: Tensor, bits: int | None) -> Tensor:
-    return blocks.pack(weight, bits) if bits else kernels.pack_weight(weight, kernels.suits_pairs(weight))
-
-
-def _pack_codes(weight: QuantizedWeight) -> Tensor:
-    zeros = 1 << (weight.bits - 1) if weight.zeros is None else weight.zeros
-    return blocks.pack_codes(weight.codes, weight.bits, weight.scales, group=weight.group, zeros=zeros)
 
 
 def in_order(x: Tensor, order: Tensor | None) -> Tensor:
@@ -361,22 +356,19 @@ def _names_multiplied(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _make_the_rest_float32(model: PreTrainedModel) -> None:
-    for module in model.modules():
-        if not isinstance(module, (PackedLinear, PackedEmbedding, FusedLinears)):
-            _make_float32(module)
-
-
-def _make_float32(module: nn.Module) -> None:
     """Convert everything except packed layers to float32. An embedding keeps its table; its rows are converted."""
-    if isinstance(module, nn.Embedding):
-        module.weight.requires_grad_(False)
-        module.register_forward_hook(_to_float32)
-        return
-    for key, parameter in list(module.named_parameters(recurse=False)):
-        setattr(module, key, nn.Parameter(parameter.detach().float(), requires_grad=False))
-    for key, buffer in list(module.named_buffers(recurse=False)):
-        if buffer.is_floating_point():
-            setattr(module, key, buffer.float())
+    for module in model.modules():
+        if isinstance(module, (PackedLinear, PackedEmbedding, FusedLinears)):
+            continue
+        if isinstance(module, nn.Embedding):
+            module.weight.requires_grad_(False)
+            module.register_forward_hook(lambda _module, _args, output: output.float())
+            continue
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, key, nn.Parameter(parameter.detach().float(), requires_grad=False))
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_floating_point():
+                setattr(module, key, buffer.float())
 
 
 def _return_freed_memory() -> None:
@@ -392,10 +384,6 @@ def _is_plain_embedding(module: nn.Module) -> bool:
     return type(module) is nn.Embedding or (
         isinstance(module, nn.Embedding) and type(module).__name__.endswith("ScaledWordEmbedding")
     )
-
-
-def _to_float32(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return output.float()
 
 
 def structural_copy(model: PreTrainedModel) -> PreTrainedModel:
