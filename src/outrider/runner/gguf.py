@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -288,14 +289,21 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
     else:
         to = file.plain_dtype if dtype == "auto" else _dtype(dtype)
     _fill_buffers(model, file)
-    read, places = _Tensors(file, model, None if keeps else to), _places(model, set(names.values()))
+    config = {name: getattr(model.config, name) for name in ("num_attention_heads", "num_key_value_heads")}
+    processor: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
+    read, places = partial(_rows, processor(config=config)), _places(model, set(names.values()))
     packed: dict[str, Tensor] = {}
     for name, own in names.items():
-        module = model.get_submodule(own.rpartition(".")[0])
-        if keeps and read.is_quantized(name) and type(module) in (nn.Linear, nn.Embedding):
-            packed[own] = read.blocks(name)
+        tensor, module = file.tensors[name], model.get_submodule(own.rpartition(".")[0])
+        kind = tensor.tensor_type.name
+        if keeps and kind in gguf_codes.FORMATS and type(module) in (nn.Linear, nn.Embedding):
+            try:
+                packed[own] = gguf_codes.pack(read(tensor, in_blocks=True), kind)
+            except OutriderError as error:
+                raise OutriderError(f"{path}: tensor {name}: {error}") from error
             continue
-        parameter = nn.Parameter(read.values(name), requires_grad=False)
+        values = read(tensor)
+        parameter = nn.Parameter(values if keeps else values.to(to), requires_grad=False)
         for place in places[own]:
             _set(model, place, parameter)
     for own, weight in packed.items():  # after the biases, which the packed layers copy
@@ -317,42 +325,16 @@ def _places(model: PreTrainedModel, given: set[str]) -> dict[str, list[str]]:
     }
 
 
-class _Tensors:
-    """Reads a file's tensors with rows in transformers' order."""
+def _rows(processor: Any, tensor: Any, in_blocks: bool = False) -> Tensor:
+    """Return a tensor's values, or the bytes of its blocks, as a copy that does not keep the file mapped.
 
-    def __init__(self, file: GgufFile, model: PreTrainedModel, dtype: torch.dtype | None) -> None:
-        """``dtype``: dtype of values; None: each tensor's own."""
-        config = {name: getattr(model.config, name) for name in ("num_attention_heads", "num_key_value_heads")}
-        self._file, self._dtype = file, dtype
-        processor: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
-        self._processor = processor(config=config)
-
-    def is_quantized(self, name: str) -> bool:
-        return self._file.tensors[name].tensor_type.name in gguf_codes.FORMATS
-
-    def blocks(self, name: str) -> Tensor:
-        """Return a quantised tensor packed into blocks."""
-        tensor = self._file.tensors[name]
-        try:
-            return gguf_codes.pack(self._in_order(name, tensor.data), tensor.tensor_type.name)
-        except OutriderError as error:
-            raise OutriderError(f"{self._file.path}: tensor {name}: {error}") from error
-
-    def values(self, name: str) -> Tensor:
-        """Return a tensor's values."""
-        tensor = self._file.tensors[name]
-        kind = tensor.tensor_type.name
-        if kind == "BF16":  # numpy has no bfloat16: the library returns bytes
-            found = self._in_order(name, tensor.data).view(torch.bfloat16)
-        elif kind in PLAIN:
-            found = self._in_order(name, tensor.data)
-        else:
-            found = self._in_order(name, import_module("gguf").dequantize(tensor.data, tensor.tensor_type))
-        return found.to(self._dtype or found.dtype)
-
-    def _in_order(self, name: str, rows: Any) -> Tensor:
-        """Undo llama.cpp's row order of queries and keys, in a copy that does not keep the file mapped."""
-        return torch.from_numpy(self._processor.process(weights=rows, name=name).weights.copy())
+    ``processor``: transformers' class that undoes llama.cpp's row order of queries and keys.
+    """
+    kind, data = tensor.tensor_type.name, tensor.data
+    if kind not in PLAIN and not in_blocks:
+        data = import_module("gguf").dequantize(data, tensor.tensor_type)
+    rows = torch.from_numpy(processor.process(weights=data, name=tensor.name).weights.copy())
+    return rows.view(torch.bfloat16) if kind == "BF16" else rows  # numpy has no bfloat16: the library returns bytes
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:

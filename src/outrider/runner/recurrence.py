@@ -139,18 +139,18 @@ _REQUESTS = "Tensor states, int layer, Tensor cache_rows, Tensor bases, Tensor e
 _DELTA = "Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta"
 define(
     f"short_conv(Tensor x, Tensor weight, Tensor? bias, bool silu, {_REQUESTS})",
-    reference_short_conv,
     lambda x, *_: torch.empty_like(x),
+    reference_short_conv,
 )
 define(
     f"delta_scan({_DELTA}, {_REQUESTS}, float scale, bool normalize)",
-    reference_delta_scan,
     lambda query, key, value, *_: torch.empty_like(value),
+    reference_delta_scan,
 )
 define(
     f"selective_scan(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, {_REQUESTS})",
-    reference_selective_scan,
     lambda x, *_: torch.empty_like(x),
+    reference_selective_scan,
 )
 
 
