@@ -50,17 +50,13 @@ def test_every_format_has_the_values_of_the_library(name):
     assert torch.equal(torch.ops.outrider.embed_blocks(torch.arange(70), packed, 512), expected)
 
 
-def own_weights(model, name, shape):
+def own_weights(model, name):
     """Return a layer's weight, which may be part of a fused one, in float32."""
     module = model.get_submodule(name)
     if not isinstance(module, linear.FusedSlice):
         return linear.weight_of(module).float()
     group = module._group[0]
-    if blocks.is_blocks(group.packed):
-        whole = blocks.unpack(group.packed, sum(group.out_features), shape[1])
-    else:
-        whole = linear.kernels.unpack_weight(group.packed, sum(group.out_features)).float()
-    return whole.split(group.out_features)[module.index]
+    return linear.weight_of(group).float().split(group.sizes)[module.index]
 
 
 @needs_kernels
@@ -73,7 +69,7 @@ def test_a_loaded_model_has_the_values_of_the_file(architecture, tied, kinds, tm
     own = load(tmp_path / "model.gguf").model
     for name, module in exact.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
-            assert torch.equal(own_weights(own, name, module.weight.shape), module.weight), name
+            assert torch.equal(own_weights(own, name), module.weight), name
         elif getattr(module, "weight", None) is not None:
             assert torch.equal(own.get_submodule(name).weight, module.weight), name
         if getattr(module, "bias", None) is not None and not name.endswith(("q_proj", "k_proj", "v_proj")):
@@ -225,7 +221,7 @@ def test_without_blocks_a_file_is_dequantised_with_a_message(kernels, dtype, tmp
     assert len(said) == 1 and str(kind).removeprefix("torch.") in said[0]
     for name, module in exact.named_modules():
         if isinstance(module, nn.Linear):
-            assert torch.equal(own_weights(own, name, module.weight.shape), module.weight.to(kind).float()), name
+            assert torch.equal(own_weights(own, name), module.weight.to(kind).float()), name
 
 
 @needs_kernels

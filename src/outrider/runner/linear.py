@@ -130,22 +130,15 @@ def weight_of(module: nn.Module) -> Tensor:
     return values if order is None else torch.empty_like(values).index_copy_(1, order, values)
 
 
-class FusedLinears(nn.Module):
-    """Layers with the same input, computed in one operation: one stream of weights instead of several short ones.
+class FusedLinears(PackedLinear):
+    """Layers with the same input as one layer: one stream of weights instead of several short ones.
 
     A ``FusedSlice`` replaces each layer. The first one called computes all; a slice called with another tensor than its
     siblings computes again, so fusion can cost time but never gives a wrong result.
     """
 
-    packed: Tensor
-    scales: Tensor | None
-    bias: Tensor | None
-    order: Tensor | None
-
     def __init__(self, layers: list[PackedLinear]) -> None:
         """``layers``: with columns in the same order."""
-        super().__init__()
-        self.register_buffer("order", layers[0].order, persistent=False)
         biases = [layer.bias for layer in layers]
         bias = None
         if any(b is not None for b in biases):
@@ -154,19 +147,18 @@ class FusedLinears(nn.Module):
         parts = [layer.packed for layer in layers]
         shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
         packed = None if parts[0].is_meta else huge_pages.empty(shape, parts[0].dtype)
-        self.register_buffer("packed", torch.cat(parts, out=packed), persistent=False)
+        packed = torch.cat(parts, out=packed)
         del parts
-        self.register_buffer("scales", None, persistent=False)
-        self.register_buffer("bias", bias, persistent=False)
-        self.out_features = [layer.out_features for layer in layers]
+        sizes = [layer.out_features for layer in layers]
+        super().__init__(torch.empty(sum(sizes), layers[0].in_features, device="meta"), bias, packed=packed)
+        self.sizes, self.order = sizes, layers[0].order
         self._input: Tensor | None = None
         self._parts: list[Tensor | None] = []
 
     def part(self, index: int, x: Tensor) -> Tensor:
         """Return the output of layer ``index`` for x [..., inputs]."""
         if self._input is not x or self._parts[index] is None:
-            out = apply(in_order(x, self.order), self.packed, self.scales, self.bias, sum(self.out_features))
-            self._input, self._parts = x, list(out.split(self.out_features, -1))
+            self._input, self._parts = x, list(self.forward(x).split(self.sizes, -1))
         part, self._parts[index] = self._parts[index], None
         if not any(kept is not None for kept in self._parts):
             self._input = None
@@ -177,10 +169,10 @@ class FusedLinears(nn.Module):
 class FusedSlice(nn.Module):
     """One layer of a ``FusedLinears``, replacing the original."""
 
-    def __init__(self, group: FusedLinears, index: int, in_features: int) -> None:
+    def __init__(self, group: FusedLinears, index: int) -> None:
         super().__init__()
         self._group = [group]  # in a list: the group is registered with the parent, once
-        self.index, self.in_features, self.out_features = index, in_features, group.out_features[index]
+        self.index, self.in_features, self.out_features = index, group.in_features, group.sizes[index]
 
     @property
     def weight(self) -> Tensor:
@@ -209,9 +201,9 @@ def fuse_siblings(model: PreTrainedModel) -> None:
                 continue
             group = FusedLinears(layers)  # type: ignore[arg-type]
             parent.add_module("fused_" + "_".join(names), group)
-            for index, (name, layer) in enumerate(zip(names, layers, strict=True)):
-                setattr(parent, name, FusedSlice(group, index, layer.in_features))  # type: ignore[union-attr]
-            del layers, layer
+            for index, name in enumerate(names):
+                setattr(parent, name, FusedSlice(group, index))
+            del layers
             _return_freed_memory()
 
 
@@ -225,9 +217,9 @@ def _kind(packed: Tensor) -> tuple[Any, ...]:
     return packed.dtype, packed.shape[1:], blocks.form_of(packed) if has_form else None
 
 
-def packed_layers(model: nn.Module) -> list[PackedLinear | FusedLinears]:
+def packed_layers(model: nn.Module) -> list[PackedLinear]:
     """Return the model's layers that run on the CPU kernels."""
-    return [module for module in model.modules() if isinstance(module, (PackedLinear, FusedLinears))]
+    return [module for module in model.modules() if isinstance(module, PackedLinear)]
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -358,7 +350,7 @@ def _names_multiplied(forward: Callable[..., Any]) -> tuple[str, ...]:
 def _make_the_rest_float32(model: PreTrainedModel) -> None:
     """Convert everything except packed layers to float32. An embedding keeps its table; its rows are converted."""
     for module in model.modules():
-        if isinstance(module, (PackedLinear, PackedEmbedding, FusedLinears)):
+        if isinstance(module, (PackedLinear, PackedEmbedding)):
             continue
         if isinstance(module, nn.Embedding):
             module.weight.requires_grad_(False)
