@@ -33,7 +33,7 @@ BELOW = {
     "sampling": {"types", "native"},
     "verifiers": {"types", "native", "sampling"},
     "runner": {"options", "lazy", "types", "disk_cache", "native", "progress", "memory", "files"},
-    "heads": {"types", "runner", "files"},
+    "heads": {"types", "runner", "files", "memory"},
     "proposers": {"options", "types", "method_text", "sampling", "runner", "heads"},
     "registry": {"errors", "verifiers", "proposers"},
     "tune": {"types", "runner"},

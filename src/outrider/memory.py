@@ -7,12 +7,12 @@ import math
 import os
 from pathlib import Path
 
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, first_line
 from outrider.files import expanded
 
 GROUPS = Path("/sys/fs/cgroup")
-# Weight files that transformers loads, in its order of preference.
-WEIGHT_NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+WEIGHT_NAMES = ("model.safetensors", INDEXES[0], "pytorch_model.bin", INDEXES[1])  # transformers' order of preference
 UNLIMITED = 1 << 60  # control groups version 1 report a larger number if there is no limit
 
 
@@ -103,11 +103,22 @@ def _named_files(folder: Path) -> list[Path]:
         if file.suffix != ".json":
             return [file]
         try:
-            names = set(json.loads(file.read_text())["weight_map"].values())
+            names = set(weight_map(file).values())
             return sorted(each for each in map(folder.joinpath, names) if each.is_file())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # reported when the model is loaded
+        except (OSError, OutriderError):  # reported when the model is loaded
             return []
     return []
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor by one of ``INDEXES``. Raises ``OutriderError`` if its content is something else."""
+    try:
+        files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"].items())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OutriderError(f"{index} is not a weight index: {first_line(error)}") from error
+    if not all([isinstance(file, str) for file in files.values()]):
+        raise OutriderError(f"{index} is not a weight index: expected the file name of each tensor")
+    return files
 
 
 def refuse_too_large(source: str | Path, growth: int = 1) -> None:

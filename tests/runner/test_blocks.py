@@ -7,8 +7,10 @@ import torch
 from torch.nn import functional
 
 from outrider import native
-from outrider.runner import blocks, kernels
+from outrider.runner import blocks
 from outrider.types import OutriderError
+
+from . import references
 
 pytestmark = pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 SHAPES = [(1, 1), (31, 7), (32, 128), (97, 513), (200, 1030), (416, 64)]
@@ -89,10 +91,10 @@ def test_the_operator_equals_the_reference(outputs, inputs, bits, precision):
     x[0, 3], x[1, 2] = 0, 1000 * x[1, 2]  # each row has its own scale
     got = torch.ops.outrider.linear_blocks(x, packed, bias, outputs, precision)
     weight = blocks.unpack(packed, outputs, inputs).double()
-    exact = blocks.round_activations(x, precision).double() @ weight.T + bias.double()
+    exact = references.round_activations(x, precision).double() @ weight.T + bias.double()
     size = (x.double().abs() @ weight.abs().T).clamp_min(1)
     assert ((got.double() - exact).abs() <= 1e-5 * size).all()
-    reference = blocks.reference_linear_blocks(x, packed, bias, outputs, precision)
+    reference = references.linear_blocks(x, packed, bias, outputs, precision)
     assert ((reference.double() - exact).abs() <= 1e-5 * size).all()
     assert torch.ops.outrider.linear_blocks(x[:, :0], packed, None, outputs, precision).shape == (2, 0, outputs)
     assert torch.ops.outrider.linear_blocks(x.bfloat16(), packed, None, outputs, precision).dtype == torch.bfloat16
@@ -101,7 +103,7 @@ def test_the_operator_equals_the_reference(outputs, inputs, bits, precision):
 @pytest.mark.parametrize("precision, error", [(8, 0.02), (16, 0.005), (32, 1e-6)])
 def test_rounded_activations_are_close(precision, error):
     x = torch.randn(5, 7, 100)
-    assert (blocks.round_activations(x, precision) - x).norm() <= error * x.norm()
+    assert (references.round_activations(x, precision) - x).norm() <= error * x.norm()
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -122,7 +124,7 @@ def test_an_embedding_reads_the_rows_of_a_weight_in_blocks(bits):
     packed, ids = blocks.pack(torch.randn(70, 100), bits), torch.tensor([[3, 69, 0], [40, 3, 31]])
     expected = blocks.unpack(packed, 70, 100)[ids]
     assert torch.equal(torch.ops.outrider.embed_blocks(ids, packed, 100), expected)
-    assert torch.equal(blocks.reference_embed_blocks(ids, packed, 100), expected)
+    assert torch.equal(references.embed_blocks(ids, packed, 100), expected)
     with pytest.raises(IndexError, match="no token 96"):
         torch.ops.outrider.embed_blocks(torch.tensor([96]), packed, 100)
 
@@ -197,7 +199,7 @@ def test_codes_of_a_checkpoint_keep_their_values_bit_for_bit(outputs, inputs, bi
     assert torch.equal(blocks.unpack(packed, outputs, inputs), values)
     ids = torch.arange(outputs)
     assert torch.equal(torch.ops.outrider.embed_blocks(ids, packed, inputs), values)
-    assert torch.equal(blocks.reference_embed_blocks(ids, packed, inputs), values)
+    assert torch.equal(references.embed_blocks(ids, packed, inputs), values)
     identity = torch.ops.outrider.linear_blocks(torch.eye(inputs), packed, None, outputs, 32)
     assert torch.equal(identity, values.T)  # one product and zeros, which is exact in float32
     assert blocks.bits_of(packed) == (4 if bits <= 4 else 8)
@@ -225,11 +227,11 @@ def test_the_operator_computes_with_the_values_of_the_codes(bits, group, added, 
     x, bias = torch.randn(2, 20, values.shape[1]), torch.randn(97)
     x[0, 3], x[1, 2] = 0, 1000 * x[1, 2]
     got = torch.ops.outrider.linear_blocks(x, packed, bias, 97, precision)
-    exact = blocks.round_activations(x, precision).double() @ values.double().T + bias.double()
+    exact = references.round_activations(x, precision).double() @ values.double().T + bias.double()
     # Numbers and offsets are summed separately, so the error is relative to both.
     largest = values.abs() + (values.abs().amax(1, keepdim=True) if added in ("offsets", "zeros") else 0)
     assert ((got.double() - exact).abs() <= 1e-5 * (x.double().abs() @ largest.double().T).clamp_min(1)).all()
-    reference = blocks.reference_linear_blocks(x, packed, bias, 97, precision)
+    reference = references.linear_blocks(x, packed, bias, 97, precision)
     assert ((reference.double() - exact).abs() <= 1e-5 * (x.double().abs() @ largest.double().T).clamp_min(1)).all()
 
 
@@ -264,12 +266,12 @@ def test_codes_without_an_exact_representation_are_rejected():
         blocks.pack_codes(codes, 8, products, group=32)
 
 
-@pytest.mark.parametrize("activation", kernels.GATES)
+@pytest.mark.parametrize("activation", references.GATES)
 def test_gated_halves(activation):
     both = 4 * torch.randn(3, 5, 96)
     gate, up = both.double().chunk(2, -1)
     got = torch.ops.outrider.gate_halves(both, activation)
-    torch.testing.assert_close(got.double(), kernels.GATES[activation](gate) * up, rtol=3e-6, atol=3e-5)
-    torch.testing.assert_close(got, kernels.reference_gate_halves(both, activation), rtol=3e-6, atol=3e-5)
+    torch.testing.assert_close(got.double(), references.GATES[activation](gate) * up, rtol=3e-6, atol=3e-5)
+    torch.testing.assert_close(got, references.gate_halves(both, activation), rtol=3e-6, atol=3e-5)
     with pytest.raises(RuntimeError, match="no activation relu"):
         torch.ops.outrider.gate_halves(both, "relu")

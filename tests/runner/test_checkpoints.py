@@ -68,20 +68,12 @@ def packed_values(model):
     """Return the weights of packed layers, by the layers' names before fusing."""
     found = {}
     for name, module in model.named_modules():
-        if isinstance(module, linear.PackedLinear):
-            found[name] = linear.weight_of(module)
-        elif isinstance(module, linear.FusedSlice):
+        if isinstance(module, linear.FusedSlice):
             group = module._group[0]
-            start = sum(group.out_features[: module.index])
-            every = linear.weight_of(Whole(group, module.in_features))
-            found[name] = every[start : start + module.out_features]
+            found[name] = linear.weight_of(group).split(group.sizes)[module.index]
+        elif isinstance(module, linear.PackedLinear):
+            found[name] = linear.weight_of(module)
     return found
-
-
-class Whole:
-    def __init__(self, group, in_features):
-        self.packed, self.order, self.in_features = group.packed, group.order, in_features
-        self.out_features = sum(group.out_features)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])

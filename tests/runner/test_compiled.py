@@ -201,8 +201,7 @@ def test_never_stays_eager(runner, model):
     eager = load(model, "never")
     scored(eager, [[1, 2, 3]], [[4]])
     eager.passes.compile_now()
-    assert not any(isinstance(run, type(eager.passes._runs)) for run in eager.passes._runs.values())
-    assert all(run.__name__ == "<lambda>" for run in eager.passes._runs.values())
+    assert eager.passes._runs and not eager.passes._compiled
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from outrider.runner.forward import Pass
 from outrider.runner.gates import fuse_gates
 from outrider.runner.quantized import quantize_in_fours, quantized_copy
 
+from . import references
 from .rounds import make_model, untouched
 from .test_architectures import small_config
 
@@ -36,12 +37,12 @@ def operators(which):
     """Return (linear, linear_scaled, linear_gated)."""
     if which == "kernel":
         return torch.ops.outrider.linear, torch.ops.outrider.linear_scaled, torch.ops.outrider.linear_gated
-    return kernels.reference_linear, kernels.reference_linear_scaled, kernels.reference_linear_gated
+    return references.linear, references.linear_scaled, references.linear_gated
 
 
 @pytest.mark.parametrize("which", [pytest.param("kernel", marks=needs_kernels), "reference"])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("activation", kernels.GATES)
+@pytest.mark.parametrize("activation", references.GATES)
 def test_a_gated_layer_equals_activation_times_product(which, form, activation):
     linear, linear_scaled, gated = operators(which)
     torch.manual_seed(1)
@@ -50,7 +51,7 @@ def test_a_gated_layer_equals_activation_times_product(which, form, activation):
     x[0, 0], x[0, 1] = 100 * x[0, 0], 0  # large gates, and gates at zero
     both = linear(x, packed, None, 192) if scales is None else linear_scaled(x, packed, scales, None, 192)
     gate, up = both.double().chunk(2, -1)
-    expected = kernels.GATES[activation](gate) * up
+    expected = references.GATES[activation](gate) * up
     got = gated(x, packed, scales, activation)
     assert got.dtype == torch.float32 and got.shape == (3, 20, 96)
     torch.testing.assert_close(got.double(), expected, rtol=3e-6, atol=3e-5)

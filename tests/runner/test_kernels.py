@@ -10,13 +10,15 @@ import torch
 from outrider import native
 from outrider.runner import kernels
 
+from . import references
+
 needs_kernels = pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CPU = pytest.param("cpu", marks=needs_kernels)
 
 
 def linear(which, *inputs):
-    return (torch.ops.outrider.linear if which == "cpu" else kernels.reference_linear)(*inputs)
+    return (torch.ops.outrider.linear if which == "cpu" else references.linear)(*inputs)
 
 
 def attend(which, *inputs):
@@ -142,7 +144,7 @@ def test_layers_multiply_in_bfloat16_if_that_is_faster():
 def test_an_embedding_reads_the_rows_of_a_packed_weight(which, in_pairs):
     weight, ids = torch.randn(70, 64).bfloat16(), torch.tensor([[3, 69, 0], [40, 3, 31]])
     packed = kernels.pack_weight(weight, in_pairs)
-    got = (torch.ops.outrider.embed if which == "cpu" else kernels.reference_embed)(ids, packed)
+    got = (torch.ops.outrider.embed if which == "cpu" else references.embed)(ids, packed)
     assert torch.equal(got, weight[ids].float())
 
 

@@ -10,6 +10,7 @@ from outrider.runner import ModelRunner, RunnerConfig, blocks, kernels, linear
 from outrider.runner.quantized import make_8_bits, quantize_in_fours, quantized_bytes, quantized_copy
 from outrider.types import OutriderError
 
+from . import references
 from .rounds import make_model, untouched
 from .test_architectures import small_config
 
@@ -84,7 +85,7 @@ def test_codes_in_fours_are_the_nearest_with_one_scale_per_output(outputs, input
     assert ((restored - weight.float()).abs() <= 0.501 * step[:, None]).all()
 
 
-@pytest.mark.parametrize("multiply", [KERNEL, pytest.param(kernels.reference_linear_scaled, id="reference")])
+@pytest.mark.parametrize("multiply", [KERNEL, pytest.param(references.linear_scaled, id="reference")])
 @pytest.mark.parametrize("outputs, inputs", IN_FOURS)
 def test_integer_products_equal_the_reference(multiply, outputs, inputs):
     torch.manual_seed(inputs)
@@ -99,7 +100,7 @@ def test_integer_products_equal_the_reference(multiply, outputs, inputs):
     assert multiply(x[:, :0], codes, scales, bias, outputs).shape == (2, 0, outputs)
 
 
-@pytest.mark.parametrize("multiply", [KERNEL, pytest.param(kernels.reference_linear_scaled, id="reference")])
+@pytest.mark.parametrize("multiply", [KERNEL, pytest.param(references.linear_scaled, id="reference")])
 @pytest.mark.parametrize("place", [0, 3, 127])
 def test_nan_inputs_give_nan_outputs(multiply, place):
     codes, scales = quantize_in_fours(kernels.pack_weight(torch.randn(97, 128)))

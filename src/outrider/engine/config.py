@@ -29,8 +29,7 @@ from outrider.registry import (
     PROPOSERS,
     VERIFIERS,
 )
-from outrider.runner import ModelRunner, RunnerConfig
-from outrider.runner.gguf import find, tokenizer_arguments
+from outrider.runner import ModelRunner, RunnerConfig, gguf
 from outrider.runner.loading import load_config, text_config
 from outrider.runner.tokenizers import DifferentVocabulary, check_merges
 from outrider.tune import DraftLengthPolicy
@@ -66,20 +65,16 @@ def load_tokenizer(
     """
     if not isinstance(source, (str, Path)):
         return cast("PreTrainedTokenizerBase", source) if is_tokenizer(source) else None
-    from transformers import AutoTokenizer
-
     folder = on_this_machine(source)
     if folder is not None:
         check_merges(folder)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            **tokenizer_arguments(source), trust_remote_code=trust_remote_code
-        )
+        tokenizer = gguf.load_tokenizer(source, trust_remote_code)
         tokenizer.decode(tokenizer.encode("Text."))  # some errors in the files show only here
     except BaseException as error:  # broken files can raise anything
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # a panic in the tokenizers library
             raise
-        if find(source) is not None or not isinstance(error, (OSError, ValueError, KeyError)):
+        if gguf.find(source) is not None or not isinstance(error, (OSError, ValueError, KeyError)):
             load_config(source, trust_remote_code)  # AutoTokenizer reads the config too: report an error in the config first
         raise OutriderError(f"cannot load a tokenizer from {str(source)!r}: {first_line(error)}") from error
     return tokenizer

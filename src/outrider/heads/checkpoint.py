@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider.files import expanded, write_whole
+from outrider.memory import INDEXES, weight_map
 from outrider.types import OutriderError, first_line, is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,6 @@ Result = TypeVar("Result")
 
 SUFFIXES = (".safetensors", ".bin", ".pt")
 FILES = ("model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
-INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 ASSISTANT_TENSOR = "pre_projection.weight"  # of Gemma 4's assistants only
 LAYER_KEYS = (  # config keys that describe a head's layers, of any architecture
     "hidden_size",
@@ -142,7 +142,7 @@ def tensor_names(folder: Path) -> Iterator[str]:
     """
     for name in INDEXES:
         if (folder / name).exists():
-            yield from _weight_map(folder / name)
+            yield from weight_map(folder / name)
             return
     for file in _weight_files(folder):
         yield from _readable(file, _names)
@@ -252,17 +252,6 @@ def measured_acceptance(folder: Path) -> tuple[float, ...] | None:
     return tuple(map(float, values)) if values else None
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    """Return the file of each tensor."""
-    try:
-        files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"].items())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OutriderError(f"{index} is not a weight index: {first_line(error)}") from error
-    if not all([isinstance(file, str) for file in files.values()]):
-        raise OutriderError(f"{index} is not a weight index: expected the file name of each tensor")
-    return files
-
-
 def _weight_files(folder: Path, prefix: str = "") -> list[Path]:
     """Return the files that hold tensors whose names begin with ``prefix``."""
     if folder.is_file():
@@ -270,7 +259,7 @@ def _weight_files(folder: Path, prefix: str = "") -> list[Path]:
     for name in INDEXES:
         index = folder / name
         if index.exists():
-            names = sorted({file for tensor, file in _weight_map(index).items() if tensor.startswith(prefix)})
+            names = sorted({file for tensor, file in weight_map(index).items() if tensor.startswith(prefix)})
             missing = [name for name in names if not (folder / name).exists()]
             if missing:
                 raise OutriderError(f"{folder} has no {missing[0]}, which {index.name} lists")

@@ -1,7 +1,7 @@
 """The C++ operators of the CPU, one library: linear layers, attention, recurrent layers, and the sampler's work on rows.
 
-``build`` compiles the library for this CPU, once per machine; ``load`` loads it at its first use. Every operator has a
-reference in torch, which the C++ is tested against and which runs without a C++ compiler.
+``build`` compiles the library for this CPU, once per machine; ``load`` loads it at its first use. Every operator is tested
+against a reference in torch. Those of attention, recurrent layers and the sampler also run without a C++ compiler.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.heads.checkpoint import MODEL, kind_of, read_folder
 from outrider.options import shown
@@ -20,8 +20,7 @@ from outrider.proposers.base import Proposer
 from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import ParallelModel, SmallModel
 from outrider.proposers.recognition import Recognised, TargetFiles
-from outrider.runner import ModelRunner
-from outrider.runner.gguf import tokenizer_arguments
+from outrider.runner import ModelRunner, gguf
 from outrider.runner.loading import load_config, text_config
 from outrider.runner.parallel_draft import MASK_KEYS, ParallelDraft, mask_token_of
 from outrider.runner.self_draft import SelfDraft
@@ -293,9 +292,6 @@ def _tokenizer_of(draft: object, trust_remote_code: bool) -> PreTrainedTokenizer
     """Return the tokenizer in the draft's folder or hub repository, if any."""
     source = str(getattr(draft, "name_or_path", draft))
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            **tokenizer_arguments(source), trust_remote_code=trust_remote_code
-        )
+        return gguf.load_tokenizer(source, trust_remote_code)
     except Exception:  # loading the model reports the reason
         return None
-    return tokenizer

@@ -205,9 +205,5 @@ def reach_of(module: Any, options: dict[str, Any]) -> Reach:
     return Reach()
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Return no mask: visibility comes from the layout."""
-
-
 AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, _no_mask)
+AttentionMaskInterface.register(NAME, lambda *_, **__: None)  # visibility comes from the layout

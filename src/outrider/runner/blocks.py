@@ -1,4 +1,4 @@
-"""Weights in blocks of 32 inputs x 32 outputs with codes of 8 or 4 bits: the operators, and their references in torch.
+"""Weights in blocks of 32 inputs x 32 outputs with codes of 8 or 4 bits: the operators, and how weights are packed.
 
 A weight is scale * number(code) + offset, or scale * (number(code) - zero); 32 or 16 inputs of one output share a scale.
 ``Form`` describes the blocks of a weight. Two functions create them:
@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from outrider import native
 from outrider.runner import huge_pages
-from outrider.runner.kernels import PANEL, packed_shape, unpack_weight
+from outrider.runner.kernels import PANEL, define, packed_shape, unpack_weight
 from outrider.types import OutriderError
 
 BLOCK = 32  # inputs of an output in a block
@@ -32,10 +32,6 @@ CODES = ("int8", "table4", "int4", "uint4")  # meaning of codes: integers, or in
 NUMBERS = ("none", "bfloat16", "float16", "float32", "zeros", "products")  # storage formats of scales and offsets
 WIDTHS = dict(zip(NUMBERS, (0, 2, 2, 4, 1, 1), strict=True))  # bytes per number
 CHUNK = 1 << 22  # weights packed at a time
-
-_library = torch.library.Library("outrider", "FRAGMENT")
-_library.define("linear_blocks(Tensor x, Tensor packed, Tensor? bias, int outputs, int activation_bits) -> Tensor")
-_library.define("embed_blocks(Tensor token_ids, Tensor packed, int inputs) -> Tensor")
 
 
 @dataclass(frozen=True)
@@ -296,36 +292,14 @@ def unpack(packed: Tensor, outputs: int, inputs: int) -> Tensor:
     return values.reshape(panels, blocks * BLOCK, PANEL).transpose(1, 2).reshape(-1, blocks * BLOCK)[:outputs, :inputs]
 
 
-def round_activations(x: Tensor, bits: int) -> Tensor:
-    """Return x [..., inputs] as float32, rounded as layers in blocks do: to bfloat16, or to 8 bits with a scale per block."""
-    if bits != 8:
-        return (x.bfloat16() if bits == 16 else x).float()
-    inputs = x.shape[-1]
-    parts = functional.pad(x.float(), (0, -inputs % BLOCK)).unflatten(-1, (-1, BLOCK))
-    largest: Tensor = parts.abs().amax(-1, keepdim=True)
-    rounded: Tensor = (parts * torch.where(largest > 1e-30, 127 / largest, 0)).round() * (largest / 127)
-    return rounded.flatten(-2)[..., :inputs]
-
-
-def reference_linear_blocks(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, activation_bits: int) -> Tensor:
-    """Compute x [..., inputs] times a weight in blocks -> [..., outputs] in x's dtype; sums are float32."""
-    weight = unpack(packed, outputs, x.shape[-1])
-    return functional.linear(round_activations(x, activation_bits), weight, None if bias is None else bias.float()).to(x.dtype)
-
-
-def reference_embed_blocks(token_ids: Tensor, packed: Tensor, inputs: int) -> Tensor:
-    """Return rows [..., inputs] float32 of a weight in blocks for token_ids [...]."""
-    rows = unpack(packed[(token_ids // PANEL).flatten()], token_ids.numel() * PANEL, inputs).view(-1, PANEL, inputs)
-    picked = rows[torch.arange(token_ids.numel(), device=token_ids.device), (token_ids % PANEL).flatten()]
-    return picked.view(*token_ids.shape, inputs)
-
-
-_library.impl("linear_blocks", reference_linear_blocks, "CompositeExplicitAutograd")
-_library.impl("embed_blocks", reference_embed_blocks, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "outrider::linear_blocks", lambda x, packed, bias, outputs, activation_bits: x.new_empty(*x.shape[:-1], outputs)
+# x [..., inputs] times a weight in blocks -> [..., outputs] in x's dtype; sums are float32. Inputs are rounded to bfloat16 for
+# 16 activation bits, to codes with a scale per block for 8.
+define(
+    "linear_blocks(Tensor x, Tensor packed, Tensor? bias, int outputs, int activation_bits)",
+    lambda x, packed, bias, outputs, activation_bits: x.new_empty(*x.shape[:-1], outputs),
 )
-torch.library.register_fake(
-    "outrider::embed_blocks",
+# rows [..., inputs] float32 for token_ids [...]
+define(
+    "embed_blocks(Tensor token_ids, Tensor packed, int inputs)",
     lambda token_ids, packed, inputs: packed.new_empty(*token_ids.shape, inputs, dtype=torch.float32),
 )

@@ -157,8 +157,9 @@ def export(module: Pass) -> ExportedProgram:
 def _build(module: Pass, key: str) -> Path:
     """Compile the pass and store it in the cache."""
     expected = SECONDS + SECONDS_PER_LAYER * num_layers(text_config(module.model))
+    name = Path(str(module.model.name_or_path or type(module.model).__name__)).name
     with (
-        progress.logged(logger, f"compiling the pass of {_name(module)}, once per machine", expected),
+        progress.logged(logger, f"compiling the pass of {name}, once per machine", expected),
         _private_inductor() as folder,
         tempfile.TemporaryDirectory() as built,
     ):
@@ -198,10 +199,6 @@ def _compiler_option(folder: Path) -> dict[str, Any]:
     program.write_text(script)
     program.chmod(0o700)
     return {"cpp.cxx": str(program)}
-
-
-def _name(module: Pass) -> str:
-    return Path(str(module.model.name_or_path or type(module.model).__name__)).name
 
 
 def _compiled_in(tensor: Tensor) -> Any:

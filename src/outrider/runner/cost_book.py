@@ -110,7 +110,7 @@ class CostBook:
         """Return the seconds of a scoring pass as a function of width; those of whole passes until one began at this layer."""
         bucket = cache_len // CACHE_BUCKET
         begun = self._passes.get(first_layer)
-        known = (begun and begun.curve(FAR, batch, bucket)) or self._passes[0].curve(FAR, batch, bucket)
+        known = (begun and begun.curve(batch, bucket)) or self._passes[0].curve(batch, bucket)
         if known is None:
             return lambda width: 0.0
         widths, seconds = known
@@ -287,12 +287,12 @@ class _PassTable:
     def seconds(self, width: float, batch: int, bucket: int) -> float | None:
         return self._at(self._table((batch, bucket)), width, batch)
 
-    def curve(self, widest: float, batch: int, bucket: int) -> tuple[list[float], list[float]] | None:
-        """Return widths from 1 to ``widest`` and their seconds; ``seconds`` is linear between them."""
+    def curve(self, batch: int, bucket: int) -> tuple[list[float], list[float]] | None:
+        """Return widths from 1 to ``FAR`` and their seconds; ``seconds`` is linear between them."""
         table = self._table((batch, bucket))
         if not table:
             return None
-        widths = sorted({1.0, float(widest), *(width for width in table if 1 < width < widest)})
+        widths = sorted({1.0, FAR, *(width for width in table if 1 < width < FAR)})
         return widths, [self._at(table, width, batch) or 0.0 for width in widths]
 
     def _as_before(self, key: Key, width: float, seconds: float) -> dict[float, float]:

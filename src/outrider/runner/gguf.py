@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    TOKENIZER_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TokenizersBackend,
+)
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from outrider import native
@@ -41,21 +53,37 @@ UNDERSTOOD = re.compile(
 # Rules for which GPT-2's gives the same tokens: merges learned from single digits never join two of them.
 SPLIT_LIKE_GPT2 = ("gpt-2", "smollm")
 PART = re.compile(r"-\d{5}-of-\d{5}$")  # end of the name of a split file's part
+STRING, LIST, UINT64 = 8, 9, 10  # codes of types in a header
 
 
-def _bounded(reader: Any) -> Any:
-    """Return a subclass of gguf.GGUFReader that rejects header entries beyond the end of the file.
+def _quick(reader: Any) -> Any:
+    """Return a subclass of gguf.GGUFReader that reads a list of strings as its length and a list of numbers as one array.
 
-    Without the check, reading a damaged list length such as 2^60 takes hours.
+    gguf's own class reads the lists of a vocabulary of 150,000 in 7 s. Entries beyond the end of the file raise ``ValueError``:
+    otherwise a damaged length such as 2^60 takes hours.
     """
 
-    class Bounded(reader):  # type: ignore[misc]
+    class Quick(reader):  # type: ignore[misc]
         def _get(self, offset: int, dtype: Any, count: int = 1, *more: Any, **options: Any) -> Any:
             if offset + int(count) * np.dtype(dtype).itemsize > len(self.data):
                 raise ValueError("an entry of its header goes beyond the end")
             return super()._get(offset, dtype, count, *more, **options)
 
-    return Bounded
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[int]]:
+            if raw_type != LIST or self.byte_order != "I":
+                return super()._get_field_parts(orig_offs, raw_type)  # type: ignore[no-any-return]
+            kind, length = self._get(orig_offs, np.uint32)[0], self._get(orig_offs + 4, np.uint64)
+            start = end = orig_offs + 12
+            if kind != STRING:
+                numbers = self._get(start, self.gguf_scalar_to_np[kind], length[0])
+                return 12 + numbers.nbytes, [numbers], [0], [LIST, kind]
+            self._get(start, np.uint64, length[0])  # each string begins with its length
+            raw = memoryview(self.data)
+            for _ in range(length[0]):
+                end += 8 + int.from_bytes(raw[end : end + 8], sys.byteorder)
+            return end - orig_offs, [length], [0], [UINT64]
+
+    return Quick
 
 
 def find(source: object) -> Path | None:
@@ -74,54 +102,35 @@ def find(source: object) -> Path | None:
     return files[0]
 
 
-def tokenizer_arguments(source: str | Path) -> dict[str, Any]:
-    """Return the arguments of transformers' ``from_pretrained`` for the tokenizer of a source."""
-    file = find(source)
-    if file is None or any(
-        (file.parent / name).exists() for name in _beside(source, "tokenizer.json", "tokenizer_config.json")
-    ):
-        return {"pretrained_model_name_or_path": source}
-    _warn_of_an_unknown_split(file)
-    return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+def load_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder, hub id or GGUF file, as ``AutoTokenizer`` does."""
+    path = find(source)
+    if path is None or _beside(source, path, "tokenizer.json", "tokenizer_config.json"):
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    file = GgufFile.open(path)
+    file.warn_of_an_unknown_split()
+    kind: Any = AutoTokenizer  # it reads the whole header with gguf's own class
+    if file.architecture in ARCHITECTURES:
+        kind = TOKENIZER_MAPPING.get(CONFIG_MAPPING[file.architecture], TokenizersBackend)
+    return kind.from_pretrained(str(path.parent), gguf_file=path.name)  # type: ignore[no-any-return]
 
 
-def _warn_of_an_unknown_split(file: Path) -> None:
-    """Log a warning if transformers splits text before BPE by GPT-2's rule in place of the one that the file names."""
-    try:
-        known = import_module("transformers.integrations.gguf.gguf_tokenizer_mapping").GGUF_PRE_TOKENIZER_SPLITS
-        read = import_module("transformers.integrations.gguf.reader").read_gguf_metadata
-    except ImportError:  # another version of transformers
-        return
-    entries, _ = read(str(file), ())  # without its lists: the gguf package takes seconds for those of a vocabulary
-    name = entries.get("tokenizer.ggml.pre")
-    if entries.get("tokenizer.ggml.model") == "gpt2" and name not in known and name not in SPLIT_LIKE_GPT2:
-        logger.warning(
-            "%s: its tokenizer splits text by the rule %r, which transformers does not know: text is split by GPT-2's rule"
-            " and may give other token ids; pass the original model's folder as the tokenizer (--tokenizer)",
-            file,
-            name,
-        )
+def _beside(source: str | Path, file: Path, *names: str) -> bool:
+    """Return whether any of these files is next to a GGUF file. They count only if the folder was given."""
+    return expanded(source).is_dir() and any((file.parent / name).exists() for name in names)
 
 
-def _beside(source: str | Path, *names: str) -> tuple[str, ...]:
-    """Return the names if the source is a folder, else none: files next to a GGUF file count only if the folder was given."""
-    return names if expanded(source).is_dir() else ()
-
-
-def load_config(source: str | Path, file: Path) -> PreTrainedConfig:
+def load_config(source: str | Path, path: Path) -> PreTrainedConfig:
     """Read a model's config from config.json in the folder ``source``, else from the file.
 
     Raises ``OutriderError`` for a broken or unsupported file.
     """
-    opened = GgufFile.open(file)
-    opened.refuse_unsupported()
-    if any((file.parent / name).exists() for name in _beside(source, "config.json")):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(file.parent)
-    else:
-        opened.refuse_unknown_entries()
-        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-        opened.complete(config)
-    if opened.is_quantized:
+    file = GgufFile.open(path)
+    file.refuse_unsupported()
+    config: PreTrainedConfig = (
+        AutoConfig.from_pretrained(path.parent) if _beside(source, path, "config.json") else file.config()
+    )
+    if file.is_quantized:
         config.quantization_config = {"quant_method": "gguf"}
     return config
 
@@ -149,7 +158,7 @@ class GgufFile:
         except ImportError as error:
             raise OutriderError(f"{path} needs the package gguf: {how_to_install('gguf')}") from error
         try:
-            reader = _bounded(reader_of)(path)
+            reader = _quick(reader_of)(path)
             fields = dict(reader.fields)
         except Exception as error:  # broken files fail in more ways than can be listed
             raise OutriderError(f"cannot read {path}: the file is truncated or damaged ({first_line(error)})") from error
@@ -158,7 +167,7 @@ class GgufFile:
         return cls(path, fields, {tensor.name: tensor for tensor in reader.tensors})
 
     def entry(self, name: str) -> Any:
-        """Return an entry of the header; None if it is missing."""
+        """Return an entry of the header, of a list of strings its length; None if it is missing."""
         field = self.fields.get(name)
         return None if field is None else field.contents()
 
@@ -205,17 +214,43 @@ class GgufFile:
         if scaling not in (None, "none"):
             raise OutriderError(f"{self.path}: rope scaling {scaling} is not supported: {advice}")
 
-    def complete(self, config: PreTrainedConfig) -> None:
-        """Add the file's entries that transformers does not read to its config."""
-        head_dim = self.entry(f"{self.architecture}.attention.key_length")
-        if head_dim is not None:
-            config.head_dim = int(head_dim)
+    def config(self) -> PreTrainedConfig:
+        """Return the config that the entries state. Raises ``OutriderError`` as ``refuse_unknown_entries``."""
+        self.refuse_unknown_entries()
+        values: dict[str, Any] = {
+            "name_or_path": str(self.path.parent),
+            "tie_word_embeddings": "output.weight" not in self.tensors,
+            "vocab_size": self.entry("tokenizer.ggml.tokens"),
+        }
+        for prefix in ("general", self.architecture, "tokenizer"):
+            names: Mapping[str, str | None] = GGUF_CONFIG_MAPPING[prefix]  # type: ignore[assignment]
+            for name, own in names.items():
+                value = self.entry(f"{prefix}.{name}")
+                if own is not None and value is not None:
+                    values[own] = value
+        # entries that transformers ignores
+        values["head_dim"] = self.entry(f"{self.architecture}.attention.key_length") or values.get("head_dim")
         ends = [self.entry(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-        known = list(dict.fromkeys(int(token_id) for token_id in ends if token_id is not None))
-        if known:
-            config.eos_token_id = known if len(known) > 1 else known[0]
-        if config.model_type == "mistral":  # from the model's name; a file with a window entry was refused before
-            config.sliding_window = None
+        known = list(dict.fromkeys(token_id for token_id in ends if token_id is not None))
+        values["eos_token_id"] = known if len(known) > 1 else known[0] if known else None
+        config: PreTrainedConfig = CONFIG_MAPPING[self.architecture].from_dict(
+            {name: value for name, value in values.items() if value is not None}
+        )
+        return config
+
+    def warn_of_an_unknown_split(self) -> None:
+        """Log a warning if transformers splits text before BPE by GPT-2's rule in place of the one that the file names."""
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+        name = self.entry("tokenizer.ggml.pre")
+        is_known = name in GGUF_PRE_TOKENIZER_SPLITS or name in SPLIT_LIKE_GPT2
+        if self.entry("tokenizer.ggml.model") == "gpt2" and not is_known:
+            logger.warning(
+                "%s: its tokenizer splits text by the rule %r, which transformers does not know: text is split by GPT-2's"
+                " rule and may give other token ids; pass the original model's folder as the tokenizer (--tokenizer)",
+                self.path,
+                name,
+            )
 
     def names(self, model: PreTrainedModel) -> dict[str, str]:
         """Return the model's name of each tensor. Raises ``OutriderError`` if tensors do not match the model."""
@@ -254,14 +289,21 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
     else:
         to = file.plain_dtype if dtype == "auto" else _dtype(dtype)
     _fill_buffers(model, file)
-    read, places = _Tensors(file, model, None if keeps else to), _places(model, set(names.values()))
+    config = {name: getattr(model.config, name) for name in ("num_attention_heads", "num_key_value_heads")}
+    processor: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
+    read, places = partial(_rows, processor(config=config)), _places(model, set(names.values()))
     packed: dict[str, Tensor] = {}
     for name, own in names.items():
-        module = model.get_submodule(own.rpartition(".")[0])
-        if keeps and read.is_quantized(name) and type(module) in (nn.Linear, nn.Embedding):
-            packed[own] = read.blocks(name)
+        tensor, module = file.tensors[name], model.get_submodule(own.rpartition(".")[0])
+        kind = tensor.tensor_type.name
+        if keeps and kind in gguf_codes.FORMATS and type(module) in (nn.Linear, nn.Embedding):
+            try:
+                packed[own] = gguf_codes.pack(read(tensor, in_blocks=True), kind)
+            except OutriderError as error:
+                raise OutriderError(f"{path}: tensor {name}: {error}") from error
             continue
-        parameter = nn.Parameter(read.values(name), requires_grad=False)
+        values = read(tensor)
+        parameter = nn.Parameter(values if keeps else values.to(to), requires_grad=False)
         for place in places[own]:
             _set(model, place, parameter)
     for own, weight in packed.items():  # after the biases, which the packed layers copy
@@ -283,42 +325,16 @@ def _places(model: PreTrainedModel, given: set[str]) -> dict[str, list[str]]:
     }
 
 
-class _Tensors:
-    """Reads a file's tensors with rows in transformers' order."""
+def _rows(processor: Any, tensor: Any, in_blocks: bool = False) -> Tensor:
+    """Return a tensor's values, or the bytes of its blocks, as a copy that does not keep the file mapped.
 
-    def __init__(self, file: GgufFile, model: PreTrainedModel, dtype: torch.dtype | None) -> None:
-        """``dtype``: dtype of values; None: each tensor's own."""
-        config = {name: getattr(model.config, name) for name in ("num_attention_heads", "num_key_value_heads")}
-        self._file, self._dtype = file, dtype
-        processor: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
-        self._processor = processor(config=config)
-
-    def is_quantized(self, name: str) -> bool:
-        return self._file.tensors[name].tensor_type.name in gguf_codes.FORMATS
-
-    def blocks(self, name: str) -> Tensor:
-        """Return a quantised tensor packed into blocks."""
-        tensor = self._file.tensors[name]
-        try:
-            return gguf_codes.pack(self._in_order(name, tensor.data), tensor.tensor_type.name)
-        except OutriderError as error:
-            raise OutriderError(f"{self._file.path}: tensor {name}: {error}") from error
-
-    def values(self, name: str) -> Tensor:
-        """Return a tensor's values."""
-        tensor = self._file.tensors[name]
-        kind = tensor.tensor_type.name
-        if kind == "BF16":  # numpy has no bfloat16: the library returns bytes
-            found = self._in_order(name, tensor.data).view(torch.bfloat16)
-        elif kind in PLAIN:
-            found = self._in_order(name, tensor.data)
-        else:
-            found = self._in_order(name, import_module("gguf").dequantize(tensor.data, tensor.tensor_type))
-        return found.to(self._dtype or found.dtype)
-
-    def _in_order(self, name: str, rows: Any) -> Tensor:
-        """Undo llama.cpp's row order of queries and keys, in a copy that does not keep the file mapped."""
-        return torch.from_numpy(self._processor.process(weights=rows, name=name).weights.copy())
+    ``processor``: transformers' class that undoes llama.cpp's row order of queries and keys.
+    """
+    kind, data = tensor.tensor_type.name, tensor.data
+    if kind not in PLAIN and not in_blocks:
+        data = import_module("gguf").dequantize(data, tensor.tensor_type)
+    rows = torch.from_numpy(processor.process(weights=data, name=tensor.name).weights.copy())
+    return rows.view(torch.bfloat16) if kind == "BF16" else rows  # numpy has no bfloat16: the library returns bytes
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:

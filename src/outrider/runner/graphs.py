@@ -18,7 +18,7 @@ from outrider.types import first_line
 
 logger = logging.getLogger(__name__)
 
-Function = Callable[[list[Tensor]], Sequence[Tensor]]
+Run = Callable[[list[Tensor]], Sequence[Tensor]]
 Replay = Callable[[], None]
 Record = Callable[[Callable[[], Sequence[Tensor]], torch.device], tuple[Replay, Sequence[Tensor]]]
 
@@ -55,7 +55,7 @@ class GraphRunner:
     replaced in tests on machines without CUDA.
     """
 
-    def __init__(self, function: Function, record: Record = record_cuda) -> None:
+    def __init__(self, function: Run, record: Record = record_cuda) -> None:
         self._function, self._record = function, record
         self._captured: dict[tuple[int, ...], _Captured] = {}
         self._is_eager = False  # the pass cannot be captured

@@ -1,7 +1,8 @@
-"""Declares the operators of a pass, such as ``outrider::linear`` and ``outrider::attend``, with their references in torch.
+"""Declares the operators of a pass, such as ``outrider::linear`` and ``outrider::attend``.
 
-On a CPU ``outrider.native`` replaces them with C++ once it is loaded. The references run on CUDA and on machines without a C++
-compiler, and the C++ is tested against them.
+On a CPU ``outrider.native`` computes them in C++. Attention and recurrent layers (recurrence.py) have references in torch,
+which run on CUDA and on machines without a C++ compiler. Layers are packed only where the C++ is loaded: their references are
+in tests/runner/references.py.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ PANEL = 32  # adjacent outputs in a packed weight
 DEEP, DEEP_BYTES = 32, 64  # inputs per step of bfloat16 and of 8-bit products
 
 _library = torch.library.Library("outrider", "DEF")
-_library.define("linear(Tensor x, Tensor packed, Tensor? bias, int outputs) -> Tensor")
-ATTEND = (
-    "Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, int layer, Tensor cache_rows, Tensor bases,"
-    " Tensor ends, Tensor positions, Tensor visible, float scale, float softcap, int window"
-)
-_library.define(f"attend({ATTEND}) -> Tensor")
-# Options of a few models that the C++ lacks: slower, and a row's rounding depends on the pass's width and batch.
-_library.define(f"attend_general({ATTEND}, int chunk, Tensor? sinks) -> Tensor")
-_library.define("embed(Tensor token_ids, Tensor packed) -> Tensor")
-_library.define("linear_scaled(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int outputs) -> Tensor")
-_library.define("linear_gated(Tensor x, Tensor packed, Tensor? scales, str activation) -> Tensor")
-_library.define("gate_halves(Tensor both, str activation) -> Tensor")
+
+
+def define(signature: str, fake: Callable[..., Tensor], reference: Callable[..., Tensor] | None = None) -> None:
+    """Declare an operator. ``fake`` returns an output of its shape and dtype, for ``torch.export``.
+
+    ``reference``: computes the operator where the C++ does not.
+    """
+    name = signature.partition("(")[0]
+    _library.define(f"{signature} -> Tensor")
+    torch.library.register_fake(f"outrider::{name}", fake)
+    if reference is not None:
+        _library.impl(name, reference, "CompositeExplicitAutograd")
 
 
 def prefers_pairs() -> bool:
@@ -86,51 +87,6 @@ def one_by_one(packed: Tensor) -> Tensor:
 def unpack_weight(packed: Tensor, outputs: int) -> Tensor:
     """Unpack [panels, inputs, 32] or [panels, inputs / 2, 32, 2] to [outputs, inputs]."""
     return packed.transpose(1, 2).reshape(packed.shape[0] * PANEL, -1)[:outputs]
-
-
-def reference_linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    """Compute x [..., inputs] times packed [panels, inputs, 32] -> [..., outputs] in float32; the result has x's dtype.
-
-    For a paired weight x is rounded to bfloat16 first; sums are float32.
-    """
-    rows = x.bfloat16().float() if in_groups(packed) else x.float()
-    result = functional.linear(rows, unpack_weight(packed, outputs).float(), None if bias is None else bias.float())
-    return result.to(x.dtype)
-
-
-def reference_linear_scaled(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    """Compute ``reference_linear`` for a weight of codes in fours, with rows of codes too."""
-    row_scales = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
-    codes, weights = (x.float() / row_scales).round().double(), unpack_weight(packed, outputs).double()  # exact sums
-    result = functional.linear(codes, weights).float() * (scales[0, :outputs] * row_scales)
-    return (result if bias is None else result + bias.float()).to(x.dtype)
-
-
-GATES: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-}
-
-
-def reference_linear_gated(x: Tensor, packed: Tensor, scales: Tensor | None, activation: str) -> Tensor:
-    """Compute activation(first N outputs) * remaining N outputs from x [..., inputs] and a packed weight of 2 N outputs."""
-    outputs = packed.shape[0] * PANEL
-    if scales is None:
-        both = reference_linear(x, packed, None, outputs)
-    else:
-        both = reference_linear_scaled(x, packed, scales, None, outputs)
-    return reference_gate_halves(both, activation)
-
-
-def reference_gate_halves(both: Tensor, activation: str) -> Tensor:
-    """Compute activation(first half) * second half of both [..., 2 N] -> [..., N]."""
-    gate, up = both.float().chunk(2, -1)
-    return (GATES[activation](gate) * up).to(both.dtype)
-
-
-def reference_embed(token_ids: Tensor, packed: Tensor) -> Tensor:
-    """Return rows [..., inputs] float32 of a packed weight for token_ids [...], for a tied embedding."""
-    return packed[token_ids // PANEL, :, token_ids % PANEL].flatten(token_ids.dim()).float()
 
 
 def reference_attend(  # noqa: PLR0913 - an operator's signature, shared with C++
@@ -220,19 +176,34 @@ def _fake_attend(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tenso
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
-# Name -> the operator's reference, and a function that returns an output of its shape and dtype for ``torch.export``.
-OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "linear": (reference_linear, lambda x, packed, bias, outputs: x.new_empty(*x.shape[:-1], outputs)),
-    "linear_scaled": (reference_linear_scaled, lambda x, packed, scales, bias, outputs: x.new_empty(*x.shape[:-1], outputs)),
-    "linear_gated": (reference_linear_gated, lambda x, packed, *_: x.new_empty(*x.shape[:-1], len(packed) * PANEL // 2)),
-    "gate_halves": (reference_gate_halves, lambda both, _: both.new_empty(*both.shape[:-1], both.shape[-1] // 2)),
-    "embed": (
-        reference_embed,
-        lambda token_ids, packed: packed.new_empty(*token_ids.shape, packed_shape(packed)[1], dtype=torch.float32),
-    ),
-    "attend": (reference_attend, _fake_attend),
-    "attend_general": (reference_attend, _fake_attend),
-}
-for _name, (_reference, _fake) in OPERATORS.items():
-    _library.impl(_name, _reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"outrider::{_name}", _fake)
+ATTEND = (
+    "Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, int layer, Tensor cache_rows, Tensor bases,"
+    " Tensor ends, Tensor positions, Tensor visible, float scale, float softcap, int window"
+)
+define(f"attend({ATTEND})", _fake_attend, reference_attend)
+# Options of a few models that the C++ lacks: slower, and a row's rounding depends on the pass's width and batch.
+define(f"attend_general({ATTEND}, int chunk, Tensor? sinks)", _fake_attend, reference_attend)
+# x [..., inputs] times a packed weight -> [..., outputs] in x's dtype; sums are float32. For a weight in pairs x is rounded to
+# bfloat16, for one of codes in fours (linear_scaled) to 8 bits with a scale per row.
+define(
+    "linear(Tensor x, Tensor packed, Tensor? bias, int outputs)",
+    lambda x, packed, bias, outputs: x.new_empty(*x.shape[:-1], outputs),
+)
+define(
+    "linear_scaled(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int outputs)",
+    lambda x, packed, scales, bias, outputs: x.new_empty(*x.shape[:-1], outputs),
+)
+# activation(first half of the outputs) * second half: of a packed weight's outputs, or of both [..., 2 N]
+define(
+    "linear_gated(Tensor x, Tensor packed, Tensor? scales, str activation)",
+    lambda x, packed, *_: x.new_empty(*x.shape[:-1], len(packed) * PANEL // 2),
+)
+define(
+    "gate_halves(Tensor both, str activation)",
+    lambda both, _: both.new_empty(*both.shape[:-1], both.shape[-1] // 2),
+)
+# rows [..., inputs] float32 of a packed weight for token_ids [...], for a tied embedding
+define(
+    "embed(Tensor token_ids, Tensor packed)",
+    lambda token_ids, packed: packed.new_empty(*token_ids.shape, packed_shape(packed)[1], dtype=torch.float32),
+)

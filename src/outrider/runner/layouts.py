@@ -12,8 +12,7 @@ from torch.nn import functional
 
 from outrider.runner.attention import PassLayout
 from outrider.runner.kv_cache import KVCache
-from outrider.runner.tree_mask import tree_inputs
-from outrider.types import Proposal
+from outrider.types import Proposal, ancestor_matrix
 
 SHORT = 16  # up to this many tokens are scored in the same pass as the drafts, and masks are cached
 
@@ -105,6 +104,24 @@ class Layouts:
                 return mask.expand(batch, -1, -1)
             self._masks[key] = mask.repeat(batch, 1, 1)
         return self._masks[key]
+
+
+def tree_inputs(parents: Tensor, text_lens: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
+    """Return the mask over the pass's tokens, bool [B, W, W], and positions relative to the first, int64 [B, W].
+
+    That is the topology-aware causal mask of Miao et al. 2024. Row b has ``text_lens[b]`` committed tokens (a causal chain that
+    ends in the root), then the nodes. Siblings share a position; padding after the nodes continues counting.
+    """
+    batch, nodes = parents.shape
+    visible = torch.ones(width, width, dtype=torch.bool).tril().repeat(batch, 1, 1)
+    positions = torch.arange(width).repeat(batch, 1)
+    sees = ancestor_matrix(parents)
+    depths = sees.sum(-1)  # [B, N]: 1 for a child of the root
+    for b, text in enumerate(text_lens):
+        here, room = slice(text, text + nodes), width - text
+        visible[b, here, here] = sees[b, :room, :room]
+        positions[b, here] = text - 1 + depths[b, :room]
+    return visible, positions
 
 
 def rows_from(values: Tensor, starts: Sequence[int], lens: Sequence[int], count: int) -> Tensor:

@@ -61,10 +61,14 @@ class PackedLinear(nn.Module):
         order = None
         if isinstance(weight, QuantizedWeight):
             self.out_features, self.in_features = weight.codes.shape
-            packed, order = _pack_codes(weight), weight.order
+            zeros = 1 << (weight.bits - 1) if weight.zeros is None else weight.zeros
+            packed = blocks.pack_codes(weight.codes, weight.bits, weight.scales, group=weight.group, zeros=zeros)
+            order = weight.order
         else:
             self.out_features, self.in_features = weight.shape
-            packed = _pack(weight.detach(), bits) if packed is None else packed
+            if packed is None:
+                weight = weight.detach()
+                packed = blocks.pack(weight, bits) if bits else kernels.pack_weight(weight, kernels.suits_pairs(weight))
         self.register_buffer("order", order, persistent=False)
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("scales", None, persistent=False)
@@ -77,15 +81,6 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return apply(in_order(x, self.order), self.packed, self.scales, self.bias, self.out_features)
-
-
-def _pack(weight: Tensor, bits: int | None) -> Tensor:
-    return blocks.pack(weight, bits) if bits else kernels.pack_weight(weight, kernels.suits_pairs(weight))
-
-
-def _pack_codes(weight: QuantizedWeight) -> Tensor:
-    zeros = 1 << (weight.bits - 1) if weight.zeros is None else weight.zeros
-    return blocks.pack_codes(weight.codes, weight.bits, weight.scales, group=weight.group, zeros=zeros)
 
 
 def in_order(x: Tensor, order: Tensor | None) -> Tensor:
@@ -135,22 +130,15 @@ def weight_of(module: nn.Module) -> Tensor:
     return values if order is None else torch.empty_like(values).index_copy_(1, order, values)
 
 
-class FusedLinears(nn.Module):
-    """Layers with the same input, computed in one operation: one stream of weights instead of several short ones.
+class FusedLinears(PackedLinear):
+    """Layers with the same input as one layer: one stream of weights instead of several short ones.
 
     A ``FusedSlice`` replaces each layer. The first one called computes all; a slice called with another tensor than its
     siblings computes again, so fusion can cost time but never gives a wrong result.
     """
 
-    packed: Tensor
-    scales: Tensor | None
-    bias: Tensor | None
-    order: Tensor | None
-
     def __init__(self, layers: list[PackedLinear]) -> None:
         """``layers``: with columns in the same order."""
-        super().__init__()
-        self.register_buffer("order", layers[0].order, persistent=False)
         biases = [layer.bias for layer in layers]
         bias = None
         if any(b is not None for b in biases):
@@ -159,19 +147,18 @@ class FusedLinears(nn.Module):
         parts = [layer.packed for layer in layers]
         shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
         packed = None if parts[0].is_meta else huge_pages.empty(shape, parts[0].dtype)
-        self.register_buffer("packed", torch.cat(parts, out=packed), persistent=False)
+        packed = torch.cat(parts, out=packed)
         del parts
-        self.register_buffer("scales", None, persistent=False)
-        self.register_buffer("bias", bias, persistent=False)
-        self.out_features = [layer.out_features for layer in layers]
+        sizes = [layer.out_features for layer in layers]
+        super().__init__(torch.empty(sum(sizes), layers[0].in_features, device="meta"), bias, packed=packed)
+        self.sizes, self.order = sizes, layers[0].order
         self._input: Tensor | None = None
         self._parts: list[Tensor | None] = []
 
     def part(self, index: int, x: Tensor) -> Tensor:
         """Return the output of layer ``index`` for x [..., inputs]."""
         if self._input is not x or self._parts[index] is None:
-            out = apply(in_order(x, self.order), self.packed, self.scales, self.bias, sum(self.out_features))
-            self._input, self._parts = x, list(out.split(self.out_features, -1))
+            self._input, self._parts = x, list(self.forward(x).split(self.sizes, -1))
         part, self._parts[index] = self._parts[index], None
         if not any(kept is not None for kept in self._parts):
             self._input = None
@@ -182,10 +169,10 @@ class FusedLinears(nn.Module):
 class FusedSlice(nn.Module):
     """One layer of a ``FusedLinears``, replacing the original."""
 
-    def __init__(self, group: FusedLinears, index: int, in_features: int) -> None:
+    def __init__(self, group: FusedLinears, index: int) -> None:
         super().__init__()
         self._group = [group]  # in a list: the group is registered with the parent, once
-        self.index, self.in_features, self.out_features = index, in_features, group.out_features[index]
+        self.index, self.in_features, self.out_features = index, group.in_features, group.sizes[index]
 
     @property
     def weight(self) -> Tensor:
@@ -214,9 +201,9 @@ def fuse_siblings(model: PreTrainedModel) -> None:
                 continue
             group = FusedLinears(layers)  # type: ignore[arg-type]
             parent.add_module("fused_" + "_".join(names), group)
-            for index, (name, layer) in enumerate(zip(names, layers, strict=True)):
-                setattr(parent, name, FusedSlice(group, index, layer.in_features))  # type: ignore[union-attr]
-            del layers, layer
+            for index, name in enumerate(names):
+                setattr(parent, name, FusedSlice(group, index))
+            del layers
             _return_freed_memory()
 
 
@@ -230,9 +217,9 @@ def _kind(packed: Tensor) -> tuple[Any, ...]:
     return packed.dtype, packed.shape[1:], blocks.form_of(packed) if has_form else None
 
 
-def packed_layers(model: nn.Module) -> list[PackedLinear | FusedLinears]:
+def packed_layers(model: nn.Module) -> list[PackedLinear]:
     """Return the model's layers that run on the CPU kernels."""
-    return [module for module in model.modules() if isinstance(module, (PackedLinear, FusedLinears))]
+    return [module for module in model.modules() if isinstance(module, PackedLinear)]
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -361,22 +348,19 @@ def _names_multiplied(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _make_the_rest_float32(model: PreTrainedModel) -> None:
-    for module in model.modules():
-        if not isinstance(module, (PackedLinear, PackedEmbedding, FusedLinears)):
-            _make_float32(module)
-
-
-def _make_float32(module: nn.Module) -> None:
     """Convert everything except packed layers to float32. An embedding keeps its table; its rows are converted."""
-    if isinstance(module, nn.Embedding):
-        module.weight.requires_grad_(False)
-        module.register_forward_hook(_to_float32)
-        return
-    for key, parameter in list(module.named_parameters(recurse=False)):
-        setattr(module, key, nn.Parameter(parameter.detach().float(), requires_grad=False))
-    for key, buffer in list(module.named_buffers(recurse=False)):
-        if buffer.is_floating_point():
-            setattr(module, key, buffer.float())
+    for module in model.modules():
+        if isinstance(module, (PackedLinear, PackedEmbedding)):
+            continue
+        if isinstance(module, nn.Embedding):
+            module.weight.requires_grad_(False)
+            module.register_forward_hook(lambda _module, _args, output: output.float())
+            continue
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, key, nn.Parameter(parameter.detach().float(), requires_grad=False))
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_floating_point():
+                setattr(module, key, buffer.float())
 
 
 def _return_freed_memory() -> None:
@@ -392,10 +376,6 @@ def _is_plain_embedding(module: nn.Module) -> bool:
     return type(module) is nn.Embedding or (
         isinstance(module, nn.Embedding) and type(module).__name__.endswith("ScaledWordEmbedding")
     )
-
-
-def _to_float32(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return output.float()
 
 
 def structural_copy(model: PreTrainedModel) -> PreTrainedModel:

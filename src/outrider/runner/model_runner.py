@@ -21,12 +21,13 @@ from outrider.memory import refuse_too_large
 from outrider.runner import linear, loading
 from outrider.runner.config import RunnerConfig
 from outrider.runner.cost_book import CostBook
+from outrider.runner.graphs import Run
 from outrider.runner.kv_cache import CacheShape, KVCache
 from outrider.runner.layer_span import WHOLE, LayerSpan
 from outrider.runner.layouts import SHORT, Layouts, rows_from
 from outrider.runner.longrope import settle_longrope, usual_window
 from outrider.runner.packed_files import PackedFile
-from outrider.runner.passes import PassRunner, Run
+from outrider.runner.passes import PassRunner
 from outrider.runner.read_hidden import ReadHidden
 from outrider.runner.rounding import choose_reader, refuse_rounding
 from outrider.runner.self_check import check_itself

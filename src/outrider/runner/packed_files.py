@@ -4,20 +4,17 @@ The 16-bit weights are then not read, so that a model which exceeds the memory i
 belongs to the state of the checkpoint's files (names, sizes, times), the code that packs and the number of bits; ``disk_cache``
 checks its owner, its mode and the hash of its content before it is used.
 
-Layout: 8 bytes with the length of the header, the header in JSON (the model's dtype; of each tensor its dtype, shape and
-place), padding to 4096 bytes, the tensors, each at a multiple of 64 bytes.
+``torch.save`` writes the tensors at multiples of 64 bytes, which the kernels need, so that they can be mapped.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import transformers
@@ -33,7 +30,6 @@ from outrider.types import OutriderError
 logger = logging.getLogger(__name__)
 
 KIND, SUFFIX = "weights", ".packed"
-START, STEP = 4096, 64  # bytes: of the first tensor, between tensors
 CODE = ("blocks.py", "linear.py", "packed_files.py")  # part of the key: a change of this code invalidates files
 
 
@@ -72,11 +68,10 @@ class PackedFile:
         if path is None:
             return None
         try:
-            with path.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            model = without_weights(config, model_class, getattr(torch, header["dtype"]))
+            stored = torch.load(path, mmap=True, weights_only=True)
+            model = without_weights(config, model_class, stored["dtype"])
             linear.pack_model(loading.adopt(model, by_request), self.bits)
-            _fill(model, path, header["tensors"])
+            _fill(model, stored["tensors"], path.stat().st_size)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OutriderError) as error:
             logger.warning("%s does not fit the model (%s): rebuilding it", path, error)
             disk_cache.discard(KIND, self.key, SUFFIX)
@@ -94,20 +89,9 @@ class PackedFile:
 
         ``dtype``: the model's before it was packed.
         """
-        tensors = dict(_tensors(model))
-        places, end = _places(tensors)
-        header = json.dumps({"dtype": str(dtype).removeprefix("torch."), "tensors": places}).encode()
-        start = _padded(8 + len(header), START)
-
-        def fill(file: BinaryIO) -> None:
-            file.write(len(header).to_bytes(8, "little") + header)
-            for name, tensor in tensors.items():
-                file.seek(start + places[name][2])
-                file.write(memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy()))  # type: ignore[arg-type]
-            file.truncate(start + end)
-
+        stored = {"dtype": dtype, "tensors": {name: tensor.detach().contiguous() for name, tensor in _tensors(model)}}
         try:
-            path = disk_cache.write(KIND, self.key, SUFFIX, fill)
+            path = disk_cache.write(KIND, self.key, SUFFIX, lambda file: torch.save(stored, file))
         except OutriderError as error:
             logger.warning("%s; the weights are quantised again at the next start", error)
             return
@@ -115,22 +99,16 @@ class PackedFile:
         logger.info("packed weights stored as %s", path)
 
 
-def _fill(model: PreTrainedModel, path: Path, places: dict[str, Any]) -> None:
+def _fill(model: PreTrainedModel, stored: dict[str, Tensor], num_bytes: int) -> None:
     """Fill a model on the meta device, in place. Raises ``OutriderError`` if the file's tensors differ from the model's."""
-    expected = {name: list(tensor.shape) for name, tensor in _tensors(model)}
-    if expected != {name: place[1] for name, place in places.items()}:
+    if {name: tensor.shape for name, tensor in _tensors(model)} != {name: tensor.shape for name, tensor in stored.items()}:
         raise OutriderError("its tensors differ")
-    with path.open("rb") as file:
-        start = _padded(8 + int.from_bytes(file.read(8), "little"), START)
-    num_bytes = path.stat().st_size
-    whole = torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
     free = free_memory()
     in_memory = free is not None and 2 * num_bytes < free  # huge pages are faster than a mapped file
     found: dict[int, Tensor] = {}
     for name, tensor in _tensors(model):
-        dtype, shape, at = getattr(torch, places[name][0]), places[name][1], start + places[name][2]
-        part = whole[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-        held = huge_pages.empty(shape, dtype).copy_(part) if in_memory else part
+        part = stored[name]
+        held = huge_pages.empty(part.shape, part.dtype).copy_(part) if in_memory else part
         found[id(tensor)] = nn.Parameter(held, requires_grad=False) if isinstance(tensor, nn.Parameter) else held
     for module in model.modules():
         for store in _stores(module):
@@ -152,19 +130,6 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _stores(module: nn.Module) -> tuple[dict[str, Any], ...]:
     return module._parameters, module._buffers, vars(module)
-
-
-def _places(tensors: dict[str, Tensor]) -> tuple[dict[str, tuple[str, list[int], int]], int]:
-    """Return dtype, shape and place of each tensor, and where the last one ends."""
-    places, end = {}, 0
-    for name, tensor in tensors.items():
-        places[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end)
-        end += _padded(tensor.numel() * tensor.dtype.itemsize, STEP)
-    return places, end
-
-
-def _padded(num_bytes: int, step: int) -> int:
-    return -(-num_bytes // step) * step
 
 
 def _hash(*texts: str) -> str:

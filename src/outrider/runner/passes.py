@@ -11,11 +11,10 @@ from transformers import PreTrainedModel
 from outrider.runner import compiled
 from outrider.runner.attention import PassLayout
 from outrider.runner.forward import Pass
-from outrider.runner.graphs import GraphRunner
+from outrider.runner.graphs import GraphRunner, Run
 from outrider.runner.kv_cache import KVCache
 from outrider.runner.layer_span import WHOLE, LayerSpan
 
-Run = Callable[[list[Tensor]], "Sequence[Tensor]"]
 Kind = tuple[tuple[int, ...], LayerSpan]  # (hidden states, layers)
 
 
@@ -77,8 +76,12 @@ class PassRunner:
 
     def _prepare(self, kind: Kind, build: bool) -> Run:
         module = Pass(self._model, self._cache, *kind)
+
+        def eager(inputs: list[Tensor]) -> Sequence[Tensor]:
+            return tuple(module(*inputs))
+
         if self._compile == "never":
-            return lambda inputs: tuple(module(*inputs))
+            return eager
         if compiled.is_supported(self._model):
             may_change = build or not self._runs  # after eager passes, compiled ones would change the rounding
             run = compiled.load(module, build) if may_change else None
@@ -87,5 +90,5 @@ class PassRunner:
                 return run
         elif self._model.device.type == "cuda" and not self._cache.shape.states.kinds:
             self._compiled.add(kind)
-            return GraphRunner(lambda inputs: tuple(module(*inputs)))
-        return lambda inputs: tuple(module(*inputs))
+            return GraphRunner(eager)
+        return eager

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from outrider.runner import blocks, huge_pages, kernels
 from outrider.runner.linear import (
-    FusedLinears,
     PackedLinear,
     arithmetic,
     is_in_blocks,
@@ -50,7 +49,7 @@ def gets_fewer_bits(model: PreTrainedModel, bits: int) -> bool:
     return 2 * larger > sum(layer.packed.nbytes for layer in packed_layers(model))
 
 
-def _layers(model: PreTrainedModel, bits: int) -> list[tuple[PackedLinear | FusedLinears, int]]:
+def _layers(model: PreTrainedModel, bits: int) -> list[tuple[PackedLinear, int]]:
     """Return the layers that get fewer bits, and how many."""
     head = model.get_output_embeddings()
     wanted = [(layer, max(bits, 8) if layer is head else bits) for layer in packed_layers(model)]

@@ -18,17 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from outrider.runner.kernels import define
 from outrider.runner.state_cache import StateKey, StateShape
-
-_library = torch.library.Library("outrider", "FRAGMENT")
-_REQUESTS = "Tensor states, int layer, Tensor cache_rows, Tensor bases, Tensor ends"
-_library.define(f"short_conv(Tensor x, Tensor weight, Tensor? bias, bool silu, {_REQUESTS}) -> Tensor")
-_library.define(
-    f"delta_scan(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta, {_REQUESTS}, float scale, bool normalize)"
-    " -> Tensor"
-)
-_library.define(f"selective_scan(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, {_REQUESTS}) -> Tensor")
-
 
 # ---------------------------------------------------------------------------------------------------------------------------
 # The operators, in torch: the reference for the C++ ones
@@ -144,12 +135,23 @@ def reference_short_conv(  # noqa: PLR0913 - an operator's signature, shared wit
     return functional.silu(out) if silu else out
 
 
-_library.impl("short_conv", reference_short_conv, "CompositeExplicitAutograd")
-_library.impl("delta_scan", reference_delta_scan, "CompositeExplicitAutograd")
-_library.impl("selective_scan", reference_selective_scan, "CompositeExplicitAutograd")
-torch.library.register_fake("outrider::short_conv", lambda x, *_: torch.empty_like(x))
-torch.library.register_fake("outrider::delta_scan", lambda query, key, value, *_: torch.empty_like(value))
-torch.library.register_fake("outrider::selective_scan", lambda x, *_: torch.empty_like(x))
+_REQUESTS = "Tensor states, int layer, Tensor cache_rows, Tensor bases, Tensor ends"
+_DELTA = "Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta"
+define(
+    f"short_conv(Tensor x, Tensor weight, Tensor? bias, bool silu, {_REQUESTS})",
+    lambda x, *_: torch.empty_like(x),
+    reference_short_conv,
+)
+define(
+    f"delta_scan({_DELTA}, {_REQUESTS}, float scale, bool normalize)",
+    lambda query, key, value, *_: torch.empty_like(value),
+    reference_delta_scan,
+)
+define(
+    f"selective_scan(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, {_REQUESTS})",
+    lambda x, *_: torch.empty_like(x),
+    reference_selective_scan,
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------

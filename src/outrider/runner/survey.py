@@ -6,7 +6,6 @@ which layers have attention, the number and size of their heads, and which layer
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from outrider.runner import attention, recurrence
 from outrider.runner.attention import OwnAttention
+from outrider.runner.checkpoints.stored import without_quantization
 from outrider.runner.kv_cache import CacheShape, LayerShape, PassThrough
 from outrider.runner.loading import find_decoder_layers, keeps_logits, pass_arguments, quiet, reason, text_config
 from outrider.runner.state_cache import StateKey, StateShape, StateShapes
@@ -166,8 +166,7 @@ def _noting_layers(model: PreTrainedModel, ran: set[int]) -> Iterator[None]:
 
 def without_weights(config: PreTrainedConfig, model_class: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return a model of this config on the meta device. Raises ``OutriderError`` for an invalid config."""
-    config = copy.deepcopy(config)
-    config.__dict__.pop("quantization_config", None)
+    config = without_quantization(config)
     try:
         with quiet(), torch.device("meta"):
             model: PreTrainedModel = model_class._from_config(config, dtype=dtype, attn_implementation="eager")

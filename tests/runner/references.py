@@ -1,0 +1,78 @@
+"""The operators of packed layers in torch: what the C++ computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from outrider.runner.blocks import BLOCK, unpack
+from outrider.runner.kernels import PANEL, in_groups, unpack_weight
+
+
+def linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    """Compute x [..., inputs] times packed [panels, inputs, 32] -> [..., outputs] in float32; the result has x's dtype.
+
+    For a paired weight x is rounded to bfloat16 first; sums are float32.
+    """
+    rows = x.bfloat16().float() if in_groups(packed) else x.float()
+    result = functional.linear(rows, unpack_weight(packed, outputs).float(), None if bias is None else bias.float())
+    return result.to(x.dtype)
+
+
+def linear_scaled(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    """Compute ``linear`` for a weight of codes in fours, with rows of codes too."""
+    row_scales = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+    codes, weights = (x.float() / row_scales).round().double(), unpack_weight(packed, outputs).double()  # exact sums
+    result = functional.linear(codes, weights).float() * (scales[0, :outputs] * row_scales)
+    return (result if bias is None else result + bias.float()).to(x.dtype)
+
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
+
+
+def linear_gated(x: Tensor, packed: Tensor, scales: Tensor | None, activation: str) -> Tensor:
+    """Compute activation(first N outputs) * remaining N outputs from x [..., inputs] and a packed weight of 2 N outputs."""
+    outputs = packed.shape[0] * PANEL
+    both = linear(x, packed, None, outputs) if scales is None else linear_scaled(x, packed, scales, None, outputs)
+    return gate_halves(both, activation)
+
+
+def gate_halves(both: Tensor, activation: str) -> Tensor:
+    """Compute activation(first half) * second half of both [..., 2 N] -> [..., N]."""
+    gate, up = both.float().chunk(2, -1)
+    return (GATES[activation](gate) * up).to(both.dtype)
+
+
+def embed(token_ids: Tensor, packed: Tensor) -> Tensor:
+    """Return rows [..., inputs] float32 of a packed weight for token_ids [...], for a tied embedding."""
+    return packed[token_ids // PANEL, :, token_ids % PANEL].flatten(token_ids.dim()).float()
+
+
+def round_activations(x: Tensor, bits: int) -> Tensor:
+    """Return x [..., inputs] as float32, rounded as layers in blocks do: to bfloat16, or to 8 bits with a scale per block."""
+    if bits != 8:
+        return (x.bfloat16() if bits == 16 else x).float()
+    inputs = x.shape[-1]
+    parts = functional.pad(x.float(), (0, -inputs % BLOCK)).unflatten(-1, (-1, BLOCK))
+    largest: Tensor = parts.abs().amax(-1, keepdim=True)
+    rounded: Tensor = (parts * torch.where(largest > 1e-30, 127 / largest, 0)).round() * (largest / 127)
+    return rounded.flatten(-2)[..., :inputs]
+
+
+def linear_blocks(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, activation_bits: int) -> Tensor:
+    """Compute x [..., inputs] times a weight in blocks -> [..., outputs] in x's dtype; sums are float32."""
+    weight = unpack(packed, outputs, x.shape[-1])
+    return functional.linear(round_activations(x, activation_bits), weight, None if bias is None else bias.float()).to(x.dtype)
+
+
+def embed_blocks(token_ids: Tensor, packed: Tensor, inputs: int) -> Tensor:
+    """Return rows [..., inputs] float32 of a weight in blocks for token_ids [...]."""
+    rows = unpack(packed[(token_ids // PANEL).flatten()], token_ids.numel() * PANEL, inputs).view(-1, PANEL, inputs)
+    picked = rows[torch.arange(token_ids.numel(), device=token_ids.device), (token_ids % PANEL).flatten()]
+    return picked.view(*token_ids.shape, inputs)
