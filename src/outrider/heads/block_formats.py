@@ -13,13 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
 
 from outrider.heads.block import BlockHead, BlockShape
 from outrider.heads.checkpoint import (
-    BLOCK,
     LAYER_KEYS,
     TargetSizes,
     check_dims,
@@ -27,7 +25,6 @@ from outrider.heads.checkpoint import (
     count_numbered,
     fill,
     find_folder,
-    kind_of,
     made,
     named_states,
     offsets_to_ids,
@@ -83,18 +80,6 @@ def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None 
 def _own_name(name: str) -> str:
     """Return the head's name of a tensor: some writers add a prefix, or store the selector's tables as embeddings."""
     return re.sub(r"_codebook\.weight$", "_codebook", re.sub(r"^(model|draft_model)\.", "", name))
-
-
-def is_head(folder: Path, target: TargetSizes) -> bool:
-    """Return whether a folder holds a head for this target by names, config and headers; no weights are read.
-
-    Raises ``OutriderError`` for a head that does not fit the target, or that is not supported.
-    """
-    if kind_of(folder) is not BLOCK:
-        return False
-    with torch.device("meta"):
-        load(folder, target)
-    return True
 
 
 def _check_kind(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> None:

@@ -105,15 +105,6 @@ def find_folder(source: str | Path) -> Path:
         raise OutriderError(f"cannot download {source} from the hub: {first_line(error)}") from error
 
 
-def folder_of(source: object) -> Path:
-    """Return ``find_folder`` of a user's value. Raises ``OutriderError`` if it is neither a folder nor a hub id."""
-    if not isinstance(source, (str, Path)):
-        raise OutriderError(
-            f"invalid heads of type {type(source).__name__}: expected a folder, a hub id or a module of outrider.heads"
-        )
-    return find_folder(source)
-
-
 def kinds_of(folder: Path) -> list[DraftKind]:
     """Return the kinds of draft in a local folder, by tensor names; empty if unknown."""
     folder = expanded(folder)
