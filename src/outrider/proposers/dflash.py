@@ -62,7 +62,7 @@ class BlockProposer(Proposer):
         limits = {b: min(k, context.limits[b]) for b in known}
         able = [b for b in known if limits[b] > 0]
         for b in known:
-            if len(states[0][b]) != len(requests[b].token_ids) - 1 - self.head.cached_len(requests[b].request_id):
+            if len(states[0][b]) != len(requests[b].token_ids) - 1 - self.head.cache.cached_len(requests[b].request_id):
                 raise RuntimeError("the features do not continue where the last ones ended")
         # Few new features share the block's pass. Those of a prompt are read before, and so is what no block follows.
         before = [b for b in known if b not in able or len(states[0][b]) > CHUNK]
@@ -97,7 +97,7 @@ class BlockProposer(Proposer):
         return drafts, torch.cat(probs, 1) if probs else None
 
     def release(self, request_ids: Sequence[str]) -> None:
-        self.head.release(request_ids)
+        self.head.cache.release(request_ids)
 
 
 class BlockMethod(HeadMethod):

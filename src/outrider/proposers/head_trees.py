@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.heads.feature_head import RolloutHead
 from outrider.heads.head_runner import RolloutRunner
-from outrider.heads.rollout_head import RolloutHead
 from outrider.proposers.base import Proposer
 from outrider.proposers.tree_chances import (
     Calibration,
@@ -115,8 +115,9 @@ class HeadProposer(Proposer):
 
     def _read(self, context: Context, able: list[int]) -> Tensor:
         """Process new hidden states; return the head's output after each request's last token, [A, H]."""
-        ids = [context.requests[b].request_id for b in able]
-        tokens = [context.requests[b].token_ids[self.head.cached_len(name) + 1 :] for b, name in zip(able, ids, strict=True)]
+        requests, cache = [context.requests[b] for b in able], self.head.cache
+        ids = [request.request_id for request in requests]
+        tokens = [request.token_ids[cache.cached_len(request.request_id) + 1 :] for request in requests]
         features = [[context.hidden[index][b] for index in self.needs_hidden] for b in able]
         if any(len(text) != len(new[0]) for text, new in zip(tokens, features, strict=True)):
             raise RuntimeError("the features do not continue where the last ones ended")
@@ -132,7 +133,7 @@ class HeadProposer(Proposer):
         learn_from(self._drafted, context, verdict)
 
     def release(self, request_ids: Sequence[str]) -> None:
-        self.head.release(request_ids)
+        self.head.cache.release(request_ids)
 
 
 class _Round:
