@@ -34,7 +34,7 @@ from outrider.proposers.tree_sizes import TreeCosts, TreeSizes
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
 from outrider.runner.quantized import check_head_bits
-from outrider.types import Context, OutriderError, Proposal, RequestFault, Verdict, spread
+from outrider.types import Context, OutriderError, Proposal, Request, RequestFault, Verdict, spread
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class HeadProposer(Proposer):
         self._rates = SiblingRates([config.acceptance] * config.max_depth)
         self._calibrations = {is_greedy: Calibration() for is_greedy in (True, False)}
         self._drafted: dict[str, Drafted] = {}  # trees of this round, until the verdict
+        self._sources: dict[str, str] = {}  # sample that the head has not read yet -> request with the same prompt
 
     def num_nodes(self, k: int) -> int:
         return self._sizes.expected(k)
@@ -113,20 +114,41 @@ class HeadProposer(Proposer):
         self._sizes.learn(int(proposal.lens.max()), max(depth, 1), num_steps, started)
         return proposal
 
+    def fork(self, source_id: str, request: Request) -> None:
+        self._sources[request.request_id] = source_id
+
     def _read(self, context: Context, able: list[int]) -> Tensor:
         """Process new hidden states; return the head's output after each request's last token, [A, H]."""
-        requests, cache = [context.requests[b] for b in able], self.head.cache
-        ids = [request.request_id for request in requests]
-        tokens = [request.token_ids[cache.cached_len(request.request_id) + 1 :] for request in requests]
-        features = [[context.hidden[index][b] for index in self.needs_hidden] for b in able]
-        if any(len(text) != len(new[0]) for text, new in zip(tokens, features, strict=True)):
-            raise RuntimeError("the features do not continue where the last ones ended")
-        out = self.head.extend(ids, tokens, features)
+        out = self._extended(context, able)
         is_finite = torch.isfinite(out).all(-1).tolist()
         if not all(is_finite):
-            broken = [name for name, is_fine in zip(ids, is_finite, strict=True) if not is_fine]
+            broken = [context.requests[b].request_id for b, is_fine in zip(able, is_finite, strict=True) if not is_fine]
             raise RequestFault(broken, "the head's output is NaN or infinite")
         return out
+
+    def _extended(self, context: Context, able: list[int]) -> Tensor:
+        """See ``_read``. A prompt is read once for all its samples: for the one from which the others were forked."""
+        requests, cache = [context.requests[b] for b in able], self.head.cache
+        samples = [a for a, request in enumerate(requests) if request.request_id in self._sources]
+        if samples:
+            rest = [a for a in range(len(able)) if a not in samples]
+            outs = [self._extended(context, [able[a] for a in rest])] if rest else []
+            for request in (requests[a] for a in samples):
+                source = self._sources.pop(request.request_id)
+                count = min(cache.cached_len(source), request.num_prompt_tokens - 2)  # the last entry's output is needed
+                if count > 0:
+                    cache.copy(source, request.request_id, count)
+            outs.append(self._extended(context, [able[a] for a in samples]))
+            return torch.cat(outs)[torch.tensor([*rest, *samples]).argsort()]
+        tokens, features = [], []
+        for b, request in zip(able, requests, strict=True):
+            text = request.token_ids[cache.cached_len(request.request_id) + 1 :]
+            new = [context.hidden[index][b] for index in self.needs_hidden]
+            if len(new[0]) not in (len(text), len(request.token_ids) - 1):  # the latter: of a copied prompt too
+                raise RuntimeError("the features do not continue where the last ones ended")
+            tokens.append(text)
+            features.append([each[len(each) - len(text) :] for each in new])
+        return self.head.extend([request.request_id for request in requests], tokens, features)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Update the acceptance estimates from the verdict."""
@@ -134,6 +156,8 @@ class HeadProposer(Proposer):
 
     def release(self, request_ids: Sequence[str]) -> None:
         self.head.cache.release(request_ids)
+        for request_id in request_ids:
+            self._sources.pop(request_id, None)
 
 
 class _Round:
