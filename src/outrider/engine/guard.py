@@ -160,7 +160,7 @@ class GuardedProposer:
         for part in ([request for request in requests if request not in samples], samples):  # a prompt before its samples
             for request in part:
                 source = self._drafting(request).fork_of
-                if source in self._requests and self._requests[source].is_prefilled:
+                if source is not None and source in self._requests and self._requests[source].is_prefilled:
                     self._proposer.fork(source, request)
             for request, is_prefilled in zip(part, self._proposer.prefill(part) if part else (), strict=True):
                 self._drafting(request).is_prefilled = is_prefilled
