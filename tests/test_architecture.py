@@ -34,7 +34,7 @@ BELOW = {
     "verifiers": {"types", "native", "sampling"},
     "runner": {"options", "lazy", "types", "disk_cache", "native", "progress", "memory", "files"},
     "heads": {"types", "runner", "files", "memory"},
-    "proposers": {"options", "types", "method_text", "sampling", "runner", "heads"},
+    "proposers": {"options", "types", "memory", "method_text", "sampling", "runner", "heads"},
     "registry": {"errors", "verifiers", "proposers"},
     "tune": {"types", "runner"},
     "family": set(),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 
 import pytest
 from heads.writers import HIDDEN, write_eagle1, write_eagle3, write_medusa
+from huggingface_hub import constants
 from tiny_folder import make_folder
 
 from outrider import LLM, SamplingParams, family
@@ -16,6 +18,7 @@ from outrider.proposers.eagle import EagleConfig
 from outrider.proposers.medusa import MedusaConfig
 from outrider.proposers.method import Setting, chosen_draft
 from outrider.registry import PROPOSERS
+from outrider.runner import ModelRunner
 from outrider.types import OutriderError
 
 VOCAB, LAYERS = 320, 4
@@ -123,6 +126,21 @@ def test_the_error_for_a_draft_of_another_kind_names_its_method(method, name, sa
         kind.build(setting(draft=str(home / name)))
     with pytest.raises(OutriderError, match=said):
         kind.drafts_in({}, home / name, {})
+
+
+def test_a_wrong_draft_in_the_download_cache_is_rejected_before_the_target_is_loaded(home, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--someone--heads"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("c0ffee")
+    shutil.copytree(home / "medusa", repository / "snapshots" / "c0ffee")
+    said = "someone/heads holds Medusa heads, and method 'eagle' needs an EAGLE head: use method 'medusa' with it"
+    with pytest.raises(OutriderError, match=said):
+        PROPOSERS.get("eagle").drafts_in({}, "someone/heads", {})
+    monkeypatch.setattr(ModelRunner, "load", lambda *_: pytest.fail("the target was loaded"))
+    for options in ({"draft": "someone/heads"}, {"method_options": {"draft": "someone/heads"}}):
+        with pytest.raises(OutriderError, match=said):
+            LLM(home / "target", method="eagle", **options, **OPTIONS)
 
 
 def test_a_target_without_heads_is_reported(home):

@@ -157,15 +157,15 @@ def test_a_drafted_block_does_not_change_the_cache(device_pads, target, tmp_path
     for start, end, count in ((0, 5, 7), (5, 6, 2), (6, 13, 7), (13, 14, 1), (14, 24, 5)):
         parts = [[each[start:end] for each in features] for features in (whole, other)]
         runner.draft(["a", "b"], parts, [start, 7], [count, 8 - count])
-        assert runner.cached_len("a") == runner.cached_len("b") == end
+        assert runner.cache.cached_len("a") == runner.cache.cached_len("b") == end
     alone.extend(["x", "a"], [features_of(3, seed=5), whole])
     for found, wanted in zip(contents(runner.cache, "a"), contents(alone.cache, "a"), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     again = runner.draft(["a"], [[each[:0] for each in whole]], [3], [7])
     fresh = alone.draft(["a"], [[each[:0] for each in whole]], [3], [7])
     torch.testing.assert_close(again, fresh, rtol=1e-4, atol=1e-4)
-    runner.release(["a"])
-    assert runner.cached_len("a") == 0
+    runner.cache.release(["a"])
+    assert runner.cache.cached_len("a") == 0
 
 
 @torch.no_grad()

@@ -11,11 +11,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from outrider import native
+from outrider import LLM, SamplingParams, native
 from outrider.heads import eagle_formats, own_tables
 from outrider.heads.checkpoint import measured_acceptance
 from outrider.heads.eagle import default_hidden_states
 from outrider.heads.head_runner import RolloutRunner
+from outrider.proposers.head_trees import HeadProposer
 from outrider.runner import ModelRunner, RunnerConfig, blocks
 from outrider.runner.linear import PackedEmbedding
 from outrider.types import OutriderError
@@ -214,6 +215,29 @@ def rewrite(folder, change):
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
+
+
+def test_a_prompt_is_read_once_for_all_its_samples(model, tmp_path, monkeypatch):
+    write_eagle3(tmp_path, VOCAB, DRAFT_VOCAB)
+    prompt, params = list(range(3, 33)) * 2, SamplingParams(n=4, max_tokens=12, temperature=1.0, seed=1, ignore_eos=True)
+    read, extend = [], RolloutRunner.extend
+
+    def counted(runner, request_ids, tokens, features):
+        read.extend(map(len, tokens))
+        return extend(runner, request_ids, tokens, features)
+
+    def outputs(method, **draft):
+        llm = LLM(model, method=method, num_draft_tokens=2, compile="never", same_text=True, **draft)
+        texts = [each.token_ids for each in llm.generate(prompt, params)[0].outputs]
+        return texts, llm.stats.acceptance_histogram, llm.stats.faults
+
+    monkeypatch.setattr(RolloutRunner, "extend", counted)
+    shared = outputs("eagle:max_nodes=4", draft=tmp_path)
+    assert sum(count > len(prompt) / 2 for count in read) == 1
+    assert shared[0] == outputs("plain")[0] and shared[2] == 0
+    monkeypatch.setattr(HeadProposer, "fork", lambda *_: None)
+    assert outputs("eagle:max_nodes=4", draft=tmp_path) == shared
+    assert sum(count > len(prompt) / 2 for count in read) == 1 + params.n
 
 
 WRONG = {

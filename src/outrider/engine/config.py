@@ -115,6 +115,14 @@ def united_eos(sources: Sequence[object]) -> set[int]:
     return found
 
 
+def check_draft(speculation: Speculation) -> None:
+    """Raise ``OutriderError`` for a method without its draft, or with one of another kind. Reads headers only."""
+    name, options = split_method(speculation.method)
+    if name != AUTO:
+        given = options | dict(speculation.method_options)
+        PROPOSERS.get(name).drafts_in(given, speculation.draft, speculation.drafts)
+
+
 def build_proposer(speculation: Speculation, runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None) -> Proposer:
     """Return the given proposer, or build the method's proposer for this target."""
     return choose_proposer(speculation, runner, tokenizer)[0]

@@ -156,12 +156,15 @@ class GuardedProposer:
         return checked
 
     def _prefill(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            source = self._drafting(request).fork_of
-            if source is not None and source in self._requests and self._requests[source].is_prefilled:
-                self._proposer.fork(source, request)
-        for request, is_prefilled in zip(requests, self._proposer.prefill(requests), strict=True):
-            self._drafting(request).is_prefilled = is_prefilled
+        is_sample = [self._drafting(request).fork_of in self._requests for request in requests]
+        for turn in (False, True):  # a prompt before its samples
+            part = [request for request, each in zip(requests, is_sample, strict=True) if each == turn]
+            for request in part:
+                source = self._drafting(request).fork_of
+                if source is not None and source in self._requests and self._requests[source].is_prefilled:
+                    self._proposer.fork(source, request)
+            for request, is_prefilled in zip(part, self._proposer.prefill(part) if part else (), strict=True):
+                self._drafting(request).is_prefilled = is_prefilled
 
     def _none(self, batch: int) -> Proposal:
         if self._empty.lens.shape[0] != batch:

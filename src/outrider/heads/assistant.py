@@ -29,9 +29,8 @@ from outrider.heads.checkpoint import (
     refuse_quantised,
     tensor_names,
 )
-from outrider.heads.feature_head import Rotation
+from outrider.heads.feature_head import RolloutHead, Rotation
 from outrider.heads.head_runner import RolloutRunner
-from outrider.heads.rollout_head import RolloutHead
 from outrider.runner import ModelRunner, attention
 from outrider.runner.attention import PassLayout
 from outrider.runner.kv_cache import CacheShape, LayerShape
@@ -198,7 +197,7 @@ def load(source: str | Path, target: ModelRunner) -> AssistantHead:
         order: Any = head.token_ordering
         if not torch.equal(order.sort().values, torch.arange(len(order))):
             raise OutriderError(f"{source}: masked_embedding.token_ordering must hold each of the {len(order)} tokens once")
-    return head.eval().requires_grad_(False)
+    return head
 
 
 def _decoder(config: PreTrainedConfig) -> PreTrainedModel:

@@ -13,21 +13,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
 
 from outrider.heads.block import BlockHead, BlockShape
 from outrider.heads.checkpoint import (
-    BLOCK,
     LAYER_KEYS,
     TargetSizes,
     check_dims,
+    check_ids,
     check_sections,
     count_numbered,
     fill,
     find_folder,
-    kind_of,
     made,
     named_states,
     offsets_to_ids,
@@ -35,10 +33,11 @@ from outrider.heads.checkpoint import (
     refuse_quantised,
     whole_number,
     write_folder,
+    written_layers,
 )
 from outrider.heads.own_tables import has_own_table
 from outrider.runner.loading import check_sizes
-from outrider.types import OutriderError, first_line
+from outrider.types import OutriderError
 
 # A confidence head estimates how many drafts to verify. Here the policy does, from measured acceptance.
 IGNORED = (r"^t2d$", r"^verifier_", r"rotary_emb\.", r"^confidence_head\.")
@@ -75,26 +74,13 @@ def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None 
     head = made(lambda: BlockHead(shape), source)
     head.check_fit(target)
     offsets_to_ids(tensors)
-    fill(head, tensors, source, IGNORED, lambda name: "d2t" if name == "draft_ids" else name)
-    head.check_draft_ids(target)
-    return head.eval().requires_grad_(False)
+    check_ids(tensors.get("draft_ids"), target.vocab_size, "the head's draft vocabulary", target.name)
+    return fill(head, tensors, source, IGNORED, lambda name: "d2t" if name == "draft_ids" else name)
 
 
 def _own_name(name: str) -> str:
     """Return the head's name of a tensor: some writers add a prefix, or store the selector's tables as embeddings."""
     return re.sub(r"_codebook\.weight$", "_codebook", re.sub(r"^(model|draft_model)\.", "", name))
-
-
-def is_head(folder: Path, target: TargetSizes) -> bool:
-    """Return whether a folder holds a head for this target by names, config and headers; no weights are read.
-
-    Raises ``OutriderError`` for a head that does not fit the target, or that is not supported.
-    """
-    if kind_of(folder) is not BLOCK:
-        return False
-    with torch.device("meta"):
-        load(folder, target)
-    return True
 
 
 def _check_kind(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> None:
@@ -233,10 +219,8 @@ def _layers(layer: Mapping[str, Any], tensors: Mapping[str, Tensor], vocab_size:
     given.setdefault("num_hidden_layers", count_numbered(tensors, r"layers\.(\d+)\."))
     given.setdefault("vocab_size", vocab_size)
     given.setdefault("attention_bias", "layers.0.self_attn.q_proj.bias" in tensors)
-    try:
-        return Qwen3Config(**given, attention_dropout=0.0)
-    except Exception as error:  # transformers raises many kinds of exceptions
-        raise OutriderError(f"{source}: its config is not valid for Qwen3 layers: {first_line(error)}") from error
+    shape = given | {"attention_dropout": 0.0}
+    return made(lambda: Qwen3Config(**shape), source, "its config is not valid for Qwen3 layers")
 
 
 def _windows(layer: Mapping[str, Any], num_layers: int, source: str) -> tuple[int, ...]:
@@ -285,21 +269,16 @@ def export(head: BlockHead, folder: Path, num_target_layers: int, acceptance: Se
         )
     if min(shape.hidden_states) < 1:
         raise OutriderError("a block drafter that reads hidden state 0 cannot be written in z-lab's layout")
-    rope: Any = config.rope_parameters
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     layers = [index - 1 for index in shape.hidden_states]
     window = max(shape.windows) or None
     second = {key: getattr(shape, field) for key, field in (CONVOLUTIONS | SELECTOR).items()}
     is_second = shape.conv_taps > 0 or shape.selector_rank > 0
     changed = {"output_multiplier": (shape.output_scale, 1.0), "final_logit_softcapping": (shape.softcap, 0.0)}
-    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-    more = ("rms_norm_eps", "max_position_embeddings", "vocab_size", "attention_bias", "hidden_act")
     written = {
         "architectures": ["Qwen3DSparkModel" if shape.markov_rank else f"DFlash{'2' if is_second else ''}DraftModel"],
         "model_type": "qwen3",
-        **{key: getattr(config, key) for key in (*keys, *more)},
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": scaling if scaling.get("rope_type") != "default" else None,
+        **written_layers(config),
+        "attention_bias": config.attention_bias,
         "layer_types": ["sliding_attention" if each else "full_attention" for each in shape.windows],
         "sliding_window": window,
         "use_sliding_window": window is not None,
@@ -313,7 +292,6 @@ def export(head: BlockHead, folder: Path, num_target_layers: int, acceptance: Se
             **{key: value for key, (value, usual) in changed.items() if value != usual},
         },
         **({"is_causal": False} if window and not shape.causal_windows else {}),
-        "tie_word_embeddings": False,
         "dtype": str(head.fc.weight.dtype).removeprefix("torch."),
     }
     if shape.markov_rank:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,9 +26,13 @@ from outrider.files import expanded, write_whole
 from outrider.memory import INDEXES, weight_map
 from outrider.types import OutriderError, first_line, is_out_of_memory
 
+if TYPE_CHECKING:
+    from transformers import LlamaConfig, Qwen3Config
+
 logger = logging.getLogger(__name__)
 
 Head = TypeVar("Head", bound=nn.Module)
+Made = TypeVar("Made")
 Result = TypeVar("Result")
 
 SUFFIXES = (".safetensors", ".bin", ".pt")
@@ -103,15 +107,6 @@ def find_folder(source: str | Path) -> Path:
         return Path(snapshot_download(str(source), allow_patterns=["*.json", *FILES, "*.safetensors", "*.bin"]))
     except Exception as error:  # the hub client raises many kinds of exceptions
         raise OutriderError(f"cannot download {source} from the hub: {first_line(error)}") from error
-
-
-def folder_of(source: object) -> Path:
-    """Return ``find_folder`` of a user's value. Raises ``OutriderError`` if it is neither a folder nor a hub id."""
-    if not isinstance(source, (str, Path)):
-        raise OutriderError(
-            f"invalid heads of type {type(source).__name__}: expected a folder, a hub id or a module of outrider.heads"
-        )
-    return find_folder(source)
 
 
 def kinds_of(folder: Path) -> list[DraftKind]:
@@ -334,8 +329,8 @@ def check_dims(tensors: Mapping[str, Tensor], dims: Mapping[str, int], source: o
             raise OutriderError(f"{source}: {name} has shape {list(tensors[name].shape)}, expected {num_dims} dimensions")
 
 
-def made(make: Callable[[], Head], source: object) -> Head:
-    """Return the head that ``make`` builds from a checkpoint's config. Raises ``OutriderError`` if that fails."""
+def made(make: Callable[[], Made], source: object, problem: str = "cannot build a head from its config") -> Made:
+    """Return what ``make`` builds from a checkpoint's config. Raises ``OutriderError`` if that fails."""
     try:
         return make()
     except OutriderError:
@@ -343,7 +338,20 @@ def made(make: Callable[[], Head], source: object) -> Head:
     except KeyError as error:  # from transformers' tables
         raise OutriderError(f"{source}: unknown activation or rotary type {error} in config.json") from error
     except Exception as error:  # invalid values raise many kinds of exceptions
-        raise OutriderError(f"{source}: cannot build a head from its config: {first_line(error)}") from error
+        raise OutriderError(f"{source}: {problem}: {first_line(error)}") from error
+
+
+def written_layers(config: LlamaConfig | Qwen3Config) -> dict[str, Any]:
+    """Return the entries of config.json that describe a head's layers, as far as all formats agree."""
+    rope: Any = config.rope_parameters
+    is_scaled = not rope.keys() <= {"rope_theta", "rope_type"}
+    keys = [key for key in LAYER_KEYS if not key.startswith("rope_")]
+    return {
+        **{key: getattr(config, key) for key in ("num_hidden_layers", *keys)},
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {key: value for key, value in rope.items() if key != "rope_theta"} if is_scaled else None,
+        "tie_word_embeddings": False,
+    }
 
 
 def count_numbered(names: Iterable[str], pattern: str) -> int:
@@ -396,19 +404,19 @@ def offsets_to_ids(tensors: dict[str, Tensor]) -> bool:
 
 
 def fill(
-    module: nn.Module,
+    head: Head,
     tensors: Mapping[str, Tensor],
     source: object,
     ignored: Sequence[str] = (),
     named: Callable[[str], str] = str,
-) -> None:
-    """Load every parameter and persistent buffer of a module.
+) -> Head:
+    """Load every parameter and persistent buffer of a head; return it in evaluation mode, without gradients.
 
     ``ignored``: patterns of names that may be unused; ``named``: a tensor's name in the checkpoint, for messages.
 
     Raises ``OutriderError`` with the first tensor that is missing, unknown or of another shape.
     """
-    wanted = module.state_dict()
+    wanted = head.state_dict()
     missing = [name for name in wanted if name not in tensors]
     if missing:
         raise OutriderError(f"{source} lacks {len(missing)} tensors of the head, the first {named(missing[0])}")
@@ -425,3 +433,4 @@ def fill(
     with torch.no_grad():
         for name, there in wanted.items():  # not all at once: converted copies would take as much memory as the head
             there.copy_(tensors[name])
+    return head.eval().requires_grad_(False)

@@ -17,8 +17,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from outrider.heads.checkpoint import TargetSizes
-from outrider.heads.feature_head import Norm, Rotation
-from outrider.heads.rollout_head import RolloutHead
+from outrider.heads.feature_head import Norm, RolloutHead, Rotation
 from outrider.runner.kv_cache import CacheShape
 from outrider.types import OutriderError
 

@@ -28,11 +28,12 @@ from outrider.heads.checkpoint import (
     read_folder,
     whole_number,
     write_folder,
+    written_layers,
 )
 from outrider.heads.eagle import EagleHead, EagleShape, default_hidden_states
 from outrider.heads.own_tables import has_own_table
 from outrider.runner.loading import check_sizes
-from outrider.types import OutriderError, first_line
+from outrider.types import OutriderError
 
 IGNORED = (r"^t2d$", r"^verifier_", r"rotary_emb\.", r"^mask_hidden$")
 OUT_BIAS = "layers.0.self_attn.o_proj.bias"
@@ -65,7 +66,7 @@ def load(
     check_sizes(f"{source}/config.json", layer)
     if model is not None:
         has_own_table(tensors, "embed_tokens.weight", model.get_input_embeddings())
-    llama = _llama(layer, tensors, vocab_size)
+    llama = _llama(layer, tensors, vocab_size, str(source))
     if "layers.0.hidden_norm.weight" in tensors:
         shape = _shape_of_generation_3(config, tensors, llama, num_layers, target_hidden_size, str(source))
     else:
@@ -75,8 +76,7 @@ def load(
     head = made(lambda: EagleHead(shape), source)
     if not offsets_to_ids(tensors) and shape.draft_vocab_size < vocab_size:
         raise OutriderError(f"{source} drafts {shape.draft_vocab_size} of {vocab_size} tokens, but the mapping d2t is missing")
-    fill(head, tensors, source, IGNORED)
-    return head.eval().requires_grad_(False)
+    return fill(head, tensors, source, IGNORED)
 
 
 def _plain_name(name: str) -> str:
@@ -85,15 +85,13 @@ def _plain_name(name: str) -> str:
     return re.sub(r"^additional_layers\.(\d+)\.", lambda found: f"layers.{int(found[1]) + 1}.", name)
 
 
-def _llama(layer: dict[str, Any], tensors: dict[str, Tensor], vocab_size: int) -> LlamaConfig:
+def _llama(layer: dict[str, Any], tensors: dict[str, Tensor], vocab_size: int, source: str) -> LlamaConfig:
     """Return the config of the head's layers. Layers are counted in the weights: some configs state the target's number."""
     given = {key: layer[key] for key in (*LAYER_KEYS, "mlp_bias") if layer.get(key) is not None}
     given["attention_bias"] = "layers.0.self_attn.q_proj.bias" in tensors  # configs call it qkv_bias or omit it
     num_layers = max(1, count_numbered(tensors, r"layers\.(\d+)\."))
-    try:
-        config = LlamaConfig(**given, num_hidden_layers=num_layers, attention_dropout=0.0)
-    except Exception as error:  # transformers raises many kinds of exceptions
-        raise OutriderError(f"the head's config is not valid for Llama layers: {first_line(error)}") from error
+    shape = given | {"num_hidden_layers": num_layers, "attention_dropout": 0.0}
+    config = made(lambda: LlamaConfig(**shape), source, "its config is not valid for Llama layers")
     embedding = tensors.get("embed_tokens.weight")
     config.vocab_size = vocab_size if embedding is None else embedding.shape[0]
     config._attn_implementation = "outrider"
@@ -192,22 +190,14 @@ def export(
 
 
 def _layer_config(head: EagleHead) -> dict[str, Any]:
-    config, dtype = head.shape.llama, head.fc.weight.dtype
-    keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
-    more = ("max_position_embeddings", "vocab_size", "hidden_act", "mlp_bias")
-    given: Any = config.rope_parameters
-    rope = {key: value for key, value in given.items() if key not in ("rope_theta", "rope_type")}
-    scaling = {**rope, "rope_type": given["rope_type"]} if rope else None
+    config = head.shape.llama
     return {
         "model_type": "llama",
-        "num_hidden_layers": config.num_hidden_layers,
-        **{key: getattr(config, key) for key in (*keys, *more)},
+        **written_layers(config),
+        "mlp_bias": config.mlp_bias,
         "attention_bias": config.attention_bias and head.shape.out_bias,
         **({"qkv_bias": True} if config.attention_bias else {}),
-        "rope_theta": given["rope_theta"],
-        "rope_scaling": scaling,
-        "tie_word_embeddings": False,
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": str(head.fc.weight.dtype).removeprefix("torch."),
     }
 
 

@@ -1,4 +1,4 @@
-"""Base class of heads with their own layers over the target's features: ``EagleHead``, ``MtpHead``, ``BlockHead``.
+"""Base classes of heads with their own layers over the target's features.
 
 A head may use the target's embedding, output head and logit post-processing.
 """
@@ -55,7 +55,7 @@ class FeatureHead(nn.Module):
             raise OutriderError(
                 f"the head reads hidden states {self.hidden_states}, but {target.name} has {target.num_layers} layers"
             )
-        self.check_draft_ids(target)
+        check_ids(self.draft_ids, target.vocab_size, "the head's draft vocabulary", target.name)
 
     @abstractmethod
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
@@ -99,6 +99,22 @@ class FeatureHead(nn.Module):
         if vocab_size != target.vocab_size:
             raise OutriderError(f"the head was made for {vocab_size} tokens, but {target.name} has {target.vocab_size}")
 
-    def check_draft_ids(self, target: TargetSizes) -> None:
-        """Raise ``OutriderError`` if the head's vocabulary has tokens that the target's lacks."""
-        check_ids(self.draft_ids, target.vocab_size, "the head's draft vocabulary", target.name)
+
+class RolloutHead(FeatureHead):
+    """A head that drafts one token after another: its output replaces the target's next feature.
+
+    Entry j of a sequence combines token j + 1 and feature j at position j; its output predicts the token after token j + 1.
+    """
+
+    imitates_features: bool = False  # whether outputs are trained to equal the target's features
+
+    @abstractmethod
+    def forward(self, token_ids: Tensor, hidden: Tensor, position_ids: Tensor, rotation: Rotation | None = None) -> Tensor:
+        """Map tokens [B, W] and the features before them [B, W, H] to [B, W, H], the input of ``logits`` and ``feedback``.
+
+        ``rotation``: cosines and sines at these positions [B, W, D], if available.
+        """
+
+    @abstractmethod
+    def feedback(self, out: Tensor) -> Tensor:
+        """Return the input of the next step that replaces the target's feature."""

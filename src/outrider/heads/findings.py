@@ -32,9 +32,7 @@ def of_eagle(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterat
     yield Finding("ok", "hidden size", f"both have {target.hidden_size} features")
     layer = config.get("transformer_layer_config") or config
     yield from _vocabulary(layer.get("vocab_size"), target)
-    if head.draft_ids is not None:
-        yield _coverage(head.draft_ids, target.vocab_size, sample)
-        yield from _known_tokens(head.draft_ids, tensors.get("t2d"))
+    yield from _draft_vocabulary(head.draft_ids, tensors, target, sample)
     if head.shape.generation == 3:
         yield from _layers(config, head.shape.hidden_states, target.num_layers)
     yield from _norms(head, target)
@@ -45,8 +43,8 @@ def of_eagle(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterat
     yield _size(head, target, "one tree level")
 
 
-def of_mtp(folder: Path, target: ModelRunner) -> Iterator[Finding]:
-    """Check an MTP head. Raises ``OutriderError`` for unreadable or invalid files."""
+def of_mtp(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterator[Finding]:
+    """Check an MTP head; the sample is not needed. Raises ``OutriderError`` for unreadable or invalid files."""
     head = mtp_formats.load_any(folder, target)
     yield Finding("ok", "hidden size", f"both have {target.hidden_size} features")
     output = "the target's" if head.uses_targets_output else "its own"
@@ -54,13 +52,14 @@ def of_mtp(folder: Path, target: ModelRunner) -> Iterator[Finding]:
     yield _size(head, target, "one tree level")
 
 
-def of_block(folder: Path, target: ModelRunner) -> Iterator[Finding]:
+def of_block(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterator[Finding]:
     """Check a block drafter. Raises ``OutriderError`` for unreadable or invalid files."""
     config, tensors = read_folder(folder)
     head = block_formats.load(folder, target, target.model)
     shape = head.shape
     yield Finding("ok", "hidden size", f"both have {target.hidden_size} features")
     yield from _vocabulary(shape.config.vocab_size, target)
+    yield from _draft_vocabulary(head.draft_ids, tensors, target, sample)
     text = f"reads the hidden states {', '.join(map(str, shape.hidden_states))} of {target.num_layers}"
     meant = config.get("num_target_layers")
     if meant not in (None, target.num_layers):
@@ -92,8 +91,7 @@ def of_medusa(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Itera
     medusa.check_fit(heads, target)
     yield Finding("ok", "hidden size", f"both have {target.hidden_size} features")
     yield from _vocabulary(config.get("vocab_size"), target)
-    if heads.token_map is not None:
-        yield _coverage(heads.token_map, target.vocab_size, sample)
+    yield from _draft_vocabulary(heads.token_map, tensors, target, sample)
     declared, held = config.get("num_heads", config.get("medusa_num_heads")), heads.shape.num_heads
     if declared is not None and declared != held:
         yield Finding("note", "heads", f"the config names {declared} heads, the file has {held}; the file's are used")
@@ -114,21 +112,22 @@ def _vocabulary(declared: int | None, target: ModelRunner) -> Iterator[Finding]:
         yield Finding("ok", "vocabulary", f"{target.vocab_size:,} tokens, as in the target")
 
 
-def _coverage(ids: Tensor, vocab_size: int, sample: Sequence[int]) -> Finding:
-    """Check the coverage of a reduced vocabulary."""
+def _draft_vocabulary(
+    ids: Tensor | None, tensors: Mapping[str, Tensor], target: ModelRunner, sample: Sequence[int]
+) -> Iterator[Finding]:
+    """Check the coverage of a reduced vocabulary, and that d2t and t2d agree."""
+    if ids is None:
+        return
     known = set(ids.tolist())
-    text = f"covers {len(known):,} of {vocab_size:,} tokens"
-    if not sample:
-        return Finding("note", "draft vocabulary", text)
-    share = sum(token in known for token in sample) / len(sample)
-    text += f", {share:.0%} of a sample text, the upper bound of acceptance"
-    return Finding("ok" if share >= ENOUGH else "note" if share >= FEW else "suspicious", "draft vocabulary", text)
-
-
-def _known_tokens(ids: Tensor, marked: Tensor | None) -> Iterator[Finding]:
-    """Check that t2d and d2t agree."""
-    if len(set(ids.tolist())) < len(ids):
-        yield Finding("suspicious", "draft vocabulary", "d2t contains a token twice: a part of the output head is unused")
+    text = f"covers {len(known):,} of {target.vocab_size:,} tokens"
+    share = sum(token in known for token in sample) / max(len(sample), 1)
+    if sample:
+        text += f", {share:.0%} of a sample text, the upper bound of acceptance"
+    is_unclear = not sample or FEW <= share < ENOUGH
+    yield Finding("note" if is_unclear else "ok" if share >= ENOUGH else "suspicious", "draft vocabulary", text)
+    if len(known) < len(ids):
+        yield Finding("suspicious", "draft vocabulary", "its map contains a token twice: a part of the output head is unused")
+    marked = tensors.get("t2d")
     if marked is not None and not torch.equal(marked.nonzero().flatten(), ids.unique()):
         yield Finding("suspicious", "draft vocabulary", "t2d and d2t disagree; d2t is used")
 

@@ -12,9 +12,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from outrider.heads.feature_head import FeatureHead, Rotation
+from outrider.heads.feature_head import FeatureHead, RolloutHead, Rotation
 from outrider.heads.own_logits import finish_of
-from outrider.heads.rollout_head import RolloutHead
 from outrider.runner import ModelRunner, linear, quantized
 from outrider.runner.attention import PassLayout, active_pass
 from outrider.runner.kv_cache import KVCache
@@ -40,14 +39,6 @@ class HeadRunner(Generic[Head]):
         self.cache = KVCache(head.cache_shape, target.max_batch, target.max_len, cache_dtype, target.device)
         self._layouts = Layouts(self.cache, self.device, self._max_len)
         self._rotations: Rotation | None = None  # rotations of the first positions, [S, D]
-
-    def cached_len(self, request_id: str) -> int:
-        """Return the number of entries made from target features."""
-        return self.cache.cached_len(request_id)
-
-    def release(self, request_ids: Sequence[str]) -> None:
-        """Forget requests."""
-        self.cache.release(request_ids)
 
     def _rotation(self, positions: Tensor) -> Rotation | None:
         """Return cached cosines and sines at ``positions``; computing them takes as long as a matrix product.

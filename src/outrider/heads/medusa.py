@@ -107,10 +107,10 @@ def load(source: str | Path, vocab_size: int) -> tuple[MedusaHeads, Accuracies |
     if not any(name.startswith("blocks.0.") for name in tensors):
         raise OutriderError(f"{source} has no Medusa heads: expected '0.0.linear.weight' or 'blocks.0.layers.0.weight'")
     # The number of heads is counted in the file, because configs are often wrong.
-    heads, layers = count_numbered(tensors, r"blocks\.(\d+)\."), count_numbered(tensors, r"blocks\.0\.layers\.(\d+)\.")
+    num_heads, layers = count_numbered(tensors, r"blocks\.(\d+)\."), count_numbered(tensors, r"blocks\.0\.layers\.(\d+)\.")
     shared = tensors.pop("lm_head.weight", None)
     if shared is not None:  # vLLM's original_lm_head
-        tensors |= {f"lm_heads.{head}.weight": shared for head in range(heads) if f"lm_heads.{head}.weight" not in tensors}
+        tensors |= {f"lm_heads.{head}.weight": shared for head in range(num_heads) if f"lm_heads.{head}.weight" not in tensors}
     first = tensors.get("lm_heads.0.weight")
     if first is None:
         raise OutriderError(f"{source} has no lm_heads.0.weight")
@@ -121,11 +121,10 @@ def load(source: str | Path, vocab_size: int) -> tuple[MedusaHeads, Accuracies |
             f"{source} has a vocabulary of {size} tokens, but the target has {vocab_size}: made for another target"
         )
     check_ids(tensors.get("token_map"), vocab_size, f"{source}: its token map", "the target")
-    shape = MedusaShape(heads, layers, first.shape[1], size, "blocks.0.layers.0.bias" in tensors, mapped)
-    made = MedusaHeads(shape)
-    fill(made, tensors, source)
+    shape = MedusaShape(num_heads, layers, first.shape[1], size, "blocks.0.layers.0.bias" in tensors, mapped)
+    heads = fill(MedusaHeads(shape), tensors, source)
     rows = measured(config, "accuracies", 2, source)
-    return made.eval().requires_grad_(False), tuple([tuple(map(float, row)) for row in rows]) if rows else None
+    return heads, tuple([tuple(map(float, row)) for row in rows]) if rows else None
 
 
 def _from_original(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.heads.checkpoint import TargetSizes
-from outrider.heads.feature_head import Rotation
-from outrider.heads.rollout_head import RolloutHead
+from outrider.heads.feature_head import RolloutHead, Rotation
 from outrider.runner import attention
 from outrider.runner.kv_cache import CacheShape, LayerShape
 from outrider.runner.loading import decoder_layers, num_layers, text_config

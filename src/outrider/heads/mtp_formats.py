@@ -86,8 +86,7 @@ def load(source: str | Path, target: ModelRunner) -> MtpHead:
     _stack_experts(found, head.state_dict(), named, source)
     if layout.hidden_first and "fc.weight" in found:
         found["fc.weight"] = _swapped(found["fc.weight"])
-    fill(head, found, source, IGNORED, named)
-    return head.eval().requires_grad_(False)
+    return fill(head, found, source, IGNORED, named)
 
 
 def load_any(folder: Path, target: ModelRunner) -> MtpHead | AssistantHead:

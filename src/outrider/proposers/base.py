@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from outrider.types import Context, Proposal, Request, Verdict
+from outrider.types import BatchSampler, Context, Proposal, Request, Verdict
 
 
 class Proposer(ABC):
@@ -92,6 +93,18 @@ def chain_proposal(chains: Sequence[Sequence[int]]) -> Proposal:
     width = max(lens, default=0)
     padded = [list(chain) + [0] * (width - len(chain)) for chain in chains]
     return Proposal(torch.tensor(padded, dtype=torch.long).view(len(chains), width), torch.tensor(lens, dtype=torch.long))
+
+
+def pick(sampler: BatchSampler, logits: Tensor, drafts: Tensor, step: int, probs: list[Tensor]) -> None:
+    """Write draft ``step`` of a chain to drafts [B, K], from the logits [B, 1, V] after the drafts before it.
+
+    Its distribution [B, 1, V] is added to ``probs``, unless it is a point mass. Raises ``InvalidLogits``.
+    """
+    if sampler.is_deterministic:
+        drafts[:, step : step + 1] = sampler.tokens(logits, drafts, start=step)
+    else:
+        probs.append(sampler.probs(logits, drafts, start=step))
+        drafts[:, step] = sampler.draw(probs[-1][:, 0], step)
 
 
 def merged(parts: Sequence[tuple[Sequence[int], Proposal]], batch: int, vocab_size: int) -> Proposal:

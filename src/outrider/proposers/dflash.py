@@ -8,7 +8,7 @@ one after another from the outputs of the one pass. In greedy and coupled rounds
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,15 +18,16 @@ from torch import Tensor
 from outrider.heads import block_formats, findings
 from outrider.heads.block import BlockHead
 from outrider.heads.block_runner import BlockRunner
-from outrider.heads.checkpoint import BLOCK, folder_of
+from outrider.heads.checkpoint import BLOCK
 from outrider.heads.head_runner import CHUNK
-from outrider.proposers.base import Proposer
-from outrider.proposers.method import MethodSpec, Setting
+from outrider.proposers.base import Proposer, pick
+from outrider.proposers.head_method import HeadMethod, Loaded
+from outrider.proposers.method import Setting
 from outrider.proposers.portable import BlockDrafter
-from outrider.proposers.recognition import Recognised, TargetFiles
+from outrider.proposers.recognition import TargetFiles
 from outrider.runner import ModelRunner
 from outrider.runner.quantized import check_head_bits
-from outrider.types import Context, Finding, Proposal, spread
+from outrider.types import Context, Proposal, spread
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class BlockProposer(Proposer):
         limits = {b: min(k, context.limits[b]) for b in known}
         able = [b for b in known if limits[b] > 0]
         for b in known:
-            if len(states[0][b]) != len(requests[b].token_ids) - 1 - self.head.cached_len(requests[b].request_id):
+            if len(states[0][b]) != len(requests[b].token_ids) - 1 - self.head.cache.cached_len(requests[b].request_id):
                 raise RuntimeError("the features do not continue where the last ones ended")
         # Few new features share the block's pass. Those of a prompt are read before, and so is what no block follows.
         before = [b for b in known if b not in able or len(states[0][b]) > CHUNK]
@@ -84,57 +85,37 @@ class BlockProposer(Proposer):
 
         ``out`` [A, K, H]: the head's output for each draft of the requests ``able``.
         """
-        sampler, batch = context.sampler, len(context.requests)
+        batch = len(context.requests)
         logits = self.head.head.logits(out)  # [A, K, Vd]
         drafts = torch.zeros(batch, out.shape[1], dtype=torch.long, device=out.device)
         previous = torch.tensor([context.requests[b].token_ids[-1] for b in able], device=out.device)
         probs: list[Tensor] = []
         for step in range(out.shape[1]):
             own = self.head.after(out[:, step : step + 1], logits[:, step : step + 1], previous[:, None])
-            own = spread(own, able, batch)  # [B, 1, V]
-            if sampler.is_deterministic:
-                token = sampler.tokens(own, drafts, start=step)[:, 0]
-            else:
-                probs.append(sampler.probs(own, drafts, start=step))
-                token = sampler.draw(probs[-1][:, 0], step)
-            drafts[:, step] = token
+            pick(context.sampler, spread(own, able, batch), drafts, step, probs)
             previous = drafts[:, step] if len(able) == batch else drafts[able, step]
         return drafts, torch.cat(probs, 1) if probs else None
 
     def release(self, request_ids: Sequence[str]) -> None:
-        self.head.release(request_ids)
+        self.head.cache.release(request_ids)
 
 
-class BlockMethod(MethodSpec):
+class BlockMethod(HeadMethod):
     proposer = BlockProposer
     options = BlockConfig
-    takes_draft = True
+    heads = BlockHead
     drafts_with = BLOCK
     own_draft = "dflash"
     precedence = 2
+    check_files = staticmethod(findings.of_block)
 
-    def build(self, setting: Setting) -> BlockProposer:
-        """Load the head. Raises ``OutriderError`` if there is none or it does not fit."""
-        setting = setting.of(self)
-        target, head = setting.target, setting.draft
-        if not isinstance(head, BlockHead):
-            head = block_formats.load(folder_of(head), target, target.model)
-        return BlockProposer(head, target, setting.config(BlockConfig))
-
-    def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:
-        """A head that reads this target's layers."""
-        return Recognised("block drafter") if block_formats.is_head(folder, target) else None
+    def load(self, folder: Path, target: ModelRunner | TargetFiles) -> Loaded:
+        return Loaded(block_formats.load(folder, target, getattr(target, "model", None)), "block drafter", {})
 
     def portable(self, setting: Setting) -> BlockDrafter:
         setting = setting.of(self)
         setting.config(BlockConfig)
         return BlockDrafter(str(setting.draft))
-
-    def examine(self, setting: Setting) -> Iterator[Finding]:
-        """Check sizes, vocabulary, layers, norms, RoPE, dtype and size from the head's files."""
-        setting = setting.of(self)
-        if not isinstance(setting.draft, BlockHead):
-            yield from findings.of_block(folder_of(setting.draft), setting.target)
 
 
 METHOD = BlockMethod()

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from outrider.heads.checkpoint import MODEL, kind_of, read_folder
 from outrider.options import shown
-from outrider.proposers.base import Proposer
+from outrider.proposers.base import Proposer, pick
 from outrider.proposers.method import MethodSpec, Setting
 from outrider.proposers.portable import ParallelModel, SmallModel
 from outrider.proposers.recognition import Recognised, TargetFiles
@@ -48,7 +48,7 @@ class DraftModelProposer(Proposer):
 
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:
-        requests, sampler = context.requests, context.sampler
+        requests = context.requests
         k = min(k, self.max_drafts, max(context.limits, default=0))
         texts = self.texts(context, k) if k else {}
         if not texts:
@@ -58,17 +58,12 @@ class DraftModelProposer(Proposer):
         drafts = torch.zeros(len(requests), k, dtype=torch.long, device=self.draft.device)
         probs: list[Tensor] = []
 
-        def pick(logits: Tensor, step: int) -> Tensor:
-            logits = spread(self.in_target(logits), able, len(requests))
-            if sampler.is_deterministic:
-                token = sampler.tokens(logits, drafts, start=step)  # [B, 1]
-            else:
-                probs.append(sampler.probs(logits, drafts, start=step))
-                token = sampler.draw(probs[-1][:, 0], step).unsqueeze(1)
-            drafts[:, step : step + 1] = token
+        def next_token(logits: Tensor, step: int) -> Tensor:
+            pick(context.sampler, spread(self.in_target(logits), able, len(requests)), drafts, step, probs)
+            token = drafts[:, step : step + 1]
             return self.in_draft(token if len(able) == len(requests) else token[able])
 
-        partial = self.draft.rollout(ids, list(texts.values()), k, pick)
+        partial = self.draft.rollout(ids, list(texts.values()), k, next_token)
         lens = torch.tensor([min(k, context.limits[i]) if i in texts else 0 for i in range(len(requests))])
         return Proposal(drafts, lens, torch.cat(probs, 1) if probs else None, partial_pass=partial)
 

@@ -4,22 +4,19 @@ EAGLE-3 2503.01840).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from outrider.heads import eagle_formats, findings
-from outrider.heads.checkpoint import EAGLE, folder_of, kind_of, measured_acceptance
+from outrider.heads.checkpoint import EAGLE, measured_acceptance
 from outrider.heads.eagle import EagleHead
+from outrider.proposers.head_method import HeadMethod, Loaded, folder_of
 from outrider.proposers.head_trees import HeadProposer, TreeConfig, tree_options
-from outrider.proposers.method import MethodSpec, Setting
+from outrider.proposers.method import Setting
 from outrider.proposers.portable import FeatureHead
-from outrider.proposers.recognition import Recognised, TargetFiles
-from outrider.proposers.sample_text import TEXT
+from outrider.proposers.recognition import TargetFiles
 from outrider.runner import ModelRunner
-from outrider.types import Finding, OutriderError
+from outrider.types import OutriderError
 
 
 @dataclass(frozen=True)
@@ -45,51 +42,32 @@ class EagleProposer(HeadProposer):
         self.needs_hidden = states
 
 
-class EagleMethod(MethodSpec):
+class EagleMethod(HeadMethod):
     proposer = EagleProposer
     options = EagleConfig
-    takes_draft = True
+    heads = EagleHead
     drafts_with = EAGLE
     own_draft = "eagle3"
     precedence = 2
+    check_files = staticmethod(findings.of_eagle)
 
-    def build(self, setting: Setting) -> EagleProposer:
-        """Load the head. Raises ``OutriderError`` if there is none or it does not fit."""
-        setting = setting.of(self)
-        target, source = setting.target, setting.draft
-        if isinstance(source, EagleHead):
-            return EagleProposer(source, target, setting.config(EagleConfig))
-        folder = folder_of(source)
-        head = eagle_formats.load(folder, target.num_layers, target.vocab_size, target.hidden_size, target.model)
-        return EagleProposer(head, target, setting.config(EagleConfig, acceptance=measured_acceptance(folder)))
-
-    def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:
-        """Recognise a head that fits this target."""
-        if kind_of(folder) is not EAGLE:
-            return None
-        with torch.device("meta"):
-            head = eagle_formats.load(folder, target.num_layers, target.vocab_size, target.hidden_size)
+    def load(self, folder: Path, target: ModelRunner | TargetFiles) -> Loaded:
+        sizes = (target.num_layers, target.vocab_size, target.hidden_size)
+        head = eagle_formats.load(folder, *sizes, getattr(target, "model", None))
         head.check_fit(target)
-        return Recognised(f"EAGLE-{head.shape.generation} head")
+        return Loaded(head, f"EAGLE-{head.shape.generation} head", {"acceptance": measured_acceptance(folder)})
 
     def portable(self, setting: Setting) -> FeatureHead:
         setting = setting.of(self)
         config = setting.config(EagleConfig)
         return FeatureHead(str(setting.draft), hidden_states=config.hidden_states, **tree_options(config, setting.options))
 
-    def examine(self, setting: Setting) -> Iterator[Finding]:
-        """Check sizes, vocabulary, layers, norms, RoPE, dtype and embedding from the head's files."""
-        setting = setting.of(self)
-        if not isinstance(setting.draft, EagleHead):
-            sample = setting.tokenizer.encode(TEXT) if setting.tokenizer is not None else []
-            yield from findings.of_eagle(folder_of(setting.draft), setting.target, sample)
-
     def alternatives(self, setting: Setting) -> list[str]:
         """Return the hidden states shifted by one in each direction, because numbering conventions of EAGLE-3 differ by one."""
         setting = setting.of(self)
         target, head = setting.target, setting.draft
         if not isinstance(head, EagleHead):
-            head = eagle_formats.load(folder_of(head), target.num_layers, target.vocab_size, target.hidden_size)
+            head = self.load(folder_of(setting), target).head
         states = setting.config(EagleConfig).hidden_states or head.shape.hidden_states
         if head.shape.generation != 3:
             return []

@@ -8,7 +8,7 @@ samples, siblings are sampled without replacement, and the proposal contains the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.heads.feature_head import RolloutHead
 from outrider.heads.head_runner import RolloutRunner
-from outrider.heads.rollout_head import RolloutHead
 from outrider.proposers.base import Proposer
 from outrider.proposers.tree_chances import (
     Calibration,
@@ -34,7 +34,7 @@ from outrider.proposers.tree_sizes import TreeCosts, TreeSizes
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
 from outrider.runner.quantized import check_head_bits
-from outrider.types import Context, OutriderError, Proposal, RequestFault, Verdict, spread
+from outrider.types import Context, OutriderError, Proposal, Request, RequestFault, Verdict, spread
 
 
 @dataclass(frozen=True)
@@ -64,21 +64,23 @@ class HeadProposer(Proposer):
     """Drafts with a head over the target's hidden states, which has its own KV cache."""
 
     drafts_trees = True
-    runner: type[RolloutRunner] = RolloutRunner
 
-    def __init__(self, head: RolloutHead, target: ModelRunner, config: TreeConfig) -> None:
+    def __init__(
+        self, head: RolloutHead, target: ModelRunner, config: TreeConfig, runner: Callable[..., RolloutRunner] = RolloutRunner
+    ) -> None:
         """Raise ``OutriderError`` for a head that does not fit the target."""
         head.check_fit(target)
         if not target.takes_trees:  # the engine would reduce each tree to its first path
             config = replace(config, top_k=1, acceptance=config.acceptance[:1])
         self.needs_hidden = head.hidden_states
-        self.head = self.runner(head, target, config.bits)
+        self.head = runner(head, target, config.bits)
         self.max_drafts = config.max_depth
         self._config, self._vocab_size = config, target.vocab_size
         self._sizes = TreeSizes(target, config.max_nodes)
         self._rates = SiblingRates([config.acceptance] * config.max_depth)
         self._calibrations = {is_greedy: Calibration() for is_greedy in (True, False)}
         self._drafted: dict[str, Drafted] = {}  # trees of this round, until the verdict
+        self._sources: dict[str, str] = {}  # sample that the head has not read yet -> request with the same prompt
 
     def num_nodes(self, k: int) -> int:
         return self._sizes.expected(k)
@@ -112,26 +114,50 @@ class HeadProposer(Proposer):
         self._sizes.learn(int(proposal.lens.max()), max(depth, 1), num_steps, started)
         return proposal
 
+    def fork(self, source_id: str, request: Request) -> None:
+        self._sources[request.request_id] = source_id
+
     def _read(self, context: Context, able: list[int]) -> Tensor:
         """Process new hidden states; return the head's output after each request's last token, [A, H]."""
-        ids = [context.requests[b].request_id for b in able]
-        tokens = [context.requests[b].token_ids[self.head.cached_len(name) + 1 :] for b, name in zip(able, ids, strict=True)]
-        features = [[context.hidden[index][b] for index in self.needs_hidden] for b in able]
-        if any(len(text) != len(new[0]) for text, new in zip(tokens, features, strict=True)):
-            raise RuntimeError("the features do not continue where the last ones ended")
-        out = self.head.extend(ids, tokens, features)
+        out = self._extended(context, able)
         is_finite = torch.isfinite(out).all(-1).tolist()
         if not all(is_finite):
-            broken = [name for name, is_fine in zip(ids, is_finite, strict=True) if not is_fine]
+            broken = [context.requests[b].request_id for b, is_fine in zip(able, is_finite, strict=True) if not is_fine]
             raise RequestFault(broken, "the head's output is NaN or infinite")
         return out
+
+    def _extended(self, context: Context, able: list[int]) -> Tensor:
+        """See ``_read``. A prompt is read once for all its samples: for the one from which the others were forked."""
+        requests, cache = [context.requests[b] for b in able], self.head.cache
+        samples = [a for a, request in enumerate(requests) if request.request_id in self._sources]
+        if samples:
+            rest = [a for a in range(len(able)) if a not in samples]
+            outs = [self._extended(context, [able[a] for a in rest])] if rest else []
+            for request in (requests[a] for a in samples):
+                source = self._sources.pop(request.request_id)
+                count = min(cache.cached_len(source), request.num_prompt_tokens - 2)  # the last entry's output is needed
+                if count > 0:
+                    cache.copy(source, request.request_id, count)
+            outs.append(self._extended(context, [able[a] for a in samples]))
+            return torch.cat(outs)[torch.tensor([*rest, *samples]).argsort()]
+        tokens, features = [], []
+        for b, request in zip(able, requests, strict=True):
+            text = request.token_ids[cache.cached_len(request.request_id) + 1 :]
+            new = [context.hidden[index][b] for index in self.needs_hidden]
+            if len(new[0]) not in (len(text), len(request.token_ids) - 1):  # the latter: of a copied prompt too
+                raise RuntimeError("the features do not continue where the last ones ended")
+            tokens.append(text)
+            features.append([each[len(each) - len(text) :] for each in new])
+        return self.head.extend([request.request_id for request in requests], tokens, features)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Update the acceptance estimates from the verdict."""
         learn_from(self._drafted, context, verdict)
 
     def release(self, request_ids: Sequence[str]) -> None:
-        self.head.release(request_ids)
+        self.head.cache.release(request_ids)
+        for request_id in request_ids:
+            self._sources.pop(request_id, None)
 
 
 class _Round:
@@ -153,12 +179,10 @@ class _Round:
         return values if self.is_whole else values[self.able]
 
 
-def _grown(sees: Tensor | None, parent: Tensor, width: int) -> Tensor:
+def _grown(sees: Tensor, parent: Tensor, width: int) -> Tensor:
     """Extend the attention mask ``sees`` over earlier drafts, [A, P, M], by a level of W nodes: bool [A, W, M + W]."""
     own = torch.eye(width, dtype=torch.bool, device=parent.device).expand(parent.shape[0], -1, -1)
-    if sees is None:
-        return own
-    return torch.cat((sees.gather(1, parent[:, :, None].expand(-1, -1, sees.shape[2])), own), -1)
+    return torch.cat((_children_of(sees, parent), own), -1)
 
 
 def _children_of(values: Tensor, parent: Tensor) -> Tensor:
@@ -168,15 +192,16 @@ def _children_of(values: Tensor, parent: Tensor) -> Tensor:
 
 def _confident_tree(head: RolloutRunner, round_: _Round, out: Tensor, top_k: int, found: _Candidates) -> Proposal:
     """Expand and re-rank (EAGLE-2, sections 4.1 and 4.2), as long as another level pays."""
-    beam: Tensor | None = None  # [A, W]: candidate index of each expanded node
-    nodes = parents = torch.zeros(len(round_.able), 0, dtype=torch.long, device=out.device)  # expanded so far, for the sampler
-    sees, at = None, torch.zeros(len(round_.able), 1, dtype=torch.float64, device=out.device)
+    num_able, device = len(round_.able), out.device
+    beam = torch.full((num_able, 1), -1, device=device)  # [A, W]: candidate index of each expanded node; -1: the root
+    nodes = parents = torch.zeros(num_able, 0, dtype=torch.long, device=device)  # expanded so far, for the sampler
+    sees = torch.zeros(num_able, 1, 0, dtype=torch.bool, device=device)
+    at = torch.zeros(num_able, 1, dtype=torch.float64, device=device)
     hidden = out[:, None]  # [A, W, H]
     for depth in range(1, round_.k + 1):
-        start = nodes.shape[1] - hidden.shape[1] + 1 if depth > 1 else 0
-        logits = round_.spread(head.logits(hidden))
-        drafts, above = (round_.spread(nodes), round_.spread(parents)) if depth > 1 else (None, None)
-        confidences = round_.pick(round_.sampler.confidences(logits, drafts, above, start))  # [A, W, V]
+        first_node = nodes.shape[1] - hidden.shape[1]  # of the level, in ``nodes``; -1: the root
+        logits, drafts, above = (round_.spread(each) for each in (head.logits(hidden), nodes, parents))
+        confidences = round_.pick(round_.sampler.confidences(logits, drafts, above, first_node + 1))  # [A, W, V]
         best = confidences.topk(min(top_k, confidences.shape[-1]), -1)
         logprobs = found.chances(best.values).log_().clamp_(max=-1e-9)  # a child's value is below its parent's
         values = (at[:, :, None] + logprobs).flatten(1)  # [A, W * top_k]
@@ -188,9 +213,7 @@ def _confident_tree(head: RolloutRunner, round_: _Round, out: Tensor, top_k: int
         token_ids = found.tokens.gather(1, beam)
         sees = _grown(sees, in_level, token_ids.shape[1])
         feedback = head.head.feedback(hidden)
-        level_start = nodes.shape[1] - hidden.shape[1] if depth > 1 else -1
-        parents = torch.cat((parents, in_level + level_start if depth > 1 else torch.full_like(in_level, -1)), 1)
-        nodes = torch.cat((nodes, token_ids), 1)
+        nodes, parents = torch.cat((nodes, token_ids), 1), torch.cat((parents, in_level + first_node), 1)
         hidden = head.level(round_.ids, token_ids, _children_of(feedback, in_level), depth, sees)
     return found.proposal(round_)
 
@@ -216,15 +239,12 @@ class _Candidates:
         self._confidences.append(found.reshape(len(found), -1))
         return torch.from_numpy(self._calibration.chances(found)).to(confidences.device)
 
-    def add(self, token_ids: Tensor, values: Tensor, beam: Tensor | None, depth: int) -> int:
+    def add(self, token_ids: Tensor, values: Tensor, beam: Tensor, depth: int) -> int:
         """Add the children [A, W * top_k] of the nodes ``beam`` [A, W]. Return the index of the first."""
         first, count = len(self.depths), token_ids.shape[1]
-        if beam is None:
-            self.tokens, self.values, self.parents = token_ids, values, torch.full_like(token_ids, -1)
-        else:
-            parents = beam.repeat_interleave(count // beam.shape[1], 1)
-            self.tokens, self.values = torch.cat((self.tokens, token_ids), 1), torch.cat((self.values, values), 1)
-            self.parents = torch.cat((self.parents, parents), 1)
+        new = (token_ids, values, beam.repeat_interleave(count // beam.shape[1], 1))
+        so_far = zip((self.tokens, self.values, self.parents), new, strict=True)
+        self.tokens, self.values, self.parents = (torch.cat(pair, 1) for pair in so_far) if first else new
         self.depths += [depth] * count
         return first
 
@@ -292,7 +312,7 @@ class _Levels:
         """``out`` [A, H]: the head's output after the root."""
         self._head, self._round, self._shape = head, round_, shape
         self._hidden = out[:, None]  # [A, I, H]
-        self._sees: Tensor | None = None
+        self._sees = torch.zeros(len(out), 1, 0, dtype=torch.bool, device=out.device)
         self._inner: list[int] = []
 
     def __call__(self, inner: list[int], token_ids: Tensor) -> Tensor:

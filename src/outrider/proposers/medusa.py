@@ -9,7 +9,7 @@ lossless. The paper's typical acceptance is a separate, lossy verifier.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -18,20 +18,20 @@ import torch
 from torch import Tensor
 
 from outrider.heads import findings
-from outrider.heads.checkpoint import MEDUSA, folder_of, kind_of
+from outrider.heads.checkpoint import MEDUSA
 from outrider.heads.medusa import Accuracies, MedusaHeads, check_fit, load
 from outrider.heads.own_logits import finish_of
 from outrider.proposers.base import Proposer
-from outrider.proposers.method import MethodSpec, Setting
+from outrider.proposers.head_method import HeadMethod, Loaded
+from outrider.proposers.method import Setting
 from outrider.proposers.portable import ParallelHeads
-from outrider.proposers.recognition import Recognised, TargetFiles
-from outrider.proposers.sample_text import TEXT
+from outrider.proposers.recognition import TargetFiles
 from outrider.proposers.tree_chances import Drafted, DrawnTree, SiblingRates, check_rates, learn_from
 from outrider.proposers.tree_sizes import TreeSizes
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
 from outrider.runner.quantized import check_head_bits, place_head
-from outrider.types import Context, Finding, OutriderError, Proposal, Verdict, spread
+from outrider.types import Context, OutriderError, Proposal, Verdict, spread
 
 # For heads without measured accuracies: those of the first head by rank, and their ratio between successive heads.
 TYPICAL_ACCURACIES = (0.55, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.012, 0.01, 0.01)
@@ -123,43 +123,24 @@ class MedusaProposer(Proposer):
         learn_from(self._drafted, context, verdict)
 
 
-class MedusaMethod(MethodSpec):
+class MedusaMethod(HeadMethod):
     proposer = MedusaProposer
     options = MedusaConfig
-    takes_draft = True
+    heads = MedusaHeads
     drafts_with = MEDUSA
     own_draft = "medusa"
     precedence = 1
+    check_files = staticmethod(findings.of_medusa)
 
-    def build(self, setting: Setting) -> MedusaProposer:
-        """Load the heads. Raises ``OutriderError`` if there are none or they do not fit the target."""
-        setting = setting.of(self)
-        target, source = setting.target, setting.draft
-        if isinstance(source, MedusaHeads):
-            return MedusaProposer(source, target, setting.config(MedusaConfig))
-        heads, accuracies = load(folder_of(source), target.vocab_size)
-        return MedusaProposer(heads, target, setting.config(MedusaConfig, accuracies=accuracies))
-
-    def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:
-        """Recognise heads with this target's width and vocabulary."""
-        if kind_of(folder) is not MEDUSA:
-            return None
-        with torch.device("meta"):
-            heads, _ = load(folder, target.vocab_size)
+    def load(self, folder: Path, target: ModelRunner | TargetFiles) -> Loaded:
+        heads, accuracies = load(folder, target.vocab_size)
         check_fit(heads, target)
-        return Recognised("Medusa heads")
+        return Loaded(heads, "Medusa heads", {"accuracies": accuracies})
 
     def portable(self, setting: Setting) -> ParallelHeads:
         setting = setting.of(self)
         setting.config(MedusaConfig)
         return ParallelHeads(str(setting.draft))
-
-    def examine(self, setting: Setting) -> Iterator[Finding]:
-        """Check sizes, vocabulary, number of heads and dtype from their files."""
-        setting = setting.of(self)
-        if not isinstance(setting.draft, MedusaHeads):
-            sample = setting.tokenizer.encode(TEXT) if setting.tokenizer is not None else []
-            yield from findings.of_medusa(folder_of(setting.draft), setting.target, sample)
 
 
 METHOD = MedusaMethod()

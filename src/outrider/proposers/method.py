@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from outrider.heads.checkpoint import MODEL, DraftKind, kinds_of
+from outrider.memory import on_this_machine
 from outrider.options import Flag, Kind, Number, Option, Whole, path_or_text
 from outrider.proposers.base import Proposer
 from outrider.proposers.portable import Portable
@@ -148,7 +149,7 @@ def chosen_draft(method: MethodSpec, named: object, general: object, drafts: Map
     if source is None:
         lack = f", and {method.own_draft!r} is not among those that come with this target" if drafts else ""
         raise OutriderError(f"method {name!r} needs {kind}{lack}: give {name}:draft=<folder or hub id>, or --draft")
-    found = kinds_of(Path(source)) if isinstance(source, (str, Path)) else []
+    found = kinds_of(on_this_machine(source) or Path(source)) if isinstance(source, (str, Path)) else []
     if found and kind not in found:
         raise OutriderError(
             f"{source} holds {found[0]}, and method {name!r} needs {kind}: use method {found[0].name!r} with it"

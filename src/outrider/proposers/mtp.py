@@ -6,54 +6,43 @@ the first path of each tree is all that is drafted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from outrider.heads import findings, mtp_formats
 from outrider.heads.assistant import AssistantHead, AssistantRunner
-from outrider.heads.checkpoint import MTP, folder_of, measured_acceptance
+from outrider.heads.checkpoint import MTP, measured_acceptance
+from outrider.heads.head_runner import RolloutRunner
 from outrider.heads.mtp import MtpHead
+from outrider.proposers.head_method import HeadMethod, Loaded
 from outrider.proposers.head_trees import HeadProposer, TreeConfig, tree_options
-from outrider.proposers.method import MethodSpec, Setting
+from outrider.proposers.method import Setting
 from outrider.proposers.portable import OwnHead
 from outrider.proposers.recognition import Recognised, TargetFiles
 from outrider.runner import ModelRunner
-from outrider.types import Finding
 
 
 class MtpProposer(HeadProposer):
-    """Drafts with an MTP head."""
+    """Drafts with an MTP head, or with Gemma 4's assistant over the target's own KV cache."""
 
     name = "mtp"
 
-
-class AssistantProposer(MtpProposer):
-    """Drafts with Gemma 4's assistant, over the target's own KV cache."""
-
-    runner = AssistantRunner
+    def __init__(self, head: MtpHead | AssistantHead, target: ModelRunner, config: TreeConfig) -> None:
+        super().__init__(head, target, config, AssistantRunner if isinstance(head, AssistantHead) else RolloutRunner)
 
 
-class MtpMethod(MethodSpec):
+class MtpMethod(HeadMethod):
     proposer = MtpProposer
     options = TreeConfig
-    takes_draft = True
+    heads = (MtpHead, AssistantHead)
     drafts_with = MTP
     comes_with_target = True
     own_draft = "mtp"
     precedence = 2
+    check_files = staticmethod(findings.of_mtp)
 
-    def build(self, setting: Setting) -> MtpProposer:
-        """Load the head. Raises ``OutriderError`` if there is none or it does not fit."""
-        setting = setting.of(self)
-        if isinstance(setting.draft, (MtpHead, AssistantHead)):
-            return self._proposer(setting.draft, setting.target, setting.config(TreeConfig))
-        folder = folder_of(setting.draft or setting.target.name)
-        config = setting.config(TreeConfig, acceptance=measured_acceptance(folder))
-        return self._proposer(mtp_formats.load_any(folder, setting.target), setting.target, config)
-
-    def _proposer(self, head: MtpHead | AssistantHead, target: ModelRunner, config: TreeConfig) -> MtpProposer:
-        kind = AssistantProposer if isinstance(head, AssistantHead) else MtpProposer
-        return kind(head, target, config)
+    def load(self, folder: Path, target: ModelRunner | TargetFiles) -> Loaded:
+        assert isinstance(target, ModelRunner)  # its layers are those of the target's class
+        return Loaded(mtp_formats.load_any(folder, target), "MTP head", {"acceptance": measured_acceptance(folder)})
 
     def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:
         """A head of the target's width, recognised by its tensors: configs still name a head that a quantiser has dropped."""
@@ -63,12 +52,6 @@ class MtpMethod(MethodSpec):
         setting = setting.of(self)
         source = None if setting.draft is None else str(setting.draft)
         return OwnHead(source, **tree_options(setting.config(TreeConfig), setting.options))
-
-    def examine(self, setting: Setting) -> Iterator[Finding]:
-        """Check the head's tensors, dtype and size from its files."""
-        setting = setting.of(self)
-        if not isinstance(setting.draft, (MtpHead, AssistantHead)):
-            yield from findings.of_mtp(folder_of(setting.draft or setting.target.name), setting.target)
 
 
 METHOD = MtpMethod()

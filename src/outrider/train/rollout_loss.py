@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
-from outrider.heads.rollout_head import RolloutHead
+from outrider.heads.feature_head import RolloutHead
 from outrider.train import rollout_attention
 from outrider.train.capture import FeatureCache, read_rows
 from outrider.train.precision import arithmetic

@@ -19,7 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from outrider.heads import block_formats, eagle_formats, mtp_formats
 from outrider.heads import medusa as medusa_heads
 from outrider.heads.eagle import default_hidden_states
-from outrider.heads.rollout_head import RolloutHead
+from outrider.heads.feature_head import RolloutHead
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.runner.linear import structural_copy
 from outrider.train import plots, shapes

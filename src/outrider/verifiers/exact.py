@@ -6,8 +6,6 @@ sampling: Daliri, Musco, Suresh, arXiv 2408.07978): the emitted tokens are the t
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
 import torch
 from torch import Tensor
 
@@ -18,9 +16,9 @@ from outrider.verifiers.base import Verifier, path_verdict
 class ExactMatchVerifier(Verifier):
     """Follows the target's tokens through the drafts; makes no random decisions."""
 
-    lossless: ClassVar[bool] = True
-    handles_trees: ClassVar[bool] = True
-    judges: ClassVar[Literal["probs", "tokens"]] = "tokens"
+    lossless = True
+    handles_trees = True
+    judges = "tokens"
 
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
         """``target`` int64 [B, N + 1] are the target's tokens after the root and after each draft. See ``Verifier.verify``."""

@@ -6,8 +6,6 @@ Leviathan, Kalman, Matias 2023, Algorithm 1; Chen et al. 2023, Algorithm 2. Tree
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
 import torch
 from torch import Tensor
 
@@ -18,9 +16,9 @@ from outrider.verifiers.base import Verifier, accept_prob, chain_verdict, left_o
 class RejectionVerifier(Verifier):
     """Accepts draft x with probability min(1, target(x) / draft(x)); after a rejection samples from the residual."""
 
-    lossless: ClassVar[bool] = True
-    handles_trees: ClassVar[bool] = True
-    judges: ClassVar[Literal["probs", "tokens"]] = "probs"
+    lossless = True
+    handles_trees = True
+    judges = "probs"
 
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
         """``target`` [B, N + 1, V] are target probabilities. See ``Verifier.verify``."""

@@ -6,8 +6,6 @@ likeliest. At temperature 0 this is exact match.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
 import torch
 from torch import Tensor
 
@@ -18,9 +16,9 @@ from outrider.verifiers.base import TINY, Verifier, path_verdict
 class TypicalVerifier(Verifier):
     """Accepts the longest path of drafts that are typical for the target. Lossy; must be requested by name."""
 
-    lossless: ClassVar[bool] = False
-    handles_trees: ClassVar[bool] = True
-    judges: ClassVar[Literal["probs", "tokens"]] = "probs"
+    lossless = False
+    handles_trees = True
+    judges = "probs"
 
     def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
         """``epsilon``, ``delta``: the paper's hard and entropy-dependent thresholds."""
