@@ -47,7 +47,7 @@ def test_every_registered_verifier_declares_its_properties() -> None:
     for name in VERIFIERS:
         verifier = VERIFIERS.get(name)()
         assert isinstance(verifier, Verifier)
-        assert verifier.judges in ("probs", "tokens")
+        assert verifier.target_input in ("probs", "tokens")
         assert verifier.lossless in (True, False) and verifier.handles_trees in (True, False)
 
 
@@ -85,7 +85,7 @@ def test_an_empty_proposal_is_plain_decoding(name: str) -> None:
     verifier: Verifier = VERIFIERS.get(name)()
     one_hots = torch.zeros(2, 1, VOCAB)
     one_hots[0, 0, 3] = one_hots[1, 0, 7] = 1.0
-    target = one_hots if verifier.judges == "probs" else one_hots.argmax(dim=-1)
+    target = one_hots if verifier.target_input == "probs" else one_hots.argmax(dim=-1)
     verdict = verifier.verify(Proposal.empty(2), target, sampler_of(2))
     assert verdict.next_token.tolist() == [3, 7]
     assert verdict.num_accepted.tolist() == [0, 0]

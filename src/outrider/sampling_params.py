@@ -37,9 +37,10 @@ class Grammar(Protocol):
 class SamplingParams:
     """Sampling parameters of a request, which apply to the draft's and the target's distribution alike.
 
-    Order of application: logit bias and token masks, grammar, penalties, temperature, top-k, top-p, min-p. The defaults are
-    those of ``LLM``, the command line and the server: greedy decoding. Numpy scalars and arrays, 0-d and 1-d tensors are
-    converted to Python numbers. Raises ``OutriderError`` for any other type and for a value out of bounds.
+    Order of application: logit bias and token masks, grammar, penalties, temperature, top-k, top-p, min-p. The default
+    temperature, 0 (greedy), is also that of the command line, except for ``chat`` and ``compare``, and of the server. Numpy
+    scalars and arrays, 0-d and 1-d tensors are converted to Python numbers. Raises ``OutriderError`` for any other type and for
+    a value out of bounds.
     """
 
     max_tokens: int = option(Whole(1, INT32), 256, "Maximum number of tokens to generate.", panel=SAMPLING)

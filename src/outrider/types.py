@@ -68,8 +68,9 @@ class Randomness(Protocol):
 class BatchSampler(Randomness, Protocol):
     """Turn logits into probabilities and tokens for the B requests of a round; ``outrider.sampling.Sampler`` implements it.
 
-    ``logits[:, j]`` follows draft ``start + j - 1`` (-1: the last committed token). ``drafts`` [B, >= start + M - 1] are the
-    round's drafts so far, a chain or, with ``parents``, a tree. ``lens`` [B]: valid drafts; logits after them are ignored.
+    ``logits[:, j]`` follows draft ``start + j - 1``, -1 being the last committed token: with ``start`` 2, ``logits[:, 0]``
+    follows draft 1. ``drafts`` [B, >= start + M - 1] are the round's drafts so far, a chain or, with ``parents``, a tree.
+    ``lens`` [B]: valid drafts; logits after them are ignored.
     """
 
     requests: tuple[Request, ...]
@@ -292,8 +293,8 @@ class PhaseTimes:
     score: float = 0.0
     verify: float = 0.0
     host: float = 0.0
-    read: float = 0.0  # prefill of prompts by the target, between rounds
-    draft_prefill: float = 0.0  # prefill of prompts by the proposer, between rounds
+    prefill: float = 0.0  # of prompts by the target, between rounds
+    draft_prefill: float = 0.0  # of prompts by the proposer, between rounds
 
     @property
     def total(self) -> float:
@@ -307,7 +308,7 @@ class PhaseTimes:
         self.score += other.score
         self.verify += other.verify
         self.host += other.host
-        self.read += other.read
+        self.prefill += other.prefill
         self.draft_prefill += other.draft_prefill
 
 
@@ -315,16 +316,16 @@ class PhaseTimes:
 class Round:
     """Counts and times of one round, as the ledger recorded them.
 
-    All lists are per request. ``depths``, ``num_accepted`` and ``num_judged`` count the proposer's drafts, without those
+    All lists are per request. ``depths``, ``num_accepted`` and ``num_reached`` count the proposer's drafts, without those
     determined by a grammar.
     """
 
     k: int  # drafts requested from the proposer
     lens: list[int]  # drafts scored
     depths: list[int]  # longest path of drafts; equal to the number of drafts for chains
-    reaches: list[int]  # longest path that the proposer drafted, those determined by a grammar included
+    proposed_depths: list[int]  # longest path that the proposer drafted, those determined by a grammar included
     num_accepted: list[int]
-    num_judged: list[int]  # depths that the verifier reached: all drafts before each of them were accepted
+    num_reached: list[int]  # depths that the verifier reached: all drafts before each of them were accepted
     times: PhaseTimes
     first_layer: int = 0  # of the target pass: drafting ran the layers before it
     is_cold: bool = False  # a plain round with cold CPU caches, soon after a model drafted

@@ -236,17 +236,17 @@ def test_reached_drafts_of_a_tree_are_counted_by_depth() -> None:
     times = PhaseTimes(0.3, 0.2, 0.0, 0.0)
     whole = Round(3, [9], [3], [3], [3], [3], times)
     run = Run(batches=[Batch(4, 1.0, rounds=(whole,))], token_ids=[[1, 2, 3, 4]])
-    assert run.stats.num_drafts == 9 and run.stats.num_judged == 3 and run.stats.acceptance_rate == 1.0
+    assert run.stats.num_drafts == 9 and run.stats.num_reached == 3 and run.stats.acceptance_rate == 1.0
     plain = Run(batches=[Batch(4, 2.0, rounds=rounds(0, lens=0))], token_ids=[[1, 2, 3, 4]])
     cell = cells.cells([Group(0.0, 1, "x", [{PLAIN_CONTENDER: plain, NGRAM: run}])])[1]
     assert cell["cost_ratio"] == pytest.approx(0.1 / 0.2)  # three levels in 0.3 s
     # The accepted path ended at a leaf of depth 1: no draft after it, so none was rejected.
     run.batches.append(Batch(2, 1.0, rounds=(Round(3, [9], [3], [3], [1], [1], times),)))
-    assert run.stats.num_judged == 4 and run.stats.acceptance_rate == 1.0
+    assert run.stats.num_reached == 4 and run.stats.acceptance_rate == 1.0
     assert run.conditional_acceptance(3) == [1.0, 1.0, 1.0]
 
 
 def test_tokens_that_a_grammar_determined_are_not_counted_as_drafts() -> None:
     round_ = Round(3, [5], [3], [5], [3], [3], PhaseTimes(0.3, 0.2, 0.0, 0.0), forced=[2])
     stats = Run(batches=[Batch(6, 1.0, rounds=(round_,))], token_ids=[[1] * 6]).stats
-    assert (stats.num_drafts, stats.num_judged, stats.num_accepted) == (3, 3, 3)
+    assert (stats.num_drafts, stats.num_reached, stats.num_accepted) == (3, 3, 3)

@@ -89,8 +89,8 @@ def test_a_file_without_a_schema_is_named(outrider: Run, target: Path, tmp_path:
 
 
 def test_the_shares_in_the_summary_add_up() -> None:
-    text = console.summary(GenerationStats(num_tokens=9, times=PhaseTimes(1.0, 1.0, 0.0, 1.0, read=1.0)), 4.0).plain
-    assert "read 1.00 s (25%)" in text and sum(map(int, re.findall(r"\((\d+)%\)", text))) == 100
+    text = console.summary(GenerationStats(num_tokens=9, times=PhaseTimes(1.0, 1.0, 0.0, 1.0, prefill=1.0)), 4.0).plain
+    assert "prefill 1.00 s (25%)" in text and sum(map(int, re.findall(r"\((\d+)%\)", text))) == 100
 
 
 def test_uncompiled_passes_are_reported(outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_generate_json_is_one_document(outrider: Run, target: Path, draft: Path)
     assert document["finish_reason"] == "length"
     assert document["stats"]["mean_acceptance_length"] > 3
     assert set(document["stats"]["ms"]) == {"draft", "score", "verify", "host"}
-    assert set(document["stats"]["seconds"]) == {*document["stats"]["ms"], "read", "draft_prefill"}
+    assert set(document["stats"]["seconds"]) == {*document["stats"]["ms"], "prefill", "draft_prefill"}
     assert document["stats"]["plain_tok_s"] > 0 and document["stats"]["expected_speedup"] > 0
 
 

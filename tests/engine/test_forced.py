@@ -66,7 +66,7 @@ def test_a_forced_run_is_one_pass() -> None:
     assert engine.runner.num_scores == 11  # no forced tokens precede the first round
     stats = engine.stats
     assert stats.num_tokens == 50 and stats.num_rounds == 11 and stats.num_forced == 39  # the last round has room for 3
-    assert stats.num_drafts == stats.num_judged == stats.num_drafted_rounds == 0 and stats.acceptance_histogram == {0: 11}
+    assert stats.num_drafts == stats.num_reached == stats.num_drafted_rounds == 0 and stats.acceptance_histogram == {0: 11}
     origins = [origin for emission in found["a"] for origin in emission.origins]
     assert origins[:6] == ["plain", "grammar", "grammar", "grammar", "grammar", "plain"]
 
@@ -306,7 +306,7 @@ def test_rounds_book_forced_rows_in_the_pass_and_nowhere_else() -> None:
     for round_ in with_runs:
         assert round_.depths[0] <= 1 and round_.depths[1] == 2 and round_.forced[1] == 0
         assert round_.lens == [round_.forced[0] + round_.depths[0], 2]
-        counts = zip(round_.num_accepted, round_.num_judged, round_.depths, strict=True)
+        counts = zip(round_.num_accepted, round_.num_reached, round_.depths, strict=True)
         assert all(accepted <= judged <= depth for accepted, judged, depth in counts)
     assert engine.stats.most_drafts == 2 and max(engine.stats.acceptance_histogram) <= 2
 

@@ -58,7 +58,7 @@ def test_a_path_that_ends_at_a_leaf_counts_only_its_depths_as_judged() -> None:
     engine.observer = seen.append
     engine.add(make_request("r", [1, 2], max_tokens=9))
     engine.step()
-    assert seen[0].round.depths == [2] and seen[0].round.num_accepted == [1] and seen[0].round.num_judged == [1]
+    assert seen[0].round.depths == [2] and seen[0].round.num_accepted == [1] and seen[0].round.num_reached == [1]
     assert engine.stats.acceptance_rate == 1.0
 
 

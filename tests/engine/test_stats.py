@@ -71,7 +71,7 @@ def test_statistics_can_be_read_while_they_change() -> None:
 
     class Meanwhile(int):
         def __mul__(self, rounds: int) -> int:
-            stats.count(num_drafts=4, num_judged=4, num_accepted=4 + len(stats.acceptance_histogram), num_emitted=1)
+            stats.count(num_drafts=4, num_reached=4, num_accepted=4 + len(stats.acceptance_histogram), num_emitted=1)
             return int(self) * rounds
 
     stats.acceptance_histogram = {Meanwhile(1): 2, Meanwhile(3): 1}

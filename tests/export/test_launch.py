@@ -140,7 +140,7 @@ def test_usage_errors_are_one_line(
 
 def test_engine_options_require_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--", "--seed", "3"]) == 2
-    assert "require --engine" in capsys.readouterr().err
+    assert "requires --engine" in capsys.readouterr().err
 
 
 def test_the_engines_python_may_be_named_as_on_the_path(fake: Any, told_by: Any) -> None:

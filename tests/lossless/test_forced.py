@@ -15,7 +15,7 @@ from toy_grammar import Rule, RuleGrammar
 from outrider import LLM, SamplingParams
 from outrider.engine.config import uses_grammar_drafts
 from outrider.engine.forced import ForcedDrafts
-from outrider.engine.validation import check, useful
+from outrider.engine.validation import check, without_unusable
 from outrider.proposers.base import ScriptedProposer
 from outrider.sampling import Sampler
 from outrider.sampling.grammar_masks import without_dead_ends
@@ -166,7 +166,7 @@ def test_drafts_into_a_dead_end_are_lossless(drafting: str, setting: str, verifi
     batch = len(own.weights)
     requests = tuple(replace(request, request_id=str(b)) for b in range(batch))
     context = Context(requests, (9,) * batch, Sampler(requests, enumeration.VOCAB))
-    checked = useful(check(own.proposal, context.limits, 9, enumeration.VOCAB), context).proposal
+    checked = without_unusable(check(own.proposal, context.limits, 9, enumeration.VOCAB), context).proposal
     assert params.is_greedy or min(checked.lens) < own.proposal.num_nodes  # some are cut
     laws: dict[Text, float] = {}
     for b in range(batch):  # each row with its own width

@@ -140,7 +140,7 @@ def test_forced_tokens_are_reported_separately_from_drafts(load: Callable[..., L
     assert constrained.origins.count("grammar") == constrained.stats.num_forced == llm.stats.num_forced > 10
     assert "grammar" not in free.origins and free.stats.num_forced == 0
     stats = constrained.stats
-    assert stats.num_accepted <= stats.num_judged <= stats.num_drafts and max(stats.acceptance_histogram) <= 3
+    assert stats.num_accepted <= stats.num_reached <= stats.num_drafts and max(stats.acceptance_histogram) <= 3
     assert len(constrained.token_ids) <= stats.num_rounds + stats.num_accepted + stats.num_forced
     assert stats.tokens_per_round > stats.mean_acceptance_length
 

@@ -58,7 +58,7 @@ class Watched(Verifier):
 
     def __init__(self, inner: Verifier, gauge: Gauge | None = None) -> None:
         self.inner, self.gauge = inner, gauge
-        self.judges, self.handles_trees, self.lossless = inner.judges, inner.handles_trees, inner.lossless  # type: ignore[misc]
+        self.target_input, self.handles_trees, self.lossless = inner.target_input, inner.handles_trees, inner.lossless  # type: ignore[misc]
         self.notes: dict[str, dict[int, float]] = {}  # request -> {position: draft probability of the emitted token}
 
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
@@ -87,7 +87,7 @@ class Led(Verifier):
 
     lossless: ClassVar[bool] = False
     handles_trees: ClassVar[bool] = False
-    judges: ClassVar[Literal["probs", "tokens"]] = "probs"
+    target_input: ClassVar[Literal["probs", "tokens"]] = "probs"
 
     def __init__(self, texts: Mapping[str, Sequence[int]], show: Callable[[Sequence[Request], Tensor], None]) -> None:
         """``texts``: request id -> tokens to emit; other requests emit the argmax. ``show`` gets the probabilities [B, V]."""

@@ -138,7 +138,7 @@ def _decode_speedup(runs: Sequence[Run], plain: Sequence[Run]) -> float | None:
 def _acceptance(runs: Sequence[Run]) -> dict[str, Any]:
     """Return acceptance counts over all repeats."""
     total = _added(runs)
-    stats, longest = total.stats, max((depth for round_ in total.rounds for depth in round_.num_judged), default=0)
+    stats, longest = total.stats, max((depth for round_ in total.rounds for depth in round_.num_reached), default=0)
     by_position = stats.acceptance_by_position + [0.0] * (longest - max(stats.acceptance_histogram, default=0))
     return {
         "mean_acceptance_length": _rounded(stats.mean_acceptance_length),

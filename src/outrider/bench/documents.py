@@ -18,7 +18,7 @@ FIELDS |= {"time_to_first_token_ms", "prediction_error_percent"}
 
 
 def is_plain(cell: Cell) -> bool:
-    """Return whether the cell is the baseline of its condition."""
+    """Return whether the cell is of plain decoding, by method or by K = 0."""
     return bool(cell["method"] == "plain" or cell["k"] == 0)
 
 

@@ -76,8 +76,8 @@ class Run:
         """Return the counts and phase times of the decoding rounds, without emitted tokens."""
         stats = GenerationStats()
         for round_ in self.rounds:
-            for num_drafts, judged, accepted in zip(round_.num_drafts, round_.num_judged, round_.num_accepted, strict=True):
-                stats.count(num_drafts, judged, accepted, num_emitted=0)
+            for num_drafts, reached, accepted in zip(round_.num_drafts, round_.num_reached, round_.num_accepted, strict=True):
+                stats.count(num_drafts, reached, accepted, num_emitted=0)
             stats.clock(round_, is_prefill=False, emitted_per_row=0.0, plain=None)
         return stats
 
@@ -116,7 +116,7 @@ class Run:
     def reached(self, place: int) -> tuple[int, int]:
         """Return how many drafts at this position, from 0, were accepted, and how many the verifier reached."""
         accepted = sum(depth > place for round_ in self.rounds for depth in round_.num_accepted)
-        return accepted, sum(depth > place for round_ in self.rounds for depth in round_.num_judged)
+        return accepted, sum(depth > place for round_ in self.rounds for depth in round_.num_reached)
 
     def conditional_acceptance(self, num_places: int) -> list[float]:
         """Return the share of reached drafts that were accepted, by position."""

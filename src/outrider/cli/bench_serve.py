@@ -150,7 +150,7 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
         own = (plan, server.inflate, server.max_batch)
         if own != (None, None, None) or models != ModelOptions() or methods != MethodOptions():
             raise OutriderError(
-                "--url measures a running server: omit options of models and methods, --max-batch and --inflate"
+                "--url measures a running server: omit the plan, options of models and methods, --max-batch and --inflate"
             )
         yield root(server.url)
         return

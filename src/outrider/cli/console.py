@@ -157,8 +157,8 @@ def summary(stats: GenerationStats, seconds: float) -> Text:
         shares = stats.times.by_phase()
         shares["other"] = shares.pop("host")
         shares["draft"] += shares.pop("draft_prefill")
-        if not stats.times.read:  # the first score includes the prefill of a short prompt
-            del shares["read"]
+        if not stats.times.prefill:  # the first score includes the prefill of a short prompt
+            del shares["prefill"]
         lines.append("time: " + ", ".join(f"{name} {part:.2f} s ({part / total:.0%})" for name, part in shares.items()))
     if stats.faults:
         lines.append(f"the proposer failed {stats.faults} time(s); plain decoding continued (use --debug for details)")

@@ -106,8 +106,10 @@ def command(
         plan, passed = None, [str(plan), *passed]
     if elsewhere.engine is not None:
         serve_elsewhere(plan, passed, elsewhere, listening, limits, (models, methods))
-    if passed or elsewhere.engine_python is not None or elsewhere.own_code:
-        raise OutriderError("options after -- require --engine: outrider serve --engine vllm plan.toml -- ...")
+    given = {"options after --": passed, "--engine-python": elsewhere.engine_python, "--own-code": elsewhere.own_code}
+    if any(given.values()):
+        what = next(name for name, value in given.items() if value)
+        raise OutriderError(f"{what}: requires --engine, as in outrider serve --engine vllm plan.toml -- ...")
     try:
         from outrider.server.bridge import load_aside
         from outrider.server.run import listen, log_json, serve

@@ -219,15 +219,15 @@ class Engine:
 
     def _prefill(self) -> list[Emission]:
         """Prefill the next chunk of prompts too long for one pass, so that decoding requests are not delayed."""
-        waiting = [entry for entry in self.scheduler.running if entry.state is not State.DECODE]
-        if not waiting:
+        prefilling = [entry for entry in self.scheduler.running if entry.state is not State.DECODE]
+        if not prefilling:
             return []
         failed: list[Emission] = []
-        with self._clock.phase("read"):
+        with self._clock.phase("prefill"):
             try:
-                self._prefill_chunk(waiting)
+                self._prefill_chunk(prefilling)
             except Exception:  # retry each request alone to find the ones at fault
-                for entry in waiting:
+                for entry in prefilling:
                     try:
                         self._prefill_chunk([entry])
                     except Exception as error:

@@ -12,7 +12,7 @@ from outrider.types import Context, Request
 
 
 @dataclass(frozen=True, slots=True)
-class _Round:
+class _States:
     """Hidden states of one request in one round: T committed tokens, the root, and drafts, of which ``path`` was accepted."""
 
     hidden: Mapping[int, Tensor]  # index -> [T + 1 + num_drafts, H]
@@ -33,9 +33,9 @@ class FeatureStore:
 
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = tuple(layers)
-        self._unseen: dict[str, list[_Round]] = {}
+        self._unseen: dict[str, list[_States]] = {}
         self._num_kept: dict[str, int] = {}  # tokens of each request whose states were kept, seen ones included
-        self._prompts: dict[str, _Round | None] = {}  # of requests that others are forked from; None until prefilled
+        self._prompts: dict[str, _States | None] = {}  # of requests that others are forked from; None until prefilled
 
     def keep(self, request: Request, num_before: int, hidden: Mapping[int, Tensor], num_drafts: int, path: list[int]) -> None:
         """Store a round's hidden states of a request that had ``num_before`` tokens; ``path``: its accepted drafts.
@@ -47,11 +47,11 @@ class FeatureStore:
         num_read = len(hidden[self.layers[0]]) - num_drafts
         if request_id in self._prompts and num_read == num_before:  # the pass started at the first token
             prompt = {index: states[: request.num_prompt_tokens - 1] for index, states in hidden.items()}
-            self._prompts[request_id] = _Round(prompt, 0, [])
+            self._prompts[request_id] = _States(prompt, 0, [])
         num_known = self._num_kept.get(request_id, 0) - (num_before - num_read)
         if num_known > 0:
             hidden = {index: states[num_known:] for index, states in hidden.items()}
-        self._unseen.setdefault(request_id, []).append(_Round(hidden, num_drafts, path))
+        self._unseen.setdefault(request_id, []).append(_States(hidden, num_drafts, path))
         self._num_kept[request_id] = num_before + len(path)
 
     def attach(self, context: Context) -> Context:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from outrider.engine.features import FeatureStore
 from outrider.engine.round import RoundResult
-from outrider.engine.validation import Checked, check, useful
+from outrider.engine.validation import Checked, check, without_unusable
 from outrider.proposers.base import Proposer
 from outrider.types import Context, Proposal, Request, RequestFault, Verdict
 
@@ -48,7 +48,7 @@ class GuardedProposer:
         self._features = FeatureStore(proposer.needs_hidden)
         self._requests: defaultdict[str, _Drafting] = defaultdict(_Drafting)
         self._drafted: set[str] = set()  # requests of this round that the proposer drafted for
-        self._round = 0
+        self._round_index = 0
         self._empty = Proposal.empty(1)
 
     def prefill(self, requests: Sequence[Request]) -> list[bool]:
@@ -61,30 +61,30 @@ class GuardedProposer:
         try:
             self._prefill(fresh)
         except Exception as error:
-            self._blame(known, error)
+            self._pause_at_fault(known, error)
             return [False] * len(requests)
         return [is_able and self._drafting(request).is_prefilled for request, is_able in zip(requests, able, strict=True)]
 
     def propose(self, context: Context, k: int) -> Proposal:
         """Return at most k drafts for each request with a limit above 0, none for the others."""
-        self._round += 1
+        self._round_index += 1
         self._drafted, self._nodes = set(), {}
         batch = len(context.requests)
         rows = [b for b, limit in enumerate(context.limits) if limit > 0] if k > 0 else []
         if not rows:
-            return self._none(batch)
+            return self._no_drafts(batch)
         context = context.take(rows)
         try:
             view = self._features.attach(context) if self._features.layers else context
-            checked = useful(check(self._proposer.propose(view, k), context.limits, k, self._vocab_size), context)
+            checked = without_unusable(check(self._proposer.propose(view, k), context.limits, k, self._vocab_size), context)
             if checked.proposal.parents is not None:
                 checked = self._as_scored(checked, context)
         except Exception as error:
-            self._blame(context.requests, error)
-            return self._none(batch)
+            self._pause_at_fault(context.requests, error)
+            return self._no_drafts(batch)
         self._features.seen(context.request_ids)
         for row, reason in checked.faults.items():
-            self._fail([context.requests[row]], reason)
+            self._pause([context.requests[row]], reason)
         self._drafted = {name for row, name in enumerate(context.request_ids) if row not in checked.faults}
         return checked.proposal if len(rows) == batch else checked.proposal.scatter(rows, batch)
 
@@ -100,7 +100,7 @@ class GuardedProposer:
                 verdict = _in_tree(verdict, [self._nodes[request_id] for request_id in context.request_ids])
             self._proposer.commit(context, verdict)
         except Exception as error:
-            self._fail(context.requests, f"{type(error).__name__}: {error}")
+            self._pause(context.requests, f"{type(error).__name__}: {error}")
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Drop the state of requests."""
@@ -140,7 +140,7 @@ class GuardedProposer:
 
     def _is_able(self, drafting: _Drafting) -> bool:
         # After a fault the hidden states of committed tokens are lost: a proposer that needs them is not called again.
-        return self._round >= drafting.paused_until and not (drafting.num_faults and self._features.layers)
+        return self._round_index >= drafting.paused_until and not (drafting.num_faults and self._features.layers)
 
     def _as_scored(self, checked: Checked, context: Context) -> Checked:
         """Reduce trees to chains if the target scores no trees, and keep the drafts' indices in the proposer's trees."""
@@ -166,12 +166,12 @@ class GuardedProposer:
             for request, is_prefilled in zip(part, self._proposer.prefill(part) if part else (), strict=True):
                 self._drafting(request).is_prefilled = is_prefilled
 
-    def _none(self, batch: int) -> Proposal:
+    def _no_drafts(self, batch: int) -> Proposal:
         if self._empty.lens.shape[0] != batch:
             self._empty = Proposal.empty(batch)
         return self._empty
 
-    def _blame(self, requests: Sequence[Request], error: Exception) -> None:
+    def _pause_at_fault(self, requests: Sequence[Request], error: Exception) -> None:
         """Pause the requests that caused an error: those that it names, otherwise all.
 
         The other requests have no drafts in this round only. The proposer has already read the hidden states of all.
@@ -179,15 +179,15 @@ class GuardedProposer:
         named = error.request_ids if isinstance(error, RequestFault) else ()
         self._features.seen([request.request_id for request in requests])
         at_fault = [request for request in requests if request.request_id in named] or requests
-        self._fail(at_fault, f"{type(error).__name__}: {error}")
+        self._pause(at_fault, f"{type(error).__name__}: {error}")
 
-    def _fail(self, requests: Sequence[Request], reason: str) -> None:
+    def _pause(self, requests: Sequence[Request], reason: str) -> None:
         """Pause drafting for requests and drop the proposer's state for them."""
         ids = [request.request_id for request in requests]
         for request in requests:
             drafting = self._drafting(request)
             drafting.is_prefilled = False
-            drafting.paused_until = self._round - 1 + (FIRST_PAUSE << min(drafting.num_faults, MAX_DOUBLINGS))
+            drafting.paused_until = self._round_index - 1 + (FIRST_PAUSE << min(drafting.num_faults, MAX_DOUBLINGS))
             drafting.num_faults += 1
         self._report(ids)
         logger.warning("proposer %r failed; no drafts for requests %s: %s", self._proposer.name, ", ".join(ids), reason)

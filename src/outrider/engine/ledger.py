@@ -52,25 +52,25 @@ class Ledger:
         proposal, lens = result.proposal, result.proposal.lens.tolist()
         is_forced = [[False] * n for n in lens] if proposal.forced is None else proposal.forced.tolist()
         forced = None if proposal.forced is None else [sum(each) for each in is_forced]
-        accepted, judged, origins = [], [], []
+        accepted, reached, origins = [], [], []
         rows = zip(result.context.requests, lens, result.paths, result.token_ids, strict=True)
         for b, (request, num_scored, path, token_ids) in enumerate(rows):
             num_drafts = num_scored - (forced[b] if forced is not None else 0)
             last = _last_origin(proposal, b, num_scored, path) if num_drafts else "plain"
             found = ["grammar" if is_forced[b][node] else "accepted" for node in path]
             accepted.append(found.count("accepted"))
-            judged.append(accepted[b] + (last == "corrected"))
+            reached.append(accepted[b] + (last == "corrected"))
             origins.append([*found, last][: len(token_ids)])
             num_forced = origins[b].count("grammar")
             for stats in (self.of(request.request_id), self.total):
-                stats.count(num_drafts, judged[b], accepted[b], len(token_ids), num_forced)
+                stats.count(num_drafts, reached[b], accepted[b], len(token_ids), num_forced)
         is_cold = not any(lens) and self._num_cold > 0
         drafted_with_model = self._drafts_with_model and result.k > 0
         self._num_cold = NUM_COLD if drafted_with_model else max(self._num_cold - 1, 0)
         depths = path_depths(proposal, is_forced)
-        reaches = depths if proposal.own is None else path_depths(proposal, (~proposal.own).tolist())
+        proposed = depths if proposal.own is None else path_depths(proposal, (~proposal.own).tolist())
         first_layer = result.scores.first_layer
-        round_ = Round(result.k, lens, depths, reaches, accepted, judged, times, first_layer, is_cold, forced)
+        round_ = Round(result.k, lens, depths, proposed, accepted, reached, times, first_layer, is_cold, forced)
         self._record_times(result, round_, is_prefill)
         return round_, origins
 

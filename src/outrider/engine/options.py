@@ -94,7 +94,9 @@ class Speculation:
         in_plan=True,
     )
     verifier: str | Verifier = option(
-        Either(Text(f"one of {', '.join(VERIFIERS)}"), has("verify", "lossless", "handles_trees", "judges"), "a Verifier"),
+        Either(
+            Text(f"one of {', '.join(VERIFIERS)}"), has("verify", "lossless", "handles_trees", "target_input"), "a Verifier"
+        ),
         "block",
         "Acceptance rule: block, rejection, exact, or typical, which is lossy.",
         panel=MODELS,

@@ -15,7 +15,7 @@ from outrider.types import Context, OutriderError, Proposal, Scores, Verdict
 from outrider.verifiers.base import Verifier
 
 
-class Drafter(Protocol):
+class RoundProposer(Protocol):
     """The part of a proposer that a round uses."""
 
     def propose(self, context: Context, k: int) -> Proposal: ...
@@ -33,7 +33,7 @@ class Scorer(Protocol):
 class Parts:
     """The parts of an engine that a round uses."""
 
-    proposer: Drafter
+    proposer: RoundProposer
     runner: Scorer
     scheduler: Scheduler
     verifiers: tuple[Verifier, Verifier]  # for sampled rounds; for deterministic rounds
@@ -75,8 +75,8 @@ def finish_round(batch: Batch, k: int, proposal: Proposal, parts: Parts) -> Roun
         check_handles_trees(verifier)
     try:
         scores = parts.runner.score(context, proposal, parts.hidden)
-        judge = sampler.tokens if verifier.judges == "tokens" else sampler.probs
-        target = judge(scores.logits, proposal.token_ids, proposal.parents, lens=proposal.lens)
+        to_target = sampler.tokens if verifier.target_input == "tokens" else sampler.probs
+        target = to_target(scores.logits, proposal.token_ids, proposal.parents, lens=proposal.lens)
         verdict = without_dead_ends(verifier.verify(proposal, target, sampler), proposal, context.requests)
     except Exception as error:
         raise TargetError(proposal) from error

@@ -28,7 +28,7 @@ class GenerationStats:
     num_drafts: int = 0  # drafted tokens
     num_drafted_rounds: int = 0  # rounds with drafts
     most_drafts: int = 0  # maximum of drafted tokens in a round
-    num_judged: int = 0  # depths that the verifier reached: all drafts before them were accepted
+    num_reached: int = 0  # depths that the verifier reached: all drafts before them were accepted
     num_steps: int = 0  # engine steps: one round for each request of the batch
     num_draft_steps: int = 0  # sum of the longest path of each step
     faults: int = 0  # rounds in which the proposer failed
@@ -40,8 +40,8 @@ class GenerationStats:
     pass_seconds: float = 0.0  # predicted seconds of one plain pass per drafted decoding round, for the cost ratio
     num_timed_rounds: int = 0  # rounds counted in pass_seconds
 
-    def count(self, num_drafts: int, num_judged: int, num_accepted: int, num_emitted: int, num_forced: int = 0) -> None:
-        """Add the counts of one request in a round. ``num_judged``: accepted drafts, plus one if the next was rejected."""
+    def count(self, num_drafts: int, num_reached: int, num_accepted: int, num_emitted: int, num_forced: int = 0) -> None:
+        """Add the counts of one request in a round. ``num_reached``: accepted drafts, plus one if the next was rejected."""
         histogram = self.acceptance_histogram
         histogram[num_accepted] = histogram.get(num_accepted, 0) + 1
         self.num_tokens += num_emitted
@@ -49,7 +49,7 @@ class GenerationStats:
         self.num_drafts += num_drafts
         self.num_drafted_rounds += num_drafts > 0
         self.most_drafts = max(self.most_drafts, num_drafts)
-        self.num_judged += num_judged
+        self.num_reached += num_reached
 
     def clock(self, round_: Round, is_prefill: bool, emitted_per_row: float, plain: PlainRound | None) -> None:
         """Add the times of a round. ``plain``: predicted seconds of a plain decoding round, None if unknown."""
@@ -58,7 +58,7 @@ class GenerationStats:
         self.num_steps += 1
         self.num_draft_steps += max(round_.depths, default=0)
         outside = times.verify + times.host
-        self.shared_seconds += times.read
+        self.shared_seconds += times.prefill
         has_drafts = any(round_.lens)
         if is_prefill or not has_drafts:
             self.shared_seconds += times.score + outside
@@ -104,8 +104,8 @@ class GenerationStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Return alpha: accepted drafts / depths that the verifier reached. 0 without drafts."""
-        return self.num_accepted / self.num_judged if self.num_judged else 0.0
+        """Return alpha: accepted drafts / drafts reached (of a tree: depths). 0 without drafts."""
+        return self.num_accepted / self.num_reached if self.num_reached else 0.0
 
     @property
     def draft_acceptance_rate(self) -> float:

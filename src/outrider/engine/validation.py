@@ -54,7 +54,7 @@ def check(proposal: object, limits: Sequence[int], k: int, vocab_size: int) -> C
     return Checked(_with_valid_padding(proposal, rows, wanted, vocab_size), rows, wanted, faults)
 
 
-def useful(checked: Checked, context: Context) -> Checked:
+def without_unusable(checked: Checked, context: Context) -> Checked:
     """Drop drafts that break a request's grammar or follow its end or a dead end, and nodes of trees deeper than its K.
 
     Dropping a point mass that the grammar forbids is lossless: its target probability is 0, so its rejection changes no

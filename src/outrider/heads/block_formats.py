@@ -23,6 +23,7 @@ from outrider.heads.checkpoint import (
     check_dims,
     check_ids,
     check_sections,
+    config_integer,
     count_numbered,
     fill,
     find_folder,
@@ -31,7 +32,6 @@ from outrider.heads.checkpoint import (
     offsets_to_ids,
     read_folder,
     refuse_quantised,
-    whole_number,
     write_folder,
     written_layers,
 )
@@ -116,7 +116,7 @@ def _shape(
     own = _layers(layer, tensors, target.vocab_size, source)
     inner = config.get("dflash_config") or {}
     given = {"target_hidden_size": config.get("target_hidden_size") or own.hidden_size}
-    width = whole_number(given, "target_hidden_size", source)
+    width = config_integer(given, "target_hidden_size", source)
     ids = named_states(
         config.get("aux_hidden_state_layer_ids"),
         inner.get("target_layer_ids") or config.get("target_layer_ids"),
@@ -130,7 +130,7 @@ def _shape(
             f"names the hidden states {ids} of {width}"
         )
     markov, output = tensors.get("markov_head.markov_w1.weight"), tensors.get("lm_head.weight")
-    size = whole_number({"draft_vocab_size": config.get("draft_vocab_size") or own.vocab_size}, "draft_vocab_size", source)
+    size = config_integer({"draft_vocab_size": config.get("draft_vocab_size") or own.vocab_size}, "draft_vocab_size", source)
     if "d2t" in tensors:
         size = len(tensors["d2t"])
     elif size < target.vocab_size:
@@ -140,8 +140,8 @@ def _shape(
         own,
         width,
         ids,
-        whole_number(settings, "block_size", source),
-        whole_number({"mask_token_id": config.get("dspark_noise_token_id"), **config, **inner}, "mask_token_id", source, 0),
+        config_integer(settings, "block_size", source),
+        config_integer({"mask_token_id": config.get("dspark_noise_token_id"), **config, **inner}, "mask_token_id", source, 0),
         size,
         _windows(layer, own.num_hidden_layers, source),
         causal_windows=_causal_windows(config, layer, source),
@@ -173,7 +173,7 @@ def _second(
         if name is not None and missing:
             raise OutriderError(f"{source} has DFlash 2's {part} ({name}), but config.json lacks {' and '.join(missing)}")
         if settings.get(next(iter(fields))):
-            found |= {field: whole_number(settings, key, source) for key, field in fields.items()}
+            found |= {field: config_integer(settings, key, source) for key, field in fields.items()}
     if hidden_size % found.get("conv_group", 1):
         raise OutriderError(
             f"{source}: config.json says conv_group_size={found['conv_group']}: expected a divisor of {hidden_size}"
@@ -233,7 +233,7 @@ def _windows(layer: Mapping[str, Any], num_layers: int, source: str) -> tuple[in
         raise OutriderError(f"{source}: unsupported kind of layer {odd!r}: expected full_attention or sliding_attention")
     if "sliding_attention" not in kinds[:num_layers]:
         return (0,) * num_layers
-    window = whole_number(layer, "sliding_window", source)
+    window = config_integer(layer, "sliding_window", source)
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:num_layers])
 
 

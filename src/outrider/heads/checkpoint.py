@@ -212,7 +212,7 @@ def _header(opened: Any, name: str) -> Tensor:
     return torch.empty(shape, dtype=(entry[:0] if shape else opened.get_tensor(name)).dtype, device="meta")
 
 
-def whole_number(config: Mapping[str, Any], key: str, source: object, least: int = 1) -> int:
+def config_integer(config: Mapping[str, Any], key: str, source: object, least: int = 1) -> int:
     """Return a config's number. Raises ``OutriderError`` if it is missing, not whole, or too small."""
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:

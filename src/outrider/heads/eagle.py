@@ -73,7 +73,7 @@ class FusedLayer(LlamaDecoderLayer):
 
 
 class EagleHead(RolloutHead):
-    """The head's modules."""
+    """Projection, decoder layers and norms; an embedding and an output head of its own if the checkpoint has them."""
 
     def __init__(self, shape: EagleShape) -> None:
         super().__init__()

@@ -19,6 +19,7 @@ from outrider.heads.checkpoint import (
     LAYER_KEYS,
     check_dims,
     check_sections,
+    config_integer,
     count_numbered,
     fill,
     find_folder,
@@ -26,7 +27,6 @@ from outrider.heads.checkpoint import (
     named_states,
     offsets_to_ids,
     read_folder,
-    whole_number,
     write_folder,
     written_layers,
 )
@@ -117,7 +117,7 @@ def _shape_of_generation_3(
 ) -> EagleShape:
     is_speculators = "speculators_model_type" in config
     given = {"target_hidden_size": config.get("target_hidden_size") or llama.hidden_size}
-    width = whole_number(given, "target_hidden_size", source)
+    width = config_integer(given, "target_hidden_size", source)
     num_features, rest = divmod(tensors["fc.weight"].shape[1], width)
     if rest or not num_features:
         raise OutriderError(f"{source}: the input width {tensors['fc.weight'].shape[1]} of fc is not a multiple of {width}")

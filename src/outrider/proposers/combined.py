@@ -1,7 +1,7 @@
 """Two methods combined: each request uses the first method's draft if it is long enough, otherwise the second's.
 
 Intended for a text-based first method and a model-based second one: repetitions are copied, new text is drafted by the model.
-Written ``first+second``; works with any two methods.
+Written ``first+second``; the first must draft point masses.
 """
 
 from __future__ import annotations

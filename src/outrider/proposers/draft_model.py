@@ -167,7 +167,7 @@ class DraftModelMethod(MethodSpec):
 
     def portable(self, setting: Setting) -> SmallModel:
         setting = setting.of(self)
-        kind = ParallelModel if drafts_at_once_elsewhere(setting) else SmallModel
+        kind = ParallelModel if is_parallel_in_exports(setting) else SmallModel
         return kind(str(setting.draft), other_tokenizer=self.other_tokenizer)
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
@@ -225,7 +225,7 @@ def drafts_at_once(config: PreTrainedConfig, options: DraftOptions, draft: objec
     return token is not None
 
 
-def drafts_at_once_elsewhere(setting: Setting) -> bool:
+def is_parallel_in_exports(setting: Setting) -> bool:
     """Return ``drafts_at_once`` for exports; if the config cannot be read, such as offline, the option ``parallel`` decides."""
     options = setting.config(DraftOptions)
     try:

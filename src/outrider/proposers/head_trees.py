@@ -55,7 +55,7 @@ class TreeConfig:
 
 
 def tree_options(config: TreeConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a portable ``TreeHead`` that describe its trees. ``options``: those that the user gave."""
+    """Return the tree settings of an export: width, size, and whether the user's ``options`` ask for a tree."""
     asks_for_tree = config.top_k > 1 and not {"top_k", "max_nodes"}.isdisjoint(options)
     return {"top_k": config.top_k, "max_nodes": config.max_nodes, "asks_for_tree": asks_for_tree}
 

@@ -28,7 +28,7 @@ MAX_ENTRY = 64  # tokens that are matched against a block of earlier texts when 
 
 @dataclass(frozen=True)
 class SuffixConfig:
-    """Length of drafts, and use of earlier requests' texts."""
+    """Settings of suffix drafts: matches, lengths, and the tokens of earlier requests that are stored."""
 
     min_match: int = 1  # minimum length of a match in tokens; after a short match the draft is short, too
     drafts_per_match: float = 2.0  # maximum number of drafts per matched token

@@ -107,7 +107,7 @@ class CostBook:
         return None if table is None else table.seconds(width, batch, cache_len // CACHE_BUCKET)
 
     def scores(self, batch: int, cache_len: int, first_layer: int = 0) -> Callable[[float], float]:
-        """Return the seconds of a scoring pass as a function of width; those of whole passes until one began at this layer."""
+        """Return the seconds of a scoring pass as a function of width: of whole passes until one from this layer ran."""
         bucket = cache_len // CACHE_BUCKET
         begun = self._passes.get(first_layer)
         known = (begun and begun.curve(batch, bucket)) or self._passes[0].curve(batch, bucket)
@@ -142,10 +142,10 @@ class CostBook:
         score = self.pass_seconds(1, batch, cache_len)
         if score is None or batch not in self._passes[0].run_plain:
             return None
-        return PlainRound(score, self.plain_outside(batch, is_greedy))
+        return PlainRound(score, self.plain_overhead(batch, is_greedy))
 
-    def plain_outside(self, batch: int, is_greedy: bool) -> float | None:
-        """Return the seconds of verifier and host in a round without drafts; None until one ran."""
+    def plain_overhead(self, batch: int, is_greedy: bool) -> float | None:
+        """Return the mean seconds of verifier and host in a round without drafts; None until one ran."""
         return self._outside.get((batch, is_greedy))
 
     def of_method(self, is_greedy: bool) -> MethodCosts:
@@ -205,7 +205,7 @@ class MethodCosts:
 
     def outside(self, batch: int, has_drafts: bool) -> float:
         """Return the seconds of verifier and host; those of the other kind of round (with or without drafts) until measured."""
-        with_drafts, plain = self._outside.get(batch), self._book.plain_outside(batch, self._is_greedy)
+        with_drafts, plain = self._outside.get(batch), self._book.plain_overhead(batch, self._is_greedy)
         found = (with_drafts, plain) if has_drafts else (plain, with_drafts)
         return next((each for each in found if each is not None), 0.0)
 
@@ -231,7 +231,7 @@ class MethodCosts:
         ``forced``: drafts of a grammar per request that every round scores in addition.
         """
         plain_pass = self._book.pass_seconds(1, batch, cache_len)
-        is_known = batch in self._outside or self._book.plain_outside(batch, self._is_greedy) is not None
+        is_known = batch in self._outside or self._book.plain_overhead(batch, self._is_greedy) is not None
         if plain_pass is None or not is_known:
             return None
         score = self._book.scores(batch, cache_len, self._first_layer)

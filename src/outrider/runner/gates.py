@@ -1,7 +1,7 @@
 """Fuse ``activation(gate) * up`` of an exported pass into the linear layer that computes both, or into one operator after it.
 
-Inductor would run it as a separate single-threaded loop over the layer's output, which takes half as long as the layer for a
-prompt's rows. Matching on the exported graph makes it independent of module names.
+Inductor would run it as a separate single-threaded loop over the layer's output, which in prefill takes half of the layer's
+time. Matching on the exported graph makes it independent of module names.
 """
 
 from __future__ import annotations

@@ -277,7 +277,8 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
     """Load the weights of a file into a model on the meta device, in place.
 
     With ``dtype="auto"`` on a CPU with Outrider's kernels, quantised linear layers and embeddings become packed ones with the
-    values of the file, and the other tensors keep their type. Otherwise every tensor is converted to ``dtype``.
+    values of the file, and the other tensors keep their type. Otherwise every tensor is converted to ``dtype``, "auto" being
+    bfloat16 for a quantised file, else the file's own type.
     """
     file = GgufFile.open(path)
     names = file.names(model)

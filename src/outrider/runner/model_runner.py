@@ -36,7 +36,7 @@ from outrider.types import Context, OutriderError, PartialPass, Proposal, Scores
 
 
 @dataclass
-class _Round:
+class _PendingScore:
     """State between ``score`` and ``commit``: positions of each request's drafts."""
 
     request_ids: tuple[str, ...]
@@ -77,7 +77,7 @@ class ModelRunner:
         # Lengths that a sequence must not cross within a round, because it is then prefilled again with other frequencies.
         self.borders: tuple[int, ...] = () if self._long_texts is None else (self._long_texts.border,)
         self._read = ReadHidden()
-        self._round: _Round | None = None
+        self._round: _PendingScore | None = None
 
     @classmethod
     def load(cls, model: str | Path | PreTrainedModel, config: RunnerConfig | None = None) -> ModelRunner:
@@ -183,7 +183,7 @@ class ModelRunner:
         places = self.layouts.places(roots, counts)
         given = packed.ids if states is None else packed.join(states)
         logits, found = self.passes.run(given, packed.layout, hidden, places, span)
-        self._round = _Round(context.request_ids, [base + at for base, at in zip(bases, first, strict=True)], is_tree)
+        self._round = _PendingScore(context.request_ids, [base + at for base, at in zip(bases, first, strict=True)], is_tree)
         own = (context.request_ids, packed.starts, [len(text) for text in tokens])
         if self.layouts.is_padded:  # a captured graph overwrites it
             found = {index: states.clone() for index, states in found.items()}

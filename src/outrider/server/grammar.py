@@ -110,8 +110,8 @@ class Grammars:
     async def get(self, schema: dict[str, Any] | None, client: Client) -> TokenGrammar:
         """Return the grammar of a schema, or of JSON objects for None.
 
-        Raises ``OutriderError`` for an unsupported schema, ``Busy`` for a new one while too many grammars are in use, by all
-        clients or by this one.
+        Raises ``OutriderError`` for an unsupported schema, and ``Busy`` if the grammar is not in memory and there is no
+        room for it: memory holds too many, of all clients or of this one.
         """
         self._compiler.checked()
         text = ANY_OBJECT if schema is None else schema_text(schema, self._config)

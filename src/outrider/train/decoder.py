@@ -62,7 +62,7 @@ class Decoder:
 
     @torch.no_grad()
     def check(self) -> None:
-        """Raise ``OutriderError`` unless the model is equivalent to its layers run one by one."""
+        """Raise ``OutriderError`` unless the model equals its layers run one by one, and each can be left out per sequence."""
         kind = type(self.model).__name__
         ids = torch.tensor([[11, 7, 5, 3, 2], [2, 3, 5, 7, 11]], device=self.model.device)
         ids = ids % int(text_config(self.model).vocab_size)

@@ -157,11 +157,11 @@ class DraftLengthPolicy:
 
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
         """Learn from a round: acceptance, cost, and gained or lost time."""
-        reaches, times = round_.reaches, round_.times
-        batch, longest = len(reaches), max(reaches)
+        proposed, times = round_.proposed_depths, round_.times
+        batch, longest = len(proposed), max(proposed)
         forced = self._learn_forced(round_, is_prefill)
         # One with nothing but forced tokens was perhaps not drafted for.
-        drafted_for = [b for b in range(batch) if context.limits[b] > 0 and (reaches[b] or not forced[b])]
+        drafted_for = [b for b in range(batch) if context.limits[b] > 0 and (proposed[b] or not forced[b])]
         self._prefill_seconds += times.draft_prefill
         if round_.k == 0 or self._is_plain:
             if not is_prefill and not round_.is_cold and not any(forced):
@@ -259,13 +259,13 @@ class DraftLengthPolicy:
     def _learn(self, drafted_for: Sequence[int], round_: Round) -> None:
         self._num_drafted += 1
         self._num_unchecked += 1
-        self._reach = max(self._reach, *round_.reaches)
+        self._reach = max(self._reach, *round_.proposed_depths)
         for b in drafted_for:
             track = self._batch[b]
             track.num_seen = len(self._requests[b].token_ids)
             num_drafts, num_accepted = round_.depths[b], round_.num_accepted[b]
-            track.add_own(round_.reaches[b], num_drafts)
-            if round_.reaches[b] and not num_drafts:  # all forced: they say nothing of its other drafts
+            track.add_own(round_.proposed_depths[b], num_drafts)
+            if round_.proposed_depths[b] and not num_drafts:  # all forced: they say nothing of its other drafts
                 continue
             if num_drafts:
                 track.own.fade(DECAY)
@@ -285,7 +285,7 @@ class DraftLengthPolicy:
         if plain is None or any([request.num_draft_tokens is not None for request in self._requests]):
             return
         cache_len = len(self._requests[0].token_ids)
-        seconds = self.costs.round(round_.k, round_.lens, max(round_.reaches), num_drafting, cache_len)
+        seconds = self.costs.round(round_.k, round_.lens, max(round_.proposed_depths), num_drafting, cache_len)
         if not is_prefill:
             seconds = min(round_.times.total, seconds)
         if round_.forced is not None:  # these rows would also be scored without drafts

@@ -20,7 +20,7 @@ class Verifier(ABC):
     lossless: ClassVar[bool]  # whether the output distribution is exactly the target's
     handles_trees: ClassVar[bool]
     # The argument ``target`` of ``verify``: Sampler.probs() [B, N + 1, V] or Sampler.tokens() [B, N + 1].
-    judges: ClassVar[Literal["probs", "tokens"]]
+    target_input: ClassVar[Literal["probs", "tokens"]]
 
     @abstractmethod
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
@@ -28,7 +28,7 @@ class Verifier(ABC):
 
 
 def accept_prob(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """Return min(1, target / draft), elementwise. At draft probability 0 (rounding): 1 iff the target's is positive."""
+    """Return min(1, target / draft), elementwise. A draft probability of 0 (rounding) counts as ``TINY``."""
     return (target_probs / draft_probs.clamp_min(TINY)).clamp_max(1.0)
 
 

@@ -47,7 +47,7 @@ class BlockVerifier(RejectionVerifier):
 
 
 def _excess(weights: Tensor, target_probs: Tensor, draft_probs: Tensor, lens: Tensor) -> Tensor:
-    """Return the sum over tokens of max(0, p_i target - draft) after i = 1 ... N - 1 drafts: [B, N - 1]."""
+    """Return the sum over tokens of max(0, w_i target - draft) after i = 1 ... N - 1 drafts: [B, N - 1]."""
     batch, width = draft_probs.shape[:2]
     if target_probs.device.type != "cpu":
         return (weights[:, 1:-1, None] * target_probs[:, 1:-1] - draft_probs[:, 1:]).clamp_min(0.0).sum(dim=-1)
@@ -63,7 +63,7 @@ def _excess(weights: Tensor, target_probs: Tensor, draft_probs: Tensor, lens: Te
 
 
 def _prefix_weights(token_ids: Tensor, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """Return p_i = min(1, p_(i - 1) target(x_i) / draft(x_i)), p_0 = 1: [B, N + 1]."""
+    """Return the weights w_i = min(1, w_(i - 1) target(x_i) / draft(x_i)), w_0 = 1 (p_i in the paper): [B, N + 1]."""
     drafts = token_ids.unsqueeze(-1)
     ratios = target_probs[:, :-1].gather(-1, drafts) / draft_probs.gather(-1, drafts).clamp_min(TINY)
     ratios = ratios.squeeze(-1)  # [B, N]

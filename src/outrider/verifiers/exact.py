@@ -18,7 +18,7 @@ class ExactMatchVerifier(Verifier):
 
     lossless = True
     handles_trees = True
-    judges = "tokens"
+    target_input = "tokens"
 
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
         """``target`` int64 [B, N + 1] are the target's tokens after the root and after each draft. See ``Verifier.verify``."""

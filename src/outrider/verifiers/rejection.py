@@ -18,7 +18,7 @@ class RejectionVerifier(Verifier):
 
     lossless = True
     handles_trees = True
-    judges = "probs"
+    target_input = "probs"
 
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
         """``target`` [B, N + 1, V] are target probabilities. See ``Verifier.verify``."""

@@ -18,7 +18,7 @@ class TypicalVerifier(Verifier):
 
     lossless = False
     handles_trees = True
-    judges = "probs"
+    target_input = "probs"
 
     def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
         """``epsilon``, ``delta``: the paper's hard and entropy-dependent thresholds."""

@@ -33,7 +33,7 @@ class Awq:
         if version != "gemm":
             raise OutriderError(f"AWQ in the version {version}")
         if bits != 4:
-            raise OutriderError(f"AWQ with {bits} bits")
+            raise OutriderError(f"AWQ with {bits} bits instead of 4")
 
     def read(self, layer: LayerTensors) -> QuantizedWeight:
         words = layer.get("qweight", (torch.int32,), [layer.inputs, layer.outputs // 8])
