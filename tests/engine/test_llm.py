@@ -9,10 +9,12 @@ import weakref
 
 import pytest
 import torch
+from runner.rounds import make_model
+from runner.test_architectures import small_config
 from toy import outputs_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider import LLM, GenerationInterrupted, OutriderError, SamplingParams
+from outrider import LLM, GenerationInterrupted, OutriderError, SamplingParams, native
 from outrider.engine.config import load_tokenizer
 from outrider.proposers.base import ScriptedProposer
 
@@ -50,6 +52,17 @@ def plain(model, tokenizer):
 @pytest.fixture(scope="module")
 def looking_up(model, tokenizer):
     return LLM(model, tokenizer=tokenizer, method="ngram", num_draft_tokens=4, compile="never")
+
+
+@pytest.mark.parametrize("kernels", ["own", "torch's", "torch's for experts"])
+def test_a_machine_or_model_without_same_text_is_reported(model, tokenizer, monkeypatch, caplog, kernels):
+    if kernels == "torch's":
+        monkeypatch.setattr(native, "load", lambda: False)
+    elif not native.load():
+        pytest.skip("no C++ compiler")
+    target = make_model(small_config("mixtral")) if kernels == "torch's for experts" else model
+    LLM(target, tokenizer=None if target is not model else tokenizer, method="plain", same_text=True, compile="never")
+    assert ("rounding depends on the number of rows" in caplog.text) == (kernels != "own")
 
 
 def seen(completions):

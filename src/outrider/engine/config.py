@@ -30,6 +30,7 @@ from outrider.registry import (
     VERIFIERS,
 )
 from outrider.runner import ModelRunner, RunnerConfig, gguf
+from outrider.runner.linear import is_row_invariant
 from outrider.runner.loading import load_config, text_config
 from outrider.runner.tokenizers import DifferentVocabulary, check_merges
 from outrider.tune import DraftLengthPolicy
@@ -219,7 +220,10 @@ def build_verifiers(speculation: Speculation) -> tuple[Verifier, Verifier]:
 
 
 def warn_of_limits(speculation: Speculation, config: RunnerConfig, runner: ModelRunner, proposer: Proposer) -> None:
-    """Warn about options that exceed what the models support, and are therefore reduced."""
+    """Warn about options that the models or the machine do not support in full."""
+    if speculation.same_text and not is_row_invariant(runner.model):
+        why = "runs on kernels whose rounding depends on the number of rows: near ties outputs may differ"
+        logger.warning("same_text: %s %s (docs/lossless.md)", runner.name, why)
     if config.max_len is not None and config.max_len > runner.max_len:
         limit = "limited by the model's context and the memory for its cache"
         logger.warning("max_len %d is reduced to %d: %s", config.max_len, runner.max_len, limit)
