@@ -91,6 +91,16 @@ def loops(
 
 
 @app.command()
+def average(others: list[Path], preset: PresetName = "cpu", work: Work = WORK) -> None:
+    """Average the weights of this folder's run against loops and of other ones, folders with a checkpoint.pt."""
+    check_preset(preset)
+    for folder in (work / "loops", *others):
+        if not (folder / "checkpoint.pt").is_file():
+            raise typer.BadParameter(f"no checkpoint in {folder}: expected a run of `python -m recipes.family loops`")
+    stages.average(Workshop(preset, CORPUS, work), others)
+
+
+@app.command()
 def draft(
     preset: PresetName = "cpu",
     corpus: Corpus = CORPUS,
@@ -98,23 +108,23 @@ def draft(
     minutes: Minutes = None,
     wall: Wall = False,
     rows: Annotated[int | None, typer.Option("--generated", help="number of sequences that the target writes first")] = None,
-    teacher: Annotated[Path | None, typer.Option("--target", help="folder of a finished target (default: of `loops`)")] = None,
+    teacher: Annotated[Path | None, typer.Option("--target", help="folder of a finished target (default: this run's)")] = None,
 ) -> None:
     """Let the target write text, and distil the draft on that text. Run again to resume."""
     check_model(teacher)
     shop = replace(workshop(preset, corpus, work), minutes=minutes, count_pauses=wall)
     if teacher is None:
         teacher = work / "export" / "target"
-        stages.export_model(shop, "loops", teacher)
+        stages.export_model(shop, stages.finished(shop), teacher)
     exit_unless(stages.train_draft(shop, teacher, rows))
 
 
 @app.command()
 def export(name: str, out: Path, preset: PresetName = "cpu", work: Work = WORK) -> None:
-    """Export the last checkpoint of `target`, `loops` or `draft` as a Hugging Face folder, possibly during training."""
+    """Export the last checkpoint of `target`, `loops`, `average` or `draft` as a Hugging Face folder, also during training."""
     check_preset(preset)
-    if name not in ("target", "loops", "draft"):
-        raise typer.BadParameter(f"unknown model {name!r}: expected target, loops or draft")
+    if name not in ("target", "loops", "average", "draft"):
+        raise typer.BadParameter(f"unknown model {name!r}: expected target, loops, average or draft")
     if not (work / name / "checkpoint.pt").is_file():
         raise typer.BadParameter(f"no checkpoint in {work / name}: run `python -m recipes.family {name}` first")
     if out.exists() and not (out / "config.json").is_file():  # an existing folder is deleted first, so it must be a model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -145,8 +146,26 @@ def train_against_loops(shop: Workshop) -> bool:
     return Trainer("loops", net, batches, loss, plan, shop.folder / "loops", measure).run()
 
 
+def average(shop: Workshop, others: Sequence[Path]) -> None:
+    """Average the weights of this folder's run against loops and of `others`, folders of such runs that began like it.
+
+    "Model soups" (Wortsman et al. 2022, arXiv 2203.05482): the mean has a lower loss than each of them.
+    """
+    runs = [shop.folder / "loops", *others]
+    weights = [torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)["model"] for run in runs]
+    mean = {name: torch.stack([each[name] for each in weights]).mean(0) for name in weights[0]}
+    (shop.folder / "average").mkdir(exist_ok=True)
+    with replaced(shop.folder / "average" / "checkpoint.pt") as unfinished:
+        torch.save({"model": mean, "runs": [str(run) for run in runs]}, unfinished)
+
+
+def finished(shop: Workshop) -> str:
+    """Return the stage whose weights are the finished target."""
+    return "average" if (shop.folder / "average" / "checkpoint.pt").is_file() else "loops"
+
+
 def export_model(shop: Workshop, name: str, out: Path) -> None:
-    """Export the last checkpoint of `target`, `loops` (the target after that stage) or `draft`."""
+    """Export the last checkpoint of `target`, `loops` (the target after that stage), `average` or `draft`."""
     shape = shop.preset.draft if name == "draft" else shop.preset.target
     export(shop.folder / name / "checkpoint.pt", shape, shop.preset, shop.folder / "tokenizer", out)
 
@@ -217,10 +236,11 @@ def finish(shop: Workshop, package: Path, curves: Path) -> None:
     """Export both models to `package`, measure them, and draw the curves."""
     for name, out in (
         ("target", shop.folder / "export" / "learned"),
-        ("loops", package / "target"),
+        (finished(shop), package / "target"),
         ("draft", package / "draft"),
     ):
         export_model(shop, name, out)
+    for name in ("target", "loops", "draft"):
         curve = json.loads((shop.folder / name / "curve.json").read_text())
         plots.draw(name, curve, curves)
     learned = shop.tokenizer
