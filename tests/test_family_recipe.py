@@ -388,3 +388,24 @@ def test_unlikelihood_ends_greedy_loops() -> None:
         optimizer.step()
     assert shares[0] > 0.5 and sum(shares[-20:]) / 20 < shares[0] / 2
     assert "loops" not in loss(ids, 1, 0.5)[1]
+
+
+def test_the_finished_target_is_the_mean_of_all_runs_against_loops(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from recipes.family.__main__ import app
+
+    work, shop = tmp_path / "work", stages.Workshop("tiny", tmp_path, tmp_path / "work")
+    weights = [{"a": torch.tensor([number, 2.0])} for number in (1.0, 4.0, 7.0)]
+    folders = [work / "loops", tmp_path / "second", tmp_path / "third"]
+    for folder, each in zip(folders, weights, strict=True):
+        folder.mkdir(parents=True)
+        torch.save({"model": each, "step": 9}, folder / "checkpoint.pt")
+    assert stages.finished(shop) == "loops"
+    others = [str(folder) for folder in folders[1:]]
+    done = CliRunner().invoke(app, ["average", *others, "--preset", "tiny", "--work", str(work)])
+    assert done.exit_code == 0, done.output
+    assert stages.finished(shop) == "average"
+    assert torch.load(work / "average" / "checkpoint.pt")["model"]["a"].tolist() == [4.0, 2.0]
+    done = CliRunner().invoke(app, ["average", str(tmp_path), "--preset", "tiny", "--work", str(work)], env={"COLUMNS": "300"})
+    assert done.exit_code == 2 and "no checkpoint" in done.output

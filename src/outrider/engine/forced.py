@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from outrider.engine.round import RoundProposer
+from outrider.engine.round import DraftSource
 from outrider.sampling.grammar_masks import allowed_after, is_dead_end, is_empty, path_to
 from outrider.types import BatchSampler, Context, Matcher, Proposal, Request, Verdict
 
@@ -45,7 +45,7 @@ class ForcedDrafts:
 
     def __init__(
         self,
-        inner: RoundProposer,
+        inner: DraftSource,
         make_sampler: Callable[[Sequence[Request]], BatchSampler],
         *,
         drafts_ahead: bool,

@@ -15,7 +15,7 @@ from outrider.types import Context, OutriderError, Proposal, Scores, Verdict
 from outrider.verifiers.base import Verifier
 
 
-class RoundProposer(Protocol):
+class DraftSource(Protocol):
     """The part of a proposer that a round uses."""
 
     def propose(self, context: Context, k: int) -> Proposal: ...
@@ -33,7 +33,7 @@ class Scorer(Protocol):
 class Parts:
     """The parts of an engine that a round uses."""
 
-    proposer: RoundProposer
+    proposer: DraftSource
     runner: Scorer
     scheduler: Scheduler
     verifiers: tuple[Verifier, Verifier]  # for sampled rounds; for deterministic rounds
