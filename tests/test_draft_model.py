@@ -133,14 +133,12 @@ def test_padded_vocabularies_of_either_model_are_supported(target_vocab, tempera
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_request_with_a_token_that_the_draft_lacks_has_no_drafts(temperature):
+def test_a_token_that_the_draft_lacks_is_its_last_one(temperature):
     drafting = Drafting(target_vocab=96, temperature=temperature)
-    drafting.requests[1].token_ids[2] = 80  # a padding row of the target's embedding
-    assert drafting.propose(3).lens.tolist() == [3, 0, 3]
+    drafting.requests[1].token_ids[2] = 80  # a token that was added to the target
     assert drafting.proposer.prefill(drafting.requests) == [True, True, True]
-    drafting.proposer.release([request.request_id for request in drafting.requests])
-    drafting.requests[1].token_ids[2] = 8
     assert drafting.propose(3).lens.tolist() == [3, 3, 3]
+    drafting.requests[1].token_ids[2] = VOCAB - 1
     drafting.check()
 
 

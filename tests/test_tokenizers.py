@@ -9,7 +9,7 @@ from tiny_folder import make_tokenizer
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from outrider.runner.tokenizers import byte_alphabet, byte_table, check_same_vocabulary
+from outrider.runner.tokenizers import DifferentVocabulary, byte_alphabet, byte_table, check_same_files, check_same_vocabulary
 from outrider.types import OutriderError
 
 
@@ -47,13 +47,33 @@ def test_a_token_missing_in_the_target_is_named():
     assert "1 of the draft's are unknown to the target, the first 'd'" in refusal(tokenizer(ABC), tokenizer(ABC | {"d": 3}))
 
 
-def test_different_end_of_text_tokens_are_named():
-    line = refusal(tokenizer(ABC, eos_token="b"), tokenizer(ABC, eos_token="c"))
-    assert "disagree on eos_token_id: 1 in the target, 2 in the draft" in line
+def test_other_special_tokens_are_described_and_accepted():
+    told = check_same_vocabulary(tokenizer(ABC, eos_token="b"), tokenizer(ABC, eos_token="c"))
+    assert told == "special tokens differ: eos_token_id is 1 in the target, 2 in the draft"
+    chat = tokenizer(ABC | {"<user>": 3}, additional_special_tokens=["<user>"])
+    assert check_same_vocabulary(chat, tokenizer(ABC)) == "special tokens differ: 1 of them, the first '<user>'"
+    assert check_same_vocabulary(tokenizer(ABC), chat) is not None
+    renamed = tokenizer(ABC | {"<reserved>": 3}, additional_special_tokens=["<reserved>"])
+    assert "2 of them" in check_same_vocabulary(chat, renamed)
+
+
+def test_an_added_token_with_the_id_of_a_learned_one_is_another_vocabulary():
+    refusal(tokenizer(ABC | {"d": 3}), tokenizer(ABC | {"<user>": 3}, additional_special_tokens=["<user>"]))
 
 
 def test_a_missing_end_of_text_token_is_accepted():
-    check_same_vocabulary(tokenizer(ABC, eos_token="b"), tokenizer(ABC))
+    assert check_same_vocabulary(tokenizer(ABC, eos_token="b"), tokenizer(ABC)) is None
+
+
+def test_folders_whose_tokenizers_differ_in_special_tokens_are_accepted(tmp_path):
+    chat = make_tokenizer()
+    chat.add_special_tokens({"additional_special_tokens": ["<user>"]})
+    for name, each in (("target", chat), ("draft", make_tokenizer())):
+        each.save_pretrained(tmp_path / name)
+    check_same_files(tmp_path / "target", tmp_path / "draft")
+    make_tokenizer(300).save_pretrained(tmp_path / "other")
+    with pytest.raises(DifferentVocabulary):
+        check_same_files(tmp_path / "target", tmp_path / "other")
 
 
 def test_an_id_after_a_gap_has_its_bytes():

@@ -9,7 +9,7 @@ import sys
 import pytest
 from heads.writers import HIDDEN, write_eagle1, write_eagle3, write_medusa
 from huggingface_hub import constants
-from tiny_folder import make_folder
+from tiny_folder import make_folder, make_tokenizer
 
 from outrider import LLM, SamplingParams, family
 from outrider.heads.checkpoint import EAGLE, MEDUSA, MODEL, kind_of
@@ -192,3 +192,14 @@ def test_the_command_line_rejects_a_wrong_draft_before_loading(home, capsys, mon
     monkeypatch.setattr(sys, "argv", ["outrider", "generate", *given])
     assert main() == 2
     assert "use method 'draft' with it" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_base_model_drafts_for_a_chat_model_with_more_special_tokens(tmp_path, caplog):
+    chat = make_tokenizer()
+    chat.add_special_tokens({"additional_special_tokens": ["<user>", "<assistant>"]})
+    target, draft = make_folder(tmp_path / "chat", tokenizer=chat), make_folder(tmp_path / "base")
+    caplog.set_level("INFO", "outrider")
+    llm, plain = (LLM(target, draft=each, method=method, **OPTIONS) for each, method in ((draft, "auto"), (None, "plain")))
+    assert llm.proposer.name == "draft" and "special tokens differ: 2 of them, the first '<user>'" in caplog.text
+    done, expected = (each.generate("<user>def add(<assistant>", SHORT)[0].outputs[0] for each in (llm, plain))
+    assert done.token_ids == expected.token_ids and done.stats.num_drafts > 0

@@ -5,6 +5,7 @@ A model trained with mask tokens makes all drafts of a round in one pass (``runn
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ from outrider.runner.self_draft import SelfDraft
 from outrider.runner.tokenizers import check_same_files, check_same_vocabulary
 from outrider.types import IMPOSSIBLE_LOGIT, Context, Finding, OutriderError, Proposal, Request, Verdict, spread
 
+logger = logging.getLogger(__name__)
+
 
 class DraftModelProposer(Proposer):
     """Drafts with a second model that has its own KV cache.
@@ -44,7 +47,6 @@ class DraftModelProposer(Proposer):
         if isinstance(draft, ModelRunner) and draft.max_drafts is not None:  # its recurrent layers keep that many states
             self.max_drafts = min(self.max_drafts, draft.max_drafts)
         self._draft_size = draft.vocab_size if isinstance(draft, ModelRunner) else vocab_size
-        self._num_known: dict[str, int] = {}  # leading tokens of each request that the draft has in its vocabulary
 
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:
@@ -70,20 +72,15 @@ class DraftModelProposer(Proposer):
     def texts(self, context: Context, k: int) -> dict[int, list[int]]:
         """Return row -> committed tokens, for requests with room for k drafts in the context of the draft model."""
         return {
-            b: request.token_ids
+            b: self._known(request.token_ids)
             for b, (request, limit) in enumerate(zip(context.requests, context.limits, strict=True))
-            if limit > 0 and len(request.token_ids) + k <= self.draft.max_len and self._knows(request)
+            if limit > 0 and len(request.token_ids) + k <= self.draft.max_len
         }
 
-    def _knows(self, request: Request) -> bool:
-        """Return whether the draft has all of a request's tokens. The target's embedding may have more padding rows."""
-        if self._draft_size >= self._vocab_size:
-            return True
-        request_id, token_ids = request.request_id, request.token_ids
-        if max(token_ids[self._num_known.get(request_id, 0) :], default=0) >= self._draft_size:
-            return False
-        self._num_known[request_id] = len(token_ids)
-        return True
+    def _known(self, token_ids: list[int]) -> list[int]:
+        """Return a text in the draft's ids: its last token for those that it lacks, such as added special tokens."""
+        last = self._draft_size - 1
+        return token_ids if self._draft_size >= self._vocab_size else [min(token, last) for token in token_ids]
 
     def in_target(self, logits: Tensor) -> Tensor:
         """Map draft logits [A, 1, Vd] to logits of target tokens [A, 1, V]."""
@@ -93,14 +90,15 @@ class DraftModelProposer(Proposer):
         return logits[:, :, : self._vocab_size]
 
     def in_draft(self, token_ids: Tensor) -> Tensor:
-        """Map target tokens [A, 1] to the draft's ids: to its last one where a mask left only tokens that the draft lacks."""
+        """Map target tokens [A, 1] to the draft's ids as ``_known``: a mask may leave only tokens that the draft lacks."""
         return token_ids.clamp(max=self._draft_size - 1) if self._draft_size < self._vocab_size else token_ids
 
     def prefill(self, requests: Sequence[Request]) -> list[bool]:
-        fitting = [request for request in requests if len(request.token_ids) < self.draft.max_len and self._knows(request)]
+        fitting = [request for request in requests if len(request.token_ids) < self.draft.max_len]
         if not fitting:
             return [True] * len(requests)
-        done = self.draft.prefill([request.request_id for request in fitting], [request.token_ids for request in fitting])
+        texts = [self._known(request.token_ids) for request in fitting]
+        done = self.draft.prefill([request.request_id for request in fitting], texts)
         unread = {request.request_id for request, is_read in zip(fitting, done, strict=True) if not is_read}
         return [request.request_id not in unread for request in requests]
 
@@ -116,8 +114,6 @@ class DraftModelProposer(Proposer):
 
     def release(self, request_ids: Sequence[str]) -> None:
         self.draft.release(request_ids)
-        for request_id in request_ids:
-            self._num_known.pop(request_id, None)
 
     def retire(self, request_ids: Sequence[str]) -> None:
         self.draft.retire(request_ids)
@@ -145,7 +141,9 @@ class DraftModelMethod(MethodSpec):
         options = setting.config(DraftOptions)
         tokenizer = draft_tokenizer(setting)
         if setting.tokenizer is not None and tokenizer is not None:
-            check_same_vocabulary(setting.tokenizer, tokenizer)
+            difference = check_same_vocabulary(setting.tokenizer, tokenizer)
+            if difference is not None:
+                logger.info("draft and target: %s; next to them fewer drafts are accepted", difference)
         draft = load_draft(setting, options)
         own = draft.vocab_size
         if isinstance(draft, ParallelDraft) and draft.mask_token == own - 1 == setting.target.vocab_size:
@@ -187,11 +185,12 @@ class DraftModelMethod(MethodSpec):
             yield Finding("suspicious", "vocabulary", "target or draft has no tokenizer, so token ids cannot be compared")
         else:
             try:
-                check_same_vocabulary(setting.tokenizer, tokenizer)
+                difference = check_same_vocabulary(setting.tokenizer, tokenizer)
             except OutriderError as error:
                 yield Finding("wrong", "vocabulary", str(error))
             else:
-                yield Finding("ok", "vocabulary", f"the same {len(tokenizer):,} tokens, special ones included")
+                same = f"the same {len(tokenizer):,} tokens, special ones included"
+                yield Finding("ok", "vocabulary", same) if difference is None else Finding("note", "vocabulary", difference)
         if draft.vocab_size != setting.target.vocab_size:
             rows = f"{draft.vocab_size:,} rows in the draft's embedding, {setting.target.vocab_size:,} in the target's"
             yield Finding("note", "embedding", f"{rows}: the extra rows are padding and are cut")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import filecmp
 import json
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
@@ -28,20 +29,34 @@ class DifferentVocabulary(OutriderError):
         super().__init__(f"{what}; choose a draft made for this target's tokenizer, or a method that takes any")
 
 
-def check_same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
-    """Raise ``OutriderError`` unless every id means the same token in both.
+def check_same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> str | None:
+    """Raise ``DifferentVocabulary`` unless each token that training learned has the same id in both.
 
-    Different vocabularies raise ``DifferentVocabulary``.
+    Return how the special and other added tokens differ, as those of a base and a chat model do; None if they do not. They
+    cannot change the output: drafts next to them are accepted less often.
     """
     if target is draft:
-        return
-    target_vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
-    if target_vocab != draft_vocab:
-        raise DifferentVocabulary(f"draft and target have different vocabularies ({_difference(target_vocab, draft_vocab)})")
+        return None
+    _check_learned(target.get_vocab(), target.get_added_vocab(), draft.get_vocab(), draft.get_added_vocab())
+    added = {**target.get_added_vocab(), **draft.get_added_vocab()}
+    ids = [tokenizer.get_vocab() for tokenizer in (target, draft)]
+    differing = [repr(token) for token in added if ids[0].get(token) != ids[1].get(token)]
+    found = [f"{len(differing)} of them, the first {differing[0]}"] if differing else []
     for name in ("eos_token_id", "bos_token_id"):
         of_target, of_draft = getattr(target, name, None), getattr(draft, name, None)
         if of_target is not None and of_draft is not None and of_target != of_draft:
-            raise OutriderError(f"draft and target disagree on {name}: {of_target} in the target, {of_draft} in the draft")
+            found.append(f"{name} is {of_target} in the target, {of_draft} in the draft")
+    return "special tokens differ: " + "; ".join(found) if found else None
+
+
+def _check_learned(
+    target: dict[str, int], added_to_target: Iterable[str], draft: dict[str, int], added_to_draft: Iterable[str]
+) -> None:
+    """Raise ``DifferentVocabulary`` unless the tokens that neither vocabulary had added have the same ids."""
+    added = {*added_to_target, *added_to_draft}
+    learned = [{token: index for token, index in each.items() if token not in added} for each in (target, draft)]
+    if learned[0] != learned[1]:
+        raise DifferentVocabulary(f"draft and target have different vocabularies ({_difference(*learned)})")
 
 
 def check_same_files(target: Path, draft: Path) -> None:
@@ -53,9 +68,7 @@ def check_same_files(target: Path, draft: Path) -> None:
         return
     if name != TOKENIZER_FILES[0]:
         raise DifferentVocabulary(f"draft and target have different files {name}")
-    vocabularies = _vocabulary(target / name), _vocabulary(draft / name)
-    if vocabularies[0] != vocabularies[1]:
-        raise DifferentVocabulary(f"draft and target have different vocabularies ({_difference(*vocabularies)})")
+    _check_learned(*_vocabulary(target / name), *_vocabulary(draft / name))
 
 
 def check_merges(folder: Path) -> None:
@@ -76,12 +89,13 @@ def check_merges(folder: Path) -> None:
         raise OutriderError(f"{file}: the merge {broken} must continue with the continuing_subword_prefix {prefix!r}")
 
 
-def _vocabulary(file: Path) -> dict[str, int]:
-    """Return the id of each token in a tokenizer.json."""
+def _vocabulary(file: Path) -> tuple[dict[str, int], list[str]]:
+    """Return the id of each token in a tokenizer.json, and the added tokens."""
     content = json.loads(file.read_bytes())
     tokens = content["model"]["vocab"]
     ids = dict(tokens) if isinstance(tokens, dict) else {token: index for index, (token, _) in enumerate(tokens)}
-    return ids | {each["content"]: each["id"] for each in content.get("added_tokens") or ()}
+    added = {each["content"]: each["id"] for each in content.get("added_tokens") or ()}
+    return ids | added, list(added)
 
 
 def _difference(target: dict[str, int], draft: dict[str, int]) -> str:
