@@ -326,3 +326,17 @@ def test_scales_that_are_nan_are_rejected_with_the_name_of_their_tensor(tmp_path
         ("blk.1.attn_q.weight",),
     )
     assert "tensor blk.1.attn_q.weight: scales are NaN or infinite" in refusal(path)
+
+
+def test_the_files_beside_a_file_do_not_count_if_the_file_was_given(tmp_path):
+    gguf_files.write(tmp_path / "model.gguf", gguf_files.make_model("llama"), KINDS["Q8_0"])
+    make_tokenizer(300).save_pretrained(tmp_path)
+    text = "return first + second"
+    found = {name: load_tokenizer(str(tmp_path / name)).encode(text) for name in ("model.gguf", "")}
+    assert found["model.gguf"] == make_tokenizer().encode(text) != found[""] == make_tokenizer(300).encode(text)
+
+
+def test_a_number_of_layers_beyond_the_tensors_is_refused_before_a_config_is_made(unread, tmp_path):
+    path = tmp_path / "model.gguf"
+    gguf_files.write(path, gguf_files.make_model("qwen3"), KINDS["Q8_0"], change=lambda w: w.add_block_count(1 << 30))
+    assert f"its header says block_count={1 << 30}, but it has" in refusal(path)

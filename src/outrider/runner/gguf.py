@@ -74,6 +74,8 @@ def _quick(reader: Any) -> Any:
                 return super()._get_field_parts(orig_offs, raw_type)  # type: ignore[no-any-return]
             kind, length = self._get(orig_offs, np.uint32)[0], self._get(orig_offs + 4, np.uint64)
             start = end = orig_offs + 12
+            if kind == LIST:
+                raise ValueError("a list of lists, which is not supported")
             if kind != STRING:
                 numbers = self._get(start, self.gguf_scalar_to_np[kind], length[0])
                 return 12 + numbers.nbytes, [numbers], [0], [LIST, kind]
@@ -81,6 +83,8 @@ def _quick(reader: Any) -> Any:
             raw = memoryview(self.data)
             for _ in range(length[0]):
                 end += 8 + int.from_bytes(raw[end : end + 8], sys.byteorder)
+                if end > len(raw):
+                    raise ValueError("an entry of its header goes beyond the end")
             return end - orig_offs, [length], [0], [UINT64]
 
     return Quick
@@ -109,10 +113,10 @@ def load_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTok
         return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     file = GgufFile.open(path)
     file.warn_of_an_unknown_split()
-    kind: Any = AutoTokenizer  # it reads the whole header with gguf's own class
-    if file.architecture in ARCHITECTURES:
-        kind = TOKENIZER_MAPPING.get(CONFIG_MAPPING[file.architecture], TokenizersBackend)
-    return kind.from_pretrained(str(path.parent), gguf_file=path.name)  # type: ignore[no-any-return]
+    if file.architecture in ARCHITECTURES:  # not by from_pretrained, which would prefer a tokenizer.json beside the file
+        kind: Any = TOKENIZER_MAPPING.get(CONFIG_MAPPING[file.architecture], TokenizersBackend)
+        return kind(gguf_file=path.name, name_or_path=str(path.parent))  # type: ignore[no-any-return]
+    return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)  # reads the whole header with gguf's own class
 
 
 def _beside(source: str | Path, file: Path, *names: str) -> bool:
@@ -215,8 +219,13 @@ class GgufFile:
             raise OutriderError(f"{self.path}: rope scaling {scaling} is not supported: {advice}")
 
     def config(self) -> PreTrainedConfig:
-        """Return the config that the entries state. Raises ``OutriderError`` as ``refuse_unknown_entries``."""
+        """Return the config that the entries state. Raises ``OutriderError`` for entries that are unknown or implausible."""
         self.refuse_unknown_entries()
+        num_layers = self.entry(f"{self.architecture}.block_count")
+        if isinstance(num_layers, int) and num_layers > len(self.tensors):  # the config makes lists of that length
+            raise OutriderError(
+                f"{self.path}: its header says block_count={num_layers}, but it has {len(self.tensors)} tensors"
+            )
         values: dict[str, Any] = {
             "name_or_path": str(self.path.parent),
             "tie_word_embeddings": "output.weight" not in self.tensors,

@@ -142,7 +142,7 @@ class FusedLinears(PackedLinear):
         biases = [layer.bias for layer in layers]
         bias = None
         if any(b is not None for b in biases):
-            zeros = [torch.zeros(layer.out_features) for layer in layers]
+            zeros = [torch.zeros(layer.out_features, device=layer.packed.device) for layer in layers]
             bias = torch.cat([z if b is None else b for b, z in zip(biases, zeros, strict=True)])
         parts = [layer.packed for layer in layers]
         shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])

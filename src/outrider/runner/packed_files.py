@@ -72,7 +72,7 @@ class PackedFile:
             model = without_weights(config, model_class, stored["dtype"])
             linear.pack_model(loading.adopt(model, by_request), self.bits)
             _fill(model, stored["tensors"], path.stat().st_size)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OutriderError) as error:
+        except Exception as error:  # for example, a file of other code
             logger.warning("%s does not fit the model (%s): rebuilding it", path, error)
             disk_cache.discard(KIND, self.key, SUFFIX)
             return None
@@ -101,7 +101,7 @@ class PackedFile:
 
 def _fill(model: PreTrainedModel, stored: dict[str, Tensor], num_bytes: int) -> None:
     """Fill a model on the meta device, in place. Raises ``OutriderError`` if the file's tensors differ from the model's."""
-    if {name: tensor.shape for name, tensor in _tensors(model)} != {name: tensor.shape for name, tensor in stored.items()}:
+    if _form(dict(_tensors(model))) != _form(stored):
         raise OutriderError("its tensors differ")
     free = free_memory()
     in_memory = free is not None and 2 * num_bytes < free  # huge pages are faster than a mapped file
@@ -130,6 +130,10 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _stores(module: nn.Module) -> tuple[dict[str, Any], ...]:
     return module._parameters, module._buffers, vars(module)
+
+
+def _form(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
 def _hash(*texts: str) -> str:
