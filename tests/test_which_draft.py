@@ -203,3 +203,9 @@ def test_a_base_model_drafts_for_a_chat_model_with_more_special_tokens(tmp_path,
     assert llm.proposer.name == "draft" and "special tokens differ: 2 of them, the first '<user>'" in caplog.text
     done, expected = (each.generate("<user>def add(<assistant>", SHORT)[0].outputs[0] for each in (llm, plain))
     assert done.token_ids == expected.token_ids and done.stats.num_drafts > 0
+
+
+def test_a_head_given_as_the_target_is_refused_with_what_it_is(home):
+    for name, what in (("eagle1", "an EAGLE head"), ("medusa", "Medusa heads")):
+        with pytest.raises(OutriderError, match=f"{name} holds {what}, not a model: give it as the draft"):
+            LLM(home / name, **OPTIONS)

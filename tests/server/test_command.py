@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from outrider import native
 from outrider.cli import main
@@ -24,7 +25,7 @@ from outrider.engine.llm import LLM
 from outrider.engine.plan import KEYS, Plan, served_name
 from outrider.server import run
 from outrider.server.config import ServerConfig
-from outrider.server.protocol import ChatBody, CompletionBody
+from outrider.server.protocol import ChatBody, CompletionBody, mistakes
 from outrider.types import OutriderError
 
 from .served import Served
@@ -216,3 +217,15 @@ def test_the_page_names_every_field_and_existing_metrics(served: Served) -> None
     named = re.findall(r"`((?:vllm|outrider):\w+)`", page)
     assert len(named) > 5
     assert not [name for name in named if not re.search(rf"^{name}(_bucket)?\{{", metrics, re.MULTILINE)]
+
+
+def test_wrong_fields_are_named_in_the_words_of_the_api() -> None:
+    def told(**body: object) -> str:
+        with pytest.raises(ValidationError) as error:
+            CompletionBody.model_validate(body)
+        return mistakes([{**each, "loc": ("body", *each["loc"])} for each in error.value.errors()])
+
+    assert told(prompt="x", stream_options={}) == "stream_options needs stream: true"
+    assert told(prompt="\ud800") == "prompt: invalid Unicode: unpaired surrogate; prompt: Input should be a valid list"
+    no_object = {"type": "model_attributes_type", "loc": ("body",), "msg": "Input should be a valid dictionary"}
+    assert "a JSON object, sent with the header Content-Type" in mistakes([no_object])

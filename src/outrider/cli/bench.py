@@ -64,7 +64,7 @@ class GridOptions:
     repeat: int = flag("Repeats; medians are shown.", 3, panel=GRID, min=1)
     seed: int = flag("Sampling seed; repeat r uses seed + r.", 0, panel=GRID)
     busy: str = flag("Number of other busy processes during the measurement.", "0", panel=GRID)
-    inflate: str | None = flag("Measure the same function at the cost of a larger model: 350m, 1b, 8b.", panel=GRID)
+    inflate: str | None = flag("Measure the same function at the cost of a larger model, such as 350m, 1b or 8b.", panel=GRID)
 
 
 @dataclass(frozen=True)

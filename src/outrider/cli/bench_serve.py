@@ -62,7 +62,7 @@ class ServerOptions:
     )
     api_key: str | None = flag("API key for --url.", panel=SERVER, envvar="OPENAI_API_KEY")
     max_batch: int | None = given(RunnerConfig, panel=SERVER)
-    inflate: str | None = flag("Inflate the target of the started server to a larger model's cost: 350m, 1b, 8b.", panel=SERVER)
+    inflate: str | None = flag("Inflate the started server's target to a larger model's cost, such as 1b.", panel=SERVER)
 
 
 @dataclass(frozen=True)

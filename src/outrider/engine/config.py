@@ -17,6 +17,7 @@ from outrider.engine.options import Speculation, is_tokenizer
 from outrider.engine.policy import FixedLength, LengthPolicy
 from outrider.engine.scheduler import Scheduler
 from outrider.errors import one_line
+from outrider.heads.checkpoint import MODEL, kind_of
 from outrider.memory import on_this_machine
 from outrider.method_text import split_method
 from outrider.options import declared
@@ -77,6 +78,9 @@ def load_tokenizer(
             raise
         if gguf.find(source) is not None or not isinstance(error, (OSError, ValueError, KeyError)):
             load_config(source, trust_remote_code)  # AutoTokenizer reads the config too: report an error in the config first
+        kind = None if folder is None else kind_of(folder)
+        if kind is not None and kind is not MODEL:
+            raise OutriderError(f"{source} holds {kind}, not a model: give it as the draft") from error
         raise OutriderError(f"cannot load a tokenizer from {str(source)!r}: {first_line(error)}") from error
     return tokenizer
 

@@ -70,6 +70,6 @@ class Journal:
             raise OutriderError(f"--resume: {self.path} was not written by outrider tune") from None
         if differing:
             raise OutriderError(
-                f"--resume: {self.path} was made with another {', '.join(differing)}: use the same or omit --resume"
+                f"--resume: {self.path} was made with other values of {', '.join(differing)}: use the same or omit --resume"
             )
         return dict(document)

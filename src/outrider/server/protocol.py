@@ -257,6 +257,9 @@ def mistakes(errors: Sequence[Any]) -> str:
         is_unknown = error["type"] == "extra_forbidden"  # the location contains the client's field name
         parts = [str(part) for part in error["loc"] if part != "body"]
         place = ".".join(part for part in parts if is_unknown or not PYDANTIC_TYPE.search(part))
-        what = " ".join(f"{place}: {error['msg']}".removeprefix(": ").split())
+        what = error["msg"].removeprefix("Value error, ")
+        if error["type"] == "model_attributes_type" and not place:
+            what = "expected a JSON object, sent with the header Content-Type: application/json"
+        what = " ".join(f"{place}: {what}".removeprefix(": ").split())
         found.append(what if len(what) <= MAX_DETAIL else what[: MAX_DETAIL - 3] + "...")
-    return "; ".join(found)
+    return "; ".join(dict.fromkeys(found))
