@@ -87,7 +87,7 @@ def test_an_interrupted_search_resumes(
     asked: list[str] = []
     monkeypatch.setattr(search, "generate", lambda *args: [asked.append(args[1].label), generate(*args)][1])
     code, _, err = outrider(*command, "--seed", 7, "--resume")
-    assert code == 2 and "another traffic" in err and not asked
+    assert code == 2 and "other values of traffic" in err and not asked
     code, shown, err = outrider(*command, "--resume")
     assert code == 0, err
     assert "the plan:" in shown

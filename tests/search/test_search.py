@@ -297,7 +297,7 @@ def test_a_journal_of_another_search_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     Journal(file, {"batch": [1], "traffic": "x"}).once("recorded", "0", lambda: [1])
     assert "0" in Journal(file, {"batch": (1,), "traffic": "x"}, resume=True).document["found"]["recorded"]
-    with pytest.raises(OutriderError, match="with another batch"):
+    with pytest.raises(OutriderError, match="with other values of batch"):
         Journal(file, {"batch": [2], "traffic": "x"}, resume=True)
     file.write_text("[]")
     with pytest.raises(OutriderError, match="was not written by outrider tune"):

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from transformers import PreTrainedConfig
 
-from outrider.heads.checkpoint import find_folder, kind_of, loose_files
+from outrider.heads.checkpoint import MODEL, find_folder, kind_of, loose_files
 from outrider.runner.loading import load_config, num_layers, text_config
 
-__all__ = ["Recognised", "TargetFiles", "find_folder", "kind_of", "loose_files"]
+__all__ = ["MODEL", "Recognised", "TargetFiles", "find_folder", "kind_of", "loose_files"]
 
 
 class Recognised(NamedTuple):
