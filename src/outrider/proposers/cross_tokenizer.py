@@ -75,9 +75,9 @@ class CrossTokenizerProposer(DraftModelProposer):
         rows = sorted(written), sorted(set(range(batch)) - written)
         return merged([(rows[0], by_text.take(rows[0])), (rows[1], by_token.take(rows[1]))], batch, self._vocab_size)
 
-    def texts(self, context: Context, k: int) -> dict[int, list[int]]:
+    def texts(self, context: Context, k: int) -> dict[int, Sequence[int]]:
         """Return each row's committed text in the draft's ids; roll the draft's cache back to the common prefix."""
-        found = {}
+        found: dict[int, Sequence[int]] = {}
         for b, (request, limit) in enumerate(zip(context.requests, context.limits, strict=True)):
             if limit <= 0 or not (self._can_draft_tokens(request.params) or _is_written(request.params)):
                 continue

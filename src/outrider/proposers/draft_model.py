@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,20 @@ from outrider.runner.tokenizers import check_same_files, check_same_vocabulary
 from outrider.types import IMPOSSIBLE_LOGIT, Context, Finding, OutriderError, Proposal, Request, Verdict, spread
 
 logger = logging.getLogger(__name__)
+
+
+class _Clamped(Sequence[int]):
+    """View of a text with ids of at most ``last``: only what is read is converted, not the whole text in each round."""
+
+    def __init__(self, token_ids: list[int], last: int) -> None:
+        self._token_ids, self._last = token_ids, last
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._token_ids[index]
+        return [min(token, self._last) for token in found] if isinstance(found, list) else min(found, self._last)
 
 
 class DraftModelProposer(Proposer):
@@ -69,7 +84,7 @@ class DraftModelProposer(Proposer):
         lens = torch.tensor([min(k, context.limits[i]) if i in texts else 0 for i in range(len(requests))])
         return Proposal(drafts, lens, torch.cat(probs, 1) if probs else None, partial_pass=partial)
 
-    def texts(self, context: Context, k: int) -> dict[int, list[int]]:
+    def texts(self, context: Context, k: int) -> dict[int, Sequence[int]]:
         """Return row -> committed tokens, for requests with room for k drafts in the context of the draft model."""
         return {
             b: self._known(request.token_ids)
@@ -77,10 +92,9 @@ class DraftModelProposer(Proposer):
             if limit > 0 and len(request.token_ids) + k <= self.draft.max_len
         }
 
-    def _known(self, token_ids: list[int]) -> list[int]:
+    def _known(self, token_ids: list[int]) -> Sequence[int]:
         """Return a text in the draft's ids: its last token for those that it lacks, such as added special tokens."""
-        last = self._draft_size - 1
-        return token_ids if self._draft_size >= self._vocab_size else [min(token, last) for token in token_ids]
+        return token_ids if self._draft_size >= self._vocab_size else _Clamped(token_ids, self._draft_size - 1)
 
     def in_target(self, logits: Tensor) -> Tensor:
         """Map draft logits [A, 1, Vd] to logits of target tokens [A, 1, V]."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import filecmp
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
 
@@ -37,10 +37,10 @@ def check_same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedToke
     """
     if target is draft:
         return None
-    _check_learned(target.get_vocab(), target.get_added_vocab(), draft.get_vocab(), draft.get_added_vocab())
+    target_vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
     added = {**target.get_added_vocab(), **draft.get_added_vocab()}
-    ids = [tokenizer.get_vocab() for tokenizer in (target, draft)]
-    differing = [repr(token) for token in added if ids[0].get(token) != ids[1].get(token)]
+    _check_learned(target_vocab, draft_vocab, added)
+    differing = [repr(token) for token in added if target_vocab.get(token) != draft_vocab.get(token)]
     found = [f"{len(differing)} of them, the first {differing[0]}"] if differing else []
     for name in ("eos_token_id", "bos_token_id"):
         of_target, of_draft = getattr(target, name, None), getattr(draft, name, None)
@@ -49,11 +49,10 @@ def check_same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedToke
     return "special tokens differ: " + "; ".join(found) if found else None
 
 
-def _check_learned(
-    target: dict[str, int], added_to_target: Iterable[str], draft: dict[str, int], added_to_draft: Iterable[str]
-) -> None:
-    """Raise ``DifferentVocabulary`` unless the tokens that neither vocabulary had added have the same ids."""
-    added = {*added_to_target, *added_to_draft}
+def _check_learned(target: dict[str, int], draft: dict[str, int], added: Collection[str]) -> None:
+    """Raise ``DifferentVocabulary`` unless the tokens that are not among the added ones have the same ids."""
+    if target == draft:
+        return
     learned = [{token: index for token, index in each.items() if token not in added} for each in (target, draft)]
     if learned[0] != learned[1]:
         raise DifferentVocabulary(f"draft and target have different vocabularies ({_difference(*learned)})")
@@ -68,7 +67,8 @@ def check_same_files(target: Path, draft: Path) -> None:
         return
     if name != TOKENIZER_FILES[0]:
         raise DifferentVocabulary(f"draft and target have different files {name}")
-    _check_learned(*_vocabulary(target / name), *_vocabulary(draft / name))
+    (target_vocab, added), (draft_vocab, added_to_draft) = _vocabulary(target / name), _vocabulary(draft / name)
+    _check_learned(target_vocab, draft_vocab, added | added_to_draft)
 
 
 def check_merges(folder: Path) -> None:
@@ -89,13 +89,13 @@ def check_merges(folder: Path) -> None:
         raise OutriderError(f"{file}: the merge {broken} must continue with the continuing_subword_prefix {prefix!r}")
 
 
-def _vocabulary(file: Path) -> tuple[dict[str, int], list[str]]:
+def _vocabulary(file: Path) -> tuple[dict[str, int], set[str]]:
     """Return the id of each token in a tokenizer.json, and the added tokens."""
     content = json.loads(file.read_bytes())
     tokens = content["model"]["vocab"]
     ids = dict(tokens) if isinstance(tokens, dict) else {token: index for index, (token, _) in enumerate(tokens)}
     added = {each["content"]: each["id"] for each in content.get("added_tokens") or ()}
-    return ids | added, list(added)
+    return ids | added, set(added)
 
 
 def _difference(target: dict[str, int], draft: dict[str, int]) -> str:
