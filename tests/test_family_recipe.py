@@ -22,6 +22,7 @@ from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
 from outrider.train.plan import Plan
 from outrider.train.trainer import RunningClock, Trainer
 from outrider.types import OutriderError
+from recipes import PACKAGE
 from recipes.family import chats, corpus, data, evaluate, loops, model, samples, stages, tokenizer, written
 from recipes.family.config import PRESETS, AgainstLoops
 
@@ -356,7 +357,14 @@ def test_a_target_goes_on_from_a_finished_one(tmp_path: Path, monkeypatch: pytes
         assert torch.equal(weight, finished.state_dict()[name]), name
 
 
-@pytest.mark.parametrize(("command", "option"), [("target", "--start"), ("draft", "--target")])
+def test_a_target_that_goes_on_keeps_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    splits = {each.name: corpus.Split(["def add(a, b):\n    return a + b\n"], ["held out"]) for each in corpus.SOURCES}
+    monkeypatch.setattr(corpus, "load", lambda folder, megabytes: splits)
+    stages.prepare(stages.Workshop("tiny", tmp_path, tmp_path / "work", start=PACKAGE / "target"))
+    assert tokenizer.load(tmp_path / "work" / "tokenizer").get_vocab() == tokenizer.load(PACKAGE / "target").get_vocab()
+
+
+@pytest.mark.parametrize(("command", "option"), [("target", "--start"), ("draft", "--target"), ("draft", "--start")])
 def test_a_folder_without_a_model_is_refused(tmp_path: Path, command: str, option: str) -> None:
     from typer.testing import CliRunner
 

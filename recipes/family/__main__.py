@@ -101,7 +101,7 @@ def average(others: list[Path], preset: PresetName = "cpu", work: Work = WORK) -
 
 
 @app.command()
-def draft(
+def draft(  # noqa: PLR0913 - one parameter an option
     preset: PresetName = "cpu",
     corpus: Corpus = CORPUS,
     work: Work = WORK,
@@ -109,10 +109,12 @@ def draft(
     wall: Wall = False,
     rows: Annotated[int | None, typer.Option("--generated", help="number of sequences that the target writes first")] = None,
     teacher: Annotated[Path | None, typer.Option("--target", help="folder of a finished target (default: this run's)")] = None,
+    start: Annotated[Path | None, typer.Option("--start", help="folder of a trained draft to go on from")] = None,
 ) -> None:
     """Let the target write text, and distil the draft on that text. Run again to resume."""
     check_model(teacher)
-    shop = replace(workshop(preset, corpus, work), minutes=minutes, count_pauses=wall)
+    check_model(start)
+    shop = replace(workshop(preset, corpus, work), minutes=minutes, count_pauses=wall, start=start)
     if teacher is None:
         teacher = work / "export" / "target"
         stages.export_model(shop, stages.finished(shop), teacher)

@@ -43,7 +43,7 @@ class Workshop:
     minutes: float | None = None  # overrides the plan's budget
     tokens_in_all: int | None = None  # overrides the plan's tokens; a run that is past the start of the decay ends soon
     count_pauses: bool = False
-    start: Path | None = None  # folder of a target to go on from; otherwise a new one
+    start: Path | None = None  # folder of a target, or draft, to go on from; otherwise a new one
 
     @property
     def preset(self) -> Preset:
@@ -84,7 +84,10 @@ def prepare(shop: Workshop) -> None:
     for name, split in splits.items():
         print(f"{name}: {len(split.train)} documents, {sum(map(len, split.train)) / 1e6:.2f} M characters, "
               f"held out {len(split.held_out)}", flush=True)  # fmt: skip
-    learned = tokenizer.train(tokenizer.balanced_sample(splits, 24_000_000), shop.preset.vocab)
+    if shop.start is not None:  # its embeddings are those of its own tokens
+        learned = tokenizer.load(shop.start)
+    else:
+        learned = tokenizer.train(tokenizer.balanced_sample(splits, 24_000_000), shop.preset.vocab)
     learned.save_pretrained(shop.folder / "tokenizer")
     counts = data.encode_all(learned, splits, shop.tokens)
     print({name: f"{count / 1e6:.2f} M tokens" for name, count in counts.items()}, flush=True)
@@ -101,7 +104,7 @@ def _loss(shop: Workshop, name: str, net: LlamaForCausalLM, plan: Plan, skip: La
 def target_run(shop: Workshop) -> Trainer:
     """Return the target's training run."""
     preset = shop.preset
-    plan = shop.plan(preset.target_plan)
+    plan = shop.plan(preset.target_plan if shop.start is None else preset.further_plan)
     net, skip = model.build(preset.target, preset, plan.seed).to(shop.device), preset.layer_skip
     if shop.start is not None:
         net.load_state_dict(model.load(shop.start).state_dict())
@@ -212,7 +215,7 @@ def train_draft(shop: Workshop, target: Path, generated_rows: int | None = None)
     teacher = model.load(target).to(shop.device).requires_grad_(False)
     rows = how.generated_rows if generated_rows is None else generated_rows
     generated = write_text(shop, teacher, rows) if rows else torch.empty(0, 1)
-    student = new_draft(preset, teacher, plan.seed + 1)
+    student = new_draft(preset, teacher, plan.seed + 1) if shop.start is None else model.load(shop.start).to(shop.device)
     loss = DistillationLoss(student, teacher, how.teaching, run_dtype(shop.folder / "draft", shop.device), plan.seed)
     if shop.compiled:
         for net in (student, teacher):

@@ -10,7 +10,18 @@ from typing import Annotated
 import typer
 
 from outrider.cli.options import flag, with_groups
-from outrider.train.runs import Bench, BlockRun, EagleRun, HeadPlan, MtpRun, train_block, train_eagle, train_medusa, train_mtp
+from outrider.train.runs import (
+    Bench,
+    BlockRun,
+    EagleRun,
+    HeadPlan,
+    MedusaRun,
+    MtpRun,
+    train_block,
+    train_eagle,
+    train_medusa,
+    train_mtp,
+)
 from recipes import PACKAGE, exit_unless, run
 from recipes.family.config import SEED
 from recipes.family.stages import hardware
@@ -32,6 +43,7 @@ class Options:
     tokens: Path = flag("Tokenised text of the family's recipe.", Path("build/family/tokens"))
     package: Path = flag("Folder that gets one folder per head.", PACKAGE)
     work: Path = flag("Folder for rows, features and checkpoints.", Path("build/heads"))
+    start: Path | None = flag("Folder with one folder per head, such as an earlier edition's: continue these heads.")
     hardware: str | None = flag("Hardware named in the card.")
 
 
@@ -40,24 +52,24 @@ def hidden_states(num_layers: int) -> tuple[int, int, int]:
     return 2, num_layers // 2, num_layers - 1
 
 
-def train(name: str, at: Bench, package: Path, minutes: float, on: str) -> bool:
+def train(name: str, at: Bench, how: Options) -> bool:
     """Train one head. Returns False if interrupted."""
     layers = hidden_states(at.runner.num_layers)
     at.features([*layers, at.runner.num_layers])  # what all of them read, captured once
-    how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=2048, muon_lr=0.01, adam_lr=0.001, seed=SEED, compiled=True)
-    out = package / name
+    plan = HeadPlan(minutes=how.minutes, epochs=40, batch_tokens=2048, muon_lr=0.01, adam_lr=0.001, seed=SEED, compiled=True)
+    out, start = how.package / name, None if how.start is None else str(how.start / name)
     if name == "medusa":
-        finished = train_medusa(at, out, how, num_heads=4, num_layers=3)
+        finished = train_medusa(at, out, plan, MedusaRun(4, 3, start))
     elif name == "eagle1":
-        finished = train_eagle(at, out, how, EagleRun(generation=1, steps=2))
+        finished = train_eagle(at, out, plan, EagleRun(1, steps=2, start=start))
     elif name == "eagle3":
-        finished = train_eagle(at, out, how, EagleRun(generation=3, steps=3, layers=layers))
+        finished = train_eagle(at, out, plan, EagleRun(3, 3, layers, start=start))
     elif name == "mtp":
-        finished = train_mtp(at, out, how, MtpRun(steps=3))
+        finished = train_mtp(at, out, plan, MtpRun(3, start))
     else:
-        finished = train_block(at, out, how, BlockRun(block_size=8, layers=2, hidden_states=layers, markov_rank=128))
+        finished = train_block(at, out, plan, BlockRun(8, 2, layers, markov_rank=128, start=start))
     if finished:
-        publish(name, out, len(at.training_rows()), on)
+        publish(name, out, len(at.training_rows()), how.hardware or hardware())
     return finished
 
 
@@ -65,7 +77,7 @@ def train_all(names: Sequence[str], how: Options) -> None:
     """Train heads in order, each to its end. Exits if one is interrupted."""
     at = bench(how.target, how.tokens, how.work, how.rows)
     for name in names:
-        exit_unless(train(name, at, how.package, how.minutes, how.hardware or hardware()))
+        exit_unless(train(name, at, how))
 
 
 @app.command()

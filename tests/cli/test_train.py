@@ -86,7 +86,12 @@ def test_usage_errors_of_model_training_are_one_line(outrider: Run, target: Path
         return outrider("train", kind, "--target", target, "--text", text, "--out", tmp_path / "made", *FAST, *options)
 
     assert_one_line(train("draft", "--layers", 0), "--layers 0: expected at least 1")
-    assert_one_line(train("draft", "--start", target, "--width", 8), "omit --layers")
+    assert_one_line(train("draft", "--start", target, "--width", 8), "--start determines the sizes: omit --width")
+    assert_one_line(train("eagle", "--start", target, "--generation", 1, "--layers", "1,2,3"), "--layers and --draft-vocab are")
+    assert_one_line(train("eagle", "--start", target, "--draft-vocab", 40), "omit --draft-vocab")
+    assert_one_line(train("eagle", "--start", target), "is not an EAGLE head: fc.weight is missing")
+    assert_one_line(train("medusa", "--start", target, "--heads", 2), "omit --heads")
+    assert_one_line(train("dflash", "--start", target, "--markov-rank", 8), "omit --markov-rank")
     assert_one_line(train("draft", "--start", tmp_path / "none"), "none")
     assert_one_line(train("draft", "--from-layers", "first"), "--from-layers")
     assert_one_line(train("draft", "--loss", "mse"), "kl or tv")

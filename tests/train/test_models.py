@@ -24,7 +24,7 @@ from outrider.train.layer_skip import EarlyExitLoss, LayerSkip, drop_rates, exit
 from outrider.train.model_runs import DraftRun, train_draft, train_early_exit
 from outrider.train.parallel import Parallel
 from outrider.train.plan import Plan
-from outrider.train.runs import Bench, EagleRun, HeadPlan, train_eagle, train_medusa
+from outrider.train.runs import Bench, EagleRun, HeadPlan, MedusaRun, train_eagle, train_medusa
 from outrider.train.shrink import can_shrink
 from outrider.train.trainer import Trainer
 from outrider.types import OutriderError
@@ -337,7 +337,7 @@ def test_compiled_training_equals_eager_training(kind, folder, runner, rows, tmp
             assert train_eagle(at, out, how, EagleRun(3, 2, (1, 2, 3), 60))
             name = "eagle3"
         else:
-            assert train_medusa(at, out, how, num_heads=2)
+            assert train_medusa(at, out, how, MedusaRun(2))
         points = json.loads((out / f"{name}_curve.json").read_text())
         return [point["loss" if kind != "draft" else "kl"] for point in points]
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from heads.mtp_checkpoints import tiny_target
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from tiny_folder import TEXT, letter_tokenizer, make_folder, make_tokenizer
 from tokenizers import processors
 from toy import outputs_of
@@ -36,6 +37,7 @@ from outrider.train.runs import (
     BlockRun,
     EagleRun,
     HeadPlan,
+    MedusaRun,
     MtpRun,
     Source,
     train_block,
@@ -232,7 +234,7 @@ def test_a_trained_head_is_written_with_measurements_and_drafts(kind, folder, ll
     bench = Bench(ModelRunner.load(str(folder), RunnerConfig(compile="never")), None, tmp_path / "work", rows=rows)
     how = HeadPlan(epochs=0.2, batch_tokens=6 * SEQ)
     if kind == "medusa":
-        assert train_medusa(bench, tmp_path / "out", how, num_heads=2)
+        assert train_medusa(bench, tmp_path / "out", how, MedusaRun(2))
     elif kind == "mtp":
         assert train_mtp(bench, tmp_path / "out", how, MtpRun(2))
     elif kind == "dflash":
@@ -258,6 +260,28 @@ def test_a_trained_head_is_written_with_measurements_and_drafts(kind, folder, ll
         drafted = LLM(str(folder), method=kind.rstrip("13"), draft=str(place), num_draft_tokens=2, compile="never")
         assert drafted.generate([prompt], params)[0].outputs[0].token_ids == wanted
         assert drafted.stats.faults == 0 and drafted.stats.num_drafts > 0
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp", "dflash"])
+def test_a_head_is_continued_with_its_sizes(kind, folder, rows, tmp_path):
+    def trained(name, rate, *, start=None):
+        bench = Bench(ModelRunner.load(str(folder), RunnerConfig(compile="never")), None, tmp_path / f"{name}-work", rows=rows)
+        how = HeadPlan(epochs=0.1, batch_tokens=6 * SEQ, muon_lr=rate, adam_lr=rate)
+        train, first, later = {
+            "medusa": (train_medusa, MedusaRun(2, 2), MedusaRun(start=start)),
+            "eagle1": (train_eagle, EagleRun(1, 2), EagleRun(steps=2, start=start)),
+            "eagle3": (train_eagle, EagleRun(3, 2, (1, 2, 3), 60), EagleRun(steps=2, start=start)),
+            "mtp": (train_mtp, MtpRun(2), MtpRun(2, start)),
+            "dflash": (train_block, BlockRun(4, 2, (1, 3), selector_rank=4), BlockRun(start=start)),
+        }[kind]
+        assert train(bench, tmp_path / name, how, later if start else first)
+        return load_file(tmp_path / name / "model.safetensors")
+
+    first = trained("first", 0.01)
+    same, further = (trained(name, rate, start=str(tmp_path / "first")) for name, rate in (("same", 1e-9), ("further", 0.01)))
+    assert first.keys() == same.keys() == further.keys()
+    assert all(torch.allclose(tensor, same[name], atol=1e-6) for name, tensor in first.items())
+    assert any(not torch.allclose(tensor, further[name], atol=1e-4) for name, tensor in first.items())
 
 
 @torch.no_grad()
@@ -452,7 +476,7 @@ def test_a_run_with_other_settings_is_not_resumed(kind, runner, rows, tmp_path, 
 
     def train(changed):
         if kind == "medusa":
-            return train_medusa(bench, tmp_path / "out", how, num_heads=3 if changed else 2)
+            return train_medusa(bench, tmp_path / "out", how, MedusaRun(3 if changed else 2))
         return train_eagle(bench, tmp_path / "out", how, EagleRun(3, 2, (3, 2, 1) if changed else (1, 2, 3)))
 
     assert train(changed=False)
@@ -486,7 +510,7 @@ def test_invalid_training_is_reported_before_the_target_generates_text(runner, t
     bench = Bench(runner, None, tmp_path / "work", Source(seq_len=SEQ))
     how = HeadPlan()
     cases = [
-        (lambda: train_medusa(bench, tmp_path, how, num_heads=SEQ), "too short for 24 heads"),
+        (lambda: train_medusa(bench, tmp_path, how, MedusaRun(SEQ)), "too short for 24 heads"),
         (lambda: train_eagle(bench, tmp_path, how, EagleRun(3, layers=(1, 2, 9))), "has 0 to 6"),
         (lambda: train_eagle(bench, tmp_path, how, EagleRun(3, steps=40)), "too short for 40 steps"),
         (lambda: train_eagle(bench, tmp_path, how, EagleRun(3, draft_vocab=10**6)), "draft vocabulary of 1000000"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,6 +27,8 @@ outrider train medusa --target ./my-model --text notes.jsonl --out heads/medusa
 
 outrider train eagle --target ./my-model --text notes.jsonl --out heads/eagle3 --minutes 30
 
+outrider train eagle --target ./my-model --start ./eagle3 --text notes.jsonl --regenerate --out heads/my-eagle3
+
 outrider train eagle --generation 1 --target ./my-model --text notes.jsonl --regenerate --out heads/eagle1
 
 outrider train mtp --target ./my-model --start ./my-model --text notes.jsonl --out heads/mtp
@@ -44,6 +46,7 @@ outrider train early-exit --target ./my-model --text notes.jsonl --minutes 60 --
 outrider generate --target ./my-model --method eagle --draft heads/eagle3 "Dear Sir,"
 """
 WHAT, TEXT, LONG = "What", "Text", "How long"
+CONTINUE = "Continue this head, a folder or hub id, instead of a new one; its sizes stay."
 Out = Annotated[Path, typer.Option(help="Output folder.", rich_help_panel=WHAT)]
 MODEL_RATES = {"muon_lr": 0.002, "adam_lr": 0.0001}  # learning rates for weights that are already trained
 MASK_RATES = {"muon_lr": 0.006, "adam_lr": 0.0015}  # the same for weights that must learn to read mask tokens
@@ -91,30 +94,33 @@ class LengthOptions:
 def medusa(
     *,
     out: Out,
-    heads: int = flag("Number of heads, the longest draft.", 4, panel=WHAT),
-    layers: int = flag("Residual blocks per head.", 1, panel=WHAT),
+    heads: int | None = flag("Number of heads, the longest draft (default: 4).", panel=WHAT),
+    layers: int | None = flag("Residual blocks per head (default: 1).", panel=WHAT),
+    start: str | None = flag(CONTINUE, panel=WHAT),
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
     """Train Medusa heads, in vLLM's format."""
-    from outrider.train.runs import train_medusa
+    from outrider.train.runs import MedusaRun, train_medusa
 
     check(heads=heads, layers=layers)
-    how = plan_of(length)
-    done(train_medusa(bench_of(text, out), out, how, heads, layers), f"--method medusa --draft {out}")
+    check_start(start, heads=heads, layers=layers)
+    how, run = plan_of(length, started_rates(start)), MedusaRun(heads or 4, layers or 1, start)
+    done(train_medusa(bench_of(text, out, start=start), out, how, run), f"--method medusa --draft {out}")
 
 
 @with_groups
 def eagle(  # noqa: PLR0913 - one parameter an option
     *,
     out: Out,
-    generation: int = flag("1 (EAGLE-1 and EAGLE-2, which share their weights) or 3.", 3, panel=WHAT),
+    generation: int | None = flag("1 (EAGLE-1 and EAGLE-2, which share their weights) or 3 (default: 3).", panel=WHAT),
     steps: int | None = flag("Depths trained per step (default: 5; EAGLE-1: 1).", panel=WHAT),
     layers: str | None = flag(
         "Three hidden states for EAGLE-3, numbered as in transformers (default: 2, n/2, n-3).", panel=WHAT
     ),
     draft_vocab: int | None = flag("EAGLE-3: draft only this many of the most frequent tokens (default: all).", panel=WHAT),
     formats: str = flag("native, speculators, or both separated by a comma.", "native", "--format", panel=WHAT),
+    start: str | None = flag(CONTINUE, panel=WHAT),
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
@@ -125,9 +131,12 @@ def eagle(  # noqa: PLR0913 - one parameter an option
     if generation == 1 and (layers, draft_vocab) != (None, None):
         raise OutriderError("--layers and --draft-vocab are EAGLE-3's: omit them with --generation 1")
     states = parse_list("--layers", layers, int) if layers is not None else None
-    run = EagleRun(generation, steps, states, draft_vocab, parse_list("--format", formats, str))
-    how = plan_of(length)
-    done(train_eagle(bench_of(text, out), out, how, run), f"--method eagle --draft {out}")
+    check_start(start, generation=generation, layers=layers, draft_vocab=draft_vocab)
+    run = EagleRun(
+        3 if generation is None else generation, steps, states, draft_vocab, parse_list("--format", formats, str), start
+    )
+    how = plan_of(length, started_rates(start))
+    done(train_eagle(bench_of(text, out, start=start), out, how, run), f"--method eagle --draft {out}")
 
 
 @with_groups
@@ -135,20 +144,17 @@ def mtp(
     *,
     out: Out,
     steps: int = flag("Depths trained per step.", 3, panel=WHAT),
-    start: str | None = flag(
-        "Continue this head, a folder or hub id, such as the target's own, instead of a new one.", panel=WHAT
-    ),
+    start: str | None = flag(f"{CONTINUE} It may be the target's own.", panel=WHAT),
     layout: str = flag("Tensor names: qwen (mtp.*), deepseek (of a further layer) or mimo.", "qwen", "--format", panel=WHAT),
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
     """Train an MTP head with one layer of the target's kind, or continue the one in a checkpoint."""
-    from outrider.cli.session import check_source
     from outrider.train.runs import MtpRun, train_mtp
 
     check(steps=steps)
-    check_source(start)
-    how, run = plan_of(length, MODEL_RATES if start is not None else {}), MtpRun(steps, start, layout)
+    check_start(start)
+    how, run = plan_of(length, started_rates(start)), MtpRun(steps, start, layout)
     done(train_mtp(bench_of(text, out, start=start), out, how, run), f"--method mtp --draft {out}")
 
 
@@ -168,16 +174,19 @@ class PairOptions:
 
 
 @with_groups
-def dflash(
+def dflash(  # noqa: PLR0913 - one parameter an option
     *,
     out: Out,
-    block_size: int = flag("Tokens of a block, the last committed one included: one more than drafts.", 16, panel=WHAT),
+    block_size: int | None = flag(
+        "Tokens of a block, the last committed one included: one more than drafts (default: 16).", panel=WHAT
+    ),
     layers: int | None = flag("Layers of the head (default: a seventh of the target's, 2 to 5).", panel=WHAT),
     hidden_states: str | None = flag(
         "Hidden states of the target that it reads, numbered as in transformers (default: as many as layers, evenly spaced).",
         panel=WHAT,
     ),
     pairs: PairOptions,
+    start: str | None = flag(CONTINUE, panel=WHAT),
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
@@ -185,9 +194,11 @@ def dflash(
     from outrider.train.runs import BlockRun, train_block
 
     states = parse_list("--hidden-states", hidden_states, int) if hidden_states is not None else None
-    run = BlockRun(block_size, layers, states, pairs.markov_rank, pairs.selector_rank)
-    how = plan_of(length)
-    done(train_block(bench_of(text, out), out, how, run), f"--method dflash --draft {out}")
+    sizes = {"block_size": block_size, "layers": layers, "hidden_states": states}
+    check_start(start, **sizes, **{name: rank or None for name, rank in asdict(pairs).items()})
+    run = BlockRun(16 if block_size is None else block_size, layers, states, pairs.markov_rank, pairs.selector_rank, start)
+    how = plan_of(length, started_rates(start))
+    done(train_block(bench_of(text, out, start=start), out, how, run), f"--method dflash --draft {out}")
 
 
 @with_groups
@@ -207,16 +218,13 @@ def draft(  # noqa: PLR0913 - one parameter an option
     length: LengthOptions,
 ) -> None:
     """Train a small draft model on the target's logits, and write it as a Hugging Face folder."""
-    from outrider.cli.session import check_source
     from outrider.train.distillation import Distillation
     from outrider.train.draft_model import DraftShape
     from outrider.train.model_runs import DraftRun, train_draft
     from outrider.train.parallel import Parallel
 
     check(layers=layers, width=width, parallel=parallel)
-    check_source(start)
-    if start is not None and (layers, width, from_layers) != (None, None, None):
-        raise OutriderError("--start determines the draft's size: omit --layers, --width and --from-layers")
+    check_start(start, layers=layers, width=width, from_layers=from_layers)
     if parallel is None and (keep, keep_least) != (None, None):
         raise OutriderError("--keep and --keep-least need --parallel")
     chosen = parse_list("--from-layers", from_layers, int) if from_layers is not None else None
@@ -225,8 +233,7 @@ def draft(  # noqa: PLR0913 - one parameter an option
     shares = {name: share for name, share in (("keep", keep), ("least", keep_least)) if share is not None}
     masks = None if parallel is None else Parallel(parallel, **shares)
     run = DraftRun(DraftShape(layers, width, chosen), start, teaching, masks)
-    rates = MODEL_RATES if parallel is None else MASK_RATES
-    how = plan_of(length, rates if start is not None else {})
+    how = plan_of(length, started_rates(start, MODEL_RATES if parallel is None else MASK_RATES))
     bench = bench_of(text, out, start=start, uses_prompts=on_policy > 0, trains_model=True)
     done(train_draft(bench, out, how, run), f"--draft {out}")
 
@@ -263,6 +270,21 @@ def check(**numbers: int | None) -> None:
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise OutriderError(f"invalid --{name.replace('_', '-')} {number}: expected at least 1")
+
+
+def check_start(start: str | None, **sizes: object) -> None:
+    """Raise ``OutriderError`` unless ``start`` may be a checkpoint, and for sizes beside it, before loading."""
+    from outrider.cli.session import check_source
+
+    given = [f"--{name.replace('_', '-')}" for name, size in sizes.items() if size is not None]
+    if start is not None and given:
+        raise OutriderError(f"--start determines the sizes: omit {', '.join(given)}")
+    check_source(start)
+
+
+def started_rates(start: str | None, rates: dict[str, float] = MODEL_RATES) -> dict[str, float]:
+    """Return the default learning rates of a run that may continue a checkpoint."""
+    return {} if start is None else rates
 
 
 def plan_of(length: LengthOptions, rates: dict[str, float] | None = None) -> HeadPlan:

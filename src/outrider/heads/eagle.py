@@ -152,6 +152,9 @@ class EagleHead(RolloutHead):
                 return self.lm_head(out)  # type: ignore[no-any-return]
         return self.target_logits(out)
 
+    def set_attention(self, name: str) -> None:
+        self.shape.llama._attn_implementation = name
+
     def check_fit(self, target: TargetSizes) -> None:
         super().check_fit(target)
         shape, name = self.shape, target.name

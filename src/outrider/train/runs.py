@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -148,19 +148,35 @@ class Bench:
         return self.rows
 
 
-def train_medusa(bench: Bench, out: Path, how: HeadPlan, num_heads: int = 4, num_layers: int = 1) -> bool:
+@dataclass(frozen=True)
+class MedusaRun:
+    """Medusa heads to train."""
+
+    heads: int = 4
+    layers: int = 1  # residual blocks per head
+    start: str | None = None  # heads to continue, which determine both numbers; None: new ones
+
+
+def train_medusa(bench: Bench, out: Path, how: HeadPlan, kind: MedusaRun = MedusaRun()) -> bool:
     """Train heads and write them in vLLM's format with their measured accuracies. Return False if interrupted.
 
     Raises ``OutriderError`` for invalid settings before any text is generated or read.
     """
     runner = bench.runner
-    if bench.seq_len < num_heads + 3:
-        raise OutriderError(f"rows of {bench.seq_len} tokens are too short for {num_heads} heads")
-    check_captured(runner, [runner.num_layers], bench.seq_len)
-    bench.claim("medusa", heads=num_heads, layers=num_layers, distil=True)  # work folders have this key
-    cache = bench.features([runner.num_layers])
     torch.manual_seed(how.seed)
-    heads = shapes.new_medusa(runner, num_heads, num_layers).to(runner.device)
+    if kind.start is None:
+        heads = shapes.new_medusa(runner, kind.heads, kind.layers)
+    else:
+        heads = medusa_heads.load(kind.start, runner.vocab_size)[0].requires_grad_(True)
+    medusa_heads.check_fit(heads.to(runner.device), runner)
+    shape = heads.shape
+    if shape.mapped:
+        raise OutriderError(f"{kind.start} drafts a part of the vocabulary: only heads for all tokens can be continued")
+    if bench.seq_len < shape.num_heads + 3:
+        raise OutriderError(f"rows of {bench.seq_len} tokens are too short for {shape.num_heads} heads")
+    check_captured(runner, [runner.num_layers], bench.seq_len)
+    bench.claim("medusa", heads=shape.num_heads, layers=shape.num_layers, start=kind.start)
+    cache = bench.features([runner.num_layers])
     output = shapes.output_layer(runner)
     loss = MedusaLoss(heads, output, cache, runner.num_layers, dtype=bench.dtype("medusa"), entropy=how.entropy)
 
@@ -185,6 +201,7 @@ class EagleRun:
     layers: tuple[int, ...] | None = None  # hidden states of EAGLE-3; None: low, middle and high
     draft_vocab: int | None = None  # EAGLE-3: number of most frequent tokens; None: all
     formats: tuple[str, ...] = ("native",)
+    start: str | None = None  # head to continue, which determines generation, layers and draft_vocab; None: a new one
 
     def __post_init__(self) -> None:
         """Raise ``OutriderError`` for an invalid generation, format or number of hidden states."""
@@ -217,19 +234,25 @@ class EagleRun:
 def train_eagle(bench: Bench, out: Path, how: HeadPlan, kind: EagleRun = EagleRun()) -> bool:
     """Train a head and write it in the requested formats, the first to ``out`` itself. Return False if interrupted.
 
-    Raises ``OutriderError`` like ``EagleRun.settled``, before any text is generated or read.
+    Raises ``OutriderError`` like ``EagleRun.settled`` and ``eagle_formats.load``, before any text is generated or read.
     """
-    runner = bench.runner
+    runner, head = bench.runner, None
+    if kind.start is not None:
+        head = eagle_formats.load(kind.start, runner.num_layers, runner.vocab_size, runner.hidden_size, runner.model)
+        head.check_fit(runner)
+        head, generation = shapes.trainable(head, runner), head.shape.generation
+        kind = replace(kind, generation=generation, layers=head.hidden_states if generation == 3 else None)
     layers, steps, vocab = kind.settled(runner, bench.seq_len)
     name = f"eagle{kind.generation}"
-    bench.claim(name, layers=layers, steps=steps, **{"draft vocabulary": vocab})
+    bench.claim(name, layers=layers, steps=steps, **{"draft vocabulary": vocab}, start=kind.start)
     draft_ids = None
     if vocab is not None:
         rows = bench.training_rows()
         draft_ids = shapes.frequent_tokens(rows[: -held_out(len(rows))], runner.vocab_size, vocab)
     cache = bench.features([*layers, runner.num_layers])
     torch.manual_seed(how.seed)
-    head = shapes.new_eagle(runner, kind.generation, layers, draft_ids).to(runner.device)
+    if head is None:
+        head = shapes.new_eagle(runner, kind.generation, layers, draft_ids)
     found = _train_rollout(bench, name, head, cache, how, steps)
     if found is None:
         return False
@@ -282,6 +305,7 @@ class BlockRun:
     hidden_states: tuple[int, ...] | None = None  # of the target; None: as many as layers, evenly spaced
     markov_rank: int = 0  # above 0: DSpark's bias by the token before, of this rank
     selector_rank: int = 0  # above 0: DFlash 2's convolutions, and its path selector of this rank
+    start: str | None = None  # head to continue, which determines all of these; None: a new one
 
     def __post_init__(self) -> None:
         """Raise ``OutriderError`` for an invalid block size, rank, number of layers or hidden state."""
@@ -313,15 +337,21 @@ class BlockRun:
 def train_block(bench: Bench, out: Path, how: HeadPlan, kind: BlockRun = BlockRun()) -> bool:
     """Train a block drafter and write it to ``out`` with its acceptance by position. Return False if interrupted.
 
-    Raises ``OutriderError`` like ``BlockRun.settled``, before any text is generated or read.
+    Raises ``OutriderError`` like ``BlockRun.settled`` and ``block_formats.load``, before any text is generated or read.
     """
-    runner = bench.runner
+    runner, head = bench.runner, None
+    if kind.start is not None:
+        head = shapes.trainable(block_formats.load(kind.start, runner, runner.model), runner)
+        shape = head.shape
+        kind = BlockRun(
+            shape.block_size, len(head.layers), shape.hidden_states, shape.markov_rank, shape.selector_rank, kind.start
+        )
     sizes = kind.settled(runner, bench.seq_len)
-    bench.claim(NAME_OF_BLOCK, **asdict(sizes))
-    mask = shapes.mask_token(bench.training_rows(), runner)
+    bench.claim(NAME_OF_BLOCK, **asdict(sizes), start=kind.start)
     cache = bench.features([*sizes.hidden_states, runner.num_layers])
     torch.manual_seed(how.seed)
-    head = shapes.new_block(runner, sizes, mask)
+    if head is None:
+        head = shapes.new_block(runner, sizes, shapes.mask_token(bench.training_rows(), runner))
     if how.compiled:
         for module in head.modules():
             if isinstance(module, Qwen3MLP):

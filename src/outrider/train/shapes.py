@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 from outrider.heads.block import BlockHead, BlockShape
 from outrider.heads.eagle import EagleHead, EagleShape
+from outrider.heads.feature_head import FeatureHead, RolloutHead
 from outrider.heads.medusa import MedusaHeads, MedusaShape
 from outrider.heads.mtp import Body, MtpHead
 from outrider.heads.own_logits import Finish, finish_of
@@ -25,6 +26,7 @@ from outrider.types import OutriderError
 logger = logging.getLogger(__name__)
 
 Config = TypeVar("Config", LlamaConfig, Qwen3Config)
+Head = TypeVar("Head", bound=FeatureHead)
 
 
 class OutputLayer(nn.Linear):
@@ -90,7 +92,7 @@ def head_config(runner: ModelRunner, kind: type[Config], num_layers: int = 1) ->
     hidden, heads = runner.hidden_size, int(text.num_attention_heads)
     rope = dict(getattr(text, "rope_parameters", None) or {})
     theta = float(rope.get("rope_theta", 10000.0)) if rope.get("rope_type", "default") == "default" else 10000.0
-    config = kind(
+    return kind(
         vocab_size=runner.vocab_size,
         hidden_size=hidden,
         intermediate_size=int(getattr(text, "intermediate_size", None) or 4 * hidden),
@@ -102,8 +104,6 @@ def head_config(runner: ModelRunner, kind: type[Config], num_layers: int = 1) ->
         rms_norm_eps=float(getattr(text, "rms_norm_eps", None) or 1e-5),
         rope_parameters={"rope_type": "default", "rope_theta": theta},
     )
-    config._attn_implementation = rollout_attention.NAME
-    return config
 
 
 def new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ...], draft_ids: Tensor | None) -> EagleHead:
@@ -115,7 +115,6 @@ def new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ..
     else:
         shape = EagleShape(3, config, hidden, hidden_states, size, reduced=draft_ids is not None)
     head, output = EagleHead(shape), output_layer(runner)
-    head.lend(runner.model.get_input_embeddings(), output)
     with torch.no_grad():
         nn.init.normal_(head.fc.weight, std=0.02 / hidden**0.5)
         head.fc.weight[:, -hidden:] += torch.eye(hidden)  # the last part: the feature, or that of the highest layer
@@ -131,7 +130,7 @@ def new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ..
             head.norm.weight.copy_(final_scale(runner))
             if head.draft_ids is not None:
                 head.draft_ids.copy_(chosen)
-    return head
+    return trainable(head, runner)
 
 
 def new_mtp(runner: ModelRunner) -> MtpHead:
@@ -184,13 +183,12 @@ def new_block(runner: ModelRunner, sizes: BlockSizes, mask_token_id: int) -> Blo
             **(_second(sizes.selector_rank, hidden, runner.vocab_size) if sizes.selector_rank else {}),
         )
     )
-    head.lend(runner.model.get_input_embeddings(), output_layer(runner))
     with torch.no_grad():
         for name, weight in head.named_parameters():
             if re.search(r"\b(o_proj|down_proj|markov_w2|kernel_projection|successor_codebook)\b", name):
                 nn.init.zeros_(weight)
         head.norm.weight.copy_(final_scale(runner))
-    return head.to(runner.device)
+    return trainable(head, runner)
 
 
 def _second(rank: int, hidden_size: int, vocab_size: int) -> dict[str, Any]:
@@ -215,9 +213,10 @@ def mask_token(rows: Tensor, runner: ModelRunner) -> int:
     return int((counts == counts.min()).nonzero()[-1])
 
 
-def trainable(head: MtpHead, runner: ModelRunner) -> MtpHead:
+def trainable(head: Head, runner: ModelRunner) -> Head:
     """Return the head in training on this target."""
-    head.set_attention(rollout_attention.NAME)
+    if isinstance(head, RolloutHead):
+        head.set_attention(rollout_attention.NAME)
     head.lend(runner.model.get_input_embeddings(), output_layer(runner))
     return head.to(runner.device).requires_grad_(True)
 
