@@ -142,11 +142,12 @@ def sample_sections(report: dict[str, Any], tokens: int) -> str:
 def render(preset: Preset, report: dict[str, Any], curves: dict[str, list[dict[str, Any]]], hardware: str, note: str) -> str:
     """Return the complete card."""
     how = preset.distillation
+    target = ("target, continued", preset.further_plan) if report["continued"] else ("target", preset.target_plan)
     notes = "\n".join(
         [
             "## Training",
             "",
-            training("target", preset.target_plan, curves["target"], hardware),
+            training(*target, curves["target"], hardware),
             training("target, against loops", preset.loops_plan, curves["loops"], hardware),
             training("draft", preset.draft_plan, curves["draft"], hardware),
             "",

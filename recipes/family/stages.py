@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -109,8 +108,7 @@ def target_run(shop: Workshop) -> Trainer:
     if shop.start is not None:
         net.load_state_dict(model.load(shop.start).state_dict())
         skip = replace(skip, grow_at=0.0)
-    (shop.folder / "target").mkdir(parents=True, exist_ok=True)
-    (shop.folder / "target" / "train.pid").write_text(str(os.getpid()))
+    claim(shop.folder / "target" / "run.json", {"start": None if shop.start is None else str(shop.start)})
 
     def measure(final: bool) -> dict[str, Any]:
         found = shop.held_out(final)
@@ -252,6 +250,7 @@ def finish(shop: Workshop, package: Path, curves: Path) -> None:
     for name, folder in (("before", shop.folder / "export" / "learned"), ("after", package / "target")):
         found.setdefault("loops", {})[name] = loops.measure(model.load(folder), learned, chosen, report.SAMPLE_TOKENS)
     found["tokens"] = json.loads((shop.tokens / "tokens.json").read_text())
+    found["continued"] = json.loads((shop.folder / "target" / "run.json").read_text())["start"] is not None
     (curves / "report.json").write_text(json.dumps(found, indent=1) + "\n")
 
 

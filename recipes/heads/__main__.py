@@ -69,7 +69,7 @@ def train(name: str, at: Bench, how: Options) -> bool:
     else:
         finished = train_block(at, out, plan, BlockRun(8, 2, layers, markov_rank=128, start=start))
     if finished:
-        publish(name, out, len(at.training_rows()), how.hardware or hardware())
+        publish(name, out, len(at.training_rows()), how.hardware or hardware(), how.start is not None)
     return finished
 
 

@@ -39,20 +39,21 @@ WHAT = {
 }
 
 
-def publish(name: str, head: Path, rows: int, machine: str) -> None:
+def publish(name: str, head: Path, rows: int, machine: str, continued: bool) -> None:
     """Write ``README.md`` next to the head, and move its curve next to this recipe."""
     curve = json.loads((head / f"{name}_curve.json").read_text())
     for kind in ("json", "png"):
         shutil.move(head / f"{name}_curve.{kind}", Path(__file__).parent / f"{name}_curve.{kind}")
     measured = json.loads((head / "measured.json").read_text())
     size = (head / "model.safetensors").stat().st_size
-    (head / "README.md").write_text(card(name, measured, curve[-1], rows, size, machine))
+    (head / "README.md").write_text(card(name, measured, curve[-1], rows, size, machine, continued))
 
 
-def card(name: str, measured: dict[str, Any], end: dict[str, Any], rows: int, size: int, machine: str) -> str:
+def card(name: str, measured: dict[str, Any], end: dict[str, Any], rows: int, size: int, machine: str, continued: bool) -> str:
     """Return the card's text."""
     what, method = WHAT[name]
     minutes = end["seconds"] / 60
+    head = "The earlier target's head was continued: it" if continued else "The head"
     parts = [
         f"# Model card: {name}",
         f"{what} It drafts for the embedded target in `../target` and for no other model: `--method {method}`. Licence and"
@@ -62,7 +63,7 @@ def card(name: str, measured: dict[str, Any], end: dict[str, Any], rows: int, si
         "## Training",
         f"{rows} rows of {SEQ_LEN} tokens, written by the target after {PROMPT_LEN} tokens of training text, greedily and at"
         " temperature 1 in equal parts. Its hidden states were captured once and kept.",
-        f"The head saw {end['tokens'] / 1e6:.2f} M tokens in {end['step']} steps and {minutes:.0f} minutes on {machine}. Loss"
+        f"{head} saw {end['tokens'] / 1e6:.2f} M tokens in {end['step']} steps and {minutes:.0f} minutes on {machine}. Loss"
         f" curve: `recipes/heads/{name}_curve.png`.",
         "## Acceptance by position",
         "Measured on rows that were held out of the head's training.",
