@@ -88,7 +88,7 @@ def _show(checkup: Checkup, method: str) -> None:
     out.print(view)
     found = checkup.acceptance
     if found is not None:
-        places = ", ".join(f"{rate:.0%}" for rate in found.by_position)
+        places = ", ".join(f"{rate:.0%}" for rate in found.by_position) or "none"
         tau, prompts = found.mean_acceptance_length, found.num_prompts
         out.print(f"acceptance   of draft 1, 2, ... where reached: {places}; {tau:.2f} tokens per pass")
         out.print(
