@@ -226,13 +226,13 @@ def warn_of_limits(speculation: Speculation, config: RunnerConfig, runner: Model
     """Warn about options that the models or the machine do not support in full."""
     if speculation.same_text and not is_row_invariant(runner.model):
         why = "runs on kernels whose rounding depends on the number of rows: near ties outputs may differ"
-        logger.warning("same_text: %s %s (docs/lossless.md)", runner.name, why)
+        logger.warning("same_text=True: %s %s (docs/lossless.md)", runner.name, why)
     if config.max_len is not None and config.max_len > runner.max_len:
         limit = "limited by the model's context and the memory for its cache"
-        logger.warning("max_len %d is reduced to %d: %s", config.max_len, runner.max_len, limit)
+        logger.warning("max_len=%d is reduced to %d: %s", config.max_len, runner.max_len, limit)
     k = speculation.num_draft_tokens
     if isinstance(k, int) and 0 < proposer.max_drafts < k:  # 0: plain decoding
-        logger.warning("num_draft_tokens %d is reduced to %d, the maximum of %s", k, proposer.max_drafts, proposer.name)
+        logger.warning("num_draft_tokens=%d is reduced to %d, the maximum of %s", k, proposer.max_drafts, proposer.name)
 
 
 def build_policy(speculation: Speculation, runner: ModelRunner, proposer: Proposer) -> LengthPolicy:
