@@ -244,6 +244,7 @@ def inflate_target(models: ModelOptions, size: str | None) -> tuple[ModelOptions
     source = expanded(models.target or TARGET)
     if not source.is_dir():
         raise OutriderError("--inflate requires a target in a local folder: download it first and give its folder")
+    show_notices()
     folder = inflated(source, size)
     note = json.loads((folder / "config.json").read_text())["outrider_inflated"]
     return replace(models, target=str(folder)), {"inflated": {"size": size, **note}}
