@@ -97,7 +97,7 @@ def test_usage_errors_of_model_training_are_one_line(outrider: Run, target: Path
     assert_one_line(train("draft", "--loss", "mse"), "kl or tv")
     assert_one_line(train("draft", "--parallel", 0), "--parallel 0: expected at least 1")
     assert_one_line(train("draft", "--parallel", 1), "parallel drafts 1: expected at least 2")
-    assert_one_line(train("draft", "--parallel", 4, "--keep", 0), "invalid keep 0")
+    assert_one_line(train("draft", "--parallel", 4, "--keep", 0), "invalid --keep 0")
     assert_one_line(train("draft", "--parallel", 40), "rows of 24 tokens are too short for 40 parallel drafts")
     assert_one_line(train("early-exit", "--max-drop", 1.5), "--max-drop 1.5")
     assert_one_line(train("early-exit", "--rotation", 0), "--rotation 0")
@@ -122,7 +122,7 @@ def test_usage_errors_of_model_training_are_one_line(outrider: Run, target: Path
             ("--regenerate", "--prompt-len", 24),
             "nothing to generate after prompts of 24: expected a lower --prompt-len",
         ),
-        ("eagle", ("--regenerate", "--prompt-len", 8, "--temperature", -1), "invalid temperature -1"),
+        ("eagle", ("--regenerate", "--prompt-len", 8, "--temperature", -1), "invalid --temperature -1"),
         ("eagle", ("--generation", 1, "--draft-vocab", 100), "omit them with --generation 1"),
         ("eagle", ("--generation", 1, "--layers", "0,1,2"), "omit them with --generation 1"),
         ("eagle", ("--layers", "1,2"), "invalid hidden states (1, 2): EAGLE-3 reads three"),
