@@ -16,7 +16,7 @@ from outrider.bench.workloads import builtin, encode
 from outrider.engine.finding import candidates, target_files
 from outrider.engine.llm import LLM
 from outrider.engine.stats import expected_tau
-from outrider.memory import free_memory, size, weight_files
+from outrider.memory import free_memory, size, weight_bytes
 from outrider.method_text import join_method, split_method
 from outrider.proposers.method import Setting
 from outrider.registry import PROPOSERS
@@ -240,9 +240,9 @@ def _is_significant(better: Run, drafted: Run) -> bool:
 
 def _memory_on_disk(sources: list[Any]) -> Iterator[Finding]:
     """Report whether weights in local folders fit into free memory."""
-    files = [file for source in sources if isinstance(source, (str, Path)) for file in weight_files(source)]
-    needed, free = sum(file.stat().st_size for file in files), free_memory()
-    if files and free is not None:
+    needed = sum(weight_bytes(source) for source in sources if isinstance(source, (str, Path)))
+    free = free_memory()
+    if needed and free is not None:
         text = f"the weights take {size(needed)}; {size(free)} of memory are free"
         yield Finding("ok" if needed < 0.9 * free else "wrong", "memory", text)
 
