@@ -119,12 +119,20 @@ def united_eos(sources: Sequence[object]) -> set[int]:
     return found
 
 
-def check_draft(speculation: Speculation) -> None:
-    """Raise ``OutriderError`` for a method without its draft, or with one of another kind. Reads headers only."""
+def check_method(speculation: Speculation) -> list[object]:
+    """Return the drafts that the method will load; none for ``auto``. Reads headers only.
+
+    Raises ``OutriderError`` for invalid options of the method, and for no draft or one of another kind.
+    """
     name, options = split_method(speculation.method)
-    if name != AUTO:
-        given = options | dict(speculation.method_options)
-        PROPOSERS.get(name).drafts_in(given, speculation.draft, speculation.drafts)
+    if name == AUTO:
+        return []
+    method, given = PROPOSERS.get(name), options | dict(speculation.method_options)
+    try:
+        method.check_options(given)
+    except OutriderError as error:
+        raise OutriderError(f"{speculation.method}: {error}") from None
+    return method.drafts_in(given, speculation.draft, speculation.drafts)
 
 
 def build_proposer(speculation: Speculation, runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None) -> Proposer:
