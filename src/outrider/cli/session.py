@@ -84,7 +84,7 @@ def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
     return values if drafts is None else values | {"drafts": drafts}
 
 
-def check_methods(methods: Iterable[str], models: ModelOptions, drafts: Mapping[str, object]) -> None:
+def check_methods(methods: Iterable[str], models: ModelOptions, drafts: Mapping[str, Any]) -> None:
     """Raise ``OutriderError`` for methods whose options or drafts are invalid. ``drafts``: drafts declared with the target."""
     from outrider.engine.config import check_method
 

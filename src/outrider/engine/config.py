@@ -132,7 +132,8 @@ def check_method(speculation: Speculation) -> list[object]:
         method.check_options(given)
     except OutriderError as error:
         raise OutriderError(f"{speculation.method}: {error}") from None
-    return method.drafts_in(given, speculation.draft, speculation.drafts)
+    drafts: list[object] = method.drafts_in(given, speculation.draft, speculation.drafts)
+    return drafts
 
 
 def build_proposer(speculation: Speculation, runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None) -> Proposer:
