@@ -179,9 +179,10 @@ def test_text_without_repetition_is_not_a_misfit(target):
     assert "little repetition" in text_of(found, "acceptance")
 
 
-def test_without_drafts_no_gain_is_reported(target):
+def test_without_drafts_no_gain_and_no_acceptance_are_reported(target):
     found = examined(target, method="plain")
     assert found.acceptance.best_k == 0 and "gains nothing" in found.verdict
+    assert found.acceptance.by_position == [] and "nothing was drafted" in text_of(found, "acceptance")
 
 
 class Guessing(Proposer):

@@ -112,7 +112,7 @@ def test_numpy_and_torch_numbers_become_python_numbers():
         (
             Speculation,
             {"verifier": "typical", "same_text": True},
-            "same_text needs a lossless verifier, and this one is lossy: omit one of the two",
+            "same_text=True needs a lossless verifier, and this one is lossy: omit one of the two",
         ),
         (
             SamplingParams,
@@ -131,7 +131,7 @@ def test_ignore_eos_is_rejected_with_a_grammar():
         def matcher(self):
             return None
 
-    assert "ignore_eos cannot be combined with a grammar" in refusal(SamplingParams, grammar=Anything(), ignore_eos=True)
+    assert "ignore_eos=True cannot be combined with a grammar" in refusal(SamplingParams, grammar=Anything(), ignore_eos=True)
 
 
 def test_a_value_is_quoted_on_one_short_line():

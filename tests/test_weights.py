@@ -152,7 +152,7 @@ def test_low_bit_drafts_need_fewer_bits_than_the_target():
 @needs_kernels
 def test_models_that_cannot_be_quantised_are_rejected_before_weights_are_read(unread, tmp_path, monkeypatch):
     folder = make_folder(tmp_path / "plain")
-    assert "needs device cpu, got cuda" in refusal(folder, monkeypatch, cuda=True, device="cuda")
+    assert "needs device=cpu, got cuda" in refusal(folder, monkeypatch, cuda=True, device="cuda")
     quantized = make_folder(tmp_path / "quantized", quantization_config={"quant_method": "gptq", "bits": 4})
     assert "needs a checkpoint in 16 or 32 bits or FP8, got one quantised by gptq" in refusal(quantized, monkeypatch)
     experts = tmp_path / "experts"
@@ -185,7 +185,7 @@ def test_a_plan_names_the_precision_and_exports_reject_it(tmp_path):
     file.write_text('weights = "int4"\n')
     plan = Plan.read(file)
     assert plan.values == {"weights": "int4"} and 'weights = "int4"' in plan.text()
-    with pytest.raises(OutriderError, match="vLLM reads weights as in the checkpoint: leave weights=int4 out of the plan"):
+    with pytest.raises(OutriderError, match="vLLM reads weights as in the checkpoint: remove weights from the plan"):
         Vllm().check(wanted(plan), own_code=False)
     file.write_text('weights = "int2"\n')
     with pytest.raises(OutriderError, match="invalid weights 'int2': expected int8 or int4"):

@@ -185,6 +185,14 @@ def test_bench_compares_methods_with_a_draft_each(embedded, capsys, monkeypatch)
     assert {"draft", "medusa", "eagle:draft=eagle1:top_k=2"} <= {cell["method"] for cell in document["cells"]}
 
 
+def test_invalid_options_of_a_method_are_rejected_before_the_target_is_loaded(home, monkeypatch):
+    monkeypatch.setattr(ModelRunner, "load", lambda *_: pytest.fail("the target was loaded"))
+    with pytest.raises(OutriderError, match=r"^early-exit:layers=two: invalid layers 'two': expected a whole number"):
+        LLM(str(home / "target"), method="early-exit:layers=two")
+    with pytest.raises(OutriderError, match=r"^ngram: the method has no option min_prob; it has"):
+        LLM(str(home / "target"), method="ngram", method_options={"min_prob": 0.5})
+
+
 def test_the_command_line_rejects_a_wrong_draft_before_loading(home, capsys, monkeypatch):
     from outrider.cli import main
 

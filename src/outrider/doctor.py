@@ -16,7 +16,7 @@ from outrider.bench.workloads import builtin, encode
 from outrider.engine.finding import candidates, target_files
 from outrider.engine.llm import LLM
 from outrider.engine.stats import expected_tau
-from outrider.memory import free_memory, size, weight_files
+from outrider.memory import free_memory, size, weight_bytes
 from outrider.method_text import join_method, split_method
 from outrider.proposers.method import Setting
 from outrider.registry import PROPOSERS
@@ -55,7 +55,7 @@ class Patient:
 class Acceptance:
     """Acceptance and speed on a few prompts."""
 
-    by_position: list[float]  # share of the reached drafts at each position that were accepted
+    by_position: list[float]  # share of the reached drafts that were accepted, at each position that was reached
     mean_acceptance_length: float
     plain_tok_s: float
     tok_s: float
@@ -165,8 +165,8 @@ def _measured(
     checkup.acceptance = found = _acceptance(plain, drafted, len(prompts))
     if drafted.faults:
         yield Finding("wrong", "drafting", f"the proposer failed in {drafted.faults} rounds, which continued without drafts")
-    first = found.by_position[0]
-    if not drafted.stats.num_drafts:
+    first = found.by_position[0] if found.by_position else 0.0
+    if not found.by_position:
         yield Finding("note", "acceptance", "nothing was drafted on these prompts, so acceptance is unknown")
     elif first < DOUBTFUL and PROPOSERS.get(split_method(patient.method)[0]).reads_text_only:
         yield Finding(
@@ -197,7 +197,7 @@ def _acceptance(plain: Run, drafted: Run, num_prompts: int) -> Acceptance:
               for k in range(2 * K + 1)]  # fmt: skip
     best = max(range(len(speeds)), key=lambda k: speeds[k]) if stats.num_drafts else 0
     tau = stats.mean_acceptance_length
-    return Acceptance(drafted.conditional_acceptance(K), tau, plain.decode_tok_s, drafted.decode_tok_s, best, num_prompts)
+    return Acceptance(drafted.conditional_acceptance(), tau, plain.decode_tok_s, drafted.decode_tok_s, best, num_prompts)
 
 
 def _try_alternatives(
@@ -240,9 +240,9 @@ def _is_significant(better: Run, drafted: Run) -> bool:
 
 def _memory_on_disk(sources: list[Any]) -> Iterator[Finding]:
     """Report whether weights in local folders fit into free memory."""
-    files = [file for source in sources if isinstance(source, (str, Path)) for file in weight_files(source)]
-    needed, free = sum(file.stat().st_size for file in files), free_memory()
-    if files and free is not None:
+    needed = sum(weight_bytes(source) for source in sources if isinstance(source, (str, Path)))
+    free = free_memory()
+    if needed and free is not None:
         text = f"the weights take {size(needed)}; {size(free)} of memory are free"
         yield Finding("ok" if needed < 0.9 * free else "wrong", "memory", text)
 

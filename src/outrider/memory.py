@@ -126,13 +126,20 @@ def refuse_too_large(source: str | Path, growth: int = 1) -> None:
 
     ``growth``: bytes in memory per byte in the files.
     """
-    files, total = weight_files(source), total_memory()
-    needed = growth * sum(file.stat().st_size for file in files)
+    advice = "choose a smaller or a quantised checkpoint"
+    require_memory(growth * weight_bytes(source), f"the weights in {source} take", advice)
+
+
+def weight_bytes(source: str | Path) -> int:
+    """Return the size of ``weight_files``; 0 if there are none on this machine."""
+    return sum(file.stat().st_size for file in weight_files(source))
+
+
+def require_memory(needed: int, what: str, advice: str) -> None:
+    """Raise ``OutriderError`` if the bytes exceed the memory of this process. ``what``: beginning of the sentence."""
+    total = total_memory()
     if total is not None and needed > total:
-        raise OutriderError(
-            f"the weights in {source} take {size(needed)}, but this process has {size(total)} of memory: choose a smaller or a"
-            " quantised checkpoint"
-        )
+        raise OutriderError(f"{what} {size(needed)}, but this process has {size(total)} of memory: {advice}")
 
 
 def size(num_bytes: float) -> str:

@@ -81,7 +81,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check(self)
         if self.grammar is not None and self.ignore_eos:
-            raise OutriderError("ignore_eos cannot be combined with a grammar: the grammar ends the text")
+            raise OutriderError("ignore_eos=True cannot be combined with a grammar: the grammar ends the text")
 
     @property
     def is_greedy(self) -> bool:

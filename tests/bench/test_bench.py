@@ -243,7 +243,7 @@ def test_reached_drafts_of_a_tree_are_counted_by_depth() -> None:
     # The accepted path ended at a leaf of depth 1: no draft after it, so none was rejected.
     run.batches.append(Batch(2, 1.0, rounds=(Round(3, [9], [3], [3], [1], [1], times),)))
     assert run.stats.num_reached == 4 and run.stats.acceptance_rate == 1.0
-    assert run.conditional_acceptance(3) == [1.0, 1.0, 1.0]
+    assert run.conditional_acceptance() == [1.0, 1.0, 1.0]
 
 
 def test_tokens_that_a_grammar_determined_are_not_counted_as_drafts() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -189,6 +191,23 @@ def test_unsupported_sources_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="Llama-shaped"):
         inflate(source, tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+def test_a_full_disk_is_reported_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("outrider.bench.inflate.shutil.disk_usage", lambda _: SimpleNamespace(free=10**9))
+    monkeypatch.setattr("outrider.bench.inflate._write_shards", lambda *_: pytest.fail("weights were written"))
+    message = r"disk space .*: 4\.\d GB needed, 1\.0 GB free in .*cache/inflated: choose a smaller size, .*OUTRIDER_CACHE"
+    with pytest.raises(OutriderError, match=message):
+        inflated(make_folder(tmp_path / "small"), "1b")
+    assert not list((tmp_path / "cache" / "inflated").iterdir())
+
+
+def test_the_size_and_the_folder_are_said_before_they_are_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "outrider")
+    source = make_folder(tmp_path / "small")
+    inflate(source, tmp_path / "large", SHAPES["hidden x4, more of everything"])
+    assert re.fullmatch(rf"writing the inflated model to {re.escape(str(tmp_path))}/large: \d+ MB", caplog.messages[-1])
 
 
 def test_truncated_files_give_a_one_line_error(tmp_path: Path) -> None:

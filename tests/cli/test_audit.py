@@ -158,12 +158,15 @@ def test_same_text_compares_every_cell_and_resumes(
     assert code == 2 and "with other models" in err
 
 
-def test_methods_that_all_need_too_many_samples_are_reported(outrider: Run, models: list[object], tmp_path: Path) -> None:
+@pytest.mark.parametrize("methods", [["draft"], ["draft", "suffix"]])
+def test_methods_that_all_need_too_many_samples_are_reported(
+    methods: list[str], outrider: Run, models: list[object], tmp_path: Path
+) -> None:
     out, html = tmp_path / "audit.json", tmp_path / "audit.html"
-    options = [*QUICK, "--method", "draft,suffix", "--max-samples", 1, "--out", out, "--html", html]
+    options = [*QUICK, "--method", ",".join(methods), "--max-samples", 1, "--out", out, "--html", html]
     code, shown, _ = outrider("audit", *models, *options)
-    assert code == 3 and "draft: the audit needs more than" in shown and "suffix: " in shown
-    assert set(read(out)["not_possible"]) == {"draft", "suffix"} and "not audited" in html.read_text()
+    assert code == 3 and "draft: the audit needs more than" in shown and all(f"{name}: " in shown for name in methods)
+    assert set(read(out)["not_possible"]) == set(methods) and "not audited" in html.read_text()
 
 
 def test_brackets_are_not_markup_and_failing_drafts_are_reported(tmp_path: Path) -> None:

@@ -247,8 +247,8 @@ def test_chat_keeps_the_conversation(outrider: Run, target: Path, draft: Path, m
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--max-len", "9" * 20], f"max_len {'9' * 20} is reduced to 512"),
-        (["-k", "1000000", "--method", "ngram"], "num_draft_tokens 1000000 is reduced to 64, the maximum of ngram"),
+        (["--max-len", "9" * 20], f"--max-len {'9' * 20} is reduced to 512"),
+        (["-k", "1000000", "--method", "ngram"], "--num-draft-tokens 1000000 is reduced to 64, the maximum of ngram"),
         (["-k", "64", "--method", "ngram", "--max-len", "512"], None),
         (["-k", "5", "--method", "plain"], None),
     ],

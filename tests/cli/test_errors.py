@@ -13,6 +13,8 @@ from heads import block_checkpoints, mtp_checkpoints, writers
 from safetensors.torch import load_file, save_file
 from tiny_folder import make_folder, make_tokenizer
 
+from outrider.cli.options import in_flags
+
 Run = Callable[..., "tuple[int, str, str]"]
 
 
@@ -197,7 +199,7 @@ def test_the_method_draft_without_a_draft(outrider: Run, target: Path) -> None:
 
 
 def test_a_prompt_longer_than_the_context(outrider: Run, target: Path) -> None:
-    assert_one_line(outrider("generate", "--target", target, "x" * 600), "600", "context")
+    assert_one_line(outrider("generate", "--target", target, "x" * 600), "600", "context", "raise --max-len if")
 
 
 def test_an_empty_prompt(outrider: Run, target: Path) -> None:
@@ -223,6 +225,33 @@ def test_an_empty_prompt(outrider: Run, target: Path) -> None:
 )
 def test_option_values_out_of_range(outrider: Run, target: Path, option: str, value: str, word: str) -> None:
     assert_one_line(outrider("generate", "--target", target, option, value, "hi"), word)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["serve", "--port", 70000], "invalid --port 70000: expected a whole number"),
+        (["demo", "--port", 70000], "invalid --port 70000: expected a whole number"),
+        (["bench", "--temperature", -1], "invalid --temperature -1.0: expected"),
+        (["generate", "--same-text", "--verifier", "typical", "hi"], "--same-text needs a lossless verifier"),
+    ],
+)
+def test_messages_name_flags(outrider: Run, target: Path, command: list[object], message: str) -> None:
+    assert_one_line(outrider(*command, "--target", target), f"error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("max_len=512 is reduced", "--max-len 512 is reduced"),
+        ("device=cuda:1: omit weights=..., please", "--device cuda:1: omit --weights, please"),
+        ("same_text=True: slow; self_check=False disables", "--same-text: slow; --no-self-check disables"),
+        ("eagle:draft=a:top_k=2: vocab_size=7, ./seed=1", "eagle:draft=a:top_k=2: vocab_size=7, ./seed=1"),
+        ("line 3: invalid max_tokens 0", "line 3: invalid max_tokens 0"),
+    ],
+)
+def test_options_written_as_in_python_are_shown_as_flags(message: str, shown: str) -> None:
+    assert in_flags(message) == shown
 
 
 def test_an_invalid_line_of_prompts_is_named(outrider: Run, target: Path, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_usage_errors_of_model_training_are_one_line(outrider: Run, target: Path
     assert_one_line(train("draft", "--loss", "mse"), "kl or tv")
     assert_one_line(train("draft", "--parallel", 0), "--parallel 0: expected at least 1")
     assert_one_line(train("draft", "--parallel", 1), "parallel drafts 1: expected at least 2")
-    assert_one_line(train("draft", "--parallel", 4, "--keep", 0), "invalid keep 0")
+    assert_one_line(train("draft", "--parallel", 4, "--keep", 0), "invalid --keep 0")
     assert_one_line(train("draft", "--parallel", 40), "rows of 24 tokens are too short for 40 parallel drafts")
     assert_one_line(train("early-exit", "--max-drop", 1.5), "--max-drop 1.5")
     assert_one_line(train("early-exit", "--rotation", 0), "--rotation 0")
@@ -122,7 +122,7 @@ def test_usage_errors_of_model_training_are_one_line(outrider: Run, target: Path
             ("--regenerate", "--prompt-len", 24),
             "nothing to generate after prompts of 24: expected a lower --prompt-len",
         ),
-        ("eagle", ("--regenerate", "--prompt-len", 8, "--temperature", -1), "invalid temperature -1"),
+        ("eagle", ("--regenerate", "--prompt-len", 8, "--temperature", -1), "invalid --temperature -1"),
         ("eagle", ("--generation", 1, "--draft-vocab", 100), "omit them with --generation 1"),
         ("eagle", ("--generation", 1, "--layers", "0,1,2"), "omit them with --generation 1"),
         ("eagle", ("--layers", "1,2"), "invalid hidden states (1, 2): EAGLE-3 reads three"),
@@ -166,17 +166,20 @@ def test_errors_are_found_before_the_target_is_loaded(  # noqa: PLR0913 - fixtur
     assert not (tmp_path / "made").exists() and not (tmp_path / "made-work").exists()
 
 
-@pytest.mark.parametrize("kind", ["draft", "early-exit"])
+@pytest.mark.parametrize(
+    "kind, copies, needed",
+    [("draft", 1, "float32 take"), ("early-exit", 3, "float32, with gradients and optimizer state, take")],
+)
 def test_a_model_for_training_is_loaded_once_if_it_fits_in_float32(
-    outrider: Run, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind
+    outrider: Run, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind, copies, needed
 ) -> None:
     target = make_folder(tmp_path / "target", num_hidden_layers=3, dtype="bfloat16")
     loaded, load, size = [], loading.load_model, (target / "model.safetensors").stat().st_size
     monkeypatch.setattr(loading, "load_model", lambda source, *rest: (loaded.append(source), load(source, *rest))[1])
     train = ("train", kind, "--target", target, "--text", text, "--out", tmp_path / "made", *FAST)
     with monkeypatch.context() as patch:
-        patch.setattr("outrider.memory.total_memory", lambda: 3 * size // 2)
-        assert_one_line(outrider(*train), f"the weights in {target} take", "of memory")
+        patch.setattr("outrider.memory.total_memory", lambda: 2 * copies * size - 1)
+        assert_one_line(outrider(*train), f"the weights of {target} in {needed}", "of memory: choose a smaller model")
     assert not loaded
     made = outrider(*train)
     assert made.code == 0, made.err

@@ -384,6 +384,14 @@ def test_models_that_cannot_be_trained_are_refused(folder, bench, tmp_path):
             train()
 
 
+def test_a_draft_needs_memory_for_its_gradients_and_optimizer_state(bench, tmp_path, monkeypatch):
+    weights = 4 * bench.model.num_parameters()  # the draft is smaller, but its training takes three times its weights
+    monkeypatch.setattr("outrider.memory.total_memory", lambda: 3 * weights // 2)
+    with pytest.raises(OutriderError, match=r"the draft's with gradients and optimizer state, take .* of memory"):
+        train_draft(bench, tmp_path / "out", FAST)
+    assert not bench.work.exists()
+
+
 def test_models_whose_norms_store_their_scale_minus_one_are_not_shrunk():
     assert can_shrink(tiny("llama")) and not can_shrink(tiny("gemma"))
 

@@ -256,8 +256,8 @@ def test_invalid_training_gives_a_one_line_error(bench, tmp_path):
 
     cases = [
         (train(1), "invalid number of parallel drafts 1: expected at least 2"),
-        (train(4, 0.0), "invalid keep 0.0 of parallel drafts"),
-        (train(4, 0.7, 1.5), "invalid least 1.5 of parallel drafts"),
+        (train(4, 0.0), "invalid --keep 0.0: expected a share"),
+        (train(4, 0.7, 1.5), "invalid --keep-least 1.5: expected a share"),
         (train(SEQ - 1), f"rows of {SEQ} tokens are too short for {SEQ - 1} parallel drafts"),
         (train(4), "other parallel: give another folder"),  # an ordinary draft was trained there
     ]

@@ -138,15 +138,15 @@ def _decode_speedup(runs: Sequence[Run], plain: Sequence[Run]) -> float | None:
 def _acceptance(runs: Sequence[Run]) -> dict[str, Any]:
     """Return acceptance counts over all repeats."""
     total = _added(runs)
-    stats, longest = total.stats, max((depth for round_ in total.rounds for depth in round_.num_reached), default=0)
-    by_position = stats.acceptance_by_position + [0.0] * (longest - max(stats.acceptance_histogram, default=0))
+    stats, conditional = total.stats, total.conditional_acceptance()
+    by_position = stats.acceptance_by_position + [0.0] * (len(conditional) - max(stats.acceptance_histogram, default=0))
     return {
         "mean_acceptance_length": _rounded(stats.mean_acceptance_length),
         "acceptance_rate": _rounded(stats.acceptance_rate),
         "draft_acceptance_rate": _rounded(stats.draft_acceptance_rate),
         "acceptance_histogram": {str(n): rounds for n, rounds in sorted(stats.acceptance_histogram.items())},
         "acceptance_by_position": [_rounded(each) for each in by_position],
-        "conditional_acceptance": [_rounded(each) for each in total.conditional_acceptance(longest)],
+        "conditional_acceptance": [_rounded(each) for each in conditional],
     }
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,7 +35,10 @@ from outrider.bench.shapes import Shape, count_params, num_params, shape_for
 from outrider.bench.widening import Inflater, Noise
 from outrider.disk_cache import lasting_dir
 from outrider.heads.checkpoint import read_config, read_folder
+from outrider.memory import size as shown
 from outrider.types import OutriderError
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 3  # part of the cache key: increment it when the same source and size give other weights
 SHARD_BYTES = 1 << 29
@@ -79,12 +83,14 @@ def inflate(
         config = {**config, "max_position_embeddings": context}
     with new_folder(out) as part:
         part.mkdir(parents=True)
-        total = count_params(config, large)
-        free = shutil.disk_usage(part).free
-        if free < total * dtype.itemsize * 1.02:
+        total, free = count_params(config, large), shutil.disk_usage(part).free
+        needed = round(1.02 * total * dtype.itemsize)  # 2% for the tokenizer and the file system
+        if needed > free:
             raise OutriderError(
-                f"not enough disk space for {out}: {total * dtype.itemsize / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free"
+                f"not enough disk space for the inflated model: {shown(needed)} needed, {shown(free)} free in {out.parent}:"
+                " choose a smaller size, or a folder on another disk (OUTRIDER_CACHE, unless you named one)"
             )
+        logger.info("writing the inflated model to %s: %s", out, shown(needed))
         _copy_tokenizer(source, part)
         written = _write_shards(inflater.tensors(weights), part, total)
         _write_config(part, config, inflater, written, seed)

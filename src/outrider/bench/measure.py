@@ -118,10 +118,10 @@ class Run:
         accepted = sum(depth > place for round_ in self.rounds for depth in round_.num_accepted)
         return accepted, sum(depth > place for round_ in self.rounds for depth in round_.num_reached)
 
-    def conditional_acceptance(self, num_places: int) -> list[float]:
-        """Return the share of reached drafts that were accepted, by position."""
-        counts = [self.reached(place) for place in range(num_places)]
-        return [accepted / reached if reached else 0.0 for accepted, reached in counts]
+    def conditional_acceptance(self) -> list[float]:
+        """Return the share of reached drafts that were accepted, by position, up to the last one that was reached."""
+        longest = max((depth for round_ in self.rounds for depth in round_.num_reached), default=0)
+        return [accepted / reached for accepted, reached in map(self.reached, range(longest))]
 
     @property
     def ms(self) -> dict[str, float]:

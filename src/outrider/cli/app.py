@@ -20,6 +20,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from outrider.cli.interrupts import interrupt, received, terminate
+from outrider.cli.options import in_flags
 from outrider.errors import OutriderError, is_out_of_memory, one_line
 
 # Each name is outrider.cli.<name>:command, or a group of the functions in its COMMANDS. With both, ``command`` runs when no
@@ -136,7 +137,7 @@ def explain(error: BaseException) -> tuple[str, int]:
         hint = f"; see {context.command_path} --help" if context is not None else ""
         return (_refused_value(error) or one_line(str(usage()).rstrip(".")) or "no command was given") + hint, EXIT_USAGE
     if isinstance(error, OutriderError):
-        return str(error), EXIT_USAGE
+        return in_flags(str(error)), EXIT_USAGE
     if is_out_of_memory(error):
         return f"out of memory ({one_line(str(error))[:120]}); try a smaller --max-len, batch or model", EXIT_INTERNAL
     if isinstance(error, OSError) and error.strerror:

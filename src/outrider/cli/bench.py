@@ -12,7 +12,17 @@ import typer
 from outrider.cli import bench_documents, bench_serve
 from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.console import err, waiting
-from outrider.cli.options import MethodOptions, ModelOptions, flag, given, parse_k, parse_list, with_groups, workload_names
+from outrider.cli.options import (
+    MethodOptions,
+    ModelOptions,
+    flag,
+    given,
+    parse_k,
+    parse_list,
+    read_option,
+    with_groups,
+    workload_names,
+)
 from outrider.cli.progress import progress
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
@@ -186,7 +196,7 @@ def read_workloads(grid: GridOptions) -> dict[str, list[Any]]:
 def check_axes(temperatures: Sequence[float], batches: Sequence[int], busy: Sequence[int]) -> None:
     """Check ranges before a model is loaded or inflated."""
     for temperature in temperatures:
-        SamplingParams(temperature=temperature)
+        read_option(SamplingParams, "temperature", temperature)
     if min(batches) < 1:
         raise OutriderError(f"invalid --batch {min(batches)}: expected at least 1")
     if min(busy) < 0 or max(busy) > MAX_BUSY:

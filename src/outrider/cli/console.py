@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from outrider.cli.options import in_flags
 from outrider.progress import PERIOD, reported_every
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ err = Console(stderr=True, highlight=False)
 
 def say_error(what: str) -> None:
     """Print a non-fatal error as one line, without interpreting markup."""
-    err.print(Text.assemble(("error:", "red"), " ", what), soft_wrap=True)
+    err.print(Text.assemble(("error:", "red"), " ", in_flags(what)), soft_wrap=True)
 
 
 @dataclass
@@ -77,7 +78,7 @@ class _Notices(logging.Handler):
     """Logging handler that prints each message as a dim line, and progress messages as the spinner's text."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        spinner, message = _screen.spinner, record.getMessage()
+        spinner, message = _screen.spinner, in_flags(record.getMessage())
         if spinner is None:
             _say(message)
         elif getattr(record, "is_progress", False):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outrider.cli.console import err, waiting
-from outrider.cli.options import MethodOptions, ModelOptions, flag, given, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, flag, given, read_option, with_groups
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError, how_to_install
 from outrider.registry import DEFAULT_METHOD, PROPOSERS
@@ -60,7 +60,7 @@ def command(
         from outrider.server.run import listen
     except ImportError as missing:
         raise OutriderError(f"the demo requires {missing.name}: {how_to_install('serve')}") from None
-    config = ServerConfig(host=page.host, port=page.port)
+    config = ServerConfig(**{name: read_option(ServerConfig, name, getattr(page, name)) for name in ("host", "port")})
     with listen(config.host, config.port) as listening:
         track = load_aside(lambda: load_track(models, page.method))
         with waiting("warming up"):

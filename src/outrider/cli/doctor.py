@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from outrider.cli.console import show_notices
-from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, given, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, given, in_flags, with_groups
 from outrider.engine.options import Speculation
 from outrider.family import TARGET
 from outrider.registry import AUTO, DEFAULT_METHOD_WITH_FOREIGN_DRAFT
@@ -84,11 +84,11 @@ def _show(checkup: Checkup, method: str) -> None:
 
     out, view = Console(soft_wrap=True), Table.grid(padding=(0, 2))
     for finding in checkup.findings:
-        view.add_row(MARKS[finding.level], finding.topic, escape(finding.text))
+        view.add_row(MARKS[finding.level], finding.topic, escape(in_flags(finding.text)))
     out.print(view)
     found = checkup.acceptance
     if found is not None:
-        places = ", ".join(f"{rate:.0%}" for rate in found.by_position)
+        places = ", ".join(f"{rate:.0%}" for rate in found.by_position) or "none"
         tau, prompts = found.mean_acceptance_length, found.num_prompts
         out.print(f"acceptance   of draft 1, 2, ... where reached: {places}; {tau:.2f} tokens per pass")
         out.print(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from outrider.sampling_params import SamplingParams
 Result = TypeVar("Result")
 READABLE_TEMPERATURE, READABLE_TOP_P = 0.7, 0.9
 FLAG_TYPES = {Whole: int, Number: float, Flag: bool, Texts: list[str], File: Path}  # of other kinds: text
+ARGUMENT = re.compile(r"(?<![\w:./=+-])(\w+)=(\.{3}|[\w.:]*\w)")  # max_len=512; not an option of a method (draft:top_k=2)
 FLAG = "flag"  # key of a Reference, or of typer's option, in a field's metadata
 
 
@@ -173,6 +175,21 @@ def _annotation(own: Field[Any], kind: Any) -> Any:
 def read_option(config: type, name: str, value: Any) -> Any:
     """Return the parsed value of an option, or None if it was not given. Raises ``OutriderError`` for an invalid value."""
     return None if value is None else declared(config)[name].in_text().read(flag_name(name), value)
+
+
+def in_flags(message: str) -> str:
+    """Return a message in which options written as in Python (``max_len=512``, ``stop=...``) are flags: ``--max-len 512``."""
+    known = {each.name for group in (ModelOptions, MethodOptions, SamplingOptions) for each in fields(group)} | {"kv_memory"}
+
+    def flagged(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        if name not in known:
+            return found[0]
+        if value == "False":
+            return f"--no-{flag_name(name)[2:]}"
+        return flag_name(name) if value in ("True", "...") else f"{flag_name(name)} {value}"
+
+    return ARGUMENT.sub(flagged, message)
 
 
 def values_given(group: Any) -> dict[str, Any]:

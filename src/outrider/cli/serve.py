@@ -183,8 +183,8 @@ def refuse_own_code(models: ModelOptions) -> None:
 
 def server_config(models: ModelOptions, listening: ListenOptions, limits: LimitOptions) -> ServerConfig:
     """Return the server's configuration. The default model name is the target's folder or hub id."""
-    given = {**asdict(listening), **asdict(limits)}
-    named = {name: value for name, value in given.items() if name in declared(ServerConfig) and value is not None}
+    given = {name: value for name, value in {**asdict(listening), **asdict(limits)}.items() if value is not None}
+    named = {name: read_option(ServerConfig, name, value) for name, value in given.items() if name in declared(ServerConfig)}
     return ServerConfig(**({"name": served_name(models.target)} | named))
 
 

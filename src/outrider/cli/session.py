@@ -22,7 +22,7 @@ from outrider.family import TARGET
 from outrider.files import expanded
 from outrider.method_text import split_method
 from outrider.options import declared
-from outrider.registry import AUTO, PROPOSERS, VERIFIERS
+from outrider.registry import AUTO, VERIFIERS
 from outrider.runner.config import RunnerConfig
 
 if TYPE_CHECKING:
@@ -84,16 +84,12 @@ def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
     return values if drafts is None else values | {"drafts": drafts}
 
 
-def check_methods(methods: Iterable[str], models: ModelOptions, drafts: Mapping[str, object]) -> None:
+def check_methods(methods: Iterable[str], models: ModelOptions, drafts: Mapping[str, Any]) -> None:
     """Raise ``OutriderError`` for methods whose options or drafts are invalid. ``drafts``: drafts declared with the target."""
-    for text in methods:
-        name, options = split_method(text)
-        method = PROPOSERS.get(name)
-        try:
-            method.check_options(options)
-        except OutriderError as error:
-            raise OutriderError(f"{text}: {error}") from None
-        for source in method.drafts_in(options, models.draft, drafts):
+    from outrider.engine.config import check_method
+
+    for method in methods:
+        for source in check_method(Speculation(method=method, draft=models.draft, drafts=drafts)):
             check_draft(str(source))
 
 
@@ -244,6 +240,7 @@ def inflate_target(models: ModelOptions, size: str | None) -> tuple[ModelOptions
     source = expanded(models.target or TARGET)
     if not source.is_dir():
         raise OutriderError("--inflate requires a target in a local folder: download it first and give its folder")
+    show_notices()
     folder = inflated(source, size)
     note = json.loads((folder / "config.json").read_text())["outrider_inflated"]
     return replace(models, target=str(folder)), {"inflated": {"size": size, **note}}

@@ -234,7 +234,7 @@ def draft(  # noqa: PLR0913 - one parameter an option
     masks = None if parallel is None else Parallel(parallel, **shares)
     run = DraftRun(DraftShape(layers, width, chosen), start, teaching, masks)
     how = plan_of(length, started_rates(start, MODEL_RATES if parallel is None else MASK_RATES))
-    bench = bench_of(text, out, start=start, uses_prompts=on_policy > 0, trains_model=True)
+    bench = bench_of(text, out, start=start, uses_prompts=on_policy > 0, copies=1)
     done(train_draft(bench, out, how, run), f"--draft {out}")
 
 
@@ -250,7 +250,7 @@ def early_exit(
 ) -> None:
     """Fine-tune a model so that its first layers can draft for it (LayerSkip), and write it as a Hugging Face folder."""
     from outrider.train.layer_skip import LayerSkip
-    from outrider.train.model_runs import train_early_exit
+    from outrider.train.model_runs import COPIES, train_early_exit
 
     check(rotation=rotation)
     if not 0 <= max_drop < 1 or not 0 <= exit_scale < math.inf:
@@ -259,7 +259,7 @@ def early_exit(
         )
     skip = LayerSkip(max_drop=max_drop, exit_scale=exit_scale, rotation=rotation)
     how = plan_of(length, MODEL_RATES)
-    done(train_early_exit(bench_of(text, out, trains_model=True), out, how, skip), f"--target {out} --method early-exit")
+    done(train_early_exit(bench_of(text, out, copies=COPIES), out, how, skip), f"--target {out} --method early-exit")
 
 
 COMMANDS = {"medusa": medusa, "eagle": eagle, "mtp": mtp, "dflash": dflash, "draft": draft, "early-exit": early_exit}
@@ -298,13 +298,11 @@ def plan_of(length: LengthOptions, rates: dict[str, float] | None = None) -> Hea
     return HeadPlan(**((rates or {}) | found))
 
 
-def bench_of(
-    text: TextOptions, out: Path, *, start: str | None = None, uses_prompts: bool = False, trains_model: bool = False
-) -> Bench:
+def bench_of(text: TextOptions, out: Path, *, start: str | None = None, uses_prompts: bool = False, copies: int = 0) -> Bench:
     """Check the options, then load the target, then create the folders.
 
     ``start``: a checkpoint that the run reads besides the target. ``uses_prompts``: --prompt-len has a use without
-    --regenerate. ``trains_model``: the target is loaded for training, which quantised weights do not allow.
+    --regenerate. ``copies``: of the target's weights in float32, in which models are trained; 0 to run it as it is.
     """
     from outrider.cli.session import check_source, loading
     from outrider.train.model_runs import check_trainable, trainable
@@ -327,16 +325,16 @@ def bench_of(
     if source.regenerate or uses_prompts:
         check_continuation(source.prompt_len, source.seq_len, source.temperature)
     check_source(text.target)
-    if trains_model:
-        for name in (target, start):
-            if name is not None:
-                check_trainable(str(name))
+    if copies:
+        check_trainable(str(target), copies)
+        if start is not None:
+            check_trainable(start)
     show_notices()
     with loading(f"loading {text.target or 'the embedded model'}"):
         from outrider.engine.config import load_tokenizer
         from outrider.runner import ModelRunner, RunnerConfig
 
-        loaded = trainable(str(target)) if trains_model else ModelRunner.load(target, RunnerConfig(max_batch=16))
+        loaded = trainable(str(target)) if copies else ModelRunner.load(target, RunnerConfig(max_batch=16))
         tokenizer = load_tokenizer(target)
     work = text.work or out.with_name(f"{out.name}-work")
     try:

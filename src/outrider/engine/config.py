@@ -119,12 +119,21 @@ def united_eos(sources: Sequence[object]) -> set[int]:
     return found
 
 
-def check_draft(speculation: Speculation) -> None:
-    """Raise ``OutriderError`` for a method without its draft, or with one of another kind. Reads headers only."""
+def check_method(speculation: Speculation) -> list[object]:
+    """Return the drafts that the method will load; none for ``auto``. Reads headers only.
+
+    Raises ``OutriderError`` for invalid options of the method, and for no draft or one of another kind.
+    """
     name, options = split_method(speculation.method)
-    if name != AUTO:
-        given = options | dict(speculation.method_options)
-        PROPOSERS.get(name).drafts_in(given, speculation.draft, speculation.drafts)
+    if name == AUTO:
+        return []
+    method, given = PROPOSERS.get(name), options | dict(speculation.method_options)
+    try:
+        method.check_options(given)
+    except OutriderError as error:
+        raise OutriderError(f"{speculation.method}: {error}") from None
+    drafts: list[object] = method.drafts_in(given, speculation.draft, speculation.drafts)
+    return drafts
 
 
 def build_proposer(speculation: Speculation, runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None) -> Proposer:
@@ -226,13 +235,13 @@ def warn_of_limits(speculation: Speculation, config: RunnerConfig, runner: Model
     """Warn about options that the models or the machine do not support in full."""
     if speculation.same_text and not is_row_invariant(runner.model):
         why = "runs on kernels whose rounding depends on the number of rows: near ties outputs may differ"
-        logger.warning("same_text: %s %s (docs/lossless.md)", runner.name, why)
+        logger.warning("same_text=True: %s %s (docs/lossless.md)", runner.name, why)
     if config.max_len is not None and config.max_len > runner.max_len:
         limit = "limited by the model's context and the memory for its cache"
-        logger.warning("max_len %d is reduced to %d: %s", config.max_len, runner.max_len, limit)
+        logger.warning("max_len=%d is reduced to %d: %s", config.max_len, runner.max_len, limit)
     k = speculation.num_draft_tokens
     if isinstance(k, int) and 0 < proposer.max_drafts < k:  # 0: plain decoding
-        logger.warning("num_draft_tokens %d is reduced to %d, the maximum of %s", k, proposer.max_drafts, proposer.name)
+        logger.warning("num_draft_tokens=%d is reduced to %d, the maximum of %s", k, proposer.max_drafts, proposer.name)
 
 
 def build_policy(speculation: Speculation, runner: ModelRunner, proposer: Proposer) -> LengthPolicy:

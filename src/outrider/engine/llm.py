@@ -16,7 +16,7 @@ from outrider.engine.config import (
     build_engine,
     build_policy,
     build_scheduler,
-    check_draft,
+    check_method,
     choose_proposer,
     configurations,
     load_tokenizer,
@@ -89,7 +89,7 @@ class LLM:
         """
         options = {name: value for name, value in locals().items() if name not in ("self", "model")}
         self.speculation, config = configurations({"target": model, **options})
-        check_draft(self.speculation)
+        check_method(self.speculation)
         source = family.TARGET if self.speculation.target is None else self.speculation.target
         self.tokenizer = load_tokenizer(self.speculation.tokenizer or source, trust_remote_code)
         self.runner = ModelRunner.load(source, config)

@@ -128,4 +128,4 @@ class Speculation:
             PROPOSERS.get(split_method(self.method)[0])
         verifier = VERIFIERS.get(self.verifier) if isinstance(self.verifier, str) else self.verifier
         if self.same_text and not verifier.lossless:
-            raise OutriderError("same_text needs a lossless verifier, and this one is lossy: omit one of the two")
+            raise OutriderError("same_text=True needs a lossless verifier, and this one is lossy: omit one of the two")

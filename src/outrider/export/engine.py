@@ -50,8 +50,8 @@ class Engine(ABC):
             raise OutriderError(f"{self.name} does not support custom proposers: omit --own-code, or export to vLLM")
         if wanted.given("same_text"):
             raise OutriderError(f"{self.name} has no same-text mode: remove same_text from the plan, or use `outrider serve`")
-        if (weights := wanted.given("weights")) is not None:
-            raise OutriderError(f"{self.name} reads weights as in the checkpoint: leave weights={weights} out of the plan")
+        if wanted.given("weights") is not None:
+            raise OutriderError(f"{self.name} reads weights as in the checkpoint: remove weights from the plan")
         if wanted.verifier not in self.rules:
             raise OutriderError(f"{self.name} does not support the verifier {wanted.verifier!r}: use {', '.join(self.rules)}")
 

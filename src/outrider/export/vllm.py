@@ -92,7 +92,7 @@ class Vllm(Engine):
             method, k = "dspark" if shape.markov_rank else "dflash", min(wanted.k, shape.max_drafts)
             return {"method": method, "model": source, "num_speculative_tokens": k, **rule}, []
         if isinstance(kind, portable.TreeHead) and kind.asks_for_tree:
-            raise OutriderError("vLLM does not support trees: set the method's option top_k=1, or remove its tree options")
+            raise OutriderError("vLLM does not support trees: append :top_k=1 to the method, or remove its tree options")
         notes = ["vLLM drafts a chain; Outrider a tree, which accepts more."] if getattr(kind, "top_k", 1) > 1 else []
         if isinstance(kind, portable.FeatureHead):
             source, generation = heads.feature_head(kind, wanted, folder)

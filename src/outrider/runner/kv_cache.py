@@ -147,7 +147,7 @@ class KVCache(PassThrough):
         if self._budget is not None:
             self.max_len = min(max_len, self._budget - SLACK - self._state_slots)
             if self.max_len < 2:
-                raise OutriderError("kv_memory is too small for a single sequence: raise it")
+                raise OutriderError("kv_memory=... is too small for a single sequence: raise it")
         self.num_looked_up = self.num_reused = 0  # prompt tokens, and those found in kept rows
         self.on_compact: Callable[[Sequence[int]], None] | None = None  # called with the former row of each row
         self._free: list[int] = []

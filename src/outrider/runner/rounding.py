@@ -26,12 +26,12 @@ def refuse_rounding(
     ``model_class``: None for remote code, which is checked after loading. ``reader``: of a quantised checkpoint.
     """
     if device.type != "cpu":
-        raise OutriderError(f"weights={weights} needs device cpu, got {device}: leave out weights or choose the CPU")
+        raise OutriderError(f"weights={weights} needs device=cpu, got {device}: omit weights=..., or choose the CPU")
     quantized = quantization_of(config)
     if quantized is not None and (reader is None or reader.has_codes):
         raise OutriderError(
             f"weights={weights} needs a checkpoint in 16 or 32 bits or FP8, got one quantised by {method_of(quantized)}:"
-            " leave out weights"
+            " omit weights=..."
         )
     if not native.load():
         raise OutriderError(f"weights={weights} needs Outrider's CPU kernels, which cannot be built: install g++")
@@ -39,7 +39,7 @@ def refuse_rounding(
         return
     problem = _mostly_other(config, model_class)
     if problem is not None:
-        raise OutriderError(f"weights={weights} rounds linear layers, {problem}: leave out weights")
+        raise OutriderError(f"weights={weights} rounds linear layers, {problem}: omit weights=...")
 
 
 def choose_reader(source: str, config: PreTrainedConfig, model_class: Any, device: torch.device) -> Format | None:

@@ -127,7 +127,7 @@ class Search:
                 outputs = self.journal.once("recorded", str(start), lambda group=group: self._answers(group))  # type: ignore[misc]
                 texts += [replace(text, output=output) for text, output in zip(group, outputs, strict=True)]
         if not any(len(text.output) > 1 for text in texts):
-            raise OutriderError("all outputs for this traffic are empty: use other prompts or a larger max_tokens")
+            raise OutriderError("all outputs for this traffic are empty: use other prompts or a larger --max-tokens")
         random.Random(0).shuffle(texts)  # rungs use the first ones, so the order of the file must not matter
         return texts
 

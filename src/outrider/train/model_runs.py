@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from outrider.heads.checkpoint import named_errors
-from outrider.memory import refuse_too_large
+from outrider.memory import require_memory, weight_bytes
 from outrider.runner import gguf, loading
 from outrider.runner.checkpoints.formats import quantization_of
 from outrider.runner.loading import decoder_layers, text_config
@@ -37,6 +37,8 @@ from outrider.types import OutriderError, first_line
 
 logger = logging.getLogger(__name__)
 
+FLOAT32 = 4  # bytes of a weight
+COPIES = 3  # of the weights in float32 while a model is trained: themselves, gradients, and at least one state of the optimizer
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 
 
@@ -114,6 +116,10 @@ def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRu
     else:
         draft, origin = _existing(kind.start, bench, kind.parallel is not None), f"continuing {kind.start}"
     _check_rows(bench, draft, "the draft")
+    if target.device.type == "cpu":
+        needed = FLOAT32 * (target.num_parameters() + COPIES * draft.num_parameters())
+        what = "the target's weights, and the draft's with gradients and optimizer state, take at least"
+        require_memory(needed, what, "choose a smaller draft")
     masks = None if kind.parallel is None else Masks.prepare(draft, bench.tokenizer, kind.parallel, bench.seq_len)
     origin += "" if masks is None else f"; mask token {masks.token}"
     share = draft.num_parameters() / target.num_parameters()
@@ -163,10 +169,10 @@ def trainable(source: str) -> PreTrainedModel:
     return wide
 
 
-def check_trainable(source: str) -> None:
+def check_trainable(source: str, copies: int = 1) -> None:
     """Raise ``OutriderError`` for a model that is quantised, that Outrider does not run, or that takes more than the memory.
 
-    Reads the config and the sizes of the files only.
+    Reads the config and the sizes of the files only. ``copies``: of the weights in float32; ``COPIES`` if they are trained.
     """
     config = loading.load_config(source) if gguf.find(source) is None else None
     if config is None or quantization_of(config) is not None:
@@ -174,7 +180,10 @@ def check_trainable(source: str) -> None:
     survey_without_weights(config, loading.model_class(config))
     if not torch.cuda.is_available():
         dtype = text_config(config).dtype
-        refuse_too_large(source, growth=4 // dtype.itemsize if isinstance(dtype, torch.dtype) else 1)
+        growth = FLOAT32 // dtype.itemsize if isinstance(dtype, torch.dtype) else 1
+        more = "" if copies == 1 else ", with gradients and optimizer state,"
+        what = f"the weights of {source} in float32{more} take at least"
+        require_memory(copies * growth * weight_bytes(source), what, "choose a smaller model")
 
 
 def _check_rows(bench: Bench, model: PreTrainedModel, name: str) -> None:

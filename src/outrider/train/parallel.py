@@ -40,9 +40,9 @@ class Parallel:
     def __post_init__(self) -> None:
         if self.depths < 2:
             raise OutriderError(f"invalid number of parallel drafts {self.depths}: expected at least 2")
-        for name, share in (("keep", self.keep), ("least", self.least)):
+        for name, share in (("--keep", self.keep), ("--keep-least", self.least)):
             if not 0 < share <= 1:
-                raise OutriderError(f"invalid {name} {share} of parallel drafts: expected a share above 0, at most 1")
+                raise OutriderError(f"invalid {name} {share}: expected a share above 0, at most 1")
 
 
 @dataclass(frozen=True)

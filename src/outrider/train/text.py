@@ -170,7 +170,7 @@ def check_continuation(prompt_len: int, seq_len: int, temperature: float = 0.0) 
             f"rows of {seq_len} tokens leave nothing to generate after prompts of {prompt_len}: expected a lower --prompt-len"
         )
     if not 0 <= temperature < math.inf:
-        raise OutriderError(f"invalid temperature {temperature:g}: expected a finite number, at least 0 (greedy)")
+        raise OutriderError(f"invalid --temperature {temperature:g}: expected a finite number, at least 0 (greedy)")
 
 
 def regenerate(
