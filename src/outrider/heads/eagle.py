@@ -153,6 +153,7 @@ class EagleHead(RolloutHead):
         return self.target_logits(out)
 
     def set_attention(self, name: str) -> None:
+        """Set the attention function of its layers, by its name in transformers."""
         self.shape.llama._attn_implementation = name
 
     def check_fit(self, target: TargetSizes) -> None:

@@ -118,7 +118,3 @@ class RolloutHead(FeatureHead):
     @abstractmethod
     def feedback(self, out: Tensor) -> Tensor:
         """Return the input of the next step that replaces the target's feature."""
-
-    @abstractmethod
-    def set_attention(self, name: str) -> None:
-        """Set the attention function of its layers, by its name in transformers."""

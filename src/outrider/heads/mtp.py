@@ -112,7 +112,7 @@ class MtpHead(RolloutHead):
         self.set_attention(attention.NAME)
 
     def set_attention(self, name: str) -> None:
-        # experts are computed one after another
+        """Set the attention function of its layer; experts are computed one after another."""
         for module in self.layers.modules():
             config = getattr(module, "config", None)
             if isinstance(config, PreTrainedConfig):

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 from outrider.heads.block import BlockHead, BlockShape
 from outrider.heads.eagle import EagleHead, EagleShape
-from outrider.heads.feature_head import FeatureHead, RolloutHead
+from outrider.heads.feature_head import FeatureHead
 from outrider.heads.medusa import MedusaHeads, MedusaShape
 from outrider.heads.mtp import Body, MtpHead
 from outrider.heads.own_logits import Finish, finish_of
@@ -215,7 +215,7 @@ def mask_token(rows: Tensor, runner: ModelRunner) -> int:
 
 def trainable(head: Head, runner: ModelRunner) -> Head:
     """Return the head in training on this target."""
-    if isinstance(head, RolloutHead):
+    if isinstance(head, (EagleHead, MtpHead)):
         head.set_attention(rollout_attention.NAME)
     head.lend(runner.model.get_input_embeddings(), output_layer(runner))
     return head.to(runner.device).requires_grad_(True)
