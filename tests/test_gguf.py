@@ -294,6 +294,16 @@ def test_a_list_longer_than_the_file_is_rejected_at_once(unread, tmp_path):
     assert "damaged.gguf: the file is truncated or damaged" in refusal(damaged)
 
 
+@pytest.mark.parametrize("name", ["llama.block_count", "llama.attention.head_count", "tokenizer.ggml.eos_token_id", "split.count"])
+def test_a_list_of_strings_in_place_of_a_number_is_refused_by_its_name(name, unread, tmp_path):
+    def change(writer):
+        writer.kv_data[0].pop(name, None)
+        writer.add_array(name, ["a", "b"])
+
+    gguf_files.write(tmp_path / "model.gguf", gguf_files.make_model("llama"), KINDS["Q8_0"], change)
+    assert f"model.gguf: {name} is a list of 2 strings" in refusal(tmp_path / "model.gguf")
+
+
 def test_tensors_that_do_not_belong_to_the_model_are_named(tmp_path):
     path, model = tmp_path / "model.gguf", gguf_files.make_model("qwen3")
 

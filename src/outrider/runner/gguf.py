@@ -53,7 +53,7 @@ UNDERSTOOD = re.compile(
 # Rules for which GPT-2's gives the same tokens: merges learned from single digits never join two of them.
 SPLIT_LIKE_GPT2 = ("gpt-2", "smollm")
 PART = re.compile(r"-\d{5}-of-\d{5}$")  # end of the name of a split file's part
-STRING, LIST, UINT64 = 8, 9, 10  # codes of types in a header
+STRING, LIST = 8, 9  # codes of types in a header
 
 
 def _quick(reader: Any) -> Any:
@@ -85,7 +85,7 @@ def _quick(reader: Any) -> Any:
                 end += 8 + int.from_bytes(raw[end : end + 8], sys.byteorder)
                 if end > len(raw):
                     raise ValueError("an entry of its header goes beyond the end")
-            return end - orig_offs, [length], [0], [UINT64]
+            return end - orig_offs, [length], [0], [LIST, STRING]
 
     return Quick
 
@@ -171,9 +171,17 @@ class GgufFile:
         return cls(path, fields, {tensor.name: tensor for tensor in reader.tensors})
 
     def entry(self, name: str) -> Any:
-        """Return an entry of the header, of a list of strings its length; None if it is missing."""
+        """Return an entry of the header; None if it is missing. Raises ``OutriderError`` for a list of strings."""
+        num_strings = self.num_strings(name)
+        if num_strings is not None:
+            raise OutriderError(f"{self.path}: {name} is a list of {num_strings} strings, which is not supported")
         field = self.fields.get(name)
         return None if field is None else field.contents()
+
+    def num_strings(self, name: str) -> int | None:
+        """Return the length of a list of strings, whose strings are not read; None if the entry is something else."""
+        field = self.fields.get(name)
+        return int(field.parts[-1][0]) if field is not None and field.types == [LIST, STRING] else None
 
     @property
     def architecture(self) -> str:
@@ -229,7 +237,7 @@ class GgufFile:
         values: dict[str, Any] = {
             "name_or_path": str(self.path.parent),
             "tie_word_embeddings": "output.weight" not in self.tensors,
-            "vocab_size": self.entry("tokenizer.ggml.tokens"),
+            "vocab_size": self.num_strings("tokenizer.ggml.tokens"),
         }
         for prefix in ("general", self.architecture, "tokenizer"):
             names: Mapping[str, str | None] = GGUF_CONFIG_MAPPING[prefix]  # type: ignore[assignment]
