@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -147,28 +147,17 @@ class GgufFile:
     fields: Mapping[str, Any]
     tensors: Mapping[str, Any]  # gguf.gguf_reader.ReaderTensor by name
 
-    @classmethod
-    def open(cls, path: Path) -> GgufFile:
+    @staticmethod
+    def open(path: Path) -> GgufFile:
         """Raise ``OutriderError`` if the package gguf is missing, or if the file is truncated, damaged or not a GGUF file."""
         try:
             with path.open("rb") as opened:
-                is_gguf = opened.read(4) == b"GGUF"
+                is_gguf, status = opened.read(4) == b"GGUF", path.stat()
         except OSError as error:
             raise OutriderError(f"cannot read {path}: {first_line(error)}") from error
         if not is_gguf:
             raise OutriderError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
-        try:
-            reader_of = import_module("gguf").GGUFReader
-        except ImportError as error:
-            raise OutriderError(f"{path} needs the package gguf: {how_to_install('gguf')}") from error
-        try:
-            reader = _quick(reader_of)(path)
-            fields = dict(reader.fields)
-        except Exception as error:  # broken files fail in more ways than can be listed
-            raise OutriderError(f"cannot read {path}: the file is truncated or damaged ({first_line(error)})") from error
-        if reader.byte_order != "I":
-            raise OutriderError(f"{path} has the byte order of another machine: convert it to this machine's byte order")
-        return cls(path, fields, {tensor.name: tensor for tensor in reader.tensors})
+        return _parsed(path, status.st_ino, status.st_mtime_ns, status.st_size)
 
     def entry(self, name: str) -> Any:
         """Return an entry of the header; None if it is missing. Raises ``OutriderError`` for a list of strings."""
@@ -290,6 +279,23 @@ class GgufFile:
         return names
 
 
+@lru_cache(maxsize=1)  # parsing takes 0.1 s, and tokenizer, config and weights are read one after another
+def _parsed(path: Path, *_version: int) -> GgufFile:
+    """See ``GgufFile.open``. ``_version``: numbers that change with the file."""
+    try:
+        reader_of = import_module("gguf").GGUFReader
+    except ImportError as error:
+        raise OutriderError(f"{path} needs the package gguf: {how_to_install('gguf')}") from error
+    try:
+        reader = _quick(reader_of)(path)
+        fields = dict(reader.fields)
+    except Exception as error:  # broken files fail in more ways than can be listed
+        raise OutriderError(f"cannot read {path}: the file is truncated or damaged ({first_line(error)})") from error
+    if reader.byte_order != "I":
+        raise OutriderError(f"{path} has the byte order of another machine: convert it to this machine's byte order")
+    return GgufFile(path, fields, {tensor.name: tensor for tensor in reader.tensors})
+
+
 def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: torch.device) -> None:
     """Load the weights of a file into a model on the meta device, in place.
 
@@ -298,6 +304,7 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
     bfloat16 for a quantised file, else the file's own type.
     """
     file = GgufFile.open(path)
+    _parsed.cache_clear()  # otherwise the file would stay mapped after loading
     names = file.names(model)
     keeps = dtype == "auto" and device.type == "cpu" and native.load()
     if file.is_quantized and not keeps:
