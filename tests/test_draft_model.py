@@ -160,6 +160,34 @@ def test_released_requests_free_their_rows():
     drafting.proposer.release(["nobody"])
 
 
+def test_a_prompt_is_read_once_for_all_its_samples():
+    drafting = Drafting(lengths=(40, 40, 40))
+    first, *samples = drafting.requests
+    for request in samples:
+        request.token_ids[:] = first.token_ids
+    chain, read = drafting.proposer.draft.layouts.chain, []
+    drafting.proposer.draft.layouts.chain = lambda tokens, *more, **named: (
+        read.extend(map(len, tokens)) or chain(tokens, *more, **named)
+    )
+    drafting.proposer.prefill([first])
+    for request in samples:
+        drafting.proposer.fork(first.request_id, request)
+    drafting.proposer.prefill(samples)
+    for accepted in ([3, 3, 3], [0, 1, 2]):
+        drafting.propose(3)
+        drafting.check()
+        drafting.commit(accepted, [50, 51, 52])
+    assert sorted(read)[-2:] == [2, 39]
+
+
+def test_a_sample_of_a_prompt_beyond_the_drafts_context_has_no_drafts():
+    drafting = Drafting(lengths=(60, 60), max_position_embeddings=52)
+    first, sample = drafting.requests
+    assert drafting.proposer.prefill([first]) == [True]
+    drafting.proposer.fork(first.request_id, sample)
+    assert drafting.propose(3).lens.tolist() == [0, 0]
+
+
 def build(tmp_path, draft, tokenizer=None, **setting):
     target = ModelRunner.load(make_folder(tmp_path / "target", seed=1), EAGER)
     return METHOD.build(Setting(target, tokenizer, draft, **setting))

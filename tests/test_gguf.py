@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -173,6 +174,16 @@ def test_loading_reads_no_list_of_strings_one_by_one(tmp_path, monkeypatch):
     assert 0 < len(calls) < 1000
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux lists mapped files")
+def test_loading_parses_the_header_once_and_closes_the_file(tmp_path, monkeypatch):
+    path, start, opened = tmp_path / "model.gguf", gguf.GGUFReader.__init__, []
+    gguf_files.write(path, gguf_files.make_model("llama"), KINDS["Q8_0"])
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", lambda *args: opened.append(args[1]) or start(*args))
+    llm = LLM(path, method="plain", compile="never")
+    assert opened == [path] and llm.runner.vocab_size == 320
+    assert str(path) not in Path("/proc/self/maps").read_text()
+
+
 def test_a_folder_with_a_config_and_a_tokenizer(tmp_path):
     """The folder's config is used, also if the file has fewer entries."""
     scaled = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}
@@ -292,6 +303,18 @@ def test_a_list_longer_than_the_file_is_rejected_at_once(unread, tmp_path):
     data[at : at + 8] = (1 << 60).to_bytes(8, "little")
     damaged.write_bytes(data)
     assert "damaged.gguf: the file is truncated or damaged" in refusal(damaged)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama.block_count", "llama.attention.head_count", "tokenizer.ggml.eos_token_id", "split.count"]
+)
+def test_a_list_of_strings_in_place_of_a_number_is_refused_by_its_name(name, unread, tmp_path):
+    def change(writer):
+        writer.kv_data[0].pop(name, None)
+        writer.add_array(name, ["a", "b"])
+
+    gguf_files.write(tmp_path / "model.gguf", gguf_files.make_model("llama"), KINDS["Q8_0"], change)
+    assert f"model.gguf: {name} is a list of 2 strings" in refusal(tmp_path / "model.gguf")
 
 
 def test_tensors_that_do_not_belong_to_the_model_are_named(tmp_path):

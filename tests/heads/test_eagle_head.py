@@ -338,7 +338,9 @@ def test_a_medusa_folder_is_not_an_eagle_head(tmp_path):
         load(tmp_path)
 
 
-def test_a_copy_of_the_targets_embedding_is_not_kept(tmp_path, model, monkeypatch):
+@pytest.mark.parametrize("num_rows", [VOCAB, VOCAB - 3, VOCAB + 3])
+def test_a_copy_of_the_targets_embedding_is_not_kept(num_rows, tmp_path, model, target, monkeypatch):
+    """Copies may have fewer or more padding rows than the target's table."""
     monkeypatch.setattr(own_tables, "SLICE", 7)  # several slices, the last one shorter
     embedding = model.get_input_embeddings()
 
@@ -347,9 +349,12 @@ def test_a_copy_of_the_targets_embedding_is_not_kept(tmp_path, model, monkeypatc
 
     tensors = write_eagle1(tmp_path, VOCAB)
     assert loaded().shape.own_embedding
-    torch.save(tensors | {"embed_tokens.weight": embedding.weight.detach().clone()}, tmp_path / "pytorch_model.bin")
+    padding = torch.zeros(max(0, num_rows - VOCAB), HIDDEN)
+    stored = torch.cat((embedding.weight.detach()[:num_rows], padding))
+    torch.save(tensors | {"embed_tokens.weight": stored}, tmp_path / "pytorch_model.bin")
     head = loaded()
     assert not head.shape.own_embedding
+    head.check_fit(target)
     head.lend(embedding, model.get_output_embeddings())
     assert torch.equal(head.embedding_table(), embedding.weight)
 

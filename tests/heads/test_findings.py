@@ -112,6 +112,14 @@ def test_a_head_for_another_target_of_the_same_size_does_not_fit(target, tmp_pat
     assert level_of(found, "embedding") in (None, "suspicious")
 
 
+def test_an_embedding_with_fewer_padding_rows_is_the_targets(target, tmp_path):
+    weights = write_eagle1(tmp_path, VOCAB - 8)
+    copy = load_file(target / "model.safetensors")["model.embed_tokens.weight"][: VOCAB - 8].clone()
+    torch.save(weights | {"embed_tokens.weight": copy}, tmp_path / "pytorch_model.bin")
+    found = examined(target, "eagle", tmp_path)
+    assert level_of(found, "embedding") == "ok" and level_of(found, "vocabulary") is None
+
+
 def test_the_cost_of_a_small_draft_vocabulary_is_reported(target, tmp_path):
     write_eagle3(tmp_path / "eagle", VOCAB, 8)
     found = examined(target, "eagle", tmp_path / "eagle")

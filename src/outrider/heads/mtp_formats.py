@@ -53,6 +53,7 @@ class Layout:
 
 QWEN = {"fc": "fc", "embed_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden", "norm": "norm"}
 DEEPSEEK = {"fc": "eh_proj", "embed_norm": "enorm", "hidden_norm": "hnorm", "norm": "shared_head.norm"}
+# vLLM and SGLang zero the embedding at position 0 of MiMo's head; the model's own code (modeling_mimo.py) does not.
 MIMO = {"fc": "input_proj", "embed_norm": "token_layernorm", "hidden_norm": "hidden_layernorm", "norm": "final_layernorm"}
 OWN = {"embed_tokens": "embed_tokens", "lm_head": "lm_head"}
 LAYOUTS = {

@@ -8,8 +8,8 @@
 
 namespace outrider {
 
-// Operators of a pass also run without C++. Python declares them together with their references (runner/kernels.py,
-// runner/recurrence.py).
+// Operators of a pass, which Python declares (runner/kernels.py, runner/recurrence.py). Those of attention and recurrent layers
+// have references there, which run without C++; layers are packed only where the C++ is loaded.
 TORCH_LIBRARY_IMPL(outrider, CPU, library) {
   library.impl("linear", linear);
   library.impl("linear_scaled", linear_scaled);

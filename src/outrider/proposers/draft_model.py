@@ -116,8 +116,16 @@ class DraftModelProposer(Proposer):
         unread = {request.request_id for request, is_read in zip(fitting, done, strict=True) if not is_read}
         return [request.request_id not in unread for request in requests]
 
+    @torch.inference_mode()
     def fork(self, source_id: str, request: Request) -> None:
-        self.draft.fork(source_id, request.request_id, request.num_prompt_tokens - 1)
+        """See ``Proposer``. A prompt that ``prefill`` left to the next pass is read now: once, not once per sample."""
+        draft, prompt = self.draft, self._known(request.token_ids[: request.num_prompt_tokens])
+        if not isinstance(draft, ModelRunner) or len(prompt) >= draft.max_len:  # the target's own cache, or no drafts
+            return
+        if not draft.is_prefilled([source_id], [prompt])[0]:
+            rows, _ = draft.catch_up([source_id], [prompt], spare=0)
+            draft.read_to_last([source_id], [prompt], rows)
+        draft.fork(source_id, request.request_id, len(prompt) - 1)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         for request, accepted in zip(context.requests, verdict.num_accepted.tolist(), strict=True):

@@ -128,21 +128,30 @@ class HeadProposer(Proposer):
 
     def _extended(self, context: Context, able: list[int]) -> Tensor:
         """See ``_read``. A prompt is read once for all its samples: for the one from which the others were forked."""
-        requests, cache = [context.requests[b] for b in able], self.head.cache
-        samples = [a for a, request in enumerate(requests) if request.request_id in self._sources]
-        if samples:
-            rest = [a for a in range(len(able)) if a not in samples]
-            outs = [self._extended(context, [able[a] for a in rest])] if rest else []
-            for request in (requests[a] for a in samples):
-                source = self._sources.pop(request.request_id)
-                count = min(cache.cached_len(source), request.num_prompt_tokens - 2)  # the last entry's output is needed
-                if count > 0:
-                    cache.copy(source, request.request_id, count)
-            outs.append(self._extended(context, [able[a] for a in samples]))
-            return torch.cat(outs)[torch.tensor([*rest, *samples]).argsort()]
+        samples = [b for b in able if context.requests[b].request_id in self._sources]
+        rest = [b for b in able if b not in samples]
+        outs = []
+        for rows in filter(None, (rest, samples)):  # a prompt before its samples
+            for b in rows:
+                self._copy_prompt(context.requests[b])
+            outs.append(self._feed(context, rows))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)[torch.tensor([*rest, *samples]).argsort()]
+
+    def _copy_prompt(self, request: Request) -> None:
+        """Copy the cached prompt of the request that a new sample was forked from, if any."""
+        source = self._sources.pop(request.request_id, None)
+        if source is not None:
+            cache = self.head.cache
+            count = min(cache.cached_len(source), request.num_prompt_tokens - 2)  # the last entry's output is needed
+            if count > 0:
+                cache.copy(source, request.request_id, count)
+
+    def _feed(self, context: Context, rows: list[int]) -> Tensor:
+        """Feed the uncached tokens of the requests in these rows. See ``_read``."""
+        requests = [context.requests[b] for b in rows]
         tokens, features = [], []
-        for b, request in zip(able, requests, strict=True):
-            text = request.token_ids[cache.cached_len(request.request_id) + 1 :]
+        for b, request in zip(rows, requests, strict=True):
+            text = request.token_ids[self.head.cache.cached_len(request.request_id) + 1 :]
             new = [context.hidden[index][b] for index in self.needs_hidden]
             if len(new[0]) not in (len(text), len(request.token_ids) - 1):  # the latter: of a copied prompt too
                 raise RuntimeError("the features do not continue where the last ones ended")

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ UNDERSTOOD = re.compile(
 # Rules for which GPT-2's gives the same tokens: merges learned from single digits never join two of them.
 SPLIT_LIKE_GPT2 = ("gpt-2", "smollm")
 PART = re.compile(r"-\d{5}-of-\d{5}$")  # end of the name of a split file's part
-STRING, LIST, UINT64 = 8, 9, 10  # codes of types in a header
+STRING, LIST = 8, 9  # codes of types in a header
 
 
 def _quick(reader: Any) -> Any:
@@ -85,7 +85,7 @@ def _quick(reader: Any) -> Any:
                 end += 8 + int.from_bytes(raw[end : end + 8], sys.byteorder)
                 if end > len(raw):
                     raise ValueError("an entry of its header goes beyond the end")
-            return end - orig_offs, [length], [0], [UINT64]
+            return end - orig_offs, [length], [0], [LIST, STRING]
 
     return Quick
 
@@ -147,33 +147,30 @@ class GgufFile:
     fields: Mapping[str, Any]
     tensors: Mapping[str, Any]  # gguf.gguf_reader.ReaderTensor by name
 
-    @classmethod
-    def open(cls, path: Path) -> GgufFile:
+    @staticmethod
+    def open(path: Path) -> GgufFile:
         """Raise ``OutriderError`` if the package gguf is missing, or if the file is truncated, damaged or not a GGUF file."""
         try:
             with path.open("rb") as opened:
-                is_gguf = opened.read(4) == b"GGUF"
+                is_gguf, status = opened.read(4) == b"GGUF", path.stat()
         except OSError as error:
             raise OutriderError(f"cannot read {path}: {first_line(error)}") from error
         if not is_gguf:
             raise OutriderError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
-        try:
-            reader_of = import_module("gguf").GGUFReader
-        except ImportError as error:
-            raise OutriderError(f"{path} needs the package gguf: {how_to_install('gguf')}") from error
-        try:
-            reader = _quick(reader_of)(path)
-            fields = dict(reader.fields)
-        except Exception as error:  # broken files fail in more ways than can be listed
-            raise OutriderError(f"cannot read {path}: the file is truncated or damaged ({first_line(error)})") from error
-        if reader.byte_order != "I":
-            raise OutriderError(f"{path} has the byte order of another machine: convert it to this machine's byte order")
-        return cls(path, fields, {tensor.name: tensor for tensor in reader.tensors})
+        return _parsed(path, status.st_ino, status.st_mtime_ns, status.st_size)
 
     def entry(self, name: str) -> Any:
-        """Return an entry of the header, of a list of strings its length; None if it is missing."""
+        """Return an entry of the header; None if it is missing. Raises ``OutriderError`` for a list of strings."""
+        num_strings = self.num_strings(name)
+        if num_strings is not None:
+            raise OutriderError(f"{self.path}: {name} is a list of {num_strings} strings, which is not supported")
         field = self.fields.get(name)
         return None if field is None else field.contents()
+
+    def num_strings(self, name: str) -> int | None:
+        """Return the length of a list of strings, whose strings are not read; None if the entry is something else."""
+        field = self.fields.get(name)
+        return int(field.parts[-1][0]) if field is not None and field.types == [LIST, STRING] else None
 
     @property
     def architecture(self) -> str:
@@ -229,7 +226,7 @@ class GgufFile:
         values: dict[str, Any] = {
             "name_or_path": str(self.path.parent),
             "tie_word_embeddings": "output.weight" not in self.tensors,
-            "vocab_size": self.entry("tokenizer.ggml.tokens"),
+            "vocab_size": self.num_strings("tokenizer.ggml.tokens"),
         }
         for prefix in ("general", self.architecture, "tokenizer"):
             names: Mapping[str, str | None] = GGUF_CONFIG_MAPPING[prefix]  # type: ignore[assignment]
@@ -282,6 +279,23 @@ class GgufFile:
         return names
 
 
+@lru_cache(maxsize=1)  # parsing takes 0.1 s, and tokenizer, config and weights are read one after another
+def _parsed(path: Path, *_version: int) -> GgufFile:
+    """See ``GgufFile.open``. ``_version``: numbers that change with the file."""
+    try:
+        reader_of = import_module("gguf").GGUFReader
+    except ImportError as error:
+        raise OutriderError(f"{path} needs the package gguf: {how_to_install('gguf')}") from error
+    try:
+        reader = _quick(reader_of)(path)
+        fields = dict(reader.fields)
+    except Exception as error:  # broken files fail in more ways than can be listed
+        raise OutriderError(f"cannot read {path}: the file is truncated or damaged ({first_line(error)})") from error
+    if reader.byte_order != "I":
+        raise OutriderError(f"{path} has the byte order of another machine: convert it to this machine's byte order")
+    return GgufFile(path, fields, {tensor.name: tensor for tensor in reader.tensors})
+
+
 def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: torch.device) -> None:
     """Load the weights of a file into a model on the meta device, in place.
 
@@ -290,6 +304,7 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
     bfloat16 for a quantised file, else the file's own type.
     """
     file = GgufFile.open(path)
+    _parsed.cache_clear()  # otherwise the file would stay mapped after loading
     names = file.names(model)
     keeps = dtype == "auto" and device.type == "cpu" and native.load()
     if file.is_quantized and not keeps:

@@ -82,9 +82,6 @@ class SelfDraft:
         """Nothing to do: the cache is the target's."""
         return [True] * len(texts)
 
-    def fork(self, source_id: str, new_id: str, num_tokens: int) -> None:
-        """Do nothing: the cache is the runner's."""
-
     def keep_len(self, request_id: str, num_tokens: int) -> None:
         """Do nothing: drafts never count as cached."""
 
