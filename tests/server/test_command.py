@@ -110,9 +110,9 @@ def test_zero_counts_as_a_given_value() -> None:
         (["--port", "0", "--max-batch", "0"], "invalid --max-batch 0"),
         (["--port", "0", "--kv-memory", "0"], "invalid --kv-memory 0"),
         (["--port", "0", "--kv-memory", "nan"], "invalid --kv-memory nan"),
-        (["--max-queue", "0"], "invalid max_queue 0: expected a whole number, at least 1"),
-        (["--schema-timeout", "0"], "invalid schema_timeout 0.0: expected a finite number, above 0"),
-        (["--worker-memory", "inf"], "worker_memory"),
+        (["--max-queue", "0"], "invalid --max-queue 0: expected a whole number, at least 1"),
+        (["--schema-timeout", "0"], "invalid --schema-timeout 0.0: expected a finite number, above 0"),
+        (["--worker-memory", "inf"], "--worker-memory inf"),
         (["--api-keys", "none"], "cannot read the API keys"),
     ],
 )

@@ -296,6 +296,18 @@ def test_the_draft_generates_its_own_rows_with_the_steps_noise():
     assert torch.equal(greedy, wanted)
 
 
+def test_on_policy_rows_have_only_tokens_of_the_target():
+    target, config = tiny("llama"), tiny("llama").config
+    draft = AutoModelForCausalLM.from_config(LlamaConfig(**{**config.to_dict(), "vocab_size": config.vocab_size + 1}))
+
+    def likes_its_mask_token(module, args, out):
+        out.logits[..., -1] += 1e4
+
+    draft.register_forward_hook(likes_its_mask_token)
+    loss = DistillationLoss(draft, target, Distillation(on_policy=1.0, prompt_len=4))
+    assert loss.written(torch.ones(4, 12, dtype=torch.long), 0).max() < config.vocab_size
+
+
 # -- both --------------------------------------------------------------------------------------------------------------------
 
 

@@ -102,5 +102,6 @@ class DistillationLoss:
             return ids
         generator = torch.Generator(ids.device).manual_seed(self.seed * 1_000_003 + step)
         warm = torch.ones(rows, device=ids.device)
-        own = continue_rows(self.draft, ids[:rows, :length].long(), ids.shape[1] - length, warm, generator)
+        known = self.target.get_input_embeddings().weight.shape[0]  # the target cannot read a draft's mask token
+        own = continue_rows(self.draft, ids[:rows, :length].long(), ids.shape[1] - length, warm, generator, known)
         return torch.cat((own.to(ids.dtype), ids[rows:]))
