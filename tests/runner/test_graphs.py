@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.runner import graphs
 from outrider.runner.graphs import MAX_WIDTH, GraphRunner, record_cuda
 
 
@@ -66,6 +67,18 @@ def test_each_shape_is_captured_once() -> None:
         given = inputs_of(width, width, keys, values, batch)
         assert torch.equal(runner(given)[0], sums(given)[0])
     assert recorder.captures == 3
+
+
+def test_the_shapes_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
+    keys, values, recorder = torch.ones(3), torch.ones(3), Recorder()
+    runner = GraphRunner(sums, recorder)
+    captures = []
+    for width in (1, 2, 1, 3, 1, 2):
+        given = inputs_of(width, width, keys, values)
+        assert torch.equal(runner(given)[0], sums(given)[0])
+        captures.append(recorder.captures)
+    assert captures == [1, 2, 2, 3, 3, 4]
 
 
 def test_a_cache_that_moved_is_captured_again() -> None:

@@ -1,8 +1,8 @@
 """Capture passes as CUDA graphs, once per shape, so that a few hundred small kernels cost one launch.
 
 A graph works on fixed memory: each shape has its own input tensors, into which a pass's inputs are copied before the replay.
-The runner pads requests to the longest, so that there are few shapes. When the cache grows, its memory moves and graphs are
-captured again.
+The runner pads requests to the longest, so that there are few shapes; of more than MAX_GRAPHS the ones used last are kept, because
+each graph has memory of its own. When the cache grows, its memory moves and graphs are captured again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ Replay = Callable[[], None]
 Record = Callable[[Callable[[], Sequence[Tensor]], torch.device], tuple[Replay, Sequence[Tensor]]]
 
 NUM_INPUTS_COPIED = 7  # of Pass.forward: tokens, positions, rows, bases, ends, visibility, places; then come the cache's stores
+MAX_GRAPHS = 128  # batches and draft trees of changing sizes have hundreds of shapes; engines usually capture 30 to 70
 MAX_WIDTH = 64  # wider passes are prefill: they keep the device busy without a graph and have any width
 
 
@@ -57,7 +58,7 @@ class GraphRunner:
 
     def __init__(self, function: Run, record: Record = record_cuda) -> None:
         self._function, self._record = function, record
-        self._captured: dict[tuple[int, ...], _Captured] = {}
+        self._captured: dict[tuple[int, ...], _Captured] = {}  # the one used last is last
         self._is_eager = False  # the pass cannot be captured
         self._cache: tuple[int, ...] = ()  # address and shape of the captured cache
 
@@ -72,15 +73,18 @@ class GraphRunner:
             self._captured.clear()
             self._cache = cache
         key = (inputs[0].shape[1], batch, width, places.shape[0])
-        found = self._captured.get(key)
+        found = self._captured.pop(key, None)
         if found is None:
+            if len(self._captured) == MAX_GRAPHS:
+                del self._captured[next(iter(self._captured))]
             try:
-                found = self._captured[key] = self._capture(inputs)
+                found = self._capture(inputs)
             except RuntimeError as error:  # the model's code waits for the device, or memory ran out
                 logger.warning("passes run without CUDA graphs, which is slower: %s", first_line(error))
                 self._captured.clear()
                 self._is_eager = True
                 return self._function(inputs)
+        self._captured[key] = found
         for fixed, given in zip(found.inputs, inputs[:NUM_INPUTS_COPIED], strict=True):
             fixed.copy_(given, non_blocking=True)
         found.replay()
