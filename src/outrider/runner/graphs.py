@@ -1,8 +1,8 @@
 """Capture passes as CUDA graphs, once per shape, so that a few hundred small kernels cost one launch.
 
 A graph works on fixed memory: each shape has its own input tensors, into which a pass's inputs are copied before the replay.
-The runner pads requests to the longest, so that there are few shapes; of more than MAX_GRAPHS the ones used last are kept, because
-each graph has memory of its own. When the cache grows, its memory moves and graphs are captured again.
+The runner pads requests to the longest, so that there are few shapes. Each graph has memory of its own, so at most MAX_GRAPHS
+are kept, those used last. When the cache grows, its memory moves and graphs are captured again.
 """
 
 from __future__ import annotations
