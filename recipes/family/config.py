@@ -64,7 +64,7 @@ class Preset:
     target: Shape
     draft: Shape
     target_plan: Plan
-    further_plan: Plan  # of a run that goes on from a finished target
+    further_plan: Plan  # of a run that goes on from a finished target; ends at the rates at which loops_plan begins
     loops_plan: Plan
     draft_plan: Plan
     layer_skip: LayerSkip
@@ -82,9 +82,9 @@ PRESETS = {
         # the learning rates fall to a quarter here, and from there to zero in training against loops
         target_plan=Plan(150_000_000, 8192, ((0.88, 256), (0.97, 512), (1.0, 1024)), end=0.25),
         further_plan=Plan(
-            35_000_000, 8192, ((0.92, 256), (0.98, 512), (1.0, 1024)), muon_lr=0.01, adam_lr=0.002, decay=1.0, end=0.3
+            35_000_000, 8192, ((0.92, 256), (0.98, 512), (1.0, 1024)), muon_lr=0.01, adam_lr=0.002, decay=1.0, end=0.5
         ),
-        loops_plan=Plan(4_000_000, 8192, ((1.0, 256),), muon_lr=0.003, adam_lr=0.0006, warmup=0.02, decay=1.0),
+        loops_plan=Plan(4_000_000, 8192, ((1.0, 512),), muon_lr=0.005, adam_lr=0.001, warmup=0.02, decay=1.0),
         draft_plan=Plan(20_000_000, 4096, ((1.0, 256),), minutes=40, muon_lr=0.01, adam_lr=0.0025, warmup=0.02),
         layer_skip=LayerSkip(exit_scale=0.5, exit_share=0.25, from_scratch=True, whole_steps=True, grow_at=0.55),
         source_megabytes=40,
@@ -95,7 +95,7 @@ PRESETS = {
         target=Shape(hidden=512, layers=12, heads=8, kv_heads=4, intermediate=1408),
         draft=Shape(hidden=256, layers=2, heads=4, kv_heads=2, intermediate=768),
         target_plan=Plan(1_500_000_000, 131_072, ((0.6, 512), (1.0, 1024)), minutes=25, end=0.25),
-        further_plan=Plan(500_000_000, 131_072, ((0.6, 512), (1.0, 1024)), 10, muon_lr=0.01, adam_lr=0.002, decay=1.0, end=0.3),
+        further_plan=Plan(500_000_000, 131_072, ((0.6, 512), (1.0, 1024)), 10, muon_lr=0.01, adam_lr=0.002, decay=1.0, end=0.5),
         loops_plan=Plan(40_000_000, 65_536, ((1.0, 512),), muon_lr=0.005, adam_lr=0.001, warmup=0.02, decay=1.0),
         draft_plan=Plan(400_000_000, 65_536, ((1.0, 512),), minutes=8, warmup=0.02),
         layer_skip=LayerSkip(exit_scale=0.2, exit_share=0.5, from_scratch=True, whole_steps=True),
@@ -107,7 +107,7 @@ PRESETS = {
         target=Shape(hidden=64, layers=3, heads=1, kv_heads=1, intermediate=96),
         draft=Shape(hidden=64, layers=1, heads=1, kv_heads=1, intermediate=96),
         target_plan=Plan(20_000, 256, ((0.5, 32), (1.0, 64))),
-        further_plan=Plan(10_000, 256, ((0.5, 32), (1.0, 64)), decay=1.0, end=0.3),
+        further_plan=Plan(10_000, 256, ((0.5, 32), (1.0, 64)), decay=1.0, end=0.25),
         loops_plan=Plan(5_000, 256, ((1.0, 64),), muon_lr=0.002, adam_lr=0.0004),
         draft_plan=Plan(10_000, 256, ((1.0, 32),)),
         layer_skip=LayerSkip(exit_scale=0.2, exit_share=0.5, from_scratch=True, whole_steps=True),
