@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from transformers import PreTrainedModel
 
+from outrider.runner.loading import text_config
 from outrider.train.continuation import continue_rows
 from outrider.train.parallel import Masks
 from outrider.train.precision import arithmetic
@@ -102,6 +103,6 @@ class DistillationLoss:
             return ids
         generator = torch.Generator(ids.device).manual_seed(self.seed * 1_000_003 + step)
         warm = torch.ones(rows, device=ids.device)
-        known = self.target.get_input_embeddings().weight.shape[0]  # the target cannot read a draft's mask token
+        known = int(text_config(self.target).vocab_size)  # the target cannot read a draft's mask token
         own = continue_rows(self.draft, ids[:rows, :length].long(), ids.shape[1] - length, warm, generator, known)
         return torch.cat((own.to(ids.dtype), ids[rows:]))
