@@ -107,7 +107,7 @@ PRESETS = {
         target=Shape(hidden=64, layers=3, heads=1, kv_heads=1, intermediate=96),
         draft=Shape(hidden=64, layers=1, heads=1, kv_heads=1, intermediate=96),
         target_plan=Plan(20_000, 256, ((0.5, 32), (1.0, 64))),
-        further_plan=Plan(10_000, 256, ((0.5, 32), (1.0, 64)), decay=1.0, end=0.25),
+        further_plan=Plan(10_000, 256, ((0.5, 32), (1.0, 64)), decay=1.0, end=0.1),
         loops_plan=Plan(5_000, 256, ((1.0, 64),), muon_lr=0.002, adam_lr=0.0004),
         draft_plan=Plan(10_000, 256, ((1.0, 32),)),
         layer_skip=LayerSkip(exit_scale=0.2, exit_share=0.5, from_scratch=True, whole_steps=True),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,7 +15,7 @@ from outrider.cli.options import flag, parse_list, values_given, with_groups
 from outrider.errors import OutriderError
 from outrider.family import TARGET
 from outrider.files import expanded
-from outrider.options import path_or_text
+from outrider.options import flag_name, path_or_text
 
 if TYPE_CHECKING:
     from outrider.train.runs import Bench, HeadPlan
@@ -104,8 +104,7 @@ def medusa(
     from outrider.train.runs import MedusaRun, train_medusa
 
     check(heads=heads, layers=layers)
-    check_start(start, heads=heads, layers=layers)
-    how, run = plan_of(length, started_rates(start)), MedusaRun(heads or 4, layers or 1, start)
+    how, run = plan_of(length, started_rates(start)), MedusaRun(start=start, **sizes_given(start, heads=heads, layers=layers))
     done(train_medusa(bench_of(text, out, start=start), out, how, run), f"--method medusa --draft {out}")
 
 
@@ -131,10 +130,8 @@ def eagle(  # noqa: PLR0913 - one parameter an option
     if generation == 1 and (layers, draft_vocab) != (None, None):
         raise OutriderError("--layers and --draft-vocab are EAGLE-3's: omit them with --generation 1")
     states = parse_list("--layers", layers, int) if layers is not None else None
-    check_start(start, generation=generation, layers=layers, draft_vocab=draft_vocab)
-    run = EagleRun(
-        3 if generation is None else generation, steps, states, draft_vocab, parse_list("--format", formats, str), start
-    )
+    sizes = sizes_given(start, generation=generation, layers=states, draft_vocab=draft_vocab)
+    run = EagleRun(steps=steps, formats=parse_list("--format", formats, str), start=start, **sizes)
     how = plan_of(length, started_rates(start))
     done(train_eagle(bench_of(text, out, start=start), out, how, run), f"--method eagle --draft {out}")
 
@@ -150,10 +147,11 @@ def mtp(
     length: LengthOptions,
 ) -> None:
     """Train an MTP head with one layer of the target's kind, or continue the one in a checkpoint."""
+    from outrider.cli.session import check_source
     from outrider.train.runs import MtpRun, train_mtp
 
     check(steps=steps)
-    check_start(start)
+    check_source(start)
     how, run = plan_of(length, started_rates(start)), MtpRun(steps, start, layout)
     done(train_mtp(bench_of(text, out, start=start), out, how, run), f"--method mtp --draft {out}")
 
@@ -194,9 +192,8 @@ def dflash(  # noqa: PLR0913 - one parameter an option
     from outrider.train.runs import BlockRun, train_block
 
     states = parse_list("--hidden-states", hidden_states, int) if hidden_states is not None else None
-    sizes = {"block_size": block_size, "layers": layers, "hidden_states": states}
-    check_start(start, **sizes, **{name: rank or None for name, rank in asdict(pairs).items()})
-    run = BlockRun(16 if block_size is None else block_size, layers, states, pairs.markov_rank, pairs.selector_rank, start)
+    ranks = values_given(pairs)
+    run = BlockRun(start=start, **sizes_given(start, block_size=block_size, layers=layers, hidden_states=states, **ranks))
     how = plan_of(length, started_rates(start))
     done(train_block(bench_of(text, out, start=start), out, how, run), f"--method dflash --draft {out}")
 
@@ -224,7 +221,7 @@ def draft(  # noqa: PLR0913 - one parameter an option
     from outrider.train.parallel import Parallel
 
     check(layers=layers, width=width, parallel=parallel)
-    check_start(start, layers=layers, width=width, from_layers=from_layers)
+    sizes_given(start, layers=layers, width=width, from_layers=from_layers)
     if parallel is None and (keep, keep_least) != (None, None):
         raise OutriderError("--keep and --keep-least need --parallel")
     chosen = parse_list("--from-layers", from_layers, int) if from_layers is not None else None
@@ -269,17 +266,18 @@ def check(**numbers: int | None) -> None:
     """Raise ``OutriderError`` for numbers below 1, before loading."""
     for name, number in numbers.items():
         if number is not None and number < 1:
-            raise OutriderError(f"invalid --{name.replace('_', '-')} {number}: expected at least 1")
+            raise OutriderError(f"invalid {flag_name(name)} {number}: expected at least 1")
 
 
-def check_start(start: str | None, **sizes: object) -> None:
-    """Raise ``OutriderError`` unless ``start`` may be a checkpoint, and for sizes beside it, before loading."""
+def sizes_given(start: str | None, **sizes: Any) -> dict[str, Any]:
+    """Return the sizes that are not None. Raises ``OutriderError`` for sizes with ``start``, or one that is no checkpoint."""
     from outrider.cli.session import check_source
 
-    given = [f"--{name.replace('_', '-')}" for name, size in sizes.items() if size is not None]
+    given = {name: size for name, size in sizes.items() if size is not None}
     if start is not None and given:
-        raise OutriderError(f"--start determines the sizes: omit {', '.join(given)}")
+        raise OutriderError(f"--start determines the sizes: omit {', '.join(map(flag_name, given))}")
     check_source(start)
+    return given
 
 
 def started_rates(start: str | None, rates: dict[str, float] = MODEL_RATES) -> dict[str, float]:
@@ -294,7 +292,7 @@ def plan_of(length: LengthOptions, rates: dict[str, float] | None = None) -> Hea
     found = values_given(length)
     for name, number in found.items():
         if not 0 < number < math.inf:
-            raise OutriderError(f"invalid --{name.replace('_', '-')} {number}: expected a finite number above 0")
+            raise OutriderError(f"invalid {flag_name(name)} {number}: expected a finite number above 0")
     return HeadPlan(**((rates or {}) | found))
 
 
