@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import LISTED, children
 from tiny_folder import make_folder
 
 from outrider import LLM
@@ -62,13 +63,14 @@ def test_plain_and_contenders_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPat
     assert plan.num_runs == len(order)
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc (Linux)")
+@pytest.mark.skipif(not LISTED, reason="needs /proc (Linux)")
 def test_busy_processes_run_only_during_the_measurement(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     running: list[int] = []
+    others = children(os.getpid())
     real = grid.generate
 
     def count(*args: Any) -> Run:
-        running.append(len(children()))
+        running.append(len(children(os.getpid()) - others))
         return real(*args)
 
     monkeypatch.setattr(grid, "generate", count)
@@ -76,13 +78,7 @@ def test_busy_processes_run_only_during_the_measurement(llm: LLM, monkeypatch: p
     groups = list(grid.run_grid(Contenders(llm), plan))
     assert [group.busy for group in groups] == [0, 2] and {cell["busy"] for cell in cells.cells(groups)} == {0, 2}
     assert running[-2:] == [2, 2] and set(running[:-2]) == {0} and plan.num_runs == 4
-    assert not children()
-
-
-def children() -> set[str]:
-    """Return running child processes of this process."""
-    folder = Path(f"/proc/self/task/{os.getpid()}/children")
-    return set(folder.read_text().split())
+    assert not children(os.getpid()) - others
 
 
 def test_contenders_do_not_remember_outputs_of_other_runs_or_repeats(llm: LLM) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
+from processes import LISTED, children, running
 
 from outrider import LLM, SamplingParams
 
@@ -207,16 +208,11 @@ def test_a_second_signal_ends_the_server_at_once_with_one_line(target: Path) -> 
         assert [json.loads(line)["event"] for line in server.log] == ["second signal received: exiting immediately"]
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc (Linux)")
+@pytest.mark.skipif(not LISTED, reason="needs /proc (Linux)")
 def test_no_worker_outlives_its_server(target: Path) -> None:
     with serving_process(target) as server:
         attack(server, 3)
-        tasks = Path(f"/proc/{server.process.pid}/task")
-        until(lambda: len(workers_of(tasks)) == 4)
-        workers = workers_of(tasks)
+        until(lambda: len(children(server.process.pid)) == 4)
+        workers = children(server.process.pid)
         server.process.kill()
-        until(lambda: not any(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in workers if Path(f"/proc/{pid}").exists()), 8)
-
-
-def workers_of(tasks: Path) -> list[str]:
-    return [pid for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+        until(lambda: not any(map(running, workers)), 8)

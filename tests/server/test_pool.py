@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import pytest
+from processes import LISTED, children
 
 from outrider import LLM
 from outrider.server import pool as pools
@@ -145,24 +146,19 @@ def test_a_job_over_its_memory_limit_is_killed_and_the_next_runs(plain: LLM) -> 
     run(work())
 
 
-def children() -> list[int]:
-    tasks = Path("/proc/self/task").iterdir()
-    return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc (Linux)")
+@pytest.mark.skipif(not LISTED, reason="needs /proc (Linux)")
 def test_a_killed_worker_loses_no_answer(plain: LLM) -> None:
     async def work() -> None:
-        others = set(children())
+        others = children(os.getpid())
         async with started(schema_pool(plain)) as pool:
             assert await pool.do(CHEAP, 1, ANYONE) == {}
-            (worker,) = set(children()) - others
+            (worker,) = children(os.getpid()) - others
             os.kill(worker, signal.SIGKILL)  # while it is idle
             assert await pool.do(CHEAP, 1, ANYONE) == {}
             busy = asyncio.ensure_future(pool.do(DEAR, 1, ANYONE))
             for _ in range(2):  # twice while it works: after the second time the job fails
                 await asyncio.sleep(1.0)
-                for worker in set(children()) - others:
+                for worker in children(os.getpid()) - others:
                     os.kill(worker, signal.SIGKILL)
             with pytest.raises(OutriderError, match="memory"):
                 await busy
