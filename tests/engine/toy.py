@@ -47,6 +47,7 @@ class TableRunner:
 
     def score(self, context: Context, proposal: Proposal, hidden: tuple[int, ...] = ()) -> Scores:
         self.num_scores += 1
+        assert len(context.requests) <= self.max_batch
         width = proposal.num_nodes + 1
         logits = torch.full((len(context.requests), width, VOCAB), float("nan"))  # rows beyond lens are undefined
         drafts, lens = proposal.token_ids.tolist(), proposal.lens.tolist()
