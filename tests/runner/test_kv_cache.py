@@ -94,6 +94,13 @@ def test_fork_copies_the_cached_prefix_and_then_diverges():
     assert_cache_holds_the_text(rounds)
 
 
+def test_a_fork_of_an_unknown_request_takes_no_row():
+    rounds = start("llama", max_batch=1, lengths=(4,))
+    rounds.runner.release(["r0"])
+    assert not rounds.runner.fork("r0", "f1", 3)
+    rounds.runner.cache.row("f1")
+
+
 def test_more_requests_than_rows_raise_without_affecting_running_ones():
     rounds = start("llama", max_batch=2, lengths=(4, 5))
     rounds.step([[1], [2]], [[0], []], [3, 4])

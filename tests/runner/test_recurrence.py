@@ -117,3 +117,16 @@ def test_the_next_turn_continues_from_stored_states() -> None:
         assert torch.equal(runner.extend(["d"], [text]), fresh)
     assert not torch.equal(again, fresh)
     assert not torch.equal(back, fresh)
+
+
+def test_an_attribute_with_the_name_of_a_replaced_function_is_left_alone() -> None:
+    """Code of a model repository may store the function in its layers."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.causal_conv1d_fn(x)
+
+    model = torch.nn.Sequential(Layer())
+    model[0].causal_conv1d_fn = torch.neg
+    recurrence.bind(model)
+    assert torch.equal(model(torch.ones(1)), -torch.ones(1))

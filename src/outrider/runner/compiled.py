@@ -14,10 +14,10 @@ import os
 import shlex
 import sys
 import tempfile
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from outrider.runner.forward import Pass
 from outrider.runner.gates import fuse_gates
 from outrider.runner.linear import is_packed
 from outrider.runner.loading import num_layers, text_config
-from outrider.runner.state_cache import store_shapes
 from outrider.types import first_line
 
 logger = logging.getLogger(__name__)
@@ -66,28 +65,22 @@ def is_supported(model: PreTrainedModel) -> bool:
     return model.device.type == "cpu" and is_packed(model)
 
 
-class _Thread(threading.local):
-    """Thread-local flags."""
-
-    may_build = True
-
-
-_thread = _Thread()
+_may_build = ContextVar("may_build", default=True)  # of this thread
 
 
 @contextmanager
 def without_building() -> Iterator[None]:
     """Disable compilation in this thread, which would block all its requests and change the rounding of running ones."""
-    before, _thread.may_build = _thread.may_build, False
+    before = _may_build.set(False)
     try:
         yield
     finally:
-        _thread.may_build = before
+        _may_build.reset(before)
 
 
 def load(module: Pass, build: bool) -> Run | None:
     """Return the compiled ``Pass`` from disk, or build it if ``build``. None if there is none or compilation fails."""
-    build &= _thread.may_build
+    build &= _may_build.get()
     key = _key(module)
     path = disk_cache.find(FOLDER, key, SUFFIX)
     if path is not None:
@@ -123,12 +116,8 @@ def export(module: Pass) -> ExportedProgram:
     """Export the pass with dynamic batch, lengths, cache size and number of logits."""
     shape = module.cache_shape
     batch, width, total = 2, 3, 5
-    stores = [
-        torch.zeros(count, 2, kind.num_kv_heads, 8, dim, dtype=module.cache_dtype)
-        for kind, count in shape.kinds
-        for dim in (kind.key_dim, kind.value_dim)
-    ]
-    states = [torch.zeros(shape) for shape in store_shapes(shape.states, module.state_slots, rows=2)]
+    stores = [torch.zeros(store, dtype=module.cache_dtype) for store in shape.stores(rows=2, slots=8)]
+    states = [torch.zeros(store) for store in shape.states.stores(2, module.state_slots)]
     tokens = torch.zeros(1, total, dtype=torch.long)
     if module.span.start:
         tokens = torch.zeros(1, total, text_config(module.model).hidden_size)  # float32, as between packed layers

@@ -271,6 +271,8 @@ def check_file(path: Path) -> None:
     """Raise ``OutriderError`` for a config.json that transformers misreads or rejects without a clear reason."""
     try:
         config = json.loads(path.read_bytes())
+    except OSError as error:
+        raise OutriderError(f"cannot read the config of {path.parent}: {first_line(error)}") from error
     except ValueError as error:
         raise OutriderError(f"cannot read the config of {path.parent}: config.json is not JSON: {first_line(error)}") from error
     text = config.get("text_config") if isinstance(config, dict) else None

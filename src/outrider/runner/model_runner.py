@@ -32,7 +32,7 @@ from outrider.runner.read_hidden import ReadHidden
 from outrider.runner.rounding import choose_reader, refuse_rounding
 from outrider.runner.self_check import check_itself
 from outrider.runner.survey import survey, survey_without_weights
-from outrider.types import Context, OutriderError, PartialPass, Proposal, Scores, Verdict
+from outrider.types import Context, OutriderError, PartialPass, Proposal, Scores, Verdict, first_line
 
 
 @dataclass
@@ -90,8 +90,10 @@ class ModelRunner:
                 f"invalid model of type {type(model).__name__}: expected a folder, a hub id or a transformers PreTrainedModel"
             )
         device = torch.device(config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise OutriderError("device cuda is not available: torch finds no CUDA device")
+        try:
+            torch.empty(0, device=device)
+        except Exception as error:  # each kind of device raises its own
+            raise OutriderError(f"device {device} is not available: {first_line(error)}") from error
         wanted = loading.load_config(model, config.trust_remote_code)
         kind = loading.model_class(wanted)
         reader = choose_reader(str(model), wanted, kind, device)
@@ -459,14 +461,12 @@ class ModelRunner:
         """
         probe = random.Random(0)
         slots = max(0, min(cache_len, self.max_len - width))
-        names = [f"cost-probe-{index}" for index in range(batch)]
-        try:
-            rows = [self.cache.row(name) for name in names]
+        times = []
+        with self.cache.temporary_rows(batch) as rows:
             self.cache.reserve(slots + width)
             for row in rows:  # unwritten memory may contain denormal numbers, which are slow
                 for store in self.cache.stores:
                     store[:, row].normal_()
-            times = []
             for _ in range(repeat + 1):
                 tokens = [[probe.randrange(self.vocab_size) for _ in range(width)] for _ in range(batch)]
                 texts, every = self.layouts.chain(tokens, rows, [slots] * batch), width * batch
@@ -475,9 +475,7 @@ class ModelRunner:
                 (passes or self.passes).run(texts.ids, texts.layout, hidden, self.layouts.arange(0, every), span)
                 self._synchronize()
                 times.append(time.perf_counter() - start)
-            return min(times[1:])
-        finally:
-            self.cache.release(names)
+        return min(times[1:])
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
