@@ -263,8 +263,7 @@ def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
     packed: dict[int, PackedLinear] = {}
     kept = _multiplied(model)
     head = model.get_output_embeddings() if bits else None
-    tables = ((name, module) for name, module in model.named_modules() if _is_plain_embedding(module))
-    embeddings: dict[int, tuple[str, Any]] = {id(table.weight): (name, table) for name, table in tables}
+    embeddings = {id(module.weight): (name, module) for name, module in model.named_modules() if _is_plain_embedding(module)}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, StoredLinear):
             model.set_submodule(name, _stored(module, bits, module is head))
@@ -283,9 +282,8 @@ def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
             module.weight = None  # free the original before packing the next
             _return_freed_memory()
         model.set_submodule(name, packed[id(module)])
-    for name, table in embeddings.values() if bits else ():
-        if table is model.get_input_embeddings():
-            model.set_submodule(name, PackedEmbedding(blocks.pack(table.weight.detach(), 8), table))
+    if bits:
+        _pack_input_embedding(model, embeddings)
     packed.clear()  # fusing frees memory incrementally
     embeddings.clear()
     fuse_siblings(model)
@@ -320,6 +318,13 @@ def share_of_linear(model: PreTrainedModel) -> float:
         if (type(module) in (nn.Linear, Conv1D) and id(module) not in kept) or (module is table and _is_plain_embedding(module))
     }
     return float(sum(count for key, count in every.items() if key in rounded) / max(1, sum(every.values())))
+
+
+def _pack_input_embedding(model: PreTrainedModel, embeddings: dict[int, tuple[str, nn.Embedding]]) -> None:
+    """Round the input embedding's table to 8 bits, if the model's input embedding is among these modules."""
+    for name, module in embeddings.values():
+        if module is model.get_input_embeddings():
+            model.set_submodule(name, PackedEmbedding(blocks.pack(module.weight.detach(), 8), module))
 
 
 def _multiplied(model: nn.Module) -> set[int]:
