@@ -13,6 +13,7 @@ from tiny_hybrids import hybrid
 
 from outrider import native
 from outrider.runner import ModelRunner, RunnerConfig, huge_pages, linear, loading, packed_files
+from outrider.runner.packed_files import PackedFile
 
 from .rounds import make_model, make_text
 from .test_architectures import small_config
@@ -94,6 +95,13 @@ def test_each_number_of_bits_and_each_state_of_the_files_has_its_own_file(folder
     after = logits(ModelRunner.load(folder, INT4))
     assert len(read) == 3 and not torch.equal(before, after)
     assert len(list(cache.iterdir())) == 2  # the file of the earlier state was deleted
+
+
+@pytest.mark.parametrize("name", ["linear.py", "kernels.py", "fp8.py", "blocks.cpp", "codes4.inc"])
+def test_a_file_belongs_to_the_code_that_packed_it(name, folder, monkeypatch):
+    before, read_text = PackedFile.of(folder, 4, "auto"), Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path: read_text(path) + "changed" * (path.name == name))
+    assert PackedFile.of(folder, 4, "auto").key != before.key
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty"])

@@ -54,5 +54,5 @@ def _loaded() -> bool:
 
 
 def serves(device: torch.device) -> bool:
-    """Return whether the sampler's operators can run on tensors of that device."""
+    """Return whether the operators run on tensors of that device."""
     return device.type == "cpu" and load()

@@ -52,11 +52,14 @@ TRACED = (
     "compiled.py",
     "forward.py",
     "gates.py",
+    "kernels.py",
+    "kv_cache.py",
     "layer_span.py",
     "linear.py",
+    "loading.py",
     "longrope.py",
     "recurrence.py",
-    "kernels.py",
+    "state_cache.py",
 )
 
 

@@ -306,7 +306,7 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
     file = GgufFile.open(path)
     _parsed.cache_clear()  # otherwise the file would stay mapped after loading
     names = file.names(model)
-    keeps = dtype == "auto" and device.type == "cpu" and native.load()
+    keeps = dtype == "auto" and native.serves(device)
     if file.is_quantized and not keeps:
         to = torch.bfloat16 if dtype == "auto" else _dtype(dtype)
         why = "dtype was specified" if dtype != "auto" else "quantised weights need a CPU with Outrider's kernels"

@@ -167,31 +167,20 @@ def layers_beyond(keys: Iterable[str], config: PreTrainedConfig) -> list[str]:
 
 
 def adopt(model: PreTrainedModel, by_request: bool = False) -> PreTrainedModel:
-    """Switch a loaded model to Outrider's attention and remove its image and audio encoders, in place.
+    """Switch a surveyed model to Outrider's attention and remove its image and audio encoders, in place.
 
-    ``by_request``: it keeps its own attention. Raises ``OutriderError`` if the architecture does not allow the change.
+    ``by_request``: it keeps its own attention. Raises ``OutriderError`` for a model without a language model head, or with
+    layers that Outrider cannot run.
     """
-    refuse_encoders(model.config)
     refuse_shared_scales(model)
     if model.get_output_embeddings() is None:
         raise OutriderError(f"{type(model).__name__} has no language model head: load it with AutoModelForCausalLM")
     if not by_request:
-        set_attention(model, attention.NAME)
+        model.set_attn_implementation(attention.NAME)
     drop_towers(model)
     recurrence.bind(model)
     model.eval().requires_grad_(False)
     return model
-
-
-def set_attention(model: PreTrainedModel, name: str) -> None:
-    """Set the attention function of a model. Raises ``OutriderError`` if the model does not support that."""
-    kind = type(model).__name__
-    try:
-        model.set_attn_implementation(name)
-    except (ValueError, KeyError) as error:
-        raise OutriderError(f"{kind} does not use transformers' attention interface: {first_line(error)}") from error
-    if text_config(model)._attn_implementation != name:
-        raise OutriderError(f"the attention implementation of {kind} cannot be set, so Outrider cannot run it")
 
 
 def drop_towers(model: PreTrainedModel) -> None:

@@ -135,7 +135,7 @@ class ModelRunner:
         if shape is None:
             shape = survey(model)
         loading.adopt(model, shape.by_request)
-        if device.type == "cpu" and linear.is_plain(model) and native.load():
+        if linear.is_plain(model) and native.serves(device):
             linear.pack_model(model, config.bits)
         elif config.weights is not None:
             raise OutriderError(f"weights={config.weights} needs plain 16- or 32-bit weights: load the model unquantised")

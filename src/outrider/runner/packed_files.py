@@ -30,7 +30,8 @@ from outrider.types import OutriderError
 logger = logging.getLogger(__name__)
 
 KIND, SUFFIX = "weights", ".packed"
-CODE = ("blocks.py", "linear.py", "packed_files.py")  # part of the key: a change of this code invalidates files
+# Part of the key: a change of this code, of the runner and of ``native``, invalidates files.
+CODE, NATIVE_CODE = ("blocks.py", "kernels.py", "linear.py", "packed_files.py", "checkpoints/*.py"), ("*blocks*", "codes4.inc")
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,11 @@ class PackedFile:
         family = _hash(str(folder.resolve()), str(bits), str(dtype))
         try:
             stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-            texts = [(folder / "config.json").read_text(), *((Path(__file__).parent / name).read_text() for name in CODE)]
+            texts = [(folder / "config.json").read_text()]
         except OSError:  # a file was deleted in the meantime
             return None
-        texts += [path.read_text() for path in sorted(native.build.FOLDER.glob("*blocks*"))]
+        for code, names in ((Path(__file__).parent, CODE), (native.build.FOLDER, NATIVE_CODE)):
+            texts += [path.read_text() for name in names for path in sorted(code.glob(name))]
         versions = [torch.__version__, transformers.__version__, str(kernels.prefers_pairs())]
         return cls(folder, bits, f"{family}-{_hash(repr(stats), *texts, *versions)}", family)
 
