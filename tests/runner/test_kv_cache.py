@@ -228,6 +228,12 @@ def test_cache_memory_grows_and_shrinks_with_use():
     assert [store.shape for store in cache.stores] == [(2, 1, 2, 256, 3), (2, 1, 2, 256, 5)]
 
 
+def test_the_memory_limit_of_the_target_does_not_shorten_the_drafts_context():
+    model, config = make_model(small_config("llama")), RunnerConfig(kv_memory=2e-5, compile="never")
+    assert ModelRunner.load(untouched(model), config).max_len < 64
+    assert ModelRunner.load(untouched(model), config.for_draft()).max_len == 64
+
+
 def test_growing_keeps_the_drafts_of_a_large_tree():
     cache = KVCache(SHAPE, 3, 1000, torch.float32, torch.device("cpu"))
     row = cache.row("a")

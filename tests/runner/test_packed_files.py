@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,13 @@ INT4 = RunnerConfig(weights="int4", compile="never")
 def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "weights"
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
 
 
 @pytest.fixture
@@ -124,6 +132,14 @@ def test_a_file_of_another_model_is_rebuilt(folder, tmp_path, cache, read, caplo
     monkeypatch.setattr(linear, "pack_model", lambda model, bits: pack(model, 8))
     ModelRunner.load(folder, INT4)
     assert len(read) == 2 and "does not fit the model (its tensors differ)" in caplog.text
+
+
+def test_a_file_is_kept_when_memory_runs_out(folder, cache, read, monkeypatch):
+    ModelRunner.load(folder, INT4)
+    monkeypatch.setattr(packed_files, "_fill", raising(MemoryError()))
+    with pytest.raises(MemoryError):
+        ModelRunner.load(folder, INT4)
+    assert len(list(cache.iterdir())) == 1 and len(read) == 1
 
 
 def test_without_a_cache_folder_loading_continues_with_one_warning(folder, tmp_path, read, caplog, monkeypatch):

@@ -237,7 +237,7 @@ class KVCache(PassThrough):
                 if list(known[: longest + 1]) != list(text[: longest + 1]):
                     continue  # most rows have another prefix
                 length = next((i for i in range(longest + 1, most) if known[i] != text[i]), most)
-                if self.states.usable(row, length):
+                if self.states.num_usable(row, length):
                     best, longest = row, length
         return best, longest
 
@@ -265,7 +265,7 @@ class KVCache(PassThrough):
 
         Drafts written after them may have overwritten it.
         """
-        self.cached_lens[row] = self.states.usable(row, min(num_tokens, self.cached_lens[row]))
+        self.cached_lens[row] = self.states.num_usable(row, min(num_tokens, self.cached_lens[row]))
 
     def _evicted(self) -> int:
         """Return the least recently used row of a finished request. Raises ``OutriderError`` if there is none."""
@@ -371,7 +371,7 @@ class KVCache(PassThrough):
         Return whether ``target_id`` holds ``num_tokens`` now.
         """
         used, source = min(self.cached_len(source_id), num_tokens), self._row_of.get(source_id)
-        if source is None or self.states.usable(source, used) <= self.cached_len(target_id):
+        if source is None or self.states.num_usable(source, used) <= self.cached_len(target_id):
             return self.cached_len(target_id) >= num_tokens
         target = self.row(target_id)
         self._copy(source, target, used)

@@ -38,7 +38,7 @@ SCALES = re.compile(r"weight_scale(_inv|_2)?|input_scale|weight_packed|qweight|q
 MADV_POPULATE_READ = 22  # Linux 5.14 and newer
 POPULATE_BYTES = 1 << 28  # bytes per call
 # Sizes in a config and their largest plausible values: a model of 10^20 layers would fill the memory.
-MOST = dict.fromkeys(
+MAX_SIZES = dict.fromkeys(
     (
         *("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"),
         *("num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -233,7 +233,7 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
     if looks_local and not has_config and file is None:
         raise OutriderError(f"{source} is not a Hugging Face model folder: config.json is missing")
     if has_config:
-        check_file(path / "config.json")
+        check_config_file(path / "config.json")
     try:
         with quiet():
             config: PreTrainedConfig = (
@@ -256,7 +256,7 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
     return config
 
 
-def check_file(path: Path) -> None:
+def check_config_file(path: Path) -> None:
     """Raise ``OutriderError`` for a config.json that transformers misreads or rejects without a clear reason."""
     try:
         config = json.loads(path.read_bytes())
@@ -275,7 +275,7 @@ def check_file(path: Path) -> None:
 
 def check_sizes(source: str, config: Mapping[str, Any]) -> None:
     """Raise ``OutriderError`` for implausible sizes in a config."""
-    for name, most in MOST.items():
+    for name, most in MAX_SIZES.items():
         value = config.get(name)
         if isinstance(value, (int, float)) and not (isinstance(value, int) and 1 <= value <= most):
             raise OutriderError(f"the config of {source} says {name}={value}: expected a whole number from 1 to {most}")

@@ -25,7 +25,7 @@ from outrider import disk_cache, native
 from outrider.memory import free_memory, on_this_machine, weight_files
 from outrider.runner import huge_pages, kernels, linear, loading
 from outrider.runner.survey import without_weights
-from outrider.types import OutriderError
+from outrider.types import OutriderError, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,8 @@ class PackedFile:
             linear.pack_model(loading.adopt(model, by_request), self.bits)
             _fill(model, stored["tensors"], path.stat().st_size)
         except Exception as error:  # for example, a file of other code
+            if is_out_of_memory(error):  # the file is good, and may be the only way to run the model
+                raise
             logger.warning("%s does not fit the model (%s): rebuilding it", path, error)
             disk_cache.discard(KIND, self.key, SUFFIX)
             return None

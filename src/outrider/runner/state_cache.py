@@ -94,7 +94,7 @@ class StateCache:
             for row, base, end in zip(rows, bases, ends, strict=True):
                 self._lost[row] = max(self._lost[row] if base else 0, end - self.slots)
 
-    def usable(self, row: int, num_tokens: int) -> int:
+    def num_usable(self, row: int, num_tokens: int) -> int:
         """Return ``num_tokens`` if the row's state after that many tokens is still stored, else 0."""
         return num_tokens if not self.stores or num_tokens > self._lost[row] else 0
 
