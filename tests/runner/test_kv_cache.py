@@ -94,10 +94,12 @@ def test_fork_copies_the_cached_prefix_and_then_diverges():
     assert_cache_holds_the_text(rounds)
 
 
-def test_a_fork_of_an_unknown_request_takes_no_row():
+def test_a_fork_and_a_rollback_of_an_unknown_request_take_no_row():
+    """A draft model is not asked about every request that a round commits."""
     rounds = start("llama", max_batch=1, lengths=(4,))
     rounds.runner.release(["r0"])
     assert not rounds.runner.fork("r0", "f1", 3)
+    rounds.runner.keep_len("r0", 5)
     rounds.runner.cache.row("f1")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
 import os
 from collections.abc import Callable
@@ -149,6 +151,23 @@ def test_without_a_cache_folder_loading_continues_with_one_warning(folder, tmp_p
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 1 and "the weights are quantised again at the next start" in caplog.text
     assert torch.equal(logits(ModelRunner.load(folder, INT4)), first) and len(read) == 2
+
+
+class FullDisk(io.RawIOBase):
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_on_a_full_disk_loading_continues_with_one_warning(folder, cache, monkeypatch, caplog):
+    save = torch.save
+    monkeypatch.setattr(torch, "save", lambda stored, file: save(stored, FullDisk()))
+    ModelRunner.load(folder, INT4)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1 and "No space left" in warnings[0] and "quantised again at the next start" in warnings[0]
+    assert not list(cache.iterdir())
 
 
 def test_a_model_that_exceeds_the_memory_runs_once_it_is_packed(folder, read, monkeypatch):

@@ -36,6 +36,7 @@ from outrider import native
 from outrider.files import expanded
 from outrider.memory import weight_files
 from outrider.runner import gguf_codes
+from outrider.runner.checkpoints.weight import dtype_name
 from outrider.runner.linear import PackedEmbedding, PackedLinear
 from outrider.types import OutriderError, first_line, how_to_install
 
@@ -310,7 +311,7 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
     if file.is_quantized and not keeps:
         to = torch.bfloat16 if dtype == "auto" else _dtype(dtype)
         why = "dtype was specified" if dtype != "auto" else "quantised weights need a CPU with Outrider's kernels"
-        logger.warning("the weights of %s are dequantised to %s: %s", path, str(to).removeprefix("torch."), why)
+        logger.warning("the weights of %s are dequantised to %s: %s", path, dtype_name(to), why)
     else:
         to = file.plain_dtype if dtype == "auto" else _dtype(dtype)
     _fill_buffers(model, file)

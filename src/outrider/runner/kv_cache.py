@@ -72,7 +72,7 @@ class CacheShape:
 
 
 class PassThrough(Cache):
-    """A layer of transformers' cache interface that stores nothing: it returns its input."""
+    """transformers' cache interface without storage: ``update`` returns its input, or what attention stored of a request."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])

@@ -353,8 +353,9 @@ class ModelRunner:
         pick(logits, steps - 1)
 
     def keep_len(self, request_id: str, num_tokens: int) -> None:
-        """Roll a request back to its first ``num_tokens`` tokens."""
-        self.cache.go_back(self.cache.row(request_id), num_tokens)
+        """Roll a request back to its first ``num_tokens`` tokens; one that was never fed keeps having no row."""
+        if self.cache.cached_len(request_id) > num_tokens:
+            self.cache.go_back(self.cache.row(request_id), num_tokens)
 
     def _continued(
         self, partial: PartialPass, request_ids: Sequence[str], tokens: Sequence[list[int]], wanted: tuple[int, ...]

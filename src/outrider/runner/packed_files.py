@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import transformers
@@ -25,7 +25,7 @@ from outrider import disk_cache, native
 from outrider.memory import free_memory, on_this_machine, weight_files
 from outrider.runner import huge_pages, kernels, linear, loading
 from outrider.runner.survey import without_weights
-from outrider.types import OutriderError, is_out_of_memory
+from outrider.types import OutriderError, first_line, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -95,12 +95,20 @@ class PackedFile:
         """
         stored = {"dtype": dtype, "tensors": {name: tensor.detach().contiguous() for name, tensor in _tensors(model)}}
         try:
-            path = disk_cache.write(KIND, self.key, SUFFIX, lambda file: torch.save(stored, file))
+            path = disk_cache.write(KIND, self.key, SUFFIX, lambda file: _write(stored, file))
         except OutriderError as error:
             logger.warning("%s; the weights are quantised again at the next start", error)
             return
         disk_cache.discard(KIND, self.family, SUFFIX, keep=path)
         logger.info("packed weights stored as %s", path)
+
+
+def _write(stored: dict[str, Any], file: BinaryIO) -> None:
+    """Write with ``torch.save``. Raises ``OSError``, also where torch raises its own error in place of the file's."""
+    try:
+        torch.save(stored, file)
+    except RuntimeError as error:
+        raise OSError(first_line(error.__context__ or error)) from error
 
 
 def _fill(model: PreTrainedModel, stored: dict[str, Tensor], num_bytes: int) -> None:

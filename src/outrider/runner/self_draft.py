@@ -79,7 +79,7 @@ class SelfDraft:
         return PartialPass(self._depth, dict(starts), dict(zip(request_ids, tokens, strict=True)), dict(by_request))
 
     def prefill(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> list[bool]:
-        """Nothing to do: the cache is the target's."""
+        """Do nothing: the cache is the target's."""
         return [True] * len(texts)
 
     def keep_len(self, request_id: str, num_tokens: int) -> None:
