@@ -117,10 +117,10 @@ def _load(module: Pass, path: Path) -> Run:
 
 def export(module: Pass) -> ExportedProgram:
     """Export the pass with dynamic batch, lengths, cache size and number of logits."""
-    shape = module.cache_shape
+    cache, shape = module.cache, module.cache.shape
     batch, width, total = 2, 3, 5
-    stores = [torch.zeros(store, dtype=module.cache_dtype) for store in shape.stores(rows=2, slots=8)]
-    states = [torch.zeros(store) for store in shape.states.stores(2, module.state_slots)]
+    stores = [torch.zeros(store, dtype=cache.dtype) for store in shape.stores(rows=2, slots=8)]
+    states = [torch.zeros(store) for store in shape.states.stores(2, cache.states.slots)]
     tokens = torch.zeros(1, total, dtype=torch.long)
     if module.span.start:
         tokens = torch.zeros(1, total, text_config(module.model).hidden_size)  # float32, as between packed layers
@@ -218,7 +218,7 @@ def _key(module: Pass) -> str:
         _own_code(model),
         json.dumps(config, sort_keys=True, default=str),
         tensors,
-        str((module.layers, module.span, module.cache_dtype, module.cache_shape, module.state_slots)),
+        str((module.layers, module.span, module.cache.dtype, module.cache.shape, module.cache.states.slots)),
         torch.__version__,
         transformers.__version__,
         cpu_flags(),

@@ -386,5 +386,4 @@ def _fill_buffers(model: PreTrainedModel, file: GgufFile) -> None:
                     f"{file.path}: tensor {FACTORS} is {list(factors.shape)}, expected {list(rotary.inv_freq.shape)}"
                 )
             rotary.inv_freq = rotary.inv_freq / factors
-            rotary.original_inv_freq = rotary.inv_freq.clone()
         _set(model, name, rotary)
