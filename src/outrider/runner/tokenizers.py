@@ -183,7 +183,7 @@ class Spelling:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.table = token_bytes(tokenizer)
-        names = tokenizer.convert_ids_to_tokens(list(range(len(self.table))))
+        names = _names(tokenizer)
         self.special = {token: names[token] for token in sorted(special_ids(tokenizer)) if token < len(names)}
         self.ids: dict[bytes, int] = {}
         # A token of text has precedence over the fallback for the same byte.
