@@ -45,23 +45,6 @@ Run = Callable[[list[Tensor]], list[Tensor]]
 SECONDS, SECONDS_PER_LAYER = 8.0, 1.5  # approximate compile time of a pass on one core
 FOLDER, SUFFIX = "passes", ".pt2"  # of the disk cache
 
-# inputs of a package in addition to the model
-TRACED = (
-    "attention.py",
-    "blocks.py",
-    "compiled.py",
-    "forward.py",
-    "gates.py",
-    "kernels.py",
-    "kv_cache.py",
-    "layer_span.py",
-    "linear.py",
-    "loading.py",
-    "longrope.py",
-    "recurrence.py",
-    "state_cache.py",
-)
-
 
 def is_supported(model: PreTrainedModel) -> bool:
     """Return whether the model runs entirely on the CPU kernels; other passes stay eager or are captured as graphs."""
@@ -207,12 +190,12 @@ def _own_code(model: nn.Module) -> str:
 
 
 def _key(module: Pass) -> str:
-    """Return the package path, keyed by code, config (without names and dates), weight types, versions and CPU."""
+    """Return the key of the package: a hash of code, config (without names and versions), weight types, versions and CPU."""
     model = module.model
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     own = [*module.named_parameters(), *module.named_buffers()]
     tensors = [[name, list(each.shape), str(each.dtype), _compiled_in(each)] for name, each in own]
-    sources = [Path(__file__).parent.joinpath(name).read_bytes() for name in TRACED]
+    sources = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
     what = [
         type(model).__name__,
         _own_code(model),

@@ -59,7 +59,7 @@ def outputs_beside(kind: type[nn.Module]) -> int | None:
 
 
 class _Skipped(nn.Module):
-    """Identity layer: returns its input. ``is_given``: the layer before the span returns the pass's input hidden states."""
+    """Identity layer: returns its input; before the span's first layer (``is_given``) the hidden states of the pass's input."""
 
     def __init__(self, layer: nn.Module, is_given: bool) -> None:
         super().__init__()

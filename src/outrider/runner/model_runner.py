@@ -90,15 +90,15 @@ class ModelRunner:
                 f"invalid model of type {type(model).__name__}: expected a folder, a hub id or a transformers PreTrainedModel"
             )
         device = torch.device(config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            torch.empty(0, device=device)
-        except Exception as error:  # each kind of device raises its own
-            raise OutriderError(f"device {device} is not available: {first_line(error)}") from error
         wanted = loading.load_config(model, config.trust_remote_code)
         kind = loading.model_class(wanted)
         reader = choose_reader(str(model), wanted, kind, device)
         if config.weights is not None:
             refuse_rounding(config.weights, device, wanted, kind, reader)
+        try:
+            torch.empty(0, device=device)
+        except Exception as error:  # each kind of device raises its own
+            raise OutriderError(f"device {device} is not available: {first_line(error)}") from error
         shape = None if kind is None else survey_without_weights(wanted, kind)  # check before reading gigabytes
         if config.bits is not None and shape is not None:
             file = PackedFile.of(model, config.bits, config.dtype)
