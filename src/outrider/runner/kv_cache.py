@@ -7,10 +7,10 @@ request may be kept until it is needed: a later request with the same prefix con
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -22,7 +22,7 @@ from outrider.runner.state_cache import NO_STATES, StateCache, StateShapes, grou
 from outrider.types import OutriderError
 
 SHARED = 16  # minimum common prefix worth reusing, in tokens
-TEMPORARY = count()  # numbers of temporary rows
+TEMPORARY = itertools.count()  # numbers of temporary rows
 SLACK = 64  # slots after max_len for padding and for drafts beyond the end; more only when needed
 
 
