@@ -29,7 +29,7 @@ BELOW = {
     "progress": set(),
     "files": set(),
     "memory": {"errors", "files"},
-    "native": {"disk_cache", "memory", "progress"},
+    "native": {"errors", "disk_cache", "memory", "progress"},
     "sampling": {"types", "native"},
     "verifiers": {"types", "native", "sampling"},
     "runner": {"options", "lazy", "types", "disk_cache", "native", "progress", "memory", "files"},

@@ -94,6 +94,15 @@ def test_fork_copies_the_cached_prefix_and_then_diverges():
     assert_cache_holds_the_text(rounds)
 
 
+def test_a_fork_and_a_rollback_of_an_unknown_request_take_no_row():
+    """A draft model is not asked about every request that a round commits."""
+    rounds = start("llama", max_batch=1, lengths=(4,))
+    rounds.runner.release(["r0"])
+    assert not rounds.runner.fork("r0", "f1", 3)
+    rounds.runner.keep_len("r0", 5)
+    rounds.runner.cache.row("f1")
+
+
 def test_more_requests_than_rows_raise_without_affecting_running_ones():
     rounds = start("llama", max_batch=2, lengths=(4, 5))
     rounds.step([[1], [2]], [[0], []], [3, 4])
@@ -219,6 +228,12 @@ def test_cache_memory_grows_and_shrinks_with_use():
     cache.row("a")
     cache.reserve(10)
     assert [store.shape for store in cache.stores] == [(2, 1, 2, 256, 3), (2, 1, 2, 256, 5)]
+
+
+def test_the_memory_limit_of_the_target_does_not_shorten_the_drafts_context():
+    model, config = make_model(small_config("llama")), RunnerConfig(kv_memory=2e-5, compile="never")
+    assert ModelRunner.load(untouched(model), config).max_len < 64
+    assert ModelRunner.load(untouched(model), config.for_draft()).max_len == 64
 
 
 def test_growing_keeps_the_drafts_of_a_large_tree():

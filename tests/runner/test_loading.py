@@ -68,6 +68,12 @@ def test_a_config_with_invalid_json_or_an_unknown_type(broken):
     assert "no_such_type" in refusal(broken)
 
 
+def test_a_config_that_is_a_folder(broken):
+    (broken / "config.json").unlink()
+    (broken / "config.json").mkdir()
+    assert "cannot read the config of" in refusal(broken)
+
+
 def test_no_weights(broken):
     (broken / "model.safetensors").unlink()
     assert f"cannot load {broken}" in refusal(broken)
@@ -199,9 +205,9 @@ def test_settings_out_of_range(setting, message):
         RunnerConfig(**setting)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_device_cuda_without_a_gpu_raises(folder):
-    assert "no CUDA device" in refusal(folder, RunnerConfig(device="cuda"))
+@pytest.mark.parametrize("device", ["cuda:77", "mps", "xpu"])
+def test_a_device_that_this_machine_lacks(folder, device):
+    assert refusal(folder, RunnerConfig(device=device)).startswith(f"device {device} is not available: ")
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16"])

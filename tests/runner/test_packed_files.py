@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from tiny_hybrids import hybrid
 
 from outrider import native
 from outrider.runner import ModelRunner, RunnerConfig, huge_pages, linear, loading, packed_files
+from outrider.runner.packed_files import PackedFile
 
 from .rounds import make_model, make_text
 from .test_architectures import small_config
@@ -26,6 +30,13 @@ INT4 = RunnerConfig(weights="int4", compile="never")
 def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "weights"
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
 
 
 @pytest.fixture
@@ -96,6 +107,13 @@ def test_each_number_of_bits_and_each_state_of_the_files_has_its_own_file(folder
     assert len(list(cache.iterdir())) == 2  # the file of the earlier state was deleted
 
 
+@pytest.mark.parametrize("name", ["linear.py", "kernels.py", "fp8.py", "blocks.cpp", "codes4.inc"])
+def test_a_file_belongs_to_the_code_that_packed_it(name, folder, monkeypatch):
+    before, read_text = PackedFile.of(folder, 4, "auto"), Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path: read_text(path) + "changed" * (path.name == name))
+    assert PackedFile.of(folder, 4, "auto").key != before.key
+
+
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty"])
 def test_a_damaged_file_is_rebuilt_with_one_warning(damage, folder, cache, read, caplog):
     expected = logits(ModelRunner.load(folder, INT4))
@@ -118,6 +136,14 @@ def test_a_file_of_another_model_is_rebuilt(folder, tmp_path, cache, read, caplo
     assert len(read) == 2 and "does not fit the model (its tensors differ)" in caplog.text
 
 
+def test_a_file_is_kept_when_memory_runs_out(folder, cache, read, monkeypatch):
+    ModelRunner.load(folder, INT4)
+    monkeypatch.setattr(packed_files, "_fill", raising(MemoryError()))
+    with pytest.raises(MemoryError):
+        ModelRunner.load(folder, INT4)
+    assert len(list(cache.iterdir())) == 1 and len(read) == 1
+
+
 def test_without_a_cache_folder_loading_continues_with_one_warning(folder, tmp_path, read, caplog, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file" / "cache"))
@@ -125,6 +151,30 @@ def test_without_a_cache_folder_loading_continues_with_one_warning(folder, tmp_p
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 1 and "the weights are quantised again at the next start" in caplog.text
     assert torch.equal(logits(ModelRunner.load(folder, INT4)), first) and len(read) == 2
+
+
+class FullDisk(io.RawIOBase):
+    """A file on a disk with room for 2,000 bytes. torch raises its own error when writing fails within a tensor."""
+
+    size = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data) -> int:
+        self.size += len(data)
+        if self.size > 2000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return len(data)
+
+
+def test_on_a_full_disk_loading_continues_with_one_warning(folder, cache, monkeypatch, caplog):
+    save = torch.save
+    monkeypatch.setattr(torch, "save", lambda stored, file: save(stored, FullDisk()))
+    ModelRunner.load(folder, INT4)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1 and "No space left" in warnings[0] and "quantised again at the next start" in warnings[0]
+    assert not list(cache.iterdir())
 
 
 def test_a_model_that_exceeds_the_memory_runs_once_it_is_packed(folder, read, monkeypatch):

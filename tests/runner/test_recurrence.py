@@ -95,11 +95,11 @@ def test_states_older_than_the_ring_are_not_usable() -> None:
     cache.keep_rows([None, None])
     assert [store.shape for store in cache.stores] == [(1, 2, 6, 2), (1, 2, 10, 3)]
     cache.wrote([0], [12], [20])
-    assert [cache.usable(0, length) for length in (20, 15, 14, 3)] == [20, 15, 0, 0]
+    assert [cache.num_usable(0, length) for length in (20, 15, 14, 3)] == [20, 15, 0, 0]
     cache.copy(0, 1)
-    assert cache.usable(1, 14) == 0
+    assert cache.num_usable(1, 14) == 0
     cache.wrote([1], [0], [14])  # another request
-    assert cache.usable(1, 14) == 14
+    assert cache.num_usable(1, 14) == 14
 
 
 def test_the_next_turn_continues_from_stored_states() -> None:
@@ -117,3 +117,16 @@ def test_the_next_turn_continues_from_stored_states() -> None:
         assert torch.equal(runner.extend(["d"], [text]), fresh)
     assert not torch.equal(again, fresh)
     assert not torch.equal(back, fresh)
+
+
+def test_an_attribute_with_the_name_of_a_replaced_function_is_left_alone() -> None:
+    """Code of a model repository may store the function in its layers."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.causal_conv1d_fn(x)
+
+    model = torch.nn.Sequential(Layer())
+    model[0].causal_conv1d_fn = torch.neg
+    recurrence.bind(model)
+    assert torch.equal(model(torch.ones(1)), -torch.ones(1))

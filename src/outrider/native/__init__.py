@@ -12,6 +12,7 @@ import threading
 from functools import cache
 from typing import TYPE_CHECKING
 
+from outrider.errors import first_line
 from outrider.memory import num_cores
 from outrider.native import build
 
@@ -47,11 +48,11 @@ def _loaded() -> bool:
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(min(torch.get_num_threads(), num_cores()))
     except build.FAILURES as error:
-        logger.warning("the CPU kernels cannot be built or loaded, torch's own are used: %s", build.first_line(error))
+        logger.warning("the CPU kernels cannot be built or loaded, torch's own are used: %s", first_line(error))
         return False
     return True
 
 
 def serves(device: torch.device) -> bool:
-    """Return whether the sampler's operators can run on tensors of that device."""
+    """Return whether the operators run on tensors of that device."""
     return device.type == "cpu" and load()

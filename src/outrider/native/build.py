@@ -20,6 +20,7 @@ from time import monotonic, sleep
 from typing import IO
 
 from outrider import disk_cache, progress
+from outrider.memory import num_cores
 
 logger = logging.getLogger(__name__)
 
@@ -101,14 +102,14 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
                 with _lock:
                     if _is_exiting.is_set():
                         raise InterruptedError("this process ends")
-                    while waiting and len(_running) < (os.cpu_count() or 1):
-                        errors = files.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+                    while waiting and len(_running) < num_cores():
+                        errors: IO[str] = files.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
                         _running[subprocess.Popen(waiting.pop(0), stdout=subprocess.DEVNULL, stderr=errors)] = errors
                     for process in [each for each in _running if each.poll() is not None]:
-                        output = _running.pop(process)
+                        errors = _running.pop(process)
                         if process.returncode:
-                            output.seek(0)
-                            raise subprocess.CalledProcessError(process.returncode, process.args, stderr=output.read())
+                            errors.seek(0)
+                            raise subprocess.SubprocessError(errors.read().strip() or f"exit code {process.returncode}")
                     if _running and monotonic() > deadline:
                         raise subprocess.TimeoutExpired(next(iter(_running)).args, TIMEOUT)
                 sleep(POLL)
@@ -130,12 +131,6 @@ def _exit() -> None:
     """Kill the commands of a daemon thread, and prevent it from starting more."""
     _is_exiting.set()
     _end()
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of the compiler's message, for a log."""
-    details = str(getattr(error, "stderr", "") or error).strip()
-    return details.splitlines()[0] if details else type(error).__name__
 
 
 def cpu_flags() -> str:

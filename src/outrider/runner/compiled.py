@@ -14,10 +14,10 @@ import os
 import shlex
 import sys
 import tempfile
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from outrider.runner.forward import Pass
 from outrider.runner.gates import fuse_gates
 from outrider.runner.linear import is_packed
 from outrider.runner.loading import num_layers, text_config
-from outrider.runner.state_cache import store_shapes
 from outrider.types import first_line
 
 logger = logging.getLogger(__name__)
@@ -46,48 +45,28 @@ Run = Callable[[list[Tensor]], list[Tensor]]
 SECONDS, SECONDS_PER_LAYER = 8.0, 1.5  # approximate compile time of a pass on one core
 FOLDER, SUFFIX = "passes", ".pt2"  # of the disk cache
 
-# inputs of a package in addition to the model
-TRACED = (
-    "attention.py",
-    "blocks.py",
-    "compiled.py",
-    "forward.py",
-    "gates.py",
-    "layer_span.py",
-    "linear.py",
-    "longrope.py",
-    "recurrence.py",
-    "kernels.py",
-)
-
 
 def is_supported(model: PreTrainedModel) -> bool:
     """Return whether the model runs entirely on the CPU kernels; other passes stay eager or are captured as graphs."""
     return model.device.type == "cpu" and is_packed(model)
 
 
-class _Thread(threading.local):
-    """Thread-local flags."""
-
-    may_build = True
-
-
-_thread = _Thread()
+_may_build = ContextVar("may_build", default=True)  # of this thread
 
 
 @contextmanager
 def without_building() -> Iterator[None]:
     """Disable compilation in this thread, which would block all its requests and change the rounding of running ones."""
-    before, _thread.may_build = _thread.may_build, False
+    before = _may_build.set(False)
     try:
         yield
     finally:
-        _thread.may_build = before
+        _may_build.reset(before)
 
 
 def load(module: Pass, build: bool) -> Run | None:
     """Return the compiled ``Pass`` from disk, or build it if ``build``. None if there is none or compilation fails."""
-    build &= _thread.may_build
+    build &= _may_build.get()
     key = _key(module)
     path = disk_cache.find(FOLDER, key, SUFFIX)
     if path is not None:
@@ -121,14 +100,10 @@ def _load(module: Pass, path: Path) -> Run:
 
 def export(module: Pass) -> ExportedProgram:
     """Export the pass with dynamic batch, lengths, cache size and number of logits."""
-    shape = module.cache_shape
+    cache, shape = module.cache, module.cache.shape
     batch, width, total = 2, 3, 5
-    stores = [
-        torch.zeros(count, 2, kind.num_kv_heads, 8, dim, dtype=module.cache_dtype)
-        for kind, count in shape.kinds
-        for dim in (kind.key_dim, kind.value_dim)
-    ]
-    states = [torch.zeros(shape) for shape in store_shapes(shape.states, module.state_slots, rows=2)]
+    stores = [torch.zeros(store, dtype=cache.dtype) for store in shape.stores(rows=2, slots=8)]
+    states = [torch.zeros(store) for store in shape.states.stores(2, cache.states.slots)]
     tokens = torch.zeros(1, total, dtype=torch.long)
     if module.span.start:
         tokens = torch.zeros(1, total, text_config(module.model).hidden_size)  # float32, as between packed layers
@@ -215,18 +190,18 @@ def _own_code(model: nn.Module) -> str:
 
 
 def _key(module: Pass) -> str:
-    """Return the package path, keyed by code, config (without names and dates), weight types, versions and CPU."""
+    """Return the key of the package: a hash of code, config (without names and versions), weight types, versions and CPU."""
     model = module.model
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     own = [*module.named_parameters(), *module.named_buffers()]
     tensors = [[name, list(each.shape), str(each.dtype), _compiled_in(each)] for name, each in own]
-    sources = [Path(__file__).parent.joinpath(name).read_bytes() for name in TRACED]
+    sources = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
     what = [
         type(model).__name__,
         _own_code(model),
         json.dumps(config, sort_keys=True, default=str),
         tensors,
-        str((module.layers, module.span, module.cache_dtype, module.cache_shape, module.state_slots)),
+        str((module.layers, module.span, module.cache.dtype, module.cache.shape, module.cache.states.slots)),
         torch.__version__,
         transformers.__version__,
         cpu_flags(),

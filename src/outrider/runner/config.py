@@ -102,5 +102,5 @@ class RunnerConfig:
         return None if self.weights is None else BITS[self.weights]
 
     def for_draft(self) -> RunnerConfig:
-        """Return the configuration for a draft model of this target: its weights stay as in its checkpoint."""
-        return replace(self, weights=None)
+        """Return the configuration for a draft model of this target, without the options that concern the target alone."""
+        return replace(self, weights=None, kv_memory=None)

@@ -25,8 +25,7 @@ class Pass(nn.Module):
     def __init__(self, model: PreTrainedModel, cache: KVCache, layers: tuple[int, ...], span: LayerSpan = WHOLE) -> None:
         super().__init__()
         self.model, self.layers, self.span = spanned(model, span), layers, span
-        self._cache = [cache]  # in a list, so that nn.Module does not register it
-        self.cache_shape, self.cache_dtype, self.state_slots = cache.shape, cache.dtype, cache.states.slots
+        self.cache = cache
         self._stack = [decoder_layers(self.model)] if layers else []
         self._keeps_logits = keeps_logits(self.model)
         last = len(self._stack[0]) if layers else 0
@@ -45,10 +44,9 @@ class Pass(nn.Module):
         *stores: Tensor,  # the cache's: [L, R, Hkv, S, D] each
     ) -> tuple[Tensor, ...]:
         hidden = tokens if self.span.start else None
-        layout = PassLayout(
-            stores, self.cache_shape.places, cache_rows, bases, ends, positions, visible, hidden, self.cache_shape.states
-        )
-        if not self.cache_shape.by_request:
+        shape = self.cache.shape
+        layout = PassLayout(stores, shape.places, cache_rows, bases, ends, positions, visible, hidden, shape.states)
+        if not shape.by_request:
             return self._run(tokens, layout, logits_at)
         parts = [self._run(tokens[:, own], part) for part, own in layout.requests()]
         out = [torch.cat(of_requests, 1) for of_requests in zip(*parts, strict=True)]
@@ -61,7 +59,7 @@ class Pass(nn.Module):
         captured: dict[int, Tensor] = {}
         handles = [self._capture(layer, captured) for layer in self.layers]
         inputs = {"inputs_embeds" if self.span.start else "input_ids": tokens}
-        inputs |= pass_arguments(self.model, self._cache[0], layout.positions, self.cache_shape.by_request)
+        inputs |= pass_arguments(self.model, self.cache, layout.positions, self.cache.shape.by_request)
         try:
             with active_pass(layout):
                 if self.span.head and self._keeps_logits and logits_at is not None:

@@ -36,6 +36,7 @@ from outrider import native
 from outrider.files import expanded
 from outrider.memory import weight_files
 from outrider.runner import gguf_codes
+from outrider.runner.checkpoints.weight import dtype_name
 from outrider.runner.linear import PackedEmbedding, PackedLinear
 from outrider.types import OutriderError, first_line, how_to_install
 
@@ -306,11 +307,11 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
     file = GgufFile.open(path)
     _parsed.cache_clear()  # otherwise the file would stay mapped after loading
     names = file.names(model)
-    keeps = dtype == "auto" and device.type == "cpu" and native.load()
+    keeps = dtype == "auto" and native.serves(device)
     if file.is_quantized and not keeps:
         to = torch.bfloat16 if dtype == "auto" else _dtype(dtype)
         why = "dtype was specified" if dtype != "auto" else "quantised weights need a CPU with Outrider's kernels"
-        logger.warning("the weights of %s are dequantised to %s: %s", path, str(to).removeprefix("torch."), why)
+        logger.warning("the weights of %s are dequantised to %s: %s", path, dtype_name(to), why)
     else:
         to = file.plain_dtype if dtype == "auto" else _dtype(dtype)
     _fill_buffers(model, file)
@@ -385,5 +386,4 @@ def _fill_buffers(model: PreTrainedModel, file: GgufFile) -> None:
                     f"{file.path}: tensor {FACTORS} is {list(factors.shape)}, expected {list(rotary.inv_freq.shape)}"
                 )
             rotary.inv_freq = rotary.inv_freq / factors
-            rotary.original_inv_freq = rotary.inv_freq.clone()
         _set(model, name, rotary)

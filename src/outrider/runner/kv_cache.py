@@ -7,7 +7,9 @@ request may be kept until it is needed: a later request with the same prefix con
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -16,10 +18,11 @@ from torch import Tensor
 from transformers import Cache
 
 from outrider.runner import attention, recurrence
-from outrider.runner.state_cache import NO_STATES, StateCache, StateShapes
+from outrider.runner.state_cache import NO_STATES, StateCache, StateShapes, grouped
 from outrider.types import OutriderError
 
 SHARED = 16  # minimum common prefix worth reusing, in tokens
+TEMPORARY = itertools.count()  # numbers of temporary rows
 SLACK = 64  # slots after max_len for padding and for drafts beyond the end; more only when needed
 
 
@@ -51,24 +54,25 @@ class CacheShape:
         cls, layers: Mapping[int, LayerShape], shared: Mapping[int, int] | None = None, states: StateShapes = NO_STATES
     ) -> CacheShape:
         """Return the shape for ``layers``: entries by layer; ``shared``: layers that read another layer's entries."""
-        counts: dict[LayerShape, int] = {}
-        places: dict[int, tuple[int, int]] = {}
-        for layer, shape in sorted(layers.items()):
-            index = counts.get(shape, 0)
-            counts[shape] = index + 1
-            places[layer] = (list(counts).index(shape), index)
+        kinds, places = grouped(layers)
         places |= {layer: places[source] for layer, source in (shared or {}).items()}
         by_layer = tuple(places.get(layer) for layer in range(max(places, default=-1) + 1))
-        return cls(tuple(counts.items()), by_layer, states)
+        return cls(kinds, by_layer, states)
 
     @property
     def floats_per_token(self) -> int:
         """Return the numbers stored per committed token over all layers."""
         return sum(count * kind.num_kv_heads * (kind.key_dim + kind.value_dim) for kind, count in self.kinds)
 
+    def stores(self, rows: int, slots: int) -> list[tuple[int, ...]]:
+        """Return the shape [L, R, Hkv, S, D] of each store: keys and values, in turn, of each kind of layer."""
+        return [
+            (count, rows, kind.num_kv_heads, slots, dim) for kind, count in self.kinds for dim in (kind.key_dim, kind.value_dim)
+        ]
+
 
 class PassThrough(Cache):
-    """A layer of transformers' cache interface that stores nothing: it returns its input."""
+    """transformers' cache interface without storage: ``update`` returns its input, or what attention stored of a request."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -156,13 +160,9 @@ class KVCache(PassThrough):
         self.stores = self._allocate(0, 0)
 
     def _allocate(self, rows: int, slots: int) -> tuple[Tensor, ...]:
-        shapes = [
-            (count, rows, kind.num_kv_heads, slots, dim)
-            for kind, count in self.shape.kinds
-            for dim in (kind.key_dim, kind.value_dim)
-        ]
         with torch.inference_mode(False):  # it outlives the current pass and is written outside of passes too
             # attention never reads unwritten slots
+            shapes = self.shape.stores(rows, slots)
             return tuple(torch.empty(shape, dtype=self.dtype, device=self._device) for shape in shapes)
 
     @property
@@ -190,6 +190,15 @@ class KVCache(PassThrough):
             row = self._row_of.pop(request_id, None)
             if row is not None:
                 self._free.append(row)
+
+    @contextmanager
+    def temporary_rows(self, count: int) -> Iterator[list[int]]:
+        """Lend empty rows, for checks and measurements. Raises ``OutriderError`` if too few are free."""
+        names = [f"temporary-{next(TEMPORARY)}" for _ in range(count)]
+        try:
+            yield [self.row(name) for name in names]
+        finally:
+            self.release(names)
 
     # -- common prefixes ------------------------------------------------------------------------------------------------------
 
@@ -228,7 +237,7 @@ class KVCache(PassThrough):
                 if list(known[: longest + 1]) != list(text[: longest + 1]):
                     continue  # most rows have another prefix
                 length = next((i for i in range(longest + 1, most) if known[i] != text[i]), most)
-                if self.states.usable(row, length):
+                if self.states.num_usable(row, length):
                     best, longest = row, length
         return best, longest
 
@@ -256,7 +265,7 @@ class KVCache(PassThrough):
 
         Drafts written after them may have overwritten it.
         """
-        self.cached_lens[row] = self.states.usable(row, min(num_tokens, self.cached_lens[row]))
+        self.cached_lens[row] = self.states.num_usable(row, min(num_tokens, self.cached_lens[row]))
 
     def _evicted(self) -> int:
         """Return the least recently used row of a finished request. Raises ``OutriderError`` if there is none."""
@@ -361,9 +370,8 @@ class KVCache(PassThrough):
 
         Return whether ``target_id`` holds ``num_tokens`` now.
         """
-        used = min(self.cached_len(source_id), num_tokens)
-        source = self.row(source_id)
-        if self.states.usable(source, used) <= self.cached_len(target_id):
+        used, source = min(self.cached_len(source_id), num_tokens), self._row_of.get(source_id)
+        if source is None or self.states.num_usable(source, used) <= self.cached_len(target_id):
             return self.cached_len(target_id) >= num_tokens
         target = self.row(target_id)
         self._copy(source, target, used)

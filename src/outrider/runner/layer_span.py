@@ -43,7 +43,7 @@ def spanned(model: PreTrainedModel, span: LayerSpan) -> PreTrainedModel:
     stop = len(layers) if span.stop is None else span.stop
     for index, layer in enumerate(layers):
         if not span.start <= index < stop:
-            layers[index] = _Given(layer) if index == span.start - 1 else _Skipped(layer)
+            layers[index] = _Skipped(layer, is_given=index == span.start - 1)
     return own
 
 
@@ -59,24 +59,16 @@ def outputs_beside(kind: type[nn.Module]) -> int | None:
 
 
 class _Skipped(nn.Module):
-    """Identity layer: returns its input."""
+    """Identity layer: returns its input; before the span's first layer (``is_given``) the hidden states of the pass's input."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, is_given: bool) -> None:
         super().__init__()
+        self._is_given = is_given
         for name, value in vars(layer).items():  # plain attributes that models read from layers, such as the attention type
             if isinstance(value, (str, int, float)) and not name.startswith("_"):
                 setattr(self, name, value)
         self._outputs_beside = outputs_beside(type(layer))  # type: ignore[arg-type]  # a class is hashable
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor | None, ...]:
-        return self._as_layers_return(hidden_states)
-
-    def _as_layers_return(self, hidden_states: Tensor) -> Tensor | tuple[Tensor | None, ...]:
-        return hidden_states if self._outputs_beside is None else (hidden_states, *[None] * self._outputs_beside)
-
-
-class _Given(_Skipped):
-    """Replaces the layer before the first one that runs: returns the pass's input hidden states."""
-
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor | None, ...]:
-        return self._as_layers_return(given_hidden())
+        out = given_hidden() if self._is_given else hidden_states
+        return out if self._outputs_beside is None else (out, *[None] * self._outputs_beside)

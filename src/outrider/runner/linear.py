@@ -29,18 +29,6 @@ from outrider.types import OutriderError
 SMALL = 64  # layers with fewer inputs or outputs, such as routers and gates, keep 8 bits where others have 4
 
 
-def apply(x: Tensor, packed: Tensor, scales: Tensor | None, bias: Tensor | None, outputs: int) -> Tensor:
-    """Applies a packed weight to x [..., inputs] -> [..., outputs]."""
-    out: Tensor
-    if blocks.is_blocks(packed):
-        out = torch.ops.outrider.linear_blocks(x, packed, bias, outputs, blocks.activation_bits())
-    elif scales is None:
-        out = torch.ops.outrider.linear(x, packed, bias, outputs)
-    else:
-        out = torch.ops.outrider.linear_scaled(x, packed, scales, bias, outputs)
-    return out
-
-
 class PackedLinear(nn.Module):
     """Linear layer with a weight packed for ``outrider::linear`` or ``linear_blocks``; sums and output are float32."""
 
@@ -80,12 +68,16 @@ class PackedLinear(nn.Module):
         return torch.empty(0, dtype=torch.float32, device=self.packed.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        return apply(in_order(x, self.order), self.packed, self.scales, self.bias, self.out_features)
-
-
-def in_order(x: Tensor, order: Tensor | None) -> Tensor:
-    """Reorder inputs x [..., inputs] to the order of a weight's columns; ``order`` None: unchanged."""
-    return x if order is None else x.index_select(-1, order)
+        """Map x [..., inputs] to [..., outputs]."""
+        x = x if self.order is None else x.index_select(-1, self.order)
+        out: Tensor
+        if blocks.is_blocks(self.packed):
+            out = torch.ops.outrider.linear_blocks(x, self.packed, self.bias, self.out_features, blocks.activation_bits())
+        elif self.scales is None:
+            out = torch.ops.outrider.linear(x, self.packed, self.bias, self.out_features)
+        else:
+            out = torch.ops.outrider.linear_scaled(x, self.packed, self.scales, self.bias, self.out_features)
+        return out
 
 
 class PackedEmbedding(nn.Module):
@@ -269,7 +261,7 @@ def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
     Raises ``OutriderError`` for invalid values in a quantised checkpoint.
     """
     packed: dict[int, PackedLinear] = {}
-    kept = _kept(model)
+    kept = _multiplied(model)
     head = model.get_output_embeddings() if bits else None
     embeddings = {id(module.weight): (name, module) for name, module in model.named_modules() if _is_plain_embedding(module)}
     for name, module in list(model.named_modules(remove_duplicate=False)):
@@ -318,7 +310,7 @@ def share_of_linear(model: PreTrainedModel) -> float:
     """Return the share of the language model's weights that ``pack_model`` rounds to 8 or 4 bits; works on the meta device."""
     parts = [part for part in (model.get_decoder(), model.get_output_embeddings()) if part is not None]
     every = {id(parameter): parameter.numel() for part in parts for parameter in part.parameters()}
-    kept, table = _kept(model), model.get_input_embeddings()
+    kept, table = _multiplied(model), model.get_input_embeddings()
     rounded = {
         id(module.weight)
         for part in parts
@@ -335,15 +327,9 @@ def _pack_input_embedding(model: PreTrainedModel, embeddings: dict[int, tuple[st
             model.set_submodule(name, PackedEmbedding(blocks.pack(module.weight.detach(), 8), module))
 
 
-def _kept(model: nn.Module) -> set[int]:
-    """Return the ids of layers that ``pack_model`` leaves as they are."""
-    return {id(layer) for parent in model.modules() for layer in _multiplied_by(parent)}
-
-
-def _multiplied_by(module: nn.Module) -> list[nn.Module]:
-    """Return the layers whose weight a module's own code multiplies, as some routers do."""
-    layers = (getattr(module, name, None) for name in _names_multiplied(type(module).forward))
-    return [layer for layer in layers if isinstance(layer, nn.Module)]
+def _multiplied(model: nn.Module) -> set[int]:
+    """Return the ids of layers whose weight another module's own code multiplies, as some routers do."""
+    return {id(getattr(parent, name, None)) for parent in model.modules() for name in _names_multiplied(type(parent).forward)}
 
 
 @cache

@@ -38,7 +38,7 @@ SCALES = re.compile(r"weight_scale(_inv|_2)?|input_scale|weight_packed|qweight|q
 MADV_POPULATE_READ = 22  # Linux 5.14 and newer
 POPULATE_BYTES = 1 << 28  # bytes per call
 # Sizes in a config and their largest plausible values: a model of 10^20 layers would fill the memory.
-MOST = dict.fromkeys(
+MAX_SIZES = dict.fromkeys(
     (
         *("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"),
         *("num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -167,31 +167,20 @@ def layers_beyond(keys: Iterable[str], config: PreTrainedConfig) -> list[str]:
 
 
 def adopt(model: PreTrainedModel, by_request: bool = False) -> PreTrainedModel:
-    """Switch a loaded model to Outrider's attention and remove its image and audio encoders, in place.
+    """Switch a surveyed model to Outrider's attention and remove its image and audio encoders, in place.
 
-    ``by_request``: it keeps its own attention. Raises ``OutriderError`` if the architecture does not allow the change.
+    ``by_request``: it keeps its own attention. Raises ``OutriderError`` for a model without a language model head, or with
+    layers that Outrider cannot run.
     """
-    refuse_encoders(model.config)
     refuse_shared_scales(model)
     if model.get_output_embeddings() is None:
         raise OutriderError(f"{type(model).__name__} has no language model head: load it with AutoModelForCausalLM")
     if not by_request:
-        set_attention(model, attention.NAME)
+        model.set_attn_implementation(attention.NAME)
     drop_towers(model)
     recurrence.bind(model)
     model.eval().requires_grad_(False)
     return model
-
-
-def set_attention(model: PreTrainedModel, name: str) -> None:
-    """Set the attention function of a model. Raises ``OutriderError`` if the model does not support that."""
-    kind = type(model).__name__
-    try:
-        model.set_attn_implementation(name)
-    except (ValueError, KeyError) as error:
-        raise OutriderError(f"{kind} does not use transformers' attention interface: {first_line(error)}") from error
-    if text_config(model)._attn_implementation != name:
-        raise OutriderError(f"the attention implementation of {kind} cannot be set, so Outrider cannot run it")
 
 
 def drop_towers(model: PreTrainedModel) -> None:
@@ -244,7 +233,7 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
     if looks_local and not has_config and file is None:
         raise OutriderError(f"{source} is not a Hugging Face model folder: config.json is missing")
     if has_config:
-        check_file(path / "config.json")
+        check_config_file(path / "config.json")
     try:
         with quiet():
             config: PreTrainedConfig = (
@@ -267,10 +256,12 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
     return config
 
 
-def check_file(path: Path) -> None:
+def check_config_file(path: Path) -> None:
     """Raise ``OutriderError`` for a config.json that transformers misreads or rejects without a clear reason."""
     try:
         config = json.loads(path.read_bytes())
+    except OSError as error:
+        raise OutriderError(f"cannot read the config of {path.parent}: {first_line(error)}") from error
     except ValueError as error:
         raise OutriderError(f"cannot read the config of {path.parent}: config.json is not JSON: {first_line(error)}") from error
     text = config.get("text_config") if isinstance(config, dict) else None
@@ -284,7 +275,7 @@ def check_file(path: Path) -> None:
 
 def check_sizes(source: str, config: Mapping[str, Any]) -> None:
     """Raise ``OutriderError`` for implausible sizes in a config."""
-    for name, most in MOST.items():
+    for name, most in MAX_SIZES.items():
         value = config.get(name)
         if isinstance(value, (int, float)) and not (isinstance(value, int) and 1 <= value <= most):
             raise OutriderError(f"the config of {source} says {name}={value}: expected a whole number from 1 to {most}")

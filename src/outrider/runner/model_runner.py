@@ -32,7 +32,7 @@ from outrider.runner.read_hidden import ReadHidden
 from outrider.runner.rounding import choose_reader, refuse_rounding
 from outrider.runner.self_check import check_itself
 from outrider.runner.survey import survey, survey_without_weights
-from outrider.types import Context, OutriderError, PartialPass, Proposal, Scores, Verdict
+from outrider.types import Context, OutriderError, PartialPass, Proposal, Scores, Verdict, first_line
 
 
 @dataclass
@@ -90,13 +90,15 @@ class ModelRunner:
                 f"invalid model of type {type(model).__name__}: expected a folder, a hub id or a transformers PreTrainedModel"
             )
         device = torch.device(config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise OutriderError("device cuda is not available: torch finds no CUDA device")
         wanted = loading.load_config(model, config.trust_remote_code)
         kind = loading.model_class(wanted)
         reader = choose_reader(str(model), wanted, kind, device)
         if config.weights is not None:
             refuse_rounding(config.weights, device, wanted, kind, reader)
+        try:
+            torch.empty(0, device=device)
+        except Exception as error:  # each kind of device raises its own
+            raise OutriderError(f"device {device} is not available: {first_line(error)}") from error
         shape = None if kind is None else survey_without_weights(wanted, kind)  # check before reading gigabytes
         if config.bits is not None and shape is not None:
             file = PackedFile.of(model, config.bits, config.dtype)
@@ -133,7 +135,7 @@ class ModelRunner:
         if shape is None:
             shape = survey(model)
         loading.adopt(model, shape.by_request)
-        if device.type == "cpu" and linear.is_plain(model) and native.load():
+        if linear.is_plain(model) and native.serves(device):
             linear.pack_model(model, config.bits)
         elif config.weights is not None:
             raise OutriderError(f"weights={config.weights} needs plain 16- or 32-bit weights: load the model unquantised")
@@ -351,8 +353,9 @@ class ModelRunner:
         pick(logits, steps - 1)
 
     def keep_len(self, request_id: str, num_tokens: int) -> None:
-        """Roll a request back to its first ``num_tokens`` tokens."""
-        self.cache.go_back(self.cache.row(request_id), num_tokens)
+        """Roll a request back to its first ``num_tokens`` tokens; one that was never fed keeps having no row."""
+        if self.cache.cached_len(request_id) > num_tokens:
+            self.cache.go_back(self.cache.row(request_id), num_tokens)
 
     def _continued(
         self, partial: PartialPass, request_ids: Sequence[str], tokens: Sequence[list[int]], wanted: tuple[int, ...]
@@ -459,14 +462,12 @@ class ModelRunner:
         """
         probe = random.Random(0)
         slots = max(0, min(cache_len, self.max_len - width))
-        names = [f"cost-probe-{index}" for index in range(batch)]
-        try:
-            rows = [self.cache.row(name) for name in names]
+        times = []
+        with self.cache.temporary_rows(batch) as rows:
             self.cache.reserve(slots + width)
             for row in rows:  # unwritten memory may contain denormal numbers, which are slow
                 for store in self.cache.stores:
                     store[:, row].normal_()
-            times = []
             for _ in range(repeat + 1):
                 tokens = [[probe.randrange(self.vocab_size) for _ in range(width)] for _ in range(batch)]
                 texts, every = self.layouts.chain(tokens, rows, [slots] * batch), width * batch
@@ -475,9 +476,7 @@ class ModelRunner:
                 (passes or self.passes).run(texts.ids, texts.layout, hidden, self.layouts.arange(0, every), span)
                 self._synchronize()
                 times.append(time.perf_counter() - start)
-            return min(times[1:])
-        finally:
-            self.cache.release(names)
+        return min(times[1:])
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

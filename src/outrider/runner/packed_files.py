@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import transformers
@@ -25,12 +25,13 @@ from outrider import disk_cache, native
 from outrider.memory import free_memory, on_this_machine, weight_files
 from outrider.runner import huge_pages, kernels, linear, loading
 from outrider.runner.survey import without_weights
-from outrider.types import OutriderError
+from outrider.types import OutriderError, first_line, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
 KIND, SUFFIX = "weights", ".packed"
-CODE = ("blocks.py", "linear.py", "packed_files.py")  # part of the key: a change of this code invalidates files
+# Part of the key: a change of this code, of the runner and of ``native``, invalidates files.
+CODE, NATIVE_CODE = ("blocks.py", "kernels.py", "linear.py", "packed_files.py", "checkpoints/*.py"), ("*blocks*", "codes4.inc")
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,11 @@ class PackedFile:
         family = _hash(str(folder.resolve()), str(bits), str(dtype))
         try:
             stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-            texts = [(folder / "config.json").read_text(), *((Path(__file__).parent / name).read_text() for name in CODE)]
+            texts = [(folder / "config.json").read_text()]
         except OSError:  # a file was deleted in the meantime
             return None
-        texts += [path.read_text() for path in sorted(native.build.FOLDER.glob("*blocks*"))]
+        for code, names in ((Path(__file__).parent, CODE), (native.build.FOLDER, NATIVE_CODE)):
+            texts += [path.read_text() for name in names for path in sorted(code.glob(name))]
         versions = [torch.__version__, transformers.__version__, str(kernels.prefers_pairs())]
         return cls(folder, bits, f"{family}-{_hash(repr(stats), *texts, *versions)}", family)
 
@@ -73,6 +75,8 @@ class PackedFile:
             linear.pack_model(loading.adopt(model, by_request), self.bits)
             _fill(model, stored["tensors"], path.stat().st_size)
         except Exception as error:  # for example, a file of other code
+            if is_out_of_memory(error):  # the file is good, and may be the only way to run the model
+                raise
             logger.warning("%s does not fit the model (%s): rebuilding it", path, error)
             disk_cache.discard(KIND, self.key, SUFFIX)
             return None
@@ -91,12 +95,20 @@ class PackedFile:
         """
         stored = {"dtype": dtype, "tensors": {name: tensor.detach().contiguous() for name, tensor in _tensors(model)}}
         try:
-            path = disk_cache.write(KIND, self.key, SUFFIX, lambda file: torch.save(stored, file))
+            path = disk_cache.write(KIND, self.key, SUFFIX, lambda file: _write(stored, file))
         except OutriderError as error:
             logger.warning("%s; the weights are quantised again at the next start", error)
             return
         disk_cache.discard(KIND, self.family, SUFFIX, keep=path)
         logger.info("packed weights stored as %s", path)
+
+
+def _write(stored: dict[str, Any], file: BinaryIO) -> None:
+    """Write with ``torch.save``. Raises ``OSError``, also where torch raises its own error in place of the file's."""
+    try:
+        torch.save(stored, file)
+    except RuntimeError as error:
+        raise OSError(first_line(error.__context__ or error)) from error
 
 
 def _fill(model: PreTrainedModel, stored: dict[str, Tensor], num_bytes: int) -> None:

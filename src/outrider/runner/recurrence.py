@@ -300,7 +300,7 @@ def bind(model: nn.Module) -> None:
 def _bound(kind: type[nn.Module]) -> type[nn.Module] | None:
     """Return the class with ``forward`` bound; None if it calls none of ``FUNCTIONS`` or is bound already."""
     forward: Any = inspect.unwrap(kind.forward)
-    used = FUNCTIONS.keys() & set(forward.__code__.co_names)
+    used = FUNCTIONS.keys() & set(forward.__code__.co_names) & forward.__globals__.keys()  # names of attributes, too
     if not used or hasattr(kind, "outrider_bound"):
         return None
     names = forward.__globals__ | {name: _in_a_pass(FUNCTIONS[name], forward.__globals__[name]) for name in used}

@@ -15,7 +15,7 @@ from outrider.runner.linear import share_of_linear
 from outrider.runner.survey import without_weights
 from outrider.types import OutriderError
 
-LEAST = 0.8  # minimum share of the weights that rounding must affect
+MIN_SHARE = 0.8  # minimum share of the weights that rounding must affect
 
 
 def refuse_rounding(
@@ -64,9 +64,9 @@ def choose_reader(source: str, config: PreTrainedConfig, model_class: Any, devic
 def _mostly_other(config: PreTrainedConfig, model_class: Any) -> str | None:
     """Return why rounding would affect too few of a model's weights; None if it affects most."""
     share = share_of_linear(without_weights(config, model_class))
-    if share >= LEAST:
+    if share >= MIN_SHARE:
         return None
     return (
         f"which hold {share:.0%} of the weights of this {config.model_type} model"
-        f" (expected at least {LEAST:.0%}; experts in one tensor are not supported)"
+        f" (expected at least {MIN_SHARE:.0%}; experts in one tensor are not supported)"
     )

@@ -90,12 +90,10 @@ def _own_logits(model: PreTrainedModel, text: list[int], own_attention: str | No
 def _cached_logits(model: PreTrainedModel, cache: KVCache, layouts: Layouts, text: list[int]) -> list[tuple[str, int, Tensor]]:
     """Return for parts of the sequence over the cache: a description, the index of the first token, the logits [n, V]."""
     passes = PassRunner(model, cache, "never")
-    names = [f"self-check-{index}" for index in range(min(len(FIRST), cache.max_rows))]
     vocab_size = int(text_config(model).vocab_size)
     wrong = [(token + 1) % vocab_size for token in text]
     found = []
-    try:
-        rows = [cache.row(name) for name in names]
+    with cache.temporary_rows(min(len(FIRST), cache.max_rows)) as rows:
         for what, starts, stops, spare in ("prompts", (0, 0, 0), FIRST, REJECTED), ("drafts", FIRST, SECOND, (0, 0, 0)):
             if max(stops) > len(text):  # the context window is too short
                 break
@@ -108,6 +106,4 @@ def _cached_logits(model: PreTrainedModel, cache: KVCache, layouts: Layouts, tex
             logits, _ = passes.run(packed.ids, packed.layout, (), layouts.places(packed.starts, lens))
             for start, part in zip(starts, logits.float().split(lens), strict=False):
                 found.append((f"{what}, {len(part)} tokens from {start} on", start, part))
-    finally:
-        cache.release(names)
     return found

@@ -79,7 +79,7 @@ class SelfDraft:
         return PartialPass(self._depth, dict(starts), dict(zip(request_ids, tokens, strict=True)), dict(by_request))
 
     def prefill(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> list[bool]:
-        """Nothing to do: the cache is the target's."""
+        """Do nothing: the cache is the target's."""
         return [True] * len(texts)
 
     def keep_len(self, request_id: str, num_tokens: int) -> None:
@@ -106,32 +106,30 @@ def exit_logits(runner: ModelRunner, text: Sequence[int], depths: Sequence[int])
 
     [T, V] float32 each, with the model's norm and head at every exit. Runs eagerly in a temporary cache row.
     """
-    passes, name = PassRunner(runner.model, runner.cache, "never"), "exit-probe"
-    try:
-        texts = runner.layouts.chain([list(text)], [runner.cache.row(name)], [0])
+    passes = PassRunner(runner.model, runner.cache, "never")
+    with runner.cache.temporary_rows(1) as rows:
+        texts = runner.layouts.chain([list(text)], rows, [0])
         places = torch.arange(len(text), device=runner.device)
         logits, hidden = passes.run(texts.ids, texts.layout, tuple(depths), places)
         yield logits.float()
         for depth in depths:
             logits, _ = passes.run(hidden[depth][None], texts.layout, (), places, LayerSpan(runner.num_layers))
             yield logits.float()
-    finally:
-        runner.cache.release([name])
 
 
 @torch.inference_mode()
 def check_layers(runner: ModelRunner, depth: int) -> None:
     """Raise ``OutriderError`` unless the layers run in two parts give the whole model's output."""
-    name = "layers-probe"
     kind = type(runner.model).__name__
     passes = PassRunner(runner.model, runner.cache, "never")
     text = [token % runner.vocab_size for token in (11, 7, 5, 3, 2)]
+    places = torch.arange(len(text), device=runner.device)
     try:
-        rows, places = [runner.cache.row(name)], torch.arange(len(text), device=runner.device)
-        texts = runner.layouts.chain([text], rows, [0])
-        whole, _ = passes.run(texts.ids, texts.layout, (), places)
-        _, hidden = passes.run(texts.ids, texts.layout, (depth,), places, LayerSpan(0, depth, head=False))
-        parts, _ = passes.run(hidden[depth][None], texts.layout, (), places, LayerSpan(depth))
+        with runner.cache.temporary_rows(1) as rows:
+            texts = runner.layouts.chain([text], rows, [0])
+            whole, _ = passes.run(texts.ids, texts.layout, (), places)
+            _, hidden = passes.run(texts.ids, texts.layout, (depth,), places, LayerSpan(0, depth, head=False))
+            parts, _ = passes.run(hidden[depth][None], texts.layout, (), places, LayerSpan(depth))
         error = (whole - parts).abs().max() / whole.abs().max().clamp(min=1.0)
         is_same = parts.shape == whole.shape and bool(error <= TOLERANCE)
     except OutriderError:
@@ -139,8 +137,6 @@ def check_layers(runner: ModelRunner, depth: int) -> None:
     except Exception as failure:  # model code can fail when run in parts
         logger.debug("the layers of %s do not run in parts", kind, exc_info=failure)
         is_same = False
-    finally:
-        runner.cache.release([name])
     if not is_same:
         raise OutriderError(
             f"unsupported model for partial passes: {kind} does not run its layers one after another on one hidden state"

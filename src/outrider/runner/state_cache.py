@@ -9,10 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+Key = TypeVar("Key", bound=Any)  # sortable
+Shape = TypeVar("Shape")
+
+
+def grouped(shapes: Mapping[Key, Shape]) -> tuple[tuple[tuple[Shape, int], ...], dict[Key, tuple[int, int]]]:
+    """Group ``shapes``: each different one with its number, and the group of each key with its index in that group."""
+    groups: dict[Shape, list[Key]] = {}
+    for key, shape in sorted(shapes.items()):
+        groups.setdefault(shape, []).append(key)
+    places = {key: (group, index) for group, keys in enumerate(groups.values()) for index, key in enumerate(keys)}
+    return tuple((shape, len(keys)) for shape, keys in groups.items()), places
 
 
 class StateKey(NamedTuple):
@@ -40,21 +52,15 @@ class StateShapes:
     @classmethod
     def of(cls, shapes: Mapping[StateKey, StateShape]) -> StateShapes:
         """Group ``shapes``, given by state."""
-        counts: dict[StateShape, int] = {}
-        places: dict[StateKey, tuple[int, int]] = {}
-        for key, shape in sorted(shapes.items()):
-            places[key] = (list(dict.fromkeys([*counts, shape])).index(shape), counts.get(shape, 0))
-            counts[shape] = counts.get(shape, 0) + 1
-        return cls(tuple(counts.items()), places)
+        return cls(*grouped(shapes))
 
     def floats_per_row(self, slots: int) -> int:
         """Return the number of floats stored for one request."""
-        return sum(count * (slots + shape.taps) * torch.Size(shape.sizes).numel() for shape, count in self.kinds)
+        return sum(torch.Size(store).numel() for store in self.stores(1, slots))
 
-
-def store_shapes(shapes: StateShapes, slots: int, rows: int) -> list[tuple[int, ...]]:
-    """Return the shape [L, R, S, ...] of each store; convolutions need ``taps`` more slots."""
-    return [(count, rows, slots + shape.taps, *shape.sizes) for shape, count in shapes.kinds]
+    def stores(self, rows: int, slots: int) -> list[tuple[int, ...]]:
+        """Return the shape [L, R, S, ...] of each store; convolutions need ``taps`` more slots."""
+        return [(count, rows, slots + shape.taps, *shape.sizes) for shape, count in self.kinds]
 
 
 NO_STATES = StateShapes()
@@ -71,7 +77,7 @@ class StateCache:
 
     def _allocate(self, rows: int) -> tuple[Tensor, ...]:
         with torch.inference_mode(False):
-            return tuple(torch.zeros(shape, device=self._device) for shape in store_shapes(self.shapes, self.slots, rows))
+            return tuple(torch.zeros(shape, device=self._device) for shape in self.shapes.stores(rows, self.slots))
 
     def keep_rows(self, rows: Sequence[int | None]) -> None:
         """Rearrange the rows: row i becomes the former row ``rows[i]``, or empty if None."""
@@ -88,7 +94,7 @@ class StateCache:
             for row, base, end in zip(rows, bases, ends, strict=True):
                 self._lost[row] = max(self._lost[row] if base else 0, end - self.slots)
 
-    def usable(self, row: int, num_tokens: int) -> int:
+    def num_usable(self, row: int, num_tokens: int) -> int:
         """Return ``num_tokens`` if the row's state after that many tokens is still stored, else 0."""
         return num_tokens if not self.stores or num_tokens > self._lost[row] else 0
 

@@ -12,7 +12,9 @@ from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
 
+from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from outrider.types import OutriderError
 
@@ -122,7 +124,7 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 def byte_table(tokenizer: PreTrainedTokenizerBase) -> list[bytes] | None:
     """Return each token's bytes (empty for special tokens) for byte-level BPE tokenizers, else None."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or (json.loads(backend.to_str()).get("decoder") or {}).get("type") != "ByteLevel":
+    if backend is None or not isinstance(backend.decoder, ByteLevel):
         return None
     alphabet = byte_alphabet()
     special, added = special_ids(tokenizer), tokenizer.added_tokens_decoder
@@ -146,9 +148,7 @@ def _names(tokenizer: PreTrainedTokenizerBase) -> list[str | None]:
 @lru_cache(maxsize=1)
 def byte_alphabet() -> dict[str, int]:
     """Return the map from GPT-2's printable characters to bytes."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
@@ -183,11 +183,11 @@ class Spelling:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.table = token_bytes(tokenizer)
-        names = tokenizer.convert_ids_to_tokens(list(range(len(self.table))))
+        names = _names(tokenizer)
         self.special = {token: names[token] for token in sorted(special_ids(tokenizer)) if token < len(names)}
         self.ids: dict[bytes, int] = {}
-        fallbacks = [token for token, name in enumerate(names) if str(name).startswith("<0x")]
-        for token in [*(token for token in range(len(names)) if token not in set(fallbacks)), *fallbacks]:
+        # A token of text has precedence over the fallback for the same byte.
+        for token in sorted(range(len(names)), key=lambda token: str(names[token]).startswith("<0x")):
             if self.table[token]:
                 self.ids.setdefault(self.table[token], token)
         self._longest = max(map(len, self.ids), default=0)

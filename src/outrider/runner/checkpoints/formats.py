@@ -59,7 +59,7 @@ def choose(source: str, quantization: Mapping[str, Any], device: torch.device) -
     Raises ``OutriderError``, in one line, if neither can run it on this device.
     """
     method = method_of(quantization)
-    reads = FORMATS.get(method) if device.type == "cpu" and native.load() else None
+    reads = FORMATS.get(method) if native.serves(device) else None
     problem = None
     if reads is not None:
         try:

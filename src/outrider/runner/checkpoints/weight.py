@@ -149,7 +149,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``"int32"``"""
+    """Return the name of a dtype, such as ``"int32"``."""
     return str(dtype).removeprefix("torch.")
 
 
