@@ -76,10 +76,8 @@ class Workbench:
     def _render(self, messages: list[Job]) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        names, template = self._setup["special_tokens"], self._setup["template"]
-        if "developer" not in template:  # OpenAI's newer name of the role; a template drops the messages of unknown roles
-            messages = [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
-        rendered: Any = render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **names)
+        options = {"chat_template": self._setup["template"], **self._setup["special_tokens"]}
+        rendered: Any = render_jinja_template([messages], add_generation_prompt=True, **options)
         return str(rendered[0][0])
 
     def _try_out(self, schema: str) -> Job:

@@ -14,7 +14,7 @@ pytest.importorskip("uvicorn")
 
 from outrider.server.demo import app
 from outrider.server.demo.app import Demo
-from outrider.server.demo.race_request import MAX_PROMPT, RaceRequest
+from outrider.server.demo.track import MAX_PROMPT, RaceRequest
 from outrider.types import OutriderError
 
 from .conftest import Server, serving, until

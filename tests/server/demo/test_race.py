@@ -10,8 +10,7 @@ from lossless.drafts import medusa_heads
 
 from outrider.engine.llm import LLM
 from outrider.server.demo import race
-from outrider.server.demo.race_request import RaceRequest
-from outrider.server.demo.track import Track
+from outrider.server.demo.track import RaceRequest, Track
 from outrider.types import OutriderError
 
 WANTED = RaceRequest(prompt="def add(first, second):\n", method="draft", k=4, max_tokens=60, seed=5)

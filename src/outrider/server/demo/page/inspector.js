@@ -28,7 +28,10 @@ function story(token, temperature) {
   const { guesses, is_point_mass: isPointMass } = token.place;
   const said = code(token.name);
   const isGreedy = temperature === 0;
-  const rule = isGreedy ? "At temperature 0 a draft is accepted if it is the target’s most likely token." : null;
+  const isSampled = !isGreedy && guesses.every((guess) => guess.chance !== null); // null: with --same-text
+  const rule = isGreedy
+    ? "At temperature 0 a draft is accepted if it is the target’s most likely token."
+    : "With --same-text a draft is accepted if it is the token that plain decoding samples.";
   const failed = guesses.filter((guess) => !guess.accepted);
   if (token.origin === "plain") {
     line.append("No draft at this position: the target generated ", said, ".");
@@ -37,14 +40,14 @@ function story(token, temperature) {
   } else if (token.origin === "accepted") {
     const chance = guesses.at(-1).chance;
     line.append("The draft proposed ", said, " and the target accepted it");
-    line.append(isGreedy ? ". " : ` (acceptance probability ${percent(chance)}). `);
+    line.append(isSampled ? ` (acceptance probability ${percent(chance)}). ` : ". ");
     if (failed.length) line.append("Rejected before it: ", ...names(failed), ". ");
   } else {
-    line.append("The draft proposed ", ...names(failed), isGreedy ? "; the target’s choice is " : "; it was rejected ");
-    if (!isGreedy) line.append(`(acceptance probability ${percent(failed[0].chance)}). Sampled from the residual: `);
+    line.append("The draft proposed ", ...names(failed), isSampled ? "; it was rejected " : "; the target’s choice is ");
+    if (isSampled) line.append(`(acceptance probability ${percent(failed[0].chance)}). Sampled from the residual: `);
     line.append(said, ". ");
   }
-  if (guesses.length && rule) line.append(rule, " ");
+  if (guesses.length && !isSampled) line.append(rule, " ");
   if (isPointMass && !isGreedy) line.append("This method’s drafts are point masses: they have no distribution.");
   return line;
 }
