@@ -25,6 +25,7 @@ from outrider.server.gate import Gate
 from outrider.server.grammar import FEW_OUTPUTS, MAX_CACHED, MAX_GRAMMARS, MAX_NEW, MAX_OUTPUTS, Grammars
 from outrider.server.pool import WorkerPool
 from outrider.server.prompts import Prompts, tools
+from outrider.server.worker import Workbench
 from outrider.types import OutriderError
 
 Result = TypeVar("Result")
@@ -92,6 +93,29 @@ def test_other_tokenizers_run_in_the_server_process(plain: LLM, monkeypatch: pyt
     assert run(prompts.encode(["a", "b"], ANYONE)) == [[7, 8], [7, 8]]
     with pytest.raises(OutriderError, match="characters"):
         run(prompts.encode(["a" * 10_000], ANYONE))
+    asked: list[Any] = []
+    monkeypatch.setattr(plain, "chat_prompt", lambda messages: asked.append(messages) or [7, 8])
+    run(prompts.chat([{"role": "developer", "content": "Answer in French."}], ANYONE))
+    assert asked == [[{"role": "system", "content": "Answer in French."}]]
+
+
+def test_a_template_that_rejects_everything_does_not_stop_completions(plain: LLM) -> None:
+    bench = Workbench({**(tools(plain) or {}), "template": "{{ raise_exception('never') }}", "for_texts": True})
+    assert bench.do({"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 9})["refused"].endswith(": never")
+    assert bench.do({"texts": ["a"], "max_tokens": 9}) == {"ids": [plain.encode("a")]}
+
+
+def test_an_error_of_the_tokenizer_is_no_lack_of_memory(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = pools.COMMAND.replace("main()", "worker.Workbench.do = lambda *_: 1 / 0; main()")
+    monkeypatch.setattr(pools, "COMMAND", failing.replace("from", "from outrider.server import worker; from", 1))
+
+    async def work() -> None:
+        prompts = Prompts(plain, ServerConfig(), tools(plain), aside)
+        async with started(prompts.pool):
+            with pytest.raises(OutriderError, match="ZeroDivisionError: division by zero"):
+                await prompts.encode(["a"], ANYONE)
+
+    run(work())
 
 
 def test_prompts_that_cannot_fit_are_refused(plain: LLM) -> None:

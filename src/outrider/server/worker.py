@@ -47,8 +47,11 @@ class Workbench:
         self._setup = setup
         self._tokenizer = Tokenizer.from_str(setup["tokenizer"])
         self._tokenizer.encode_special_tokens = setup["split_special_tokens"]
-        if setup["template"] is not None and setup["for_texts"]:
-            self._render([{"role": "user", "content": ""}])  # warm up: the first job is timed
+        # Warm up, because the first job is timed. A template may reject the messages.
+        if not setup["for_texts"]:
+            self.do({"schema": "{}"})
+        elif setup["template"] is not None:
+            self.do({"messages": [{"role": "user", "content": ""}], "max_tokens": 0})
 
     def do(self, job: Job) -> Job:
         """Run a job. Returns its result, or ``{"refused": reason}``."""
@@ -128,8 +131,6 @@ def main() -> None:
         return
     try:
         workbench = Workbench(setup)
-        if not setup["for_texts"]:
-            workbench.do({"schema": "{}"})
         limit_memory(setup["memory"])
         os.nice(setup["nice"])
         send(answers, {})
@@ -142,5 +143,7 @@ def main() -> None:
             answer = workbench.do(job)
         except MemoryError:
             os._exit(os.EX_UNAVAILABLE)
+        except Exception as error:  # of a library
+            answer = {"refused": f"{type(error).__name__}: {error}"}
         limit_time(0)
         send(answers, answer)

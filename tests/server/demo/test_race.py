@@ -96,6 +96,14 @@ def test_distributions_and_residual_match_the_verifier(folders: dict[str, str]) 
     assert {"accepted", "corrected"} <= seen
 
 
+def test_coupled_rounds_have_no_chances_and_no_residual(folders: dict[str, str]) -> None:
+    llm = LLM(folders["target"], method="plain", max_batch=2, compile="never", same_text=True)
+    events = run(Track(llm, ["draft"], folders["draft"]), but(temperature=1.0, accuracy=0.5))
+    places = [token["place"] for round_ in rounds_of(events, "speculative") for token in round_["tokens"]]
+    assert any(place["guesses"] for place in places) and all(place["residual"] is None for place in places)
+    assert {guess["chance"] for place in places for guess in place["guesses"]} == {None}
+
+
 def test_greedy_targets_show_their_probabilities_before_the_argmax(track: Track) -> None:
     tokens = [token for round_ in rounds_of(run(track, WANTED), "plain") for token in round_["tokens"]]
     for token in tokens:

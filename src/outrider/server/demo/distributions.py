@@ -70,8 +70,7 @@ def _place(
         else:
             draft = proposal.probs[0, node].to(target.device)
         first = draft if first is None else first
-        # Probability of acceptance when the draft was verified. With coupled noise the target's choice, on which alone it
-        # depends, does not depend on the draft.
+        # Probability of acceptance when it was verified. None with coupled noise: the target's choice decides alone.
         chance = None if is_coupled else round(float(accept_prob(left[token], draft[token])), 4)
         guesses.append({"token": token, "chance": chance, "accepted": node == accepted})
         excess = (left - draft).clamp_min(0.0)

@@ -30,7 +30,6 @@ export class Lane {
   clear(prompt, wanted) {
     this.wanted = wanted;
     this.tokens = [];
-    this.rounds = 0;
     this.selected = this.stop = null;
     this.text.tabIndex = 0;
     this.text.replaceChildren();
@@ -59,7 +58,6 @@ export class Lane {
   /** Draw a round's tokens, each after the drafts rejected at its position. */
   show(round) {
     const isFollowed = this.text.scrollTop + this.text.clientHeight > this.text.scrollHeight - 24;
-    this.rounds += 1;
     round.tokens.forEach((token, at) => {
       const isLast = at === round.tokens.length - 1;
       const element = document.createElement("span");
@@ -76,7 +74,7 @@ export class Lane {
       element.append(said);
       const instead = failed.length ? `, instead of ${failed.map(visible).join(", ")}` : "";
       element.setAttribute("aria-label", `${visible(token.name)}: ${ORIGINS[token.origin]}${instead}`);
-      this.tokens.push({ element, token, round, isLast });
+      this.tokens.push({ element, token });
       this.text.append(element);
       if (!this.stop) this.#stopAt(element);
     });
