@@ -232,7 +232,7 @@ def test_a_refused_body_gets_the_reason(load: Callable[..., LLM], key: str, size
         (b"[]", "expected a JSON object"),
         (b"null", "expected a JSON object"),
         (b'"a"', "expected a JSON object"),
-        (b"\xff\xfe", "There was an error parsing the body"),
+        (b"\xff\xfe", "invalid JSON at character 0: Expecting value"),
         (b'{"prompt": NaN}', "prompt: Input should be a valid string"),
         (b'{"prompt": "a", "seed": 1e400}', "seed: Input should be a"),
     ],
