@@ -93,16 +93,10 @@ class Speculative(Body):
     )
 
 
-class TextFormat(Body):
-    """Any text."""
+class SimpleFormat(Body):
+    """Any text, or any JSON object."""
 
-    type: Literal["text"]
-
-
-class JsonFormat(Body):
-    """A JSON object."""
-
-    type: Literal["json_object"]
+    type: Literal["text", "json_object"]
 
 
 class JsonSchema(Body):
@@ -121,7 +115,7 @@ class JsonSchemaFormat(Body):
     json_schema: JsonSchema
 
 
-ResponseFormat = Annotated[TextFormat | JsonFormat | JsonSchemaFormat, Field(discriminator="type")]
+ResponseFormat = Annotated[SimpleFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
 class SamplingFields(Body):
@@ -164,7 +158,7 @@ class SamplingFields(Body):
     @property
     def is_json(self) -> bool:
         """Whether the output must be JSON."""
-        return isinstance(self.response_format, (JsonFormat, JsonSchemaFormat))
+        return self.response_format is not None and self.response_format.type != "text"
 
     @property
     def schema_asked(self) -> dict[str, Any] | None:

@@ -105,11 +105,11 @@ class Track:
     def race(self, wanted: RaceRequest, prompt: Sequence[int]) -> Generator[list[Event], None, None]:
         """Run a race. Close the iterator to end it early."""
         engine = self._engines[wanted.method]
-        worn = engine.proposer
-        assert isinstance(worn, Degraded)
-        worn.accuracy = wanted.accuracy
+        proposer = engine.proposer
+        assert isinstance(proposer, Degraded)
+        proposer.accuracy = wanted.accuracy
         speculation = replace(self.llm.speculation, num_draft_tokens=wanted.k)
-        engine.policy = build_policy(speculation, self.llm.runner, worn)  # each race starts with an untrained policy
+        engine.policy = build_policy(speculation, self.llm.runner, proposer)  # each race starts with an untrained policy
         params = SamplingParams(max_tokens=wanted.max_tokens, temperature=wanted.temperature, seed=wanted.seed, ignore_eos=True)
         race = Race({PLAIN: self._plain, SPECULATIVE: engine}, prompt, params)
         faults = engine.stats.faults
