@@ -1,5 +1,6 @@
 // Explains a token: one sentence, then a table of the distributions.
 
+import { element } from "./dom.js";
 import { visible } from "./lane.js";
 
 const percent = (share) => (share > 0 && share < 0.001 ? "<0.1%" : `${(100 * share).toFixed(share < 0.1 ? 1 : 0)}%`);
@@ -68,24 +69,20 @@ function table(token) {
   odds.createCaption().textContent = caption(place);
   const head = odds.createTHead().insertRow();
   for (const title of ["Token", ...columns.map((column) => column[1])]) {
-    const cell = element("th");
+    const cell = element("th", "", title);
     cell.scope = "col";
-    cell.textContent = title;
     head.append(cell);
   }
   const body = odds.createTBody();
   place.tokens.forEach((name, at) => {
     const row = body.insertRow();
     if (at === place.row) row.className = "emitted";
-    const first = element("th");
+    const first = element("th", "", code(name));
     first.scope = "row";
-    first.append(code(name));
     row.append(first);
     for (const [kind, , values] of columns) row.insertCell().append(share(values[at], kind));
   });
-  const scroll = element("div", "scroll");
-  scroll.append(odds);
-  return scroll;
+  return element("div", "scroll", odds);
 }
 
 function caption(place) {
@@ -95,24 +92,12 @@ function caption(place) {
 }
 
 function share(value, kind) {
-  const cell = element("div", "share");
-  const number = element("span");
-  number.textContent = value ? percent(value) : "0";
   const bar = element("span", `bar ${kind}`);
   bar.style.width = `${100 * value}%`;
   if (!value) bar.style.visibility = "hidden";
-  cell.append(number, bar);
-  return cell;
-}
-
-function element(name, className = "") {
-  const made = document.createElement(name);
-  if (className) made.className = className;
-  return made;
+  return element("div", "share", element("span", "", value ? percent(value) : "0"), bar);
 }
 
 function code(text) {
-  const made = element("code");
-  made.textContent = visible(text);
-  return made;
+  return element("code", "", visible(text));
 }
