@@ -77,7 +77,7 @@ class Gate:
             if status:  # the response has started: abort it
                 raise
             logger.exception("request %s failed", call.request_id)
-            await _error_response(500, "the server failed", "server_error")(scope, receive, answer)
+            await _error(500, "the server failed", "server_error")(scope, receive, answer)
         finally:
             facts = {
                 "request_id": call.request_id,
@@ -98,11 +98,11 @@ class Gate:
             key = key.strip().encode("latin-1").decode(errors="replace")  # the bytes that the client sent are UTF-8
             client = self._keys.client(key if scheme.lower() == "bearer" else None)
             if client is None:
-                return _error_response(401, "missing or unknown API key: send Authorization: Bearer <key>", code="invalid_api_key")
+                return _error(401, "missing or unknown API key: send Authorization: Bearer <key>", code="invalid_api_key")
             call.client = client if len(self._keys) or address is None else replace(client, connection="{}:{}".format(*address))
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self._config.max_body:
-            return _error_response(413, self._too_large())
+            return _error(413, self._too_large())
         return None
 
     def _too_large(self) -> str:
@@ -143,7 +143,7 @@ class Gate:
             await asyncio.wait_for(rest(), self._config.body_timeout)
 
 
-def _error_response(status: int, message: str, kind: str = "invalid_request_error", code: str | None = None) -> Response:
+def _error(status: int, message: str, kind: str = "invalid_request_error", code: str | None = None) -> Response:
     return JSONResponse(error_body(message, kind, code), status, {"connection": "close"})
 
 
