@@ -110,7 +110,7 @@ def test_a_template_that_rejects_everything_does_not_stop_completions(plain: LLM
 
 @in_loop
 async def test_an_error_of_the_tokenizer_is_no_lack_of_memory(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing = pools.COMMAND.replace("main()", "worker.Workbench.do = lambda *_: 1 / 0; main()")
+    failing = pools.COMMAND.replace("main()", "worker.Workbench._encode = lambda *_, **__: 1 / 0; main()")
     monkeypatch.setattr(pools, "COMMAND", failing.replace("from", "from outrider.server import worker; from", 1))
 
     async with started(Prompts(plain, ServerConfig(), tools(plain), aside)) as prompts:
