@@ -6,11 +6,11 @@ from importlib.util import find_spec
 
 MISSING = [
     name
-    for name in ("fastapi", "uvicorn", "prometheus_client", "llguidance", "openai", "schemathesis", "jsonschema")
+    for name in ("fastapi", "uvicorn", "prometheus_client", "llguidance", "httpx", "openai", "schemathesis", "jsonschema")
     if find_spec(name) is None
 ]
 if MISSING:
-    collect_ignore_glob = ["test_*.py"]
+    collect_ignore_glob = ["test_*.py", "demo/*"]
 else:
     from .served import draft, load, plain, served, target  # noqa: F401 - fixtures
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,9 +48,15 @@ class Served:
     def _run(self) -> None:
         asyncio.run(self.server.serve(sockets=[self._listener]))
 
+    def send(self, path: str, body: bytes | Iterator[bytes]) -> httpx.Response:
+        headers = {"content-type": "application/json"}
+        return httpx.post(self.url + path, content=body, headers=headers, timeout=60, verify=TLS)
+
     def post(self, path: str, **body: Any) -> httpx.Response:
-        headers = {"content-type": "application/json"}  # httpx would refuse to send an unpaired surrogate
-        return httpx.post(self.url + path, content=json.dumps(body), headers=headers, timeout=60, verify=TLS)
+        return self.send(path, json.dumps(body).encode())  # httpx would refuse to send an unpaired surrogate
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self._listener.getsockname()[1]), timeout=10)
 
     def text(self, prompt: Any, **body: Any) -> str:
         answer = self.post("/v1/completions", prompt=prompt, **({"temperature": 0, "max_tokens": 24} | body))
@@ -59,6 +68,13 @@ class Served:
         self._thread.join(30)
         self._listener.close()
         assert not self._thread.is_alive()
+
+
+def call(body: dict[str, Any]) -> bytes:
+    """Return the bytes of a completion call, for a socket."""
+    payload = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}"
+    return head.encode() + b"\r\n\r\n" + payload
 
 
 def until(holds: Callable[[], Any], seconds: float = 30.0) -> None:
@@ -76,6 +92,58 @@ def serving(llm: LLM, keys: KeyRing | None = None, **config: Any) -> Iterator[Se
         yield served
     finally:
         served.stop()
+
+
+class Slow:
+    """Delays each round of an engine until it is released."""
+
+    def __init__(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._gate, step = threading.Semaphore(0), served.llm.engine.step
+        self.num_rounds = 0
+        self._open = False
+
+        def held() -> Any:
+            if not self._open:
+                self._gate.acquire(timeout=20)
+            self.num_rounds += 1
+            return step()
+
+        monkeypatch.setattr(served.llm.engine, "step", held)
+
+    def rounds(self, count: int) -> None:
+        self._gate.release(count)
+
+    def go(self) -> None:
+        self._open = True
+        self._gate.release(100)
+
+
+class ServedProcess:
+    """``outrider serve`` as a separate process, which a test may leave in any state."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        assert process.stderr is not None
+        lines = map(json.loads, (line for line in process.stderr if line.startswith("{")))
+        self.ready: dict[str, Any] = next(lines)
+        self.url = str(self.ready["url"])
+        self.log: list[dict[str, Any]] = []
+        self.reader = threading.Thread(target=lambda: self.log.extend(lines), daemon=True)
+        self.reader.start()
+
+    def post(self, timeout: float, **body: Any) -> httpx.Response:
+        asked = {"temperature": 0, "max_tokens": 24} | body
+        return httpx.post(f"{self.url}/v1/completions", json=asked, timeout=timeout, verify=TLS)
+
+
+@contextmanager
+def serving_process(target: Path, *options: str) -> Iterator[ServedProcess]:
+    command = [sys.executable, "-m", "outrider", "serve", "--target", str(target), "--port", "0", "--compile", "never"]
+    with subprocess.Popen([*command, "--same-text", *options], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield ServedProcess(process)
+        finally:
+            process.kill()
 
 
 @pytest.fixture(scope="session")

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -23,7 +20,7 @@ from processes import LISTED, children, running
 
 from outrider import LLM, SamplingParams
 
-from .served import TLS, until
+from .served import TLS, ServedProcess, serving_process, until
 
 PROMPT = "def add(first, second):"
 SOON = 5.0  # seconds; on an idle machine an ordinary answer takes a hundredth of that
@@ -35,34 +32,9 @@ HOSTILE_SCHEMAS: dict[str, Any] = {
 }
 
 
-class ServedProcess:
-    """``outrider serve`` as a separate process, which a test may leave in any state."""
-
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
-        self.process, self.url = process, url
-        self.log: list[str] = []
-        self.reader = threading.Thread(target=lambda: self.log.extend(process.stderr or ()), daemon=True)
-        self.reader.start()
-
-    def post(self, timeout: float = SOON, **body: Any) -> httpx.Response:
-        asked = {"temperature": 0, "max_tokens": 24} | body
-        return httpx.post(f"{self.url}/v1/completions", json=asked, timeout=timeout, verify=TLS)
-
-    def memory(self) -> int:
-        """Return the resident bytes of the server's own process."""
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-@contextmanager
-def serving_process(target: Path, *options: str) -> Iterator[ServedProcess]:
-    command = [sys.executable, "-m", "outrider", "serve", "--target", str(target), "--port", "0", "--compile", "never"]
-    with subprocess.Popen([*command, "--same-text", *options], stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            url = next(json.loads(line)["url"] for line in process.stderr if '"ready"' in line)
-            yield ServedProcess(process, url)
-        finally:
-            process.kill()
+def memory(server: ServedProcess) -> int:
+    """Return the resident bytes of the server's own process."""
+    return int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +51,7 @@ def answer(plain: LLM) -> str:
 def check_honest(server: ServedProcess, answer: str) -> None:
     """Check that an ordinary client gets the correct answer in time."""
     started = monotonic()
-    found = server.post(prompt=PROMPT)
+    found = server.post(SOON, prompt=PROMPT)
     assert found.status_code == 200 and found.json()["choices"][0]["text"] == answer
     assert monotonic() - started < SOON
 
@@ -93,14 +65,14 @@ def check_held_up(server: ServedProcess, answer: str, attack: Callable[[], httpx
             refused.append(attack())
 
     attacker = threading.Thread(target=ask, daemon=True)
-    started, memory = monotonic(), server.memory()
+    started, before = monotonic(), memory(server)
     attacker.start()
     while attacker.is_alive():
         sleep(0.2)  # so that the attack has reached its stage
         check_honest(server, answer)
         assert httpx.get(f"{server.url}/ready", timeout=SOON, verify=TLS).status_code == 200
         assert monotonic() - started < seconds
-        assert server.memory() - memory < 300 << 20
+        assert memory(server) - before < 300 << 20
     check_honest(server, answer)
     assert refused and refused[0].status_code == 400, refused
     return str(refused[0].json()["error"]["message"])
@@ -205,7 +177,7 @@ def test_a_second_signal_ends_the_server_at_once_with_one_line(target: Path) -> 
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(2.0) == 128 + signal.SIGTERM
         until(lambda: not server.reader.is_alive())
-        assert [json.loads(line)["event"] for line in server.log] == ["second signal received: exiting immediately"]
+        assert [line["event"] for line in server.log] == ["second signal received: exiting immediately"]
 
 
 @pytest.mark.skipif(not LISTED, reason="needs /proc (Linux)")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from outrider import native
+from outrider import SamplingParams, native
 from outrider.cli import main
 from outrider.cli.options import MethodOptions, ModelOptions
 from outrider.cli.serve import LimitOptions, filled, joined
@@ -28,7 +26,7 @@ from outrider.server.config import ServerConfig
 from outrider.server.protocol import ChatBody, CompletionBody, mistakes
 from outrider.types import OutriderError
 
-from .served import Served
+from .served import Served, serving_process
 
 PAGE = Path(__file__).parents[2] / "docs" / "serve.md"
 VALUES: dict[str, Any] = {
@@ -129,6 +127,12 @@ def test_an_occupied_port_is_reported(capsys: pytest.CaptureFixture[str]) -> Non
     assert said.count(str(port)) == 1 and "choose another --port" in said
 
 
+@pytest.mark.parametrize("host", ["a..b", "x" * 64])
+def test_a_host_that_is_no_name_is_reported(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--host", host, "--port", "0"]) == 2
+    assert f"cannot listen on {host} port 0" in capsys.readouterr().err
+
+
 def test_chunks_are_sent_without_waiting_for_acknowledgements() -> None:
     """Clients delay acknowledgements by 40 ms, except on new connections, which made the first token 40 ms later."""
     with run.listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
@@ -159,27 +163,22 @@ def test_target_and_draft_are_compiled_before_the_first_client(
     assert llm.runner.passes.is_compiled and llm.proposer.draft.passes.is_compiled  # type: ignore[attr-defined]
 
 
-def test_a_process_serves_until_a_signal_and_finishes_its_streams(target: Path, plain: Any, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "outrider", "serve", "--target", str(target), "--port", "0", "--compile", "never"]
-    with subprocess.Popen([*command, "--same-text"], stderr=subprocess.PIPE, text=True, env={**os.environ}) as process:
-        assert process.stderr is not None
-        line = next(json.loads(line) for line in process.stderr if line.startswith("{"))
-        assert line["event"] == "ready" and line["model"] == target.name and line["drafter"].startswith("drafts with ")
-        url = line["url"]
+def test_a_process_serves_until_a_signal_and_finishes_its_streams(target: Path, plain: LLM) -> None:
+    with serving_process(target) as server:
+        ready = server.ready
+        assert ready["event"] == "ready" and ready["model"] == target.name and ready["drafter"].startswith("drafts with ")
         body = {"prompt": "def add(", "max_tokens": 150, "temperature": 0, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=120) as stream:
+        with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=120) as stream:
             lines = stream.iter_lines()
             first = next(lines)
-            process.send_signal(signal.SIGTERM)
+            server.process.send_signal(signal.SIGTERM)
             rest = [line for line in [first, *lines] if line]
         assert rest.pop() == "data: [DONE]"
         text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in rest)
-        logged = [json.loads(line) for line in process.stderr if line.startswith("{")]
-    from outrider import SamplingParams
-
+        assert server.process.wait(60) == 0
+        server.reader.join()
     assert text == plain.generate("def add(", SamplingParams(max_tokens=150, ignore_eos=True))[0].outputs[0].text
-    assert process.returncode == 0
-    assert [line["event"] for line in logged] == ["request"] and logged[0]["completion_tokens"] == 150
+    assert [(line["event"], line["completion_tokens"]) for line in server.log] == [("request", 150)]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
@@ -187,16 +186,8 @@ def test_the_curl_examples_of_the_page_run(served: Served) -> None:
     examples = re.findall(r"^curl .*?(?=\n\n|\n```)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert len(examples) >= 4
     for example in examples:
-        done = subprocess.run(
-            [
-                "sh",
-                "-c",
-                example.replace("http://127.0.0.1:8000", served.url).replace("curl ", "curl --fail-with-body -sS ", 1),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        command = example.replace("http://127.0.0.1:8000", served.url).replace("curl ", "curl --fail-with-body -sS ", 1)
+        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{example}\n{done.stdout}\n{done.stderr}"
         assert done.stdout
 
@@ -223,9 +214,9 @@ def test_wrong_fields_are_named_in_the_words_of_the_api() -> None:
     def told(**body: object) -> str:
         with pytest.raises(ValidationError) as error:
             CompletionBody.model_validate(body)
-        return mistakes([{**each, "loc": ("body", *each["loc"])} for each in error.value.errors()])
+        return mistakes(error.value.errors())
 
     assert told(prompt="x", stream_options={}) == "stream_options needs stream: true"
     assert told(prompt="\ud800") == "prompt: invalid Unicode: unpaired surrogate; prompt: Input should be a valid list"
-    no_object = {"type": "model_attributes_type", "loc": ("body",), "msg": "Input should be a valid dictionary"}
+    no_object = {"type": "model_attributes_type", "loc": (), "msg": "Input should be a valid dictionary"}
     assert "a JSON object, sent with the header Content-Type" in mistakes([no_object])

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from time import monotonic, sleep
-from typing import Any
 
 import httpx
 import pytest
@@ -19,10 +18,9 @@ from outrider import LLM
 from outrider.server.config import Client, KeyRing
 from outrider.server.connection import QuietAccepting
 
-from .served import Served, serving, until
+from .served import Served, Slow, call, serving, until
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: "
-BODY = json.dumps({"prompt": "def add(", "max_tokens": 3}).encode()
+CALL = call({"prompt": "def add(", "max_tokens": 3})
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
@@ -30,12 +28,6 @@ GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 def strict(load: Callable[..., LLM]) -> Iterator[Served]:
     with serving(load(), header_timeout=0.5, idle_timeout=1.0, request_timeout=1.5) as server:
         yield server
-
-
-def connect(server: Served) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
-    connection.settimeout(10)
-    return connection
 
 
 def closed_after(connection: socket.socket) -> tuple[float, bytes]:
@@ -47,16 +39,16 @@ def closed_after(connection: socket.socket) -> tuple[float, bytes]:
 
 
 def test_a_silent_connection_is_closed(strict: Served) -> None:
-    with connect(strict) as connection:
+    with strict.connect() as connection:
         seconds, said = closed_after(connection)
     assert 0.3 < seconds < 3 and said == b""
 
 
 def test_unfinished_headers_are_refused(strict: Served) -> None:
-    with connect(strict) as connection:
+    with strict.connect() as connection:
 
         def drip() -> None:
-            for byte in HEAD * 5:
+            for byte in CALL[:80]:  # a part of the headers
                 try:
                     connection.sendall(bytes([byte]))
                 except OSError:
@@ -69,7 +61,7 @@ def test_unfinished_headers_are_refused(strict: Served) -> None:
 
 
 def test_a_second_call_has_the_same_header_timeout(strict: Served) -> None:
-    with connect(strict) as connection:
+    with strict.connect() as connection:
         for _ in range(3):
             connection.sendall(GET)
             said = b""
@@ -80,15 +72,15 @@ def test_a_second_call_has_the_same_header_timeout(strict: Served) -> None:
         connection.sendall(GET[:20])
         seconds, said = closed_after(connection)
         assert 0.3 < seconds < 0.9 and b" 408 " in said
-    with connect(strict) as connection:
+    with strict.connect() as connection:
         connection.sendall(GET + GET)  # the second is sent before the first is answered
         seconds, said = closed_after(connection)
         assert 0.8 < seconds < 3 and said.count(b"200 OK") == 2 and b" 408 " not in said
 
 
 def test_a_body_that_comes_after_its_answer_starts_no_call(strict: Served) -> None:
-    with connect(strict) as connection:
-        connection.sendall(HEAD.replace(b"/v1/completions", b"/v1/nothing") + b"5\r\n\r\n")
+    with strict.connect() as connection:
+        connection.sendall(b"POST /v1/nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n")
         assert b" 404 " in connection.recv(4096)
         connection.sendall(b"later")
         seconds, rest = closed_after(connection)
@@ -97,21 +89,20 @@ def test_a_body_that_comes_after_its_answer_starts_no_call(strict: Served) -> No
 
 def test_a_slow_body_is_not_idle_and_counts_as_the_calls_time(strict: Served) -> None:
     for pause, status in ((0.7, b" 200 "), (1.7, b" 504 ")):
-        with connect(strict) as connection:
-            connection.sendall(HEAD + str(len(BODY)).encode() + b"\r\n\r\n" + BODY[:5])
+        with strict.connect() as connection:
+            connection.sendall(CALL[:-5])
             sleep(pause)
-            connection.sendall(BODY[5:])
+            connection.sendall(CALL[-5:])
             assert status in connection.recv(4096)
 
 
 def test_an_unread_answer_is_aborted(load: Callable[..., LLM]) -> None:
     with serving(load(), idle_timeout=0.5, stream_interval=0) as server:
         server._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        connection = connect(server)
+        connection = server.connect()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         body = {"prompt": "x", "stream": True, "max_tokens": 200, "logprobs": 20, "ignore_eos": True}
-        payload = json.dumps(body).encode()
-        connection.sendall(HEAD + str(len(payload)).encode() + b"\r\n\r\n" + payload)
+        connection.sendall(call(body))
         until(lambda: server.service.bridge.num_open)
         until(lambda: not server.service.bridge.num_open)
         until(lambda: not server.server.server_state.connections, 5)
@@ -148,19 +139,12 @@ def test_ready_names_what_is_stalled(load: Callable[..., LLM], monkeypatch: pyte
 
         server.text("x")
         assert ready() == (200, "ready")
-        go, step = threading.Event(), server.llm.engine.step
-
-        def held() -> Any:
-            go.wait(20)
-            return step()
-
-        monkeypatch.setattr(server.llm.engine, "step", held)
-        asking = threading.Thread(target=lambda: server.text("x"))
-        asking.start()
-        until(lambda: ready()[0] == 503)
-        assert "not ready: the engine has made no progress for" in ready()[1]
-        go.set()
-        asking.join()
+        slow = Slow(server, monkeypatch)
+        with ThreadPoolExecutor() as callers:
+            callers.submit(server.text, "x")
+            until(lambda: ready()[0] == 503)
+            assert "not ready: the engine has made no progress for" in ready()[1]
+            slow.go()
         assert ready() == (200, "ready")
         texts, schemas = server.service.pools
         monkeypatch.setattr(type(texts), "stalled_seconds", 1.0)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -184,18 +184,14 @@ def test_a_grammar_that_exceeds_a_limit_fails_only_its_answer(
         for limit, value in ((schemas, "MAX_LEXER_STATES"), (grammar, "MASKS_SECONDS")):
             monkeypatch.setattr(limit, value, 30 if limit is schemas else 0.0)
             monkeypatch.setattr(grammar, "SECONDS_A_MASK", 0.01 if limit is schemas else 0.0)
-            answers: list[Any] = []
-            honest = threading.Thread(target=lambda: answers.append(server.text("The ship", max_tokens=100)))  # noqa: B023
-            honest.start()
             form["json_schema"]["schema"]["description"] = value  # type: ignore[index]
-            for _ in range(2):  # the second time before generation
-                refused = server.post("/v1/completions", prompt="x", max_tokens=200, response_format=form)
-                assert refused.status_code == 400 and "unsupported JSON schema" in refused.json()["error"]["message"], (
-                    refused.text
-                )
-            honest.join()
+            with ThreadPoolExecutor() as callers:
+                honest = callers.submit(server.text, "The ship", max_tokens=100)
+                for _ in range(2):  # the second time before generation
+                    refused = server.post("/v1/completions", prompt="x", max_tokens=200, response_format=form)
+                    assert refused.status_code == 400 and "unsupported JSON schema" in refused.text
             monkeypatch.undo()
-            assert answers == [server.text("The ship", max_tokens=100)]
+            assert honest.result() == server.text("The ship", max_tokens=100)
 
 
 def test_an_output_that_exceeds_a_limit_does_not_refuse_json_objects_to_others(

@@ -57,22 +57,9 @@ def test_usage_is_in_every_chunk_on_request(served: Served) -> None:
 
 
 def command(target: Path, repeat: int) -> list[str]:
-    options = [
-        "--target",
-        target,
-        "--method",
-        "ngram",
-        "-k",
-        2,
-        "--compile",
-        "never",
-        "--max-len",
-        256,
-        "--concurrency",
-        2,
-    ]
-    more = ["--requests", 1, "--repeat", repeat, "--max-tokens", 8, "--workloads", "story", "--num-prompts", 1]
-    return [str(word) for word in ("bench", "serve", *options, *more, "--out", "out.json")]
+    options = "--method ngram -k 2 --compile never --max-len 256 --concurrency 2 --requests 1 --max-tokens 8"
+    more = "--workloads story --num-prompts 1 --out out.json"
+    return ["bench", "serve", "--target", str(target), "--repeat", str(repeat), *options.split(), *more.split()]
 
 
 def check_document(out: str, folder: Path, is_interrupted: bool) -> None:

@@ -11,8 +11,9 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import pytest
 from processes import LISTED, children
@@ -25,17 +26,25 @@ from outrider.server.gate import Gate
 from outrider.server.grammar import FEW_OUTPUTS, MAX_CACHED, MAX_GRAMMARS, MAX_NEW, MAX_OUTPUTS, Grammars
 from outrider.server.pool import WorkerPool
 from outrider.server.prompts import Prompts, tools
+from outrider.server.worker import Workbench
 from outrider.types import OutriderError
 
 Result = TypeVar("Result")
+Owner = TypeVar("Owner", WorkerPool, Prompts, Grammars)
+Parameters = ParamSpec("Parameters")
 TEXTS = ["", " ", "def add(first, second):", "naïve café\n\n\t", "<|end|>", "a<|end|>b <|user|>", "\u200b🦀" * 20, "x" * 100]
 DEAR = {"schema": json.dumps({"type": "string", "allOf": [{"pattern": f".*{chr(97 + i)}.*"} for i in range(26)]})}
 CHEAP = {"schema": '{"type": "integer"}'}
 
 
-def run(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run a test's coroutine with a time limit."""
-    return asyncio.run(asyncio.wait_for(work, 60.0))
+def in_loop(test: Callable[Parameters, Coroutine[Any, Any, None]]) -> Callable[Parameters, None]:
+    """Decorate a test that is a coroutine: run it with a time limit."""
+
+    @wraps(test)
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60.0))
+
+    return run
 
 
 async def aside(work: Callable[[], Result]) -> Result:
@@ -43,11 +52,12 @@ async def aside(work: Callable[[], Result]) -> Result:
 
 
 @asynccontextmanager
-async def started(pool: WorkerPool | None) -> AsyncIterator[WorkerPool]:
+async def started(owner: Owner) -> AsyncIterator[Owner]:
+    pool = owner if isinstance(owner, WorkerPool) else owner.pool
     assert pool is not None
     pool.start()
     try:
-        yield pool
+        yield owner
     finally:
         await pool.stop()
 
@@ -57,31 +67,25 @@ def schema_pool(plain: LLM, seconds: float = 20.0, memory: int = 1 << 30, size: 
     return WorkerPool("compile a JSON schema", {**(tools(plain) or {}), **limits}, size, eager=True)
 
 
-def test_workers_match_the_tokenizer(plain: LLM) -> None:
+@in_loop
+async def test_workers_match_the_tokenizer(plain: LLM) -> None:
     messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "<|end|> naïve"}]
-
-    async def work() -> tuple[list[list[int]], list[list[int]]]:
-        prompts = Prompts(plain, ServerConfig(), tools(plain), aside)
-        async with started(prompts.pool):
-            return await prompts.encode(TEXTS, ANYONE), await prompts.chat(messages, ANYONE)
-
-    texts, chat = run(work())
-    assert texts == [plain.encode(text) for text in TEXTS] and chat == [plain.chat_prompt(messages)]
+    async with started(Prompts(plain, ServerConfig(), tools(plain), aside)) as prompts:
+        assert await prompts.encode(TEXTS, ANYONE) == [plain.encode(text) for text in TEXTS]
+        assert await prompts.chat(messages, ANYONE) == [plain.chat_prompt(messages)]
 
 
-def test_developer_messages_are_system_messages_for_a_template_without_that_role(plain: LLM) -> None:
+@in_loop
+async def test_developer_messages_are_system_messages_for_a_template_without_that_role(plain: LLM) -> None:
     def messages(role: str) -> list[dict[str, str]]:
         return [{"role": role, "content": "Answer in French."}, {"role": "user", "content": "Who?"}]
 
-    async def work() -> list[list[int]]:
-        prompts = Prompts(plain, ServerConfig(), tools(plain), aside)
-        async with started(prompts.pool):
-            return await prompts.chat(messages("developer"), ANYONE)
-
-    assert run(work()) == [plain.chat_prompt(messages("system"))]
+    async with started(Prompts(plain, ServerConfig(), tools(plain), aside)) as prompts:
+        assert await prompts.chat(messages("developer"), ANYONE) == [plain.chat_prompt(messages("system"))]
 
 
-def test_other_tokenizers_run_in_the_server_process(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_other_tokenizers_run_in_the_server_process(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     class Own(type(plain.tokenizer)):  # type: ignore[misc]
         def encode(self, text: str, **options: Any) -> list[int]:
             return [7, 8]
@@ -89,99 +93,109 @@ def test_other_tokenizers_run_in_the_server_process(plain: LLM, monkeypatch: pyt
     monkeypatch.setattr(plain.tokenizer, "__class__", Own)
     prompts = Prompts(plain, ServerConfig(), tools(plain), aside)
     assert prompts.pool is None
-    assert run(prompts.encode(["a", "b"], ANYONE)) == [[7, 8], [7, 8]]
+    assert await prompts.encode(["a", "b"], ANYONE) == [[7, 8], [7, 8]]
     with pytest.raises(OutriderError, match="characters"):
-        run(prompts.encode(["a" * 10_000], ANYONE))
+        await prompts.encode(["a" * 10_000], ANYONE)
+    asked: list[Any] = []
+    monkeypatch.setattr(plain, "chat_prompt", lambda messages: asked.append(messages) or [7, 8])
+    await prompts.chat([{"role": "developer", "content": "Answer in French."}], ANYONE)
+    assert asked == [[{"role": "system", "content": "Answer in French."}]]
 
 
-def test_prompts_that_cannot_fit_are_refused(plain: LLM) -> None:
-    async def work() -> None:
-        prompts = Prompts(plain, ServerConfig(), tools(plain), aside)
-        async with started(prompts.pool):
-            for given in (["fine", "x1 " * 400], [[1] * 256]):
-                with pytest.raises(OutriderError, match="leaves no room in the context of 256"):
-                    await prompts.encode(given, ANYONE)
-            with pytest.raises(OutriderError, match="300 messages do not fit"):
-                await prompts.chat([{"role": "user", "content": ""}] * 300, ANYONE)
-
-    run(work())
+def test_a_template_that_rejects_everything_does_not_stop_completions(plain: LLM) -> None:
+    bench = Workbench({**(tools(plain) or {}), "template": "{{ raise_exception('never') }}", "for_texts": True})
+    assert bench.do({"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 9})["refused"].endswith(": never")
+    assert bench.do({"texts": ["a"], "max_tokens": 9}) == {"ids": [plain.encode("a")]}
 
 
-def test_a_job_over_its_time_limit_is_killed_and_the_next_runs(plain: LLM) -> None:
-    async def work() -> None:
-        async with started(schema_pool(plain, seconds=0.5)) as pool:
-            with pytest.raises(OutriderError, match=r"within 0.5 s: send a smaller one"):
-                await pool.do(DEAR, 1, ANYONE)
-            assert await pool.do(CHEAP, 1, ANYONE) == {}
+@in_loop
+async def test_an_error_of_the_tokenizer_is_no_lack_of_memory(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = pools.COMMAND.replace("main()", "worker.Workbench._encode = lambda *_, **__: 1 / 0; main()")
+    monkeypatch.setattr(pools, "COMMAND", failing.replace("from", "from outrider.server import worker; from", 1))
 
-    run(work())
+    async with started(Prompts(plain, ServerConfig(), tools(plain), aside)) as prompts:
+        with pytest.raises(OutriderError, match="ZeroDivisionError: division by zero"):
+            await prompts.encode(["a"], ANYONE)
 
 
-def test_a_job_without_processor_time_is_busy_and_its_schema_not_refused(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_prompts_that_cannot_fit_are_refused(plain: LLM) -> None:
+    async with started(Prompts(plain, ServerConfig(), tools(plain), aside)) as prompts:
+        for given in (["fine", "x1 " * 400], [[1] * 256]):
+            with pytest.raises(OutriderError, match="leaves no room in the context of 256"):
+                await prompts.encode(given, ANYONE)
+        with pytest.raises(OutriderError, match="300 messages do not fit"):
+            await prompts.chat([{"role": "user", "content": ""}] * 300, ANYONE)
+
+
+@in_loop
+async def test_a_job_over_its_time_limit_is_killed_and_the_next_runs(plain: LLM) -> None:
+    async with started(schema_pool(plain, seconds=0.5)) as pool:
+        with pytest.raises(OutriderError, match=r"within 0.5 s: send a smaller one"):
+            await pool.do(DEAR, 1, ANYONE)
+        assert await pool.do(CHEAP, 1, ANYONE) == {}
+
+
+@in_loop
+async def test_a_job_without_processor_time_is_busy_and_its_schema_not_refused(
+    plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def never(self: object, job: object) -> dict[str, object]:
         await asyncio.sleep(60)
         return {}
 
-    async def work() -> None:
-        grammars = Grammars(tools(plain), ServerConfig(schema_timeout=0.1), aside)
-        async with started(grammars.pool):
-            with monkeypatch.context() as patch:
-                patch.setattr(pools, "Worker", Slow)
-                patch.setattr(Slow, "answer", never)
-                with pytest.raises(Busy):
-                    await grammars.get({"type": "integer"}, ANYONE)
-            assert await grammars.get({"type": "integer"}, ANYONE) is not None
-
-    run(work())
+    async with started(Grammars(tools(plain), ServerConfig(schema_timeout=0.1), aside)) as grammars:
+        with monkeypatch.context() as patch:
+            patch.setattr(pools, "Worker", Slow)
+            patch.setattr(Slow, "answer", never)
+            with pytest.raises(Busy):
+                await grammars.get({"type": "integer"}, ANYONE)
+        assert await grammars.get({"type": "integer"}, ANYONE) is not None
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc (Linux)")
-def test_a_job_over_its_memory_limit_is_killed_and_the_next_runs(plain: LLM) -> None:
-    async def work() -> None:
-        async with started(schema_pool(plain, memory=64 << 20)) as pool:
-            with pytest.raises(OutriderError, match="within 64 MiB of memory: send a smaller one"):
-                await pool.do(DEAR, 1, ANYONE)
-            assert await pool.do(CHEAP, 1, ANYONE) == {}
-
-    run(work())
+@in_loop
+async def test_a_job_over_its_memory_limit_is_killed_and_the_next_runs(plain: LLM) -> None:
+    async with started(schema_pool(plain, memory=64 << 20)) as pool:
+        with pytest.raises(OutriderError, match="within 64 MiB of memory: send a smaller one"):
+            await pool.do(DEAR, 1, ANYONE)
+        assert await pool.do(CHEAP, 1, ANYONE) == {}
 
 
 @pytest.mark.skipif(not LISTED, reason="needs /proc (Linux)")
-def test_a_killed_worker_loses_no_answer(plain: LLM) -> None:
-    async def work() -> None:
-        others = children(os.getpid())
-        async with started(schema_pool(plain)) as pool:
-            assert await pool.do(CHEAP, 1, ANYONE) == {}
-            (worker,) = children(os.getpid()) - others
-            os.kill(worker, signal.SIGKILL)  # while it is idle
-            assert await pool.do(CHEAP, 1, ANYONE) == {}
-            busy = asyncio.ensure_future(pool.do(DEAR, 1, ANYONE))
-            for _ in range(2):  # twice while it works: after the second time the job fails
-                await asyncio.sleep(1.0)
-                for worker in children(os.getpid()) - others:
-                    os.kill(worker, signal.SIGKILL)
-            with pytest.raises(OutriderError, match="memory"):
-                await busy
-            assert await pool.do(CHEAP, 1, ANYONE) == {}
-
-    run(work())
+@in_loop
+async def test_a_killed_worker_loses_no_answer(plain: LLM) -> None:
+    others = children(os.getpid())
+    async with started(schema_pool(plain)) as pool:
+        assert await pool.do(CHEAP, 1, ANYONE) == {}
+        (worker,) = children(os.getpid()) - others
+        os.kill(worker, signal.SIGKILL)  # while it is idle
+        assert await pool.do(CHEAP, 1, ANYONE) == {}
+        busy = asyncio.ensure_future(pool.do(DEAR, 1, ANYONE))
+        for _ in range(2):  # twice while it works: after the second time the job fails
+            await asyncio.sleep(1.0)
+            for worker in children(os.getpid()) - others:
+                os.kill(worker, signal.SIGKILL)
+        with pytest.raises(OutriderError, match="memory"):
+            await busy
+        assert await pool.do(CHEAP, 1, ANYONE) == {}
 
 
-def test_jobs_fail_at_once_and_starts_are_retried_if_no_process_starts(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_jobs_fail_at_once_and_starts_are_retried_if_no_process_starts(
+    plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pools, "PAUSE", 0.05)
     monkeypatch.setattr(pools, "COMMAND", "raise SystemExit(3)")
 
-    async def work() -> None:
-        async with started(schema_pool(plain)) as pool:
-            for _ in range(2):
-                with pytest.raises(Stopping, match="cannot start a process to compile a JSON schema"):
-                    await pool.do(CHEAP, 1, ANYONE)
-            monkeypatch.undo()
-            while pool.trouble:
-                await asyncio.sleep(0.05)
-            assert await pool.do(CHEAP, 1, ANYONE) == {}
-
-    run(work())
+    async with started(schema_pool(plain)) as pool:
+        for _ in range(2):
+            with pytest.raises(Stopping, match="cannot start a process to compile a JSON schema"):
+                await pool.do(CHEAP, 1, ANYONE)
+        monkeypatch.undo()
+        while pool.trouble:
+            await asyncio.sleep(0.05)
+        assert await pool.do(CHEAP, 1, ANYONE) == {}
 
 
 class Slow:
@@ -201,24 +215,23 @@ class Slow:
     async def kill(self) -> None: ...
 
 
-def test_clients_take_turns(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_clients_take_turns(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "Worker", Slow)
     monkeypatch.setattr(Slow, "order", [])
 
-    async def work() -> None:
-        async with started(schema_pool(plain)) as pool:
-            many = [asyncio.ensure_future(pool.do({"of": "ada"}, 100, Client("ada"))) for _ in range(20)]
-            await asyncio.sleep(0.015)
-            await asyncio.gather(pool.do({"of": "bob"}, 100, Client("bob")), pool.do({"of": "eve"}, 100, Client("eve", 1)))
-            assert Slow.order.index("eve") <= 3 and Slow.order.index("bob") <= 5
-            many[5].cancel()
-            await asyncio.gather(*many, return_exceptions=True)
-            assert Slow.order.count("ada") == 19
-
-    run(work())
+    async with started(schema_pool(plain)) as pool:
+        many = [asyncio.ensure_future(pool.do({"of": "ada"}, 100, Client("ada"))) for _ in range(20)]
+        await asyncio.sleep(0.015)
+        await asyncio.gather(pool.do({"of": "bob"}, 100, Client("bob")), pool.do({"of": "eve"}, 100, Client("eve", 1)))
+        assert Slow.order.index("eve") <= 3 and Slow.order.index("bob") <= 5
+        many[5].cancel()
+        await asyncio.gather(*many, return_exceptions=True)
+        assert Slow.order.count("ada") == 19
 
 
-def test_without_keys_connections_take_turns_and_with_them_clients_do() -> None:
+@in_loop
+async def test_without_keys_connections_take_turns_and_with_them_clients_do() -> None:
     asked = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -229,12 +242,9 @@ def test_without_keys_connections_take_turns_and_with_them_clients_do() -> None:
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "client": ("::1", port)}
         await Gate(app, ServerConfig(), keys)(scope, asyncio.Queue().get, asyncio.Queue().put)
 
-    async def work() -> None:
-        for keys in (KeyRing(), KeyRing([("secret", Client("ada"))])):
-            for port in (1, 2):
-                await ask(keys, port)
-
-    run(work())
+    for keys in (KeyRing(), KeyRing([("secret", Client("ada"))])):
+        for port in (1, 2):
+            await ask(keys, port)
     assert [each.name for each in asked] == ["anonymous", "anonymous", "ada", "ada"]
     assert len({each.turn for each in asked[:2]}) == 2 and asked[2].turn == asked[3].turn
 
@@ -245,80 +255,71 @@ def test_a_single_client_has_one_queue() -> None:
     assert len({KeyRing([("1", ada), ("2", bob)]).client(key).turn for key in "12"} - {""}) == 2
 
 
-def test_a_schema_is_tested_once_and_its_refusal_cached(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_a_schema_is_tested_once_and_its_refusal_cached(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "Worker", Slow)
     monkeypatch.setattr(Slow, "answer", lambda self, job: Slow.order.append(job["schema"]) or asyncio.sleep(0.01, {}))
     monkeypatch.setattr(Slow, "order", [])
 
-    async def work() -> None:
-        grammars = Grammars(tools(plain), ServerConfig(), aside)
-        async with started(grammars.pool):
-            found = await asyncio.gather(*(grammars.get({"type": "integer"}, ANYONE) for _ in range(5)))
-            assert len(set(map(id, found))) == 1 and found[0] is await grammars.get({"type": "integer"}, ANYONE)
-            for _ in range(3):
-                with pytest.raises(OutriderError, match="unsupported JSON schema"):
-                    await grammars.get({"type": "nonsense"}, ANYONE)
-            assert len(Slow.order) == 2
-            released = weakref.ref(found[0])
-            found.pop().refusal = "too slow"
-            found.clear()
-            for _ in range(2):
-                with pytest.raises(OutriderError, match="too slow"):
-                    await grammars.get({"type": "integer"}, ANYONE)
-            gc.collect()
-            assert released() is None  # what it took until then is free
-
-    run(work())
+    async with started(Grammars(tools(plain), ServerConfig(), aside)) as grammars:
+        found = await asyncio.gather(*(grammars.get({"type": "integer"}, ANYONE) for _ in range(5)))
+        assert len(set(map(id, found))) == 1 and found[0] is await grammars.get({"type": "integer"}, ANYONE)
+        for _ in range(3):
+            with pytest.raises(OutriderError, match="unsupported JSON schema"):
+                await grammars.get({"type": "nonsense"}, ANYONE)
+        assert len(Slow.order) == 2
+        released = weakref.ref(found[0])
+        found.pop().refusal = "too slow"
+        found.clear()
+        for _ in range(2):
+            with pytest.raises(OutriderError, match="too slow"):
+                await grammars.get({"type": "integer"}, ANYONE)
+        gc.collect()
+        assert released() is None  # what it took until then is free
 
 
-def test_a_grammar_worn_by_many_outputs_is_compiled_again(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_a_grammar_worn_by_many_outputs_is_compiled_again(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its outputs share the lexer's states: a limit that a late one exceeds is not the schema's fault."""
     monkeypatch.setattr(pools, "Worker", Slow)
     monkeypatch.setattr(Slow, "answer", lambda self, job: asyncio.sleep(0, {}))
 
-    async def work() -> None:
-        grammars = Grammars(tools(plain), ServerConfig(), aside)
-        async with started(grammars.pool):
-            for failure in (None, "too many states"):
-                worn = await grammars.get({"type": "integer"}, ANYONE)
-                for _ in range(MAX_OUTPUTS if failure is None else FEW_OUTPUTS + 1):
-                    assert await grammars.get({"type": "integer"}, ANYONE) is worn
-                    worn.matcher()
-                worn.refusal = failure
-                assert await grammars.get({"type": "integer"}, ANYONE) is not worn
-
-    run(work())
+    async with started(Grammars(tools(plain), ServerConfig(), aside)) as grammars:
+        for failure in (None, "too many states"):
+            worn = await grammars.get({"type": "integer"}, ANYONE)
+            for _ in range(MAX_OUTPUTS if failure is None else FEW_OUTPUTS + 1):
+                assert await grammars.get({"type": "integer"}, ANYONE) is worn
+                worn.matcher()
+            worn.refusal = failure
+            assert await grammars.get({"type": "integer"}, ANYONE) is not worn
 
 
-def test_grammars_in_memory_are_limited(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_loop
+async def test_grammars_in_memory_are_limited(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "Worker", Slow)
     monkeypatch.setattr(Slow, "answer", lambda self, job: asyncio.sleep(0, {}))
 
-    async def work() -> None:
-        grammars = Grammars(tools(plain), ServerConfig(), aside)
-        async with started(grammars.pool):
-            used = [await grammars.get({"const": number}, ANYONE) for number in range(MAX_CACHED)]
-            assert len(grammars._kept) == MAX_NEW  # others are in use, but not cached
-            for number in range(MAX_CACHED - MAX_NEW, MAX_CACHED):
-                assert await grammars.get({"const": number}, ANYONE) is used[number]
-            most = MAX_GRAMMARS * 3 // 4  # of one client
-            used += [await grammars.get({"const": number}, ANYONE) for number in range(MAX_CACHED, most)]
-            with pytest.raises(Busy):
-                await grammars.get({"const": most}, ANYONE)
-            other = replace(ANYONE, connection="other")
-            used += [await grammars.get({"const": number}, other) for number in range(most, most + 12)]
-            with pytest.raises(Busy):
-                await grammars.get({"const": "new"}, other)
-            alone = replace(ANYONE, is_only=True)  # not limited in favour of others
-            used += [await grammars.get({"const": number}, alone) for number in range(most + 12, MAX_GRAMMARS)]
-            assert len(grammars._kept) == 2 * MAX_NEW  # those that were requested again stay
-            assert await grammars.get({"const": MAX_CACHED - 1}, ANYONE) is used[MAX_CACHED - 1]
-            with pytest.raises(Busy):
-                await grammars.get({"const": "new"}, alone)
-            assert await grammars.get({"const": MAX_GRAMMARS - 1}, ANYONE) is used[-1]
-            assert await grammars.get(None, ANYONE)  # of any object
-            used.clear()
-            gc.collect()
-            assert await grammars.get({"const": "new"}, ANYONE)
-
-    run(work())
+    async with started(Grammars(tools(plain), ServerConfig(), aside)) as grammars:
+        used = [await grammars.get({"const": number}, ANYONE) for number in range(MAX_CACHED)]
+        assert len(grammars._kept) == MAX_NEW  # others are in use, but not cached
+        for number in range(MAX_CACHED - MAX_NEW, MAX_CACHED):
+            assert await grammars.get({"const": number}, ANYONE) is used[number]
+        most = MAX_GRAMMARS * 3 // 4  # of one client
+        used += [await grammars.get({"const": number}, ANYONE) for number in range(MAX_CACHED, most)]
+        with pytest.raises(Busy):
+            await grammars.get({"const": most}, ANYONE)
+        other = replace(ANYONE, connection="other")
+        used += [await grammars.get({"const": number}, other) for number in range(most, most + 12)]
+        with pytest.raises(Busy):
+            await grammars.get({"const": "new"}, other)
+        alone = replace(ANYONE, is_only=True)  # not limited in favour of others
+        used += [await grammars.get({"const": number}, alone) for number in range(most + 12, MAX_GRAMMARS)]
+        assert len(grammars._kept) == 2 * MAX_NEW  # those that were requested again stay
+        assert await grammars.get({"const": MAX_CACHED - 1}, ANYONE) is used[MAX_CACHED - 1]
+        with pytest.raises(Busy):
+            await grammars.get({"const": "new"}, alone)
+        assert await grammars.get({"const": MAX_GRAMMARS - 1}, ANYONE) is used[-1]
+        assert await grammars.get(None, ANYONE)  # of any object
+        used.clear()
+        gc.collect()
+        assert await grammars.get({"const": "new"}, ANYONE)

@@ -67,6 +67,14 @@ def test_a_slow_disk_does_not_delay_the_thread_that_records(tmp_path: Path) -> N
     assert [json.loads(line)["prompt"] for line in written.getvalue().splitlines()] == ["one", "two"]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full (Linux)")
+def test_a_full_disk_does_not_disturb_the_shutdown(caplog: pytest.LogCaptureFixture) -> None:
+    record = Record(Path("/dev/full"), "mine", None)
+    record.add(CompletionBody(prompt="one"))
+    record.close()
+    assert len(caplog.records) == 2 and "No space left" in caplog.text
+
+
 def test_an_unwritable_record_is_reported_at_start(plain: LLM, tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="cannot write"):
         create_app(plain, ServerConfig(record=tmp_path / "nowhere" / "asked.jsonl"), KeyRing())

@@ -6,9 +6,9 @@ import asyncio
 import json
 import logging
 import signal
-import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic, sleep
@@ -35,7 +35,7 @@ from outrider.server.run import GracefulServer
 from outrider.server.service import _whole
 from outrider.types import OutriderError, Proposal
 
-from .served import Served, serving, until
+from .served import Served, Slow, call, serving, until
 
 PROMPT = "def add(first, second):"
 LONG = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -52,37 +52,11 @@ def small(load: Callable[..., LLM]) -> Iterator[Served]:
         yield server
 
 
-class Slow:
-    """Delays each round of an engine until it is released."""
-
-    def __init__(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._gate, step = threading.Semaphore(0), served.llm.engine.step
-        self.num_rounds = 0
-        self._open = False
-
-        def held() -> Any:
-            if not self._open:
-                self._gate.acquire(timeout=20)
-            self.num_rounds += 1
-            return step()
-
-        monkeypatch.setattr(served.llm.engine, "step", held)
-
-    def rounds(self, count: int) -> None:
-        self._gate.release(count)
-
-    def go(self) -> None:
-        self._open = True
-        self._gate.release(100)
-
-
 def test_a_disconnect_frees_the_slot_within_a_round(small: Served, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, scheduler = Slow(small, monkeypatch), small.llm.engine.scheduler
     for path in ("stream", "whole"):
-        body = json.dumps({"prompt": PROMPT, "stream": path == "stream", **LONG}).encode()
-        with socket.create_connection(("127.0.0.1", int(small.url.rsplit(":", 1)[1]))) as connection:
-            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-            connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        with small.connect() as connection:
+            connection.sendall(call({"prompt": PROMPT, "stream": path == "stream", **LONG}))
             until(lambda: small.service.bridge.num_open)
             slow.rounds(2)
             until(lambda: scheduler.running)
@@ -154,22 +128,16 @@ def test_tokens_within_the_interval_are_sent_together_but_an_end_at_once() -> No
 
 def test_a_full_queue_gives_retry_after(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(small, monkeypatch)
-    answers: list[httpx.Response] = []
-    callers = [
-        threading.Thread(target=lambda: answers.append(small.post("/v1/completions", prompt=PROMPT, max_tokens=2)))
-        for _ in range(2)
-    ]
-    for caller in callers:
-        caller.start()
-    until(lambda: small.service.bridge.num_open == 2)
-    refused = small.post("/v1/completions", prompt=PROMPT)
-    assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
-    assert refused.json()["error"]["code"] == "queue_full"
-    assert b'outrider:requests_refused_total{model_name="outrider",status="429"}' in httpx.get(small.url + "/metrics").content
-    slow.go()
-    for caller in callers:
-        caller.join()
-    assert [answer.status_code for answer in answers] == [200, 200]
+    with ThreadPoolExecutor() as callers:
+        answers = [callers.submit(small.post, "/v1/completions", prompt=PROMPT, max_tokens=2) for _ in range(2)]
+        until(lambda: small.service.bridge.num_open == 2)
+        refused = small.post("/v1/completions", prompt=PROMPT)
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "queue_full"
+        page = httpx.get(small.url + "/metrics").content
+        assert b'outrider:requests_refused_total{model_name="outrider",status="429"}' in page
+        slow.go()
+    assert [answer.result().status_code for answer in answers] == [200, 200]
 
 
 def test_one_client_does_not_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,26 +164,20 @@ def test_one_client_does_not_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_running_requests_count_towards_a_clients_share(load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     keys = KeyRing([("a", Client("ada")), ("b", Client("bob"))])
-    with serving(load(max_batch=1), keys, max_queue=3) as server:
+    with serving(load(max_batch=1), keys, max_queue=3) as server, ThreadPoolExecutor() as callers:
         slow = Slow(server, monkeypatch)
 
-        def ask(key: str) -> httpx.Response:
-            body = {"prompt": PROMPT, "max_tokens": 2}
-            return httpx.post(server.url + "/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
+        def ask(key: str) -> int:
+            body, headers = {"prompt": PROMPT, "max_tokens": 2}, {"authorization": f"Bearer {key}"}
+            return httpx.post(server.url + "/v1/completions", json=body, headers=headers, timeout=60).status_code
 
-        answers: list[int] = []
-        calls = [threading.Thread(target=lambda: answers.append(ask("a").status_code)) for _ in range(2)]
-        for call in calls:
-            call.start()
+        answers = [callers.submit(ask, "a") for _ in range(2)]
         until(lambda: len(server.service.bridge._streams) == 2)
-        assert ask("a").status_code == 429
-        other = threading.Thread(target=lambda: answers.append(ask("b").status_code))
-        other.start()
+        assert ask("a") == 429
+        answers.append(callers.submit(ask, "b"))
         until(lambda: len(server.service.bridge._streams) == 3)
         slow.go()
-        for call in (*calls, other):
-            call.join()
-        assert answers == [200] * 3
+        assert [answer.result() for answer in answers] == [200] * 3
 
 
 def test_compiling_a_grammar_delays_only_calls_with_new_schemas(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,37 +190,32 @@ def test_compiling_a_grammar_delays_only_calls_with_new_schemas(served: Served, 
 
     monkeypatch.setattr(GrammarCompiler, "compiled", held)
     form = {"type": "json_schema", "json_schema": {"schema": {"const": "held"}}}
-    asking = threading.Thread(target=lambda: served.post("/v1/completions", prompt="x", max_tokens=2, response_format=form))
-    asking.start()
-    try:
+    with ThreadPoolExecutor() as callers:
+        callers.submit(served.post, "/v1/completions", prompt="x", max_tokens=2, response_format=form)
         assert begun.wait(60)
         assert served.post("/v1/completions", prompt=[5, 6], max_tokens=2, logprobs=1).status_code == 200
-    finally:
         go.set()
-        asking.join()
 
 
 def test_bodies_that_are_too_large_or_too_slow_are_refused(small: Served) -> None:
     assert small.post("/v1/completions", prompt="x" * 4000).status_code == 413
     chunks = iter([b'{"prompt": "', b"x" * 2000, b"x" * 2000, b'"}'])
-    headers = {"content-type": "application/json"}
-    assert httpx.post(small.url + "/v1/completions", content=chunks, headers=headers).status_code == 413
-    with socket.create_connection(("127.0.0.1", int(small.url.rsplit(":", 1)[1]))) as connection:
+    assert small.send("/v1/completions", chunks).status_code == 413
+    with small.connect() as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{")
         assert b" 408 " in connection.recv(4096)
 
 
 @pytest.mark.parametrize(
-    ("key", "length", "status"),
-    [("secret", f"content-length: {6 << 20}", b" 413 "), ("wrong", "content-length: 9999", b" 401 ")],
+    ("key", "size", "status"),
+    [("secret", 6 << 20, b" 413 "), ("wrong", 9999, b" 401 ")],
 )
-def test_a_refused_body_gets_the_reason(load: Callable[..., LLM], key: str, length: str, status: bytes) -> None:
+def test_a_refused_body_gets_the_reason(load: Callable[..., LLM], key: str, size: int, status: bytes) -> None:
     """Closing a connection during the upload of a body would reset it, and the response would be lost."""
     with serving(load(), KeyRing([("secret", Client())])) as server:
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n{length}\r\n\r\n"
-        with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: {size}\r\n\r\n"
+        with server.connect() as connection:
             connection.sendall(head.encode())
-            size = int(length.split()[-1])
             connection.sendall(b"x" * (size // 2))
             sleep(0.3)  # so that a server that does not read the body answers and closes
             connection.sendall(b"x" * (size - size // 2))
@@ -267,11 +224,22 @@ def test_a_refused_body_gets_the_reason(load: Callable[..., LLM], key: str, leng
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"null", b'"a"', b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": "a", "seed": 1e400}']
+    ("body", "says"),
+    [
+        (b"", "expected a JSON object"),
+        (b"{", "invalid JSON at character 1: Expecting property name"),
+        (b'{"prompt": x}', "invalid JSON at character 11: Expecting value"),
+        (b"[]", "expected a JSON object"),
+        (b"null", "expected a JSON object"),
+        (b'"a"', "expected a JSON object"),
+        (b"\xff\xfe", "invalid JSON at character 0: Expecting value"),
+        (b'{"prompt": NaN}', "prompt: Input should be a valid string"),
+        (b'{"prompt": "a", "seed": 1e400}', "seed: Input should be a"),
+    ],
 )
-def test_a_malformed_body_is_a_client_error(served: Served, body: bytes) -> None:
-    answer = httpx.post(served.url + "/v1/completions", content=body, headers={"content-type": "application/json"})
-    assert answer.status_code == 400 and answer.json()["error"]["message"]
+def test_a_malformed_body_is_a_client_error(served: Served, body: bytes, says: str) -> None:
+    answer = served.send("/v1/completions", body)
+    assert answer.status_code == 400 and says in answer.json()["error"]["message"]
 
 
 def test_an_answer_that_takes_too_long_ends(load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,6 +286,14 @@ def test_an_invalid_key_file_is_refused(tmp_path: Path, text: str, says: str) ->
         KeyRing.load(tmp_path / "keys")
 
 
+def test_a_key_may_have_letters_outside_ascii(load: Callable[..., LLM], tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("schlüssel ada\n", encoding="utf-8")
+    with serving(load(), KeyRing.load(tmp_path / "keys")) as server:
+        for key, status in (("schlüssel", 200), ("schlussel", 401)):
+            headers = {"authorization": f"Bearer {key}".encode()}
+            assert httpx.get(server.url + "/v1/models", headers=headers).status_code == status
+
+
 def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_API_KEYS", "one, two bob 3")
     assert KeyRing.load(None).client("two") == Client("bob", 3)
@@ -354,25 +330,15 @@ def test_a_target_failure_ends_only_its_request(load: Callable[..., LLM], plain:
 
     monkeypatch.setattr(llm.runner, "score", failing)
     with serving(llm) as server:
-        answers: dict[str, httpx.Response] = {}
-        callers = [
-            threading.Thread(
-                target=lambda p=prompt: answers.update(
-                    {p: server.post("/v1/completions", prompt=p, temperature=0, max_tokens=24)}
-                )
-            )
-            for prompt in (PROMPT, "x1 " * 60, "The ship")
-        ]
-        for caller in callers:
-            caller.start()
-        for caller in callers:
-            caller.join()
-        assert answers["x1 " * 60].status_code == 500 and "MemoryError" in answers["x1 " * 60].text
+        with ThreadPoolExecutor() as callers:
+            ask = lambda prompt: server.post("/v1/completions", prompt=prompt, temperature=0, max_tokens=24)  # noqa: E731
+            first, failed, last = callers.map(ask, (PROMPT, "x1 " * 60, "The ship"))
+        assert failed.status_code == 500 and "MemoryError" in failed.text
         form = {"response_format": {"type": "json_object"}, "banned_token_ids": [1]}
         masked = server.post("/v1/completions", prompt="x1 " * 60, max_tokens=24, **form)
         assert masked.status_code == 500 and "MemoryError" in masked.text
-        for prompt in (PROMPT, "The ship"):
-            assert answers[prompt].json()["choices"][0]["text"] == wanted(plain, prompt)
+        for answer, prompt in ((first, PROMPT), (last, "The ship")):
+            assert answer.json()["choices"][0]["text"] == wanted(plain, prompt)
         assert server.text(PROMPT) == wanted(plain)
 
 
@@ -469,8 +435,7 @@ def test_a_schema_that_is_nested_too_deep_is_a_client_error(served: Served, dept
     closing = "}" if opening[0] == "{" else "]"
     schema = f'{{"properties": {opening * depth}1{closing * depth}}}'
     body = f'{{"prompt": "a", "response_format": {{"type": "json_schema", "json_schema": {{"schema": {schema}}}}}}}'
-    headers = {"content-type": "application/json"}
-    answer = httpx.post(served.url + "/v1/completions", content=body.encode(), headers=headers, timeout=20)
+    answer = served.send("/v1/completions", body.encode())
     assert answer.status_code == 400 and "\n" not in answer.json()["error"]["message"]
     assert depth > 200 or "more than 64 levels" in answer.json()["error"]["message"]
 
@@ -628,10 +593,11 @@ def test_metrics_have_vllms_names(served: Served) -> None:
     ],
 )
 def test_an_invalid_stop_string_is_reported_without_python_terms(small: Served, stop: Any, says: str) -> None:
-    answer = httpx.post(f"{small.url}/v1/completions", json={"prompt": PROMPT, "stop": stop})
+    answer = small.post("/v1/completions", prompt=PROMPT, stop=stop)
     assert answer.status_code == 400 and answer.json()["error"]["message"] == says
 
 
-def test_an_unknown_field_is_named_as_written(small: Served) -> None:
-    answer = httpx.post(f"{small.url}/v1/completions", json={"prompt": PROMPT, "function-after[x]": 1})
-    assert answer.json()["error"]["message"] == "function-after[x]: Extra inputs are not permitted"
+@pytest.mark.parametrize("name", ["function-after[x]", "body"])
+def test_an_unknown_field_is_named_as_written(small: Served, name: str) -> None:
+    answer = small.post("/v1/completions", prompt=PROMPT, **{name: 1})
+    assert answer.json()["error"]["message"] == f"{name}: Extra inputs are not permitted"

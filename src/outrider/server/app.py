@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from outrider import __version__
 from outrider.server.config import KeyRing, ServerConfig
 from outrider.server.gate import Gate
-from outrider.server.service import Service, UnknownModel, explained
+from outrider.server.service import Service, explained
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 
 def create_app(llm: LLM, config: ServerConfig, keys: KeyRing) -> FastAPI:
     """Return the ASGI application for a loaded ``LLM``. The application owns the ``LLM`` while it runs."""
-    service = Service(llm, config, keys)
+    service = Service(llm, config)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -61,7 +61,7 @@ def create_app(llm: LLM, config: ServerConfig, keys: KeyRing) -> FastAPI:
     _add_states(app, service)
     for kind in (OutriderError, RequestValidationError, HTTPException, asyncio.TimeoutError):
         app.add_exception_handler(kind, _on_error)
-    app.add_middleware(Gate, config=config, keys=service.keys)
+    app.add_middleware(Gate, config=config, keys=keys)
     return app
 
 
@@ -70,8 +70,7 @@ def _add_states(app: FastAPI, service: Service) -> None:
 
     async def model(name: str) -> dict[str, Any]:
         """Describe the served model."""
-        if name != service.config.name:
-            raise UnknownModel(f"unknown model {name!r}: this server serves {service.config.name!r}")
+        service.check_model(name)
         about = {"id": name, "object": "model", "created": 0, "owned_by": "outrider"}
         return about | {"max_model_len": service.llm.runner.max_len, "method": service.llm.proposer.name}
 

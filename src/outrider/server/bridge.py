@@ -189,19 +189,17 @@ class EngineBridge:
         if count > most:
             raise OutriderError(f"too many sequences in one call: {count}; the limit is {most}")
         free = most - self.num_open
-        held = self._num_held(client.turn) if client.turn else 0
+        held = 0
+        if client.turn:
+            held = self._preparing[client.turn] + sum(stream.turn == client.turn for stream in self._streams.values())
         lacking = count - (free - held)
-        if lacking > 0:
-            raise Busy(self._retry_after(lacking))
+        if lacking > 0:  # so many must finish before, at the recent rate
+            raise Busy(max(1, min(60, round(lacking * self._seconds_per_end))))
         self._preparing[client.turn] += count
         try:
             yield
         finally:
             self._preparing -= Counter({client.turn: count})  # removes counts of 0
-
-    def _num_held(self, turn: str) -> int:
-        """Return the number of a client's requests that are running, waiting or being prepared."""
-        return self._preparing[turn] + sum(stream.turn == turn for stream in self._streams.values())
 
     def submit(self, samples: Sequence[Sequence[Request]], deadline: float, client: Client = ANYONE) -> Stream:
         """Queue the samples of each prompt; requests must have passed ``Engine.check``.
@@ -242,10 +240,6 @@ class EngineBridge:
         """Fail all streams after the engine thread has stopped unexpectedly."""
         self._has_broken = True
         self._deliver([lost(request_id, error) for request_id in self._streams])
-
-    def _retry_after(self, num_lacking: int) -> int:
-        """Estimate the seconds (1 to 60) until ``num_lacking`` more requests have finished, from the recent rate."""
-        return max(1, min(60, round(num_lacking * self._seconds_per_end)))
 
     # --- in the engine thread -------------------------------------------------------------------------------------------------
 

@@ -8,15 +8,15 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from outrider.errors import OutriderError, without_path
 from outrider.options import INT32, LIMITS, LISTEN, File, Number, Text, Whole, check, option
 
 KEYS_VARIABLE = "OUTRIDER_API_KEYS"
-
-
-COUNT, SECONDS = Whole(1, INT32), Number(above=0)
+COUNT, POSITIVE = Whole(1, INT32), Number(above=0)
+limit = partial(option, panel=LIMITS)
 
 
 @dataclass(frozen=True)
@@ -26,30 +26,28 @@ class ServerConfig:
     host: str = option(Text(), "127.0.0.1", "Address to listen on; 127.0.0.1 accepts only this machine.", panel=LISTEN)
     port: int = option(Whole(0, 65535), 8000, "Port; 0 selects a free one.", panel=LISTEN)
     name: str = option(Text(), "outrider", "Model name that clients see.", panel=LISTEN)
-    max_queue: int = option(COUNT, 256, "Maximum number of waiting sequences; beyond it the answer is 429.", panel=LIMITS)
-    max_choices: int = option(COUNT, 64, "Maximum number of sequences per call: prompts times n.", panel=LIMITS)
-    max_body: int = option(COUNT, 4 << 20, "Maximum bytes of a call's body.", panel=LIMITS)
-    header_timeout: float = option(SECONDS, 10.0, "Seconds to receive a call's headers.", panel=LIMITS)
-    body_timeout: float = option(SECONDS, 30.0, "Seconds to receive a call's body.", panel=LIMITS)
-    idle_timeout: float = option(
-        SECONDS, 30.0, "Seconds that a connection may be idle between calls or leave an answer unread.", panel=LIMITS
+    max_queue: int = limit(COUNT, 256, "Maximum number of waiting sequences; beyond it the answer is 429.")
+    max_choices: int = limit(COUNT, 64, "Maximum number of sequences per call: prompts times n.")
+    max_body: int = limit(COUNT, 4 << 20, "Maximum bytes of a call's body.")
+    header_timeout: float = limit(POSITIVE, 10.0, "Seconds to receive a call's headers.")
+    body_timeout: float = limit(POSITIVE, 30.0, "Seconds to receive a call's body.")
+    idle_timeout: float = limit(
+        POSITIVE, 30.0, "Seconds that a connection may be idle between calls or leave an answer unread."
     )
-    request_timeout: float = option(SECONDS, 600.0, "Seconds from a call's first byte to its last token.", panel=LIMITS)
-    stream_interval: float = option(
-        Number(0), 0.02, "Minimum seconds between two chunks of a stream; 0 sends the tokens of every round.", panel=LIMITS
+    request_timeout: float = limit(POSITIVE, 600.0, "Seconds from a call's first byte to its last token.")
+    stream_interval: float = limit(
+        Number(0), 0.02, "Minimum seconds between two chunks of a stream; 0 sends the tokens of every round."
     )
-    shutdown_grace: float = option(SECONDS, 60.0, "Maximum seconds from SIGTERM to the end of the process.", panel=LIMITS)
-    workers: int = option(COUNT, 2, "Worker processes for tokenisation, and as many for JSON schemas.", panel=LIMITS)
-    worker_memory: float = option(SECONDS, 1.0, "Memory limit of each worker process in GiB.", panel=LIMITS)
-    text_timeout: float = option(SECONDS, 10.0, "Processor seconds to tokenise the prompts of one call.", panel=LIMITS)
-    schema_timeout: float = option(SECONDS, 2.0, "Processor seconds to compile a JSON schema.", panel=LIMITS)
-    max_schema_values: int = option(COUNT, 5000, "Maximum number of values in a JSON schema.", panel=LIMITS)
-    max_schema_depth: int = option(COUNT, 64, "Maximum depth of a JSON schema.", panel=LIMITS)
-    max_schema_choices: int = option(
-        COUNT, 256, "Maximum alternatives in one anyOf, oneOf or allOf of a JSON schema.", panel=LIMITS
-    )
-    stall_timeout: float = option(
-        SECONDS, 60.0, "Seconds without progress of the engine or of a worker until /ready answers 503.", panel=LIMITS
+    shutdown_grace: float = limit(POSITIVE, 60.0, "Maximum seconds from SIGTERM to the end of the process.")
+    workers: int = limit(COUNT, 2, "Worker processes for tokenisation, and as many for JSON schemas.")
+    worker_memory: float = limit(POSITIVE, 1.0, "Memory limit of each worker process in GiB.")
+    text_timeout: float = limit(POSITIVE, 10.0, "Processor seconds to tokenise the prompts of one call.")
+    schema_timeout: float = limit(POSITIVE, 2.0, "Processor seconds to compile a JSON schema.")
+    max_schema_values: int = limit(COUNT, 5000, "Maximum number of values in a JSON schema.")
+    max_schema_depth: int = limit(COUNT, 64, "Maximum depth of a JSON schema.")
+    max_schema_choices: int = limit(COUNT, 256, "Maximum alternatives in one anyOf, oneOf or allOf of a JSON schema.")
+    stall_timeout: float = limit(
+        POSITIVE, 60.0, "Seconds without progress of the engine or of a worker until /ready answers 503."
     )
     record: Path | None = option(
         File(), None, "Append the requests to this file, text included; outrider tune reads it.", panel=LISTEN

@@ -7,7 +7,6 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -15,6 +14,8 @@ from time import monotonic
 from typing import Any
 
 from fastapi import HTTPException
+from fastapi.responses import JSONResponse, Response
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.server.config import ANYONE, Client, KeyRing, ServerConfig
@@ -52,9 +53,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        given = headers.get("x-request-id", "")
-        state, status = scope.setdefault("state", {}), 0
+        headers, status = Headers(scope=scope), 0
+        given, state = headers.get("x-request-id", ""), scope.setdefault("state", {})
         request_id = given if re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII) else secrets.token_hex(12)
         call = state["call"] = Call(request_id, state.get("arrived") or monotonic())
 
@@ -72,37 +72,37 @@ class Gate:
             else:
                 if "expect" not in headers:  # with "Expect: 100-continue" the client has not sent the body yet
                     await self._discard(receive)
-                await _refuse(answer, *refused)
+                await refused(scope, receive, answer)
         except Exception:
             if status:  # the response has started: abort it
                 raise
             logger.exception("request %s failed", call.request_id)
-            await _refuse(answer, 500, error_body("the server failed", "server_error"))
+            await _error(500, "the server failed", "server_error")(scope, receive, answer)
         finally:
             facts = {
                 "request_id": call.request_id,
                 "method": scope["method"],
                 "path": scope["path"],
                 "status": status or CLOSED,
+                "client": call.client.name,
+                "seconds": round(monotonic() - call.arrived, 4),
+                **call.facts,
             }
-            facts |= {"client": call.client.name, "seconds": round(monotonic() - call.arrived, 4), **call.facts}
             level = logging.INFO if scope["path"].startswith(GUARDED) else logging.DEBUG
             logger.log(level, "request", extra={"facts": facts})
 
-    def _refusal(
-        self, path: str, headers: dict[str, str], call: Call, address: tuple[str, int] | None
-    ) -> tuple[int, dict[str, Any]] | None:
-        """Return the status and body of the error for a refused call, or None."""
+    def _refusal(self, path: str, headers: Headers, call: Call, address: tuple[str, int] | None) -> Response | None:
+        """Return the response to a call that is refused, or None."""
         if path.startswith(GUARDED):
             scheme, _, key = headers.get("authorization", "").partition(" ")
-            client = self._keys.client(key.strip() if scheme.lower() == "bearer" else None)
+            key = key.strip().encode("latin-1").decode(errors="replace")  # the bytes that the client sent are UTF-8
+            client = self._keys.client(key if scheme.lower() == "bearer" else None)
             if client is None:
-                message = "missing or unknown API key: send Authorization: Bearer <key>"
-                return 401, error_body(message, "invalid_request_error", "invalid_api_key")
+                return _error(401, "missing or unknown API key: send Authorization: Bearer <key>", code="invalid_api_key")
             call.client = client if len(self._keys) or address is None else replace(client, connection="{}:{}".format(*address))
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self._config.max_body:
-            return 413, error_body(self._too_large(), "invalid_request_error")
+            return _error(413, self._too_large())
         return None
 
     def _too_large(self) -> str:
@@ -143,15 +143,8 @@ class Gate:
             await asyncio.wait_for(rest(), self._config.body_timeout)
 
 
-async def _refuse(send: Callable[[Message], Awaitable[None]], status: int, body: dict[str, Any]) -> None:
-    payload = json.dumps(body).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(payload)).encode()),
-        (b"connection", b"close"),
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": payload})
+def _error(status: int, message: str, kind: str = "invalid_request_error", code: str | None = None) -> Response:
+    return JSONResponse(error_body(message, kind, code), status, {"connection": "close"})
 
 
 class JsonLines(logging.Formatter):

@@ -115,11 +115,11 @@ class Grammars:
         """
         self._compiler.checked()
         text = ANY_OBJECT if schema is None else schema_text(schema, self._config)
-        known, is_worn = self._kept.get(text), False
+        known, is_renewed = self._kept.get(text), text == ANY_OBJECT
         if known is not None and (known.refusal is not None or known.num_outputs >= MAX_OUTPUTS):
             del self._kept[text]
-            is_worn = known.num_outputs > FEW_OUTPUTS or text == ANY_OBJECT
-            if known.refusal is not None and not is_worn:
+            is_renewed |= known.num_outputs > FEW_OUTPUTS
+            if known.refusal is not None and not is_renewed:
                 self._remember_refusal(text, known.refusal)
             known = None
         if text in self._refused:
@@ -129,7 +129,7 @@ class Grammars:
             known.is_reused = True
             return known
         if text not in self._under_way:
-            if text != ANY_OBJECT and not is_worn:
+            if not is_renewed:
                 self._check_room(client)
             making = asyncio.create_task(self._made(text, client))
             self._under_way[text] = making, client.turn

@@ -30,7 +30,7 @@ class Metrics:
         self.first_token = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", SECONDS)
         self.between_tokens = histogram("vllm:inter_token_latency_seconds", "Seconds per later token.", TOKEN_SECONDS)
         self.whole = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", SECONDS)
-        self._prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens.", labels, registry=self.registry).labels(**here)
+        self.prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens.", labels, registry=self.registry).labels(**here)
         self._ended = Counter(
             "vllm:request_success", "Sequences that ended.", [*labels, "finished_reason"], registry=self.registry
         )
@@ -38,9 +38,6 @@ class Metrics:
             "outrider:requests_refused", "Calls refused while busy or stopping.", [*labels, "status"], registry=self.registry
         )
         self._here = here
-
-    def count_prompt(self, num_prompt_tokens: int) -> None:
-        self._prompt_tokens.inc(num_prompt_tokens)
 
     def ended(self, reason: str) -> None:
         self._ended.labels(**self._here, finished_reason=reason).inc()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import copy
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from outrider.engine.config import eos_token_ids
@@ -64,9 +63,12 @@ class Prompts:
 
     def __init__(self, llm: LLM, config: ServerConfig, given: Mapping[str, Any] | None, aside: Aside) -> None:
         """``given``: tokenizer data from ``tools``; ``aside`` runs a function in the server's helper thread."""
-        self._llm, self._aside = llm, aside
+        self._llm, self._aside, tokenizer = llm, aside, llm.tokenizer
         self.pool: WorkerPool | None = None
-        self._has_template = given is not None and given["template"] is not None
+        self._template = None if tokenizer is None else _template(tokenizer)
+        # The longest token counts characters (for byte-level tokenizers bytes).
+        longest = 1 if tokenizer is None else max(map(len, tokenizer.get_vocab()), default=1)
+        self._max_characters = llm.runner.max_len * longest
         if given is not None:
             limits = {"seconds": config.text_timeout, "memory": int(config.worker_memory * 2**30), "nice": 0, "for_texts": True}
             self.pool = WorkerPool("tokenise a text", {**given, **limits}, config.workers, eager=True)
@@ -87,7 +89,9 @@ class Prompts:
         if len(messages) > most:  # every message takes at least one token
             raise OutriderError(f"{len(messages)} messages do not fit into the context of {most} tokens: send fewer")
         num_characters = self._check_size("".join(message["content"] for message in messages))
-        if not self._has_template:
+        if "developer" not in (self._template or ""):  # OpenAI's newer name; a template drops the messages of unknown roles
+            messages = [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
+        if self.pool is None or self._template is None:
             return [await self._aside(lambda: self._llm.chat_prompt(messages))]
         return await self._tokenised({"messages": messages}, num_characters, client)
 
@@ -104,16 +108,9 @@ class Prompts:
         if not isinstance(prompt, str):
             self._llm.engine.scheduler.check_prompt_len(len(prompt))
             return len(prompt)
-        max_len = self._llm.runner.max_len
-        if len(prompt) > max_len * self._longest_token:
+        if len(prompt) > self._max_characters:
             raise OutriderError(
-                f"the prompt has {len(prompt)} characters; the context of {max_len} tokens takes at most "
-                f"{max_len * self._longest_token}: shorten the prompt"
+                f"the prompt has {len(prompt)} characters; the context of {self._llm.runner.max_len} tokens takes at most "
+                f"{self._max_characters}: shorten the prompt"
             )
         return len(prompt)
-
-    @cached_property
-    def _longest_token(self) -> int:
-        """Length of the longest token in characters (for byte-level tokenizers in bytes)."""
-        tokenizer = self._llm.tokenizer
-        return max(map(len, tokenizer.get_vocab()), default=1) if tokenizer is not None else 1

@@ -93,16 +93,10 @@ class Speculative(Body):
     )
 
 
-class TextFormat(Body):
-    """Any text."""
+class SimpleFormat(Body):
+    """Any text, or any JSON object."""
 
-    type: Literal["text"]
-
-
-class JsonFormat(Body):
-    """A JSON object."""
-
-    type: Literal["json_object"]
+    type: Literal["text", "json_object"]
 
 
 class JsonSchema(Body):
@@ -121,7 +115,7 @@ class JsonSchemaFormat(Body):
     json_schema: JsonSchema
 
 
-ResponseFormat = Annotated[TextFormat | JsonFormat | JsonSchemaFormat, Field(discriminator="type")]
+ResponseFormat = Annotated[SimpleFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
 class SamplingFields(Body):
@@ -164,7 +158,7 @@ class SamplingFields(Body):
     @property
     def is_json(self) -> bool:
         """Whether the output must be JSON."""
-        return isinstance(self.response_format, (JsonFormat, JsonSchemaFormat))
+        return self.response_format is not None and self.response_format.type != "text"
 
     @property
     def schema_asked(self) -> dict[str, Any] | None:
@@ -176,9 +170,8 @@ class SamplingFields(Body):
         """Return the engine's sampling parameters. Raises ``OutriderError`` for invalid values."""
         shared = declared(SamplingParams).keys() & SamplingFields.model_fields.keys()
         given = {name: value for name in shared if (value := getattr(self, name)) is not None}
-        for name in ("allowed_token_ids", "banned_token_ids"):
-            if name in given:
-                given[name] = set(given[name])
+        many = given.keys() & {"allowed_token_ids", "banned_token_ids"}  # a body may repeat an id a million times
+        given |= {name: set(given[name]) for name in many}
         return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, grammar=grammar)
 
     def num_drafts(self, served: str) -> int | None:
@@ -251,15 +244,16 @@ class ChatBody(SamplingFields):
 
 
 def mistakes(errors: Sequence[Any]) -> str:
-    """Format pydantic's errors as one line."""
+    """Format pydantic's errors as one line. Their locations are those inside the body."""
     found = []
     for error in errors[:3]:
         is_unknown = error["type"] == "extra_forbidden"  # the location contains the client's field name
-        parts = [str(part) for part in error["loc"] if part != "body"]
-        place = ".".join(part for part in parts if is_unknown or not PYDANTIC_TYPE.search(part))
+        place = ".".join(str(part) for part in error["loc"] if is_unknown or not PYDANTIC_TYPE.search(str(part)))
         what = error["msg"].removeprefix("Value error, ")
-        if error["type"] == "model_attributes_type" and not place:
+        if error["type"] in ("missing", "model_attributes_type") and not place:
             what = "expected a JSON object, sent with the header Content-Type: application/json"
+        elif error["type"] == "json_invalid" and place:  # FastAPI's, whose message does not give the reason
+            place, what = "", f"invalid JSON at character {place}: {error['ctx']['error']}"
         what = " ".join(f"{place}: {what}".removeprefix(": ").split())
         found.append(what if len(what) <= MAX_DETAIL else what[: MAX_DETAIL - 3] + "...")
     return "; ".join(dict.fromkeys(found))

@@ -46,9 +46,12 @@ class Record:
             logger.warning("a request was not recorded: %s", error)
 
     def close(self) -> None:
-        """Wait until everything is written, and close the file."""
+        """Wait until everything is written, and close the file. If writing fails, log a warning."""
         self._writer.shutdown()
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:  # the disk is full
+            logger.warning("the last requests were not recorded: %s", error)
 
     def _lines(self, body: SamplingFields) -> Iterator[dict[str, Any]]:
         # The temperature is written even if it is not set: in traffic of other servers its default is OpenAI's.

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 
+from outrider.errors import OutriderError, without_path
 from outrider.server.app import create_app
 from outrider.server.bridge import EngineBridge
 from outrider.server.config import KeyRing, ServerConfig
 from outrider.server.connection import QuietAccepting, TimedProtocol
 from outrider.server.gate import JsonLines
-from outrider.types import OutriderError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -107,8 +107,8 @@ def listen(host: str, port: int) -> socket.socket:
         # Without it, the data after a first chunk waits for a delayed acknowledgement, 40 ms.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
-    except OSError as error:
-        why = str(error.strerror or error).partition(" (while")[0]  # the rest repeats the address
+    except (OSError, UnicodeError) as error:  # UnicodeError: the host is no name
+        why = without_path(error).partition(" (while")[0]  # the rest repeats the address
         raise OutriderError(f"cannot listen on {host} port {port} ({why}): choose another --port or --host") from None
 
 

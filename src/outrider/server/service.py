@@ -19,11 +19,11 @@ from starlette.types import Receive, Scope, Send
 from outrider.engine.outputs import TARGET_FAILED, Chunk, Completion
 from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts
 from outrider.server.bridge import Busy, EngineBridge, Stopping, Stream
-from outrider.server.config import KeyRing, ServerConfig
+from outrider.server.config import ServerConfig
 from outrider.server.gate import CLOSED, Call, error_body
 from outrider.server.grammar import Grammars, TokenGrammar
 from outrider.server.metrics import Metrics
-from outrider.server.prompts import Prompts, tools
+from outrider.server.prompts import Aside, Prompts, tools
 from outrider.server.protocol import ChatBody, CompletionBody, SamplingFields, StreamOptions, mistakes
 from outrider.server.record import Record
 from outrider.types import OutriderError, SamplingParams
@@ -42,15 +42,17 @@ COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 class Service:
     """Handlers of the API routes."""
 
-    def __init__(self, llm: LLM, config: ServerConfig, keys: KeyRing) -> None:
-        self.llm, self.config, self.keys = llm, config, keys
+    def __init__(self, llm: LLM, config: ServerConfig) -> None:
+        self.llm, self.config = llm, config
         self.bridge = EngineBridge(llm, config.max_queue, config.stream_interval)
         self.metrics = Metrics(self.bridge, config.name)
         self._tokens = TokenTexts(llm.tokenizer)
-        self._aside_thread = ThreadPoolExecutor(1, "outrider-aside")  # tokenizers are not thread-safe
+        # For slow work, and all work with the tokenizer, which is not thread-safe.
+        self._aside_thread = ThreadPoolExecutor(1, "outrider-aside")
         self._grammar_thread = ThreadPoolExecutor(1, "outrider-grammars")  # so that only calls with new schemas wait for it
         self._record = None if config.record is None else Record(config.record, config.name, llm.tokenizer)
         given = tools(llm)
+        self._aside: Aside = partial(_in_thread, self._aside_thread)
         self._prompts = Prompts(llm, config, given, self._aside)
         self._grammars = Grammars(given, config, partial(_in_thread, self._grammar_thread))
         self.pools = [pool for pool in (self._prompts.pool, self._grammars.pool) if pool is not None]
@@ -91,12 +93,17 @@ class Service:
 
     def _check(self, body: SamplingFields, num_sequences: int) -> None:
         """Raise ``OutriderError`` for errors that do not depend on the prompts."""
-        if body.model not in (None, self.config.name):
-            raise UnknownModel(f"unknown model {body.model!r}: this server serves {self.config.name!r}")
+        if body.model is not None:
+            self.check_model(body.model)
         if not 1 <= num_sequences <= self.config.max_choices:
             raise OutriderError(
                 f"invalid number of sequences {num_sequences} (prompts x n): expected 1 to {self.config.max_choices}"
             )
+
+    def check_model(self, name: str) -> None:
+        """Raise ``UnknownModel`` unless this is the served model's name."""
+        if name != self.config.name:
+            raise UnknownModel(f"unknown model {name!r}: this server serves {self.config.name!r}")
 
     def unready(self) -> str | None:
         """Return the one-line reason why the server does not accept requests, or None if it does."""
@@ -114,10 +121,6 @@ class Service:
                 return f"the workers have made no progress for {pool.stalled_seconds:.0f} s"
         return None
 
-    async def _aside(self, work: Callable[[], Result]) -> Result:
-        """Run slow work, and all work with the tokenizer, in the helper thread instead of the event loop."""
-        return await _in_thread(self._aside_thread, work)
-
     async def _answer(
         self, body: SamplingFields, http: Request, answer: Answer, num_sequences: int, encode: Encode, params_with: ParamsWith
     ) -> Response:
@@ -133,7 +136,7 @@ class Service:
             prompts, params = prepared
             samples = self._samples(body, prompts, params, answer)
             stream = self.bridge.submit(samples, deadline, call.client)
-        self.metrics.count_prompt(sum(map(len, prompts)))
+        self.metrics.prompt_tokens.inc(sum(map(len, prompts)))
         if self._record is not None:
             self._aside_thread.submit(self._record.add, body)
         watched = Watched(stream, answer, call, self.metrics, params)
@@ -321,7 +324,8 @@ def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     if isinstance(error, HTTPException):
         return error.status_code, error_body(str(error.detail), "invalid_request_error"), dict(error.headers or {})
     if isinstance(error, RequestValidationError):
-        return 400, error_body(mistakes(error.errors()), "invalid_request_error", "invalid_body"), {}
+        inside = [{**each, "loc": each["loc"][1:]} for each in error.errors()]  # the first part is "body"
+        return 400, error_body(mistakes(inside), "invalid_request_error", "invalid_body"), {}
     if isinstance(error, UnknownModel):
         return 404, error_body(str(error), "invalid_request_error", "model_not_found"), {}
     if isinstance(error, Busy):

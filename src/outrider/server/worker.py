@@ -15,7 +15,6 @@ import resource
 import signal
 import sys
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -47,22 +46,30 @@ class Workbench:
         self._setup = setup
         self._tokenizer = Tokenizer.from_str(setup["tokenizer"])
         self._tokenizer.encode_special_tokens = setup["split_special_tokens"]
-        if setup["template"] is not None and setup["for_texts"]:
-            self._render([{"role": "user", "content": ""}])  # warm up: the first job is timed
+        self._table: LLTokenizer | None = None
+        # Warm up, because the first job is timed.
+        if not setup["for_texts"]:
+            from outrider.server.schemas import token_table
+
+            self._table = token_table(setup)
+            self.do({"schema": "{}"})
+        elif setup["template"] is not None:
+            self.do({"messages": [{"role": "user", "content": ""}], "max_tokens": 0})
 
     def do(self, job: Job) -> Job:
-        """Run a job. Returns its result, or ``{"refused": reason}``."""
-        if "texts" in job:
-            return self._encode(job["texts"], job["max_tokens"], add_special_tokens=True)
-        if "messages" in job:
-            try:
-                text = self._render(job["messages"])
-            except MemoryError:
-                raise
-            except Exception as error:  # templates may raise anything
-                return {"refused": f"the chat template rejects these messages: {str(error).strip()[:300]}"}
-            return self._encode([text], job["max_tokens"], add_special_tokens=False)
-        return self._try_out(job["schema"])
+        """Run a job. Returns its result, or ``{"refused": reason}``: libraries may raise anything."""
+        try:
+            if "texts" in job:
+                return self._encode(job["texts"], job["max_tokens"], add_special_tokens=True)
+            if "messages" in job:
+                return self._encode([self._render(job["messages"])], job["max_tokens"], add_special_tokens=False)
+            return self._try_out(job["schema"])
+        except MemoryError:
+            raise
+        except OutriderError as error:
+            return {"refused": str(error)}
+        except Exception as error:
+            return {"refused": f"{type(error).__name__}: {error}"}
 
     def _encode(self, texts: list[str], max_tokens: int, add_special_tokens: bool) -> Job:
         ids = []
@@ -76,26 +83,21 @@ class Workbench:
     def _render(self, messages: list[Job]) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        names, template = self._setup["special_tokens"], self._setup["template"]
-        if "developer" not in template:  # OpenAI's newer name of the role; a template drops the messages of unknown roles
-            messages = [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
-        rendered: Any = render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **names)
+        options = {"chat_template": self._setup["template"], **self._setup["special_tokens"]}
+        try:
+            rendered: Any = render_jinja_template([messages], add_generation_prompt=True, **options)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise OutriderError(f"the chat template rejects these messages: {str(error).strip()[:300]}") from error
         return str(rendered[0][0])
 
     def _try_out(self, schema: str) -> Job:
         from outrider.server.schemas import try_out
 
-        try:
-            try_out(self._table, schema)
-        except OutriderError as error:
-            return {"refused": str(error)}
+        assert self._table is not None
+        try_out(self._table, schema)
         return {}
-
-    @cached_property
-    def _table(self) -> LLTokenizer:
-        from outrider.server.schemas import token_table
-
-        return token_table(self._setup)
 
 
 def limit_memory(num_bytes: int) -> None:
@@ -130,8 +132,6 @@ def main() -> None:
         return
     try:
         workbench = Workbench(setup)
-        if not setup["for_texts"]:
-            workbench.do({"schema": "{}"})
         limit_memory(setup["memory"])
         os.nice(setup["nice"])
         send(answers, {})

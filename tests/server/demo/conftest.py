@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import pytest
+import uvicorn
 from tiny_folder import make_folder
 
 from outrider.engine.llm import LLM
 from outrider.server.demo import race
 from outrider.server.demo.track import Track
+
+from ..served import TLS, until
 
 race.MAX_SECONDS = 3600.0  # other processes may use the machine
 
@@ -38,42 +40,26 @@ class Server:
     """A running server and a client for it."""
 
     def __init__(self, port: int) -> None:
-        self.port = port
-        self.url = f"http://127.0.0.1:{port}/"
+        self.port, self.url = port, f"http://127.0.0.1:{port}"
 
-    def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
-        response = connection.getresponse()
-        answer = response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
-        connection.close()
-        return answer
+    def ask(self, method: str, path: str, body: bytes | None = None, kind: str = "application/json") -> httpx.Response:
+        headers = {"content-type": kind}
+        return httpx.request(method, self.url + path, content=body, headers=headers, timeout=60, verify=TLS)
 
     def race(self, **wanted: Any) -> Visit:
-        return Visit(self.port, json.dumps(wanted).encode())
+        return Visit(self.url, wanted)
 
 
 class Visit:
     """One visitor's race: its events as they arrive, until the visitor leaves."""
 
-    def __init__(self, port: int, body: bytes) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        self._connection.request("POST", "/api/race", body, {"Content-Type": "application/json"})
-        self._response = self._connection.getresponse()
-        self.status = self._response.status
-        self.headers = self._response.headers
+    def __init__(self, url: str, wanted: dict[str, Any]) -> None:
+        self._client = httpx.Client(timeout=60, verify=TLS)
+        self.response = self._client.send(self._client.build_request("POST", url + "/api/race", json=wanted), stream=True)
+        self._lines = self.response.iter_lines()
 
     def next(self) -> dict[str, Any] | None:
-        while line := self._response.readline():
-            if line.startswith(b"data: "):
-                event: dict[str, Any] = json.loads(line[6:])
-                return event
-        return None
-
-    @property
-    def body(self) -> str:
-        """Return the whole body of a non-streamed response."""
-        return self._response.read().decode()
+        return next((json.loads(line[6:]) for line in self._lines if line.startswith("data: ")), None)
 
     def rest(self) -> list[dict[str, Any]]:
         events = list(iter(self.next, None))
@@ -82,15 +68,12 @@ class Visit:
 
     def leave(self) -> None:
         """Close the connection, as closing the tab does."""
-        if self._connection.sock is not None:
-            self._connection.sock.shutdown(socket.SHUT_RDWR)
-        self._response.close()
-        self._connection.close()
+        self.response.close()
+        self._client.close()
 
 
 @contextmanager
 def serving(app: Any) -> Iterator[Server]:
-    uvicorn = pytest.importorskip("uvicorn")
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
@@ -101,11 +84,3 @@ def serving(app: Any) -> Iterator[Server]:
     finally:
         server.should_exit = True
         thread.join()
-
-
-def until(holds: Callable[[], object], seconds: float = 30.0) -> None:
-    """Poll until a condition holds that another thread causes."""
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "the condition did not hold in time"
-        time.sleep(0.01)

@@ -21,7 +21,6 @@ def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 
 def test_an_occupied_port_gives_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("uvicorn")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         said = refusal(capsys, "--port", str(taken.getsockname()[1]))
     assert "cannot listen on 127.0.0.1" in said and "--port" in said
@@ -35,7 +34,6 @@ def test_missing_server_libraries_give_the_install_command(
 
 
 def test_unknown_methods_and_missing_drafts_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pytest.importorskip("uvicorn")
     (tmp_path / "config.json").write_text("{}")
     assert "unknown method 'magic'" in refusal(capsys, "--port", "0", "--method", "magic")
     assert "'plain' is the baseline" in refusal(capsys, "--port", "0", "--method", "plain")

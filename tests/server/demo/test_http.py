@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
-
 from outrider.server.demo import app
 from outrider.server.demo.app import Demo
-from outrider.server.demo.race_request import MAX_PROMPT, RaceRequest
+from outrider.server.demo.track import MAX_PROMPT, RaceRequest
 from outrider.types import OutriderError
 
-from .conftest import Server, serving, until
+from ..served import until
+from .conftest import Server, serving
 
 GOOD = {"prompt": "def f(", "method": "draft"}
 
@@ -82,51 +82,55 @@ def server(demo: Demo, track: HandTrack) -> Iterator[Server]:
         (b'{"prompt": "", "method": "draft"}', 400, "prompt: String should have at least 1 character"),
         (b'{"prompt": 3, "method": "draft"}', 400, "prompt: Input should be a valid string"),
         (b'{"prompt": "\\ud800", "method": "draft"}', 400, "Invalid JSON"),
-        (
-            json.dumps(GOOD | {"prompt": "x" * (MAX_PROMPT + 1)}).encode(),
-            400,
-            "prompt: String should have at most 4000 characters",
-        ),
-        (json.dumps(GOOD | {"method": "magic"}).encode(), 400, "no such method"),
-        (json.dumps(GOOD | {"k": -1}).encode(), 400, "k: Input should be greater than or equal to 0"),
-        (json.dumps(GOOD | {"k": "many"}).encode(), 400, "k: Input should be"),
-        (json.dumps(GOOD | {"k": True}).encode(), 400, "k: Input should be"),
-        (json.dumps(GOOD | {"temperature": 9}).encode(), 400, "temperature: Input should be less than or equal to 2"),
+        ({"prompt": "x" * (MAX_PROMPT + 1)}, 400, "prompt: String should have at most 4000 characters"),
+        ({"method": "magic"}, 400, "no such method"),
+        ({"k": -1}, 400, "k: Input should be greater than or equal to 0"),
+        ({"k": "many"}, 400, "k: Input should be"),
+        ({"k": True}, 400, "k: Input should be"),
+        ({"temperature": 9}, 400, "temperature: Input should be less than or equal to 2"),
         (b'{"prompt": "a", "method": "draft", "temperature": NaN}', 400, "temperature: Input should be"),
-        (json.dumps(GOOD | {"seed": 10**400}).encode(), 400, "seed: "),
-        (json.dumps(GOOD | {"accuracy": 1.5}).encode(), 400, "accuracy: Input should be less than or equal to 1"),
-        (json.dumps(GOOD | {"max_tokens": 10**6}).encode(), 400, "max_tokens: Input should be less than or equal to 256"),
-        (json.dumps(GOOD | {"max_tokens": 2.5}).encode(), 400, "max_tokens: Input should be a valid integer"),
-        (json.dumps(GOOD | {"colour": "red"}).encode(), 400, "colour: Extra inputs are not permitted"),
+        ({"seed": 10**400}, 400, "seed: "),
+        ({"accuracy": 1.5}, 400, "accuracy: Input should be less than or equal to 1"),
+        ({"max_tokens": 10**6}, 400, "max_tokens: Input should be less than or equal to 256"),
+        ({"max_tokens": 2.5}, 400, "max_tokens: Input should be a valid integer"),
+        ({"colour": "red"}, 400, "colour: Extra inputs are not permitted"),
         (b"[" * 1900, 400, "Invalid JSON"),
         (b" " * (app.MAX_BODY + 1), 413, "longer than 32768 bytes"),
     ],
 )
-def test_invalid_input_gives_one_line(server: Server, demo: Demo, body: bytes, status: int, told: str) -> None:
-    answered, _, text = server.ask("POST", "/api/race", body, Content_Type="application/json")
-    assert answered == status
-    message = json.loads(text)["error"]
-    assert told in message and "\n" not in message
+def test_invalid_input_gives_one_line(server: Server, demo: Demo, body: Any, status: int, told: str) -> None:
+    answer = server.ask("POST", "/api/race", body if isinstance(body, bytes) else json.dumps(GOOD | body).encode())
+    message = answer.json()["error"]
+    assert answer.status_code == status and told in message and "\n" not in message
     assert len(demo.line) == 0
 
 
+def test_a_visitor_who_leaves_during_the_upload_is_no_failure(demo: Demo) -> None:
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/api/race", "headers": headers, "query_string": b""}
+
+    async def left() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    asyncio.run(demo.app()(scope, left, asyncio.Queue().put))  # type: ignore[arg-type]
+
+
 def test_other_types_paths_and_verbs_are_refused(server: Server) -> None:
-    body = json.dumps(GOOD).encode()
-    assert server.ask("POST", "/api/race", body, Content_Type="text/plain")[0] == 415
-    assert server.ask("GET", "/api/race")[0] == 405
-    assert server.ask("GET", "/nothing")[0] == 404
-    assert server.ask("GET", "/page/../app.py")[0] == 404
-    assert json.loads(server.ask("GET", "/nothing")[2])["error"]
+    assert server.ask("POST", "/api/race", json.dumps(GOOD).encode(), "text/plain").status_code == 415
+    assert server.ask("GET", "/api/race").status_code == 405
+    assert server.ask("GET", "/page/%2e%2e/app.py").status_code == 404
+    missing = server.ask("GET", "/nothing")
+    assert missing.status_code == 404 and missing.json()["error"]
 
 
 def test_the_page_loads_nothing_from_elsewhere(server: Server) -> None:
-    status, headers, page = server.ask("GET", "/")
-    assert status == 200 and headers["content-type"].startswith("text/html")
-    assert "default-src 'self'" in headers["content-security-policy"]
-    assert b"http://" not in page and b"https://" not in page
+    page = server.ask("GET", "/")
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    assert "http://" not in page.text and "https://" not in page.text
     for name in ("main.js", "style.css", "icon.svg"):
-        assert server.ask("GET", f"/page/{name}")[0] == 200
-    about = json.loads(server.ask("GET", "/api/about")[2])
+        assert server.ask("GET", f"/page/{name}").status_code == 200
+    about = server.ask("GET", "/api/about").json()
     assert about["target"] == "toy" and about["methods"] == {"draft": 16} and about["waiting"] == 0
 
 
@@ -148,8 +152,8 @@ def test_a_full_queue_refuses_with_retry_after(server: Server, track: HandTrack)
     for visit in visits:
         visit.next()
     late = server.race(**GOOD)
-    assert late.status == 429 and int(late.headers["Retry-After"]) > 0
-    assert "already waiting" in late.body
+    assert late.response.status_code == 429 and int(late.response.headers["Retry-After"]) > 0
+    assert b"already waiting" in late.response.read()
     late.leave()
     track.may_end.set()
     for visit in visits:

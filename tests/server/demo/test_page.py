@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
 pytest.importorskip("playwright.sync_api")
 
 from playwright.sync_api import sync_playwright

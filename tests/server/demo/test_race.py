@@ -10,8 +10,7 @@ from lossless.drafts import medusa_heads
 
 from outrider.engine.llm import LLM
 from outrider.server.demo import race
-from outrider.server.demo.race_request import RaceRequest
-from outrider.server.demo.track import Track
+from outrider.server.demo.track import RaceRequest, Track
 from outrider.types import OutriderError
 
 WANTED = RaceRequest(prompt="def add(first, second):\n", method="draft", k=4, max_tokens=60, seed=5)
@@ -95,6 +94,14 @@ def test_distributions_and_residual_match_the_verifier(folders: dict[str, str]) 
         if token["origin"] == "corrected":
             assert place["residual"][place["row"]] > 0
     assert {"accepted", "corrected"} <= seen
+
+
+def test_coupled_rounds_have_no_chances_and_no_residual(folders: dict[str, str]) -> None:
+    llm = LLM(folders["target"], method="plain", max_batch=2, compile="never", same_text=True)
+    events = run(Track(llm, ["draft"], folders["draft"]), but(temperature=1.0, accuracy=0.5))
+    places = [token["place"] for round_ in rounds_of(events, "speculative") for token in round_["tokens"]]
+    assert any(place["guesses"] for place in places) and all(place["residual"] is None for place in places)
+    assert {guess["chance"] for place in places for guess in place["guesses"]} == {None}
 
 
 def test_greedy_targets_show_their_probabilities_before_the_argmax(track: Track) -> None:

@@ -10,9 +10,9 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
@@ -23,13 +23,10 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.server.demo.line import Place
-from outrider.server.demo.race_request import MAX_PROMPT, MAX_TOKENS, Event, RaceRequest
+from outrider.server.demo.race import Event
+from outrider.server.demo.track import MAX_PROMPT, MAX_TOKENS, RaceRequest, Track
 from outrider.server.protocol import mistakes
 from outrider.types import OutriderError
-
-if TYPE_CHECKING:
-    from outrider.server.demo.track import Track
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -45,6 +42,33 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
+
+
+class Place(AbstractContextManager["Place"]):
+    """A visitor's place at the end of a line, a context manager that frees it, so that later visitors move up.
+
+    The visitor at the first place races. For one event loop.
+    """
+
+    def __init__(self, line: list[Place]) -> None:
+        self._line, self._moved = line, asyncio.Event()
+        line.append(self)
+
+    @property
+    def ahead(self) -> int:
+        """Number of visitors before this one; 0 if it is this visitor's turn."""
+        return self._line.index(self)
+
+    async def wait(self, seconds: float) -> None:
+        """Wait until the place moves up, at most ``seconds``."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._moved.wait(), seconds)
+        self._moved.clear()
+
+    def __exit__(self, *error: object) -> None:
+        self._line.remove(self)
+        for other in self._line:
+            other._moved.set()
 
 
 class Demo:
@@ -64,7 +88,7 @@ class Demo:
             Route("/api/race", self._race, methods=["POST"]),
             Mount("/page", StaticFiles(directory=PAGE)),
         ]
-        kinds: tuple[type[Exception], ...] = (HTTPException, OutriderError, Exception)
+        kinds: tuple[type[Exception], ...] = (HTTPException, OutriderError, ClientDisconnect, Exception)
         return with_headers(Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, explained)))
 
     async def _index(self, request: Request) -> Response:
@@ -157,7 +181,8 @@ async def explained(request: Request, error: Exception) -> Response:
     """Return an error of the client as one line; any other one says that the server failed."""
     if isinstance(error, HTTPException):
         return refusal(error.detail, error.status_code, error.headers)
-    return refusal(str(error), 400) if isinstance(error, OutriderError) else refusal("the server failed", 500)
+    is_client = isinstance(error, (OutriderError, ClientDisconnect))
+    return refusal(str(error), 400) if is_client else refusal("the server failed", 500)
 
 
 def with_headers(app: ASGIApp) -> ASGIApp:

@@ -6,20 +6,21 @@ Computed from the ``RoundResult`` of a batch of one with the verifier's formulas
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.engine.round import RoundResult
-from outrider.server.demo.race_request import Event
 from outrider.verifiers.base import accept_prob, residual
 
+Entry = dict[str, Any]  # of one token, for the page
 TOP = 5  # tokens shown per distribution
 MAX_ROWS = 9
 
 
 @torch.no_grad()
-def places(seen: RoundResult, token_ids: Sequence[int], name: Callable[[int], str]) -> list[Event]:
+def places(seen: RoundResult, token_ids: Sequence[int], name: Callable[[int], str]) -> list[Entry]:
     """Return one entry per emitted token of a round: the accepted path, then the next token.
 
     ``name`` returns the name of a token id. An entry names the most likely tokens at the position, with their probabilities;
@@ -55,12 +56,12 @@ def _tried(seen: RoundResult, parent: int, accepted: int | None) -> list[int]:
 
 def _place(
     seen: RoundResult, target: Tensor, odds: Tensor | None, tried: list[int], accepted: int | None, emitted: int
-) -> Event:
+) -> Entry:
     """Return the entry of one token, with token ids instead of names. ``odds``: a greedy target's, before the argmax."""
-    proposal = seen.proposal
+    proposal, is_coupled = seen.proposal, seen.context.sampler.coupled
     ids = proposal.token_ids[0]
     left, first = target, None
-    guesses: list[Event] = []
+    guesses: list[dict[str, Any]] = []
     for node in tried:
         token = int(ids[node])
         if proposal.probs is None:
@@ -69,12 +70,12 @@ def _place(
         else:
             draft = proposal.probs[0, node].to(target.device)
         first = draft if first is None else first
-        chance = float(accept_prob(left[token], draft[token]))  # of acceptance, when it was verified
-        guesses.append({"token": token, "chance": round(chance, 4), "accepted": node == accepted})
+        # Probability of acceptance when it was verified. None with coupled noise: the target's choice decides alone.
+        chance = None if is_coupled else round(float(accept_prob(left[token], draft[token])), 4)
+        guesses.append({"token": token, "chance": chance, "accepted": node == accepted})
         excess = (left - draft).clamp_min(0.0)
         left = residual(left, draft) if float(excess.sum()) > 0 else torch.zeros_like(left)
-    # With coupled noise the target's choice does not depend on the draft, so there is no residual.
-    rest = left if tried and float(left.sum()) > 0 and not seen.context.sampler.coupled else None
+    rest = left if tried and float(left.sum()) > 0 and not is_coupled else None
     shown = _shown([target if odds is None else odds, first, rest], [emitted, *(guess["token"] for guess in guesses)])
     for guess in guesses:
         guess["row"] = shown.index(guess.pop("token"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from time import perf_counter
+from typing import Any
 
 from outrider.bench.race import Race, Step
 from outrider.engine.detokenizer import DetokenizerFactory
@@ -11,8 +12,8 @@ from outrider.engine.engine import Observation
 from outrider.engine.stats import GenerationStats
 from outrider.server.answers import TokenTexts
 from outrider.server.demo.distributions import places
-from outrider.server.demo.race_request import Event
 
+Event = dict[str, Any]  # one message to the page, with its kind under "type"
 MAX_SECONDS = 120.0  # duration of a race, both lanes together
 SLICE = 0.05  # seconds of rounds between two checks that the visitor is connected
 PLAIN, SPECULATIVE = "plain", "speculative"

@@ -1,14 +1,13 @@
-"""Engines of the demo, which share one target: one for plain decoding and one per method.
-
-Not thread-safe: used by one thread, like an engine.
-"""
+"""The demo's request, and the engines that run it: one for plain decoding and one per method, which share one target."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
 
 from outrider.bench.race import Race, engine_for
 from outrider.engine.config import build_policy, build_proposer, build_verifiers
@@ -18,8 +17,8 @@ from outrider.engine.methods import fitting_proposers
 from outrider.engine.policy import FixedLength
 from outrider.proposers.degraded import Degraded
 from outrider.server.answers import TokenTexts
-from outrider.server.demo.race import PLAIN, SPECULATIVE, ShownRace
-from outrider.server.demo.race_request import MAX_DRAFTS, Event, RaceRequest
+from outrider.server.demo.race import PLAIN, SPECULATIVE, Event, ShownRace
+from outrider.server.protocol import Body
 from outrider.types import OutriderError, SamplingParams
 
 if TYPE_CHECKING:
@@ -29,11 +28,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_PROMPT, MAX_TOKENS = 4000, 256  # characters; tokens to generate
+MAX_DRAFTS = 16  # maximum of the page's slider
 WARMUP_TOKENS = 12
 
 
+class RaceRequest(Body):
+    """The request of one race. Read it from JSON: pydantic's parser refuses unpaired surrogates."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, frozen=True)
+
+    prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT)]
+    method: str
+    k: Annotated[int, Field(ge=0, le=MAX_DRAFTS)] | Literal["auto"] = 4  # drafts per round
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
+    accuracy: Annotated[float, Field(ge=0, le=1)] = 1.0  # share of drafts that are not replaced by wrong tokens
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 128
+    seed: Annotated[int, Field(ge=0, le=2**53)] = 0
+
+
 class Track:
-    """Engines that share one loaded target: plain decoding, and one per available method."""
+    """Engines that share one loaded target: plain decoding, and one per available method. For one thread, like an engine."""
 
     def __init__(self, llm: LLM, methods: Sequence[str], draft: ModelSource | None = None, must_fit: bool = False) -> None:
         """``llm`` must allow a batch of two; ``draft`` is the default draft of methods that take one.
@@ -79,8 +94,7 @@ class Track:
         """Return the prompt's token ids. Raises ``OutriderError`` for an invalid request."""
         if wanted.method not in self._engines:
             raise OutriderError(f"unknown method {wanted.method[:40]!r}: available are {', '.join(self._engines)}")
-        tokenizer: Any = self.llm.tokenizer
-        prompt = list(tokenizer.encode(wanted.prompt))
+        prompt = self.llm.encode(wanted.prompt)
         room = self.llm.runner.max_len - wanted.max_tokens
         if not 0 < len(prompt) <= room:
             raise OutriderError(
@@ -91,11 +105,11 @@ class Track:
     def race(self, wanted: RaceRequest, prompt: Sequence[int]) -> Generator[list[Event], None, None]:
         """Run a race. Close the iterator to end it early."""
         engine = self._engines[wanted.method]
-        worn = engine.proposer
-        assert isinstance(worn, Degraded)
-        worn.accuracy = wanted.accuracy
+        proposer = engine.proposer
+        assert isinstance(proposer, Degraded)
+        proposer.accuracy = wanted.accuracy
         speculation = replace(self.llm.speculation, num_draft_tokens=wanted.k)
-        engine.policy = build_policy(speculation, self.llm.runner, worn)  # each race starts with an untrained policy
+        engine.policy = build_policy(speculation, self.llm.runner, proposer)  # each race starts with an untrained policy
         params = SamplingParams(max_tokens=wanted.max_tokens, temperature=wanted.temperature, seed=wanted.seed, ignore_eos=True)
         race = Race({PLAIN: self._plain, SPECULATIVE: engine}, prompt, params)
         faults = engine.stats.faults

@@ -1,5 +1,7 @@
 // Two charts: a histogram of tokens per pass, and the formula's expected speedup over K.
 
+import { element } from "./dom.js";
+
 const SVG = "http://www.w3.org/2000/svg";
 
 /** Leviathan et al. 2023, theorem 3.8. */
@@ -11,16 +13,13 @@ export function expectedSpeedup(alpha, k, costRatio) {
 /** Draw a table with bars. `counts[n]`: number of rounds that emitted n tokens. */
 export function histogram(root, counts, longest) {
   const most = Math.max(...Object.values(counts), 1);
-  const table = document.createElement("table");
-  table.className = "bars";
+  const table = element("table", "bars");
   for (let tokens = 1; tokens <= Math.max(longest, ...Object.keys(counts).map(Number)); tokens++) {
     const count = counts[tokens] ?? 0;
     const row = table.insertRow();
-    const head = document.createElement("th");
+    const head = element("th", "", tokens);
     head.scope = "row";
-    head.textContent = tokens;
-    const bar = document.createElement("span");
-    bar.className = "bar";
+    const bar = element("span", "bar");
     bar.style.width = `${(100 * count) / most}%`;
     row.append(head);
     row.insertCell().append(bar);

@@ -1,5 +1,6 @@
 // Explains a token: one sentence, then a table of the distributions.
 
+import { element } from "./dom.js";
 import { visible } from "./lane.js";
 
 const percent = (share) => (share > 0 && share < 0.001 ? "<0.1%" : `${(100 * share).toFixed(share < 0.1 ? 1 : 0)}%`);
@@ -28,7 +29,10 @@ function story(token, temperature) {
   const { guesses, is_point_mass: isPointMass } = token.place;
   const said = code(token.name);
   const isGreedy = temperature === 0;
-  const rule = isGreedy ? "At temperature 0 a draft is accepted if it is the target’s most likely token." : null;
+  const isSampled = !isGreedy && guesses.every((guess) => guess.chance !== null); // null: with --same-text
+  const rule = isGreedy
+    ? "At temperature 0 a draft is accepted if it is the target’s most likely token."
+    : "With --same-text a draft is accepted if it is the token that plain decoding samples.";
   const failed = guesses.filter((guess) => !guess.accepted);
   if (token.origin === "plain") {
     line.append("No draft at this position: the target generated ", said, ".");
@@ -37,14 +41,14 @@ function story(token, temperature) {
   } else if (token.origin === "accepted") {
     const chance = guesses.at(-1).chance;
     line.append("The draft proposed ", said, " and the target accepted it");
-    line.append(isGreedy ? ". " : ` (acceptance probability ${percent(chance)}). `);
+    line.append(isSampled ? ` (acceptance probability ${percent(chance)}). ` : ". ");
     if (failed.length) line.append("Rejected before it: ", ...names(failed), ". ");
   } else {
-    line.append("The draft proposed ", ...names(failed), isGreedy ? "; the target’s choice is " : "; it was rejected ");
-    if (!isGreedy) line.append(`(acceptance probability ${percent(failed[0].chance)}). Sampled from the residual: `);
+    line.append("The draft proposed ", ...names(failed), isSampled ? "; it was rejected " : "; the target’s choice is ");
+    if (isSampled) line.append(`(acceptance probability ${percent(failed[0].chance)}). Sampled from the residual: `);
     line.append(said, ". ");
   }
-  if (guesses.length && rule) line.append(rule, " ");
+  if (guesses.length && !isSampled) line.append(rule, " ");
   if (isPointMass && !isGreedy) line.append("This method’s drafts are point masses: they have no distribution.");
   return line;
 }
@@ -65,24 +69,20 @@ function table(token) {
   odds.createCaption().textContent = caption(place);
   const head = odds.createTHead().insertRow();
   for (const title of ["Token", ...columns.map((column) => column[1])]) {
-    const cell = element("th");
+    const cell = element("th", "", title);
     cell.scope = "col";
-    cell.textContent = title;
     head.append(cell);
   }
   const body = odds.createTBody();
   place.tokens.forEach((name, at) => {
     const row = body.insertRow();
     if (at === place.row) row.className = "emitted";
-    const first = element("th");
+    const first = element("th", "", code(name));
     first.scope = "row";
-    first.append(code(name));
     row.append(first);
     for (const [kind, , values] of columns) row.insertCell().append(share(values[at], kind));
   });
-  const scroll = element("div", "scroll");
-  scroll.append(odds);
-  return scroll;
+  return element("div", "scroll", odds);
 }
 
 function caption(place) {
@@ -92,24 +92,12 @@ function caption(place) {
 }
 
 function share(value, kind) {
-  const cell = element("div", "share");
-  const number = element("span");
-  number.textContent = value ? percent(value) : "0";
   const bar = element("span", `bar ${kind}`);
   bar.style.width = `${100 * value}%`;
   if (!value) bar.style.visibility = "hidden";
-  cell.append(number, bar);
-  return cell;
-}
-
-function element(name, className = "") {
-  const made = document.createElement(name);
-  if (className) made.className = className;
-  return made;
+  return element("div", "share", element("span", "", value ? percent(value) : "0"), bar);
 }
 
 function code(text) {
-  const made = element("code");
-  made.textContent = visible(text);
-  return made;
+  return element("code", "", visible(text));
 }

@@ -1,5 +1,7 @@
 // One lane: its tokens, its clock and keyboard navigation.
 
+import { element } from "./dom.js";
+
 // Incomplete characters, line ends and combining accents have no width: these tokens get a narrow box to click on.
 const WIDTHLESS = /^[\p{C}\p{M}\p{Zl}\p{Zp}\p{Default_Ignorable_Code_Point}]*$/u;
 const WHITESPACE = { "\n": "↵", "\t": "⇥", " ": "␣" };
@@ -30,17 +32,14 @@ export class Lane {
   clear(prompt, wanted) {
     this.wanted = wanted;
     this.tokens = [];
-    this.rounds = 0;
     this.selected = this.stop = null;
     this.text.tabIndex = 0;
     this.text.replaceChildren();
     this.text.hidden = !prompt;
     this.empty.hidden = Boolean(prompt);
     if (prompt) {
-      const before = document.createElement("span");
-      before.className = "prompt-text";
+      const before = element("span", "prompt-text", prompt);
       before.setAttribute("role", "presentation");
-      before.textContent = prompt;
       this.text.append(before);
     }
     this.field("tok_s", "–");
@@ -59,26 +58,21 @@ export class Lane {
   /** Draw a round's tokens, each after the drafts rejected at its position. */
   show(round) {
     const isFollowed = this.text.scrollTop + this.text.clientHeight > this.text.scrollHeight - 24;
-    this.rounds += 1;
     round.tokens.forEach((token, at) => {
       const isLast = at === round.tokens.length - 1;
-      const element = document.createElement("span");
-      element.className = `tok ${token.origin}`;
-      element.setAttribute("role", "option");
-      element.setAttribute("aria-selected", "false");
-      element.tabIndex = -1;
       const failed = token.place.guesses.filter((guess) => !guess.accepted).map((guess) => guess.text);
-      for (const text of failed) element.append(guess(text, false));
-      if (isLast) for (const text of round.dropped) element.append(guess(text, true));
-      const said = document.createElement("span");
-      said.className = WIDTHLESS.test(token.text) ? "said thin" : "said";
-      said.textContent = token.text;
-      element.append(said);
+      const guesses = failed.map((text) => guess(text, ""));
+      if (isLast) guesses.push(...round.dropped.map((text) => guess(text, "dropped")));
+      const said = element("span", WIDTHLESS.test(token.text) ? "said thin" : "said", token.text);
+      const shown = element("span", `tok ${token.origin}`, ...guesses, said);
+      shown.setAttribute("role", "option");
+      shown.setAttribute("aria-selected", "false");
+      shown.tabIndex = -1;
       const instead = failed.length ? `, instead of ${failed.map(visible).join(", ")}` : "";
-      element.setAttribute("aria-label", `${visible(token.name)}: ${ORIGINS[token.origin]}${instead}`);
-      this.tokens.push({ element, token, round, isLast });
-      this.text.append(element);
-      if (!this.stop) this.#stopAt(element);
+      shown.setAttribute("aria-label", `${visible(token.name)}: ${ORIGINS[token.origin]}${instead}`);
+      this.tokens.push({ element: shown, token });
+      this.text.append(shown);
+      if (!this.stop) this.#stopAt(shown);
     });
     if (round.figures.tok_s !== null) this.field("tok_s", speed(round.figures.tok_s));
     this.#progress();
@@ -137,10 +131,8 @@ export function speed(value) {
   return value >= 100 ? Math.round(value).toString() : value.toFixed(1);
 }
 
-function guess(text, isDropped) {
-  const element = document.createElement("del");
-  element.textContent = visible(text);
-  element.setAttribute("aria-hidden", "true");
-  if (isDropped) element.className = "dropped";
-  return element;
+function guess(text, className) {
+  const deleted = element("del", className, visible(text));
+  deleted.setAttribute("aria-hidden", "true");
+  return deleted;
 }

@@ -1,6 +1,7 @@
 // The page: reads the form, runs a race and shows its events.
 
 import { curve, histogram } from "./charts.js";
+import { element } from "./dom.js";
 import { Inspector } from "./inspector.js";
 import { Lane, speed } from "./lane.js";
 import { LANES, Player } from "./player.js";
@@ -67,9 +68,8 @@ function fillForm() {
   byId("prompt").maxLength = offer.limits.prompt_chars;
   byId("prompt").value = Object.values(EXAMPLES)[0];
   for (const [name, text] of Object.entries(EXAMPLES)) {
-    const button = document.createElement("button");
+    const button = element("button", "", name);
     button.type = "button";
-    button.textContent = name;
     button.addEventListener("click", () => {
       byId("prompt").value = text;
       byId("prompt").focus();
@@ -222,7 +222,7 @@ function judgement() {
   const { speedup } = result.figures;
   const parts = [];
   if (speedup) parts.push(speedup >= 1.005 ? `${speedup.toFixed(2)}× as fast.` : `${speedup.toFixed(2)}× the speed of plain decoding.`);
-  const small = document.createElement("small");
+  const small = element("small");
   const same = result.first_difference === null;
   if (wanted.temperature === 0 && offer.lossless) {
     small.textContent = same
