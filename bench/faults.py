@@ -18,11 +18,9 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,10 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from outcome import check_out, told
+from outcome import check_out, children, told
 
 import outrider
+from outrider.bench.load.own_server import own_server
 from outrider.bench.provenance import origin
+from outrider.types import OutriderError
 
 PROMPT = "def add(a, b):"
 GENERATE = ("generate", "-k", "4", "--max-tokens", "24", "--temperature", "0", PROMPT)
@@ -174,33 +174,14 @@ class Place:
     @contextlib.contextmanager
     def serving(self, *words: object, **environment: object) -> Iterator[Server]:
         """Start a server and wait until it is ready."""
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
-        process = self.start("serve", "--port", port, *words, under=None, **environment)
-        lines: list[str] = []
-        assert process.stderr is not None
-        threading.Thread(target=lambda: lines.extend(process.stderr or ()), daemon=True).start()
-        server = Server(process, f"http://127.0.0.1:{port}", lines)
-        try:
-            until(lambda: process.poll() is not None or server.is_ready(), "the server is ready")
-            expect(process.poll() is None, f"the server ended: {''.join(lines)[-600:]}")
-            yield server
-        finally:
-            process.kill()
-            process.wait()
+        with own_server([*map(str, words)], **{name: str(value) for name, value in environment.items()}) as server:
+            yield Server(server.process.pid, server.url)
 
 
 @dataclass(frozen=True)
 class Server:
-    process: subprocess.Popen[str]
+    pid: int
     url: str
-    log: list[str]
-
-    def is_ready(self) -> bool:
-        with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"{self.url}/ready", timeout=5).status_code == 200
-        return False
 
     def ask(self, prompt: str = PROMPT, **more: Any) -> tuple[int, str]:
         """Request a completion. Returns the status, and the text or error."""
@@ -402,10 +383,10 @@ def memory_while_serving(place: Place) -> str:
     """A request that does not fit into memory gets an error; the server continues."""
     with place.serving("--compile", "never", "--max-batch", "32") as server:
         wanted = server.ask()[1]
-        used = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[0]) * resource.getpagesize()
-        limit(server.process.pid, used + (4 << 20))
+        used = int(Path(f"/proc/{server.pid}/statm").read_text().split()[0]) * resource.getpagesize()
+        limit(server.pid, used + (4 << 20))
         answers = [server.ask("word " * 300, n=32, max_tokens=200, temperature=1.0) for _ in range(2)]
-        limit(server.process.pid, resource.RLIM_INFINITY)
+        limit(server.pid, resource.RLIM_INFINITY)
         server.expect_text(wanted)
         statuses = [status for status, _ in answers]
         expect(all(status in (200, 500, 503) for status in statuses), str(answers))
@@ -425,15 +406,11 @@ def worker_killed(place: Place) -> str:
     with place.serving("--compile", "never") as server:
         wanted = server.ask()[1]
         for _ in range(5):
-            for child in children(server.process.pid):
+            for child in children(server.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
             server.expect_text(wanted)
         return "5 of 5 correct answers"
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def clock_jumps(place: Place) -> str:
@@ -449,7 +426,7 @@ def clock_jumps(place: Place) -> str:
     with place.serving("--compile", "never", "--request-timeout", "30", LD_PRELOAD=library) as server:
         answers = [server.ask(max_tokens=64) for _ in range(8)]
         expect(len(set(answers)) == 1 and answers[0][0] == 200, str(answers))
-        expect(server.is_ready(), "not ready")
+        expect(httpx.get(f"{server.url}/ready", timeout=5).is_success, "not ready")
     return "the same text; 8 of 8 server answers"
 
 
@@ -534,7 +511,7 @@ def measure(fault: Callable[[Place], str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="outrider-faults-") as folder:
         try:
             seen, verdict = fault(Place(Path(folder))).replace(folder, "..."), "held"
-        except Broken as broken:
+        except (Broken, OutriderError) as broken:
             seen, verdict = str(broken).replace(folder, "..."), "BROKEN"
     return {
         "fault": name_of(fault),

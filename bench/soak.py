@@ -30,7 +30,7 @@ from typing import Any
 
 import hostile
 import httpx
-from outcome import check_out, count, resident, told
+from outcome import check_out, children, count, resident, told
 
 from outrider.bench.provenance import origin
 
@@ -268,15 +268,6 @@ class Soak:
         self.count("answers")
         if text != self._wanted[key]:
             self.wrong.append(f"{key}: {text!r}, offline {self._wanted[key]!r}")
-
-
-def children(pid: int) -> list[int]:
-    """Processes that a process has started."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):  # a thread that has ended
-            found += [int(child) for child in (task / "children").read_text().split()]
-    return found
 
 
 def expected(args: argparse.Namespace) -> dict[tuple[str, int], str]:

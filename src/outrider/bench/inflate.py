@@ -28,6 +28,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -119,9 +121,6 @@ def _copy_tokenizer(source: Path, out: Path) -> None:
 
 def _write_shards(tensors: Iterator[tuple[str, Tensor]], out: Path, total: int) -> int:
     """Writes shards of at most half a gigabyte, so that memory stays low. Returns the number of parameters."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
     index: dict[str, int] = {}
     shard: dict[str, Tensor] = {}
     written = shards = size = 0
