@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fuzz_targets import SEEDS, TARGETS, Finding, Target
+from fuzz_targets import TARGETS, Finding, Target
 from outcome import check_out, told
 
 from outrider.bench.provenance import origin
@@ -123,7 +123,10 @@ class Run:
             seconds -= time.monotonic() - started
 
     def _one_process(self, seconds: float) -> float:
-        """Run cases in one process, until the time is over or the process cannot go on. When it was ready."""
+        """Run cases in one process until the time is over or it cannot continue. Returns when its first case began.
+
+        Ends the program if the process ends before its first case: another one would end, too.
+        """
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
         process = context.Process(target=work, args=(self.name, self._seed, self.next, there), daemon=False)
@@ -132,6 +135,8 @@ class Run:
         first, before, data, memory = self.next, 0, b"", 0
         try:
             message, ready = self._message(here, process.pid or 0), time.monotonic()
+            if isinstance(message, str):
+                raise SystemExit(f"error: the target {self.name} does not start: {message}")
             while time.monotonic() - ready < seconds:
                 if isinstance(message, str):
                     self.found(message if process.is_alive() else f"the process ended with code {exit_code(process)}", data)
@@ -213,14 +218,17 @@ def again(name: str, seed: int, number: int) -> int:
     return 0
 
 
-def guided(name: str, seed: int, minutes: float) -> int:
-    """Fuzz one target in this process with libFuzzer, guided by the coverage of Outrider's Python code."""
+def guided(name: str, seed: int, minutes: float, folder: Path) -> int:
+    """Fuzz one target in this process with libFuzzer, guided by the coverage of Outrider's Python code.
+
+    ``folder``: for the corpus, which grows with each run.
+    """
     try:
         import atheris
     except ImportError:
         raise SystemExit("error: --guided needs atheris: pip install atheris") from None
     with atheris.instrument_imports(include=["outrider"]), contextlib.closing(TARGETS[name]()) as target:
-        corpus = SEEDS / f".{name}-corpus"
+        corpus = folder / f"{name}-corpus"
         corpus.mkdir(parents=True, exist_ok=True)
         for data in target.seeds():
             (corpus / hashlib.sha256(data).hexdigest()[:16]).write_bytes(data)
@@ -243,7 +251,8 @@ def main() -> int:
     if args.case is not None or args.guided:
         if len(args.targets) != 1:
             raise SystemExit("error: --case and --guided need one of --targets")
-        return guided(args.targets[0], args.seed, args.minutes) if args.guided else again(args.targets[0], args.seed, args.case)
+        (name,) = args.targets
+        return guided(name, args.seed, args.minutes, args.findings) if args.guided else again(name, args.seed, args.case)
     runs, seconds = [Run(name, args.seed, args.findings) for name in args.targets], 60 * args.minutes / len(args.targets)
     num_turns = math.ceil(seconds / TURN_SECONDS)
     for _ in range(num_turns):

@@ -56,7 +56,8 @@ def main() -> int:
                 stats = llms[name].generate(prompt, params)[0].outputs[0].stats
                 counts[name][number] += stats.num_tokens, stats.num_rounds, perf_counter() - started
         print(f"repeat {repeat + 1} of {args.repeat}", file=sys.stderr)
-    settings = {name: getattr(args, name) for name in ("method", "k", "temperature", "num_prompts", "max_tokens", "repeat")}
+    settings = {name: getattr(args, name) for name in ("method", "k", "temperature", "max_tokens", "repeat")}
+    settings["num_prompts"] = len(prompts)  # the file may have fewer
     rows = {name: figures(counts[name], counts[args.verifiers[0]]) for name in llms}
     return told({"schema": "outrider-verifiers/1", **origin(), **settings, "holds": True, "verifiers": rows}, args.out)
 

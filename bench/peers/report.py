@@ -27,11 +27,9 @@ def tables(document: dict[str, Any]) -> list[Table]:
 def table(cells: list[dict[str, Any]]) -> Table:
     """Return the table of all engines and methods, with the ratio of Outrider to each."""
     view = Table(title="Tokens per second, medians of alternating rounds (decode: without prefill)")
-    view.add_column("method")
-    view.add_column("engine")
-    view.add_column("dtype")
-    view.add_column("K", justify="right")
-    for name in ("tok/s", "decode", "ours / it", "decode: ours / it", "same text", "changed", "others' CPU", "peak MB"):
+    for name in ("method", "engine", "dtype"):
+        view.add_column(name)
+    for name in ("K", "tok/s", "decode", "ours / it", "decode: ours / it", "same text", "changed", "others' CPU", "peak MB"):
         view.add_column(name, justify="right")
     previous = None
     for entry in cells:

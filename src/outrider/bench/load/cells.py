@@ -60,7 +60,7 @@ def _cell(group: Group, mode: str, objective: Objective) -> dict[str, Any]:
         "good_share": sum(map(objective.holds, samples)) / len(samples),
         "first_token_ms": first,
         "first_token_p95_ratio": _p95_ratio(first, plain),
-        "inter_token_ms": _milliseconds([s / n for s, n in pauses if n], [float(n) for _, n in pauses if n]),
+        "inter_token_ms": _milliseconds([s / n for s, n in pauses if n], [n for _, n in pauses if n]),
         "pause_ms": _milliseconds([s for s, _ in pauses]),
         "request_ms": _milliseconds([sample.ended - sample.started for sample in answered]),
         **_acceptance(runs),

@@ -23,7 +23,7 @@ class Sample:
     num_tokens: int = 0
     num_accepted: int = 0  # accepted drafts, if the server reports them
     num_drafts: int = 0
-    pauses: list[tuple[float, int]] = field(default_factory=list)  # seconds before each later chunk, tokens in it
+    pauses: list[tuple[float, float]] = field(default_factory=list)  # seconds before each later chunk, (mean) tokens in it
     error: str | None = None
 
     @property
@@ -90,8 +90,8 @@ class Asker:
         elif not sample.num_tokens:
             sample.error = "no usage in the answer: the server must support stream_options.include_usage"
         elif not any(count for _, count in sample.pauses):
-            share = (sample.num_tokens - 1) / max(len(sample.pauses), 1)
-            sample.pauses = [(seconds, round(share) or 1) for seconds, _ in sample.pauses]
+            share = max(sample.num_tokens - 1, 1) / max(len(sample.pauses), 1)  # the first chunk counts as one token
+            sample.pauses = [(seconds, share) for seconds, _ in sample.pauses]
 
 
 async def events(answer: httpx.Response) -> AsyncIterator[bytes]:

@@ -44,7 +44,7 @@ class Counters:
 
 
 def parse(page: str) -> Counters:
-    """Parse Prometheus's text format. Counters of several engines on one page are added. Raises ``ValueError`` for other text."""
+    """Parse Prometheus's text format and add the counters of all engines on the page. Raises ``ValueError`` for other text."""
     totals = dict.fromkeys(NAMES.values(), 0.0)
     by_position: defaultdict[int, float] = defaultdict(float)
     phases: defaultdict[str, float] = defaultdict(float)
