@@ -18,7 +18,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from outcome import check_out, count, told
+from outcome import check_out, count, finish
 
 from outrider.bench.provenance import origin
 
@@ -54,7 +54,7 @@ def main() -> int:
         "seconds": round(perf_counter() - started, 1),
         "holds": alarms <= ALARMS * args.audits and caught,
     }
-    return told(result, args.out)
+    return finish(result, args.out)
 
 
 def audited(args: argparse.Namespace, seed: int, out: Path) -> tuple[dict[str, Any], dict[str, Any]]:

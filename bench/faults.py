@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from outcome import check_out, children, told
+from outcome import check_out, children, finish
 
 import outrider
 from outrider.bench.load.own_server import own_server
@@ -558,7 +558,7 @@ def main() -> int:
         lines = ("| " + " | ".join(row[name].replace("|", "/") for name in COLUMNS) + " |" for row in rows)
         args.page.write_text(PAGE + "\n".join(lines) + "\n")
     holds = all(row["verdict"] == "held" for row in rows)
-    return told({"schema": "outrider-faults/1", **origin(), "holds": holds, "faults": rows}, args.out)
+    return finish({"schema": "outrider-faults/1", **origin(), "holds": holds, "faults": rows}, args.out)
 
 
 if __name__ == "__main__":

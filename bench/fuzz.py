@@ -31,15 +31,15 @@ from pathlib import Path
 from typing import Any
 
 from fuzz_targets import TARGETS, Finding, Target
-from outcome import check_out, told
+from outcome import check_out, finish
 
 from outrider.bench.provenance import origin
 
 CASE_SECONDS = 20.0  # of processor time
-SLOWDOWN = 15.0  # times that, by the clock: other processes may want the processor
-MEMORY = 6 << 30  # bytes that a target's process may take beside what it starts with
-WARM_CASES, MAX_GROWTH = 100, 96 << 20  # bytes, after so many cases: libraries fill their caches first
-TURN_SECONDS = 600.0  # at most, that one target runs: long enough for memory that grows to be seen
+SLOWDOWN = 15.0  # maximum ratio of wall-clock to processor time, because other processes use the processor too
+MEMORY = 6 << 30  # bytes that a target's process may allocate after its start
+WARM_CASES, MAX_GROWTH = 100, 96 << 20  # cases during which libraries fill their caches; bytes of growth after them
+TURN_SECONDS = 600.0  # maximum turn of one target: long enough to detect growing memory
 
 
 def arguments() -> argparse.Namespace:
@@ -113,10 +113,10 @@ class Run:
         self.name, self._seed, self._folder = name, seed, folder
         self.next = 0  # number of the next case
         self.findings: dict[str, str] = {}  # what is wrong -> file
-        self.growth: int | None = None  # bytes, at most; None while no process has run for long enough
+        self.growth: int | None = None  # maximum bytes; None until a process has run ``WARM_CASES``
         self._kinds: set[str] = set()
 
-    def go_on(self, seconds: float) -> None:
+    def run_for(self, seconds: float) -> None:
         """Run cases for some seconds, in which the starts of processes do not count."""
         while seconds > 0:
             started = self._one_process(seconds)
@@ -257,7 +257,7 @@ def main() -> int:
     num_turns = math.ceil(seconds / TURN_SECONDS)
     for _ in range(num_turns):
         for run in runs:
-            run.go_on(seconds / num_turns)
+            run.run_for(seconds / num_turns)
     result = {
         **origin(),
         "minutes": args.minutes,
@@ -267,7 +267,7 @@ def main() -> int:
         "findings": {run.name: run.findings for run in runs if run.findings},
         "holds": not any(run.findings or not run.next for run in runs),
     }
-    return told(result, args.out)
+    return finish(result, args.out)
 
 
 if __name__ == "__main__":

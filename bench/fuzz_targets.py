@@ -185,7 +185,7 @@ class ModelTarget(Target):
         refusing(lambda: self._decode(folder))
 
     def _with(self, data: bytes) -> Path:
-        """A copy of a valid folder, one of whose files is the case's."""
+        """Return a copy of a valid folder in which the case replaces one file."""
         name, content = data.split(b"\n", 1)
         base, _, file = name.decode().rpartition("/")
         folder = self.folder / "case"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-from outcome import check_out, count, told
+from outcome import check_out, count, finish
 
 from outrider import LLM, SamplingParams
 from outrider.bench.provenance import origin
@@ -129,7 +129,7 @@ def main() -> int:
             except OutriderError as error:
                 found[name] = {"skipped": str(error)}
             print(f"{name}: {json.dumps(found[name])}", file=sys.stderr, flush=True)
-    return told({**origin(), "methods": found, "holds": holds(found)}, args.out)
+    return finish({**origin(), "methods": found, "holds": holds(found)}, args.out)
 
 
 def holds(found: dict[str, Any]) -> bool:

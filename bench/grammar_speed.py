@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-from outcome import check_out, count, told
+from outcome import check_out, count, finish
 
 from outrider import LLM, SamplingParams, family
 from outrider.bench.inflate import inflated
@@ -205,7 +205,7 @@ def main() -> int:
         raise SystemExit(f"error: {error}") from None
     setting = {"k": args.k, "temperature": args.temperature, "inflate": args.inflate, "device": device_name(llm.runner.device)}
     result = {**origin(), **setting, "forms": forms, "invalid": invalid[:5], "holds": not invalid}
-    return told(result, args.out)
+    return finish(result, args.out)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from outcome import check_out, count, told
+from outcome import check_out, count, finish
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from outrider import LLM, SamplingParams
@@ -170,7 +170,7 @@ def main() -> int:
         "drafts_over_plain": found["drafts_over_plain"] >= OVER_PLAIN,
         "same_text": found["same_text"],
     }
-    return told({**where, **found, "bars": holds, "holds": all(holds.values())}, args.out)
+    return finish({**where, **found, "bars": holds, "holds": all(holds.values())}, args.out)
 
 
 if __name__ == "__main__":

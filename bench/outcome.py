@@ -48,7 +48,7 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def told(result: Mapping[str, Any], out: Path | None) -> int:
+def finish(result: Mapping[str, Any], out: Path | None) -> int:
     """Write a result to its file and, as the last line, to standard output.
 
     Returns the exit code: 0 if it ``holds``, else 1.

@@ -30,7 +30,7 @@ from typing import Any
 
 import hostile
 import httpx
-from outcome import check_out, children, count, resident, told
+from outcome import check_out, children, count, finish, resident
 
 from outrider.bench.provenance import origin
 
@@ -51,7 +51,7 @@ STUCK_SECONDS = 300.0
 MAX_GROWTH = 0.05
 MAX_DELAY = 1.5  # maximum ratio of first-token times with and without hostile requests, 95th percentile
 HOSTILE_SECONDS, QUIET_SECONDS = 120.0, 60.0  # in turn
-SETTLING_SECONDS = 15.0  # at the start of each, while calls of the one before are in flight: not compared
+SETTLING_SECONDS = 15.0  # at the start of each phase, not compared: requests of the previous phase are still running
 
 
 def arguments() -> argparse.Namespace:
@@ -70,7 +70,7 @@ def arguments() -> argparse.Namespace:
 
 
 def share(text: str) -> float:
-    """An option's number, 0 to 0.5."""
+    """Parse the value of ``--hostile``, 0 to 0.5."""
     value = float(text)
     if not 0 <= value <= 0.5:
         raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 0.5")
@@ -119,8 +119,8 @@ class Soak:
         self.counts: dict[str, int] = {}
         self.wrong: list[str] = []
         self.rss: list[tuple[float, int]] = []
-        self.worker_rss = 0  # bytes of the server's worker processes, at most
-        # seconds, of honest streams, with and without hostile calls at the same time
+        self.worker_rss = 0  # maximum bytes of the server's worker processes
+        # seconds to the first token of honest streams, with and without hostile requests at the same time
         self.first_tokens: dict[bool, list[float]] = {True: [], False: []}
         self._started = time.monotonic()
         self.num_honest = self.num_hostile = 0
@@ -175,7 +175,7 @@ class Soak:
             self.first_tokens[is_hostile].append(time.monotonic() - started)
 
     async def _adversary(self, index: int) -> None:
-        """Makes hostile calls, as often as the clients' calls say, each with a connection of its own."""
+        """Send a hostile request for each entry that the clients put into the queue, each over a new connection."""
         choose = random.Random(f"{self._args.seed}-hostile-{index}")
         limits = httpx.Limits(max_keepalive_connections=0)
         async with httpx.AsyncClient(base_url=self._url, timeout=STUCK_SECONDS, limits=limits) as http:
@@ -388,7 +388,7 @@ def main() -> int:
         "proposer_faults": faults,
         "holds": holds,
     }
-    return told(result, args.out)
+    return finish(result, args.out)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from outcome import check_out, count, told
+from outcome import check_out, count, finish
 
 from outrider import LLM, SamplingParams
 from outrider.bench.contenders import PLAIN, Contender
@@ -172,7 +172,7 @@ def main() -> int:
     found = [check.compare(traffic) for traffic in traffics]
     useless = check.useless(traffics[0])
     result = {"target": args.target or "embedded", **provenance(check.llm.runner), "traffics": found, "useless": useless}
-    return told(result | {"holds": all(each["holds"] for each in (*found, useless))}, args.out)
+    return finish(result | {"holds": all(each["holds"] for each in (*found, useless))}, args.out)
 
 
 if __name__ == "__main__":

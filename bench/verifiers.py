@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from outcome import check_out, count, told
+from outcome import check_out, count, finish
 
 from outrider import LLM, SamplingParams
 from outrider.bench import workloads
@@ -59,7 +59,7 @@ def main() -> int:
     settings = {name: getattr(args, name) for name in ("method", "k", "temperature", "max_tokens", "repeat")}
     settings["num_prompts"] = len(prompts)  # the file may have fewer
     rows = {name: figures(counts[name], counts[args.verifiers[0]]) for name in llms}
-    return told({"schema": "outrider-verifiers/1", **origin(), **settings, "holds": True, "verifiers": rows}, args.out)
+    return finish({"schema": "outrider-verifiers/1", **origin(), **settings, "holds": True, "verifiers": rows}, args.out)
 
 
 def figures(own: np.ndarray, base: np.ndarray) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from outcome import check_out, count, resident, told
+from outcome import check_out, count, finish, resident
 
 from outrider import LLM, SamplingParams
 from outrider.bench.provenance import provenance
@@ -131,7 +131,7 @@ def main() -> int:
         "perplexity_over_checkpoint": ratios,
         "holds": all(ratios[weights] <= bar for weights, bar in BARS.items()),
     }
-    return told(result, args.out)
+    return finish(result, args.out)
 
 
 if __name__ == "__main__":

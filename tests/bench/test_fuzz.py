@@ -95,4 +95,4 @@ def test_a_target_that_does_not_start_ends_the_fuzzer(
     run = fuzz.Run("missing", 0, tmp_path)
     monkeypatch.setattr(run, "found", lambda wrong, data: pytest.fail(f"counted as a case: {wrong}"))
     with pytest.raises(SystemExit, match="the target missing does not start"):
-        run.go_on(60.0)
+        run.run_for(60.0)

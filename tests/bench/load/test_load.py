@@ -18,7 +18,7 @@ from rich.console import Console
 from outrider.bench.load import own_server
 from outrider.bench.load.arrivals import Load
 from outrider.bench.load.cells import Objective, cells, worst
-from outrider.bench.load.client import Asker, Sample
+from outrider.bench.load.client import Client, Sample
 from outrider.bench.load.counters import parse
 from outrider.bench.load.report import document, table, verdict
 from outrider.bench.load.sweep import PLAIN, SPECULATIVE, Mode, Sweep, Traffic
@@ -117,7 +117,7 @@ def test_tokens_of_uncounted_chunks_are_spread_evenly() -> None:
     async def ask() -> Sample:
         answer = httpx.MockTransport(lambda request: httpx.Response(200, text=body))
         async with httpx.AsyncClient(base_url=URL, transport=answer) as http:
-            return await Asker(http, {}).ask("a")
+            return await Client(http, {}).ask("a")
 
     sample = asyncio.run(ask())
     assert sample.error is None and [count for _, count in sample.pauses] == [1.5, 1.5]  # together the three after the first

@@ -38,7 +38,7 @@ class Sample:
         return sum(seconds for seconds, _ in self.pauses) / tokens if tokens else None
 
 
-class Asker:
+class Client:
     """HTTP client for one server."""
 
     def __init__(self, http: httpx.AsyncClient, body: Mapping[str, Any]) -> None:
