@@ -10,7 +10,6 @@ losing completed work. Exit code 1 if any fault does not pass.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import json
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from outcome import check_out, children, finish
+from outcome import children, finish, parsed, parser_of
 
 import outrider
 from outrider.bench.load.own_server import own_server
@@ -533,12 +532,10 @@ COLUMNS = ("fault", "promise", "verdict", "seen")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="run only faults whose name begins with this")
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--page", type=Path, help="write the table to this Markdown file")
-    args = parser.parse_args()
-    check_out(args.out)
+    args = parsed(parser)
     chosen = [fault for fault in FAULTS if name_of(fault).startswith(args.only)]
     if not chosen:
         raise SystemExit(f"error: no fault begins with {args.only!r}")

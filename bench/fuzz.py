@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from fuzz_targets import TARGETS, Finding, Target
-from outcome import check_out, finish
+from outcome import finish, parsed, parser_of
 
 from outrider.bench.provenance import origin
 
@@ -43,7 +43,7 @@ TURN_SECONDS = 600.0  # maximum turn of one target: long enough to detect growin
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -52,8 +52,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--case", type=int, help="run only this case and print its exception")
     parser.add_argument("--guided", action="store_true", help="fuzz one target, guided by coverage")
     parser.add_argument("--findings", type=Path, default=Path("fuzz-findings"))
-    parser.add_argument("--out", type=Path)
-    return parser.parse_args()
+    return parsed(parser)
 
 
 def names(text: str) -> list[str]:
@@ -246,7 +245,6 @@ def guided(name: str, seed: int, minutes: float, folder: Path) -> int:
 
 def main() -> int:
     args = arguments()
-    check_out(args.out)
     os.environ["HF_HUB_OFFLINE"] = "1"
     if args.case is not None or args.guided:
         if len(args.targets) != 1:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-from outcome import check_out, count, finish
+from outcome import count, finish, parsed, parser_of
 
 from outrider import LLM, SamplingParams, family
 from outrider.bench.inflate import inflated
@@ -168,7 +168,7 @@ def report(found: Sequence[Lane]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--prompts", type=Path, required=True, help="JSON list of objects with context and question")
     parser.add_argument("--num-prompts", type=count, default=10)
     parser.add_argument("--repeats", type=count, default=3)
@@ -181,11 +181,9 @@ def main() -> int:
     parser.add_argument("--draft")
     parser.add_argument("--inflate", help="inflate the target to the cost of this size, such as 1b")
     parser.add_argument("--compile", default="auto")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parsed(parser)
     args.methods, args.forms = args.methods.split(","), args.forms.split(",")
     args.k = args.k if args.k == "auto" else int(args.k)
-    check_out(args.out)
     rows = json.loads(args.prompts.read_text())[: args.num_prompts]
     prompts = [PROMPT.format(context=row["context"][:MAX_CONTEXT], question=row["question"]) for row in rows]
     target = args.target or family.TARGET

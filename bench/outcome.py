@@ -14,12 +14,21 @@ from outrider.cli.bench_documents import check_writable, write_or_say
 from outrider.types import OutriderError
 
 
-def check_out(out: Path | None) -> None:
-    """Exit now if the result could not be written at the end."""
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the script's docstring as help, and the option ``--out``."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="also write the result to this JSON file")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command line. Exits now if the result could not be written at the end."""
+    args = parser.parse_args()
     try:
-        check_writable("--out", out)
+        check_writable("--out", args.out)
     except OutriderError as error:
         raise SystemExit(f"error: {error}") from None
+    return args
 
 
 def count(text: str) -> int:

@@ -30,7 +30,7 @@ from typing import Any
 
 import hostile
 import httpx
-from outcome import check_out, children, count, finish, resident
+from outcome import children, count, finish, parsed, parser_of, resident
 
 from outrider.bench.provenance import origin
 
@@ -55,7 +55,7 @@ SETTLING_SECONDS = 15.0  # at the start of each phase, not compared: requests of
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--clients", type=count, default=32)
     parser.add_argument("--target", help="folder or hub id (default: the embedded target)")
@@ -64,9 +64,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hostile", type=share, default=0.0, help="share of requests designed to stall the server")
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parsed(parser)
 
 
 def share(text: str) -> float:
@@ -348,7 +347,6 @@ def main() -> int:
     if args.serve:
         serve(args)
         return 0
-    check_out(args.out)
     check_port(args.port)
     wanted, url = expected(args), f"http://127.0.0.1:{args.port}"
     log = Path("soak-server.log")
