@@ -33,6 +33,7 @@ import httpx
 from outcome import children, count, finish, parsed, parser_of, resident
 
 from outrider.bench.provenance import origin
+from outrider.bench.statistics import percentiles
 
 PROMPTS = [
     "def quicksort(",
@@ -337,11 +338,6 @@ def growth(rss: list[tuple[float, int]], minutes: float) -> float:
     return max(sizes) / sizes[0] - 1 if sizes else 0.0
 
 
-def percentile(values: list[float], part: float) -> float:
-    """Return a percentile (``part`` from 0 to 1) of the values; 0 if there are none."""
-    return sorted(values)[int(part * (len(values) - 1))] if values else 0.0
-
-
 def main() -> int:
     args = arguments()
     if args.serve:
@@ -363,18 +359,17 @@ def main() -> int:
         raise
     wrong = [*soak.wrong, *left, *ended(server)]
     grown, faults = growth(soak.rss, args.minutes), metric(page, "outrider:proposer_faults_total")
-    hostile_times, quiet_times = soak.first_tokens[True], soak.first_tokens[False]
-    late, usual = percentile(hostile_times, 0.95), percentile(quiet_times, 0.95)
-    delayed = late / usual if hostile_times and quiet_times else None
+    late, usual = percentiles(soak.first_tokens[True]), percentiles(soak.first_tokens[False])
+    delayed = late["p95"] / usual["p95"] if late and usual else None
     holds = not wrong and grown < MAX_GROWTH and faults > 0 and (delayed is None or delayed <= MAX_DELAY)
     result = {
         **origin(),
         "minutes": args.minutes,
         "clients": args.clients,
         "hostile": round(soak.num_hostile / max(soak.num_honest + soak.num_hostile, 1), 3),
-        "first_token_p50": round(percentile(quiet_times, 0.5), 4),
-        "first_token_p95": round(usual, 4),
-        "first_token_p95_hostile": round(late, 4) if hostile_times else None,
+        "first_token_p50": round(usual["p50"], 4) if usual else None,
+        "first_token_p95": round(usual["p95"], 4) if usual else None,
+        "first_token_p95_hostile": round(late["p95"], 4) if late else None,
         "first_token_p95_ratio": None if delayed is None else round(delayed, 2),
         "seconds_to_ready": round(seconds, 2),
         "counts": soak.counts,

@@ -188,5 +188,6 @@ def cache_folder(name: str, key: bytes, files: Iterable[Path]) -> Path:
     """Return the folder of the cache for something made from ``key`` and from these files, by their content."""
     digest = hashlib.sha256(key)
     for file in files:
-        digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
+        with file.open("rb") as opened:
+            digest.update(file.name.encode() + hashlib.file_digest(opened, "sha256").digest())
     return lasting_dir("inflated") / f"{name}-{digest.hexdigest()[:12]}"
