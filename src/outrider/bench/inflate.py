@@ -22,7 +22,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -181,7 +181,18 @@ def inflated(source: str | Path, size: str = "1b") -> Path:
         raise OutriderError(f"{source} is not a model folder: config.json is missing")
     files = [source / "config.json", *sorted(source.glob("*.safetensors")), *sorted(source.glob("token*"))]
     folder = cache_folder(f"{source.resolve().name}-{size.lower()}", f"{FORMAT}/{size.lower()}".encode(), files)
-    return folder if folder.is_dir() else inflate(source, folder, size)
+    return built_once(folder, lambda: inflate(source, folder, size))
+
+
+def built_once(folder: Path, build: Callable[[], object]) -> Path:
+    """Return a folder of the cache, built if missing. Two processes may build it: the first to finish wins."""
+    if not folder.is_dir():
+        try:
+            build()
+        except OutriderError:
+            if not folder.is_dir():
+                raise
+    return folder
 
 
 def cache_folder(name: str, key: bytes, files: Iterable[Path]) -> Path:

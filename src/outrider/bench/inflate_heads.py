@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.bench.inflate import cache_folder, new_folder
+from outrider.bench.inflate import built_once, cache_folder, new_folder
 from outrider.bench.shapes import Shape, source_shape
 from outrider.bench.widening import Inflater, Noise
 from outrider.heads import eagle_formats, medusa
@@ -288,4 +288,4 @@ def inflated_head(source: str | Path, target: Path) -> Path:
     key = f"{FORMAT}/".encode() + (target / "config.json").read_bytes()
     files = sorted(file for file in folder.iterdir() if file.is_file())
     out = cache_folder(f"{folder.resolve().name}-{target.name[:40]}", key, files)
-    return out if out.is_dir() else inflate_head(folder, target, out)
+    return built_once(out, lambda: inflate_head(folder, target, out))

@@ -112,15 +112,24 @@ def test_a_server_that_does_not_count_tokens_in_chunks_is_measured_too() -> None
 
 def test_tokens_of_uncounted_chunks_are_spread_evenly() -> None:
     events = [{"choices": [{"text": "a"}]}] * 3 + [{"choices": [], "usage": {"completion_tokens": 4}}]
-    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    sample = answered("".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
+    assert sample.error is None and [count for _, count in sample.pauses] == [1.5, 1.5]  # together the three after the first
+
+
+def test_events_may_lack_the_space_after_the_colon() -> None:
+    sample = answered('data:{"choices": [{"text": "a"}], "usage": {"completion_tokens": 1}}\r\n\r\ndata:[DONE]\r\n\r\n')
+    assert sample.error is None and sample.num_tokens == 1
+
+
+def answered(body: str) -> Sample:
+    """Return the sample of a request whose response has this body."""
 
     async def ask() -> Sample:
         answer = httpx.MockTransport(lambda request: httpx.Response(200, text=body))
         async with httpx.AsyncClient(base_url=URL, transport=answer) as http:
             return await Client(http, {}).ask("a")
 
-    sample = asyncio.run(ask())
-    assert sample.error is None and [count for _, count in sample.pauses] == [1.5, 1.5]  # together the three after the first
+    return asyncio.run(ask())
 
 
 def test_goodput_counts_requests_that_meet_the_objective() -> None:

@@ -100,8 +100,8 @@ async def events(answer: httpx.Response) -> AsyncIterator[bytes]:
     async for piece in answer.aiter_bytes():
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
-            if line.startswith(b"data: "):
-                yield line[6:].rstrip(b"\r")
+            if line.startswith(b"data:"):  # a space may follow
+                yield line[5:].strip()
 
 
 def _count_drafts(usage: Mapping[str, Any], sample: Sample) -> None:
