@@ -131,11 +131,10 @@ class Soak:
 
     async def run(self) -> None:
         """Run all clients until the time is over, sampling the server's memory every few seconds."""
-        started = time.monotonic()
         clients = [asyncio.create_task(self._client(index)) for index in range(self._args.clients)]
         adversaries = [asyncio.create_task(self._adversary(index)) for index in range(self._args.clients)]
         while time.monotonic() < self._end:
-            self.rss.append((time.monotonic() - started, resident(self._pid)))
+            self.rss.append((time.monotonic() - self._started, resident(self._pid)))
             self.worker_rss = max(self.worker_rss, sum(map(resident, children(self._pid))))
             await asyncio.sleep(min(5.0, max(self._end - time.monotonic(), 0.1)))
         done, stuck = await asyncio.wait(clients, timeout=STUCK_SECONDS)
