@@ -32,15 +32,13 @@ def certificates(result: Mapping[str, Any]) -> Group:
         greedy, found = each["greedy"], each["sampling"]
         same = greedy["prompts"] - greedy["ties"] - greedy["defects"]
         entry = f"{same}/{greedy['prompts']} equal" + (f", {greedy['ties']} ties" if greedy["ties"] else "")
-        if found is None:
-            view.add_row(escape(each["method"]), MARKS[each["verdict"]], entry, "", "", "")
-        else:
+        sampled = ["", "", ""]
+        if found is not None:
+            samples = sum(part["samples"] for part in found["parts"].values())
             values = [test["holm_p_value"] for part in found["parts"].values() for test in part["tests"]]
             caught = sum(control["caught"] for control in found["controls"])
-            samples = sum(part["samples"] for part in found["parts"].values())
-            controls = f"{caught} of {len(found['controls'])} caught"
-            least = f"{min(values, default=1.0):.2g}"
-            view.add_row(escape(each["method"]), MARKS[each["verdict"]], entry, f"{samples:,}", least, controls)
+            sampled = [f"{samples:,}", f"{min(values, default=1.0):.2g}", f"{caught} of {len(found['controls'])} caught"]
+        view.add_row(escape(each["method"]), MARKS[each["verdict"]], entry, *sampled)
     notes = [
         (each["method"], text) for each in result["methods"] for text in [*each["findings"], *each["doubts"], *each["remarks"]]
     ]
