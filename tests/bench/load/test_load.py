@@ -121,6 +121,11 @@ def test_events_may_lack_the_space_after_the_colon() -> None:
     assert sample.error is None and sample.num_tokens == 1
 
 
+@pytest.mark.parametrize("event", ["[]", "null", "3", "{", '{"choices": ["a"]}', '{"choices": {}}', '{"usage": "none"}'])
+def test_an_event_of_another_form_fails_only_its_request(event: str) -> None:
+    assert answered(f"data: {event}\n\ndata: [DONE]\n\n").error
+
+
 def answered(body: str) -> Sample:
     """Return the sample of a request whose response has this body."""
 

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 PATH = "/v1/completions"
+UNEXPECTED_JSON = (ValueError, LookupError, TypeError, AttributeError)  # raised for an answer of another form
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Client:
                     sample.error = f"{answer.status_code}: {_message(await answer.aread())}"
                 else:
                     await self._read(answer, sample)
-        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:  # TypeError: unexpected JSON
+        except (httpx.HTTPError, *UNEXPECTED_JSON) as error:
             sample.error = f"{type(error).__name__}: {error}"
         sample.ended = sample.ended or clock()
         return sample
