@@ -18,7 +18,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from outcome import check_out, count, told
+from outcome import count, finish, parsed, parser_of
 
 from outrider.bench.provenance import origin
 
@@ -27,13 +27,11 @@ WHERE = ("device", "dtype", "threads", "target")  # keys of an audit's document 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--audits", type=count, default=20)
     parser.add_argument("--method", default="draft")
     parser.add_argument("--tv", type=float, default=0.2)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    check_out(args.out)
+    args = parsed(parser)
     started, audits, where = perf_counter(), list[dict[str, Any]](), dict[str, Any]()
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(1, args.audits + 1):
@@ -54,7 +52,7 @@ def main() -> int:
         "seconds": round(perf_counter() - started, 1),
         "holds": alarms <= ALARMS * args.audits and caught,
     }
-    return told(result, args.out)
+    return finish(result, args.out)
 
 
 def audited(args: argparse.Namespace, seed: int, out: Path) -> tuple[dict[str, Any], dict[str, Any]]:

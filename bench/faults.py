@@ -10,7 +10,6 @@ losing completed work. Exit code 1 if any fault does not pass.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import json
@@ -18,11 +17,9 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,10 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from outcome import check_out, told
+from outcome import children, finish, parsed, parser_of
 
 import outrider
+from outrider.bench.load.own_server import own_server
 from outrider.bench.provenance import origin
+from outrider.types import OutriderError
 
 PROMPT = "def add(a, b):"
 GENERATE = ("generate", "-k", "4", "--max-tokens", "24", "--temperature", "0", PROMPT)
@@ -174,33 +173,14 @@ class Place:
     @contextlib.contextmanager
     def serving(self, *words: object, **environment: object) -> Iterator[Server]:
         """Start a server and wait until it is ready."""
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
-        process = self.start("serve", "--port", port, *words, under=None, **environment)
-        lines: list[str] = []
-        assert process.stderr is not None
-        threading.Thread(target=lambda: lines.extend(process.stderr or ()), daemon=True).start()
-        server = Server(process, f"http://127.0.0.1:{port}", lines)
-        try:
-            until(lambda: process.poll() is not None or server.is_ready(), "the server is ready")
-            expect(process.poll() is None, f"the server ended: {''.join(lines)[-600:]}")
-            yield server
-        finally:
-            process.kill()
-            process.wait()
+        with own_server([*map(str, words)], **{name: str(value) for name, value in environment.items()}) as server:
+            yield Server(server.process.pid, server.url)
 
 
 @dataclass(frozen=True)
 class Server:
-    process: subprocess.Popen[str]
+    pid: int
     url: str
-    log: list[str]
-
-    def is_ready(self) -> bool:
-        with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"{self.url}/ready", timeout=5).status_code == 200
-        return False
 
     def ask(self, prompt: str = PROMPT, **more: Any) -> tuple[int, str]:
         """Request a completion. Returns the status, and the text or error."""
@@ -402,10 +382,10 @@ def memory_while_serving(place: Place) -> str:
     """A request that does not fit into memory gets an error; the server continues."""
     with place.serving("--compile", "never", "--max-batch", "32") as server:
         wanted = server.ask()[1]
-        used = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[0]) * resource.getpagesize()
-        limit(server.process.pid, used + (4 << 20))
+        used = int(Path(f"/proc/{server.pid}/statm").read_text().split()[0]) * resource.getpagesize()
+        limit(server.pid, used + (4 << 20))
         answers = [server.ask("word " * 300, n=32, max_tokens=200, temperature=1.0) for _ in range(2)]
-        limit(server.process.pid, resource.RLIM_INFINITY)
+        limit(server.pid, resource.RLIM_INFINITY)
         server.expect_text(wanted)
         statuses = [status for status, _ in answers]
         expect(all(status in (200, 500, 503) for status in statuses), str(answers))
@@ -425,15 +405,11 @@ def worker_killed(place: Place) -> str:
     with place.serving("--compile", "never") as server:
         wanted = server.ask()[1]
         for _ in range(5):
-            for child in children(server.process.pid):
+            for child in children(server.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
             server.expect_text(wanted)
         return "5 of 5 correct answers"
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def clock_jumps(place: Place) -> str:
@@ -449,7 +425,7 @@ def clock_jumps(place: Place) -> str:
     with place.serving("--compile", "never", "--request-timeout", "30", LD_PRELOAD=library) as server:
         answers = [server.ask(max_tokens=64) for _ in range(8)]
         expect(len(set(answers)) == 1 and answers[0][0] == 200, str(answers))
-        expect(server.is_ready(), "not ready")
+        expect(httpx.get(f"{server.url}/ready", timeout=5).is_success, "not ready")
     return "the same text; 8 of 8 server answers"
 
 
@@ -534,7 +510,7 @@ def measure(fault: Callable[[Place], str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="outrider-faults-") as folder:
         try:
             seen, verdict = fault(Place(Path(folder))).replace(folder, "..."), "held"
-        except Broken as broken:
+        except (Broken, OutriderError) as broken:
             seen, verdict = str(broken).replace(folder, "..."), "BROKEN"
     return {
         "fault": name_of(fault),
@@ -556,12 +532,10 @@ COLUMNS = ("fault", "promise", "verdict", "seen")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="run only faults whose name begins with this")
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--page", type=Path, help="write the table to this Markdown file")
-    args = parser.parse_args()
-    check_out(args.out)
+    args = parsed(parser)
     chosen = [fault for fault in FAULTS if name_of(fault).startswith(args.only)]
     if not chosen:
         raise SystemExit(f"error: no fault begins with {args.only!r}")
@@ -581,7 +555,7 @@ def main() -> int:
         lines = ("| " + " | ".join(row[name].replace("|", "/") for name in COLUMNS) + " |" for row in rows)
         args.page.write_text(PAGE + "\n".join(lines) + "\n")
     holds = all(row["verdict"] == "held" for row in rows)
-    return told({"schema": "outrider-faults/1", **origin(), "holds": holds, "faults": rows}, args.out)
+    return finish({"schema": "outrider-faults/1", **origin(), "holds": holds, "faults": rows}, args.out)
 
 
 if __name__ == "__main__":

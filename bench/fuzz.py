@@ -30,20 +30,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fuzz_targets import SEEDS, TARGETS, Finding, Target
-from outcome import check_out, told
+from fuzz_targets import TARGETS, Finding, Target
+from outcome import finish, parsed, parser_of
 
 from outrider.bench.provenance import origin
 
 CASE_SECONDS = 20.0  # of processor time
-SLOWDOWN = 15.0  # times that, by the clock: other processes may want the processor
-MEMORY = 6 << 30  # bytes that a target's process may take beside what it starts with
-WARM_CASES, MAX_GROWTH = 100, 96 << 20  # bytes, after so many cases: libraries fill their caches first
-TURN_SECONDS = 600.0  # at most, that one target runs: long enough for memory that grows to be seen
+SLOWDOWN = 15.0  # maximum ratio of wall-clock to processor time, because other processes use the processor too
+MEMORY = 6 << 30  # bytes that a target's process may allocate after its start
+WARM_CASES, MAX_GROWTH = 100, 96 << 20  # cases during which libraries fill their caches; bytes of growth after them
+TURN_SECONDS = 600.0  # maximum turn of one target: long enough to detect growing memory
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -52,8 +52,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--case", type=int, help="run only this case and print its exception")
     parser.add_argument("--guided", action="store_true", help="fuzz one target, guided by coverage")
     parser.add_argument("--findings", type=Path, default=Path("fuzz-findings"))
-    parser.add_argument("--out", type=Path)
-    return parser.parse_args()
+    return parsed(parser)
 
 
 def names(text: str) -> list[str]:
@@ -113,17 +112,20 @@ class Run:
         self.name, self._seed, self._folder = name, seed, folder
         self.next = 0  # number of the next case
         self.findings: dict[str, str] = {}  # what is wrong -> file
-        self.growth: int | None = None  # bytes, at most; None while no process has run for long enough
+        self.growth: int | None = None  # maximum bytes; None until a process has run ``WARM_CASES``
         self._kinds: set[str] = set()
 
-    def go_on(self, seconds: float) -> None:
+    def run_for(self, seconds: float) -> None:
         """Run cases for some seconds, in which the starts of processes do not count."""
         while seconds > 0:
             started = self._one_process(seconds)
             seconds -= time.monotonic() - started
 
     def _one_process(self, seconds: float) -> float:
-        """Run cases in one process, until the time is over or the process cannot go on. When it was ready."""
+        """Run cases in one process until the time is over or it cannot continue. Returns when its first case began.
+
+        Ends the program if the process ends before its first case: another one would end, too.
+        """
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
         process = context.Process(target=work, args=(self.name, self._seed, self.next, there), daemon=False)
@@ -132,6 +134,8 @@ class Run:
         first, before, data, memory = self.next, 0, b"", 0
         try:
             message, ready = self._message(here, process.pid or 0), time.monotonic()
+            if isinstance(message, str):
+                raise SystemExit(f"error: the target {self.name} does not start: {message}")
             while time.monotonic() - ready < seconds:
                 if isinstance(message, str):
                     self.found(message if process.is_alive() else f"the process ended with code {exit_code(process)}", data)
@@ -213,14 +217,17 @@ def again(name: str, seed: int, number: int) -> int:
     return 0
 
 
-def guided(name: str, seed: int, minutes: float) -> int:
-    """Fuzz one target in this process with libFuzzer, guided by the coverage of Outrider's Python code."""
+def guided(name: str, seed: int, minutes: float, folder: Path) -> int:
+    """Fuzz one target in this process with libFuzzer, guided by the coverage of Outrider's Python code.
+
+    ``folder``: for the corpus, which grows with each run.
+    """
     try:
         import atheris
     except ImportError:
         raise SystemExit("error: --guided needs atheris: pip install atheris") from None
     with atheris.instrument_imports(include=["outrider"]), contextlib.closing(TARGETS[name]()) as target:
-        corpus = SEEDS / f".{name}-corpus"
+        corpus = folder / f"{name}-corpus"
         corpus.mkdir(parents=True, exist_ok=True)
         for data in target.seeds():
             (corpus / hashlib.sha256(data).hexdigest()[:16]).write_bytes(data)
@@ -238,17 +245,17 @@ def guided(name: str, seed: int, minutes: float) -> int:
 
 def main() -> int:
     args = arguments()
-    check_out(args.out)
     os.environ["HF_HUB_OFFLINE"] = "1"
     if args.case is not None or args.guided:
         if len(args.targets) != 1:
             raise SystemExit("error: --case and --guided need one of --targets")
-        return guided(args.targets[0], args.seed, args.minutes) if args.guided else again(args.targets[0], args.seed, args.case)
+        (name,) = args.targets
+        return guided(name, args.seed, args.minutes, args.findings) if args.guided else again(name, args.seed, args.case)
     runs, seconds = [Run(name, args.seed, args.findings) for name in args.targets], 60 * args.minutes / len(args.targets)
     num_turns = math.ceil(seconds / TURN_SECONDS)
     for _ in range(num_turns):
         for run in runs:
-            run.go_on(seconds / num_turns)
+            run.run_for(seconds / num_turns)
     result = {
         **origin(),
         "minutes": args.minutes,
@@ -258,7 +265,7 @@ def main() -> int:
         "findings": {run.name: run.findings for run in runs if run.findings},
         "holds": not any(run.findings or not run.next for run in runs),
     }
-    return told(result, args.out)
+    return finish(result, args.out)
 
 
 if __name__ == "__main__":

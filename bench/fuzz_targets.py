@@ -6,13 +6,10 @@ import itertools
 import json
 import random
 import shutil
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -25,7 +22,7 @@ from outcome import resident
 ROOT = Path(__file__).resolve().parent.parent
 SEEDS = ROOT / "tests" / "fuzz_seeds"  # former findings, by target
 MAX_MESSAGE = 700  # characters of an error message
-START_SECONDS, ANSWER_SECONDS = 180.0, 240.0
+ANSWER_SECONDS = 240.0
 
 
 class Finding(Exception):
@@ -170,9 +167,8 @@ class ModelTarget(Target):
         self.folders = ["llama", "sharded"]
 
     def valid(self) -> list[bytes]:
-        files = [(folder, name) for folder, name in itertools.product(self.folders, self.files)]
-        files = [(folder, name) for folder, name in files if (self.folder / folder / name).exists()]
-        return [f"{folder}/{name}\n".encode() + (self.folder / folder / name).read_bytes() for folder, name in files]
+        names = [f"{folder}/{name}" for folder, name in itertools.product(self.folders, self.files)]
+        return [f"{name}\n".encode() + path.read_bytes() for name in names if (path := self.folder / name).exists()]
 
     def mutate(self, data: bytes, choose: random.Random) -> bytes:
         name, content = data.split(b"\n", 1)
@@ -189,7 +185,7 @@ class ModelTarget(Target):
         refusing(lambda: self._decode(folder))
 
     def _with(self, data: bytes) -> Path:
-        """A copy of a valid folder, one of whose files is the case's."""
+        """Return a copy of a valid folder in which the case replaces one file."""
         name, content = data.split(b"\n", 1)
         base, _, file = name.decode().rpartition("/")
         folder = self.folder / "case"
@@ -277,7 +273,7 @@ class HeadTarget(ModelTarget):
     def _make_blocks(self) -> None:
         writers, target = import_module("heads.block_checkpoints"), self.folder / "block-target"
         self._save(writers.block_target(), target)
-        tables = {name: tensor for name, tensor in writers.head_tensors().items()}
+        tables = writers.head_tensors()
         heads = {
             "dflash": (writers.native_config(), tables),
             "dflash2": (writers.second_config(), tables | writers.second_tensors()),
@@ -325,37 +321,17 @@ TALK = [
     {"role": "system", "content": "a"},
     {"role": "user", "content": [{"type": "text", "text": "b"}], "name": "c"},
 ]
+SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": PERSON}}}
+PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.2}
+TOKENS = {"stop_token_ids": [3], "banned_token_ids": [7], "allowed_token_ids": [3, 5, 9]}
+TOP_LOGPROBS = {"logprobs": True, "top_logprobs": 2}
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("completions", {"prompt": "def add(", "max_tokens": 4, "temperature": 0.5, "top_p": 0.9, "seed": 1, "n": 2}),
     ("completions", {"prompt": ["a", "b"], "max_tokens": 3, "logprobs": 2, "stop": ["\n", "x"], "logit_bias": {"5": 1}}),
     ("completions", {"prompt": [[5, 6], [7]], "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 3}),
-    (
-        "completions",
-        {
-            "prompt": "x",
-            "max_tokens": 9,
-            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": PERSON}},
-            "speculative": {"num_draft_tokens": 2, "method": "plain"},
-        },
-    ),
-    (
-        "completions",
-        {
-            "prompt": "y",
-            "max_tokens": 3,
-            "min_p": 0.1,
-            "repetition_penalty": 1.1,
-            "frequency_penalty": 0.2,
-            "stop_token_ids": [3],
-            "banned_token_ids": [7],
-            "allowed_token_ids": [3, 5, 9],
-            "ignore_eos": True,
-        },
-    ),
-    (
-        "chat/completions",
-        {"messages": TALK, "max_completion_tokens": 4, "logprobs": True, "top_logprobs": 2, "presence_penalty": 0.1},
-    ),
+    ("completions", {"prompt": "x", "max_tokens": 9, **SCHEMA, "speculative": {"num_draft_tokens": 2, "method": "plain"}}),
+    ("completions", {"prompt": "y", "max_tokens": 3, "min_p": 0.1, **PENALTIES, **TOKENS, "ignore_eos": True}),
+    ("chat/completions", {"messages": TALK, "max_completion_tokens": 4, **TOP_LOGPROBS, "presence_penalty": 0.1}),
     ("chat/completions", {"messages": [{"role": "user", "content": "é"}], "max_tokens": 4, "stream": True, "top_k": 3}),
 ]
 
@@ -371,26 +347,13 @@ class BodyTarget(Target):
 
     def __init__(self) -> None:
         super().__init__()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self._log = (self.folder / "log").open("w+b")
-        limits = ["--max-len", "128", "--max-batch", "8", "--max-body", "200000", "--schema-timeout", "1"]
-        command = [sys.executable, "-m", "outrider", "serve", "--port", str(port), "--compile", "never", *limits]
-        self._server = subprocess.Popen(command, stderr=self._log, stdout=subprocess.DEVNULL)
-        self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=ANSWER_SECONDS)
-        self._seen = 0  # bytes of the log that were read
-        started = time.monotonic()
-        while not self._is_ready():
-            if self._server.poll() is not None or time.monotonic() - started > START_SECONDS:
-                raise SystemExit(f"the server did not start: {(self.folder / 'log').read_text()[-300:]}")
-            time.sleep(0.1)
+        from outrider.bench.load.own_server import own_server
 
-    def _is_ready(self) -> bool:
-        try:
-            return self._http.get("/ready").status_code == 200
-        except httpx.HTTPError:
-            return False
+        limits = ["--max-len", "128", "--max-batch", "8", "--max-body", "200000", "--schema-timeout", "1"]
+        self._open = ExitStack()
+        self._server = self._open.enter_context(own_server(["--compile", "never", *limits]))
+        self._log = self._open.enter_context(self._server.log.open("rb"))
+        self._http = self._open.enter_context(httpx.Client(base_url=self._server.url, timeout=ANSWER_SECONDS))
 
     def valid(self) -> list[bytes]:
         return [f"/v1/{path}\n".encode() + json.dumps(body).encode() for path, body in BODIES]
@@ -413,25 +376,17 @@ class BodyTarget(Target):
             raise Finding(f"status {answer.status_code}: {answer.text[:200]}")
         if answer.status_code >= 400:
             check_refusal(answer.json()["error"]["message"])
-        self._log.seek(self._seen)
-        said = self._log.read()
-        self._seen += len(said)
+        said = self._log.read()  # since the last call
         if b'"traceback"' in said or b"Traceback" in said:
             raise Finding(f"the log has a traceback: {said[said.find(b'raceback') :][-200:]!r}")
-        if self._server.poll() is not None:
-            raise Finding(f"the server has ended with code {self._server.returncode}")
+        if self._server.process.poll() is not None:
+            raise Finding(f"the server has ended with code {self._server.process.returncode}")
 
     def memory(self) -> int:
-        return resident(self._server.pid)
+        return resident(self._server.process.pid)
 
     def close(self) -> None:
-        self._http.close()
-        self._server.send_signal(signal.SIGTERM)
-        try:
-            self._server.wait(30)
-        except subprocess.TimeoutExpired:
-            self._server.kill()
-        self._log.close()
+        self._open.close()
         super().close()
 
 
@@ -441,28 +396,9 @@ class SchemaTarget(BodyTarget):
     name = "schema"
     words = (
         *("$ref", "$defs", "anyOf", "allOf", "oneOf", "not", "enum", "const", "pattern", "format", "items", "prefixItems"),
-        *(
-            "patternProperties",
-            "additionalProperties",
-            "required",
-            "minLength",
-            "maxLength",
-            "minItems",
-            "maxItems",
-            "multipleOf",
-        ),
-        *(
-            "minimum",
-            "maximum",
-            "exclusiveMinimum",
-            "if",
-            "then",
-            "else",
-            "dependentRequired",
-            "propertyNames",
-            "x-guidance",
-            "type",
-        ),
+        *("patternProperties", "additionalProperties", "required", "minLength", "maxLength", "minItems", "maxItems", "type"),
+        *("multipleOf", "minimum", "maximum", "exclusiveMinimum", "if", "then", "else", "dependentRequired", "propertyNames"),
+        "x-guidance",
     )
 
     def mutate(self, data: bytes, choose: random.Random) -> bytes:

@@ -12,11 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import jsonschema
-from outcome import check_out, count, told
+from outcome import count, finish, parsed, parser_of
 
 from outrider import LLM, SamplingParams
 from outrider.bench.provenance import origin
@@ -112,15 +111,13 @@ def check(method: str, grammar_drafts: bool, args: argparse.Namespace) -> dict[s
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--answers", type=count, default=500, help="number of answers per method")
     parser.add_argument("--method", help="methods, separated by commas (default: all)")
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--target", help="folder or hub id (default: the embedded target)")
     parser.add_argument("--draft")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    check_out(args.out)
+    args = parsed(parser)
     found: dict[str, Any] = {}
     for method in args.method.split(",") if args.method else PROPOSERS:
         for name, grammar_drafts in ((method, False), (f"grammar+{method}", True)):
@@ -129,7 +126,7 @@ def main() -> int:
             except OutriderError as error:
                 found[name] = {"skipped": str(error)}
             print(f"{name}: {json.dumps(found[name])}", file=sys.stderr, flush=True)
-    return told({**origin(), "methods": found, "holds": holds(found)}, args.out)
+    return finish({**origin(), "methods": found, "holds": holds(found)}, args.out)
 
 
 def holds(found: dict[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-from outcome import check_out, count, told
+from outcome import count, finish, parsed, parser_of
 
 from outrider import LLM, SamplingParams, family
 from outrider.bench.inflate import inflated
@@ -28,6 +28,7 @@ from outrider.bench.provenance import device_name, origin
 from outrider.bench.statistics import Timings, speed_interval, speedup_interval
 from outrider.engine.config import build_engine, build_policy, build_proposer
 from outrider.engine.engine import Engine
+from outrider.engine.outputs import Completion
 from outrider.server.grammar import GrammarCompiler
 from outrider.server.prompts import tools
 from outrider.types import OutriderError
@@ -72,25 +73,24 @@ class Lane:
 
     name: str
     engine: Engine
-    tokens: list[list[float]] = field(default_factory=list)  # [repeats][prompts]
-    seconds: list[list[float]] = field(default_factory=list)
-    num_rounds: int = 0
-    num_forced: int = 0
-    num_accepted: int = 0
-    num_drafts: int = 0
-    texts: list[list[int]] = field(default_factory=list)
+    answers: list[list[Completion]] = field(default_factory=list)  # [repeats][prompts]
+    seconds: list[list[float]] = field(default_factory=list)  # [repeats][prompts]
 
     @property
-    def num_tokens(self) -> float:
-        return sum(map(sum, self.tokens))
+    def texts(self) -> list[list[int]]:
+        return [answer.token_ids for repeat in self.answers for answer in repeat]
+
+    def total(self, count: str) -> int:
+        """Return the sum of one count of the statistics over all answers."""
+        return sum(getattr(answer.stats, count) for repeat in self.answers for answer in repeat)
 
     @property
     def timings(self) -> Timings:
-        return Timings.of(self.tokens, self.seconds)
+        return Timings.of([[len(answer.token_ids) for answer in repeat] for repeat in self.answers], self.seconds)
 
     @property
     def tok_s(self) -> float:
-        return self.num_tokens / sum(map(sum, self.seconds))
+        return sum(map(len, self.texts)) / sum(map(sum, self.seconds))
 
 
 def lanes(llm: LLM, methods: Sequence[str], k: int | str) -> Iterator[Lane]:
@@ -114,7 +114,7 @@ def measure(llm: LLM, form: str, prompts: Sequence[str], args: argparse.Namespac
     for repeat in range(args.repeats + 1):  # the first repeat is a warm-up
         is_measured = repeat > 0
         for lane in found if is_measured else ():
-            lane.tokens.append([])
+            lane.answers.append([])
             lane.seconds.append([])
         for at, prompt in enumerate(prompts if is_measured else prompts[: args.warmup]):
             params = SamplingParams(MAX_TOKENS, args.temperature, seed=at, grammar=grammar)
@@ -123,16 +123,11 @@ def measure(llm: LLM, form: str, prompts: Sequence[str], args: argparse.Namespac
                 llm.engine, llm.proposer = lane.engine, lane.engine.proposer
                 started = time.perf_counter()
                 answer = llm.generate(prompt, params)[0].outputs[0]
-                seconds, stats = time.perf_counter() - started, answer.stats
+                seconds = time.perf_counter() - started
                 if not is_measured:
                     continue
-                lane.tokens[-1].append(len(answer.token_ids))
+                lane.answers[-1].append(answer)
                 lane.seconds[-1].append(seconds)
-                lane.texts.append(answer.token_ids)
-                lane.num_rounds += stats.num_rounds
-                lane.num_forced += stats.num_forced
-                lane.num_accepted += stats.num_accepted
-                lane.num_drafts += stats.num_drafts
                 try:
                     jsonschema.validate(json.loads(answer.text), FORMS[form])
                 except (ValueError, jsonschema.ValidationError) as error:
@@ -145,16 +140,17 @@ def report(found: Sequence[Lane]) -> dict[str, Any]:
     """Return rounds and speeds of each lane, and the ratio of each lane with grammar drafts to the one without."""
     rows: dict[str, Any] = {}
     for at, lane in enumerate(found):
-        num_answers = len(lane.texts)
+        texts, num_rounds, num_drafts = lane.texts, lane.total("num_rounds"), lane.total("num_drafts")
+        num_answers, num_tokens = len(texts), sum(map(len, texts))
         without = found[at - at % 2]
         rows[lane.name] = {
             "answers": num_answers,
-            "tokens_per_answer": round(lane.num_tokens / num_answers, 2),
-            "rounds_per_answer": round(lane.num_rounds / num_answers, 2),
-            "tokens_per_round": round(lane.num_tokens / lane.num_rounds, 3),
-            "forced_share": round(lane.num_forced / lane.num_tokens, 3),
-            "draft_acceptance_rate": round(lane.num_accepted / lane.num_drafts, 3) if lane.num_drafts else None,
-            "same_answers_as_first": sum(a == b for a, b in zip(lane.texts, found[0].texts, strict=True)),
+            "tokens_per_answer": round(num_tokens / num_answers, 2),
+            "rounds_per_answer": round(num_rounds / num_answers, 2),
+            "tokens_per_round": round(num_tokens / num_rounds, 3),
+            "forced_share": round(lane.total("num_forced") / num_tokens, 3),
+            "draft_acceptance_rate": round(lane.total("num_accepted") / num_drafts, 3) if num_drafts else None,
+            "same_answers_as_first": sum(a == b for a, b in zip(texts, found[0].texts, strict=True)),
             "tok_s": round(lane.tok_s, 2),
             "tok_s_interval": speed_interval(lane.timings),
             "speedup": round(lane.tok_s / found[0].tok_s, 3),
@@ -172,7 +168,7 @@ def report(found: Sequence[Lane]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--prompts", type=Path, required=True, help="JSON list of objects with context and question")
     parser.add_argument("--num-prompts", type=count, default=10)
     parser.add_argument("--repeats", type=count, default=3)
@@ -185,11 +181,9 @@ def main() -> int:
     parser.add_argument("--draft")
     parser.add_argument("--inflate", help="inflate the target to the cost of this size, such as 1b")
     parser.add_argument("--compile", default="auto")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parsed(parser)
     args.methods, args.forms = args.methods.split(","), args.forms.split(",")
     args.k = args.k if args.k == "auto" else int(args.k)
-    check_out(args.out)
     rows = json.loads(args.prompts.read_text())[: args.num_prompts]
     prompts = [PROMPT.format(context=row["context"][:MAX_CONTEXT], question=row["question"]) for row in rows]
     target = args.target or family.TARGET
@@ -209,7 +203,7 @@ def main() -> int:
         raise SystemExit(f"error: {error}") from None
     setting = {"k": args.k, "temperature": args.temperature, "inflate": args.inflate, "device": device_name(llm.runner.device)}
     result = {**origin(), **setting, "forms": forms, "invalid": invalid[:5], "holds": not invalid}
-    return told(result, args.out)
+    return finish(result, args.out)
 
 
 if __name__ == "__main__":

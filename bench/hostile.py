@@ -1,4 +1,4 @@
-"""Calls that are made to stall or break a server, for ``soak.py``: schemas, texts, values, bodies, and raw connections."""
+"""Requests designed to stall or break a server, for ``soak.py``: schemas, texts, values, bodies, and raw connections."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mutations import of_json
 
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
-HELD_SECONDS = 20.0  # that a connection is held open, unless the server closes it
+HELD_SECONDS = 20.0  # maximum duration of a connection
 
 
 def letters(choose: random.Random, count: int) -> str:
@@ -26,6 +26,7 @@ def letters(choose: random.Random, count: int) -> str:
 
 
 def nested(depth: int) -> dict[str, Any]:
+    """Return a schema of objects nested to this depth."""
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(depth):
         schema = {"type": "object", "properties": {"a": schema}}
@@ -44,7 +45,7 @@ def either(choose: random.Random, count: int = 14) -> dict[str, Any]:
 
 
 def doubling(choose: random.Random) -> dict[str, Any]:
-    """Definitions each of which has the next one twice."""
+    """Return a schema of 40 definitions, each of which refers to the next one twice."""
     links = {f"d{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/d{i + 1}"}] * 2, "minItems": 2} for i in range(40)}
     return {"$defs": links | {"d40": {"const": choose.randrange(99)}}, "$ref": "#/$defs/d0"}
 
@@ -103,7 +104,7 @@ def text(choose: random.Random) -> tuple[str, bytes]:
 
 
 def value(choose: random.Random) -> tuple[str, bytes]:
-    """A completion with odd values; it may be answered."""
+    """Return kind and body of a completion request with unusual values, which may be valid."""
     body = choose.choice([body for path, body in BODIES if path == "completions"])
     return "values", of_json(BodyTarget.words)(json.dumps(body).encode(), choose)
 
@@ -138,7 +139,7 @@ MALFORMED = {
 
 
 def malformed(choose: random.Random) -> tuple[str, bytes]:
-    """The kind of a call, and its body, which can only be refused."""
+    """Return kind and body of an invalid request."""
     kind = choose.choice(list(MALFORMED))
     return f"malformed {kind}", MALFORMED[kind]
 
@@ -150,7 +151,7 @@ def sized(body: bytes, length: bytes | None = None) -> bytes:
 STREAM = sized(json.dumps({"prompt": "x", "n": 16, "max_tokens": 200, "stream": True, "logprobs": 20}).encode())
 CHUNKS = POST + b"transfer-encoding: chunked\r\n\r\n"
 SHORT = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
-# What a connection says. Those of HELD then wait for the server to close it, those of GONE go away without reading.
+# Bytes that a connection sends. Those in HELD then stay open without reading, those in GONE are reset.
 CONNECTIONS = {
     "silent": b"",
     "headers": POST[:40],
@@ -192,7 +193,7 @@ HELD, GONE = ("unread",), ("aborted",)
 
 
 async def connection(port: int, kind: str) -> tuple[str, int]:
-    """A connection that never gets to the end of its call, reads no answer, or is no HTTP. Its kind, and the first status."""
+    """Send an incomplete or invalid request, or read no answer. Return the kind and the first status of the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answer = b""
     with contextlib.suppress(OSError, asyncio.TimeoutError):

@@ -19,13 +19,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
-from outcome import check_out, count, told
+from outcome import count, finish, parsed, parser_of
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from outrider import LLM, SamplingParams
@@ -150,16 +149,14 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], ModelRunner]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--hidden", type=count, default=2048)
     parser.add_argument("--layers", type=count, default=24)
     parser.add_argument("--max-tokens", type=count, default=96)
     parser.add_argument("--k", type=count, default=7, help="drafts per round")
     parser.add_argument("--repeat", type=count, default=5)
     parser.add_argument("--compile", default="always")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    check_out(args.out)
+    args = parsed(parser)
     found, runner = measure(args)
     where = provenance(runner)
     most = WIDE_COST if "amx" in where["cpu"] else WIDE_COST_WITHOUT_UNITS
@@ -170,7 +167,7 @@ def main() -> int:
         "drafts_over_plain": found["drafts_over_plain"] >= OVER_PLAIN,
         "same_text": found["same_text"],
     }
-    return told({**where, **found, "bars": holds, "holds": all(holds.values())}, args.out)
+    return finish({**where, **found, "bars": holds, "holds": all(holds.values())}, args.out)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -13,12 +14,21 @@ from outrider.cli.bench_documents import check_writable, write_or_say
 from outrider.types import OutriderError
 
 
-def check_out(out: Path | None) -> None:
-    """Exit now if the result could not be written at the end."""
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the script's docstring as help, and the option ``--out``."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="also write the result to this JSON file")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command line. Exits now if the result could not be written at the end."""
+    args = parser.parse_args()
     try:
-        check_writable("--out", out)
+        check_writable("--out", args.out)
     except OutriderError as error:
         raise SystemExit(f"error: {error}") from None
+    return args
 
 
 def count(text: str) -> int:
@@ -36,7 +46,18 @@ def resident(pid: int | str = "self") -> int:
         return 0
 
 
-def told(result: Mapping[str, Any], out: Path | None) -> int:
+def children(pid: int) -> list[int]:
+    """Return the running child processes of a process. They are not read per thread, because threads end meanwhile."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # a process that has ended
+            state, parent = file.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == pid and state != "Z":
+                found.append(int(file.parent.name))
+    return found
+
+
+def finish(result: Mapping[str, Any], out: Path | None) -> int:
     """Write a result to its file and, as the last line, to standard output.
 
     Returns the exit code: 0 if it ``holds``, else 1.

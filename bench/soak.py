@@ -30,9 +30,10 @@ from typing import Any
 
 import hostile
 import httpx
-from outcome import check_out, count, resident, told
+from outcome import children, count, finish, parsed, parser_of, resident
 
 from outrider.bench.provenance import origin
+from outrider.bench.statistics import percentiles
 
 PROMPTS = [
     "def quicksort(",
@@ -51,11 +52,11 @@ STUCK_SECONDS = 300.0
 MAX_GROWTH = 0.05
 MAX_DELAY = 1.5  # maximum ratio of first-token times with and without hostile requests, 95th percentile
 HOSTILE_SECONDS, QUIET_SECONDS = 120.0, 60.0  # in turn
-SETTLING_SECONDS = 15.0  # at the start of each, while calls of the one before are in flight: not compared
+SETTLING_SECONDS = 15.0  # at the start of each phase, not compared: requests of the previous phase are still running
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--clients", type=count, default=32)
     parser.add_argument("--target", help="folder or hub id (default: the embedded target)")
@@ -64,13 +65,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hostile", type=share, default=0.0, help="share of requests designed to stall the server")
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parsed(parser)
 
 
 def share(text: str) -> float:
-    """An option's number, 0 to 0.5."""
+    """Parse the value of ``--hostile``, 0 to 0.5."""
     value = float(text)
     if not 0 <= value <= 0.5:
         raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 0.5")
@@ -119,8 +119,8 @@ class Soak:
         self.counts: dict[str, int] = {}
         self.wrong: list[str] = []
         self.rss: list[tuple[float, int]] = []
-        self.worker_rss = 0  # bytes of the server's worker processes, at most
-        # seconds, of honest streams, with and without hostile calls at the same time
+        self.worker_rss = 0  # maximum bytes of the server's worker processes
+        # seconds to the first token of honest streams, with and without hostile requests at the same time
         self.first_tokens: dict[bool, list[float]] = {True: [], False: []}
         self._started = time.monotonic()
         self.num_honest = self.num_hostile = 0
@@ -131,11 +131,10 @@ class Soak:
 
     async def run(self) -> None:
         """Run all clients until the time is over, sampling the server's memory every few seconds."""
-        started = time.monotonic()
         clients = [asyncio.create_task(self._client(index)) for index in range(self._args.clients)]
         adversaries = [asyncio.create_task(self._adversary(index)) for index in range(self._args.clients)]
         while time.monotonic() < self._end:
-            self.rss.append((time.monotonic() - started, resident(self._pid)))
+            self.rss.append((time.monotonic() - self._started, resident(self._pid)))
             self.worker_rss = max(self.worker_rss, sum(map(resident, children(self._pid))))
             await asyncio.sleep(min(5.0, max(self._end - time.monotonic(), 0.1)))
         done, stuck = await asyncio.wait(clients, timeout=STUCK_SECONDS)
@@ -175,7 +174,7 @@ class Soak:
             self.first_tokens[is_hostile].append(time.monotonic() - started)
 
     async def _adversary(self, index: int) -> None:
-        """Makes hostile calls, as often as the clients' calls say, each with a connection of its own."""
+        """Send a hostile request for each entry that the clients put into the queue, each over a new connection."""
         choose = random.Random(f"{self._args.seed}-hostile-{index}")
         limits = httpx.Limits(max_keepalive_connections=0)
         async with httpx.AsyncClient(base_url=self._url, timeout=STUCK_SECONDS, limits=limits) as http:
@@ -270,15 +269,6 @@ class Soak:
             self.wrong.append(f"{key}: {text!r}, offline {self._wanted[key]!r}")
 
 
-def children(pid: int) -> list[int]:
-    """Processes that a process has started."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):  # a thread that has ended
-            found += [int(child) for child in (task / "children").read_text().split()]
-    return found
-
-
 def expected(args: argparse.Namespace) -> dict[tuple[str, int], str]:
     """Return the engine's offline output without drafts."""
     from outrider import LLM, SamplingParams
@@ -347,17 +337,11 @@ def growth(rss: list[tuple[float, int]], minutes: float) -> float:
     return max(sizes) / sizes[0] - 1 if sizes else 0.0
 
 
-def percentile(values: list[float], part: float) -> float:
-    """Return a percentile (``part`` from 0 to 1) of the values; 0 if there are none."""
-    return sorted(values)[int(part * (len(values) - 1))] if values else 0.0
-
-
 def main() -> int:
     args = arguments()
     if args.serve:
         serve(args)
         return 0
-    check_out(args.out)
     check_port(args.port)
     wanted, url = expected(args), f"http://127.0.0.1:{args.port}"
     log = Path("soak-server.log")
@@ -374,18 +358,17 @@ def main() -> int:
         raise
     wrong = [*soak.wrong, *left, *ended(server)]
     grown, faults = growth(soak.rss, args.minutes), metric(page, "outrider:proposer_faults_total")
-    hostile_times, quiet_times = soak.first_tokens[True], soak.first_tokens[False]
-    late, usual = percentile(hostile_times, 0.95), percentile(quiet_times, 0.95)
-    delayed = late / usual if hostile_times and quiet_times else None
+    late, usual = percentiles(soak.first_tokens[True]), percentiles(soak.first_tokens[False])
+    delayed = late["p95"] / usual["p95"] if late and usual else None
     holds = not wrong and grown < MAX_GROWTH and faults > 0 and (delayed is None or delayed <= MAX_DELAY)
     result = {
         **origin(),
         "minutes": args.minutes,
         "clients": args.clients,
         "hostile": round(soak.num_hostile / max(soak.num_honest + soak.num_hostile, 1), 3),
-        "first_token_p50": round(percentile(quiet_times, 0.5), 4),
-        "first_token_p95": round(usual, 4),
-        "first_token_p95_hostile": round(late, 4) if hostile_times else None,
+        "first_token_p50": round(usual["p50"], 4) if usual else None,
+        "first_token_p95": round(usual["p95"], 4) if usual else None,
+        "first_token_p95_hostile": round(late["p95"], 4) if late else None,
         "first_token_p95_ratio": None if delayed is None else round(delayed, 2),
         "seconds_to_ready": round(seconds, 2),
         "counts": soak.counts,
@@ -397,7 +380,7 @@ def main() -> int:
         "proposer_faults": faults,
         "holds": holds,
     }
-    return told(result, args.out)
+    return finish(result, args.out)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from outcome import check_out, count, told
+from outcome import count, finish, parsed, parser_of
 
 from outrider import LLM, SamplingParams
 from outrider.bench.contenders import PLAIN, Contender
@@ -43,7 +42,7 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 15)  # lengths of the exhaustive search, bes
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--target", help="folder or hub id (default: the embedded target)")
     parser.add_argument("--draft")
     parser.add_argument("--method", default=ALL)
@@ -54,8 +53,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=count, default=1)
     parser.add_argument("--repeat", type=count, default=2, help="repeats of the exhaustive search")
     parser.add_argument("--compile", default="always")
-    parser.add_argument("--out", type=Path)
-    return parser.parse_args()
+    return parsed(parser)
 
 
 def say(*what: object) -> None:
@@ -167,12 +165,11 @@ def first_close(leaders: Sequence[tuple[float, str]], close: Callable[[str], flo
 
 def main() -> int:
     args = arguments()
-    check_out(args.out)
     check, traffics = Check(args), args.traffics.split(",")
     found = [check.compare(traffic) for traffic in traffics]
     useless = check.useless(traffics[0])
     result = {"target": args.target or "embedded", **provenance(check.llm.runner), "traffics": found, "useless": useless}
-    return told(result | {"holds": all(each["holds"] for each in (*found, useless))}, args.out)
+    return finish(result | {"holds": all(each["holds"] for each in (*found, useless))}, args.out)
 
 
 if __name__ == "__main__":

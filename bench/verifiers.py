@@ -7,14 +7,13 @@ The first verifier is the baseline of the ratios. Each repeat has its own seeds;
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
-from outcome import check_out, count, told
+from outcome import count, finish, parsed, parser_of
 
 from outrider import LLM, SamplingParams
 from outrider.bench import workloads
@@ -23,7 +22,7 @@ from outrider.bench.statistics import Timings, speedup_interval
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--target", help="folder or hub id (default: the embedded target)")
     parser.add_argument("--draft")
     parser.add_argument("--method", default="eagle:max_nodes=15")
@@ -34,9 +33,7 @@ def main() -> int:
     parser.add_argument("--num-prompts", type=count, default=40)
     parser.add_argument("--max-tokens", type=count, default=64)
     parser.add_argument("--repeat", type=count, default=5)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    check_out(args.out)
+    args = parsed(parser)
     options = {"draft": args.draft, "method": args.method, "num_draft_tokens": args.k, "compile": "always"}
     llms = {name: LLM(args.target, verifier=name, **options) for name in args.verifiers}
     prompts = [
@@ -56,9 +53,10 @@ def main() -> int:
                 stats = llms[name].generate(prompt, params)[0].outputs[0].stats
                 counts[name][number] += stats.num_tokens, stats.num_rounds, perf_counter() - started
         print(f"repeat {repeat + 1} of {args.repeat}", file=sys.stderr)
-    settings = {name: getattr(args, name) for name in ("method", "k", "temperature", "num_prompts", "max_tokens", "repeat")}
+    settings = {name: getattr(args, name) for name in ("method", "k", "temperature", "max_tokens", "repeat")}
+    settings["num_prompts"] = len(prompts)  # the file may have fewer
     rows = {name: figures(counts[name], counts[args.verifiers[0]]) for name in llms}
-    return told({"schema": "outrider-verifiers/1", **origin(), **settings, "holds": True, "verifiers": rows}, args.out)
+    return finish({"schema": "outrider-verifiers/1", **origin(), **settings, "holds": True, "verifiers": rows}, args.out)
 
 
 def figures(own: np.ndarray, base: np.ndarray) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from outcome import check_out, count, resident, told
+from outcome import count, finish, parsed, parser_of, resident
 
 from outrider import LLM, SamplingParams
 from outrider.bench.provenance import provenance
@@ -102,7 +102,7 @@ def measure(weights: str | None, target: str | None, text: str, args: argparse.N
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--target", help="folder or hub id (default: the embedded target)")
     parser.add_argument("--text", type=Path, required=True, help="held-out text")
     parser.add_argument("--tokens", type=count, default=16384, help="maximum tokens of the text (default: %(default)s)")
@@ -111,9 +111,7 @@ def main() -> int:
     parser.add_argument("--max-len", type=count, default=1024, help="context length (default: %(default)s)")
     parser.add_argument("--repeat", type=count, default=5, help="runs and pairs of passes (default: %(default)s)")
     parser.add_argument("--compile", choices=("auto", "always", "never"), default="always", help="default: %(default)s")
-    parser.add_argument("--out", type=Path, help="write the result to this JSON file")
-    args = parser.parse_args()
-    check_out(args.out)
+    args = parsed(parser)
     text = args.text.read_text(encoding="utf-8")
     cells = []
     for weights in (None, *BARS):
@@ -131,7 +129,7 @@ def main() -> int:
         "perplexity_over_checkpoint": ratios,
         "holds": all(ratios[weights] <= bar for weights, bar in BARS.items()),
     }
-    return told(result, args.out)
+    return finish(result, args.out)
 
 
 if __name__ == "__main__":

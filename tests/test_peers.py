@@ -270,6 +270,18 @@ def test_first_token_times_have_a_separate_table(peers: Any, race: Any) -> None:
     )
 
 
+def test_brackets_in_an_error_are_not_markup(peers: Any, tmp_path: Path) -> None:
+    from rich.console import Console
+
+    cell = {"engine": "slow", "method": "plain", "bits": 8, "prompt_tokens": None, "error": "cannot read [/tmp/x]"}
+    document = {"cells": [cell, cell | {"prompt_tokens": 128}], "bandwidth": [], "best_by": "tok_s"}
+    with (tmp_path / "screen").open("w+") as file:
+        for view in peers.report.tables(document):
+            Console(file=file, width=300).print(view)
+        file.seek(0)
+        assert file.read().count("cannot read [/tmp/x]") == 2
+
+
 def test_the_best_of_each_engine_is_its_fastest_cell(peers: Any) -> None:
     cells = [{"engine": name, "tok_s": rate} for name, rate in (("a", 1.0), ("a", 3.0), ("b", 2.0), ("a", 2.0))]
     assert {name: cell["tok_s"] for name, cell in peers.report.best_of_each(cells, "tok_s").items()} == {"a": 3.0, "b": 2.0}

@@ -106,19 +106,17 @@ def prompts() -> list[list[int]]:
 
 def _worth_comparing(config: Any, first: PreTrainedModel) -> tuple[PreTrainedModel, list[list[int]]]:
     """Return a model whose outputs have at least ``FEWEST_KINDS`` different tokens (or the best seed), and its outputs."""
-    best: tuple[int, PreTrainedModel, list[list[int]]] | None = None
+    tried: list[tuple[int, PreTrainedModel, list[list[int]]]] = []  # different tokens, model, outputs
     for seed in range(SEEDS):
         if seed > 0:
             config.get_text_config(decoder=True).tie_word_embeddings = config.tie_word_embeddings = False
         model = first if seed == 0 else tiny.tiny_model(config, seed)
         texts = [_generated(model, prompt) for prompt in prompts()]
-        kinds = min(len(set(text)) for text in texts)
-        if best is None or kinds > best[0]:
-            best = (kinds, model, texts)
-        if kinds >= FEWEST_KINDS:
+        tried.append((min(len(set(text)) for text in texts), model, texts))
+        if tried[-1][0] >= FEWEST_KINDS:
             break
-    assert best is not None
-    return best[1], best[2]
+    _, model, texts = max(tried, key=lambda each: each[0])
+    return model, texts
 
 
 def _generated(model: PreTrainedModel, prompt: list[int]) -> list[int]:

@@ -75,20 +75,14 @@ SLIDING = ["sliding_attention", "full_attention"] * 2
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 IN_TEXT_SECTIONS = {"text_config": {"rope_parameters": {**ROPE, "mrope_section": [4, 2, 2]}}}
 HALF_ROTATED = {"text_config": {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}}}
+COHERE = {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), ROPE), "layer_types": SLIDING}
+LLAMA_4 = {"layer_types": ["chunked_attention", "full_attention"] * 2, "no_rope_layers": [1, 0, 1, 0]}
 GEMMA_4 = {"global_head_dim": 32, "layer_types": SLIDING}
 CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "chameleon": {"vocabulary_map": {"<image>": 5}},
-    "cohere_compass": {
-        "text_config": {
-            "rope_parameters": {kind: ROPE for kind in ("full_attention", "sliding_attention")},
-            "layer_types": SLIDING,
-        }
-    },
-    "cohere_compass_text": {
-        "rope_parameters": {kind: ROPE for kind in ("full_attention", "sliding_attention")},
-        "layer_types": SLIDING,
-    },
+    "cohere_compass": {"text_config": COHERE},
+    "cohere_compass_text": COHERE,
     "cosmos3_edge": IN_TEXT_SECTIONS,
     "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4},
@@ -111,12 +105,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "hunyuan_vl": {"text_config": {"head_dim": HEAD_DIM}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "llama4": {"text_config": {"layer_types": ["chunked_attention", "full_attention"] * 2, "no_rope_layers": [1, 0, 1, 0]}},
-    "llama4_text": {
-        "layer_types": ["chunked_attention", "full_attention"] * 2,
-        "no_rope_layers": [1, 0, 1, 0],
-        "floor_scale": 8,
-    },
+    "llama4": {"text_config": LLAMA_4},
+    "llama4_text": {**LLAMA_4, "floor_scale": 8},
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": HEAD_DIM},
     "moshi": {"sliding_window": LENGTH},  # as in the checkpoints: transformers' cache cuts at it, its forward does not
@@ -131,29 +121,16 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 # Variants of an architecture with features that its default config lacks: name -> architecture, changes.
+ORIGINAL = {"original_max_position_embeddings": 64}
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 3.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, **ORIGINAL},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL},
 }
-LONGROPE = {
-    "original_max_position_embeddings": 64,
-    "rope_parameters": {
-        **ROPE,
-        "rope_type": "longrope",
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "short_factor": [1.0] * 8,
-        "long_factor": [1.0 + index for index in range(8)],
-    },
-}
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [1.0 + index for index in range(8)]}
+LONGROPE = {**ORIGINAL, "rope_parameters": {**ROPE, "rope_type": "longrope", "factor": 4.0, **ORIGINAL, **FACTORS}}
+EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"llama with {name} rope": ("llama", {"rope_parameters": {**ROPE, **rope}}) for name, rope in ROPES.items()},
     "deepseek_v3 with yarn rope": ("deepseek_v3", {"rope_parameters": {**ROPE, **ROPES["yarn"]}}),
@@ -167,16 +144,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_bigcode with several heads of keys": ("gpt_bigcode", {"multi_query": False, "num_key_value_heads": HEADS}),
     "gemma4_text with shared keys": ("gemma4_text", {"num_kv_shared_layers": 2}),
     "gemma4_text with keys as values": ("gemma4_text", {"num_kv_shared_layers": 0, "attention_k_eq_v": True}),
-    "gemma4_text with experts": (
-        "gemma4_text",
-        {
-            "num_kv_shared_layers": 0,
-            "enable_moe_block": True,
-            "num_experts": 4,
-            "top_k_experts": 2,
-            "moe_intermediate_size": 48,
-        },
-    ),
+    "gemma4_text with experts": ("gemma4_text", {"num_kv_shared_layers": 0, **EXPERTS}),
     "granitemoehybrid with attention alone": ("granitemoehybrid", {"layer_types": ["full_attention"] * LAYERS}),
     "qwen3_moe with dense layers": ("qwen3_moe", {"mlp_only_layers": [1]}),
 }

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-import struct
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import safe_open
 
 MEGABYTES = 1024  # per array: far larger than any cache
 REPEATS = 5
@@ -48,11 +47,10 @@ def _seconds(pool: ThreadPoolExecutor, task: Callable[[slice], None], pieces: li
 
 def weights_read(model: Path) -> int:
     """Return the number of parameters read per token: all except an input embedding that is not also the output head."""
-    shapes: dict[str, Any] = {}
+    shapes: dict[str, list[int]] = {}
     for file in model.glob("*.safetensors"):
-        with file.open("rb") as opened:
-            size = struct.unpack("<Q", opened.read(8))[0]
-            shapes |= {name: entry["shape"] for name, entry in json.loads(opened.read(size)).items() if "shape" in entry}
+        with safe_open(file, "np") as opened:
+            shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
     has_head = any(name.startswith("lm_head.") for name in shapes)
     return sum(prod(shape) for name, shape in shapes.items() if not (has_head and "embed_tokens" in name))
 

@@ -7,11 +7,12 @@ import os
 import subprocess
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from engines import EngineSpec, Setting
+from protocol import WorkerArgs
 
 
 class WorkerError(Exception):
@@ -78,7 +79,7 @@ class Worker:
         self.log = job.cache_dir / f"{spec.name}.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [str(python), str(spec.script()), *_arguments(setting, job)],
+                [str(python), str(spec.script()), _arguments(setting, job)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -163,10 +164,7 @@ class Worker:
         return f"{self.spec.name}: worker ended with code {code}: {why}"
 
 
-def _arguments(setting: Setting, job: Job) -> list[str]:
-    arguments = ["--target", str(job.target), "--dtype", setting.dtype, "--threads", str(job.threads)]
-    arguments += ["--max-len", str(job.max_len), "--cache-dir", str(job.cache_dir)]
-    arguments += ["--method", setting.method, "--k", str(setting.k)]
-    if job.draft is not None:
-        arguments += ["--draft", str(job.draft)]
-    return arguments
+def _arguments(setting: Setting, job: Job) -> str:
+    draft = None if job.draft is None else str(job.draft)
+    model = str(job.target), draft, setting.dtype
+    return json.dumps(asdict(WorkerArgs(*model, job.threads, job.max_len, str(job.cache_dir), setting.method, setting.k)))

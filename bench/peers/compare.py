@@ -17,6 +17,7 @@ from prompts import BadInput, read_config, read_prompts, windows
 from protocol import DTYPES, METHODS
 from report import tables
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rounds import Group, Screen, Workers, alternate, cell, compare_texts, deal, digest
 
@@ -220,7 +221,7 @@ def _run_group(group: Group, plan: Plan, workers: Workers, document: dict[str, A
     alternate(contestants, workers, prompts, rounds, progress)
     for contestant in contestants:
         if contestant.error:
-            bar.console.print(f"[yellow]left out:[/yellow] {contestant.error}", highlight=False)
+            bar.console.print(f"[yellow]left out:[/yellow] {escape(contestant.error)}", highlight=False)
     bar.update(task, description=f"{group.label}: done", completed=steps)
     reference = next((contestant for contestant in contestants if contestant.spec.name == OURS and contestant.rounds), None)
     document["cells"] += [cell(contestant, reference, group) for contestant in contestants]

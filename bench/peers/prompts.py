@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer
+
+from outrider.files import READ_ERRORS, open_text
 
 TEXT_KEYS = ("prompt", "text", "question", "turns")
 
@@ -54,11 +57,10 @@ def read_config(model: Path) -> dict[str, Any]:
 def _rows(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise BadInput(f"{path}: no such file")
-    opener = gzip.open if path.suffix == ".gz" else open
     try:
-        with opener(path, "rt", encoding="utf-8") as file:
+        with open_text(path) as file:
             return [json.loads(line) for line in file if line.strip()]
-    except (json.JSONDecodeError, OSError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, *READ_ERRORS) as error:
         raise BadInput(f"{path}: not JSON lines: {error}") from None
 
 
@@ -76,8 +78,6 @@ def _prompt_of(row: Any, path: Path, number: int) -> str | list[int]:
 
 
 def _tokenizer(target: Path) -> Any:
-    from tokenizers import Tokenizer
-
     file = target / "tokenizer.json"
     if not file.is_file():
         raise BadInput(f"{target}: tokenizer.json is missing; give prompts as token_ids")

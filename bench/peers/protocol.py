@@ -6,7 +6,6 @@ independent of engines: a worker passes a factory to `serve` and implements `gen
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -25,7 +24,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "q8_0", "q4_
 
 @dataclass(frozen=True)
 class WorkerArgs:
-    """Arguments of a worker; `method` and `k` matter only to engines that fix them at load time."""
+    """The only argument of a worker, as JSON; `method` and `k` matter only to engines that fix them at load time."""
 
     target: str
     draft: str | None
@@ -98,26 +97,15 @@ class Engine(Protocol):
         """Return versions and settings to record."""
 
 
-def parse_args(argv: list[str] | None = None) -> WorkerArgs:
-    """Parse a worker's command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--draft")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--max-len", type=int, default=1024)
-    parser.add_argument("--cache-dir", default=os.path.join(os.path.dirname(os.path.abspath(__file__)), ".cache"))
-    parser.add_argument("--method", choices=METHODS, default="plain")
-    parser.add_argument("--k", type=int, default=0)
-    return WorkerArgs(**vars(parser.parse_args(argv)))
-
-
 def serve(factory: Callable[[WorkerArgs], Engine]) -> None:
-    """Answer requests from stdin on stdout until stdin closes; output of libraries goes to stderr."""
+    """Answer requests from stdin on stdout until stdin closes; output of libraries goes to stderr.
+
+    The driver has checked that ``WorkerArgs.draft`` is given if a method needs it.
+    """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     sys.stdout = sys.stderr
-    args = parse_args()
+    args = WorkerArgs(**json.loads(sys.argv[1]))
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     try:
         engine = factory(args)

@@ -6,6 +6,7 @@ import statistics
 from typing import Any
 
 from engines import OURS
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -27,11 +28,9 @@ def tables(document: dict[str, Any]) -> list[Table]:
 def table(cells: list[dict[str, Any]]) -> Table:
     """Return the table of all engines and methods, with the ratio of Outrider to each."""
     view = Table(title="Tokens per second, medians of alternating rounds (decode: without prefill)")
-    view.add_column("method")
-    view.add_column("engine")
-    view.add_column("dtype")
-    view.add_column("K", justify="right")
-    for name in ("tok/s", "decode", "ours / it", "decode: ours / it", "same text", "changed", "others' CPU", "peak MB"):
+    for name in ("method", "engine", "dtype"):
+        view.add_column(name)
+    for name in ("K", "tok/s", "decode", "ours / it", "decode: ours / it", "same text", "changed", "others' CPU", "peak MB"):
         view.add_column(name, justify="right")
     previous = None
     for entry in cells:
@@ -47,7 +46,7 @@ def table(cells: list[dict[str, Any]]) -> Table:
 
 def _row(entry: dict[str, Any]) -> list[str]:
     if "tok_s" not in entry:
-        return [entry["method"], entry["engine"], "", "", entry["error"] or "not measured"]
+        return [entry["method"], entry["engine"], "", "", _reason(entry)]
     schedule = "" if entry["schedule"] == "constant" else f"{entry['schedule']} "
     return [
         entry["method"],
@@ -63,6 +62,11 @@ def _row(entry: dict[str, Any]) -> list[str]:
         f"{entry['other_cpu']:.0%}",
         str(entry["meta"]["peak_rss_mb"]),
     ]
+
+
+def _reason(entry: dict[str, Any]) -> str:
+    """Return why a cell has no measurements."""
+    return escape(entry["error"] or "not measured")
 
 
 def equal_bits_table(cells: list[dict[str, Any]], rate: str) -> Table:
@@ -115,9 +119,7 @@ def first_token_table(cells: list[dict[str, Any]]) -> Table:
         view.add_row(str(bits), str(length), *times, *ratios)
     for entry in cells:
         if entry["prompt_tokens"] and "first_s" not in entry:
-            view.add_row(
-                str(entry["bits"]), str(entry["prompt_tokens"]), f"{entry['engine']}: {entry['error'] or 'not measured'}"
-            )
+            view.add_row(str(entry["bits"]), str(entry["prompt_tokens"]), f"{entry['engine']}: {_reason(entry)}")
     return view
 
 

@@ -46,8 +46,6 @@ class LlamaCppEngine:
         self.drop()
         options = ["--model", str(self.target), *common_options(self.args)]
         if request.method == "draft":
-            if self.args.draft is None:
-                raise ValueError("method draft needs --draft")
             draft = model_file(self.args.draft, draft_dtype(self.args.dtype), self.args.cache_dir)
             options += ["--spec-type", "draft-simple", "--spec-draft-model", str(draft), "--spec-draft-n-max", str(request.k)]
         elif request.method == "ngram":

@@ -33,8 +33,6 @@ class OpenVinoEngine:
         self.drop()
         options: dict[str, Any] = dict(self._properties(), scheduler_config=_scheduler(self.args))
         if request.method == "draft":
-            if self.args.draft is None:
-                raise ValueError("method draft needs --draft")
             dtype = self.args.dtype if self.args.dtype == "float32" else "float16"  # drafts have 16 bits in every engine
             draft = _export(self.args.draft, dtype, self.args.cache_dir)
             options["draft_model"] = openvino_genai.draft_model(str(draft), "CPU", **self._properties())

@@ -35,8 +35,6 @@ class OutriderEngine:
             "compile": "always",
         }
         if request.method == "draft":
-            if self.args.draft is None:
-                raise ValueError("method draft needs --draft")
             options["draft"] = self.args.draft
         if request.method != "plain":
             options["num_draft_tokens"] = k

@@ -38,10 +38,7 @@ class TransformersEngine:
 
     def _model(self, role: str) -> Any:
         if role not in self.models:
-            path = self.paths[role]
-            if path is None:
-                raise ValueError("method draft needs --draft")
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=self.dtype).eval()
+            model = AutoModelForCausalLM.from_pretrained(self.paths[role], dtype=self.dtype).eval()
             model.generation_config.eos_token_id = None  # every engine emits exactly max_tokens
             model.generation_config.pad_token_id = 0
             self.models[role] = model

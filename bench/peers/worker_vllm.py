@@ -73,16 +73,9 @@ def _set_environment(args: WorkerArgs) -> None:
 
 def _speculative(args: WorkerArgs) -> dict[str, Any] | None:
     if args.method == "draft":
-        if args.draft is None:
-            raise ValueError("method draft needs --draft")
         return {"method": "draft_model", "model": args.draft, "num_speculative_tokens": args.k}
     if args.method == "ngram":
-        return {
-            "method": "ngram",
-            "num_speculative_tokens": args.k,
-            "prompt_lookup_min": 1,
-            "prompt_lookup_max": 3,
-        }
+        return {"method": "ngram", "num_speculative_tokens": args.k, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     return None
 
 

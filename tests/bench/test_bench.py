@@ -15,8 +15,7 @@ from outrider.bench import cells, grid, workloads
 from outrider.bench.breakdown import PARTS, Rounds, main_part
 from outrider.bench.contenders import Contender, Contenders
 from outrider.bench.grid import PLAIN_CONTENDER, Group, Plan
-from outrider.bench.measure import Batch, Run, generate
-from outrider.bench.memory import PeakMemory
+from outrider.bench.measure import Batch, PeakMemory, Run, generate
 from outrider.types import Context, OutriderError, PhaseTimes, Proposal, Round, Scores
 
 NGRAM = Contender("ngram", 3)

@@ -48,7 +48,7 @@ def test_invalid_input_ends_a_check_before_it_runs(
 
 
 def test_a_result_that_cannot_be_written_is_still_printed(script, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
-    assert script("outcome").told({"holds": False, "seconds": 3600}, tmp_path) == 1
+    assert script("outcome").finish({"holds": False, "seconds": 3600}, tmp_path) == 1
     out, err = capsys.readouterr()
     assert json.loads(out.splitlines()[-1]) == {"holds": False, "seconds": 3600} and "cannot write" in err
 

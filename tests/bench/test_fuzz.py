@@ -87,3 +87,12 @@ def test_what_is_wrong_is_seen(fuzz: ModuleType, monkeypatch: pytest.MonkeyPatch
                 check_refusal(message)
     monkeypatch.setattr("sys.argv", ["fuzz.py", "--targets", "plan", "--minutes", "0"])
     assert fuzz.main() == 1  # without cases nothing holds
+
+
+def test_a_target_that_does_not_start_ends_the_fuzzer(
+    fuzz: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = fuzz.Run("missing", 0, tmp_path)
+    monkeypatch.setattr(run, "found", lambda wrong, data: pytest.fail(f"counted as a case: {wrong}"))
+    with pytest.raises(SystemExit, match="the target missing does not start"):
+        run.run_for(60.0)

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -168,6 +169,22 @@ def test_the_cache_is_keyed_by_the_weights(tmp_path: Path, monkeypatch: pytest.M
     perturb_norms(source)
     assert inflated(source, "1b") != first
     assert not list(first.parent.glob("*.part-*"))
+
+
+def test_two_processes_may_inflate_the_same_model_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "shape_for", lambda config, params: SHAPES["hidden x4, more of everything"])
+    write_config = module._write_config
+
+    def last_step(part: Path, *more: Any) -> None:
+        write_config(part, *more)
+        folder = part.with_name(part.name.partition(".part-")[0])
+        folder.mkdir()  # another process finishes first
+        (folder / "config.json").touch()
+
+    monkeypatch.setattr(module, "_write_config", last_step)
+    folder = inflated(make_folder(tmp_path / "small"), "1b")
+    assert [file.name for file in folder.iterdir()] == ["config.json"] and list(folder.parent.iterdir()) == [folder]
 
 
 @pytest.mark.parametrize("size", ["", "b", "huge", "-1b", "nanb", "1e30b"])

@@ -172,7 +172,7 @@ def test_methods_that_all_need_too_many_samples_are_reported(
 def test_brackets_are_not_markup_and_failing_drafts_are_reported(tmp_path: Path) -> None:
     from rich.console import Console
 
-    from outrider.audit import page, tables
+    from outrider.audit import tables
 
     cell = {"method": "eagle:draft=./a[/b]", "k": 2, "batch": 1, "temperature": 0.0, "prompts": 3, "differing": 0, "cost": 1.0}
     result = {
@@ -186,4 +186,4 @@ def test_brackets_are_not_markup_and_failing_drafts_are_reported(tmp_path: Path)
         screen.seek(0)
         shown = screen.read()
     assert "./a[/b]" in shown and "./my[/model]" in shown and "a[/b]: c[/d]" in shown
-    assert "the proposer failed in 4 rounds" in shown and "the proposer failed in 4 rounds" in page.page(result)
+    assert "the proposer failed in 4 rounds" in shown and "the proposer failed in 4 rounds" in tables.page(result)

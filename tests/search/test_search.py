@@ -21,6 +21,7 @@ from outrider.proposers.degraded import Degraded
 from outrider.proposers.ngram import NgramConfig, NgramProposer
 from outrider.registry import PROPOSERS
 from outrider.search import Question, Search
+from outrider.search import journal as journal_module
 from outrider.search import search as search_module
 from outrider.search.journal import Journal
 from outrider.search.report import oracle, result, rows, table, verdict
@@ -235,6 +236,24 @@ def test_a_target_that_fails_ends_the_search(llm: LLM, twin: Proposer, timed: An
     monkeypatch.setattr(search_module, "generate", failing)
     with pytest.raises(OutriderError, match="the target failed"):
         started(llm, {"draft": twin}).run()
+
+
+def test_a_full_disk_ends_the_search_and_is_no_fault_of_a_method(
+    llm: LLM, twin: Proposer, timed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    timed(lambda each: 1.0)
+    written: list[str] = []
+
+    def write(path: Path, text: str) -> None:
+        written.append(text)
+        if '"rung 1"' in text:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(journal_module, "write_whole", write)
+    search = started(llm, {"draft": twin}, Journal(tmp_path / "journal.json", {}))
+    with pytest.raises(OSError, match=r"No space left on device: .*journal\.json"):
+        search.run()
+    assert written and not search.reasons
 
 
 @pytest.mark.parametrize("stop_at", [2, 7, 15, 18])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.audit.evidence import Sample
-from outrider.audit.watching import Led, Watched
+from outrider.audit.watching import Replay, Watched
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import Emission
 from outrider.engine.policy import FixedLength
@@ -87,7 +87,7 @@ class Rig:
             def shown(requests: Sequence[Request], probs: Tensor) -> None:
                 show([tuple(request.token_ids[request.num_prompt_tokens :]) for request in requests], probs)
 
-            self._run_from_one_prompt(self._engine(Way(verifier=Led(tokens_of, shown))), requests)
+            self._run_from_one_prompt(self._engine(Way(verifier=Replay(tokens_of, shown))), requests)
 
     @property
     def _wave(self) -> int:

@@ -97,7 +97,7 @@ class SameText:
             texts += [text.token_ids for text in self.rig.generate(way, prompts[start : start + batch], params)]
         return texts
 
-    def _cost(self, name: str, k: int, temperature: float, say: Say) -> float | None:
+    def _cost(self, name: str, k: int, temperature: float, say: Say) -> float:
         """Return the median ratio of seconds with and without same-text mode, measured in turn."""
         prompts = self.grid.prompts[:COST_PROMPTS]
         ratios = []
@@ -109,7 +109,7 @@ class SameText:
                 self._texts(self._way(name, k, coupled), prompts, temperature, self.grid.batches[0])
                 seconds[coupled] = perf_counter() - started
             ratios.append(seconds[True] / seconds[False])
-        return round(median(ratios), 4) if ratios else None
+        return round(median(ratios), 4)
 
     def _way(self, name: str, k: int, coupled: bool) -> Way:
         proposer = self._proposers[name]

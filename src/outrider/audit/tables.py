@@ -1,4 +1,4 @@
-"""Terminal tables of audit results."""
+"""Audit results as terminal tables, and as one self-contained HTML page without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
+from outrider.audit.certificate import VERDICTS
+from outrider.audit.sampling import AS_IS
+from outrider.bench.html import filled
 from outrider.bench.tables import bare_table
 
 MARKS = {
@@ -17,6 +20,7 @@ MARKS = {
     "lossy": "[red]LOSSY[/]",
     "void": "[yellow]VOID[/]",
 }
+PROVENANCE = ("command", "date", "version", "commit", "device", "dtype", "weights", "threads", "seconds")
 
 
 def certificates(result: Mapping[str, Any]) -> Group:
@@ -28,15 +32,13 @@ def certificates(result: Mapping[str, Any]) -> Group:
         greedy, found = each["greedy"], each["sampling"]
         same = greedy["prompts"] - greedy["ties"] - greedy["defects"]
         entry = f"{same}/{greedy['prompts']} equal" + (f", {greedy['ties']} ties" if greedy["ties"] else "")
-        if found is None:
-            view.add_row(escape(each["method"]), MARKS[each["verdict"]], entry, "", "", "")
-        else:
+        sampled = ["", "", ""]
+        if found is not None:
+            samples = sum(part["samples"] for part in found["parts"].values())
             values = [test["holm_p_value"] for part in found["parts"].values() for test in part["tests"]]
             caught = sum(control["caught"] for control in found["controls"])
-            samples = sum(part["samples"] for part in found["parts"].values())
-            controls = f"{caught} of {len(found['controls'])} caught"
-            least = f"{min(values, default=1.0):.2g}"
-            view.add_row(escape(each["method"]), MARKS[each["verdict"]], entry, f"{samples:,}", least, controls)
+            sampled = [f"{samples:,}", f"{min(values, default=1.0):.2g}", f"{caught} of {len(found['controls'])} caught"]
+        view.add_row(escape(each["method"]), MARKS[each["verdict"]], entry, *sampled)
     notes = [
         (each["method"], text) for each in result["methods"] for text in [*each["findings"], *each["doubts"], *each["remarks"]]
     ]
@@ -64,3 +66,28 @@ def grid_verdict(result: Mapping[str, Any]) -> str:
     if result["faults"]:
         notes.append(f"the proposer failed in {result['faults']} rounds, which were plain decoding")
     return "; ".join(notes)
+
+
+def page(document: Mapping[str, Any]) -> str:
+    """Return the HTML of an audit document of either kind."""
+    more: dict[str, Any] = {"provenance": [(key, str(document[key])) for key in PROVENANCE if document.get(key) is not None]}
+    if document["kind"] == "same-text":
+        more["grid_verdict"] = grid_verdict(document)
+    else:
+        verdicts = {each["method"]: (each["verdict"], VERDICTS[each["verdict"]]) for each in document["methods"]}
+        verdicts |= {method: ("not audited", reason) for method, reason in document["not_possible"].items()}
+        more["verdicts"] = [(method, *verdict) for method, verdict in verdicts.items()]
+    return filled("outrider.audit", "page.html", {**document, **more, "as_is": AS_IS, "shown": _shown})
+
+
+def _shown(value: object) -> str:
+    """Format a value of a table, numbers with four digits."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_shown, value))
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,7 +1,7 @@
 """Wrappers of proposers and verifiers for audits.
 
 ``Watched`` records where rounds begin and the draft probabilities there; ``Stressed`` replaces some drafts by random ones, with
-correct probabilities, so that rejections occur however good the draft is; ``Led`` replays plain decoding along sequences.
+correct probabilities, so that rejections occur however good the draft is; ``Replay`` replays plain decoding along sequences.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Watched(Verifier):
         return verdict
 
 
-class Led(Verifier):
+class Replay(Verifier):
     """Verifier that emits given tokens and reports the target's distributions."""
 
     lossless: ClassVar[bool] = False

@@ -20,7 +20,7 @@ class WithoutResidual(RejectionVerifier):
 
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
         verdict = super().verify(proposal, target, random)
-        places = torch.tensor([last + 1 for last in _last_accepted(verdict)], device=target.device)
+        places = torch.tensor([path[-1] + 1 if path else 0 for path in _paths(verdict)], device=target.device)
         rows = target[torch.arange(len(places), device=target.device), places]
         return replace(verdict, next_token=random.categorical(rows).cpu())
 
@@ -83,13 +83,9 @@ def flattened(proposal: Proposal, target: Tensor) -> Tensor:
 
 
 def _paths(verdict: Verdict) -> list[list[int]]:
+    """Return the accepted nodes of each request."""
     counts = verdict.num_accepted.tolist()
     return [path[:count] for path, count in zip(verdict.path.tolist(), counts, strict=True)]
-
-
-def _last_accepted(verdict: Verdict) -> list[int]:
-    """Return the last accepted node of each request, -1 for none."""
-    return [path[-1] if path else -1 for path in _paths(verdict)]
 
 
 def _first_child(proposal: Proposal, b: int, node: int) -> int | None:

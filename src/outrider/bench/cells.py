@@ -5,7 +5,6 @@ docs/bench.md defines each key.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -62,27 +61,23 @@ def _cell(group: Group, contender: Contender, same_text_when_sampled: bool) -> d
     texts = [text for run in runs for text in run.token_ids]
     loops = loop_share(texts)
     has_loops = loops > 0 or any(run.loop_share for run in plain)
-    return {
-        "method": contender.method,
-        "k": contender.k,
-        "temperature": group.temperature,
-        "batch": group.batch,
-        "workload": group.workload,
-        "busy": group.busy,
+    measured = {
         **_figures(runs, plain),
-        "loop_share": _rounded(loops),
-        "ends_in_loop": _rounded(sum(map(ends_in_loop, texts)) / max(len(texts), 1)),
+        "loop_share": loops,
+        "ends_in_loop": sum(map(ends_in_loop, texts)) / max(len(texts), 1),
         "tokens_before_loops": sum(map(loop_start, runs[0].token_ids)),
         "before_loops": _before_loops(runs, plain) if has_loops else None,
         **_latencies(runs),
         **_prediction(runs, plain),
         "same_text": _same_text(runs, plain) if comparable else None,
-        "peak_memory_mb": _rounded(max((run.peak_bytes / MEGABYTE for run in runs if run.peak_bytes), default=None)),
+        "peak_memory_mb": max((run.peak_bytes / MEGABYTE for run in runs if run.peak_bytes), default=None),
         "faults": sum(run.faults for run in runs),
         "tokens": runs[0].num_tokens,
         "prompts": len(runs[0].token_ids),
         "repeats": len(runs),
     }
+    condition = {"temperature": group.temperature, "batch": group.batch, "workload": group.workload, "busy": group.busy}
+    return {"method": contender.method, "k": contender.k, **condition, **_rounded(measured)}
 
 
 def _figures(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
@@ -107,18 +102,18 @@ def _speeds(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     speedups = [run.tok_s / base.tok_s if base.tok_s else 0.0 for run, base in zip(runs, plain, strict=True)]
     timings, base_timings = _timings(runs), _timings(plain)
     return {
-        "tok_s": _rounded(median(run.tok_s for run in runs)),
-        "tok_s_interval": _rounded_all(speed_interval(timings)),
-        "plain_tok_s": _rounded(median(run.tok_s for run in plain)),
-        "speedup": _rounded(median(speedups)),
-        "speedup_interval": _rounded_all(speedup_interval(timings, base_timings)),
-        "speedup_range": [_rounded(min(speedups)), _rounded(max(speedups))],
-        "repeat_tok_s": [_rounded(run.tok_s) for run in runs],
-        "repeat_speedup": [_rounded(each) for each in speedups],
-        "decode_tok_s": _rounded(median(run.decode_tok_s for run in runs)),
-        "plain_decode_tok_s": _rounded(median(run.decode_tok_s for run in plain)),
-        "decode_speedup": _rounded(_decode_speedup(runs, plain)),
-        "decode_speedup_interval": _rounded_all(speedup_interval(_timings(runs, True), _timings(plain, True))),
+        "tok_s": median(run.tok_s for run in runs),
+        "tok_s_interval": speed_interval(timings),
+        "plain_tok_s": median(run.tok_s for run in plain),
+        "speedup": median(speedups),
+        "speedup_interval": speedup_interval(timings, base_timings),
+        "speedup_range": [min(speedups), max(speedups)],
+        "repeat_tok_s": [run.tok_s for run in runs],
+        "repeat_speedup": speedups,
+        "decode_tok_s": median(run.decode_tok_s for run in runs),
+        "plain_decode_tok_s": median(run.decode_tok_s for run in plain),
+        "decode_speedup": _decode_speedup(runs, plain),
+        "decode_speedup_interval": speedup_interval(_timings(runs, True), _timings(plain, True)),
     }
 
 
@@ -141,12 +136,12 @@ def _acceptance(runs: Sequence[Run]) -> dict[str, Any]:
     stats, conditional = total.stats, total.conditional_acceptance()
     by_position = stats.acceptance_by_position + [0.0] * (len(conditional) - max(stats.acceptance_histogram, default=0))
     return {
-        "mean_acceptance_length": _rounded(stats.mean_acceptance_length),
-        "acceptance_rate": _rounded(stats.acceptance_rate),
-        "draft_acceptance_rate": _rounded(stats.draft_acceptance_rate),
+        "mean_acceptance_length": stats.mean_acceptance_length,
+        "acceptance_rate": stats.acceptance_rate,
+        "draft_acceptance_rate": stats.draft_acceptance_rate,
         "acceptance_histogram": {str(n): rounds for n, rounds in sorted(stats.acceptance_histogram.items())},
-        "acceptance_by_position": [_rounded(each) for each in by_position],
-        "conditional_acceptance": [_rounded(each) for each in conditional],
+        "acceptance_by_position": by_position,
+        "conditional_acceptance": conditional,
     }
 
 
@@ -169,12 +164,11 @@ def _expectation(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
         step_ms=1e3 * median(steps) if steps else 0.0,
     )
     measured = _decode_speedup(runs, plain)
-    difference = rounds.difference(measured) if measured else None
     return {
-        "mean_k": _rounded(rounds.k),
-        "cost_ratio": _rounded(rounds.cost_ratio),
-        "expected_speedup": _rounded(rounds.expected),
-        "difference": None if difference is None else {name: round(part, 4) for name, part in difference.items()},
+        "mean_k": rounds.k,
+        "cost_ratio": rounds.cost_ratio,
+        "expected_speedup": rounds.expected,
+        "difference": rounds.difference(measured) if measured else None,
     }
 
 
@@ -183,16 +177,11 @@ def _latencies(runs: Sequence[Run]) -> dict[str, Any]:
     firsts = [1e3 * seconds for run in runs for each in run.batches for seconds in each.waits]
     return {
         # Per prompt: the batch's time divided by its number of prompts.
-        "first_token_ms": _rounded(median(1e3 * run.first_seconds / max(len(run.token_ids), 1) for run in runs)),
-        "time_to_first_token_ms": _percentiles(firsts),
-        "inter_token_ms": _percentiles([1e3 * seconds / n for seconds, n in pauses], [float(n) for _, n in pauses]),
-        "pause_ms": _percentiles([1e3 * seconds for seconds, _ in pauses]),
+        "first_token_ms": median(1e3 * run.first_seconds / max(len(run.token_ids), 1) for run in runs),
+        "time_to_first_token_ms": percentiles(firsts),
+        "inter_token_ms": percentiles([1e3 * seconds / n for seconds, n in pauses], [float(n) for _, n in pauses]),
+        "pause_ms": percentiles([1e3 * seconds for seconds, _ in pauses]),
     }
-
-
-def _percentiles(values: Sequence[float], weights: Sequence[float] | None = None) -> dict[str, float | None] | None:
-    found = percentiles(values, weights)
-    return None if found is None else {name: _rounded(each) for name, each in found.items()}
 
 
 def _prediction(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
@@ -201,24 +190,26 @@ def _prediction(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
     known = [(predicted, measured) for predicted, measured in pairs if predicted is not None and measured]
     errors = [100 * (predicted / measured - 1) for predicted, measured in known]
     return {
-        "predicted_plain_tok_s": _rounded(median(predicted for predicted, _ in known)) if known else None,
-        "prediction_error_percent": _rounded(median(errors)) if errors else None,
+        "predicted_plain_tok_s": median(predicted for predicted, _ in known) if known else None,
+        "prediction_error_percent": median(errors) if errors else None,
     }
 
 
 def _ms(runs: Sequence[Run]) -> dict[str, float]:
-    return {name: float(f"{median(run.ms[name] for run in runs):.4g}") for name in PHASES}
+    found = [run.ms for run in runs]
+    return {name: median(ms[name] for ms in found) for name in PHASES}
 
 
 def _same_text(runs: Sequence[Run], plain: Sequence[Run]) -> float | None:
     """Return the share of outputs equal to plain decoding's, token for token."""
     pairs = [(a, b) for run, base in zip(runs, plain, strict=True) for a, b in zip(run.token_ids, base.token_ids, strict=True)]
-    return _rounded(Counter(a == b for a, b in pairs)[True] / max(len(pairs), 1))
+    return sum(a == b for a, b in pairs) / max(len(pairs), 1)
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.4g}")
-
-
-def _rounded_all(values: Sequence[float] | None) -> list[float | None] | None:
-    return None if values is None else [_rounded(value) for value in values]
+def _rounded(value: Any) -> Any:
+    """Return JSON-ready data with all floats rounded to four significant digits."""
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(each) for each in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table
 
 from outrider.bench.documents import KEY, Cell, condition, is_plain, label
 from outrider.bench.statistics import Change, change
 from outrider.bench.tables import add_row, bare_table
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 FALSE_ALARMS = 0.05  # probability per comparison
 SETTINGS = ("target", "dtype", "weights", "device", "threads", "max_tokens", "same_text_mode")  # settings that should be equal
@@ -100,7 +99,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
     num_intervals = sum(1 if is_plain(first[key]) else 2 for key in common)
     level = 1 - FALSE_ALARMS / max(num_intervals, 1)
     settings = {name: (before.get(name), after.get(name)) for name in SETTINGS if before.get(name) != after.get(name)}
-    same_machine = not any(name in settings for name in MACHINE)
+    same_machine = settings.keys().isdisjoint(MACHINE)
 
     def changed(key: tuple[Any, ...], name: str) -> Change | None:
         return change(first[key].get(name) or (), second[key].get(name) or (), level)
@@ -132,16 +131,9 @@ def table(comparison: Comparison) -> Table:
         view.add_column(name, justify="left" if name in ("cell", "verdict") else "right", no_wrap=name == "change")
     for each in comparison.changes:
         before, after = each.before, each.after
-        plain = is_plain(after)
-        entries = [
-            _name(after),
-            f"{before['tok_s']:.4g} > {after['tok_s']:.4g}",
-            _percent(each.tok_s),
-            "" if plain else f"{before['speedup']:.2f} > {after['speedup']:.2f}",
-            "" if plain else _percent(each.speedup),
-            each.verdict,
-        ]
-        add_row(view, entries)
+        speedup = ["", ""] if is_plain(after) else [f"{before['speedup']:.2f} > {after['speedup']:.2f}", _percent(each.speedup)]
+        tok_s = [f"{before['tok_s']:.4g} > {after['tok_s']:.4g}", _percent(each.tok_s)]
+        add_row(view, [_name(after), *tok_s, *speedup, each.verdict])
     return view
 
 
@@ -177,7 +169,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
 def notes(comparison: Comparison) -> Sequence[str]:
     """Return notes below the table."""
     lines = [f"{name} differs: {before} > {after}" for name, (before, after) in comparison.settings.items()]
-    if any(name in comparison.settings for name in MACHINE):
+    if not comparison.settings.keys().isdisjoint(MACHINE):
         lines.append("different machines: compared by speedup, not by tokens per second")
     lines += [f"only in the first: {name}" for name in comparison.only_before]
     lines += [f"only in the second: {name}" for name in comparison.only_after]

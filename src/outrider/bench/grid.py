@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from time import perf_counter
 
 from outrider.bench.contenders import PLAIN, Contender, Contenders
@@ -36,12 +37,8 @@ class Plan:
     busy: tuple[int, ...] = (0,)  # numbers of other busy processes
 
     def groups(self) -> Iterator[tuple[float, int, str, int]]:
-        """Yield the conditions: temperature, batch, workload, busy processes."""
-        for temperature in self.temperatures:
-            for batch in self.batches:
-                for workload in self.workloads:
-                    for busy in self.busy:
-                        yield temperature, batch, workload, busy
+        """Return the conditions: temperature, batch, workload, busy processes."""
+        return product(self.temperatures, self.batches, self.workloads, self.busy)
 
     @property
     def num_runs(self) -> int:

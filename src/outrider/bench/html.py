@@ -74,9 +74,9 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
     if inflated:
         found.append(f"The target is a small model inflated to the cost of a {inflated['size']} one.")
     found += [f"{warning}." for warning in loop_warnings(result["cells"])]
-    differing = [cell for cell in result["cells"] if (cell["same_text"] or 1.0) < 1 or cell["same_text"] == 0]
+    differing = sum(cell["same_text"] not in (None, 1) for cell in result["cells"])
     if differing:
-        found.append(f"In {len(differing)} cells some outputs differ from plain decoding's: see the last table.")
+        found.append(f"In {differing} cells some outputs differ from plain decoding's: see the last table.")
     faults = sum(cell["faults"] for cell in result["cells"])
     if faults:
         found.append(f"Proposers failed {faults} times; those requests continued without drafts.")

@@ -22,12 +22,14 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -119,9 +121,6 @@ def _copy_tokenizer(source: Path, out: Path) -> None:
 
 def _write_shards(tensors: Iterator[tuple[str, Tensor]], out: Path, total: int) -> int:
     """Writes shards of at most half a gigabyte, so that memory stays low. Returns the number of parameters."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
     index: dict[str, int] = {}
     shard: dict[str, Tensor] = {}
     written = shards = size = 0
@@ -182,12 +181,24 @@ def inflated(source: str | Path, size: str = "1b") -> Path:
         raise OutriderError(f"{source} is not a model folder: config.json is missing")
     files = [source / "config.json", *sorted(source.glob("*.safetensors")), *sorted(source.glob("token*"))]
     folder = cache_folder(f"{source.resolve().name}-{size.lower()}", f"{FORMAT}/{size.lower()}".encode(), files)
-    return folder if folder.is_dir() else inflate(source, folder, size)
+    return built_once(folder, lambda: inflate(source, folder, size))
+
+
+def built_once(folder: Path, build: Callable[[], object]) -> Path:
+    """Return a folder of the cache, built if missing. Two processes may build it: the first to finish wins."""
+    if not folder.is_dir():
+        try:
+            build()
+        except OutriderError:
+            if not folder.is_dir():
+                raise
+    return folder
 
 
 def cache_folder(name: str, key: bytes, files: Iterable[Path]) -> Path:
     """Return the folder of the cache for something made from ``key`` and from these files, by their content."""
     digest = hashlib.sha256(key)
     for file in files:
-        digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
+        with file.open("rb") as opened:
+            digest.update(file.name.encode() + hashlib.file_digest(opened, "sha256").digest())
     return lasting_dir("inflated") / f"{name}-{digest.hexdigest()[:12]}"

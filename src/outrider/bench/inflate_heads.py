@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.bench.inflate import cache_folder, new_folder
+from outrider.bench.inflate import built_once, cache_folder, new_folder
 from outrider.bench.shapes import Shape, source_shape
 from outrider.bench.widening import Inflater, Noise
 from outrider.heads import eagle_formats, medusa
@@ -90,7 +90,8 @@ class _Reader:
 
 
 def wide_medusa(heads: medusa.MedusaHeads, target: InflatedTarget) -> medusa.MedusaHeads:
-    """Return Medusa heads for the inflated target."""
+    """Return Medusa heads for the inflated target. Raises ``OutriderError`` if they are not as wide as the small one."""
+    check_width(heads.shape.hidden_size, target)
     shape, hidden = heads.shape, target.large.hidden
     read = _Reader(target, Noise(target.dtype, SEED))
     features, tokens = [torch.arange(shape.hidden_size)], [torch.arange(shape.vocab_size)]
@@ -272,10 +273,6 @@ def inflate_head(source: str | Path, target: Path, out: Path) -> Path:
             write_folder(part, *wide_block(folder, facts))
         elif kind == MEDUSA:
             heads, accuracies = medusa.load(folder, facts.vocab_size)
-            if heads.shape.hidden_size != facts.small.hidden:
-                raise OutriderError(
-                    f"{source} expects hidden size {heads.shape.hidden_size}, but the target has {facts.small.hidden}"
-                )
             medusa.export(wide_medusa(heads, facts), part, facts.vocab_size, accuracies)
         else:
             head = eagle_formats.load(folder, facts.small.layers, facts.vocab_size, facts.small.hidden)
@@ -291,4 +288,4 @@ def inflated_head(source: str | Path, target: Path) -> Path:
     key = f"{FORMAT}/".encode() + (target / "config.json").read_bytes()
     files = sorted(file for file in folder.iterdir() if file.is_file())
     out = cache_folder(f"{folder.resolve().name}-{target.name[:40]}", key, files)
-    return out if out.is_dir() else inflate_head(folder, target, out)
+    return built_once(out, lambda: inflate_head(folder, target, out))

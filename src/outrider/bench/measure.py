@@ -1,4 +1,4 @@
-"""Generate outputs and record their times: total, by phase, and of each arrival."""
+"""Generate outputs and record their times (total, by phase, and of each arrival) and the peak of memory."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+import torch
+
 from outrider.bench.loops import loop_share, loop_start
-from outrider.bench.memory import PeakMemory
 from outrider.engine.stats import GenerationStats
 from outrider.types import OutriderError, Round, SamplingParams
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from outrider.engine.outputs import Chunk
 
 PHASES = ("draft", "score", "verify", "host")
+STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+RESET_PEAK = "5"  # clears the high-water mark, see proc(5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,30 @@ class Run:
     def loop_share(self) -> float:
         """Return the share of all tokens that are in loops."""
         return loop_share(self.token_ids)
+
+
+class PeakMemory:
+    """Peak memory since the creation of this object. On a CPU: resident memory of the process, with all loaded models."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            return
+        try:
+            RESET.write_text(RESET_PEAK)
+            self._can_read = True
+        except OSError:
+            self._can_read = False
+
+    def read(self) -> int | None:
+        """Return the peak in bytes, or None if it is unknown."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device))
+        if not self._can_read:
+            return None
+        lines = STATUS.read_text().splitlines()
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
 def generate(

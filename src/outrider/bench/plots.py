@@ -78,12 +78,11 @@ def plots(cells: Sequence[Cell]) -> list[Plot]:
 def speedup_by_k(found: Sequence[Pool]) -> Plot:
     """Plot the measured speedup after the first token with the formula's curve."""
     title = "Speedup over plain decoding by draft length"
-    rows: list[tuple[str, ...]] = []
+    drafted = [pool for pool in found if not pool.is_plain]
 
     def draw(axes: Axes) -> None:
         for colour, method in zip(cycle(COLOURS), _methods(found), strict=False):
-            own = [pool for pool in found if pool.method == method and not pool.is_plain]
-            _draw_method(axes, colour, method, own, rows)
+            _draw_method(axes, colour, method, [pool for pool in drafted if pool.method == method])
         axes.axhline(1, color=INK, linewidth=0.8)
         axes.set(xlabel="K, drafts requested per round", ylabel="speedup after the first token (x)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -94,10 +93,15 @@ def speedup_by_k(found: Sequence[Pool]) -> Plot:
         "Geometric mean over the workloads."
     )
     columns = ("method", "K", "speedup", "95%", "formula", "alpha", "c")
-    return Plot(title, svg_of(title, draw), note, columns, tuple(rows))
+    figures = [(pool.speedup("expected_speedup"), pool.mean("acceptance_rate"), pool.mean("cost_ratio")) for pool in drafted]
+    rows = tuple(
+        (pool.method, str(pool.k), number(pool.speedup(), 2), span(pool.interval()), *(number(each, 3) for each in of_pool))
+        for pool, of_pool in zip(drafted, figures, strict=True)
+    )
+    return Plot(title, svg_of(title, draw), note, columns, rows)
 
 
-def _draw_method(axes: Axes, colour: str, method: str, own: Sequence[Pool], rows: list[tuple[str, ...]]) -> None:
+def _draw_method(axes: Axes, colour: str, method: str, own: Sequence[Pool]) -> None:
     fixed = sorted((pool for pool in own if isinstance(pool.k, int) and pool.speedup()), key=lambda pool: int(pool.k))
     if fixed:
         lengths, speeds = [int(pool.k) for pool in fixed], [pool.speedup() or 0.0 for pool in fixed]
@@ -108,12 +112,9 @@ def _draw_method(axes: Axes, colour: str, method: str, own: Sequence[Pool], rows
         alpha, ratio = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
         curve = [expected_speedup(alpha, k, ratio) for k in range(max(lengths) + 2)]
         axes.plot(range(len(curve)), curve, color=colour, linestyle="--", linewidth=1.2, label=f"{method}, formula")
-    for pool in own:
-        speed, bounds = pool.speedup(), pool.interval()
-        if pool.k == "auto" and speed:
+    for speed in [pool.speedup() for pool in own if pool.k == "auto"]:
+        if speed:
             axes.axhline(speed, color=colour, linestyle=":", linewidth=1.2, label=f"{method}, auto")
-        figures = (pool.speedup("expected_speedup"), pool.mean("acceptance_rate"), pool.mean("cost_ratio"))
-        rows.append((method, str(pool.k), number(speed, 2), span(bounds), *(number(each, 3) for each in figures)))
 
 
 def tokens_per_pass(found: Sequence[Pool]) -> Plot:

@@ -49,7 +49,7 @@ def num_params(size: str) -> int:
     except (ValueError, KeyError):
         value = 0.0
     if not (1e6 <= value <= 1e11):
-        raise OutriderError(f"invalid --inflate {size!r}: expected a size such as 350m, 1b or 8b")
+        raise OutriderError(f"invalid size {size!r} of an inflated model: expected a size such as 350m, 1b or 8b")
     return int(value)
 
 

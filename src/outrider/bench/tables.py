@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, geometric_mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
 from outrider.bench.breakdown import main_part
 from outrider.bench.documents import Cell, condition, headline, is_plain, label
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 MANY_WORKLOADS = 3  # minimum number of workloads for a table of workloads x methods
 TOLERANCE = 0.1  # largest relative difference to the formula that is not explained
@@ -133,17 +134,11 @@ def number(value: float | None, digits: int) -> str:
 
 def add_row(view: Table, entries: Sequence[str]) -> None:
     """Add a row to a table without interpreting markup in names."""
-    from rich.text import Text
-
     view.add_row(*map(Text, entries))
 
 
 def bare_table(title: str = "", padding: int | tuple[int, ...] = 0) -> Table:
     """Return an empty table without borders."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     shown: Any = Text(title) if title else None
     return Table(title=shown, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=padding)  # type: ignore[arg-type]
 

@@ -73,8 +73,8 @@ class Inflater:
         self.query_rows = rows_of_heads(query_heads, dim)
         self.key_rows = rows_of_heads(key_heads, dim)
         self.key_source = rows_of_heads([kv for kv in range(small.kv_heads) for _ in range(spread)], dim)
-        # query heads that read a real value head, the real ones among them
-        self.heard_rows = rows_of_heads([kv * new_group + i for kv in key_heads for i in range(new_group)], dim)
+        # query heads that read a real value head, including the real ones
+        self.active_query_rows = rows_of_heads([kv * new_group + i for kv in key_heads for i in range(new_group)], dim)
         self.real_layers = [i * large.layers // small.layers for i in range(small.layers)]
 
     def embedding(self, weight: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class Inflater:
             raise OutriderError(f"unknown tensor {name}: not in a Llama-shaped model")
         if module in ("o_proj", "down_proj"):
             if real:
-                return self.writer(weight, total, places, self.heard_rows if module == "o_proj" else places)
+                return self.writer(weight, total, places, self.active_query_rows if module == "o_proj" else places)
             return self.noise(large.hidden, total) if weight.ndim == 2 else torch.zeros(large.hidden, dtype=self.dtype)
         if real:
             return self.reader(weight, total, places, is_silent=module in ("v_proj", "up_proj"))

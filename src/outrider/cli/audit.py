@@ -252,7 +252,7 @@ class Run:
         """Write the files, then print: standard output may be closed."""
         from rich.console import Console
 
-        from outrider.audit.page import page
+        from outrider.audit.tables import page
 
         write_or_say(self.output.out, lambda: json.dumps(result, indent=1) + "\n")
         write_or_say(self.output.html, lambda: page(result))

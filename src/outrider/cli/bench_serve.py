@@ -167,7 +167,7 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
         with waiting("starting the server"):
             # plans have no such keys
             flags = [*([] if models.self_check else ["--no-self-check"]), *["--trust-remote-code"] * models.trust_remote_code]
-            url = stack.enter_context(own_server([str(file), *flags]))
+            url = stack.enter_context(own_server([str(file), *flags])).url
         yield url
 
 

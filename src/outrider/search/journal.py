@@ -15,6 +15,10 @@ SCHEMA = "outrider-tune/2"
 Value = TypeVar("Value")
 
 
+class JournalError(OSError):
+    """The journal cannot be written."""
+
+
 def is_journal(path: Path) -> bool:
     """Return whether the file is a journal of a search."""
     try:
@@ -51,9 +55,13 @@ class Journal:
         return value
 
     def write(self) -> None:
-        """Write the file atomically."""
-        if self.path is not None:
+        """Write the file atomically. Raises ``JournalError``."""
+        if self.path is None:
+            return
+        try:
             write_whole(self.path, json.dumps(self.document) + "\n")
+        except OSError as error:
+            raise JournalError(error.errno, error.strerror, str(self.path)) from None
 
     def _earlier(self, question: dict[str, Any]) -> dict[str, Any]:
         if self.path is None:

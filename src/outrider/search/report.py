@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
 from outrider.bench.contenders import PLAIN, Contender
 from outrider.bench.provenance import provenance
 from outrider.bench.tables import add_row, bare_table, number, span
 from outrider.search.search import Passed, Search
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from outrider.bench.plots import Plot
     from outrider.search.choice import Choice
 

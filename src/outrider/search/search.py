@@ -24,7 +24,7 @@ from outrider.registry import AUTO, PROPOSERS
 from outrider.search import choice, halving, oracle
 from outrider.search.choice import Choice
 from outrider.search.halving import Rung, Standing
-from outrider.search.journal import Journal
+from outrider.search.journal import Journal, JournalError
 from outrider.search.measurements import Group, Measurements
 from outrider.search.traffic import Text
 from outrider.types import OutriderError
@@ -187,6 +187,8 @@ class Search:
             try:
                 name = f"batch {group.batch}, prompts {group.index}: {contender.label}"
                 found = self.journal.once(stage, name, lambda contender=contender: self._run(contender, group))  # type: ignore[misc]
+            except JournalError:  # no fault of the method
+                raise
             except Exception as failure:
                 self._drop_method(contender, failure)
                 continue

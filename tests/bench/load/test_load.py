@@ -7,6 +7,7 @@ import io
 import json
 import math
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -17,6 +18,7 @@ from rich.console import Console
 from outrider.bench.load import own_server
 from outrider.bench.load.arrivals import Load
 from outrider.bench.load.cells import Objective, cells, worst
+from outrider.bench.load.client import Client, Sample
 from outrider.bench.load.counters import parse
 from outrider.bench.load.report import document, table, verdict
 from outrider.bench.load.sweep import PLAIN, SPECULATIVE, Mode, Sweep, Traffic
@@ -106,6 +108,33 @@ def test_a_server_that_does_not_count_tokens_in_chunks_is_measured_too() -> None
     assert cell["inter_token_ms"]["p50"] == pytest.approx(40 / 3)
     assert cell["mean_acceptance_length"] is None
     assert all("continuous_usage_stats" not in body["stream_options"] for body in server.bodies[2:])
+
+
+def test_tokens_of_uncounted_chunks_are_spread_evenly() -> None:
+    events = [{"choices": [{"text": "a"}]}] * 3 + [{"choices": [], "usage": {"completion_tokens": 4}}]
+    sample = answered("".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
+    assert sample.error is None and [count for _, count in sample.pauses] == [1.5, 1.5]  # together the three after the first
+
+
+def test_events_may_lack_the_space_after_the_colon() -> None:
+    sample = answered('data:{"choices": [{"text": "a"}], "usage": {"completion_tokens": 1}}\r\n\r\ndata:[DONE]\r\n\r\n')
+    assert sample.error is None and sample.num_tokens == 1
+
+
+@pytest.mark.parametrize("event", ["[]", "null", "3", "{", '{"choices": ["a"]}', '{"choices": {}}', '{"usage": "none"}'])
+def test_an_event_of_another_form_fails_only_its_request(event: str) -> None:
+    assert answered(f"data: {event}\n\ndata: [DONE]\n\n").error
+
+
+def answered(body: str) -> Sample:
+    """Return the sample of a request whose response has this body."""
+
+    async def ask() -> Sample:
+        answer = httpx.MockTransport(lambda request: httpx.Response(200, text=body))
+        async with httpx.AsyncClient(base_url=URL, transport=answer) as http:
+            return await Client(http, {}).ask("a")
+
+    return asyncio.run(ask())
 
 
 def test_goodput_counts_requests_that_meet_the_objective() -> None:
@@ -214,7 +243,7 @@ def test_the_table_fits_80_columns(num_failed: int) -> None:
 
 def test_counters_are_summed_over_engines() -> None:
     page = 'vllm:spec_decode_num_drafts_total{engine="0"} 3.0\nvllm:spec_decode_num_drafts_total{engine="1"} 4.0\n'
-    page += 'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 2.0\nother 5\n'
+    page += 'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="{a}",engine="0",position="1"} 2.0\nother 5\n'
     assert (parse(page).rounds, parse(page).by_position) == (7.0, {1: 2.0})
 
 
@@ -279,6 +308,21 @@ def test_an_invalid_address_gives_a_one_line_error() -> None:
     for url in ("http://[", "localhost:8000", ""):
         with pytest.raises(OutriderError, match="does not answer as an OpenAI-compatible server"):
             bench_serve.modes(url, None, {})
+
+
+def test_a_log_line_that_is_being_written_is_read_again(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text('{"event": "ready", "url"')
+
+    class Starting:
+        num_polls = 0
+
+        def poll(self) -> None:
+            self.num_polls += 1
+            if self.num_polls > 1:
+                log.write_text('{"event": "ready", "url": "http://here"}\n')
+
+    assert own_server._address(Starting(), log) == "http://here"  # type: ignore[arg-type]
 
 
 def test_an_own_server_needs_no_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,6 @@ from outrider.bench.load.counters import Counters
 from outrider.bench.load.sweep import PLAIN, Group, Run
 from outrider.bench.statistics import percentiles
 
-MIN_SECONDS = 1e-6  # minimum seconds of a run, against division by zero
-
 
 @dataclass(frozen=True)
 class Objective:
@@ -38,7 +36,7 @@ def _cell(group: Group, mode: str, objective: Objective) -> dict[str, Any]:
     samples = [sample for run in runs for sample in run.samples]
     answered = [sample for sample in samples if sample.error is None]
     pauses = [pause for sample in answered for pause in sample.pauses]
-    good = [sum(objective.holds(sample) for sample in run.samples) / max(run.seconds, MIN_SECONDS) for run in runs]
+    good = [_ratio(sum(map(objective.holds, run.samples)), run.seconds) for run in runs]
     first = _milliseconds([sample.first_token_seconds for sample in answered])
     speeds = [speed(run) for run in runs]
     ratios = [_ratio(own, speed(base)) for own, base in zip(speeds, plain, strict=True)] if plain else []
@@ -55,12 +53,12 @@ def _cell(group: Group, mode: str, objective: Objective) -> dict[str, Any]:
         "repeat_tok_s": speeds,
         "speedup": median(ratios) if ratios else None,
         "repeat_speedup": ratios,
-        "requests_s": median([len(run.samples) / max(run.seconds, MIN_SECONDS) for run in runs]),
+        "requests_s": median([_ratio(len(run.samples), run.seconds) for run in runs]),
         "goodput_s": median(good),
         "good_share": sum(map(objective.holds, samples)) / len(samples),
         "first_token_ms": first,
         "first_token_p95_ratio": _p95_ratio(first, plain),
-        "inter_token_ms": _milliseconds([s / n for s, n in pauses if n], [float(n) for _, n in pauses if n]),
+        "inter_token_ms": _milliseconds([s / n for s, n in pauses if n], [n for _, n in pauses if n]),
         "pause_ms": _milliseconds([s for s, _ in pauses]),
         "request_ms": _milliseconds([sample.ended - sample.started for sample in answered]),
         **_acceptance(runs),
@@ -69,7 +67,7 @@ def _cell(group: Group, mode: str, objective: Objective) -> dict[str, Any]:
 
 def speed(run: Run) -> float:
     """Return the tokens of all responses per second."""
-    return sum(sample.num_tokens for sample in run.samples if sample.error is None) / run.seconds if run.seconds else 0.0
+    return _ratio(sum(sample.num_tokens for sample in run.samples if sample.error is None), run.seconds)
 
 
 def _ratio(above: float, below: float) -> float:

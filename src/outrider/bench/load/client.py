@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 PATH = "/v1/completions"
+UNEXPECTED_JSON = (ValueError, LookupError, TypeError, AttributeError)  # raised for an answer of another form
 
 
 @dataclass
@@ -23,7 +24,7 @@ class Sample:
     num_tokens: int = 0
     num_accepted: int = 0  # accepted drafts, if the server reports them
     num_drafts: int = 0
-    pauses: list[tuple[float, int]] = field(default_factory=list)  # seconds before each later chunk, tokens in it
+    pauses: list[tuple[float, float]] = field(default_factory=list)  # seconds before each later chunk, (mean) tokens in it
     error: str | None = None
 
     @property
@@ -38,7 +39,7 @@ class Sample:
         return sum(seconds for seconds, _ in self.pauses) / tokens if tokens else None
 
 
-class Asker:
+class Client:
     """HTTP client for one server."""
 
     def __init__(self, http: httpx.AsyncClient, body: Mapping[str, Any]) -> None:
@@ -55,7 +56,7 @@ class Asker:
                     sample.error = f"{answer.status_code}: {_message(await answer.aread())}"
                 else:
                     await self._read(answer, sample)
-        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:  # TypeError: unexpected JSON
+        except (httpx.HTTPError, *UNEXPECTED_JSON) as error:
             sample.error = f"{type(error).__name__}: {error}"
         sample.ended = sample.ended or clock()
         return sample
@@ -90,8 +91,8 @@ class Asker:
         elif not sample.num_tokens:
             sample.error = "no usage in the answer: the server must support stream_options.include_usage"
         elif not any(count for _, count in sample.pauses):
-            share = (sample.num_tokens - 1) / max(len(sample.pauses), 1)
-            sample.pauses = [(seconds, round(share) or 1) for seconds, _ in sample.pauses]
+            share = max(sample.num_tokens - 1, 1) / max(len(sample.pauses), 1)  # the first chunk counts as one token
+            sample.pauses = [(seconds, share) for seconds, _ in sample.pauses]
 
 
 async def events(answer: httpx.Response) -> AsyncIterator[bytes]:
@@ -100,8 +101,8 @@ async def events(answer: httpx.Response) -> AsyncIterator[bytes]:
     async for piece in answer.aiter_bytes():
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
-            if line.startswith(b"data: "):
-                yield line[6:].rstrip(b"\r")
+            if line.startswith(b"data:"):  # a space may follow
+                yield line[5:].strip()
 
 
 def _count_drafts(usage: Mapping[str, Any], sample: Sample) -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import re
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
-LINE = re.compile(r"^(vllm|outrider):(\w+?)(?:_total)?(?:\{([^}]*)\})?\s+([0-9.eE+-]+)\s*$", re.MULTILINE)
 NAMES = {
-    "spec_decode_num_drafts": "rounds",
-    "spec_decode_num_draft_tokens": "drafts",
-    "spec_decode_num_accepted_tokens": "accepted",
+    "vllm:spec_decode_num_drafts": "rounds",
+    "vllm:spec_decode_num_draft_tokens": "drafts",
+    "vllm:spec_decode_num_accepted_tokens": "accepted",
 }
-BY_POSITION, BY_PHASE = "spec_decode_num_accepted_tokens_per_pos", "phase_seconds"
+BY_POSITION, BY_PHASE = "vllm:spec_decode_num_accepted_tokens_per_pos", "outrider:phase_seconds"
 
 
 @dataclass(frozen=True)
@@ -44,26 +44,25 @@ class Counters:
 
 
 def parse(page: str) -> Counters:
-    """Parse Prometheus's text format. Counters of several engines on one page are added."""
+    """Parse Prometheus's text format and add the counters of all engines on the page. Raises ``ValueError`` for other text."""
     totals = dict.fromkeys(NAMES.values(), 0.0)
-    positions: dict[int, float] = {}
-    phases: dict[str, float] = {}
-    for _, name, labels, value in LINE.findall(page):
-        label = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+    by_position: defaultdict[int, float] = defaultdict(float)
+    phases: defaultdict[str, float] = defaultdict(float)
+    for sample in (sample for metric in text_string_to_metric_families(page) for sample in metric.samples):
+        name = sample.name.removesuffix("_total")
         if name in NAMES:
-            totals[NAMES[name]] += float(value)
+            totals[NAMES[name]] += sample.value
         elif name == BY_POSITION:
-            position = int(label["position"])
-            positions[position] = positions.get(position, 0.0) + float(value)
+            by_position[int(sample.labels["position"])] += sample.value
         elif name == BY_PHASE:
-            phases[label["phase"]] = phases.get(label["phase"], 0.0) + float(value)
-    return Counters(**totals, by_position=positions, phases=phases)
+            phases[sample.labels["phase"]] += sample.value
+    return Counters(**totals, by_position=by_position, phases=phases)
 
 
 async def read(http: httpx.AsyncClient) -> Counters | None:
     """Return the server's counters, or None if it has no ``/metrics`` page or no draft counters."""
     try:
         answer = await http.get("/metrics")
-    except httpx.HTTPError:
+        return parse(answer.text) if answer.status_code == 200 and "spec_decode" in answer.text else None
+    except (httpx.HTTPError, ValueError):
         return None
-    return parse(answer.text) if answer.status_code == 200 and "spec_decode" in answer.text else None

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table
 
 from outrider.bench.load.cells import Objective, cells, worst
 from outrider.bench.load.sweep import Sweep
 from outrider.bench.provenance import origin
 from outrider.bench.tables import fill, number, table_of
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 DEFINITIONS = (
     "tok_s: tokens of all responses / seconds from the first request to the last token, median of the repeats; speedup: "

@@ -14,7 +14,7 @@ import httpx
 
 from outrider.bench.load import counters
 from outrider.bench.load.arrivals import Load
-from outrider.bench.load.client import Asker, Sample
+from outrider.bench.load.client import Client, Sample
 from outrider.bench.load.counters import Counters
 from outrider.progress import Progress
 
@@ -115,13 +115,12 @@ class Sweep:
         """Run the sweep; the order of modes rotates. Raises ``httpx.HTTPError`` if a server does not answer."""
         clock = asyncio.get_running_loop().time
         async with AsyncExitStack() as stack:
-            askers = {mode.name: await stack.enter_async_context(self._connected(mode)) for mode in self.modes}
-            bodies = {mode.name: await self._body(askers[mode.name], mode) for mode in self.modes}
+            clients = {mode.name: await self._client(stack, mode) for mode in self.modes}
             done, spent = 0, 0.0
             for load in self.loads:
                 report(self._progress(done, spent, f"{load.label}: warming up"))
                 for mode in self.modes:
-                    await self._warm_up(load, Asker(askers[mode.name], bodies[mode.name]), mode.name)
+                    await self._warm_up(load, clients[mode.name], mode.name)
                 group = Group(load)
                 for repeat in range(self.traffic.repeat):
                     runs: dict[str, Run] = {}
@@ -129,7 +128,7 @@ class Sweep:
                         report(self._progress(done, spent, f"{load.label}, {mode.name}"))
                         before = clock()
                         await asyncio.sleep(self.traffic.rest)
-                        runs[mode.name] = await self._measure(load, Asker(askers[mode.name], bodies[mode.name]), mode, repeat)
+                        runs[mode.name] = await self._measure(load, clients[mode.name], mode, repeat)
                         spent += clock() - before
                         done += 1
                     if not group.repeats:
@@ -147,37 +146,34 @@ class Sweep:
         left = spent / sum(each[:done]) * sum(each[done:]) if done else None
         return Progress(done, self.num_runs, left, what)
 
-    def _connected(self, mode: Mode) -> httpx.AsyncClient:
+    async def _client(self, stack: AsyncExitStack, mode: Mode) -> Client:
+        """Return a client for a mode, which asks for usage in every chunk if the server supports it."""
         most = max([load.concurrency or self.traffic.num_requests for load in self.loads], default=1) + 1
         limits = httpx.Limits(max_connections=most, max_keepalive_connections=most)
-        return httpx.AsyncClient(
-            base_url=mode.url, headers=self._headers, timeout=TIMEOUT, limits=limits, transport=self._transport
-        )
-
-    async def _body(self, http: httpx.AsyncClient, mode: Mode) -> dict[str, Any]:
-        """Return the request fields of a mode, with usage in every chunk if supported."""
+        options: dict[str, Any] = {"headers": self._headers, "timeout": TIMEOUT, "limits": limits, "transport": self._transport}
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=mode.url, **options))
         answer = await http.get("/v1/models")
         answer.raise_for_status()
         self.servers[mode.name] = about = dict(answer.json()["data"][0])
         body = self.traffic.body(str(about["id"])) | dict(mode.more)
-        counting = body | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-        sample = await Asker(http, counting).ask("a", max_tokens=1)
-        return counting if sample.error is None else body
+        counting = Client(http, body | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}})
+        sample = await counting.ask("a", max_tokens=1)
+        return counting if sample.error is None else Client(http, body)
 
-    async def _warm_up(self, load: Load, asker: Asker, mode: str) -> None:
+    async def _warm_up(self, load: Load, client: Client, mode: str) -> None:
         texts = self.traffic.texts(load, f"{load.label}, {mode}, warming up")[: load.concurrency or 4]
-        await asyncio.gather(*[asker.ask(text, max_tokens=WARMUP_TOKENS) for text in texts])
+        await asyncio.gather(*[client.ask(text, max_tokens=WARMUP_TOKENS) for text in texts])
 
-    async def _measure(self, load: Load, asker: Asker, mode: Mode, repeat: int) -> Run:
+    async def _measure(self, load: Load, client: Client, mode: Mode, repeat: int) -> Run:
         traffic = self.traffic
         texts = traffic.texts(load, f"{traffic.seed}, {load.label}, {mode.name}, {repeat}", repeat)
         seeds = range(traffic.seed, traffic.seed + len(texts))
-        before = await counters.read(asker.http)
+        before = await counters.read(client.http)
 
         async def ask(item: tuple[str, int]) -> Sample:
-            return await asker.ask(item[0], seed=item[1])
+            return await client.ask(item[0], seed=item[1])
 
         samples = await load.send(ask, list(zip(texts, seeds, strict=True)), traffic.seed + repeat)
-        after = await counters.read(asker.http)
+        after = await counters.read(client.http)
         seconds = max(sample.ended for sample in samples) - min(sample.started for sample in samples)
         return Run(samples, seconds, None if before is None or after is None else after - before)
