@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from huggingface_hub import is_offline_mode
 from tiny_folder import make_folder
 
 from outrider.cli import app, chat, console, session
-from outrider.cli.interrupts import Terminated
+from outrider.cli.app import Terminated
 from outrider.cli.options import ModelOptions
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import Chunk
@@ -180,7 +181,7 @@ def test_the_painter_keeps_the_text_of_chunks() -> None:
 
     first = painter.paint(chunk("aab", [0, 1], ["accepted", "corrected"]))
     second = painter.paint(chunk("bcc", [2], ["bonus"]))
-    green, yellow, cyan = (f"\x1b[{console.CODES[name]}m" for name in ("accepted", "corrected", "bonus"))
+    green, yellow, cyan = (f"\x1b[{code}m" for code in ("32", "1;33", "36"))
     assert first == f"{green}aa\x1b[0m{yellow}b\x1b[0m"
     assert second == f"{yellow}b\x1b[0m{cyan}cc\x1b[0m"
 
@@ -521,6 +522,7 @@ def test_hub_access_is_disabled_only_if_nothing_can_come_from_the_hub(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "")
     monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # read before, when it was imported
     monkeypatch.setattr(session, "_loaded", lambda *_: None)
     session.load_plain(ModelOptions(target=str(target), draft=draft), [method])
-    assert ("HF_HUB_OFFLINE" in os.environ) == is_offline
+    assert ("HF_HUB_OFFLINE" in os.environ) == is_offline_mode() == is_offline

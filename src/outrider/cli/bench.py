@@ -103,7 +103,7 @@ def command(
 
     check_outputs({"--out": outputs.out, "--html": outputs.html}, report=outputs.html)
     given = resolve(models, MethodOptions())
-    chosen = parse_contenders(grid, models, given.get("drafts", {}))
+    chosen = parse_contenders(grid, models)
     temperatures = parse_list("--temperature", grid.temperature, float)
     batches = parse_list("--batch", grid.batch, int)
     busy = parse_list("--busy", grid.busy, int)
@@ -112,8 +112,8 @@ def command(
     models, extra = inflate_target(models, grid.inflate)
     given |= inflate_heads(chosen, given, models.target, grid.inflate)
     width = max([contender.k for contender in chosen if isinstance(contender.k, int)], default=0)
-    drafts, methods = given.get("drafts", {}), [contender.method for contender in chosen]
-    llm = load_plain(models, methods, max_batch=max(batches), num_draft_tokens=width, drafts=drafts)
+    methods = [contender.method for contender in chosen]
+    llm = load_plain(models, methods, max_batch=max(batches), num_draft_tokens=width, drafts=given["drafts"])
     encoded = {name: [encode(llm.tokenizer, prompt) for prompt in group] for name, group in prompts.items()}
     plan = Plan(chosen, encoded, temperatures, batches, grid.max_tokens, grid.repeat, grid.seed, busy=busy)
     check_plan(plan, llm)
@@ -162,8 +162,8 @@ def finish(plan: Plan, groups: Sequence[Group], llm: LLM, extra: dict[str, Any],
     write_or_say(outputs.html, lambda: page(result))
 
 
-def parse_contenders(grid: GridOptions, models: ModelOptions, drafts: Mapping[str, object]) -> tuple[Contender, ...]:
-    """Return methods x draft lengths, without plain decoding, which always runs. ``drafts``: drafts declared with the target.
+def parse_contenders(grid: GridOptions, models: ModelOptions) -> tuple[Contender, ...]:
+    """Return methods x draft lengths, without plain decoding, which always runs.
 
     Raises ``OutriderError`` for a method that lacks its draft.
     """
@@ -172,8 +172,8 @@ def parse_contenders(grid: GridOptions, models: ModelOptions, drafts: Mapping[st
     from outrider.engine.methods import methods_in
 
     lengths = parse_list("--num-draft-tokens", grid.num_draft_tokens, parse_k)
-    methods = methods_in(grid.method or f"{AUTO},{DEFAULT_METHOD}", lambda: auto_method(models, drafts))
-    check_methods(methods, models, drafts)
+    methods = methods_in(grid.method or f"{AUTO},{DEFAULT_METHOD}", lambda: auto_method(models))
+    check_methods(methods, models)
     found = (Contender(method, k) for method in methods for k in lengths)
     return tuple(contender for contender in found if not contender.is_plain)
 
@@ -223,7 +223,7 @@ def inflate_heads(
     from outrider.bench.inflate_heads import inflated_head
     from outrider.heads.checkpoint import MODEL, kind_of
 
-    draft, drafts = given.get("draft"), dict(given.get("drafts", {}))
+    draft, drafts = given.get("draft"), given["drafts"]
     used: list[object] = []
     for contender in chosen:
         name, options = split_method(contender.method)

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from rich.color import ColorSystem
 from rich.console import Console
+from rich.style import Style
 from rich.text import Text
 
 from outrider.cli.options import in_flags
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from outrider.engine.stats import GenerationStats
 
 STYLES = {"accepted": "green", "corrected": "bold yellow", "bonus": "cyan", "grammar": "magenta", "plain": ""}
-CODES = {"accepted": "32", "corrected": "1;33", "bonus": "36", "grammar": "35", "plain": "0"}  # ANSI codes
 err = Console(stderr=True, highlight=False)
 
 
@@ -130,7 +131,8 @@ class TokenPainter:
 
     def paint(self, chunk: Chunk) -> str:
         """Return the chunk's text with terminal colours; the text itself is unchanged, control characters included."""
-        return "".join(f"\x1b[{CODES[origin]}m{piece}\x1b[0m" for piece, origin in self.pieces(chunk))
+        styled = ((piece, Style.parse(STYLES[origin])) for piece, origin in self.pieces(chunk))
+        return "".join(style.render(piece, color_system=ColorSystem.STANDARD) for piece, style in styled)
 
 
 def painter_for(llm: LLM) -> TokenPainter | None:

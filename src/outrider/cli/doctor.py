@@ -57,16 +57,15 @@ def command(
 
     show_notices()
     options = resolve(models, MethodOptions(methods.method))
-    named = None if methods.method == AUTO else options.pop("method", None)
-    options.pop("method", None)
-    method = named or auto_method(models, options.get("drafts", {})).text
-    found = [] if named or models.draft else all_candidates(models.target)
+    named = options.pop("method", AUTO)
+    method = auto_method(models).text if named == AUTO else named
+    found = all_candidates(models.target) if named == AUTO and not models.draft else []
     target = models.target or TARGET
     params = sampling.params(max_tokens=MAX_TOKENS)
     with loading("looking") as status:
         tell = status.update if status is not None else lambda _: None
         checkup = check_up(Patient(target, method, options, params), tell)
-        if named is None and any((each.level, each.topic) == ("wrong", "vocabulary") for each in checkup.findings):
+        if named == AUTO and any((each.level, each.topic) == ("wrong", "vocabulary") for each in checkup.findings):
             method = DEFAULT_METHOD_WITH_FOREIGN_DRAFT  # as in all other commands
             checkup = check_up(Patient(target, method, options, params), tell)
     checkup.findings[:0] = found

@@ -11,7 +11,7 @@ from outrider.cli.console import err
 from outrider.cli.options import MethodOptions, ModelOptions, flag, with_groups
 from outrider.cli.serve import joined, refuse_own_code
 from outrider.engine.plan import Plan
-from outrider.export.engines import ENGINES
+from outrider.export import ENGINES
 
 EXAMPLES = """Examples:
 

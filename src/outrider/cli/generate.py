@@ -51,7 +51,6 @@ def command(
     sampling: SamplingOptions,
 ) -> None:
     """Stream the output for a prompt, then print a summary."""
-    from outrider.cli.app import EXIT_INTERRUPTED
     from outrider.cli.session import load, prepare, read_prompt, start
 
     if as_json and show:
@@ -67,7 +66,7 @@ def command(
         document = _document(llm, text, params)
         print(json.dumps(document, ensure_ascii=False))
         if document["finish_reason"] == "abort":
-            raise typer.Exit(EXIT_INTERRUPTED)
+            raise KeyboardInterrupt
     else:
         _, interrupt = stream_to_screen(llm, text, params, show)
         if interrupt is not None:

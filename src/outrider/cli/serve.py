@@ -13,7 +13,7 @@ from outrider.cli.console import waiting
 from outrider.cli.options import MethodOptions, ModelOptions, flag, given, read_option, values_given, with_groups
 from outrider.engine.plan import KEYS, Plan, served_name
 from outrider.errors import OutriderError, how_to_install
-from outrider.export.engines import ENGINES
+from outrider.export import ENGINES
 from outrider.options import LISTEN, declared, flag_name
 from outrider.runner.config import RunnerConfig
 from outrider.server.config import KEYS_VARIABLE, KeyRing, ServerConfig
@@ -196,5 +196,6 @@ def filled(options: Options, plan: Plan) -> Options:
 
 def joined(plan: Plan, *groups: Any) -> Plan:
     """Return the plan, with the command line's values replacing its own."""
-    given = {name: value for group in groups for name, value in values_given(filled(group, plan)).items()}
-    return Plan({name: KEYS[name].read(flag_name(name), value) for name, value in given.items() if name in KEYS})
+    given = {name: value for group in groups for name, value in values_given(group).items() if name in KEYS}
+    read = {name: KEYS[name].read(flag_name(name), value) for name, value in given.items()}
+    return Plan({name: plan.given(name) for name in plan.values} | read)

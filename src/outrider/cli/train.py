@@ -355,8 +355,6 @@ def check_out(out: Path, models: Sequence[str | Path]) -> None:
 def done(finished: bool, options: str) -> None:
     """Print whether training finished, and how to use the result."""
     if not finished:
-        from outrider.cli.app import EXIT_INTERRUPTED
-
         typer.echo("progress is saved: repeat the command to resume", err=True)
-        raise typer.Exit(EXIT_INTERRUPTED)
+        raise KeyboardInterrupt
     typer.echo(f"done: use it with {options}; curve and measurements are in the same folder", err=True)

@@ -7,7 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.cli.bench_documents import check_outputs
+from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.console import err
 from outrider.cli.options import ModelOptions, SamplingOptions, flag, given, parse_k, parse_list, with_groups
 from outrider.cli.progress import progress
@@ -152,8 +152,7 @@ def finish(search: Search, chosen: Choice, models: ModelOptions, output: OutputO
     search.journal.document["result"] = found
     search.journal.write()
     Plan(plan_values(models, chosen, search), output.plan.parent).write(output.plan, report.notes(found))
-    if output.report is not None:
-        output.report.write_text(report.page(found), encoding="utf-8")
+    write_or_say(output.report, lambda: report.page(found))
     out = Console(highlight=False)
     if found["candidates"]:
         out.print(report.table(found))
