@@ -14,8 +14,7 @@ from bench_documents import cell, document, grid
 from rich.console import Console
 
 from outrider.bench.tables import tables
-from outrider.cli.console import say_error, waiting
-from outrider.cli.progress import progress
+from outrider.cli.console import progress, say_error, waiting
 from outrider.progress import Progress
 
 Run = Callable[..., "tuple[int, str, str]"]

@@ -316,6 +316,19 @@ def test_ctrl_c_keeps_the_json_document_complete(
     assert plain_text(outrider, target, "--max-tokens", 60).startswith(found["text"])
 
 
+def test_ctrl_c_before_the_first_round_prints_no_json_document(
+    outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It used to be an internal error: list index out of range."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("outrider.engine.llm.LLM._compile_for", interrupted)
+    code, out, err = outrider("generate", "--target", target, "--method", "ngram", "--json", PROMPT)
+    assert (code, out) == (app.EXIT_INTERRUPTED, "") and err.strip().endswith("interrupted")
+
+
 def test_arguments_after_two_dashes_are_for_the_other_engine(outrider: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from outrider.cli import serve
 

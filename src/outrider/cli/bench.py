@@ -11,7 +11,7 @@ import typer
 
 from outrider.cli import bench_documents, bench_serve
 from outrider.cli.bench_documents import check_outputs, write_or_say
-from outrider.cli.console import err, waiting
+from outrider.cli.console import err, progress, waiting
 from outrider.cli.options import (
     MethodOptions,
     ModelOptions,
@@ -23,7 +23,6 @@ from outrider.cli.options import (
     with_groups,
     workload_names,
 )
-from outrider.cli.progress import progress
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
 from outrider.method_text import split_method

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.bench_documents import check_writable, write_or_say
-from outrider.cli.console import err, waiting
+from outrider.cli.console import err, progress, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, flag, given, parse_list, with_groups, workload_names
-from outrider.cli.progress import progress
 from outrider.cli.serve import joined
 from outrider.engine.plan import Plan
 from outrider.errors import OutriderError, how_to_install

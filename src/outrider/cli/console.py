@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
@@ -15,7 +15,7 @@ from rich.style import Style
 from rich.text import Text
 
 from outrider.cli.options import in_flags
-from outrider.progress import PERIOD, reported_every
+from outrider.progress import PERIOD, Progress, reported_every
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -87,6 +87,32 @@ class _Notices(logging.Handler):
         else:
             _say(message)
             spinner.update(_screen.waits_for)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[Progress], None]]:
+    """Show a progress bar on a terminal, or a line per run elsewhere. Yields the callback that updates it."""
+    from rich import progress as rich_progress
+
+    text = rich_progress.TextColumn("{task.completed}/{task.total}  {task.fields[left]}  {task.description}", markup=False)
+    bar_column = rich_progress.BarColumn(bar_width=24)
+    with rich_progress.Progress(bar_column, text, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("", total=None, left="")
+
+        def report(state: Progress) -> None:
+            left = "" if state.seconds_left is None else f"{clock(state.seconds_left)} left"
+            bar.update(task, completed=state.done, total=state.total, left=left, description=state.what)
+            if not err.is_terminal:
+                err.print(f"{state.done}/{state.total} {left} {state.what}", markup=False, soft_wrap=True)
+
+        yield report
+
+
+def clock(seconds: float) -> str:
+    """Format seconds as h:mm:ss or m:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def show_notices() -> None:

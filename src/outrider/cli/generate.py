@@ -133,9 +133,12 @@ def _document(llm: LLM, prompt: str, params: SamplingParams) -> dict[str, Any]:
 
     with waiting("generating"):
         try:
-            completion = llm.generate(prompt, params)[0].outputs[0]
+            outputs = llm.generate(prompt, params)[0].outputs
         except GenerationInterrupted as interrupt:
-            completion = interrupt.generations[0].outputs[0]
+            outputs = interrupt.generations[0].outputs
+            if not outputs:  # interrupted before the first round, such as while compiling
+                raise
+    completion = outputs[0]
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,

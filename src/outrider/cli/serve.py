@@ -107,8 +107,8 @@ def command(
     if elsewhere.engine is not None:
         serve_elsewhere(plan, passed, elsewhere, listening, limits, (models, methods))
     given = {"options after --": passed, "--engine-python": elsewhere.engine_python, "--own-code": elsewhere.own_code}
-    if any(given.values()):
-        what = next(name for name, value in given.items() if value)
+    what = next((name for name, value in given.items() if value), None)
+    if what is not None:
         raise OutriderError(f"{what}: requires --engine, as in outrider serve --engine vllm plan.toml -- ...")
     try:
         from outrider.server.bridge import load_aside

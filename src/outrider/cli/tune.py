@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.cli.bench_documents import check_outputs, write_or_say
-from outrider.cli.console import err
+from outrider.cli.console import err, progress
 from outrider.cli.options import ModelOptions, SamplingOptions, flag, given, parse_k, parse_list, with_groups
-from outrider.cli.progress import progress
 from outrider.engine.options import Speculation
 from outrider.engine.plan import Plan, located
 from outrider.errors import OutriderError

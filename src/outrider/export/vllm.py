@@ -51,7 +51,7 @@ class Vllm(Engine):
         carried = speculative.get("model") == ADAPTER
         if speculative:
             settings["speculative-config"] = speculative
-            if not wanted.has_own_k:
+            if wanted.own_k is None:
                 notes = [f"vLLM does not adapt the number of drafts: {wanted.k} is a typical one, measure yours.", *notes]
         if carried:
             settings["additional-config"] = {vllm_adapter.KEY: {"method": wanted.method}}
@@ -100,7 +100,7 @@ class Vllm(Engine):
         if isinstance(kind, portable.OwnHead):
             model = heads.own_head(kind, wanted)
             return {"method": "mtp", **({} if model is None else {"model": model}), **count, **rule}, notes
-        raise self.refuse(kind, wanted)
+        raise self.refuse(wanted)
 
 
 def _rules(wanted: Wanted) -> tuple[dict[str, str], dict[str, str]]:
