@@ -386,6 +386,8 @@ def test_unsupported_methods_are_refused_with_an_alternative(
 def test_refused_settings_leave_no_folder(export: Any, tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="same-text"):
         export("vllm", method="ngram", same_text=True)
+    with pytest.raises(OutriderError, match="cannot draft with"):
+        export("vllm", method="early-exit")
     assert not (tmp_path / "out").exists()
 
 

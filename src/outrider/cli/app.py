@@ -26,7 +26,7 @@ from outrider.errors import OutriderError, is_out_of_memory, one_line
 # Each name is outrider.cli.<name>:command, or a group of the functions in its COMMANDS. With both, ``command`` runs when no
 # subcommand is given.
 COMMANDS = ("generate", "chat", "compare", "bench", "audit", "doctor", "tune", "train", "demo", "serve", "export")
-EXIT_INTERNAL, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_INTERNAL, EXIT_USAGE, EXIT_CHECK_FAILED, EXIT_INTERRUPTED = 1, 2, 3, 130
 received: list[int] = []  # signals of this command; one during an import may surface as an ImportError
 
 

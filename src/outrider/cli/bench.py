@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from outrider.bench.grid import Group, Plan
     from outrider.engine.llm import LLM
 
-GRID, OUTPUT = "Measurement", "Output"
 MAX_BUSY = 1024
 EXAMPLES = """Examples:
 
@@ -53,35 +52,36 @@ outrider bench compare old.json new.json
 outrider bench serve --concurrency 1,4,16 --out load.json
 """
 COMMANDS = {**bench_documents.COMMANDS, "serve": bench_serve.command}
-__all__ = ["COMMANDS", "EXAMPLES", "command"]
 
 
 @dataclass(frozen=True)
 class GridOptions:
     """Axes of the measurement; values are separated by commas."""
 
-    method: str | None = given(Speculation, several=True, more="(default: auto and suffix).", panel=GRID)
-    num_draft_tokens: str = given(Speculation, "4,auto", several=True, panel=GRID)
-    temperature: str = given(SamplingParams, "0", several=True, panel=GRID)
-    batch: str = flag("Batch sizes.", "1", panel=GRID)
-    workloads: str | None = flag("Built-in prompts: code,edit,json,summary,math,chat,story (default: all).", panel=GRID)
+    panel: ClassVar[str] = "Measurement"
+    method: str | None = given(Speculation, several=True, more="(default: auto and suffix).")
+    num_draft_tokens: str = given(Speculation, "4,auto", several=True)
+    temperature: str = given(SamplingParams, "0", several=True)
+    batch: str = flag("Batch sizes.", "1")
+    workloads: str | None = flag("Built-in prompts: code,edit,json,summary,math,chat,story (default: all).")
     prompts: Path | None = flag(
-        "HumanEval, GSM8K, MATH-500, MBPP, MT-bench, Spec-Bench, SPEED-Bench or your own, as JSONL (.gz).", panel=GRID
+        "HumanEval, GSM8K, MATH-500, MBPP, MT-bench, Spec-Bench, SPEED-Bench or your own, as JSONL (.gz)."
     )
-    num_prompts: int = flag("Prompts per workload.", 4, panel=GRID, min=1)
-    max_tokens: int = flag("Tokens per prompt.", 64, panel=GRID, min=2)
-    repeat: int = flag("Repeats; medians are shown.", 3, panel=GRID, min=1)
-    seed: int = flag("Sampling seed; repeat r uses seed + r.", 0, panel=GRID)
-    busy: str = flag("Number of other busy processes during the measurement.", "0", panel=GRID)
-    inflate: str | None = flag("Measure the same function at the cost of a larger model, such as 350m, 1b or 8b.", panel=GRID)
+    num_prompts: int = flag("Prompts per workload.", 4, min=1)
+    max_tokens: int = flag("Tokens per prompt.", 64, min=2)
+    repeat: int = flag("Repeats; medians are shown.", 3, min=1)
+    seed: int = flag("Sampling seed; repeat r uses seed + r.", 0)
+    busy: str = flag("Number of other busy processes during the measurement.", "0")
+    inflate: str | None = flag("Measure the same function at the cost of a larger model, such as 350m, 1b or 8b.")
 
 
 @dataclass(frozen=True)
 class OutputOptions:
     """Output files."""
 
-    out: Path | None = flag("Also write the JSON document to this file.", panel=OUTPUT)
-    html: Path | None = flag("Write a report with plots as one HTML file.", panel=OUTPUT)
+    panel: ClassVar[str] = "Output"
+    out: Path | None = flag("Also write the JSON document to this file.")
+    html: Path | None = flag("Write a report with plots as one HTML file.")
 
 
 @with_groups

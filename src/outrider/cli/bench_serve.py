@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -27,50 +27,47 @@ if TYPE_CHECKING:
     from outrider.bench.load.arrivals import Load
     from outrider.bench.load.sweep import Mode, Sweep, Traffic
 
-LOAD, SERVER, OUTPUT = "Load", "Server", "Output"
-
 
 @dataclass(frozen=True)
 class LoadOptions:
     """The load. Several values are separated by commas."""
 
-    concurrency: str = flag("Numbers of concurrent clients.", "1,2,4,8,16,32,64", panel=LOAD)
-    rate: str | None = flag("Requests per second, with random arrivals.", panel=LOAD)
-    requests: int = flag("Requests per client.", 4, panel=LOAD, min=1)
-    arrivals: int = flag("Requests per run with a rate.", 32, panel=LOAD, min=1)
-    max_tokens: int = flag("Tokens per answer.", 64, panel=LOAD, min=2)
-    temperature: float = given(SamplingParams, 0.0, panel=LOAD)
-    workloads: str | None = flag("Built-in prompts, mixed (default: code,edit,json,summary,math,chat,story).", panel=LOAD)
-    prompts: Path | None = flag("Your own prompts, as JSONL (.gz).", panel=LOAD)
-    num_prompts: int = flag("Prompts of each workload.", 8, panel=LOAD, min=1)
-    shared_prefix: int = flag("Characters of a common prefix of all prompts of a run.", 0, panel=LOAD, min=0)
-    repeat: int = flag("Repeats; medians are shown.", 3, panel=LOAD, min=1)
-    rest: float = flag(
-        "Seconds without requests before each run, for servers that spin after a request.", 0.0, panel=LOAD, min=0
-    )
-    seed: int = flag("Seed of arrivals and sampling.", 0, panel=LOAD, min=0)
+    panel: ClassVar[str] = "Load"
+    concurrency: str = flag("Numbers of concurrent clients.", "1,2,4,8,16,32,64")
+    rate: str | None = flag("Requests per second, with random arrivals.")
+    requests: int = flag("Requests per client.", 4, min=1)
+    arrivals: int = flag("Requests per run with a rate.", 32, min=1)
+    max_tokens: int = flag("Tokens per answer.", 64, min=2)
+    temperature: float = given(SamplingParams, 0.0)
+    workloads: str | None = flag("Built-in prompts, mixed (default: code,edit,json,summary,math,chat,story).")
+    prompts: Path | None = flag("Your own prompts, as JSONL (.gz).")
+    num_prompts: int = flag("Prompts of each workload.", 8, min=1)
+    shared_prefix: int = flag("Characters of a common prefix of all prompts of a run.", 0, min=0)
+    repeat: int = flag("Repeats; medians are shown.", 3, min=1)
+    rest: float = flag("Seconds without requests before each run, for servers that spin after a request.", 0.0, min=0)
+    seed: int = flag("Seed of arrivals and sampling.", 0, min=0)
 
 
 @dataclass(frozen=True)
 class ServerOptions:
     """The server to measure."""
 
-    url: str | None = flag("A running server (default: start one with these models).", panel=SERVER)
-    plain_url: str | None = flag(
-        "A server of the same model without drafts, if drafts cannot be disabled per request.", panel=SERVER
-    )
-    api_key: str | None = flag("API key for --url.", panel=SERVER, envvar="OPENAI_API_KEY")
-    max_batch: int | None = given(RunnerConfig, panel=SERVER)
-    inflate: str | None = flag("Inflate the started server's target to a larger model's cost, such as 1b.", panel=SERVER)
+    panel: ClassVar[str] = "Server"
+    url: str | None = flag("A running server (default: start one with these models).")
+    plain_url: str | None = flag("A server of the same model without drafts, if drafts cannot be disabled per request.")
+    api_key: str | None = flag("API key for --url.", envvar="OPENAI_API_KEY")
+    max_batch: int | None = given(RunnerConfig)
+    inflate: str | None = flag("Inflate the started server's target to a larger model's cost, such as 1b.")
 
 
 @dataclass(frozen=True)
 class ResultOptions:
     """Latency targets and output files."""
 
-    slo_first_token: float = flag("Target for the first token, in milliseconds.", 2000.0, panel=OUTPUT, min=0)
-    slo_token: float = flag("Target for the mean time per later token, in milliseconds.", 200.0, panel=OUTPUT, min=0)
-    out: Path | None = flag("Write the JSON document to this file too.", panel=OUTPUT)
+    panel: ClassVar[str] = "Output"
+    slo_first_token: float = flag("Target for the first token, in milliseconds.", 2000.0, min=0)
+    slo_token: float = flag("Target for the mean time per later token, in milliseconds.", 200.0, min=0)
+    out: Path | None = flag("Write the JSON document to this file too.")
 
 
 @with_groups

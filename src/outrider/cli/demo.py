@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from outrider.cli.console import err, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, flag, given, read_option, with_groups
@@ -32,14 +32,14 @@ LARGE = 100_000_000
 class PageOptions:
     """Methods on the page, and its address."""
 
+    panel: ClassVar[str] = SERVER
     method: str | None = given(
         Speculation,
         several=True,
         more="(default: all that fit, or for targets above 100M parameters: suffix and the method found for the target).",
-        panel=SERVER,
     )
-    host: str = given(ServerConfig, ServerConfig.host, panel=SERVER)
-    port: int = given(ServerConfig, ServerConfig.port, panel=SERVER)
+    host: str = given(ServerConfig, ServerConfig.host)
+    port: int = given(ServerConfig, ServerConfig.port)
 
 
 @with_groups

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from outrider.cli.app import EXIT_CHECK_FAILED
 from outrider.cli.console import show_notices
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, given, in_flags, with_groups
 from outrider.engine.options import Speculation
@@ -24,7 +25,6 @@ outrider doctor --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B
 
 outrider doctor --target ./my-model --method early-exit:layers=6
 """
-EXIT_DOES_NOT_FIT = 3
 MAX_TOKENS = 48  # per prompt
 MARKS = {"ok": "[green]ok[/]", "note": "[dim]note[/]", "suspicious": "[yellow]suspicious[/]", "wrong": "[red]WRONG[/]"}
 
@@ -73,7 +73,7 @@ def command(
         print(json.dumps(asdict(checkup) | {"fits": checkup.fits, "verdict": checkup.verdict}))
     else:
         _show(checkup, method)
-    return 0 if checkup.fits else EXIT_DOES_NOT_FIT
+    return 0 if checkup.fits else EXIT_CHECK_FAILED
 
 
 def _show(checkup: Checkup, method: str) -> None:

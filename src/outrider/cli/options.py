@@ -116,7 +116,10 @@ class ReadableOptions(SamplingOptions):
 
 
 def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
-    """Let a command take option groups: each dataclass parameter becomes one option per field."""
+    """Let a command take option groups: each dataclass parameter becomes one option per field.
+
+    A class attribute ``panel`` of the dataclass is the heading of its options in the help.
+    """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}
@@ -134,7 +137,7 @@ def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
                 each.name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=each.default,
-                annotation=_annotation(each, options[each.name]),
+                annotation=_annotation(each, options[each.name], getattr(kind, "panel", None)),
             )
             for each in fields(kind)
         ]
@@ -151,10 +154,11 @@ def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
     return flat
 
 
-def _annotation(own: Field[Any], kind: Any) -> Any:
-    """Return typer's annotation of a field: its type, flags and help."""
+def _annotation(own: Field[Any], kind: Any, panel: str | None = None) -> Any:
+    """Return typer's annotation of a field: its type, flags and help. ``panel``: the heading of its group, if it has one."""
     shared = own.metadata[FLAG]
     if not isinstance(shared, Reference):
+        shared.rich_help_panel = shared.rich_help_panel or panel
         return Annotated[kind, shared]
     option = declared(shared.config)[own.name]
     flags = [flag_name(own.name), *([f"-{option.letter}"] if option.letter else [])]
@@ -168,8 +172,8 @@ def _annotation(own: Field[Any], kind: Any) -> Any:
     if not is_said and isinstance(default, (str, int, float)) and not isinstance(default, bool):
         about.append(f"(default: {default:g})." if isinstance(default, float) else f"(default: {default}).")
     text = " ".join(part for part in about if part).replace(". (default", " (default")
-    panel = option.panel if shared.panel is None else shared.panel
-    return Annotated[kind | None, typer.Option(*flags, help=text, rich_help_panel=panel, show_default=default is not True)]
+    heading = shared.panel or panel or option.panel
+    return Annotated[kind | None, typer.Option(*flags, help=text, rich_help_panel=heading, show_default=default is not True)]
 
 
 def read_option(config: type, name: str, value: Any) -> Any:

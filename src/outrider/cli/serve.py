@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn, TypeVar
 
 import typer
 
@@ -37,7 +37,6 @@ outrider serve --engine vllm plan.toml -- --tensor-parallel-size 4 --pipeline-pa
 
 curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "def quicksort(", "max_tokens": 64}'
 """
-ELSEWHERE = "Another engine"
 MAX_BATCH = 32  # default limit of concurrent sequences; the cache grows with them
 
 
@@ -82,9 +81,10 @@ class LimitOptions:
 class EngineOptions:
     """Run another engine instead of Outrider's."""
 
-    engine: str | None = flag("vllm: run the plan on vLLM; its own options follow --.", panel=ELSEWHERE)
-    engine_python: str | None = flag("Python of that engine's environment (default: searched on PATH).", panel=ELSEWHERE)
-    own_code: bool = flag("Use Outrider's proposer even if the engine has its own.", False, "--own-code", panel=ELSEWHERE)
+    panel: ClassVar[str] = "Another engine"
+    engine: str | None = flag("vllm: run the plan on vLLM; its own options follow --.")
+    engine_python: str | None = flag("Python of that engine's environment (default: searched on PATH).")
+    own_code: bool = flag("Use Outrider's proposer even if the engine has its own.", False, "--own-code")
 
 
 @with_groups

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -45,7 +45,7 @@ outrider train early-exit --target ./my-model --text notes.jsonl --minutes 60 --
 
 outrider generate --target ./my-model --method eagle --draft heads/eagle3 "Dear Sir,"
 """
-WHAT, TEXT, LONG = "What", "Text", "How long"
+WHAT, TEXT = "What", "Text"
 CONTINUE = "Continue this head, a folder or hub id, instead of a new one; its sizes stay."
 Out = Annotated[Path, typer.Option(help="Output folder.", rich_help_panel=WHAT)]
 MODEL_RATES = {"muon_lr": 0.002, "adam_lr": 0.0001}  # learning rates for weights that are already trained
@@ -56,38 +56,30 @@ MASK_RATES = {"muon_lr": 0.006, "adam_lr": 0.0015}  # the same for weights that 
 class TextOptions:
     """Options of target and training text."""
 
+    panel: ClassVar[str] = TEXT
     target: str | None = flag("Folder or hub id of the target (default: the embedded one).", panel=WHAT)
     text: list[Path] | None = flag(
-        "Text file, or JSONL with text, prompt and completion, or messages; plain or .gz; repeatable.", panel=TEXT
+        "Text file, or JSONL with text, prompt and completion, or messages; plain or .gz; repeatable."
     )
     work: Path | None = flag("Folder for features and checkpoints (default: OUT-work).", panel=WHAT)
-    seq_len: int | None = flag("Tokens per row (default: 256).", panel=TEXT)
-    max_tokens: int | None = flag("Maximum number of text tokens to use (default: 1000000).", panel=TEXT)
-    regenerate: bool | None = flag(
-        "Replace each row by the target's continuation of its beginning.", None, "--regenerate", panel=TEXT
-    )
-    prompt_len: int | None = flag("Tokens of each row that are kept by --regenerate, or --on-policy (default: 64).", panel=TEXT)
-    temperature: float | None = flag("With --regenerate: temperature; 0 is greedy (default: 0).", panel=TEXT)
+    seq_len: int | None = flag("Tokens per row (default: 256).")
+    max_tokens: int | None = flag("Maximum number of text tokens to use (default: 1000000).")
+    regenerate: bool | None = flag("Replace each row by the target's continuation of its beginning.", None, "--regenerate")
+    prompt_len: int | None = flag("Tokens of each row that are kept by --regenerate, or --on-policy (default: 64).")
+    temperature: float | None = flag("With --regenerate: temperature; 0 is greedy (default: 0).")
 
 
 @dataclass(frozen=True)
 class LengthOptions:
     """Options of training length and learning rates."""
 
-    minutes: float | None = flag(
-        "Minutes of training; the learning rate decays to zero by then (default: by --epochs).", panel=LONG
-    )
-    epochs: float | None = flag("Maximum passes over the text (default: 4).", panel=LONG)
-    batch_tokens: int | None = flag("Tokens per step, at least one row; fewer need less memory (default: 4096).", panel=LONG)
-    muon_lr: float | None = flag(
-        "Learning rate of the layers' matrices (default: 0.01; 0.002 to continue an existing model).", panel=LONG
-    )
-    adam_lr: float | None = flag(
-        "Learning rate of other weights (default: 0.001; 0.0001 to continue an existing model).", panel=LONG
-    )
-    compiled: bool | None = flag(
-        "Compile the training step; takes a minute and pays on longer runs.", None, "--compile", panel=LONG
-    )
+    panel: ClassVar[str] = "How long"
+    minutes: float | None = flag("Minutes of training; the learning rate decays to zero by then (default: by --epochs).")
+    epochs: float | None = flag("Maximum passes over the text (default: 4).")
+    batch_tokens: int | None = flag("Tokens per step, at least one row; fewer need less memory (default: 4096).")
+    muon_lr: float | None = flag("Learning rate of the layers' matrices (default: 0.01; 0.002 to continue an existing model).")
+    adam_lr: float | None = flag("Learning rate of other weights (default: 0.001; 0.0001 to continue an existing model).")
+    compiled: bool | None = flag("Compile the training step; takes a minute and pays on longer runs.", None, "--compile")
 
 
 @with_groups
@@ -160,14 +152,14 @@ def mtp(
 class PairOptions:
     """Options for dependencies between consecutive drafts of a block."""
 
+    panel: ClassVar[str] = WHAT
     markov_rank: int = flag(
-        "DSpark: rank of a bias on the logits by the token before, such as 256; a block then has one draft more.", 0, panel=WHAT
+        "DSpark: rank of a bias on the logits by the token before, such as 256; a block then has one draft more.", 0
     )
     selector_rank: int = flag(
         "DFlash 2: rank of a path selector over the 16 likeliest tokens of each draft, such as 256; adds short convolutions to"
         " the layers.",
         0,
-        panel=WHAT,
     )
 
 

@@ -91,8 +91,8 @@ def write(engine: Engine, wanted: Wanted, folder: Path, own_code: bool = False) 
         raise OutriderError(f"method {wanted.method!r} is not text-based: --own-code does not apply")
     engine.check(wanted, own_code)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         export = engine.export(wanted, folder, own_code)
+        folder.mkdir(parents=True, exist_ok=True)
         for name, text in export.files.items():
             write_whole(folder / name, text)
         script = folder / SCRIPT
