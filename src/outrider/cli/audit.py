@@ -270,17 +270,15 @@ def read_prompts(options: AuditOptions, is_grid: bool) -> list[Any]:
 
 
 def encode_prompts(llm: LLM, prompts: Sequence[Any], max_tokens: int, longest: int) -> list[list[int]]:
-    """Return prompts as token ids. Raises ``OutriderError`` for a prompt that does not fit the context."""
+    """Return prompts as token ids. Raises ``OutriderError`` for a prompt that is empty or does not fit the context."""
     from outrider.bench.workloads import encode
+    from outrider.cli.session import check_lengths
 
     found = [encode(llm.tokenizer, prompt) for prompt in prompts]
+    if not all(found):
+        raise OutriderError(f"prompt {found.index([]) + 1} is empty after tokenization")
     more = max(max_tokens, 2 * longest + 4)
-    for number, prompt in enumerate(found, start=1):
-        if not prompt or len(prompt) + more > llm.runner.max_len:
-            raise OutriderError(
-                f"prompt {number} has {len(prompt)} tokens; with the {more} tokens of --max-tokens and --num-draft-tokens it"
-                f" exceeds the context of {llm.runner.max_len}"
-            )
+    check_lengths(found, llm, more, f"the {more} tokens of --max-tokens and --num-draft-tokens")
     return found
 
 

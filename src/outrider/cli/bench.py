@@ -98,7 +98,7 @@ def command(
     from outrider.bench.contenders import Contenders
     from outrider.bench.grid import Plan, run_grid
     from outrider.bench.workloads import encode
-    from outrider.cli.session import inflate_target, load_plain, resolve
+    from outrider.cli.session import check_lengths, inflate_target, load_plain, resolve
 
     check_outputs({"--out": outputs.out, "--html": outputs.html}, report=outputs.html)
     given = resolve(models, MethodOptions())
@@ -115,7 +115,8 @@ def command(
     llm = load_plain(models, methods, max_batch=max(batches), num_draft_tokens=width, drafts=given["drafts"])
     encoded = {name: [encode(llm.tokenizer, prompt) for prompt in group] for name, group in prompts.items()}
     plan = Plan(chosen, encoded, temperatures, batches, grid.max_tokens, grid.repeat, grid.seed, busy=busy)
-    check_plan(plan, llm)
+    for workload, token_ids in encoded.items():
+        check_lengths(token_ids, llm, grid.max_tokens, f"--max-tokens {grid.max_tokens}", f" of {workload!r}")
     name = Path(models.target).name if models.target and grid.inflate else models.target or "embedded"  # no cache path
     extra |= {"same_text_mode": models.same_text, "name": name}
     contenders = Contenders(llm, given.get("draft"))
@@ -200,17 +201,6 @@ def check_axes(temperatures: Sequence[float], batches: Sequence[int], busy: Sequ
         raise OutriderError(f"invalid --batch {min(batches)}: expected at least 1")
     if min(busy) < 0 or max(busy) > MAX_BUSY:
         raise OutriderError(f"invalid --busy: expected a number of processes from 0 to {MAX_BUSY}")
-
-
-def check_plan(plan: Plan, llm: LLM) -> None:
-    """Raise ``OutriderError`` for a prompt that does not fit into the context, before measuring."""
-    for name, prompts in plan.workloads.items():
-        for number, prompt in enumerate(prompts, start=1):
-            if len(prompt) + plan.max_tokens > llm.runner.max_len:
-                raise OutriderError(
-                    f"prompt {number} of {name!r} has {len(prompt)} tokens; with --max-tokens {plan.max_tokens} it exceeds "
-                    f"the context of {llm.runner.max_len}"
-                )
 
 
 def inflate_heads(

@@ -129,6 +129,14 @@ def fitting(
     return proposers, reasons
 
 
+def check_lengths(prompts: Iterable[Sequence[int]], llm: LLM, more: int, reserved: str, where: str = "") -> None:
+    """Raise ``OutriderError`` for a prompt that exceeds the context with ``more`` tokens, which ``reserved`` describes."""
+    for number, prompt in enumerate(prompts, start=1):
+        if len(prompt) + more > llm.runner.max_len:
+            what, context = f"prompt {number}{where} has {len(prompt)} tokens", f"the context of {llm.runner.max_len}"
+            raise OutriderError(f"{what}; with {reserved} it exceeds {context}")
+
+
 def check_machine(models: ModelOptions) -> None:
     """Raise ``OutriderError`` for a device that does not exist."""
     import torch

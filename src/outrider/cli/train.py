@@ -48,7 +48,7 @@ outrider generate --target ./my-model --method eagle --draft heads/eagle3 "Dear 
 WHAT, TEXT = "What", "Text"
 CONTINUE = "Continue this head, a folder or hub id, instead of a new one; its sizes stay."
 Out = Annotated[Path, typer.Option(help="Output folder.", rich_help_panel=WHAT)]
-MODEL_RATES = {"muon_lr": 0.002, "adam_lr": 0.0001}  # learning rates for weights that are already trained
+MODEL_RATES = {"muon_lr": 0.002, "adam_lr": 0.0001}  # default learning rates to continue a model
 MASK_RATES = {"muon_lr": 0.006, "adam_lr": 0.0015}  # the same for weights that must learn to read mask tokens
 
 
@@ -96,7 +96,10 @@ def medusa(
     from outrider.train.runs import MedusaRun, train_medusa
 
     check(heads=heads, layers=layers)
-    how, run = plan_of(length, started_rates(start)), MedusaRun(start=start, **sizes_given(start, heads=heads, layers=layers))
+    how, run = (
+        plan_of(length, {} if start is None else MODEL_RATES),
+        MedusaRun(start=start, **sizes_given(start, heads=heads, layers=layers)),
+    )
     done(train_medusa(bench_of(text, out, start=start), out, how, run), f"--method medusa --draft {out}")
 
 
@@ -124,7 +127,7 @@ def eagle(  # noqa: PLR0913 - one parameter an option
     states = parse_list("--layers", layers, int) if layers is not None else None
     sizes = sizes_given(start, generation=generation, layers=states, draft_vocab=draft_vocab)
     run = EagleRun(steps=steps, formats=parse_list("--format", formats, str), start=start, **sizes)
-    how = plan_of(length, started_rates(start))
+    how = plan_of(length, {} if start is None else MODEL_RATES)
     done(train_eagle(bench_of(text, out, start=start), out, how, run), f"--method eagle --draft {out}")
 
 
@@ -144,7 +147,7 @@ def mtp(
 
     check(steps=steps)
     check_source(start)
-    how, run = plan_of(length, started_rates(start)), MtpRun(steps, start, layout)
+    how, run = plan_of(length, {} if start is None else MODEL_RATES), MtpRun(steps, start, layout)
     done(train_mtp(bench_of(text, out, start=start), out, how, run), f"--method mtp --draft {out}")
 
 
@@ -186,7 +189,7 @@ def dflash(  # noqa: PLR0913 - one parameter an option
     states = parse_list("--hidden-states", hidden_states, int) if hidden_states is not None else None
     ranks = values_given(pairs)
     run = BlockRun(start=start, **sizes_given(start, block_size=block_size, layers=layers, hidden_states=states, **ranks))
-    how = plan_of(length, started_rates(start))
+    how = plan_of(length, {} if start is None else MODEL_RATES)
     done(train_block(bench_of(text, out, start=start), out, how, run), f"--method dflash --draft {out}")
 
 
@@ -222,7 +225,8 @@ def draft(  # noqa: PLR0913 - one parameter an option
     shares = {name: share for name, share in (("keep", keep), ("least", keep_least)) if share is not None}
     masks = None if parallel is None else Parallel(parallel, **shares)
     run = DraftRun(DraftShape(layers, width, chosen), start, teaching, masks)
-    how = plan_of(length, started_rates(start, MODEL_RATES if parallel is None else MASK_RATES))
+    rates = MODEL_RATES if parallel is None else MASK_RATES
+    how = plan_of(length, {} if start is None else rates)
     bench = bench_of(text, out, start=start, uses_prompts=on_policy > 0, copies=1)
     done(train_draft(bench, out, how, run), f"--draft {out}")
 
@@ -272,20 +276,15 @@ def sizes_given(start: str | None, **sizes: Any) -> dict[str, Any]:
     return given
 
 
-def started_rates(start: str | None, rates: dict[str, float] = MODEL_RATES) -> dict[str, float]:
-    """Return the default learning rates of a run that may continue a checkpoint."""
-    return {} if start is None else rates
-
-
-def plan_of(length: LengthOptions, rates: dict[str, float] | None = None) -> HeadPlan:
-    """Return the training plan. ``rates``: default learning rates."""
+def plan_of(length: LengthOptions, rates: dict[str, float]) -> HeadPlan:
+    """Return the training plan. ``rates``: learning rates that replace the plan's defaults."""
     from outrider.train.runs import HeadPlan
 
     found = values_given(length)
     for name, number in found.items():
         if not 0 < number < math.inf:
             raise OutriderError(f"invalid {flag_name(name)} {number}: expected a finite number above 0")
-    return HeadPlan(**((rates or {}) | found))
+    return HeadPlan(**(rates | found))
 
 
 def bench_of(text: TextOptions, out: Path, *, start: str | None = None, uses_prompts: bool = False, copies: int = 0) -> Bench:
