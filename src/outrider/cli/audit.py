@@ -100,7 +100,7 @@ def command(*, options: AuditOptions, output: OutputOptions, models: ModelOption
     )
     batches = parse_list("--batch", options.batch or ("1,4" if models.same_text else str(MAX_BATCH)), int)
     if min(batches) < 1:
-        raise OutriderError("invalid --batch: expected integers of at least 1")
+        raise OutriderError(f"invalid --batch {min(batches)}: expected at least 1")
     if not models.same_text and (len(lengths) > 1 or len(batches) > 1 or output.resume):
         raise OutriderError("--resume, and several values of --num-draft-tokens or --batch, require --same-text")
     if sampling.stop or sampling.ignore_eos:

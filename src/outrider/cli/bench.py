@@ -200,7 +200,8 @@ def check_axes(temperatures: Sequence[float], batches: Sequence[int], busy: Sequ
     if min(batches) < 1:
         raise OutriderError(f"invalid --batch {min(batches)}: expected at least 1")
     if min(busy) < 0 or max(busy) > MAX_BUSY:
-        raise OutriderError(f"invalid --busy: expected a number of processes from 0 to {MAX_BUSY}")
+        value = ",".join(map(str, busy))
+        raise OutriderError(f"invalid --busy {value}: expected numbers of processes from 0 to {MAX_BUSY}")
 
 
 def inflate_heads(

@@ -119,11 +119,10 @@ def stream_to_screen(
     if last is not None and last.error:
         say_error(last.error)
     if last is not None:
-        err.print(summary(last.stats, perf_counter() - started))
+        err.print(summary(last.stats, perf_counter() - started), soft_wrap=True)
         if llm.runner.passes.could_compile:
-            err.print(
-                "[dim]passes were not compiled, including those that predict plain decoding's speed: see --compile always[/]"
-            )
+            note = "passes were not compiled, including those that predict plain decoding's speed: see --compile always"
+            err.print(note, style="dim", soft_wrap=True)
     return text, interrupt
 
 

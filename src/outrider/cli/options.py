@@ -115,10 +115,11 @@ class ReadableOptions(SamplingOptions):
         return super().params(**defaults | own)
 
 
-def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
+def with_groups(command: Callable[..., Result], panel: str | None = None) -> Callable[..., Result]:
     """Let a command take option groups: each dataclass parameter becomes one option per field.
 
-    A class attribute ``panel`` of the dataclass is the heading of its options in the help.
+    A class attribute ``panel`` of the dataclass is the heading of its options in the help; the argument ``panel`` is that of
+    the command's own options.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
@@ -127,7 +128,7 @@ def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
         kind = hints[parameter.name]
         if not is_dataclass(kind):
             if isinstance(own := parameter.default, Field):
-                parameter, kind = parameter.replace(default=own.default), _annotation(own, kind)
+                parameter, kind = parameter.replace(default=own.default), _annotation(own, kind, panel)
             parameters.append(parameter.replace(annotation=kind))
             continue
         groups[parameter.name] = kind
@@ -154,8 +155,8 @@ def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
     return flat
 
 
-def _annotation(own: Field[Any], kind: Any, panel: str | None = None) -> Any:
-    """Return typer's annotation of a field: its type, flags and help. ``panel``: the heading of its group, if it has one."""
+def _annotation(own: Field[Any], kind: Any, panel: str | None) -> Any:
+    """Return typer's annotation of a field: its type, flags and help. ``panel``: its heading, if it declares none itself."""
     shared = own.metadata[FLAG]
     if not isinstance(shared, Reference):
         shared.rich_help_panel = shared.rich_help_panel or panel

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -48,6 +49,7 @@ outrider generate --target ./my-model --method eagle --draft heads/eagle3 "Dear 
 WHAT, TEXT = "What", "Text"
 CONTINUE = "Continue this head, a folder or hub id, instead of a new one; its sizes stay."
 Out = Annotated[Path, typer.Option(help="Output folder.", rich_help_panel=WHAT)]
+training = partial(with_groups, panel=WHAT)
 MODEL_RATES = {"muon_lr": 0.002, "adam_lr": 0.0001}  # default learning rates to continue a model
 MASK_RATES = {"muon_lr": 0.006, "adam_lr": 0.0015}  # the same for weights that must learn to read mask tokens
 
@@ -82,13 +84,13 @@ class LengthOptions:
     compiled: bool | None = flag("Compile the training step; takes a minute and pays on longer runs.", None, "--compile")
 
 
-@with_groups
+@training
 def medusa(
     *,
     out: Out,
-    heads: int | None = flag("Number of heads, the longest draft (default: 4).", panel=WHAT),
-    layers: int | None = flag("Residual blocks per head (default: 1).", panel=WHAT),
-    start: str | None = flag(CONTINUE, panel=WHAT),
+    heads: int | None = flag("Number of heads, the longest draft (default: 4)."),
+    layers: int | None = flag("Residual blocks per head (default: 1)."),
+    start: str | None = flag(CONTINUE),
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
@@ -96,25 +98,21 @@ def medusa(
     from outrider.train.runs import MedusaRun, train_medusa
 
     check(heads=heads, layers=layers)
-    how, run = (
-        plan_of(length, {} if start is None else MODEL_RATES),
-        MedusaRun(start=start, **sizes_given(start, heads=heads, layers=layers)),
-    )
+    run = MedusaRun(start=start, **sizes_given(start, heads=heads, layers=layers))
+    how = plan_of(length, {} if start is None else MODEL_RATES)
     done(train_medusa(bench_of(text, out, start=start), out, how, run), f"--method medusa --draft {out}")
 
 
-@with_groups
+@training
 def eagle(  # noqa: PLR0913 - one parameter an option
     *,
     out: Out,
-    generation: int | None = flag("1 (EAGLE-1 and EAGLE-2, which share their weights) or 3 (default: 3).", panel=WHAT),
-    steps: int | None = flag("Depths trained per step (default: 5; EAGLE-1: 1).", panel=WHAT),
-    layers: str | None = flag(
-        "Three hidden states for EAGLE-3, numbered as in transformers (default: 2, n/2, n-3).", panel=WHAT
-    ),
-    draft_vocab: int | None = flag("EAGLE-3: draft only this many of the most frequent tokens (default: all).", panel=WHAT),
-    formats: str = flag("native, speculators, or both separated by a comma.", "native", "--format", panel=WHAT),
-    start: str | None = flag(CONTINUE, panel=WHAT),
+    generation: int | None = flag("1 (EAGLE-1 and EAGLE-2, which share their weights) or 3 (default: 3)."),
+    steps: int | None = flag("Depths trained per step (default: 5; EAGLE-1: 1)."),
+    layers: str | None = flag("Three hidden states for EAGLE-3, numbered as in transformers (default: 2, n/2, n-3)."),
+    draft_vocab: int | None = flag("EAGLE-3: draft only this many of the most frequent tokens (default: all)."),
+    formats: str = flag("native, speculators, or both separated by a comma.", "native", "--format"),
+    start: str | None = flag(CONTINUE),
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
@@ -131,13 +129,13 @@ def eagle(  # noqa: PLR0913 - one parameter an option
     done(train_eagle(bench_of(text, out, start=start), out, how, run), f"--method eagle --draft {out}")
 
 
-@with_groups
+@training
 def mtp(
     *,
     out: Out,
-    steps: int = flag("Depths trained per step.", 3, panel=WHAT),
-    start: str | None = flag(f"{CONTINUE} It may be the target's own.", panel=WHAT),
-    layout: str = flag("Tensor names: qwen (mtp.*), deepseek (of a further layer) or mimo.", "qwen", "--format", panel=WHAT),
+    steps: int = flag("Depths trained per step.", 3),
+    start: str | None = flag(f"{CONTINUE} It may be the target's own."),
+    layout: str = flag("Tensor names: qwen (mtp.*), deepseek (of a further layer) or mimo.", "qwen", "--format"),
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
@@ -166,20 +164,17 @@ class PairOptions:
     )
 
 
-@with_groups
+@training
 def dflash(  # noqa: PLR0913 - one parameter an option
     *,
     out: Out,
-    block_size: int | None = flag(
-        "Tokens of a block, the last committed one included: one more than drafts (default: 16).", panel=WHAT
-    ),
-    layers: int | None = flag("Layers of the head (default: a seventh of the target's, 2 to 5).", panel=WHAT),
+    block_size: int | None = flag("Tokens of a block, the last committed one included: one more than drafts (default: 16)."),
+    layers: int | None = flag("Layers of the head (default: a seventh of the target's, 2 to 5)."),
     hidden_states: str | None = flag(
         "Hidden states of the target that it reads, numbered as in transformers (default: as many as layers, evenly spaced).",
-        panel=WHAT,
     ),
     pairs: PairOptions,
-    start: str | None = flag(CONTINUE, panel=WHAT),
+    start: str | None = flag(CONTINUE),
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
@@ -193,18 +188,18 @@ def dflash(  # noqa: PLR0913 - one parameter an option
     done(train_block(bench_of(text, out, start=start), out, how, run), f"--method dflash --draft {out}")
 
 
-@with_groups
+@training
 def draft(  # noqa: PLR0913 - one parameter an option
     *,
     out: Out,
-    layers: int | None = flag("Layers of the draft (default: an eighth of the target's, at least two).", panel=WHAT),
-    width: int | None = flag("Hidden size of the draft (default: the target's).", panel=WHAT),
-    from_layers: str | None = flag("Indices of the target layers that initialise it (default: evenly spaced).", panel=WHAT),
-    start: str | None = flag("Continue this draft, a folder or hub id, instead of a new one.", panel=WHAT),
-    loss: str = flag("kl (forward KL) or tv (total variation, the rejection rate when sampling).", "kl", panel=WHAT),
-    parallel: int | None = flag("Train the draft to make this many drafts per pass, with mask tokens (PARD).", panel=WHAT),
-    keep: float | None = flag("With --parallel: share of chains kept from each depth to the next (default: 0.7).", panel=WHAT),
-    keep_least: float | None = flag("With --parallel: minimum share of the chains at any depth (default: 0.2).", panel=WHAT),
+    layers: int | None = flag("Layers of the draft (default: an eighth of the target's, at least two)."),
+    width: int | None = flag("Hidden size of the draft (default: the target's)."),
+    from_layers: str | None = flag("Indices of the target layers that initialise it (default: evenly spaced)."),
+    start: str | None = flag("Continue this draft, a folder or hub id, instead of a new one."),
+    loss: str = flag("kl (forward KL) or tv (total variation, the rejection rate when sampling).", "kl"),
+    parallel: int | None = flag("Train the draft to make this many drafts per pass, with mask tokens (PARD)."),
+    keep: float | None = flag("With --parallel: share of chains kept from each depth to the next (default: 0.7)."),
+    keep_least: float | None = flag("With --parallel: minimum share of the chains at any depth (default: 0.2)."),
     on_policy: float = flag("Share of a step's rows that the current draft generates itself.", 0.0, panel=TEXT),
     text: TextOptions,
     length: LengthOptions,
@@ -231,13 +226,13 @@ def draft(  # noqa: PLR0913 - one parameter an option
     done(train_draft(bench, out, how, run), f"--draft {out}")
 
 
-@with_groups
+@training
 def early_exit(
     *,
     out: Out,
-    max_drop: float = flag("Layer dropout of the last layer.", 0.1, panel=WHAT),
-    exit_scale: float = flag("Weight of early exits relative to the last layer.", 1.0, panel=WHAT),
-    rotation: int | None = flag("A step trains every R-th exit, in turn (default: one exit).", panel=WHAT),
+    max_drop: float = flag("Layer dropout of the last layer.", 0.1),
+    exit_scale: float = flag("Weight of early exits relative to the last layer.", 1.0),
+    rotation: int | None = flag("A step trains every R-th exit, in turn (default: one exit)."),
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
