@@ -14,6 +14,7 @@ from bench_documents import cell, document, grid
 from rich.console import Console
 
 from outrider.bench.tables import tables
+from outrider.cli import console
 from outrider.cli.console import progress, say_error, waiting
 from outrider.progress import Progress
 
@@ -61,6 +62,14 @@ def test_brackets_in_progress_and_error_messages_are_not_markup(capsys: pytest.C
         report(Progress(1, 2, None, "mine[/b], draft"))
     err = capsys.readouterr().err
     assert "./my[/model]" in err and "error: cannot write a[/b]" in err and "mine[/b]" in err
+
+
+def test_brackets_in_a_spinners_text_are_not_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal, doctor used to end with a markup error for such a name of a draft."""
+    monkeypatch.setattr(console, "err", Console(file=StringIO(), force_terminal=True, width=80))
+    with waiting("looking") as tell:
+        tell("trying draft:draft=./my[/model]")
+        assert "./my[/model]" in str(console._screen.spinner.renderable.text)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

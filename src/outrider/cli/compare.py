@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.console import err, painter_for, waiting
+from outrider.cli.console import err, painter_for, say, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, ReadableOptions, given, with_groups
 from outrider.cli.race_view import RaceView, shown_rounds
 from outrider.registry import AUTO, VERIFIERS
@@ -82,9 +82,9 @@ def command(
     else:
         write(llm, race, text)
     err.print(table(race.lanes, titles))
-    err.print(f"[dim]{MEANING}[/]")
+    say(MEANING)
     sentence = verdict(llm.tokenizer, plain.output, speculative.output, params.is_greedy, models.same_text)
-    err.print(sentence, markup=False)  # tokens may contain markup
+    err.print(sentence, markup=False, soft_wrap=True)  # tokens may contain markup
 
 
 def engines(llm: LLM) -> dict[str, Engine]:

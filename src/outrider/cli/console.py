@@ -47,30 +47,34 @@ _screen = _Screen()
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[Status | None]:
-    """Show that ``what`` is running: a spinner on a terminal, a line every few seconds elsewhere."""
+def waiting(what: str) -> Iterator[Callable[[str], None]]:
+    """Show that ``what`` is running: a spinner on a terminal, a line every few seconds elsewhere.
+
+    Yields a function that changes the spinner's text.
+    """
     started, begun = monotonic(), Text(f"{what} ...")
     if err.is_terminal:
         with err.status(begun) as status:
             _screen.spinner, _screen.waits_for = status, begun
             try:
-                yield status
+                yield lambda text: status.update(Text(text))
             finally:
                 _screen.spinner = None
         if monotonic() - started > 2:
-            _say(f"{what}: {monotonic() - started:.1f} s")
+            say(f"{what}: {monotonic() - started:.1f} s")
     else:
-        _say(begun.plain)
+        say(begun.plain)
 
         def tick(elapsed: float) -> None:
             if monotonic() - _screen.changed >= PERIOD + 0.5:  # otherwise other progress messages appear
-                _say(f"{what} ... {elapsed:.0f} s ...")
+                say(f"{what} ... {elapsed:.0f} s ...")
 
         with reported_every(0.5, tick):
-            yield None
+            yield lambda text: None
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Print a note as a dim line, without interpreting markup."""
     err.print(Text(line, style="dim"), soft_wrap=True)
     _screen.changed = monotonic()
 
@@ -81,11 +85,11 @@ class _Notices(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         spinner, message = _screen.spinner, in_flags(record.getMessage())
         if spinner is None:
-            _say(message)
+            say(message)
         elif getattr(record, "is_progress", False):
             spinner.update(Text(message))
         else:
-            _say(message)
+            say(message)
             spinner.update(_screen.waits_for)
 
 

@@ -62,8 +62,7 @@ def command(
     found = all_candidates(models.target) if named == AUTO and not models.draft else []
     target = models.target or TARGET
     params = sampling.params(max_tokens=MAX_TOKENS)
-    with loading("looking") as status:
-        tell = status.update if status is not None else lambda _: None
+    with loading("looking") as tell:
         checkup = check_up(Patient(target, method, options, params), tell)
         if named == AUTO and any((each.level, each.topic) == ("wrong", "vocabulary") for each in checkup.findings):
             method = DEFAULT_METHOD_WITH_FOREIGN_DRAFT  # as in all other commands

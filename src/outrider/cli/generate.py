@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.console import err, legend, painter_for, say_error, summary, waiting
+from outrider.cli.console import err, legend, painter_for, say, say_error, summary, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, with_groups
 from outrider.errors import OutriderError, how_to_install, without_path
 from outrider.options import SAMPLING
@@ -121,8 +121,7 @@ def stream_to_screen(
     if last is not None:
         err.print(summary(last.stats, perf_counter() - started), soft_wrap=True)
         if llm.runner.passes.could_compile:
-            note = "passes were not compiled, including those that predict plain decoding's speed: see --compile always"
-            err.print(note, style="dim", soft_wrap=True)
+            say("passes were not compiled, including those that predict plain decoding's speed: see --compile always")
     return text, interrupt
 
 

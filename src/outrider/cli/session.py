@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -27,8 +27,6 @@ from outrider.registry import AUTO, PLAIN, VERIFIERS
 from outrider.runner.config import RunnerConfig
 
 if TYPE_CHECKING:
-    from rich.status import Status
-
     from outrider.engine.finding import Choice
     from outrider.engine.llm import LLM
     from outrider.engine.outputs import Chunk
@@ -262,16 +260,16 @@ def inflate_target(models: ModelOptions, size: str | None) -> tuple[ModelOptions
 
 
 @contextmanager
-def loading(what: str) -> Iterator[Status | None]:
+def loading(what: str) -> Iterator[Callable[[str], None]]:
     """Show progress while loading, without transformers' progress bars.
 
     Afterwards the loaded objects are frozen and garbage collection, which ``cli.app`` disabled, is enabled again.
     """
-    with waiting(what) as status:
+    with waiting(what) as tell:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        yield status
+        yield tell
     gc.freeze()
     gc.enable()
 
