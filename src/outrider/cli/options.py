@@ -37,12 +37,11 @@ class Reference:
     config: type  # dataclass with a field of the same name
     several: bool  # accepts several values, separated by commas
     more: str  # appended to the declared help
-    panel: str | None  # heading in the help, if different from the declared one
 
 
-def given(config: type, default: Any = None, *, several: bool = False, more: str = "", panel: str | None = None) -> Any:
+def given(config: type, default: Any = None, *, several: bool = False, more: str = "") -> Any:
     """Return a dataclass field for a command's option, declared by the field of the same name in ``config``."""
-    return field(default=default, metadata={FLAG: Reference(config, several, more, panel)})
+    return field(default=default, metadata={FLAG: Reference(config, several, more)})
 
 
 def flag(help: str, default: Any = None, *names: str, panel: str | None = None, **more: Any) -> Any:
@@ -173,8 +172,8 @@ def _annotation(own: Field[Any], kind: Any, panel: str | None) -> Any:
     if not is_said and isinstance(default, (str, int, float)) and not isinstance(default, bool):
         about.append(f"(default: {default:g})." if isinstance(default, float) else f"(default: {default}).")
     text = " ".join(part for part in about if part).replace(". (default", " (default")
-    heading = shared.panel or panel or option.panel
-    return Annotated[kind | None, typer.Option(*flags, help=text, rich_help_panel=heading, show_default=default is not True)]
+    panel = panel or option.panel
+    return Annotated[kind | None, typer.Option(*flags, help=text, rich_help_panel=panel, show_default=default is not True)]
 
 
 def read_option(config: type, name: str, value: Any) -> Any:
