@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from outrider.bench.tables import tables
 from outrider.cli import console
+from outrider.cli.bench_documents import check_writable
 from outrider.cli.console import progress, say_error, waiting
 from outrider.progress import Progress
 
@@ -183,6 +185,18 @@ def test_links_and_devices_are_not_replaced(tmp_path: Path) -> None:
     finally:
         os.close(reader)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "link", "pipe"]
+
+
+def test_the_reader_of_a_pipe_waits_for_the_result(tmp_path: Path) -> None:
+    pipe, poll = tmp_path / "pipe", select.poll()
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    poll.register(reader)
+    try:
+        check_writable("--out", pipe)
+        assert not poll.poll(0)  # the end of its input would be reported here
+    finally:
+        os.close(reader)
 
 
 @pytest.mark.parametrize("command", ["bench", "audit"])

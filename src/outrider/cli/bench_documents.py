@@ -76,7 +76,7 @@ def check_outputs(paths: Mapping[str, Path | None], report: Path | None = None) 
 
 def check_writable(option: str, path: Path | None) -> None:
     """Raise ``OutriderError`` if a file cannot be written. Creates its folder."""
-    if path is None:
+    if path is None or path.is_fifo():  # opening a pipe and closing it would end its reader's input
         return
     existed = path.exists()
     try:
