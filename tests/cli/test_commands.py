@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -502,8 +503,9 @@ def test_bench_inflates(outrider: Run, target: Path, draft: Path, tmp_path: Path
     assert result["cells"][1]["mean_acceptance_length"] > 2.5  # the draft copies the source, whose function is kept
 
 
-def test_out_of_memory_is_not_a_usage_error() -> None:
-    message, code = app.explain(MemoryError("x"))
+@pytest.mark.parametrize("error", [MemoryError("x"), OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))])
+def test_out_of_memory_is_not_a_usage_error(error: Exception) -> None:
+    message, code = app.explain(error)
     assert code == app.EXIT_INTERNAL and "--max-len" in message
 
 
