@@ -101,6 +101,18 @@ def test_an_interrupted_search_resumes(
     assert len(asked) == sum(len(runs) for stage, runs in after.items() if stage != "recorded") - 3
 
 
+def test_an_interrupt_before_the_first_result_promises_no_results(
+    outrider: Run, target: Path, traffic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("outrider.search.Search.run", interrupted)
+    command = ["--target", target, "--traffic", traffic, *QUICK, "--method", "ngram", "--out", tmp_path / "plan.toml"]
+    code, _, err = outrider("tune", *command)
+    assert code == app.EXIT_INTERRUPTED and "--resume" not in err and not (tmp_path / "plan.json").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from outrider.cli.bench_documents import check_outputs, write_or_say
-from outrider.cli.console import err, progress
+from outrider.cli.console import progress, say
 from outrider.cli.options import ModelOptions, SamplingOptions, flag, given, parse_k, parse_list, with_groups
 from outrider.engine.options import Speculation
 from outrider.engine.plan import Plan, located
@@ -134,7 +134,8 @@ def command(
             search = Search(llm, proposers, texts, question, journal, report, reasons)
             chosen = search.run()
     except KeyboardInterrupt:
-        err.print(f"intermediate results are in {output.journal}; repeat the command with --resume to continue")
+        if any(journal.document["found"].values()):
+            say(f"intermediate results are in {output.journal}; repeat the command with --resume to continue")
         raise
     finish(search, chosen, models, output)
 
