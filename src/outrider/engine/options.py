@@ -30,7 +30,8 @@ PROPOSER_ATTRIBUTES = (
 )
 is_tokenizer = has("encode", "decode", "convert_ids_to_tokens")  # the methods in use, which tokenizers.Tokenizer lacks
 A_MODEL = "a folder, a hub id or a loaded transformers model"
-MODEL, HEADS = Objects(A_MODEL, has("forward", "config"), Source()), Objects(A_MODEL, has("forward"), Source())  # no config
+MODEL = Objects(A_MODEL, has("forward", "config"), Source())
+HEADS = Objects(A_MODEL, has("forward"), Source())  # heads have no config
 TOKENIZER = Objects("a folder, a hub id or a transformers tokenizer", is_tokenizer, Source())
 
 
