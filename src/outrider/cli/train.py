@@ -140,11 +140,9 @@ def mtp(
     length: LengthOptions,
 ) -> None:
     """Train an MTP head with one layer of the target's kind, or continue the one in a checkpoint."""
-    from outrider.cli.session import check_source
     from outrider.train.runs import MtpRun, train_mtp
 
     check(steps=steps)
-    check_source(start)
     how, run = plan_of(length, {} if start is None else MODEL_RATES), MtpRun(steps, start, layout)
     done(train_mtp(bench_of(text, out, start=start), out, how, run), f"--method mtp --draft {out}")
 
@@ -261,13 +259,10 @@ def check(**numbers: int | None) -> None:
 
 
 def sizes_given(start: str | None, **sizes: Any) -> dict[str, Any]:
-    """Return the sizes that are not None. Raises ``OutriderError`` for sizes with ``start``, or one that is no checkpoint."""
-    from outrider.cli.session import check_source
-
+    """Return the sizes that are not None. Raises ``OutriderError`` for sizes with ``start``, which determines them."""
     given = {name: size for name, size in sizes.items() if size is not None}
     if start is not None and given:
         raise OutriderError(f"--start determines the sizes: omit {', '.join(map(flag_name, given))}")
-    check_source(start)
     return given
 
 
@@ -309,6 +304,7 @@ def bench_of(text: TextOptions, out: Path, *, start: str | None = None, uses_pro
     if source.regenerate or uses_prompts:
         check_continuation(source.prompt_len, source.seq_len, source.temperature)
     check_source(text.target)
+    check_source(start)
     if copies:
         check_trainable(str(target), copies)
         if start is not None:
