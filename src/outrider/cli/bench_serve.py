@@ -7,7 +7,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -155,15 +155,14 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
     known = joined(Plan() if plan is None else Plan.read(plan), models, methods, server)
     known = Plan({"compile": "always", **known.values})  # compile before the measurement
     if server.inflate is not None:
-        inflated, _ = inflate_target(replace(ModelOptions(), target=known.given("target")), server.inflate)
+        inflated, _ = inflate_target(ModelOptions(target=known.given("target")), server.inflate)
         known = Plan({**embedded_draft(known), "target": str(inflated.target)})
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder, ExitStack() as stack:
         file = Path(folder) / "plan.toml"
         known.write(file)
         with waiting("starting the server"):
-            # plans have no such keys
-            flags = [*([] if models.self_check else ["--no-self-check"]), *["--trust-remote-code"] * models.trust_remote_code]
-            url = stack.enter_context(own_server([str(file), *flags]))
+            given = {"--no-self-check": not models.self_check, "--trust-remote-code": models.trust_remote_code}  # not in plans
+            url = stack.enter_context(own_server([str(file), *(name for name, is_given in given.items() if is_given)]))
         yield url
 
 
