@@ -18,7 +18,7 @@ UNLIMITED = 1 << 60  # control groups version 1 report a larger number if there 
 
 def free_memory() -> int | None:
     """Return the bytes of memory that this process may still allocate; None if unknown."""
-    return _least(_meminfo("MemAvailable:"), *(limit - _used_memory(file) for file, limit in _group_limits()))
+    return _least(_meminfo("MemAvailable:"), *(max(0, limit - _used_memory(file)) for file, limit in _group_limits()))
 
 
 def total_memory() -> int | None:

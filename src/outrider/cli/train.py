@@ -49,7 +49,7 @@ outrider generate --target ./my-model --method eagle --draft heads/eagle3 "Dear 
 WHAT, TEXT = "What", "Text"
 CONTINUE = "Continue this head, a folder or hub id, instead of a new one; its sizes stay."
 Out = Annotated[Path, typer.Option(help="Output folder.", rich_help_panel=WHAT)]
-training = partial(with_groups, panel=WHAT)
+training = partial(with_groups, panel=WHAT)  # the decorator of all commands here
 MODEL_RATES = {"muon_lr": 0.002, "adam_lr": 0.0001}  # default learning rates to continue a model
 MASK_RATES = {"muon_lr": 0.006, "adam_lr": 0.0015}  # the same for weights that must learn to read mask tokens
 
