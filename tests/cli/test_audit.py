@@ -197,5 +197,5 @@ def test_a_prompt_without_tokens_is_named() -> None:
     llm: Any = SimpleNamespace(tokenizer=lambda text: {"input_ids": [1] * len(text)}, runner=SimpleNamespace(max_len=100))
     with pytest.raises(OutriderError, match="prompt 2 is empty after tokenization"):
         encode_prompts(llm, [Prompt("audit", "a"), Prompt("audit", "")], max_tokens=4, longest=2)
-    with pytest.raises(OutriderError, match="prompt 1 has 97 tokens; with the 8 tokens of .* exceeds the context of 100"):
+    with pytest.raises(OutriderError, match=r"prompt 1 has 97 tokens; with the 8 tokens of .* exceeds the context of 100"):
         encode_prompts(llm, [Prompt("audit", "a" * 97)], max_tokens=4, longest=2)
