@@ -67,6 +67,15 @@ def test_a_file_stored_meanwhile_by_another_process_is_kept(built: Path) -> None
     assert store(built, "kernels", "cpu-1", ".so") == first
 
 
+def test_a_file_removed_meanwhile_by_another_process_is_not_damaged(
+    built: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = store(built, "kernels", "cpu-1", ".so")
+    path.unlink()
+    monkeypatch.setattr(Path, "glob", lambda *_: [path])  # listed before it was removed
+    assert find("kernels", "cpu-1", ".so") is None and not warnings(caplog)
+
+
 WRITABLE = [("kernels", 0o777), ("kernels", 0o770), ("kernels", 0o1777), (".", 0o777), (".", 0o770)]
 
 

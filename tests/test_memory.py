@@ -48,6 +48,25 @@ def test_the_memory_limit_of_the_control_group_is_used(
     assert (memory.total_memory() or 0) <= GIB and (memory.free_memory() or 0) <= GIB
 
 
+@pytest.mark.parametrize(
+    ("folder", "line", "names", "prefix"),
+    [
+        ("", "0::/", ("memory.max", "memory.current"), ""),
+        ("memory", "5:memory:/", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"),
+    ],
+)
+def test_memory_that_the_control_group_uses_is_not_free(
+    folder: str, line: str, names: tuple[str, str], prefix: str, groups: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, mib = groups / folder, 1 << 20
+    place.mkdir(exist_ok=True)
+    for name, number in zip(names, (64 * mib, 50 * mib), strict=True):
+        (place / name).write_text(f"{number}\n")
+    (place / "memory.stat").write_text(f"anon 7\n{prefix}inactive_file {3 * mib}\n{prefix}active_file {mib}\n")
+    group(monkeypatch, line)
+    assert memory.total_memory() == 64 * mib and memory.free_memory() == 18 * mib
+
+
 @pytest.mark.parametrize("limit", ["max", str(0x7FFFFFFFFFFFF000), "", None])
 def test_an_unlimited_control_group_has_no_limit(limit: str | None, groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if limit is not None:

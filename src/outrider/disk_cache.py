@@ -154,6 +154,8 @@ def _intact(folder: Path, key: str, suffix: str) -> Path | None:
     for path in sorted(folder.glob(f"{key}-*{suffix}")):
         try:
             problem = _damage(path, suffix)
+        except FileNotFoundError:  # another process has just removed it
+            continue
         except OSError as error:
             problem = f"cannot be read ({error.strerror})"
         if problem is None:

@@ -41,7 +41,7 @@ def check_text(text: str) -> None:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an exception says that memory ran out, on the CPU or on a GPU."""
     text = str(error).lower()
-    return isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text
+    return isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text
 
 
 def without_path(error: BaseException) -> str:

@@ -18,7 +18,7 @@ UNLIMITED = 1 << 60  # control groups version 1 report a larger number if there 
 
 def free_memory() -> int | None:
     """Return the bytes of memory that this process may still allocate; None if unknown."""
-    return _least(_meminfo("MemAvailable:"), group_limit())
+    return _least(_meminfo("MemAvailable:"), *(max(0, limit - _used_memory(file)) for file, limit in _group_limits()))
 
 
 def total_memory() -> int | None:
@@ -28,8 +28,7 @@ def total_memory() -> int | None:
 
 def group_limit() -> int | None:
     """Return the memory limit of this process's control group, in bytes; None without one."""
-    names = [*_group_files("", "memory.max"), *_group_files("memory", "memory.limit_in_bytes")]
-    return _least(*(_number(name) for name in names))
+    return _least(*(limit for _, limit in _group_limits()))
 
 
 def num_cores() -> int:
@@ -157,6 +156,24 @@ def _number(file: Path) -> int | None:
     except (OSError, ValueError):  # no such file, or "max"
         return None
     return number if number < UNLIMITED else None
+
+
+def _group_limits() -> list[tuple[Path, int]]:
+    """Return the files that limit the memory of this process's control group, with their limits in bytes."""
+    files = [*_group_files("", "memory.max"), *_group_files("memory", "memory.limit_in_bytes")]
+    return [(file, limit) for file in files if (limit := _number(file)) is not None]
+
+
+def _used_memory(limit_file: Path) -> int:
+    """Return the bytes that a control group uses, without cached files, which the kernel can drop."""
+    used = _least(*(_number(limit_file.with_name(name)) for name in ("memory.current", "memory.usage_in_bytes"))) or 0
+    try:
+        lines = limit_file.with_name("memory.stat").read_text().splitlines()
+    except OSError:
+        return used
+    prefix = "" if limit_file.name == "memory.max" else "total_"  # version 1 counts subgroups separately
+    cached = {f"{prefix}active_file", f"{prefix}inactive_file"}
+    return used - sum(int(line.split()[1]) for line in lines if line.split()[0] in cached)
 
 
 def _meminfo(name: str) -> int | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
-from os import PathLike, fspath
+from os import fspath
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,8 +50,8 @@ class Option:
 
     def in_text(self) -> Option:
         """Return the option for flags and plan files, which cannot contain objects or None."""
-        kind = self.kind.kind if isinstance(self.kind, Either) else self.kind
-        return replace(self, kind=Source(None) if isinstance(kind, Source) else kind, optional=False)
+        kind = self.kind.kind if isinstance(self.kind, Objects) else None
+        return replace(self, kind=kind or self.kind, optional=False)
 
     def read(self, name: str, value: Any) -> Any:
         """Validate and normalise a value. Raises ``OutriderError`` with the option, the value and what was expected."""
@@ -268,24 +268,15 @@ class Biases:
 
 @dataclass(frozen=True)
 class Source:
-    """A folder, a hub id or a loaded object for which ``is_one`` is true; None: no objects."""
+    """A folder, a file or a hub id."""
 
-    is_one: Callable[[Any], bool] | None
-    named: str = "a loaded transformers model"  # description of these objects
+    expected: str = "a folder or a hub id"
 
-    @property
-    def expected(self) -> str:
-        return "a folder or a hub id" if self.is_one is None else f"a folder, a hub id or {self.named}"
-
-    def read(self, value: Any) -> Any:
-        if isinstance(value, (str, PathLike)):
-            value = path_or_text(value)
-            if not str(value).strip() or not str(value).isprintable():
-                raise ValueError("empty, or with line breaks")
-            return value
-        if self.is_one is None or isinstance(value, type) or not self.is_one(value):
-            raise TypeError("not one of these objects")
-        return value
+    def read(self, value: Any) -> str | Path:
+        source: str | Path = path_or_text(value)
+        if not str(source).strip() or not str(source).isprintable():
+            raise ValueError("empty, or with line breaks")
+        return source
 
 
 @dataclass(frozen=True)
@@ -315,36 +306,23 @@ class Keyed:
 
 
 @dataclass(frozen=True)
-class Either:
-    """A value of another kind, or an object for which ``is_one`` is true."""
-
-    kind: Kind
-    is_one: Callable[[Any], bool]
-    named: str  # description of these objects, such as "a Verifier"
-
-    @property
-    def expected(self) -> str:
-        return f"{self.kind.expected} or {self.named}"
-
-    def read(self, value: Any) -> Any:
-        return value if not isinstance(value, type) and self.is_one(value) else self.kind.read(value)
-
-
-@dataclass(frozen=True)
 class Objects:
-    """Objects for which ``is_one`` is true. They have no command-line flag."""
+    """Objects for which ``is_one`` is true, or values of ``kind``. Flags and plan files accept only the latter."""
 
     expected: str
     is_one: Callable[[Any], bool]
+    kind: Kind | None = None
 
     def read(self, value: Any) -> Any:
-        if isinstance(value, type) or not self.is_one(value):
+        if not isinstance(value, type) and self.is_one(value):
+            return value
+        if self.kind is None:
             raise TypeError("not one of these objects")
-        return value
+        return self.kind.read(value)
 
 
 def has(*names: str) -> Callable[[Any], bool]:
-    """Return a predicate for ``Objects`` and ``Either``: whether an object has all of these attributes."""
+    """Return a predicate for ``Objects``: whether an object has all of these attributes."""
     return lambda value: all(hasattr(value, name) for name in names)
 
 

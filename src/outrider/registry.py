@@ -8,6 +8,7 @@ from typing import Any
 
 from outrider.errors import OutriderError
 
+PLAIN = "plain"  # the method without drafts
 AUTO = "auto"  # choose the method, or the number of drafts, automatically
 
 
@@ -25,9 +26,6 @@ class Registry:
         if name in self._entries:
             raise OutriderError(f"{self.kind} {name!r} is already registered")
         self._entries[name] = entry
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -53,7 +51,7 @@ def _imported(path: str) -> Any:
 PROPOSERS = Registry(
     "method",
     {
-        "plain": "outrider.proposers.plain:METHOD",
+        PLAIN: "outrider.proposers.plain:METHOD",
         "draft": "outrider.proposers.draft_model:METHOD",
         "cross-tokenizer": "outrider.proposers.cross_tokenizer:METHOD",
         "ngram": "outrider.proposers.ngram:METHOD",

@@ -334,11 +334,9 @@ class Round:
     @property
     def num_drafts(self) -> list[int]:
         """Return the number of scored drafts that no grammar determined."""
-        return (
-            self.lens
-            if self.forced is None
-            else [scored - forced for scored, forced in zip(self.lens, self.forced, strict=True)]
-        )
+        if self.forced is None:
+            return self.lens
+        return [scored - forced for scored, forced in zip(self.lens, self.forced, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,17 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tiny_folder import make_folder, make_tokenizer
 from tiny_hybrids import hybrid
 
-from outrider.audit import same_text, sampling
+from outrider.audit import same_text, sampling, tables
+from outrider.bench.workloads import Prompt
+from outrider.cli.audit import encode_prompts
+from outrider.errors import OutriderError
 
 Run = Callable[..., "tuple[int, str, str]"]
 QUICK = [
@@ -187,3 +191,11 @@ def test_brackets_are_not_markup_and_failing_drafts_are_reported(tmp_path: Path)
         shown = screen.read()
     assert "./a[/b]" in shown and "./my[/model]" in shown and "a[/b]: c[/d]" in shown
     assert "the proposer failed in 4 rounds" in shown and "the proposer failed in 4 rounds" in tables.page(result)
+
+
+def test_a_prompt_without_tokens_is_named() -> None:
+    llm: Any = SimpleNamespace(tokenizer=lambda text: {"input_ids": [1] * len(text)}, runner=SimpleNamespace(max_len=100))
+    with pytest.raises(OutriderError, match="prompt 2 is empty after tokenization"):
+        encode_prompts(llm, [Prompt("audit", "a"), Prompt("audit", "")], max_tokens=4, longest=2)
+    with pytest.raises(OutriderError, match=r"prompt 1 has 97 tokens; with the 8 tokens of .* exceeds the context of 100"):
+        encode_prompts(llm, [Prompt("audit", "a" * 97)], max_tokens=4, longest=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -14,8 +15,9 @@ from bench_documents import cell, document, grid
 from rich.console import Console
 
 from outrider.bench.tables import tables
-from outrider.cli.console import say_error, waiting
-from outrider.cli.progress import progress
+from outrider.cli import console
+from outrider.cli.bench_documents import check_writable
+from outrider.cli.console import progress, say_error, waiting
 from outrider.progress import Progress
 
 Run = Callable[..., "tuple[int, str, str]"]
@@ -62,6 +64,14 @@ def test_brackets_in_progress_and_error_messages_are_not_markup(capsys: pytest.C
         report(Progress(1, 2, None, "mine[/b], draft"))
     err = capsys.readouterr().err
     assert "./my[/model]" in err and "error: cannot write a[/b]" in err and "mine[/b]" in err
+
+
+def test_brackets_in_a_spinners_text_are_not_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal, doctor used to end with a markup error for such a name of a draft."""
+    monkeypatch.setattr(console, "err", Console(file=StringIO(), force_terminal=True, width=80))
+    with waiting("looking") as tell:
+        tell("trying draft:draft=./my[/model]")
+        assert "./my[/model]" in str(console._screen.spinner.renderable.text)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -175,6 +185,18 @@ def test_links_and_devices_are_not_replaced(tmp_path: Path) -> None:
     finally:
         os.close(reader)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "link", "pipe"]
+
+
+def test_the_reader_of_a_pipe_waits_for_the_result(tmp_path: Path) -> None:
+    pipe, poll = tmp_path / "pipe", select.poll()
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    poll.register(reader)
+    try:
+        check_writable("--out", pipe)
+        assert not poll.poll(0)  # the end of its input would be reported here
+    finally:
+        os.close(reader)
 
 
 @pytest.mark.parametrize("command", ["bench", "audit"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -12,10 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from huggingface_hub import is_offline_mode
 from tiny_folder import make_folder
 
 from outrider.cli import app, chat, console, session
-from outrider.cli.interrupts import Terminated
+from outrider.cli.app import Terminated
 from outrider.cli.options import ModelOptions
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import Chunk
@@ -180,7 +182,7 @@ def test_the_painter_keeps_the_text_of_chunks() -> None:
 
     first = painter.paint(chunk("aab", [0, 1], ["accepted", "corrected"]))
     second = painter.paint(chunk("bcc", [2], ["bonus"]))
-    green, yellow, cyan = (f"\x1b[{console.CODES[name]}m" for name in ("accepted", "corrected", "bonus"))
+    green, yellow, cyan = (f"\x1b[{code}m" for code in ("32", "1;33", "36"))
     assert first == f"{green}aa\x1b[0m{yellow}b\x1b[0m"
     assert second == f"{yellow}b\x1b[0m{cyan}cc\x1b[0m"
 
@@ -313,6 +315,19 @@ def test_ctrl_c_keeps_the_json_document_complete(
     assert found["finish_reason"] == "abort" and 0 < len(found["token_ids"]) < 60
     monkeypatch.undo()
     assert plain_text(outrider, target, "--max-tokens", 60).startswith(found["text"])
+
+
+def test_ctrl_c_before_the_first_round_prints_no_json_document(
+    outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It used to be an internal error: list index out of range."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("outrider.engine.llm.LLM._compile_for", interrupted)
+    code, out, err = outrider("generate", "--target", target, "--method", "ngram", "--json", PROMPT)
+    assert (code, out) == (app.EXIT_INTERRUPTED, "") and err.strip().endswith("interrupted")
 
 
 def test_arguments_after_two_dashes_are_for_the_other_engine(outrider: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,8 +503,9 @@ def test_bench_inflates(outrider: Run, target: Path, draft: Path, tmp_path: Path
     assert result["cells"][1]["mean_acceptance_length"] > 2.5  # the draft copies the source, whose function is kept
 
 
-def test_out_of_memory_is_not_a_usage_error() -> None:
-    message, code = app.explain(MemoryError("x"))
+@pytest.mark.parametrize("error", [MemoryError("x"), OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))])
+def test_out_of_memory_is_not_a_usage_error(error: Exception) -> None:
+    message, code = app.explain(error)
     assert code == app.EXIT_INTERNAL and "--max-len" in message
 
 
@@ -521,6 +537,7 @@ def test_hub_access_is_disabled_only_if_nothing_can_come_from_the_hub(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "")
     monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # read before, when it was imported
     monkeypatch.setattr(session, "_loaded", lambda *_: None)
     session.load_plain(ModelOptions(target=str(target), draft=draft), [method])
-    assert ("HF_HUB_OFFLINE" in os.environ) == is_offline
+    assert ("HF_HUB_OFFLINE" in os.environ) == is_offline_mode() == is_offline

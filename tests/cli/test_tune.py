@@ -88,12 +88,29 @@ def test_an_interrupted_search_resumes(
     monkeypatch.setattr(search, "generate", lambda *args: [asked.append(args[1].label), generate(*args)][1])
     code, _, err = outrider(*command, "--seed", 7, "--resume")
     assert code == 2 and "other values of traffic" in err and not asked
-    code, shown, err = outrider(*command, "--resume")
-    assert code == 0, err
-    assert "the plan:" in shown
+
+    def full_disk(*_: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("outrider.search.report.page", full_disk)  # a missing report loses neither plan nor table
+    code, shown, err = outrider(*command, "--resume", "--report", tmp_path / "page.html")
+    assert code == 0 and "page.html: No space left on device" in err, err
+    assert "the plan:" in shown and out.exists()
     after = json.loads(out.with_suffix(".json").read_text())["found"]
     assert after["recorded"] == found["recorded"] and after["rung 1"].items() >= found["rung 1"].items()
     assert len(asked) == sum(len(runs) for stage, runs in after.items() if stage != "recorded") - 3
+
+
+def test_an_interrupt_before_the_first_result_promises_no_results(
+    outrider: Run, target: Path, traffic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("outrider.search.Search.run", interrupted)
+    command = ["--target", target, "--traffic", traffic, *QUICK, "--method", "ngram", "--out", tmp_path / "plan.toml"]
+    code, _, err = outrider("tune", *command)
+    assert code == app.EXIT_INTERRUPTED and "--resume" not in err and not (tmp_path / "plan.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ from transformers import Qwen3Config
 from outrider import LLM
 from outrider.cli import main
 from outrider.engine.plan import Plan, located
+from outrider.export import ENGINES
 from outrider.export.engine import SCRIPT, Export, gpu_environment, write
-from outrider.export.engines import ENGINES
 from outrider.export.launch import working_folder
 from outrider.export.transformers import Transformers
 from outrider.export.vllm_adapter import KEY, TextProposer
@@ -386,6 +386,8 @@ def test_unsupported_methods_are_refused_with_an_alternative(
 def test_refused_settings_leave_no_folder(export: Any, tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match="same-text"):
         export("vllm", method="ngram", same_text=True)
+    with pytest.raises(OutriderError, match="cannot draft with"):
+        export("vllm", method="early-exit")
     assert not (tmp_path / "out").exists()
 
 
@@ -438,11 +440,14 @@ def test_the_command_writes_a_folder_and_names_its_script(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "plan.toml").write_text(f'target = "{models / "target"}"\nmethod = "ngram"\nnum_draft_tokens = 2\n')
+    (tmp_path / "plan.toml").write_text(
+        f'target = "{models / "target"}"\nmethod = "ngram"\nnum_draft_tokens = 2\nmax_batch = 5\n'
+    )
     assert main(["export", "plan.toml", "--to", "vllm", "-k", "7"]) == 0
     said = capsys.readouterr()
     assert said.out == "outrider-vllm/run.sh\n" and "earliest match" in said.err
     assert vllm_settings(tmp_path / "outrider-vllm")["speculative-config"]["num_speculative_tokens"] == 7
+    assert vllm_settings(tmp_path / "outrider-vllm")["max-num-seqs"] == 5  # no option of this command
     assert main(["export", "plan.toml", "--to", "tgi"]) == 2
     assert "known: vllm, sglang, transformers" in capsys.readouterr().err
 

@@ -15,18 +15,23 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from outrider.cli.interrupts import interrupt, received, terminate
 from outrider.cli.options import in_flags
 from outrider.errors import OutriderError, is_out_of_memory, one_line
 
 # Each name is outrider.cli.<name>:command, or a group of the functions in its COMMANDS. With both, ``command`` runs when no
 # subcommand is given.
 COMMANDS = ("generate", "chat", "compare", "bench", "audit", "doctor", "tune", "train", "demo", "serve", "export")
-EXIT_INTERNAL, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_INTERNAL, EXIT_USAGE, EXIT_CHECK_FAILED, EXIT_INTERRUPTED = 1, 2, 3, 130
+received: list[int] = []  # signals of this command; one during an import may surface as an ImportError
+
+
+class Terminated(KeyboardInterrupt):
+    """Raised by SIGTERM, which ends the command; Ctrl-C may end only its current action."""
 
 
 def build_app() -> typer.Typer:
@@ -116,15 +121,21 @@ def _signals_as_exceptions() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # only the main thread may install signal handlers
         yield
         return
-    handlers = {signal.SIGTERM: terminate}
+    numbers = [signal.SIGTERM]
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # background processes ignore SIGINT
-        handlers[signal.SIGINT] = interrupt
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        numbers.append(signal.SIGINT)
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """Handle a signal: raise ``Terminated`` for SIGTERM, ``KeyboardInterrupt`` for Ctrl-C."""
+    received.append(number)
+    raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
 
 def explain(error: BaseException) -> tuple[str, int]:

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from outrider.cli.app import EXIT_CHECK_FAILED
 from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.console import err
 from outrider.cli.options import ModelOptions, SamplingOptions, flag, given, parse_k, parse_list, values_given, with_groups
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from outrider.engine.llm import LLM
     from outrider.proposers.base import Proposer
 
-WHAT, OUTPUT = "Audit", "Output"
 EXAMPLES = """Examples:
 
 outrider audit
@@ -39,7 +39,6 @@ outrider audit --target ./my-model --draft ./my-draft --prompts mine.jsonl
 
 outrider audit --same-text --method all -k 1,3,5,8 --batch 1,4 --prompts HumanEval.jsonl.gz --out same-text.json
 """
-EXIT_NOT_CERTIFIED = 3
 MAX_BATCH = 256  # sequences per batch by default
 MAX_TOKENS, SEED, TEMPERATURE, COUPLED_TEMPERATURE = 64, 0, 1.0, 0.8  # defaults; the last with --same-text
 # Settings without effect on an audit, or without an option.
@@ -51,28 +50,28 @@ MEMORY = 1 << 30  # bytes of KV cache for the sequences of a batch
 class AuditOptions:
     """Methods, prompts and error probabilities of an audit."""
 
-    method: str | None = given(Speculation, several=True, more="all adds every other method.", panel=WHAT)
+    panel: ClassVar[str] = "Audit"
+    method: str | None = given(Speculation, several=True, more="all adds every other method.")
     num_draft_tokens: str | None = given(
-        Speculation, several=True, more="Fixed numbers only (default: 4; with --same-text: 1,3,5,8).", panel=WHAT
+        Speculation, several=True, more="Fixed numbers only (default: 4; with --same-text: 1,3,5,8)."
     )
-    batch: str | None = flag(
-        "Batch size (default: as fits into 1 GiB of cache, at most 256; with --same-text: 1,4).", panel=WHAT
-    )
-    prompts: list[Path] | None = flag("JSONL file (or .gz) of prompts instead of the built-in ones; repeatable.", panel=WHAT)
-    num_prompts: int | None = flag("Prompts per file (default: 6; with --same-text: all).", panel=WHAT, min=1)
-    power: float = flag("Probability of detecting a deviation of --tv.", 0.99, panel=WHAT, min=0.5, max=0.9999)
-    tv: float = flag("Total variation distance to detect.", 0.05, panel=WHAT, min=0.002, max=0.5)
-    alpha: float = flag("Probability of any false alarm in the audit.", 0.01, panel=WHAT, min=1e-9, max=0.2)
-    max_samples: int = flag("Refuse audits that need more samples per method.", 100_000, panel=WHAT, min=1)
+    batch: str | None = flag("Batch size (default: as fits into 1 GiB of cache, at most 256; with --same-text: 1,4).")
+    prompts: list[Path] | None = flag("JSONL file (or .gz) of prompts instead of the built-in ones; repeatable.")
+    num_prompts: int | None = flag("Prompts per file (default: 6; with --same-text: all).", min=1)
+    power: float = flag("Probability of detecting a deviation of --tv.", 0.99, min=0.5, max=0.9999)
+    tv: float = flag("Total variation distance to detect.", 0.05, min=0.002, max=0.5)
+    alpha: float = flag("Probability of any false alarm in the audit.", 0.01, min=1e-9, max=0.2)
+    max_samples: int = flag("Refuse audits that need more samples per method.", 100_000, min=1)
 
 
 @dataclass(frozen=True)
 class OutputOptions:
     """Output files."""
 
-    out: Path | None = flag("Write the JSON document to this file.", panel=OUTPUT)
-    html: Path | None = flag("Write a self-contained HTML page.", panel=OUTPUT)
-    resume: bool = flag("With --same-text: continue the run stored in --out.", False, "--resume", panel=OUTPUT)
+    panel: ClassVar[str] = "Output"
+    out: Path | None = flag("Write the JSON document to this file.")
+    html: Path | None = flag("Write a self-contained HTML page.")
+    resume: bool = flag("With --same-text: continue the run stored in --out.", False, "--resume")
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def command(*, options: AuditOptions, output: OutputOptions, models: ModelOption
     )
     batches = parse_list("--batch", options.batch or ("1,4" if models.same_text else str(MAX_BATCH)), int)
     if min(batches) < 1:
-        raise OutriderError("invalid --batch: expected integers of at least 1")
+        raise OutriderError(f"invalid --batch {min(batches)}: expected at least 1")
     if not models.same_text and (len(lengths) > 1 or len(batches) > 1 or output.resume):
         raise OutriderError("--resume, and several values of --num-draft-tokens or --batch, require --same-text")
     if sampling.stop or sampling.ignore_eos:
@@ -168,7 +167,7 @@ class Run:
             }
             if found or is_over:
                 self._write(result, tables.certificates(result))
-        return 0 if certified else EXIT_NOT_CERTIFIED
+        return 0 if certified else EXIT_CHECK_FAILED
 
     def same_text(self) -> int:
         """Run the grid cell by cell; ``--out`` is rewritten after each cell."""
@@ -215,7 +214,7 @@ class Run:
         finally:
             if comparison.results:
                 self._write(result(), tables.grid_table(result()))
-        return 0 if result()["certified"] else EXIT_NOT_CERTIFIED
+        return 0 if result()["certified"] else EXIT_CHECK_FAILED
 
     def _earlier(self, plan: dict[str, Any]) -> dict[str, Any]:
         """Return the cells stored in ``--out`` and the seconds that they took."""
@@ -271,17 +270,15 @@ def read_prompts(options: AuditOptions, is_grid: bool) -> list[Any]:
 
 
 def encode_prompts(llm: LLM, prompts: Sequence[Any], max_tokens: int, longest: int) -> list[list[int]]:
-    """Return prompts as token ids. Raises ``OutriderError`` for a prompt that does not fit the context."""
+    """Return prompts as token ids. Raises ``OutriderError`` for a prompt that is empty or does not fit the context."""
     from outrider.bench.workloads import encode
+    from outrider.cli.session import check_lengths
 
     found = [encode(llm.tokenizer, prompt) for prompt in prompts]
+    if not all(found):
+        raise OutriderError(f"prompt {found.index([]) + 1} is empty after tokenization")
     more = max(max_tokens, 2 * longest + 4)
-    for number, prompt in enumerate(found, start=1):
-        if not prompt or len(prompt) + more > llm.runner.max_len:
-            raise OutriderError(
-                f"prompt {number} has {len(prompt)} tokens; with the {more} tokens of --max-tokens and --num-draft-tokens it"
-                f" exceeds the context of {llm.runner.max_len}"
-            )
+    check_lengths(found, llm, more, f"the {more} tokens of --max-tokens and --num-draft-tokens")
     return found
 
 

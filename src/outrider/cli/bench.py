@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 
 from outrider.cli import bench_documents, bench_serve
 from outrider.cli.bench_documents import check_outputs, write_or_say
-from outrider.cli.console import err, waiting
+from outrider.cli.console import err, progress, waiting
 from outrider.cli.options import (
     MethodOptions,
     ModelOptions,
@@ -23,7 +23,6 @@ from outrider.cli.options import (
     with_groups,
     workload_names,
 )
-from outrider.cli.progress import progress
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
 from outrider.method_text import split_method
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from outrider.bench.grid import Group, Plan
     from outrider.engine.llm import LLM
 
-GRID, OUTPUT = "Measurement", "Output"
 MAX_BUSY = 1024
 EXAMPLES = """Examples:
 
@@ -54,35 +52,36 @@ outrider bench compare old.json new.json
 outrider bench serve --concurrency 1,4,16 --out load.json
 """
 COMMANDS = {**bench_documents.COMMANDS, "serve": bench_serve.command}
-__all__ = ["COMMANDS", "EXAMPLES", "command"]
 
 
 @dataclass(frozen=True)
 class GridOptions:
     """Axes of the measurement; values are separated by commas."""
 
-    method: str | None = given(Speculation, several=True, more="(default: auto and suffix).", panel=GRID)
-    num_draft_tokens: str = given(Speculation, "4,auto", several=True, panel=GRID)
-    temperature: str = given(SamplingParams, "0", several=True, panel=GRID)
-    batch: str = flag("Batch sizes.", "1", panel=GRID)
-    workloads: str | None = flag("Built-in prompts: code,edit,json,summary,math,chat,story (default: all).", panel=GRID)
+    panel: ClassVar[str] = "Measurement"
+    method: str | None = given(Speculation, several=True, more="(default: auto and suffix).")
+    num_draft_tokens: str = given(Speculation, "4,auto", several=True)
+    temperature: str = given(SamplingParams, "0", several=True)
+    batch: str = flag("Batch sizes.", "1")
+    workloads: str | None = flag("Built-in prompts: code,edit,json,summary,math,chat,story (default: all).")
     prompts: Path | None = flag(
-        "HumanEval, GSM8K, MATH-500, MBPP, MT-bench, Spec-Bench, SPEED-Bench or your own, as JSONL (.gz).", panel=GRID
+        "HumanEval, GSM8K, MATH-500, MBPP, MT-bench, Spec-Bench, SPEED-Bench or your own, as JSONL (.gz)."
     )
-    num_prompts: int = flag("Prompts per workload.", 4, panel=GRID, min=1)
-    max_tokens: int = flag("Tokens per prompt.", 64, panel=GRID, min=2)
-    repeat: int = flag("Repeats; medians are shown.", 3, panel=GRID, min=1)
-    seed: int = flag("Sampling seed; repeat r uses seed + r.", 0, panel=GRID)
-    busy: str = flag("Number of other busy processes during the measurement.", "0", panel=GRID)
-    inflate: str | None = flag("Measure the same function at the cost of a larger model, such as 350m, 1b or 8b.", panel=GRID)
+    num_prompts: int = flag("Prompts per workload.", 4, min=1)
+    max_tokens: int = flag("Tokens per prompt.", 64, min=2)
+    repeat: int = flag("Repeats; medians are shown.", 3, min=1)
+    seed: int = flag("Sampling seed; repeat r uses seed + r.", 0)
+    busy: str = flag("Number of other busy processes during the measurement.", "0")
+    inflate: str | None = flag("Measure the same function at the cost of a larger model, such as 350m, 1b or 8b.")
 
 
 @dataclass(frozen=True)
 class OutputOptions:
     """Output files."""
 
-    out: Path | None = flag("Also write the JSON document to this file.", panel=OUTPUT)
-    html: Path | None = flag("Write a report with plots as one HTML file.", panel=OUTPUT)
+    panel: ClassVar[str] = "Output"
+    out: Path | None = flag("Also write the JSON document to this file.")
+    html: Path | None = flag("Write a report with plots as one HTML file.")
 
 
 @with_groups
@@ -99,11 +98,11 @@ def command(
     from outrider.bench.contenders import Contenders
     from outrider.bench.grid import Plan, run_grid
     from outrider.bench.workloads import encode
-    from outrider.cli.session import inflate_target, load_plain, resolve
+    from outrider.cli.session import check_lengths, inflate_target, load_plain, resolve
 
     check_outputs({"--out": outputs.out, "--html": outputs.html}, report=outputs.html)
     given = resolve(models, MethodOptions())
-    chosen = parse_contenders(grid, models, given.get("drafts", {}))
+    chosen = parse_contenders(grid, models)
     temperatures = parse_list("--temperature", grid.temperature, float)
     batches = parse_list("--batch", grid.batch, int)
     busy = parse_list("--busy", grid.busy, int)
@@ -112,11 +111,12 @@ def command(
     models, extra = inflate_target(models, grid.inflate)
     given |= inflate_heads(chosen, given, models.target, grid.inflate)
     width = max([contender.k for contender in chosen if isinstance(contender.k, int)], default=0)
-    drafts, methods = given.get("drafts", {}), [contender.method for contender in chosen]
-    llm = load_plain(models, methods, max_batch=max(batches), num_draft_tokens=width, drafts=drafts)
+    methods = [contender.method for contender in chosen]
+    llm = load_plain(models, methods, max_batch=max(batches), num_draft_tokens=width, drafts=given["drafts"])
     encoded = {name: [encode(llm.tokenizer, prompt) for prompt in group] for name, group in prompts.items()}
     plan = Plan(chosen, encoded, temperatures, batches, grid.max_tokens, grid.repeat, grid.seed, busy=busy)
-    check_plan(plan, llm)
+    for workload, token_ids in encoded.items():
+        check_lengths(token_ids, llm, grid.max_tokens, f"--max-tokens {grid.max_tokens}", f" of {workload!r}")
     name = Path(models.target).name if models.target and grid.inflate else models.target or "embedded"  # no cache path
     extra |= {"same_text_mode": models.same_text, "name": name}
     contenders = Contenders(llm, given.get("draft"))
@@ -162,8 +162,8 @@ def finish(plan: Plan, groups: Sequence[Group], llm: LLM, extra: dict[str, Any],
     write_or_say(outputs.html, lambda: page(result))
 
 
-def parse_contenders(grid: GridOptions, models: ModelOptions, drafts: Mapping[str, object]) -> tuple[Contender, ...]:
-    """Return methods x draft lengths, without plain decoding, which always runs. ``drafts``: drafts declared with the target.
+def parse_contenders(grid: GridOptions, models: ModelOptions) -> tuple[Contender, ...]:
+    """Return methods x draft lengths, without plain decoding, which always runs.
 
     Raises ``OutriderError`` for a method that lacks its draft.
     """
@@ -172,8 +172,8 @@ def parse_contenders(grid: GridOptions, models: ModelOptions, drafts: Mapping[st
     from outrider.engine.methods import methods_in
 
     lengths = parse_list("--num-draft-tokens", grid.num_draft_tokens, parse_k)
-    methods = methods_in(grid.method or f"{AUTO},{DEFAULT_METHOD}", lambda: auto_method(models, drafts))
-    check_methods(methods, models, drafts)
+    methods = methods_in(grid.method or f"{AUTO},{DEFAULT_METHOD}", lambda: auto_method(models))
+    check_methods(methods, models)
     found = (Contender(method, k) for method in methods for k in lengths)
     return tuple(contender for contender in found if not contender.is_plain)
 
@@ -200,18 +200,8 @@ def check_axes(temperatures: Sequence[float], batches: Sequence[int], busy: Sequ
     if min(batches) < 1:
         raise OutriderError(f"invalid --batch {min(batches)}: expected at least 1")
     if min(busy) < 0 or max(busy) > MAX_BUSY:
-        raise OutriderError(f"invalid --busy: expected a number of processes from 0 to {MAX_BUSY}")
-
-
-def check_plan(plan: Plan, llm: LLM) -> None:
-    """Raise ``OutriderError`` for a prompt that does not fit into the context, before measuring."""
-    for name, prompts in plan.workloads.items():
-        for number, prompt in enumerate(prompts, start=1):
-            if len(prompt) + plan.max_tokens > llm.runner.max_len:
-                raise OutriderError(
-                    f"prompt {number} of {name!r} has {len(prompt)} tokens; with --max-tokens {plan.max_tokens} it exceeds "
-                    f"the context of {llm.runner.max_len}"
-                )
+        value = ",".join(map(str, busy))
+        raise OutriderError(f"invalid --busy {value}: expected numbers of processes from 0 to {MAX_BUSY}")
 
 
 def inflate_heads(
@@ -223,7 +213,7 @@ def inflate_heads(
     from outrider.bench.inflate_heads import inflated_head
     from outrider.heads.checkpoint import MODEL, kind_of
 
-    draft, drafts = given.get("draft"), dict(given.get("drafts", {}))
+    draft, drafts = given.get("draft"), given["drafts"]
     used: list[object] = []
     for contender in chosen:
         name, options = split_method(contender.method)

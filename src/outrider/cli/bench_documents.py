@@ -9,10 +9,9 @@ from typing import Annotated
 
 import typer
 
+from outrider.cli.app import EXIT_CHECK_FAILED
 from outrider.cli.console import say_error
 from outrider.errors import OutriderError
-
-EXIT_LOSS = 3
 
 
 def compare(
@@ -34,7 +33,7 @@ def compare(
             out.print(compare.table(found))
         for line in [*compare.notes(found), found.verdict]:
             out.print(line, markup=False, soft_wrap=True)
-    return EXIT_LOSS if found.has_loss or not found.changes else 0
+    return EXIT_CHECK_FAILED if found.has_loss or not found.changes else 0
 
 
 def report(
@@ -77,7 +76,7 @@ def check_outputs(paths: Mapping[str, Path | None], report: Path | None = None) 
 
 def check_writable(option: str, path: Path | None) -> None:
     """Raise ``OutriderError`` if a file cannot be written. Creates its folder."""
-    if path is None:
+    if path is None or path.is_fifo():  # opening a pipe and closing it would end its reader's input
         return
     existed = path.exists()
     try:

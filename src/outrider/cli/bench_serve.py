@@ -7,16 +7,15 @@ import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
 from outrider.cli.bench_documents import check_writable, write_or_say
-from outrider.cli.console import err, waiting
+from outrider.cli.console import err, progress, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, flag, given, parse_list, with_groups, workload_names
-from outrider.cli.progress import progress
 from outrider.cli.serve import joined
 from outrider.engine.plan import Plan
 from outrider.errors import OutriderError, how_to_install
@@ -28,50 +27,47 @@ if TYPE_CHECKING:
     from outrider.bench.load.arrivals import Load
     from outrider.bench.load.sweep import Mode, Sweep, Traffic
 
-LOAD, SERVER, OUTPUT = "Load", "Server", "Output"
-
 
 @dataclass(frozen=True)
 class LoadOptions:
     """The load. Several values are separated by commas."""
 
-    concurrency: str = flag("Numbers of concurrent clients.", "1,2,4,8,16,32,64", panel=LOAD)
-    rate: str | None = flag("Requests per second, with random arrivals.", panel=LOAD)
-    requests: int = flag("Requests per client.", 4, panel=LOAD, min=1)
-    arrivals: int = flag("Requests per run with a rate.", 32, panel=LOAD, min=1)
-    max_tokens: int = flag("Tokens per answer.", 64, panel=LOAD, min=2)
-    temperature: float = given(SamplingParams, 0.0, panel=LOAD)
-    workloads: str | None = flag("Built-in prompts, mixed (default: code,edit,json,summary,math,chat,story).", panel=LOAD)
-    prompts: Path | None = flag("Your own prompts, as JSONL (.gz).", panel=LOAD)
-    num_prompts: int = flag("Prompts of each workload.", 8, panel=LOAD, min=1)
-    shared_prefix: int = flag("Characters of a common prefix of all prompts of a run.", 0, panel=LOAD, min=0)
-    repeat: int = flag("Repeats; medians are shown.", 3, panel=LOAD, min=1)
-    rest: float = flag(
-        "Seconds without requests before each run, for servers that spin after a request.", 0.0, panel=LOAD, min=0
-    )
-    seed: int = flag("Seed of arrivals and sampling.", 0, panel=LOAD, min=0)
+    panel: ClassVar[str] = "Load"
+    concurrency: str = flag("Numbers of concurrent clients.", "1,2,4,8,16,32,64")
+    rate: str | None = flag("Requests per second, with random arrivals.")
+    requests: int = flag("Requests per client.", 4, min=1)
+    arrivals: int = flag("Requests per run with a rate.", 32, min=1)
+    max_tokens: int = flag("Tokens per answer.", 64, min=2)
+    temperature: float = given(SamplingParams, 0.0)
+    workloads: str | None = flag("Built-in prompts, mixed (default: code,edit,json,summary,math,chat,story).")
+    prompts: Path | None = flag("Your own prompts, as JSONL (.gz).")
+    num_prompts: int = flag("Prompts of each workload.", 8, min=1)
+    shared_prefix: int = flag("Characters of a common prefix of all prompts of a run.", 0, min=0)
+    repeat: int = flag("Repeats; medians are shown.", 3, min=1)
+    rest: float = flag("Seconds without requests before each run, for servers that spin after a request.", 0.0, min=0)
+    seed: int = flag("Seed of arrivals and sampling.", 0, min=0)
 
 
 @dataclass(frozen=True)
 class ServerOptions:
     """The server to measure."""
 
-    url: str | None = flag("A running server (default: start one with these models).", panel=SERVER)
-    plain_url: str | None = flag(
-        "A server of the same model without drafts, if drafts cannot be disabled per request.", panel=SERVER
-    )
-    api_key: str | None = flag("API key for --url.", panel=SERVER, envvar="OPENAI_API_KEY")
-    max_batch: int | None = given(RunnerConfig, panel=SERVER)
-    inflate: str | None = flag("Inflate the started server's target to a larger model's cost, such as 1b.", panel=SERVER)
+    panel: ClassVar[str] = "Server"
+    url: str | None = flag("A running server (default: start one with these models).")
+    plain_url: str | None = flag("A server of the same model without drafts, if drafts cannot be disabled per request.")
+    api_key: str | None = flag("API key for --url.", envvar="OPENAI_API_KEY")
+    max_batch: int | None = given(RunnerConfig)
+    inflate: str | None = flag("Inflate the started server's target to a larger model's cost, such as 1b.")
 
 
 @dataclass(frozen=True)
 class ResultOptions:
     """Latency targets and output files."""
 
-    slo_first_token: float = flag("Target for the first token, in milliseconds.", 2000.0, panel=OUTPUT, min=0)
-    slo_token: float = flag("Target for the mean time per later token, in milliseconds.", 200.0, panel=OUTPUT, min=0)
-    out: Path | None = flag("Write the JSON document to this file too.", panel=OUTPUT)
+    panel: ClassVar[str] = "Output"
+    slo_first_token: float = flag("Target for the first token, in milliseconds.", 2000.0, min=0)
+    slo_token: float = flag("Target for the mean time per later token, in milliseconds.", 200.0, min=0)
+    out: Path | None = flag("Write the JSON document to this file too.")
 
 
 @with_groups
@@ -159,15 +155,14 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
     known = joined(Plan() if plan is None else Plan.read(plan), models, methods, server)
     known = Plan({"compile": "always", **known.values})  # compile before the measurement
     if server.inflate is not None:
-        inflated, _ = inflate_target(replace(ModelOptions(), target=known.given("target")), server.inflate)
+        inflated, _ = inflate_target(ModelOptions(target=known.given("target")), server.inflate)
         known = Plan({**embedded_draft(known), "target": str(inflated.target)})
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder, ExitStack() as stack:
         file = Path(folder) / "plan.toml"
         known.write(file)
         with waiting("starting the server"):
-            # plans have no such keys
-            flags = [*([] if models.self_check else ["--no-self-check"]), *["--trust-remote-code"] * models.trust_remote_code]
-            url = stack.enter_context(own_server([str(file), *flags])).url
+            given = {"--no-self-check": not models.self_check, "--trust-remote-code": models.trust_remote_code}  # not in plans
+            url = stack.enter_context(own_server([str(file), *(name for name, is_given in given.items() if is_given)])).url
         yield url
 
 

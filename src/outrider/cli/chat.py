@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outrider.cli.app import Terminated
+from outrider.cli.console import say_error
 from outrider.cli.generate import stream_to_screen
-from outrider.cli.interrupts import Terminated
 from outrider.cli.options import MethodOptions, ModelOptions, ReadableOptions, flag, with_groups
 from outrider.errors import OutriderError
 
@@ -62,7 +63,7 @@ def command(
             try:
                 interrupt = _answer(llm, history, question, params, show)
             except OutriderError as error:  # a failed answer must not end the conversation
-                print(f"error: {error}", file=sys.stderr)
+                say_error(str(error))
                 history.pop()
             else:
                 if isinstance(interrupt, Terminated):

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.console import err, painter_for, waiting
+from outrider.cli.console import err, painter_for, say, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, ReadableOptions, given, with_groups
 from outrider.cli.race_view import RaceView, shown_rounds
-from outrider.registry import VERIFIERS
+from outrider.registry import AUTO, VERIFIERS
 from outrider.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def command(
     if sampling.temperature is None and is_lossless:  # equal outputs are easier to compare
         models = replace(models, same_text=True)
     llm = load(models, methods, max_batch=2, compile=models.compile or "always")
+    from outrider.bench.contenders import PLAIN, Contender
     from outrider.bench.race import Race
     from outrider.bench.workloads import Prompt, encode
 
@@ -72,16 +73,18 @@ def command(
     with waiting("warming up"):
         warm_up(llm, prompt_ids, params)
     race = Race(engines(llm), prompt_ids, params, TURN)
-    titles = {lane.name: title(llm, lane.name) for lane in race.lanes}
+    k = llm.speculation.num_draft_tokens
+    plain, speculative = race.lanes
+    label = Contender(llm.proposer.name, k if isinstance(k, int) else AUTO).label
+    titles = {plain.name: PLAIN, speculative.name: label}
     if sys.stdout.isatty():
         watch(llm, race, titles, text)
     else:
         write(llm, race, text)
     err.print(table(race.lanes, titles))
-    err.print(f"[dim]{MEANING}[/]")
-    plain, speculative = (lane.output for lane in race.lanes)
-    sentence = verdict(llm.tokenizer, plain, speculative, params.is_greedy, models.same_text)
-    err.print(sentence, markup=False)  # tokens may contain markup
+    say(MEANING)
+    sentence = verdict(llm.tokenizer, plain.output, speculative.output, params.is_greedy, models.same_text)
+    err.print(sentence, markup=False, soft_wrap=True)  # tokens may contain markup
 
 
 def engines(llm: LLM) -> dict[str, Engine]:
@@ -94,14 +97,6 @@ def engines(llm: LLM) -> dict[str, Engine]:
 
     policy = build_policy(llm.speculation, llm.runner, llm.proposer)
     return {PLAIN: engine_for(llm, PlainProposer(), FixedLength(0)), "speculative": engine_for(llm, llm.proposer, policy)}
-
-
-def title(llm: LLM, lane: str) -> str:
-    """Return the title of a lane."""
-    from outrider.bench.contenders import PLAIN, Contender
-
-    k = llm.speculation.num_draft_tokens
-    return PLAIN if lane == PLAIN else Contender(llm.proposer.name, k if isinstance(k, int) else "auto").label
 
 
 def warm_up(llm: LLM, prompt_ids: list[int], params: SamplingParams) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from rich.color import ColorSystem
 from rich.console import Console
+from rich.style import Style
 from rich.text import Text
 
 from outrider.cli.options import in_flags
-from outrider.progress import PERIOD, reported_every
+from outrider.progress import PERIOD, Progress, reported_every
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from outrider.engine.stats import GenerationStats
 
 STYLES = {"accepted": "green", "corrected": "bold yellow", "bonus": "cyan", "grammar": "magenta", "plain": ""}
-CODES = {"accepted": "32", "corrected": "1;33", "bonus": "36", "grammar": "35", "plain": "0"}  # ANSI codes
 err = Console(stderr=True, highlight=False)
 
 
@@ -46,30 +47,34 @@ _screen = _Screen()
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[Status | None]:
-    """Show that ``what`` is running: a spinner on a terminal, a line every few seconds elsewhere."""
+def waiting(what: str) -> Iterator[Callable[[str], None]]:
+    """Show that ``what`` is running: a spinner on a terminal, a line every few seconds elsewhere.
+
+    Yields a function that changes the spinner's text.
+    """
     started, begun = monotonic(), Text(f"{what} ...")
     if err.is_terminal:
         with err.status(begun) as status:
             _screen.spinner, _screen.waits_for = status, begun
             try:
-                yield status
+                yield lambda text: status.update(Text(text))
             finally:
                 _screen.spinner = None
         if monotonic() - started > 2:
-            _say(f"{what}: {monotonic() - started:.1f} s")
+            say(f"{what}: {monotonic() - started:.1f} s")
     else:
-        _say(begun.plain)
+        say(begun.plain)
 
         def tick(elapsed: float) -> None:
             if monotonic() - _screen.changed >= PERIOD + 0.5:  # otherwise other progress messages appear
-                _say(f"{what} ... {elapsed:.0f} s ...")
+                say(f"{what} ... {elapsed:.0f} s ...")
 
         with reported_every(0.5, tick):
-            yield None
+            yield lambda text: None
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Print a note as a dim line, without interpreting markup."""
     err.print(Text(line, style="dim"), soft_wrap=True)
     _screen.changed = monotonic()
 
@@ -80,12 +85,38 @@ class _Notices(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         spinner, message = _screen.spinner, in_flags(record.getMessage())
         if spinner is None:
-            _say(message)
+            say(message)
         elif getattr(record, "is_progress", False):
             spinner.update(Text(message))
         else:
-            _say(message)
+            say(message)
             spinner.update(_screen.waits_for)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[Progress], None]]:
+    """Show a progress bar on a terminal, or a line per run elsewhere. Yields the callback that updates it."""
+    from rich import progress as rich_progress
+
+    text = rich_progress.TextColumn("{task.completed}/{task.total}  {task.fields[left]}  {task.description}", markup=False)
+    bar_column = rich_progress.BarColumn(bar_width=24)
+    with rich_progress.Progress(bar_column, text, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("", total=None, left="")
+
+        def report(state: Progress) -> None:
+            left = "" if state.seconds_left is None else f"{clock(state.seconds_left)} left"
+            bar.update(task, completed=state.done, total=state.total, left=left, description=state.what)
+            if not err.is_terminal:
+                err.print(f"{state.done}/{state.total} {left} {state.what}", markup=False, soft_wrap=True)
+
+        yield report
+
+
+def clock(seconds: float) -> str:
+    """Format seconds as h:mm:ss or m:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def show_notices() -> None:
@@ -130,7 +161,8 @@ class TokenPainter:
 
     def paint(self, chunk: Chunk) -> str:
         """Return the chunk's text with terminal colours; the text itself is unchanged, control characters included."""
-        return "".join(f"\x1b[{CODES[origin]}m{piece}\x1b[0m" for piece, origin in self.pieces(chunk))
+        styled = ((piece, Style.parse(STYLES[origin])) for piece, origin in self.pieces(chunk))
+        return "".join(style.render(piece, color_system=ColorSystem.STANDARD) for piece, style in styled)
 
 
 def painter_for(llm: LLM) -> TokenPainter | None:

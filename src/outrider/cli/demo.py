@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
 from outrider.cli.console import err, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, flag, given, read_option, with_groups
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError, how_to_install
-from outrider.registry import DEFAULT_METHOD, PROPOSERS
+from outrider.registry import DEFAULT_METHOD, PLAIN, PROPOSERS
 from outrider.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ LARGE = 100_000_000
 class PageOptions:
     """Methods on the page, and its address."""
 
+    panel: ClassVar[str] = SERVER
     method: str | None = given(
         Speculation,
         several=True,
         more="(default: all that fit, or for targets above 100M parameters: suffix and the method found for the target).",
-        panel=SERVER,
     )
-    host: str = given(ServerConfig, ServerConfig.host, panel=SERVER)
-    port: int = given(ServerConfig, ServerConfig.port, panel=SERVER)
+    host: str = given(ServerConfig, ServerConfig.host)
+    port: int = given(ServerConfig, ServerConfig.port)
 
 
 @with_groups
@@ -82,19 +82,15 @@ def command(
 
 def load_track(models: ModelOptions, methods: str | None) -> Track:
     """Load the target once, and every available method."""
-    from outrider.cli.session import auto_method, check_methods, load, resolve
-    from outrider.engine.methods import chosen_methods, methods_in
+    from outrider.cli.session import auto_method, load, named_methods
     from outrider.server.demo.track import Track
 
-    drafts = resolve(models, MethodOptions()).get("drafts", {})
-    wanted = chosen_methods(methods_in(methods, lambda: auto_method(models, drafts))) if methods else []
-    check_methods(wanted, models, drafts)
-    plain: Any = PROPOSERS.get("plain")
-    llm = load(models, MethodOptions(method=plain.name), max_batch=2, compile=models.compile or "always")
+    wanted = named_methods(methods, models)[1] if methods else []
+    llm = load(models, MethodOptions(method=PLAIN), max_batch=2, compile=models.compile or "always")
     offered = wanted
     if not wanted:
         is_small = sum(weight.numel() for weight in llm.runner.model.parameters()) < LARGE
-        usual = dict.fromkeys((auto_method(models, drafts).text, DEFAULT_METHOD))
-        offered = [name for name in PROPOSERS if name != plain.name] if is_small else list(usual)
+        usual = dict.fromkeys((auto_method(models).text, DEFAULT_METHOD))
+        offered = [name for name in PROPOSERS if name != PLAIN] if is_small else list(usual)
     with waiting("preparing the methods"):
         return Track(llm, offered, models.draft, must_fit=bool(wanted))

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from outrider.cli.app import EXIT_CHECK_FAILED
 from outrider.cli.console import show_notices
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, given, in_flags, with_groups
 from outrider.engine.options import Speculation
@@ -24,7 +25,6 @@ outrider doctor --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B
 
 outrider doctor --target ./my-model --method early-exit:layers=6
 """
-EXIT_DOES_NOT_FIT = 3
 MAX_TOKENS = 48  # per prompt
 MARKS = {"ok": "[green]ok[/]", "note": "[dim]note[/]", "suspicious": "[yellow]suspicious[/]", "wrong": "[red]WRONG[/]"}
 
@@ -57,16 +57,14 @@ def command(
 
     show_notices()
     options = resolve(models, MethodOptions(methods.method))
-    named = None if methods.method == AUTO else options.pop("method", None)
-    options.pop("method", None)
-    method = named or auto_method(models, options.get("drafts", {})).text
-    found = [] if named or models.draft else all_candidates(models.target)
+    named = options.pop("method", AUTO)
+    method = auto_method(models).text if named == AUTO else named
+    found = all_candidates(models.target) if named == AUTO and not models.draft else []
     target = models.target or TARGET
     params = sampling.params(max_tokens=MAX_TOKENS)
-    with loading("looking") as status:
-        tell = status.update if status is not None else lambda _: None
+    with loading("looking") as tell:
         checkup = check_up(Patient(target, method, options, params), tell)
-        if named is None and any((each.level, each.topic) == ("wrong", "vocabulary") for each in checkup.findings):
+        if named == AUTO and any((each.level, each.topic) == ("wrong", "vocabulary") for each in checkup.findings):
             method = DEFAULT_METHOD_WITH_FOREIGN_DRAFT  # as in all other commands
             checkup = check_up(Patient(target, method, options, params), tell)
     checkup.findings[:0] = found
@@ -74,7 +72,7 @@ def command(
         print(json.dumps(asdict(checkup) | {"fits": checkup.fits, "verdict": checkup.verdict}))
     else:
         _show(checkup, method)
-    return 0 if checkup.fits else EXIT_DOES_NOT_FIT
+    return 0 if checkup.fits else EXIT_CHECK_FAILED
 
 
 def _show(checkup: Checkup, method: str) -> None:

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.console import err
+from outrider.cli.console import say
 from outrider.cli.options import MethodOptions, ModelOptions, flag, with_groups
 from outrider.cli.serve import joined, refuse_own_code
 from outrider.engine.plan import Plan
-from outrider.export.engines import ENGINES
+from outrider.export import ENGINES
 
 EXAMPLES = """Examples:
 
@@ -44,11 +44,7 @@ def command(
     folder = out or Path(f"outrider-{to}")
     export = write(engine, wanted(known, check_source), folder, own_code)
     for note in export.notes:
-        err.print(note, style="dim", soft_wrap=True)
+        say(note)
     if export.needs_outrider:
-        err.print(
-            "vLLM will import Outrider's proposer: run pip install --no-deps . in Outrider's folder with vLLM's Python",
-            style="dim",
-            soft_wrap=True,
-        )
+        say("vLLM will import Outrider's proposer: run pip install --no-deps . in Outrider's folder with vLLM's Python")
     print(folder / SCRIPT)

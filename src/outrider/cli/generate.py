@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.console import err, legend, painter_for, say_error, summary, waiting
+from outrider.cli.console import err, legend, painter_for, say, say_error, summary, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, with_groups
 from outrider.errors import OutriderError, how_to_install, without_path
 from outrider.options import SAMPLING
@@ -51,7 +51,6 @@ def command(
     sampling: SamplingOptions,
 ) -> None:
     """Stream the output for a prompt, then print a summary."""
-    from outrider.cli.app import EXIT_INTERRUPTED
     from outrider.cli.session import load, prepare, read_prompt, start
 
     if as_json and show:
@@ -67,7 +66,7 @@ def command(
         document = _document(llm, text, params)
         print(json.dumps(document, ensure_ascii=False))
         if document["finish_reason"] == "abort":
-            raise typer.Exit(EXIT_INTERRUPTED)
+            raise KeyboardInterrupt
     else:
         _, interrupt = stream_to_screen(llm, text, params, show)
         if interrupt is not None:
@@ -120,11 +119,9 @@ def stream_to_screen(
     if last is not None and last.error:
         say_error(last.error)
     if last is not None:
-        err.print(summary(last.stats, perf_counter() - started))
+        err.print(summary(last.stats, perf_counter() - started), soft_wrap=True)
         if llm.runner.passes.could_compile:
-            err.print(
-                "[dim]passes were not compiled, including those that predict plain decoding's speed: see --compile always[/]"
-            )
+            say("passes were not compiled, including those that predict plain decoding's speed: see --compile always")
     return text, interrupt
 
 
@@ -134,9 +131,12 @@ def _document(llm: LLM, prompt: str, params: SamplingParams) -> dict[str, Any]:
 
     with waiting("generating"):
         try:
-            completion = llm.generate(prompt, params)[0].outputs[0]
+            outputs = llm.generate(prompt, params)[0].outputs
         except GenerationInterrupted as interrupt:
-            completion = interrupt.generations[0].outputs[0]
+            outputs = interrupt.generations[0].outputs
+            if not outputs:  # interrupted before the first round, such as while compiling
+                raise
+    completion = outputs[0]
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,

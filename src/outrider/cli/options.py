@@ -37,12 +37,11 @@ class Reference:
     config: type  # dataclass with a field of the same name
     several: bool  # accepts several values, separated by commas
     more: str  # appended to the declared help
-    panel: str | None  # heading in the help, if different from the declared one
 
 
-def given(config: type, default: Any = None, *, several: bool = False, more: str = "", panel: str | None = None) -> Any:
+def given(config: type, default: Any = None, *, several: bool = False, more: str = "") -> Any:
     """Return a dataclass field for a command's option, declared by the field of the same name in ``config``."""
-    return field(default=default, metadata={FLAG: Reference(config, several, more, panel)})
+    return field(default=default, metadata={FLAG: Reference(config, several, more)})
 
 
 def flag(help: str, default: Any = None, *names: str, panel: str | None = None, **more: Any) -> Any:
@@ -115,8 +114,12 @@ class ReadableOptions(SamplingOptions):
         return super().params(**defaults | own)
 
 
-def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
-    """Let a command take option groups: each dataclass parameter becomes one option per field."""
+def with_groups(command: Callable[..., Result], panel: str | None = None) -> Callable[..., Result]:
+    """Let a command take option groups: each dataclass parameter becomes one option per field.
+
+    A class attribute ``panel`` of the dataclass is the heading of its options in the help; the argument ``panel`` is that of
+    the command's own options.
+    """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}
@@ -124,7 +127,7 @@ def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
         kind = hints[parameter.name]
         if not is_dataclass(kind):
             if isinstance(own := parameter.default, Field):
-                parameter, kind = parameter.replace(default=own.default), _annotation(own, kind)
+                parameter, kind = parameter.replace(default=own.default), _annotation(own, kind, panel)
             parameters.append(parameter.replace(annotation=kind))
             continue
         groups[parameter.name] = kind
@@ -134,7 +137,7 @@ def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
                 each.name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=each.default,
-                annotation=_annotation(each, options[each.name]),
+                annotation=_annotation(each, options[each.name], getattr(kind, "panel", None)),
             )
             for each in fields(kind)
         ]
@@ -151,10 +154,11 @@ def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
     return flat
 
 
-def _annotation(own: Field[Any], kind: Any) -> Any:
-    """Return typer's annotation of a field: its type, flags and help."""
+def _annotation(own: Field[Any], kind: Any, panel: str | None) -> Any:
+    """Return typer's annotation of a field: its type, flags and help. ``panel``: its heading, if it declares none itself."""
     shared = own.metadata[FLAG]
     if not isinstance(shared, Reference):
+        shared.rich_help_panel = shared.rich_help_panel or panel
         return Annotated[kind, shared]
     option = declared(shared.config)[own.name]
     flags = [flag_name(own.name), *([f"-{option.letter}"] if option.letter else [])]
@@ -168,7 +172,7 @@ def _annotation(own: Field[Any], kind: Any) -> Any:
     if not is_said and isinstance(default, (str, int, float)) and not isinstance(default, bool):
         about.append(f"(default: {default:g})." if isinstance(default, float) else f"(default: {default}).")
     text = " ".join(part for part in about if part).replace(". (default", " (default")
-    panel = option.panel if shared.panel is None else shared.panel
+    panel = panel or option.panel
     return Annotated[kind | None, typer.Option(*flags, help=text, rich_help_panel=panel, show_default=default is not True)]
 
 

@@ -96,9 +96,7 @@ class RaceView:
         """Show a race live, or replay it slowly if it is too short to watch. Prints the complete texts at the end."""
         self.note = "running"
         with Live(self._picture(self._lines()), console=self.console, auto_refresh=False, transient=True) as live:
-            recorded, is_over = taken(
-                rounds, PATIENCE
-            )  # do not draw meanwhile, so that the lanes have the processor to themselves
+            recorded, is_over = taken(rounds, PATIENCE)  # drawing meanwhile would slow the lanes
             self.note = ""
             if is_over:
                 self._play_back(live, recorded)
@@ -107,7 +105,7 @@ class RaceView:
         self.console.print(self._picture(lines=None))
 
     def _play_back(self, live: Live, rounds: list[Round]) -> None:
-        slowed = SHOWN / max(rounds[-1].clock, *(round_.clock for round_ in rounds), 1e-9)
+        slowed = SHOWN / max([1e-9, *(round_.clock for round_ in rounds)])
         self.note = f"shown {slowed:.0f} times slower than it ran"
         started, upcoming = time.monotonic(), sorted(rounds, key=lambda round_: round_.clock)
         while upcoming:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn, TypeVar
 
 import typer
 
@@ -13,7 +13,7 @@ from outrider.cli.console import waiting
 from outrider.cli.options import MethodOptions, ModelOptions, flag, given, read_option, values_given, with_groups
 from outrider.engine.plan import KEYS, Plan, served_name
 from outrider.errors import OutriderError, how_to_install
-from outrider.export.engines import ENGINES
+from outrider.export import ENGINES
 from outrider.options import LISTEN, declared, flag_name
 from outrider.runner.config import RunnerConfig
 from outrider.server.config import KEYS_VARIABLE, KeyRing, ServerConfig
@@ -37,7 +37,6 @@ outrider serve --engine vllm plan.toml -- --tensor-parallel-size 4 --pipeline-pa
 
 curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "def quicksort(", "max_tokens": 64}'
 """
-ELSEWHERE = "Another engine"
 MAX_BATCH = 32  # default limit of concurrent sequences; the cache grows with them
 
 
@@ -82,9 +81,10 @@ class LimitOptions:
 class EngineOptions:
     """Run another engine instead of Outrider's."""
 
-    engine: str | None = flag("vllm: run the plan on vLLM; its own options follow --.", panel=ELSEWHERE)
-    engine_python: str | None = flag("Python of that engine's environment (default: searched on PATH).", panel=ELSEWHERE)
-    own_code: bool = flag("Use Outrider's proposer even if the engine has its own.", False, "--own-code", panel=ELSEWHERE)
+    panel: ClassVar[str] = "Another engine"
+    engine: str | None = flag("vllm: run the plan on vLLM; its own options follow --.")
+    engine_python: str | None = flag("Python of that engine's environment (default: searched on PATH).")
+    own_code: bool = flag("Use Outrider's proposer even if the engine has its own.", False, "--own-code")
 
 
 @with_groups
@@ -107,8 +107,8 @@ def command(
     if elsewhere.engine is not None:
         serve_elsewhere(plan, passed, elsewhere, listening, limits, (models, methods))
     given = {"options after --": passed, "--engine-python": elsewhere.engine_python, "--own-code": elsewhere.own_code}
-    if any(given.values()):
-        what = next(name for name, value in given.items() if value)
+    what = next((name for name, value in given.items() if value), None)
+    if what is not None:
         raise OutriderError(f"{what}: requires --engine, as in outrider serve --engine vllm plan.toml -- ...")
     try:
         from outrider.server.bridge import load_aside
@@ -196,5 +196,6 @@ def filled(options: Options, plan: Plan) -> Options:
 
 def joined(plan: Plan, *groups: Any) -> Plan:
     """Return the plan, with the command line's values replacing its own."""
-    given = {name: value for group in groups for name, value in values_given(filled(group, plan)).items()}
-    return Plan({name: KEYS[name].read(flag_name(name), value) for name, value in given.items() if name in KEYS})
+    given = {name: value for group in groups for name, value in values_given(group).items() if name in KEYS}
+    read = {name: KEYS[name].read(flag_name(name), value) for name, value in given.items()}
+    return Plan({name: plan.given(name) for name in plan.values} | read)

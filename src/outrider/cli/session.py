@@ -7,10 +7,11 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -18,16 +19,14 @@ from outrider.cli.console import show_notices, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, read_option, values_given
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
-from outrider.family import TARGET
+from outrider.family import TARGET, drafts
 from outrider.files import expanded
 from outrider.method_text import split_method
 from outrider.options import declared
-from outrider.registry import AUTO, VERIFIERS
+from outrider.registry import AUTO, PLAIN, VERIFIERS
 from outrider.runner.config import RunnerConfig
 
 if TYPE_CHECKING:
-    from rich.status import Status
-
     from outrider.engine.finding import Choice
     from outrider.engine.llm import LLM
     from outrider.engine.outputs import Chunk
@@ -44,16 +43,13 @@ def start() -> None:
 
 def read_prompt(argument: str | None) -> str:
     """Return the given prompt, or standard input for ``-`` or a pipe."""
-    if argument in (None, "-"):
-        if argument is None and sys.stdin.isatty():
-            raise OutriderError(
-                'no prompt: give one as an argument, such as outrider generate "Once upon a time", or pipe it in'
-            )
+    if argument is None and sys.stdin.isatty():
+        raise OutriderError('no prompt: give one as an argument, such as outrider generate "Once upon a time", or pipe it in')
+    if argument is None or argument == "-":
         try:
             argument = sys.stdin.read()
         except UnicodeDecodeError as error:
             raise OutriderError(f"standard input is not UTF-8 text: {error}") from None
-    assert argument is not None
     if not argument:
         raise OutriderError("the prompt is empty")
     return argument
@@ -73,42 +69,42 @@ def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
     check_machine(models)
     check_source(models.target)
     check_draft(models.draft)
-    drafts = None
-    if models.target is None:
-        from outrider.family import drafts as embedded
-
-        drafts = embedded()
-    if methods.method not in (None, AUTO):
-        check_methods([methods.method], models, drafts or {})
     values.pop("target", None)
-    return values if drafts is None else values | {"drafts": drafts}
+    if methods.method not in (None, AUTO):
+        check_methods([methods.method], models)
+    return values | {"drafts": declared_drafts(models)}
 
 
-def check_methods(methods: Iterable[str], models: ModelOptions, drafts: Mapping[str, Any]) -> None:
-    """Raise ``OutriderError`` for methods whose options or drafts are invalid. ``drafts``: drafts declared with the target."""
+def declared_drafts(models: ModelOptions) -> dict[str, Path]:
+    """Return the drafts that belong to the target, by name: only the embedded one has any."""
+    return drafts() if models.target is None else {}
+
+
+def check_methods(methods: Iterable[str], models: ModelOptions) -> None:
+    """Raise ``OutriderError`` for methods whose options or drafts are invalid."""
     from outrider.engine.config import check_method
 
     for method in methods:
-        for source in check_method(Speculation(method=method, draft=models.draft, drafts=drafts)):
+        for source in check_method(Speculation(method=method, draft=models.draft, drafts=declared_drafts(models))):
             check_draft(str(source))
 
 
-def auto_method(models: ModelOptions, drafts: Mapping[str, object]) -> Choice:
-    """Return the choice of method ``auto`` for these options. ``drafts``: drafts declared with the target."""
+def auto_method(models: ModelOptions) -> Choice:
+    """Return the choice of method ``auto`` for these options."""
     from outrider.engine.methods import auto_choice
 
-    return auto_choice(models.target, models.draft, drafts, models.download_draft)
+    return auto_choice(models.target, models.draft, declared_drafts(models), models.download_draft)
 
 
 def named_methods(text: str, models: ModelOptions) -> tuple[list[str], list[str]]:
     """Return the methods that a list names, checked, and those that it stands for: ``all`` adds every other one."""
     from outrider.engine.methods import ALL, chosen_methods, methods_in
 
-    drafts = resolve(models, MethodOptions()).get("drafts", {})
-    names = methods_in(text, lambda: auto_method(models, drafts))
+    resolve(models, MethodOptions())
+    names = methods_in(text, lambda: auto_method(models))
     methods = chosen_methods(names)
     named = [name for name in names if name != ALL]
-    check_methods(named, models, drafts)
+    check_methods(named, models)
     return named, methods
 
 
@@ -129,6 +125,14 @@ def fitting(
         if method in required:
             raise OutriderError(f"{method}: {reason}")
     return proposers, reasons
+
+
+def check_lengths(prompts: Iterable[Sequence[int]], llm: LLM, more: int, reserved: str, where: str = "") -> None:
+    """Raise ``OutriderError`` for a prompt that exceeds the context with ``more`` tokens, which ``reserved`` describes."""
+    for number, prompt in enumerate(prompts, start=1):
+        if len(prompt) + more > llm.runner.max_len:
+            what, context = f"prompt {number}{where} has {len(prompt)} tokens", f"the context of {llm.runner.max_len}"
+            raise OutriderError(f"{what}; with {reserved} it exceeds {context}")
 
 
 def check_machine(models: ModelOptions) -> None:
@@ -160,7 +164,7 @@ def check_source(model: str | None) -> None:
     if not model or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise OutriderError(f"no model folder {model!r}: expected a folder, or a Hugging Face id owner/name")
     if not _hub_reachable():
-        os.environ["HF_HUB_OFFLINE"] = "1"  # otherwise huggingface_hub retries every file six times
+        _disable_hub()  # otherwise huggingface_hub retries every file six times
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
 
@@ -212,7 +216,7 @@ def load_plain(models: ModelOptions, methods: Iterable[str], **more: Any) -> LLM
     """
     arguments = resolve(replace(models, draft=None), MethodOptions()) | {"compile": models.compile or "always"} | more
     _stay_offline(models, methods)
-    return _loaded(models.target, arguments | {"method": "plain"})
+    return _loaded(models.target, arguments | {"method": PLAIN})
 
 
 def _loaded(target: str | None, arguments: dict[str, Any]) -> LLM:
@@ -227,8 +231,17 @@ def _stay_offline(models: ModelOptions, methods: Iterable[str]) -> None:
     """Disable hub access if all models and all drafts that the methods name are local folders."""
     named = [value for method in methods for value in split_method(method)[1].values() if "/" in value]
     sources = (models.target, models.draft, *named)
-    if not models.download_draft and all(source is None or expanded(source).is_dir() for source in sources):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    is_set = "HF_HUB_OFFLINE" in os.environ
+    if not is_set and not models.download_draft and all(source is None or expanded(source).is_dir() for source in sources):
+        _disable_hub()
+
+
+def _disable_hub() -> None:
+    """Disable hub access, also if huggingface_hub, which reads the variable when it is imported, is imported already."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from huggingface_hub import constants
+
+    constants.HF_HUB_OFFLINE = True
 
 
 def inflate_target(models: ModelOptions, size: str | None) -> tuple[ModelOptions, dict[str, Any]]:
@@ -247,16 +260,16 @@ def inflate_target(models: ModelOptions, size: str | None) -> tuple[ModelOptions
 
 
 @contextmanager
-def loading(what: str) -> Iterator[Status | None]:
+def loading(what: str) -> Iterator[Callable[[str], None]]:
     """Show progress while loading, without transformers' progress bars.
 
     Afterwards the loaded objects are frozen and garbage collection, which ``cli.app`` disabled, is enabled again.
     """
-    with waiting(what) as status:
+    with waiting(what) as tell:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        yield status
+        yield tell
     gc.freeze()
     gc.enable()
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -45,10 +46,11 @@ outrider train early-exit --target ./my-model --text notes.jsonl --minutes 60 --
 
 outrider generate --target ./my-model --method eagle --draft heads/eagle3 "Dear Sir,"
 """
-WHAT, TEXT, LONG = "What", "Text", "How long"
+WHAT, TEXT = "What", "Text"
 CONTINUE = "Continue this head, a folder or hub id, instead of a new one; its sizes stay."
 Out = Annotated[Path, typer.Option(help="Output folder.", rich_help_panel=WHAT)]
-MODEL_RATES = {"muon_lr": 0.002, "adam_lr": 0.0001}  # learning rates for weights that are already trained
+training = partial(with_groups, panel=WHAT)  # the decorator of all commands here
+MODEL_RATES = {"muon_lr": 0.002, "adam_lr": 0.0001}  # default learning rates to continue a model
 MASK_RATES = {"muon_lr": 0.006, "adam_lr": 0.0015}  # the same for weights that must learn to read mask tokens
 
 
@@ -56,47 +58,39 @@ MASK_RATES = {"muon_lr": 0.006, "adam_lr": 0.0015}  # the same for weights that 
 class TextOptions:
     """Options of target and training text."""
 
+    panel: ClassVar[str] = TEXT
     target: str | None = flag("Folder or hub id of the target (default: the embedded one).", panel=WHAT)
     text: list[Path] | None = flag(
-        "Text file, or JSONL with text, prompt and completion, or messages; plain or .gz; repeatable.", panel=TEXT
+        "Text file, or JSONL with text, prompt and completion, or messages; plain or .gz; repeatable."
     )
     work: Path | None = flag("Folder for features and checkpoints (default: OUT-work).", panel=WHAT)
-    seq_len: int | None = flag("Tokens per row (default: 256).", panel=TEXT)
-    max_tokens: int | None = flag("Maximum number of text tokens to use (default: 1000000).", panel=TEXT)
-    regenerate: bool | None = flag(
-        "Replace each row by the target's continuation of its beginning.", None, "--regenerate", panel=TEXT
-    )
-    prompt_len: int | None = flag("Tokens of each row that are kept by --regenerate, or --on-policy (default: 64).", panel=TEXT)
-    temperature: float | None = flag("With --regenerate: temperature; 0 is greedy (default: 0).", panel=TEXT)
+    seq_len: int | None = flag("Tokens per row (default: 256).")
+    max_tokens: int | None = flag("Maximum number of text tokens to use (default: 1000000).")
+    regenerate: bool | None = flag("Replace each row by the target's continuation of its beginning.", None, "--regenerate")
+    prompt_len: int | None = flag("Tokens of each row that are kept by --regenerate, or --on-policy (default: 64).")
+    temperature: float | None = flag("With --regenerate: temperature; 0 is greedy (default: 0).")
 
 
 @dataclass(frozen=True)
 class LengthOptions:
     """Options of training length and learning rates."""
 
-    minutes: float | None = flag(
-        "Minutes of training; the learning rate decays to zero by then (default: by --epochs).", panel=LONG
-    )
-    epochs: float | None = flag("Maximum passes over the text (default: 4).", panel=LONG)
-    batch_tokens: int | None = flag("Tokens per step, at least one row; fewer need less memory (default: 4096).", panel=LONG)
-    muon_lr: float | None = flag(
-        "Learning rate of the layers' matrices (default: 0.01; 0.002 to continue an existing model).", panel=LONG
-    )
-    adam_lr: float | None = flag(
-        "Learning rate of other weights (default: 0.001; 0.0001 to continue an existing model).", panel=LONG
-    )
-    compiled: bool | None = flag(
-        "Compile the training step; takes a minute and pays on longer runs.", None, "--compile", panel=LONG
-    )
+    panel: ClassVar[str] = "How long"
+    minutes: float | None = flag("Minutes of training; the learning rate decays to zero by then (default: by --epochs).")
+    epochs: float | None = flag("Maximum passes over the text (default: 4).")
+    batch_tokens: int | None = flag("Tokens per step, at least one row; fewer need less memory (default: 4096).")
+    muon_lr: float | None = flag("Learning rate of the layers' matrices (default: 0.01; 0.002 to continue an existing model).")
+    adam_lr: float | None = flag("Learning rate of other weights (default: 0.001; 0.0001 to continue an existing model).")
+    compiled: bool | None = flag("Compile the training step; takes a minute and pays on longer runs.", None, "--compile")
 
 
-@with_groups
+@training
 def medusa(
     *,
     out: Out,
-    heads: int | None = flag("Number of heads, the longest draft (default: 4).", panel=WHAT),
-    layers: int | None = flag("Residual blocks per head (default: 1).", panel=WHAT),
-    start: str | None = flag(CONTINUE, panel=WHAT),
+    heads: int | None = flag("Number of heads, the longest draft (default: 4)."),
+    layers: int | None = flag("Residual blocks per head (default: 1)."),
+    start: str | None = flag(CONTINUE),
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
@@ -104,22 +98,21 @@ def medusa(
     from outrider.train.runs import MedusaRun, train_medusa
 
     check(heads=heads, layers=layers)
-    how, run = plan_of(length, started_rates(start)), MedusaRun(start=start, **sizes_given(start, heads=heads, layers=layers))
+    run = MedusaRun(start=start, **sizes_given(start, heads=heads, layers=layers))
+    how = plan_of(length, {} if start is None else MODEL_RATES)
     done(train_medusa(bench_of(text, out, start=start), out, how, run), f"--method medusa --draft {out}")
 
 
-@with_groups
+@training
 def eagle(  # noqa: PLR0913 - one parameter an option
     *,
     out: Out,
-    generation: int | None = flag("1 (EAGLE-1 and EAGLE-2, which share their weights) or 3 (default: 3).", panel=WHAT),
-    steps: int | None = flag("Depths trained per step (default: 5; EAGLE-1: 1).", panel=WHAT),
-    layers: str | None = flag(
-        "Three hidden states for EAGLE-3, numbered as in transformers (default: 2, n/2, n-3).", panel=WHAT
-    ),
-    draft_vocab: int | None = flag("EAGLE-3: draft only this many of the most frequent tokens (default: all).", panel=WHAT),
-    formats: str = flag("native, speculators, or both separated by a comma.", "native", "--format", panel=WHAT),
-    start: str | None = flag(CONTINUE, panel=WHAT),
+    generation: int | None = flag("1 (EAGLE-1 and EAGLE-2, which share their weights) or 3 (default: 3)."),
+    steps: int | None = flag("Depths trained per step (default: 5; EAGLE-1: 1)."),
+    layers: str | None = flag("Three hidden states for EAGLE-3, numbered as in transformers (default: 2, n/2, n-3)."),
+    draft_vocab: int | None = flag("EAGLE-3: draft only this many of the most frequent tokens (default: all)."),
+    formats: str = flag("native, speculators, or both separated by a comma.", "native", "--format"),
+    start: str | None = flag(CONTINUE),
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
@@ -132,27 +125,25 @@ def eagle(  # noqa: PLR0913 - one parameter an option
     states = parse_list("--layers", layers, int) if layers is not None else None
     sizes = sizes_given(start, generation=generation, layers=states, draft_vocab=draft_vocab)
     run = EagleRun(steps=steps, formats=parse_list("--format", formats, str), start=start, **sizes)
-    how = plan_of(length, started_rates(start))
+    how = plan_of(length, {} if start is None else MODEL_RATES)
     done(train_eagle(bench_of(text, out, start=start), out, how, run), f"--method eagle --draft {out}")
 
 
-@with_groups
+@training
 def mtp(
     *,
     out: Out,
-    steps: int = flag("Depths trained per step.", 3, panel=WHAT),
-    start: str | None = flag(f"{CONTINUE} It may be the target's own.", panel=WHAT),
-    layout: str = flag("Tensor names: qwen (mtp.*), deepseek (of a further layer) or mimo.", "qwen", "--format", panel=WHAT),
+    steps: int = flag("Depths trained per step.", 3),
+    start: str | None = flag(f"{CONTINUE} It may be the target's own."),
+    layout: str = flag("Tensor names: qwen (mtp.*), deepseek (of a further layer) or mimo.", "qwen", "--format"),
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
     """Train an MTP head with one layer of the target's kind, or continue the one in a checkpoint."""
-    from outrider.cli.session import check_source
     from outrider.train.runs import MtpRun, train_mtp
 
     check(steps=steps)
-    check_source(start)
-    how, run = plan_of(length, started_rates(start)), MtpRun(steps, start, layout)
+    how, run = plan_of(length, {} if start is None else MODEL_RATES), MtpRun(steps, start, layout)
     done(train_mtp(bench_of(text, out, start=start), out, how, run), f"--method mtp --draft {out}")
 
 
@@ -160,31 +151,28 @@ def mtp(
 class PairOptions:
     """Options for dependencies between consecutive drafts of a block."""
 
+    panel: ClassVar[str] = WHAT
     markov_rank: int = flag(
-        "DSpark: rank of a bias on the logits by the token before, such as 256; a block then has one draft more.", 0, panel=WHAT
+        "DSpark: rank of a bias on the logits by the token before, such as 256; a block then has one draft more.", 0
     )
     selector_rank: int = flag(
         "DFlash 2: rank of a path selector over the 16 likeliest tokens of each draft, such as 256; adds short convolutions to"
         " the layers.",
         0,
-        panel=WHAT,
     )
 
 
-@with_groups
+@training
 def dflash(  # noqa: PLR0913 - one parameter an option
     *,
     out: Out,
-    block_size: int | None = flag(
-        "Tokens of a block, the last committed one included: one more than drafts (default: 16).", panel=WHAT
-    ),
-    layers: int | None = flag("Layers of the head (default: a seventh of the target's, 2 to 5).", panel=WHAT),
+    block_size: int | None = flag("Tokens of a block, the last committed one included: one more than drafts (default: 16)."),
+    layers: int | None = flag("Layers of the head (default: a seventh of the target's, 2 to 5)."),
     hidden_states: str | None = flag(
         "Hidden states of the target that it reads, numbered as in transformers (default: as many as layers, evenly spaced).",
-        panel=WHAT,
     ),
     pairs: PairOptions,
-    start: str | None = flag(CONTINUE, panel=WHAT),
+    start: str | None = flag(CONTINUE),
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
@@ -194,22 +182,22 @@ def dflash(  # noqa: PLR0913 - one parameter an option
     states = parse_list("--hidden-states", hidden_states, int) if hidden_states is not None else None
     ranks = values_given(pairs)
     run = BlockRun(start=start, **sizes_given(start, block_size=block_size, layers=layers, hidden_states=states, **ranks))
-    how = plan_of(length, started_rates(start))
+    how = plan_of(length, {} if start is None else MODEL_RATES)
     done(train_block(bench_of(text, out, start=start), out, how, run), f"--method dflash --draft {out}")
 
 
-@with_groups
+@training
 def draft(  # noqa: PLR0913 - one parameter an option
     *,
     out: Out,
-    layers: int | None = flag("Layers of the draft (default: an eighth of the target's, at least two).", panel=WHAT),
-    width: int | None = flag("Hidden size of the draft (default: the target's).", panel=WHAT),
-    from_layers: str | None = flag("Indices of the target layers that initialise it (default: evenly spaced).", panel=WHAT),
-    start: str | None = flag("Continue this draft, a folder or hub id, instead of a new one.", panel=WHAT),
-    loss: str = flag("kl (forward KL) or tv (total variation, the rejection rate when sampling).", "kl", panel=WHAT),
-    parallel: int | None = flag("Train the draft to make this many drafts per pass, with mask tokens (PARD).", panel=WHAT),
-    keep: float | None = flag("With --parallel: share of chains kept from each depth to the next (default: 0.7).", panel=WHAT),
-    keep_least: float | None = flag("With --parallel: minimum share of the chains at any depth (default: 0.2).", panel=WHAT),
+    layers: int | None = flag("Layers of the draft (default: an eighth of the target's, at least two)."),
+    width: int | None = flag("Hidden size of the draft (default: the target's)."),
+    from_layers: str | None = flag("Indices of the target layers that initialise it (default: evenly spaced)."),
+    start: str | None = flag("Continue this draft, a folder or hub id, instead of a new one."),
+    loss: str = flag("kl (forward KL) or tv (total variation, the rejection rate when sampling).", "kl"),
+    parallel: int | None = flag("Train the draft to make this many drafts per pass, with mask tokens (PARD)."),
+    keep: float | None = flag("With --parallel: share of chains kept from each depth to the next (default: 0.7)."),
+    keep_least: float | None = flag("With --parallel: minimum share of the chains at any depth (default: 0.2)."),
     on_policy: float = flag("Share of a step's rows that the current draft generates itself.", 0.0, panel=TEXT),
     text: TextOptions,
     length: LengthOptions,
@@ -230,18 +218,19 @@ def draft(  # noqa: PLR0913 - one parameter an option
     shares = {name: share for name, share in (("keep", keep), ("least", keep_least)) if share is not None}
     masks = None if parallel is None else Parallel(parallel, **shares)
     run = DraftRun(DraftShape(layers, width, chosen), start, teaching, masks)
-    how = plan_of(length, started_rates(start, MODEL_RATES if parallel is None else MASK_RATES))
+    rates = MODEL_RATES if parallel is None else MASK_RATES
+    how = plan_of(length, {} if start is None else rates)
     bench = bench_of(text, out, start=start, uses_prompts=on_policy > 0, copies=1)
     done(train_draft(bench, out, how, run), f"--draft {out}")
 
 
-@with_groups
+@training
 def early_exit(
     *,
     out: Out,
-    max_drop: float = flag("Layer dropout of the last layer.", 0.1, panel=WHAT),
-    exit_scale: float = flag("Weight of early exits relative to the last layer.", 1.0, panel=WHAT),
-    rotation: int | None = flag("A step trains every R-th exit, in turn (default: one exit).", panel=WHAT),
+    max_drop: float = flag("Layer dropout of the last layer.", 0.1),
+    exit_scale: float = flag("Weight of early exits relative to the last layer.", 1.0),
+    rotation: int | None = flag("A step trains every R-th exit, in turn (default: one exit)."),
     text: TextOptions,
     length: LengthOptions,
 ) -> None:
@@ -270,30 +259,22 @@ def check(**numbers: int | None) -> None:
 
 
 def sizes_given(start: str | None, **sizes: Any) -> dict[str, Any]:
-    """Return the sizes that are not None. Raises ``OutriderError`` for sizes with ``start``, or one that is no checkpoint."""
-    from outrider.cli.session import check_source
-
+    """Return the sizes that are not None. Raises ``OutriderError`` for sizes with ``start``, which determines them."""
     given = {name: size for name, size in sizes.items() if size is not None}
     if start is not None and given:
         raise OutriderError(f"--start determines the sizes: omit {', '.join(map(flag_name, given))}")
-    check_source(start)
     return given
 
 
-def started_rates(start: str | None, rates: dict[str, float] = MODEL_RATES) -> dict[str, float]:
-    """Return the default learning rates of a run that may continue a checkpoint."""
-    return {} if start is None else rates
-
-
-def plan_of(length: LengthOptions, rates: dict[str, float] | None = None) -> HeadPlan:
-    """Return the training plan. ``rates``: default learning rates."""
+def plan_of(length: LengthOptions, rates: dict[str, float]) -> HeadPlan:
+    """Return the training plan. ``rates``: learning rates that replace the plan's defaults."""
     from outrider.train.runs import HeadPlan
 
     found = values_given(length)
     for name, number in found.items():
         if not 0 < number < math.inf:
             raise OutriderError(f"invalid {flag_name(name)} {number}: expected a finite number above 0")
-    return HeadPlan(**((rates or {}) | found))
+    return HeadPlan(**(rates | found))
 
 
 def bench_of(text: TextOptions, out: Path, *, start: str | None = None, uses_prompts: bool = False, copies: int = 0) -> Bench:
@@ -323,6 +304,7 @@ def bench_of(text: TextOptions, out: Path, *, start: str | None = None, uses_pro
     if source.regenerate or uses_prompts:
         check_continuation(source.prompt_len, source.seq_len, source.temperature)
     check_source(text.target)
+    check_source(start)
     if copies:
         check_trainable(str(target), copies)
         if start is not None:
@@ -355,8 +337,6 @@ def check_out(out: Path, models: Sequence[str | Path]) -> None:
 def done(finished: bool, options: str) -> None:
     """Print whether training finished, and how to use the result."""
     if not finished:
-        from outrider.cli.app import EXIT_INTERRUPTED
-
         typer.echo("progress is saved: repeat the command to resume", err=True)
-        raise typer.Exit(EXIT_INTERRUPTED)
+        raise KeyboardInterrupt
     typer.echo(f"done: use it with {options}; curve and measurements are in the same folder", err=True)

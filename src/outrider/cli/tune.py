@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from outrider.cli.bench_documents import check_outputs
-from outrider.cli.console import err
+from outrider.cli.bench_documents import check_outputs, write_or_say
+from outrider.cli.console import progress, say
 from outrider.cli.options import ModelOptions, SamplingOptions, flag, given, parse_k, parse_list, with_groups
-from outrider.cli.progress import progress
 from outrider.engine.options import Speculation
 from outrider.engine.plan import Plan, located
 from outrider.errors import OutriderError
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from outrider.search.choice import Choice
     from outrider.search.traffic import Text, TrafficRequest
 
-TRAFFIC, SEARCH, OUTPUT = "The traffic", "The search", "Output"
 PLAN = "plan.toml"
 MAX_TOKENS = 96  # default limit per answer
 EXAMPLES = """Examples:
@@ -45,33 +43,32 @@ outrider tune --traffic requests.jsonl --resume
 class TrafficOptions:
     """Options of the traffic."""
 
-    traffic: Path | None = flag(
-        "JSONL (.gz) of prompts, or of OpenAI request bodies with their sampling settings.", panel=TRAFFIC
-    )
-    workloads: str | None = flag("Built-in prompts instead: code,edit,json,summary,math,chat,story.", panel=TRAFFIC)
-    num_prompts: int = flag("Prompts to use, spread over the traffic.", 16, panel=TRAFFIC, min=1)
+    panel: ClassVar[str] = "The traffic"
+    traffic: Path | None = flag("JSONL (.gz) of prompts, or of OpenAI request bodies with their sampling settings.")
+    workloads: str | None = flag("Built-in prompts instead: code,edit,json,summary,math,chat,story.")
+    num_prompts: int = flag("Prompts to use, spread over the traffic.", 16, min=1)
 
 
 @dataclass(frozen=True)
 class SearchOptions:
     """Options of the search space."""
 
-    method: str = given(Speculation, "auto,all", several=True, more="all adds every other method.", panel=SEARCH)
-    num_draft_tokens: str | None = given(
-        Speculation, several=True, more="auto is always included (default: 1,2,4,8,15).", panel=SEARCH
-    )
-    batch: str = flag("Batch sizes that the plan is for.", "1", panel=SEARCH)
-    repeat: int = flag("Maximum number of runs of the finalists on all prompts.", 3, panel=SEARCH, min=1)
+    panel: ClassVar[str] = "The search"
+    method: str = given(Speculation, "auto,all", several=True, more="all adds every other method.")
+    num_draft_tokens: str | None = given(Speculation, several=True, more="auto is always included (default: 1,2,4,8,15).")
+    batch: str = flag("Batch sizes that the plan is for.", "1")
+    repeat: int = flag("Maximum number of runs of the finalists on all prompts.", 3, min=1)
 
 
 @dataclass(frozen=True)
 class OutputOptions:
     """Output files."""
 
-    out: Path | None = flag(f"File for the plan (default: {PLAN}).", panel=OUTPUT)
-    report: Path | None = flag("Write a report as one HTML file.", panel=OUTPUT)
-    json: Path | None = flag("File for intermediate results (default: the plan's name with .json).", panel=OUTPUT)
-    resume: bool = flag("Continue an interrupted search.", False, "--resume", panel=OUTPUT)
+    panel: ClassVar[str] = "Output"
+    out: Path | None = flag(f"File for the plan (default: {PLAN}).")
+    report: Path | None = flag("Write a report as one HTML file.")
+    json: Path | None = flag("File for intermediate results (default: the plan's name with .json).")
+    resume: bool = flag("Continue an interrupted search.", False, "--resume")
 
     @property
     def plan(self) -> Path:
@@ -137,7 +134,8 @@ def command(
             search = Search(llm, proposers, texts, question, journal, report, reasons)
             chosen = search.run()
     except KeyboardInterrupt:
-        err.print(f"intermediate results are in {output.journal}; repeat the command with --resume to continue")
+        if any(journal.document["found"].values()):
+            say(f"intermediate results are in {output.journal}; repeat the command with --resume to continue")
         raise
     finish(search, chosen, models, output)
 
@@ -152,8 +150,7 @@ def finish(search: Search, chosen: Choice, models: ModelOptions, output: OutputO
     search.journal.document["result"] = found
     search.journal.write()
     Plan(plan_values(models, chosen, search), output.plan.parent).write(output.plan, report.notes(found))
-    if output.report is not None:
-        output.report.write_text(report.page(found), encoding="utf-8")
+    write_or_say(output.report, lambda: report.page(found))
     out = Console(highlight=False)
     if found["candidates"]:
         out.print(report.table(found))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.errors import OutriderError
 from outrider.method_text import split_method
-from outrider.options import INT32, METHOD, MODELS, Either, Flag, Keyed, Objects, Source, Text, Whole, check, has, option
+from outrider.options import INT32, METHOD, MODELS, Flag, Keyed, Objects, Source, Text, Whole, check, has, option
 from outrider.registry import AUTO, DEFAULT_METHOD, PROPOSERS, VERIFIERS
 
 if TYPE_CHECKING:
@@ -22,14 +22,17 @@ if TYPE_CHECKING:
     ModelSource = str | Path | PreTrainedModel
     TokenizerSource = str | Path | PreTrainedTokenizerBase
 
+VERIFIER = Text(f"one of {', '.join(VERIFIERS)}")
 # Attributes that the engine reads from a proposer. The base class provides all except ``propose``.
 PROPOSER_ATTRIBUTES = (
     *("name", "needs_hidden", "drafts_trees", "max_drafts", "auto_drafts", "drafts_ahead", "reads_text_only", "memory"),
     *("propose", "prefill", "fork", "commit", "release", "retire", "warmup", "num_nodes"),
 )
 is_tokenizer = has("encode", "decode", "convert_ids_to_tokens")  # the methods in use, which tokenizers.Tokenizer lacks
-MODEL, HEADS = Source(has("forward", "config")), Source(has("forward"))  # heads have no config
-TOKENIZER = Source(is_tokenizer, "a transformers tokenizer")
+A_MODEL = "a folder, a hub id or a loaded transformers model"
+MODEL = Objects(A_MODEL, has("forward", "config"), Source())
+HEADS = Objects(A_MODEL, has("forward"), Source())  # heads have no config
+TOKENIZER = Objects("a folder, a hub id or a transformers tokenizer", is_tokenizer, Source())
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class Speculation:
         in_plan=True,
     )
     num_draft_tokens: int | str | LengthPolicy = option(
-        Either(DraftLength(), has("next_lengths", "observe", "release"), "a LengthPolicy"),
+        Objects(f"{DraftLength.expected} or a LengthPolicy", has("next_lengths", "observe", "release"), DraftLength()),
         AUTO,
         "Drafts per round (K); 0 is plain decoding; auto adapts K each round to measured costs and acceptance.",
         panel=METHOD,
@@ -94,9 +97,7 @@ class Speculation:
         in_plan=True,
     )
     verifier: str | Verifier = option(
-        Either(
-            Text(f"one of {', '.join(VERIFIERS)}"), has("verify", "lossless", "handles_trees", "target_input"), "a Verifier"
-        ),
+        Objects(f"{VERIFIER.expected} or a Verifier", has("verify", "lossless", "handles_trees", "target_input"), VERIFIER),
         "block",
         "Acceptance rule: block, rejection, exact, or typical, which is lossy.",
         panel=MODELS,

@@ -63,10 +63,10 @@ class Engine(ABC):
         with what to use instead.
         """
 
-    def refuse(self, kind: Portable, wanted: Wanted) -> OutriderError:
+    def refuse(self, wanted: Wanted) -> OutriderError:
         """Return the error for an unsupported method."""
-        advice = self.instead.get(type(kind), "serve the plan with `outrider serve`")
-        return OutriderError(f"{self.name} cannot draft with {kind.what} (method {wanted.method!r}): {advice}")
+        advice = self.instead.get(type(wanted.kind), "serve the plan with `outrider serve`")
+        return OutriderError(f"{self.name} cannot draft with {wanted.kind.what} (method {wanted.method!r}): {advice}")
 
 
 def gpu_environment(device: str | None) -> dict[str, str]:
@@ -91,8 +91,8 @@ def write(engine: Engine, wanted: Wanted, folder: Path, own_code: bool = False) 
         raise OutriderError(f"method {wanted.method!r} is not text-based: --own-code does not apply")
     engine.check(wanted, own_code)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         export = engine.export(wanted, folder, own_code)
+        folder.mkdir(parents=True, exist_ok=True)
         for name, text in export.files.items():
             write_whole(folder / name, text)
         script = folder / SCRIPT

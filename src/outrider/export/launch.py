@@ -46,11 +46,8 @@ def find_command(engine: Engine, python: str | None) -> list[str]:
             raise OutriderError(
                 f"{engine.name} is not installed for {python}: give the Python of its environment with --engine-python"
             )
-        return [
-            os.path.abspath(shutil.which(python) or python),
-            "-m",
-            *(engine.nameless_entry if found_there else engine.entry),
-        ]
+        entry = engine.nameless_entry if found_there else engine.entry
+        return [os.path.abspath(shutil.which(python) or python), "-m", *entry]
     found = shutil.which(engine.program) or shutil.which(engine.program, path=str(Path(sys.executable).parent))
     if found is None:
         raise OutriderError(

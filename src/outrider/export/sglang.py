@@ -36,7 +36,7 @@ class Sglang(Engine):
 
     def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
         flags, notes = self._drafting(wanted, folder)
-        if flags and not wanted.has_own_k:
+        if flags and wanted.own_k is None:
             notes = [f"{wanted.k} drafts per round is a typical number: measure yours.", *notes]
         environment = gpu_environment(wanted.given("device"))
         general = {
@@ -84,22 +84,18 @@ class Sglang(Engine):
             if shape.markov_rank:
                 note = f"SGLang drafts the head's whole blocks: {shape.max_drafts} tokens."
                 return {"speculative-algorithm": "DSPARK", **model}, [note]
-            size = min(k, shape.max_drafts) + 1 if wanted.has_own_k else shape.block_size
+            size = shape.block_size if wanted.own_k is None else min(k, shape.max_drafts) + 1
             return {"speculative-algorithm": "DFLASH", **model, "speculative-dflash-block-size": size}, []
-        if isinstance(kind, portable.TreeHead):
-            nodes = kind.max_nodes or min(TREE_NODES, 2 * k)
-            tree = chain | {"speculative-eagle-topk": kind.top_k, "speculative-num-draft-tokens": nodes + 1}
-            return self._head(kind, wanted, folder) | (chain if kind.top_k == 1 else tree), []
-        raise self.refuse(kind, wanted)
-
-    def _head(self, kind: portable.TreeHead, wanted: Wanted, folder: Path) -> dict[str, str | int]:
-        """Return the flags that name a head. ``NEXTN`` is one of the target's own kind of layer."""
+        if not isinstance(kind, (portable.FeatureHead, portable.OwnHead)):
+            raise self.refuse(wanted)
+        own: str | None
         if isinstance(kind, portable.FeatureHead):
-            source, generation = heads.feature_head(kind, wanted, folder)
-            algorithm, model = "EAGLE3" if generation == 3 else "EAGLE", {"speculative-draft-model-path": source}
-        elif isinstance(kind, portable.OwnHead):
-            own = heads.own_head(kind, wanted)
-            algorithm, model = "NEXTN", {} if own is None else {"speculative-draft-model-path": own}
+            own, generation = heads.feature_head(kind, wanted, folder)
+            algorithm = "EAGLE3" if generation == 3 else "EAGLE"
         else:
-            raise self.refuse(kind, wanted)
-        return {"speculative-algorithm": algorithm, **model}
+            own, algorithm = heads.own_head(kind, wanted), "NEXTN"  # with one layer of the target's kind
+        head: dict[str, str | int] = {} if own is None else {"speculative-draft-model-path": own}
+        if kind.top_k > 1:
+            nodes = kind.max_nodes or min(TREE_NODES, 2 * k)
+            chain |= {"speculative-eagle-topk": kind.top_k, "speculative-num-draft-tokens": nodes + 1}
+        return {"speculative-algorithm": algorithm, **head, **chain}, []

@@ -70,7 +70,7 @@ class Transformers(Engine):
     def _drafting(self, wanted: Wanted) -> tuple[dict[str, Any], dict[str, str]]:
         """Return entries of the generation config and the variable parts of the program."""
         kind, program = wanted.kind, {"constants": "", "more": "", "arguments": ""}
-        schedule = "constant" if wanted.has_own_k else "heuristic"
+        schedule = "heuristic" if wanted.own_k is None else "constant"
         assisted = {
             "num_assistant_tokens": wanted.k,
             "num_assistant_tokens_schedule": schedule,
@@ -93,7 +93,7 @@ class Transformers(Engine):
                 program["more"] += "assistant_tokenizer = AutoTokenizer.from_pretrained(DRAFT)\n"
                 program["arguments"] += ", tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer"
             return assisted, program
-        raise self.refuse(kind, wanted)
+        raise self.refuse(wanted)
 
 
 def _given(model: str, settings: Mapping[str, Any]) -> str:

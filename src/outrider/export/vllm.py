@@ -25,6 +25,8 @@ RULES: Mapping[str, Mapping[str, str]] = {
     "exact": {},
 }
 
+POINT_MASSES = (portable.TextDrafts, portable.Lookup, portable.ParallelHeads)  # their drafts are not sampled
+
 
 class Vllm(Engine):
     """Supports chains: draft models, heads, n-grams, and Outrider's text-based proposers."""
@@ -51,7 +53,7 @@ class Vllm(Engine):
         carried = speculative.get("model") == ADAPTER
         if speculative:
             settings["speculative-config"] = speculative
-            if not wanted.has_own_k:
+            if wanted.own_k is None:
                 notes = [f"vLLM does not adapt the number of drafts: {wanted.k} is a typical one, measure yours.", *notes]
         if carried:
             settings["additional-config"] = {vllm_adapter.KEY: {"method": wanted.method}}
@@ -62,51 +64,46 @@ class Vllm(Engine):
 
     def _speculative(self, wanted: Wanted, folder: Path, own_code: bool) -> tuple[dict[str, Any], list[str]]:
         """Return vLLM's speculative_config, and the differences to Outrider."""
-        kind, count = wanted.kind, {"num_speculative_tokens": wanted.k}
-        rule, judged = _rules(wanted)
+        kind, rule = wanted.kind, dict(RULES[wanted.verifier])
+        if own_code or isinstance(kind, POINT_MASSES):
+            rule.pop("draft_sample_method", None)
+        shared = {"num_speculative_tokens": wanted.k, **rule}
         if isinstance(kind, portable.NoDrafts):
             return {}, []
         if isinstance(kind, portable.TextDrafts) or own_code:
-            return {"method": "custom_class", "model": ADAPTER, **count, **judged}, []
+            return {"method": "custom_class", "model": ADAPTER, **shared}, []
         if isinstance(kind, portable.Lookup):
             window = {"prompt_lookup_min": kind.min_n, "prompt_lookup_max": kind.max_n}
             note = "vLLM continues the earliest match, Outrider the latest; --own-code uses Outrider's."
-            return {"method": "ngram", **count, **window, **judged}, [note]
+            return {"method": "ngram", **shared, **window}, [note]
         if isinstance(kind, portable.SmallModel):
             at_once = {"parallel_drafting": True} if isinstance(kind, portable.ParallelModel) else {}
             other = {"use_heterogeneous_vocab": True, "draft_sample_method": "greedy"} if kind.other_tokenizer else {}
-            return {"method": "draft_model", "model": kind.source, **at_once, **count, **rule, **other}, []
-        return self._head(wanted, folder)
+            return {"method": "draft_model", "model": kind.source, **at_once, **shared, **other}, []
+        head, notes = self._head(wanted, folder)
+        return {**shared, **head}, notes
 
     def _head(self, wanted: Wanted, folder: Path) -> tuple[dict[str, Any], list[str]]:
-        """Return what ``_speculative`` does, for a head."""
-        kind, count = wanted.kind, {"num_speculative_tokens": wanted.k}
-        rule, judged = _rules(wanted)
+        """Return the entries of the speculative_config that describe a head, and the differences to Outrider."""
+        kind = wanted.kind
         if isinstance(kind, portable.ParallelHeads):
             source, num_heads = heads.parallel_heads(kind, wanted, folder)
-            k = min(wanted.k, num_heads)
-            config = {"method": "medusa", "model": _within(source), "num_speculative_tokens": k, **judged}
+            config = {"method": "medusa", "model": _within(source), "num_speculative_tokens": min(wanted.k, num_heads)}
             return config, ["vLLM drafts a chain of each head's likeliest token; Outrider drafts a tree."]
         if isinstance(kind, portable.BlockDrafter):
             source, shape = heads.block_drafter(kind, wanted, folder, reads_speculators=True)
             method, k = "dspark" if shape.markov_rank else "dflash", min(wanted.k, shape.max_drafts)
-            return {"method": method, "model": source, "num_speculative_tokens": k, **rule}, []
+            return {"method": method, "model": source, "num_speculative_tokens": k}, []
         if isinstance(kind, portable.TreeHead) and kind.asks_for_tree:
             raise OutriderError("vLLM does not support trees: append :top_k=1 to the method, or remove its tree options")
         notes = ["vLLM drafts a chain; Outrider a tree, which accepts more."] if getattr(kind, "top_k", 1) > 1 else []
         if isinstance(kind, portable.FeatureHead):
             source, generation = heads.feature_head(kind, wanted, folder)
-            return {"method": "eagle3" if generation == 3 else "eagle", "model": _within(source), **count, **rule}, notes
+            return {"method": "eagle3" if generation == 3 else "eagle", "model": _within(source)}, notes
         if isinstance(kind, portable.OwnHead):
             model = heads.own_head(kind, wanted)
-            return {"method": "mtp", **({} if model is None else {"model": model}), **count, **rule}, notes
-        raise self.refuse(kind, wanted)
-
-
-def _rules(wanted: Wanted) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the settings of the verifier, and those of them that concern point masses too."""
-    rule = dict(RULES[wanted.verifier])
-    return rule, {name: value for name, value in rule.items() if name == "rejection_sample_method"}
+            return {"method": "mtp", **({} if model is None else {"model": model})}, notes
+        raise self.refuse(wanted)
 
 
 def _settings(wanted: Wanted) -> dict[str, Any]:

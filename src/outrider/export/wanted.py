@@ -19,20 +19,43 @@ from outrider.types import OutriderError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+VERIFIER = "rejection"  # the default: all engines support it, and its output distribution is that of Outrider's default
+
 
 @dataclass(frozen=True)
 class Wanted:
     """Models, method and settings of a plan."""
 
     target: str  # folder or hub id
-    name: str  # model name for clients
     method: str  # Outrider's name, options included
     kind: Portable
-    k: int  # drafts per round
-    has_own_k: bool  # whether the plan sets k; otherwise it is a typical number
-    verifier: str
-    reads_text_only: bool  # whether Outrider's proposer can be exported
     plan: Plan  # with the other options
+
+    @property
+    def name(self) -> str:
+        """Return the model name for clients."""
+        return served_name(self.plan.given("target"))
+
+    @property
+    def verifier(self) -> str:
+        """Return the verifier's name."""
+        return str(self.plan.given("verifier") or VERIFIER)
+
+    @property
+    def own_k(self) -> int | None:
+        """Return the number of drafts per round that the plan sets, if any."""
+        k: int | None = self.given("num_draft_tokens")
+        return k
+
+    @property
+    def k(self) -> int:
+        """Return the number of drafts per round; a typical one if the plan sets none."""
+        return self.kind.usual_k if self.own_k is None else self.own_k
+
+    @property
+    def reads_text_only(self) -> bool:
+        """Return whether Outrider's proposer can be exported."""
+        return bool(PROPOSERS.get(split_method(self.method)[0]).reads_text_only)
 
     def given(self, key: str) -> Any:
         """Return an option of the plan, or None if it is missing or ``auto``."""
@@ -69,14 +92,10 @@ def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wa
     """
     from outrider.family import TARGET, drafts
 
-    target, drafts_there = plan.given("target"), {}
-    if target is None:
-        drafts_there = {name: str(folder) for name, folder in drafts().items()}
-    name = served_name(target)
-    target, draft = located(target or str(TARGET)), plan.given("draft")
+    drafts_there = {name: str(folder) for name, folder in drafts().items()} if plan.given("target") is None else {}
+    target, draft = located(plan.given("target") or str(TARGET)), plan.given("draft")
     check(target)
-    verifier = plan.given("verifier") or "rejection"  # supported by all engines, with the same output distribution
-    VERIFIERS.get(verifier)
+    VERIFIERS.get(plan.given("verifier") or VERIFIER)
     named = plan.given("method") not in (None, AUTO)
     method = (
         plan.given("method") if named else auto_choice(target, draft, drafts_there, bool(plan.given("download_draft"))).text
@@ -90,20 +109,9 @@ def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wa
             raise OutriderError(f"{kind.source} has another tokenizer than the target: remove the method from the plan")
         method = DEFAULT_METHOD_WITH_FOREIGN_DRAFT
         kind = _kind(method, draft, drafts_there)
-    k = plan.given("num_draft_tokens")
-    if k == 0:
+    if plan.given("num_draft_tokens") == 0:
         kind = NoDrafts()
-    return Wanted(
-        target,
-        name,
-        method,
-        kind,
-        k if isinstance(k, int) else kind.usual_k,
-        isinstance(k, int),
-        verifier,
-        bool(PROPOSERS.get(split_method(method)[0]).reads_text_only),
-        plan,
-    )
+    return Wanted(target, method, kind, plan)
 
 
 def _kind(method: str, draft: str | None, drafts: Mapping[str, str]) -> Portable:
