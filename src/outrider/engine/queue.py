@@ -77,7 +77,7 @@ class FairQueue(Generic[Item]):
         self._waiting.remove(gone)
         for place in self._waiting:
             if place.client == gone.client and place.number > gone.number:
-                place.end = max(self._time + place.cost, place.end - gone.cost)
+                place.end = min(place.end, max(self._time + place.cost, place.end - gone.cost))
         self._waiting.sort(key=_Place.rank)
         self._ends[gone.client] = self._ends.get(gone.client, 0.0) - gone.cost
 
