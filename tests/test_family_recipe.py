@@ -256,7 +256,7 @@ def test_an_export_replaces_model_folders_only(tmp_path: Path) -> None:
     options = ["--preset", "tiny", "--work", str(work)]
     for words, why in (
         (["target", str(mine)], "not a model folder"),
-        (["head", "x"], "unknown model"),
+        (["head", "x"], "'head' is not one of 'target', 'loops', 'average', 'draft'"),
         (["draft", "x"], "no checkpoint"),
     ):
         done = CliRunner().invoke(app, ["export", *words, *options], env={"COLUMNS": "300"})
@@ -372,6 +372,16 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path, command: str, optio
 
     done = CliRunner().invoke(app, [command, "--preset", "tiny", option, str(tmp_path)], env={"COLUMNS": "300"})
     assert done.exit_code == 2 and "is not a model folder" in done.output
+
+
+def test_a_draft_needs_a_finished_target(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from recipes.family.__main__ import app
+
+    options = ["--preset", "tiny", "--corpus", str(tmp_path), "--work", str(tmp_path / "work")]
+    done = CliRunner().invoke(app, ["draft", *options], env={"COLUMNS": "300"})
+    assert done.exit_code == 2 and "no checkpoint in" in done.output and "recipes.family loops` first" in done.output
 
 
 def test_repeats_are_the_tokens_of_a_loop_after_its_first_period_and_before_the_end() -> None:

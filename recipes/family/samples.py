@@ -5,14 +5,13 @@ The signatures and openings were written for this file; none is from a benchmark
 
 from __future__ import annotations
 
-import ast
-import warnings
 from collections.abc import Sequence
 
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from .config import SEED
+from .corpus import parsed
 
 ENGLISH = (
     "The old house at the end of the road",
@@ -128,12 +127,4 @@ def function_body(continuation: str) -> str:
 def parses(prompt: str, continuation: str) -> bool:
     """Return whether prompt and `function_body` are valid Python with a non-empty body."""
     body = function_body(continuation)
-    if not body.strip():
-        return False
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ast.parse(prompt + body)
-    except (SyntaxError, ValueError):
-        return False
-    return True
+    return bool(body.strip()) and parsed(prompt + body) is not None

@@ -21,14 +21,13 @@ from outrider.train.draft_model import copy_layers
 from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
 from outrider.train.plan import Plan
 from outrider.train.precision import run_dtype
-from outrider.train.progress import Progress
+from outrider.train.progress import reporting
 from outrider.train.shrink import shrink
 from outrider.train.trainer import Trainer
 
 from . import card, corpus, data, evaluate, loops, model, prompts, report, tokenizer
 from .config import PRESETS, Preset
 from .evaluate import HeldOut
-from .export import export
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ def train_against_loops(shop: Workshop) -> bool:
 
     def measure(final: bool) -> dict[str, Any]:
         net.eval()
-        chosen = loops.mixed_prompts(shop.tokens, words)
+        chosen = loops.loop_prompts(shop.tokens, words)
         found = loops.measure(net, words, chosen if final else chosen[::4], report.SAMPLE_TOKENS)
         shares = {f"{how}_loops": found[how]["texts_that_end_in_a_loop"] for how in ("greedy", "sampled")}
         return {"bpb": evaluate.bits_per_byte(net, shop.held_out(final)), **shares}
@@ -168,7 +167,7 @@ def finished(shop: Workshop) -> str:
 def export_model(shop: Workshop, name: str, out: Path) -> None:
     """Export the last checkpoint of `target`, `loops` (the target after that stage), `average` or `draft`."""
     shape = shop.preset.draft if name == "draft" else shop.preset.target
-    export(shop.folder / name / "checkpoint.pt", shape, shop.preset, shop.folder / "tokenizer", out)
+    model.export(shop.folder / name / "checkpoint.pt", shape, shop.preset, shop.folder / "tokenizer", out)
 
 
 def write_text(shop: Workshop, teacher: LlamaForCausalLM, rows: int) -> Tensor:
@@ -185,13 +184,13 @@ def write_text(shop: Workshop, teacher: LlamaForCausalLM, rows: int) -> Tensor:
     starts = prompts.mixed_prompts(shop.tokens, shop.tokenizer, rows, how.prompt_tokens, others).to(shop.device)
     generator = torch.Generator(shop.device).manual_seed(plan.seed)
     written = []
-    with Progress("generate") as bar:
+    with reporting("generate") as show:
         for batch in starts.split(how.generation_batch):
             temperature = torch.ones(len(batch), device=shop.device)
             temperature[: round(len(batch) * how.greedy_share)] = 0.0
             new_tokens = how.new_tokens + 1
             written.append(continue_rows(teacher, batch, new_tokens, temperature, generator).cpu())
-            bar.update(sum(map(len, written)) / rows, {"rows": sum(map(len, written))})
+            show(sum(map(len, written)) / rows, {"rows": sum(map(len, written))})
     generated = torch.cat(written).to(torch.int32)
     with replaced(path) as unfinished:
         torch.save(generated, unfinished)
@@ -242,11 +241,10 @@ def finish(shop: Workshop, package: Path, curves: Path) -> None:
     ):
         export_model(shop, name, out)
     for name in ("target", "loops", "draft"):
-        curve = json.loads((shop.folder / name / "curve.json").read_text())
-        plots.draw(name, curve, curves)
+        plots.draw(name, shop.folder / name, curves)
     learned = shop.tokenizer
     found = report.measure(package, shop.tokens, shop.held_out(long=True), learned)
-    chosen = loops.mixed_prompts(shop.tokens, learned)
+    chosen = loops.loop_prompts(shop.tokens, learned)
     for name, folder in (("before", shop.folder / "export" / "learned"), ("after", package / "target")):
         found.setdefault("loops", {})[name] = loops.measure(model.load(folder), learned, chosen, report.SAMPLE_TOKENS)
     found["tokens"] = json.loads((shop.tokens / "tokens.json").read_text())
