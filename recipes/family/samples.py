@@ -96,10 +96,8 @@ def continuations(
     how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p} if temperature else {"do_sample": False}
     end = tokenizer.eos_token_id
     out = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=new_tokens, **how)
-    found = []
-    for ids in out[:, batch["input_ids"].shape[1] :].tolist():
-        found.append(ids[: ids.index(end) + 1] if end in ids else ids)
-    return found
+    written = out[:, batch["input_ids"].shape[1] :].tolist()
+    return [ids[: ids.index(end) + 1] if end in ids else ids for ids in written]
 
 
 def text_of(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:

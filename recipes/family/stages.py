@@ -45,7 +45,7 @@ class Workshop:
 
     @property
     def preset(self) -> Preset:
-        """The preset, with sizes and plans."""
+        """Return the sizes and plans."""
         return PRESETS[self.preset_name]
 
     def plan(self, own: Plan) -> Plan:
@@ -55,17 +55,17 @@ class Workshop:
 
     @property
     def device(self) -> torch.device:
-        """The GPU if there is one, else the CPU."""
+        """Return the GPU if there is one, else the CPU."""
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     @property
     def tokens(self) -> Path:
-        """Folder of the tokenised text."""
+        """Return the folder of the tokenised text."""
         return self.folder / "tokens"
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """The learned tokenizer."""
+        """Return the learned tokenizer."""
         return tokenizer.load(self.folder / "tokenizer")
 
     def held_out(self, long: bool) -> HeldOut:

@@ -80,7 +80,7 @@ class Engine:
 
     @property
     def stats(self) -> GenerationStats:
-        """Totals over all requests."""
+        """Return the totals over all requests."""
         return self._ledger.total
 
     @property

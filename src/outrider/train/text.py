@@ -111,15 +111,12 @@ def token_rows(paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, seq_le
     """
     end = tokenizer.eos_token_id
     ids = array("i")
-    for path in paths:
+    for document in (each for path in paths for each in read_documents(path, tokenizer, max_tokens - len(ids))):
+        ids.extend(document)
+        if end is not None:
+            ids.append(int(end))
         if len(ids) >= max_tokens:
             break
-        for document in read_documents(path, tokenizer, max_tokens - len(ids)):
-            ids.extend(document)
-            if end is not None:
-                ids.append(int(end))
-            if len(ids) >= max_tokens:
-                break
     size = min(len(ids), max_tokens)
     count = size // seq_len
     if count < 2:
