@@ -85,7 +85,7 @@ def speculation(report: dict[str, Any]) -> list[str]:
         f"**{found['draft_agreement']:.1%}** of the positions; on the greedy "
         f"continuations of our fifty signatures at {report['own_signatures']['draft_agreement']:.1%}. "
         f"Mean acceptance length of greedy speculation on that text: {lengths}.",
-        "Agreement of each early exit (the model's own norm and head after so many layers) with the full target:",
+        "Agreement of each early exit (the model's own norm and head after that number of layers) with the full target:",
         table(("layers", *range(1, len(exits) + 1)), [("agreement", *exits)]),
         "Layers that were left out while the model grew and learned little after that show as pairs of equal numbers.",
     ]

@@ -65,7 +65,7 @@ class FairQueue(Generic[Item]):
         """Remove an item because it is served now."""
         served = self._place(item)
         assert served is not None
-        self._time = max(self._time, served.end)  # an item of a lower priority may have waited behind all later ones
+        self._time = max(self._time, served.end)  # an item of a lower priority may have waited until after all later ones
         self._waiting.remove(served)
         self._ends = {client: end for client, end in self._ends.items() if end > self._time} if self._waiting else {}
 

@@ -30,8 +30,8 @@ def mean_acceptance_length(accepted: Tensor, k: int) -> float:
     if places < 1:
         return float("nan")
     alive, total = torch.ones(len(accepted), places), 1.0
-    for ahead in range(k):
-        alive = alive * accepted[:, ahead : ahead + places]
+    for draft in range(k):
+        alive = alive * accepted[:, draft : draft + places]
         total += float(alive.mean())
     return total
 
