@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from outrider.train import optim
+from outrider.train.claims import claim, fingerprint
 from outrider.train.distillation import Distillation, DistillationLoss
 from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
 from outrider.train.plan import Plan
@@ -372,6 +373,20 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path, command: str, optio
 
     done = CliRunner().invoke(app, [command, "--preset", "tiny", option, str(tmp_path)], env={"COLUMNS": "300"})
     assert done.exit_code == 2 and "is not a model folder" in done.output
+
+
+def test_a_resumed_run_has_the_start_of_the_interrupted_one(tmp_path: Path) -> None:
+    shop = stages.Workshop("tiny", tmp_path, tmp_path, start=tmp_path / "one")
+    shop.claim_start("draft")
+    with pytest.raises(OutriderError, match="draft belongs to a run with other start"):
+        stages.train_draft(replace(shop, start=tmp_path / "other"), tmp_path)
+    for seed, folder in ((1, "target"), (2, "loops")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        weights = model.build(TINY.target, TINY, seed)
+        torch.save({"model": weights.state_dict()}, tmp_path / folder / "checkpoint.pt")
+    claim(tmp_path / "loops" / "run.json", {"target": fingerprint(weights)})
+    with pytest.raises(OutriderError, match="loops belongs to a run with other target"):
+        stages.train_against_loops(shop)
 
 
 def test_a_draft_needs_a_finished_target(tmp_path: Path) -> None:

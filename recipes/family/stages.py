@@ -73,6 +73,10 @@ class Workshop:
         fitting, weights = min(256, self.preset.max_positions // 2), {s.name: s.in_total for s in corpus.SOURCES}
         return evaluate.held_out(self.tokens, self.tokenizer, weights, fitting, 8_192 if long else 4_096)
 
+    def claim_start(self, stage: str) -> None:
+        """Raise ``OutriderError`` if the run of a stage started from another folder."""
+        claim(self.folder / stage / "run.json", {"start": None if self.start is None else str(self.start)})
+
 
 def prepare(shop: Workshop) -> None:
     """Train the tokenizer and tokenise every source, unless this was done already."""
@@ -107,7 +111,7 @@ def target_run(shop: Workshop) -> Trainer:
     if shop.start is not None:
         net.load_state_dict(model.load(shop.start).state_dict())
         skip = replace(skip, grow_at=0.0)
-    claim(shop.folder / "target" / "run.json", {"start": None if shop.start is None else str(shop.start)})
+    shop.claim_start("target")
 
     def measure(final: bool) -> dict[str, Any]:
         found = shop.held_out(final)
@@ -131,6 +135,7 @@ def train_against_loops(shop: Workshop) -> bool:
     net = model.build(preset.target, preset, plan.seed).to(shop.device)
     learned = torch.load(shop.folder / "target" / "checkpoint.pt", map_location=shop.device, weights_only=True)
     net.load_state_dict(learned["model"])
+    claim(shop.folder / "loops" / "run.json", {"target": fingerprint(net)})
     skip = replace(preset.layer_skip, from_scratch=False, grow_at=0.0)
     text = _loss(shop, "loops", net, plan, skip)
     words = shop.tokenizer
@@ -208,6 +213,7 @@ def new_draft(preset: Preset, teacher: LlamaForCausalLM, seed: int) -> LlamaForC
 def train_draft(shop: Workshop, target: Path, generated_rows: int | None = None) -> bool:
     """Distil the draft from the target in a folder to the end of its plan. Returns False if interrupted."""
     preset, how = shop.preset, shop.preset.distillation
+    shop.claim_start("draft")
     plan = shop.plan(preset.draft_plan)
     teacher = model.load(target).to(shop.device).requires_grad_(False)
     rows = how.generated_rows if generated_rows is None else generated_rows
