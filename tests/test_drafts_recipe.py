@@ -19,7 +19,7 @@ from outrider import LLM, SamplingParams, family
 from outrider.train.shrink import shrink
 from outrider.types import OutriderError
 from recipes.drafts import foreign
-from recipes.family import corpus, model, tokenizer
+from recipes.family import corpus, data, model, tokenizer
 from recipes.family.config import PRESETS, Shape
 from recipes.heads import rows
 
@@ -70,6 +70,17 @@ def test_it_is_trained_from_the_familys_text_and_drafts_for_the_embedded_target(
     wanted = LLM(method="plain", compile="never").generate([prompt], params)[0].outputs[0]
     assert drafted.generate([prompt], params)[0].outputs[0].token_ids == wanted.token_ids
     assert drafted.stats.num_drafts > 0 and drafted.stats.faults == 0
+
+
+def test_an_interruption_while_the_targets_text_is_tokenised_loses_none_of_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "load", lambda *_: {each.name: corpus.Split([TEXT], [TEXT]) for each in corpus.SOURCES})
+    encode = data.encode
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "encode", lambda *at: 1 / 0 if at[2].name == "train_written.bin" else encode(*at))
+        with pytest.raises(ZeroDivisionError):
+            foreign.prepare(tmp_path, tmp_path, 1.0, 320, [TEXT])
+    foreign.prepare(tmp_path, tmp_path, 1.0, 320, [TEXT])
+    assert "written" in foreign.mixture(tmp_path / "tokens").names
 
 
 def test_rows_of_another_target_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

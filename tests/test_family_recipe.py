@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from outrider.train import optim
+from outrider.train.claims import claim, fingerprint
 from outrider.train.distillation import Distillation, DistillationLoss
 from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
 from outrider.train.plan import Plan
@@ -256,7 +257,7 @@ def test_an_export_replaces_model_folders_only(tmp_path: Path) -> None:
     options = ["--preset", "tiny", "--work", str(work)]
     for words, why in (
         (["target", str(mine)], "not a model folder"),
-        (["head", "x"], "unknown model"),
+        (["head", "x"], "'head' is not one of 'target', 'loops', 'average', 'draft'"),
         (["draft", "x"], "no checkpoint"),
     ):
         done = CliRunner().invoke(app, ["export", *words, *options], env={"COLUMNS": "300"})
@@ -372,6 +373,30 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path, command: str, optio
 
     done = CliRunner().invoke(app, [command, "--preset", "tiny", option, str(tmp_path)], env={"COLUMNS": "300"})
     assert done.exit_code == 2 and "is not a model folder" in done.output
+
+
+def test_a_resumed_run_has_the_start_of_the_interrupted_one(tmp_path: Path) -> None:
+    shop = stages.Workshop("tiny", tmp_path, tmp_path, start=tmp_path / "one")
+    shop.claim_start("draft")
+    with pytest.raises(OutriderError, match="draft belongs to a run with other start"):
+        stages.train_draft(replace(shop, start=tmp_path / "other"), tmp_path)
+    for seed, folder in ((1, "target"), (2, "loops")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        weights = model.build(TINY.target, TINY, seed)
+        torch.save({"model": weights.state_dict()}, tmp_path / folder / "checkpoint.pt")
+    claim(tmp_path / "loops" / "run.json", {"target": fingerprint(weights)})
+    with pytest.raises(OutriderError, match="loops belongs to a run with other target"):
+        stages.train_against_loops(shop)
+
+
+def test_a_draft_needs_a_finished_target(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from recipes.family.__main__ import app
+
+    options = ["--preset", "tiny", "--corpus", str(tmp_path), "--work", str(tmp_path / "work")]
+    done = CliRunner().invoke(app, ["draft", *options], env={"COLUMNS": "300"})
+    assert done.exit_code == 2 and "no checkpoint in" in done.output and "recipes.family loops` first" in done.output
 
 
 def test_repeats_are_the_tokens_of_a_loop_after_its_first_period_and_before_the_end() -> None:

@@ -11,7 +11,7 @@ from tiny_folder import make_tokenizer
 from outrider import LLM, SamplingParams
 from outrider.train.plan import Plan
 from recipes.family import data
-from recipes.family.export import write
+from recipes.family.model import write
 from recipes.hybrid import __main__ as recipe
 
 TINY = {

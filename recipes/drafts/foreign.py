@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,29 +13,28 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from outrider.runner.tokenizers import BROKEN
 from outrider.train import plots
 from outrider.train.shrink import shrink
 from outrider.train.trainer import Trainer
 from recipes.family import corpus, data, evaluate, model, tokenizer
 from recipes.family.config import PRESETS, SEED
-from recipes.family.export import export
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"
 WRITTEN_SHARE = 0.5  # share of rows written by the target, if there are any
 FROM_LAYERS = (0, 2)
 SAMPLE = 12_000_000  # characters that the tokenizer is trained on
 
 
-def prepare(folder: Path, texts: Path, megabytes: float, vocab: int, written: Iterable[str]) -> PreTrainedTokenizerFast:
+def prepare(folder: Path, texts: Path, megabytes: float, vocab: int, written: Sequence[str]) -> PreTrainedTokenizerFast:
     """Train the tokenizer, and tokenise the family's and the target's text with it, unless this was done already."""
     if not (folder / "tokens" / "tokens.json").exists():
         splits = corpus.load(texts, megabytes)
         learned = tokenizer.train(tokenizer.balanced_sample(splits, SAMPLE), vocab)
         learned.save_pretrained(folder / "tokenizer")
+        if written:  # before the others, whose last file says that all are complete
+            (folder / "tokens").mkdir(exist_ok=True)
+            data.encode(learned, written, folder / "tokens" / "train_written.bin")
         data.encode_all(learned, splits, folder / "tokens")
-        documents = list(written)
-        if documents:
-            data.encode(learned, documents, folder / "tokens" / "train_written.bin")
     return tokenizer.load(folder / "tokenizer")
 
 
@@ -77,8 +76,8 @@ def train(folder: Path, family: Path, minutes: float, out: Path) -> bool:
 
     if not Trainer("foreign", net, mixture(folder / "tokens"), loss, plan, folder / "foreign", measure).run():
         return False
-    export(folder / "foreign" / "checkpoint.pt", preset.draft, preset, folder / "tokenizer", out)
-    plots.draw("foreign", json.loads((folder / "foreign" / "curve.json").read_text()), out)
+    model.export(folder / "foreign" / "checkpoint.pt", preset.draft, preset, folder / "tokenizer", out)
+    plots.draw("foreign", folder / "foreign", out)
     with torch.no_grad():
         bits = evaluate.bits_per_byte(net, found)["total"]
     common = len(set(learned.get_vocab()) & set(of_target.get_vocab()))

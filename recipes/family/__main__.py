@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -16,7 +15,7 @@ from .stages import Workshop
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
-PresetName = Annotated[str, typer.Option("--preset", help=f"machine class: {', '.join(PRESETS)}")]
+PresetName = Annotated[Literal["cpu", "gpu", "tiny"], typer.Option("--preset", help="machine class")]
 Corpus = Annotated[Path, typer.Option("--corpus", help="folder of the xz text files")]
 Work = Annotated[Path, typer.Option("--work", help="folder for checkpoints and tokenised text")]
 Minutes = Annotated[float | None, typer.Option("--minutes", help="time budget (default: the preset's)")]
@@ -31,19 +30,18 @@ HERE = Path(__file__).parent
 CORPUS, WORK = Path("../shared/corpus"), Path("build/family")
 
 
-def check_preset(preset: str) -> None:
-    """Reject an unknown preset."""
-    if preset not in PRESETS:
-        raise typer.BadParameter(f"unknown preset {preset!r}; expected {', '.join(PRESETS)}")
-
-
-def workshop(preset: str, corpus: Path, work: Path) -> Workshop:
+def workshop(preset: str, corpus: Path, work: Path, **how: Any) -> Workshop:
     """Return the workshop for these options. Raises a one-line error if the corpus is missing."""
-    check_preset(preset)
     if not corpus.is_dir():
         raise typer.BadParameter(f"corpus folder {corpus} does not exist")
     work_folder(work)
-    return Workshop(preset, corpus, work)
+    return Workshop(preset, corpus, work, **how)
+
+
+def check_trained(folder: Path, stage: str) -> None:
+    """Reject a folder without a checkpoint of a stage."""
+    if not (folder / "checkpoint.pt").is_file():
+        raise typer.BadParameter(f"no checkpoint in {folder}: run `python -m recipes.family {stage}` first")
 
 
 def check_model(folder: Path | None) -> None:
@@ -70,8 +68,7 @@ def target(
 ) -> None:
     """Train the target. Run again to resume."""
     check_model(start)
-    budget = {"minutes": minutes, "tokens_in_all": tokens, "count_pauses": wall}
-    shop = replace(workshop(preset, corpus, work), start=start, **budget)
+    shop = workshop(preset, corpus, work, minutes=minutes, tokens_in_all=tokens, count_pauses=wall, start=start)
     exit_unless(stages.train_target(shop))
 
 
@@ -84,19 +81,16 @@ def loops(
     wall: Wall = False,
 ) -> None:
     """Train the finished target against its own greedy loops. Run again to resume."""
-    shop = replace(workshop(preset, corpus, work), minutes=minutes, count_pauses=wall)
-    if not (work / "target" / "checkpoint.pt").is_file():
-        raise typer.BadParameter(f"no target in {work}: run `python -m recipes.family target` first")
+    shop = workshop(preset, corpus, work, minutes=minutes, count_pauses=wall)
+    check_trained(work / "target", "target")
     exit_unless(stages.train_against_loops(shop))
 
 
 @app.command()
 def average(others: list[Path], preset: PresetName = "cpu", work: Work = WORK) -> None:
     """Average the weights of this folder's run against loops and of other ones, folders with a checkpoint.pt."""
-    check_preset(preset)
     for folder in (work / "loops", *others):
-        if not (folder / "checkpoint.pt").is_file():
-            raise typer.BadParameter(f"no checkpoint in {folder}: expected a run of `python -m recipes.family loops`")
+        check_trained(folder, "loops")
     stages.average(Workshop(preset, CORPUS, work), others)
 
 
@@ -114,21 +108,20 @@ def draft(  # noqa: PLR0913 - one parameter an option
     """Let the target write text, and distil the draft on that text. Run again to resume."""
     check_model(teacher)
     check_model(start)
-    shop = replace(workshop(preset, corpus, work), minutes=minutes, count_pauses=wall, start=start)
+    shop = workshop(preset, corpus, work, minutes=minutes, count_pauses=wall, start=start)
     if teacher is None:
+        check_trained(work / stages.finished(shop), "loops")
         teacher = work / "export" / "target"
         stages.export_model(shop, stages.finished(shop), teacher)
     exit_unless(stages.train_draft(shop, teacher, rows))
 
 
 @app.command()
-def export(name: str, out: Path, preset: PresetName = "cpu", work: Work = WORK) -> None:
-    """Export the last checkpoint of `target`, `loops`, `average` or `draft` as a Hugging Face folder, also during training."""
-    check_preset(preset)
-    if name not in ("target", "loops", "average", "draft"):
-        raise typer.BadParameter(f"unknown model {name!r}: expected target, loops, average or draft")
-    if not (work / name / "checkpoint.pt").is_file():
-        raise typer.BadParameter(f"no checkpoint in {work / name}: run `python -m recipes.family {name}` first")
+def export(
+    name: Literal["target", "loops", "average", "draft"], out: Path, preset: PresetName = "cpu", work: Work = WORK
+) -> None:
+    """Export the last checkpoint of a stage as a Hugging Face folder, also during training."""
+    check_trained(work / name, name)
     if out.exists() and not (out / "config.json").is_file():  # an existing folder is deleted first, so it must be a model
         raise typer.BadParameter(f"{out} exists and is not a model folder: give another name")
     stages.export_model(Workshop(preset, CORPUS, work), name, out)
@@ -155,7 +148,6 @@ def card(
     note: Annotated[str, typer.Option("--note", help="paragraph about this run in the model card")] = "",
 ) -> None:
     """Write the model card from the last measurements."""
-    check_preset(preset)
     stages.write_card(PRESETS[preset], package, curves, hardware or stages.hardware(), note)
 
 

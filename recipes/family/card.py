@@ -26,35 +26,31 @@ together with the header of a block that has no line yet. It counts if prompt pl
 body is not blank. Parsing says nothing about sense: see the samples."""
 
 
-def architecture(preset: Preset, parameters: dict[str, int]) -> str:
+def architecture(preset: Preset, parameters: dict[str, int]) -> list[str]:
     """Return the sizes of both models."""
     rows = [
         (name, f"{parameters[name] / 1e6:.2f} M", own.hidden, own.layers, f"{own.heads} / {own.kv_heads}", own.intermediate)
         for name, own in (("target", preset.target), ("draft", preset.draft))
     ]
-    return "\n\n".join(
-        [
-            "## Architecture",
-            table(("model", "parameters", "hidden", "layers", "heads / KV heads", "intermediate"), rows),
-            f"`LlamaForCausalLM`, head size 64, tied embeddings, RoPE theta 10000, {preset.max_positions} positions, weights "
-            f"in bfloat16. Byte-level BPE, {preset.vocab} tokens: digits are single, runs of spaces and of newlines are tokens "
-            "of their own, all 256 bytes are in the alphabet.",
-        ]
-    )
+    return [
+        "## Architecture",
+        table(("model", "parameters", "hidden", "layers", "heads / KV heads", "intermediate"), rows),
+        f"`LlamaForCausalLM`, head size 64, tied embeddings, RoPE theta 10000, {preset.max_positions} positions, weights "
+        f"in bfloat16. Byte-level BPE, {preset.vocab} tokens: digits are single, runs of spaces and of newlines are tokens "
+        "of their own, all 256 bytes are in the alphabet.",
+    ]
 
 
-def sources(tokens: dict[str, int]) -> str:
+def sources(tokens: dict[str, int]) -> list[str]:
     """Return the sources of the text."""
     rows = [(s.name, s.origin, s.licence, f"{tokens[s.name] / 1e6:.2f} M", f"{s.weight:.0%}") for s in corpus.SOURCES]
-    return "\n\n".join(
-        [
-            "## Text",
-            table(("source", "origin", "licence", "tokens at hand", "share of the rows"), rows),
-            "About half a percent of each source, whole documents chosen by hash, is held out; functions cut from held-out "
-            "files are held out with them. GSM8K's calculator marks are removed, half of its problems and an eighth of the "
-            "documented functions are framed with the chat tokens. The prompts of our measurements are not part of the text.",
-        ]
-    )
+    return [
+        "## Text",
+        table(("source", "origin", "licence", "tokens at hand", "share of the rows"), rows),
+        "About half a percent of each source, whole documents chosen by hash, is held out; functions cut from held-out "
+        "files are held out with them. GSM8K's calculator marks are removed, half of its problems and an eighth of the "
+        "documented functions are framed with the chat tokens. The prompts of our measurements are not part of the text.",
+    ]
 
 
 def training(name: str, plan: Plan, curve: list[dict[str, Any]], hardware: str) -> str:
@@ -67,52 +63,48 @@ def training(name: str, plan: Plan, curve: list[dict[str, Any]], hardware: str) 
     )
 
 
-def bits(found: dict[str, dict[str, float]]) -> str:
+def bits(found: dict[str, dict[str, float]]) -> list[str]:
     """Return the validation table."""
     rows = [(name, f"{value:.3f}", f"{found['draft'][name]:.3f}") for name, value in found["target"].items()]
     note = (
         "`total` weighs the sources of the first edition as that did, so that editions can be compared. "
         "Measured on the exported weights."
     )
-    return "\n\n".join(["## Bits per byte on held-out documents", table(("source", "target", "draft"), rows), note])
+    return ["## Bits per byte on held-out documents", table(("source", "target", "draft"), rows), note]
 
 
-def speculation(report: dict[str, Any]) -> str:
+def speculation(report: dict[str, Any]) -> list[str]:
     """Return acceptance and early-exit measurements."""
     found = report["held_out_functions"]
     exits = [f"{value:.3f}" for value in found["exit_agreement"]]
     lengths = ", ".join(f"K = {k}: {value:.2f}" for k, value in found["mean_acceptance_length"].items())
-    return "\n\n".join(
-        [
-            "## Speculation",
-            f"On the target's own greedy text after {found['prompts']} held-out function signatures "
-            f"({found['positions']} positions), the draft's greedy token equals the target's at "
-            f"**{found['draft_agreement']:.1%}** of the positions; on the greedy "
-            f"continuations of our fifty signatures at {report['own_signatures']['draft_agreement']:.1%}. "
-            f"Mean acceptance length of greedy speculation on that text: {lengths}.",
-            "Agreement of each early exit (the model's own norm and head after so many layers) with the full target:",
-            table(("layers", *range(1, len(exits) + 1)), [("agreement", *exits)]),
-            "Layers that were left out while the model grew and learned little after that show as pairs of equal numbers.",
-        ]
-    )
+    return [
+        "## Speculation",
+        f"On the target's own greedy text after {found['prompts']} held-out function signatures "
+        f"({found['positions']} positions), the draft's greedy token equals the target's at "
+        f"**{found['draft_agreement']:.1%}** of the positions; on the greedy "
+        f"continuations of our fifty signatures at {report['own_signatures']['draft_agreement']:.1%}. "
+        f"Mean acceptance length of greedy speculation on that text: {lengths}.",
+        "Agreement of each early exit (the model's own norm and head after that number of layers) with the full target:",
+        table(("layers", *range(1, len(exits) + 1)), [("agreement", *exits)]),
+        "Layers that were left out while the model grew and learned little after that show as pairs of equal numbers.",
+    ]
 
 
-def loops(found: dict[str, dict[str, Any]]) -> str:
+def loops(found: dict[str, dict[str, Any]]) -> list[str]:
     """Return loop shares before and after training against loops."""
     rows = [
         (when, *(f"{each[how][what]:.0%}" for how in ("greedy", "sampled") for what in LOOPS)) for when, each in found.items()
     ]
     after = found["after"]
-    return "\n\n".join(
-        [
-            "## Loops",
-            f"Texts of at most {after['new_tokens']} tokens after {after['prompts']} prompts (our signatures, and openings of "
-            "held-out documents): the share that ends in a loop, and the share of their tokens that are in loops, before and "
-            "after training against loops (unlikelihood; Welleck et al. 2020). "
-            f"Sampled: temperature {READABLE_TEMPERATURE}, top-p {READABLE_TOP_P}.",
-            table(("", "greedy: texts", "tokens", "sampled: texts", "tokens"), rows),
-        ]
-    )
+    return [
+        "## Loops",
+        f"Texts of at most {after['new_tokens']} tokens after {after['prompts']} prompts (our signatures, and openings of "
+        "held-out documents): the share that ends in a loop, and the share of their tokens that are in loops, before and "
+        "after training against loops (unlikelihood; Welleck et al. 2020). "
+        f"Sampled: temperature {READABLE_TEMPERATURE}, top-p {READABLE_TOP_P}.",
+        table(("", "greedy: texts", "tokens", "sampled: texts", "tokens"), rows),
+    ]
 
 
 def block(prompt: str, text: str, language: str) -> str:
@@ -120,54 +112,45 @@ def block(prompt: str, text: str, language: str) -> str:
     return f"````{language}\n{prompt}{text.rstrip()}\n````"
 
 
-def sample_sections(report: dict[str, Any], tokens: int) -> str:
+def sample_sections(report: dict[str, Any], tokens: int) -> list[str]:
     """Return ten unselected samples of each kind."""
     own = report["own_signatures"]
     code = [f"Parses: {'yes' if parsed else 'no'}\n\n{block(prompt, text, 'python')}" for prompt, text, parsed in own["code"]]
     english = [block(f"[{prompt}]", text, "text") for prompt, text in report["english"]]
-    return "\n\n".join(
-        [
-            "## Samples, uncurated",
-            f"**{own['parse_share']:.0%}** of the greedy continuations of our fifty signatures "
-            "(`recipes/family/samples.py`) parse as Python. " + PARSING.format(tokens=tokens),
-            "### Code: every fifth of the fifty signatures, greedy; the prompt is signature and docstring",
-            *code,
-            f"### English: temperature {READABLE_TEMPERATURE}, top-p {READABLE_TOP_P}, seed {report['seed']}, 80 tokens; "
-            "prompts in brackets",
-            *english,
-        ]
-    )
+    return [
+        "## Samples, uncurated",
+        f"**{own['parse_share']:.0%}** of the greedy continuations of our fifty signatures "
+        "(`recipes/family/samples.py`) parse as Python. " + PARSING.format(tokens=tokens),
+        "### Code: every fifth of the fifty signatures, greedy; the prompt is signature and docstring",
+        *code,
+        f"### English: temperature {READABLE_TEMPERATURE}, top-p {READABLE_TOP_P}, seed {report['seed']}, 80 tokens; "
+        "prompts in brackets",
+        *english,
+    ]
 
 
 def render(preset: Preset, report: dict[str, Any], curves: dict[str, list[dict[str, Any]]], hardware: str, note: str) -> str:
     """Return the complete card."""
     how = preset.distillation
     target = ("target, continued", preset.further_plan) if report["continued"] else ("target", preset.target_plan)
-    notes = "\n".join(
-        [
-            "## Training",
-            "",
-            training(*target, curves["target"], hardware),
-            training("target, against loops", preset.loops_plan, curves["loops"], hardware),
-            training("draft", preset.draft_plan, curves["draft"], hardware),
-            "",
-            f"The target is trained with LayerSkip (Elhoushi et al. 2024): layer dropout up to {preset.layer_skip.max_drop} "
-            "at the last layer, an early-exit loss at one layer a step in rotation. It grows: until "
-            f"{preset.layer_skip.grow_at:.0%} of the run only every second layer is trained, the others are the identity. "
-            f"The draft is distilled (forward KL on the target's logits; DistillSpec, Zhou et al. 2024) after "
-            f"{how.teaching.plain_share:.0%} of plain training; {how.generated_share:.0%} of its rows were written by the "
-            "target after training prefixes, half greedily and half at temperature 1. Curves: `recipes/family/*_curve.png`.",
-        ]
-    )
+    runs = [(*target, curves["target"]), ("target, against loops", preset.loops_plan, curves["loops"])]
+    runs.append(("draft", preset.draft_plan, curves["draft"]))
     parts = [
         HEAD.rstrip(),
-        architecture(preset, report["parameters"]),
-        sources(report["tokens"]),
-        notes,
+        *architecture(preset, report["parameters"]),
+        *sources(report["tokens"]),
+        "## Training",
+        "\n".join(training(*each, hardware) for each in runs),
+        f"The target is trained with LayerSkip (Elhoushi et al. 2024): layer dropout up to {preset.layer_skip.max_drop} "
+        "at the last layer, an early-exit loss at one layer a step in rotation. It grows: until "
+        f"{preset.layer_skip.grow_at:.0%} of the run only every second layer is trained, the others are the identity. "
+        f"The draft is distilled (forward KL on the target's logits; DistillSpec, Zhou et al. 2024) after "
+        f"{how.teaching.plain_share:.0%} of plain training; {how.generated_share:.0%} of its rows were written by the "
+        "target after training prefixes, half greedily and half at temperature 1. Curves: `recipes/family/*_curve.png`.",
         *([note] if note else []),
-        bits(report["bpb"]),
-        loops(report["loops"]),
-        speculation(report),
-        sample_sections(report, SAMPLE_TOKENS),
+        *bits(report["bpb"]),
+        *loops(report["loops"]),
+        *speculation(report),
+        *sample_sections(report, SAMPLE_TOKENS),
     ]
     return "\n\n".join(parts) + "\n"

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 from outrider.train.distillation import Distillation
 from outrider.train.layer_skip import LayerSkip
+from outrider.train.plan import SEED as SEED
 from outrider.train.plan import Plan
 
-SEED = 1729
 END, USER, ASSISTANT = "<|endoftext|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (END, USER, ASSISTANT)
+TOKEN_IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}  # of END
 
 
 def documents_of(text: str) -> list[str]:

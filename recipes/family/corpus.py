@@ -124,13 +124,20 @@ def clean_markdown(text: str) -> str:
 CLEANERS: dict[str, Callable[[str], str]] = {"gsm8k": clean_gsm8k, "cpp": clean_markdown, "rust": clean_markdown}
 
 
-def functions(document: str) -> Iterator[str]:
-    """Yield the functions and methods of one module as separate documents, some as answers in a chat."""
+def parsed(text: str) -> ast.Module | None:
+    """Return the syntax tree of Python text; None if it is not valid."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tree = ast.parse(document)
+            return ast.parse(text)
     except (SyntaxError, ValueError):
+        return None
+
+
+def functions(document: str) -> Iterator[str]:
+    """Yield the functions and methods of one module as separate documents, some as answers in a chat."""
+    tree = parsed(document)
+    if tree is None:
         return
     lines = document.splitlines()
     for node in ast.walk(tree):

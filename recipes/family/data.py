@@ -6,7 +6,7 @@ Every draw is a function of (seed, number of rows drawn), so a resumed run reads
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -84,18 +84,6 @@ def training_mixture(folder: Path, seed: int) -> Mixture:
     """Return the mixture of `SOURCES` over the tokenised training files."""
     streams = {s.name: np.memmap(folder / f"train_{s.name}.bin", dtype=np.uint16, mode="r") for s in SOURCES}
     return Mixture(streams, {s.name: s.weight for s in SOURCES}, seed)
-
-
-def held_out_rows(folder: Path, names: Iterable[str], seq_len: int, limit: int) -> dict[str, Tensor]:
-    """Return rows [N, seq_len + 1] of held-out text per source, up to `limit` tokens each."""
-    found = {}
-    for name in names:
-        ids = np.fromfile(folder / f"val_{name}.bin", dtype=np.uint16)[: limit + 1].astype(np.int64)
-        count = (len(ids) - 1) // seq_len
-        if count:
-            rows = np.stack([ids[i * seq_len : (i + 1) * seq_len + 1] for i in range(count)])
-            found[name] = torch.from_numpy(rows)
-    return found
 
 
 class DistillationRows:

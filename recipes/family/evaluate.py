@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from . import data
 from .model import LlamaDecoder
 from .tokenizer import token_bytes
 
@@ -30,8 +30,12 @@ class HeldOut:
 
 def held_out(tokens: Path, learned: PreTrainedTokenizerFast, weights: Mapping[str, float], seq_len: int, limit: int) -> HeldOut:
     """Return rows of held-out text, up to `limit` tokens of each source."""
-    sizes = torch.tensor(token_bytes(learned), dtype=torch.float64)
-    return HeldOut(data.held_out_rows(tokens, weights, seq_len, limit), weights, sizes)
+    rows = {}
+    for name in weights:
+        ids = torch.from_numpy(np.fromfile(tokens / f"val_{name}.bin", dtype=np.uint16)[: limit + 1].astype(np.int64))
+        if len(ids) > seq_len:
+            rows[name] = ids.unfold(0, seq_len + 1, seq_len)
+    return HeldOut(rows, weights, torch.tensor(token_bytes(learned), dtype=torch.float64))
 
 
 def bits_per_byte(model: LlamaForCausalLM, text: HeldOut) -> dict[str, float]:

@@ -27,7 +27,7 @@ from . import samples
 from .config import AgainstLoops
 
 HELD_OUT = ("tales", "books", "tldr", "gsm8k", "chats")  # sources of the prompts other than signatures
-OPENING = 24  # prompt tokens of a held-out document
+OPENINGS, OPENING = 10, 24  # documents of each source, and the first tokens of each
 
 
 @dataclass
@@ -71,14 +71,14 @@ def repeats(token_ids: Sequence[int], end: int) -> list[bool]:
     return found
 
 
-def mixed_prompts(tokens: Path, tokenizer: PreTrainedTokenizerFast, most: int = 50) -> list[str]:
+def loop_prompts(tokens: Path, tokenizer: PreTrainedTokenizerFast) -> list[str]:
     """Return the signatures of `samples.py`, and openings of held-out documents."""
     openings: list[str] = []
     for name in HELD_OUT:
         ids = np.fromfile(tokens / f"val_{name}.bin", dtype=np.uint16)
         begins = [0, *(np.flatnonzero(ids == tokenizer.eos_token_id)[:-1] + 1).tolist()]
-        longest = [begin for begin, stop in zip(begins, [*begins[1:], len(ids)], strict=True) if stop - begin > 2 * OPENING]
-        openings += [str(tokenizer.decode(ids[begin : begin + OPENING].tolist())) for begin in longest[: most // len(HELD_OUT)]]
+        long = [begin for begin, stop in zip(begins, [*begins[1:], len(ids)], strict=True) if stop - begin > 2 * OPENING]
+        openings += [str(tokenizer.decode(ids[begin : begin + OPENING].tolist())) for begin in long[:OPENINGS]]
     return [*samples.SIGNATURES, *openings]
 
 

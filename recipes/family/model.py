@@ -1,20 +1,22 @@
-"""Build the two Llamas and run them layer by layer, using transformers' modelling code."""
+"""Build, load and export the two Llamas, and run them layer by layer, using transformers' modelling code."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider.train.decoder import Decoder
 from outrider.train.distillation import next_token_loss
 from outrider.train.precision import arithmetic
 from outrider.train.trainer import Loss
 
-from .config import Preset, Shape
+from . import tokenizer
+from .config import TOKEN_IDS, Preset, Shape
 
 
 def build(shape: Shape, preset: Preset, seed: int) -> LlamaForCausalLM:
@@ -32,9 +34,7 @@ def build(shape: Shape, preset: Preset, seed: int) -> LlamaForCausalLM:
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
+        **TOKEN_IDS,
         # at 256 tokens, the backward pass of torch's attention on CPUs takes a third of a step, plain matrix products a tenth
         attn_implementation="sdpa" if torch.cuda.is_available() else "eager",
     )
@@ -48,6 +48,23 @@ def build(shape: Shape, preset: Preset, seed: int) -> LlamaForCausalLM:
 def load(folder: Path) -> LlamaForCausalLM:
     """Load an exported model in float32, for measurements."""
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def export(checkpoint: Path, shape: Shape, preset: Preset, tokenizer_folder: Path, out: Path) -> None:
+    """Write config, weights, generation config and tokenizer of a checkpoint. The run may still be training."""
+    net = build(shape, preset, seed=0)
+    net.load_state_dict(torch.load(checkpoint, map_location="cpu", weights_only=True)["model"])
+    if out.exists():
+        shutil.rmtree(out)
+    write(net, tokenizer_folder, out)
+
+
+def write(net: PreTrainedModel, tokenizer_folder: Path, out: Path) -> None:
+    """Write a model in bfloat16 with its tokenizer."""
+    net.generation_config = GenerationConfig(**TOKEN_IDS, do_sample=False)
+    net.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.load(tokenizer_folder).save_pretrained(out)
+    tokenizer.write_config(out)
 
 
 def compile_layers(model: LlamaForCausalLM) -> None:

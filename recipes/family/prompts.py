@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -40,12 +40,7 @@ def function_prompts(stream: np.ndarray, tokenizer: PreTrainedTokenizerFast, len
 def mixed_prompts(folder: Path, tokenizer: PreTrainedTokenizerFast, rows: int, length: int, others: Tensor) -> Tensor:
     """Return prompts [rows, length]: mostly function signatures, the rest from `others` [N, >= length]."""
     stream = np.memmap(folder / "train_functions.bin", dtype=np.uint16, mode="r")
-    wanted = int(rows * FUNCTION_SHARE)
-    found: list[Tensor] = []
-    for prompt in function_prompts(stream, tokenizer, length):
-        if len(found) == wanted:
-            break
-        found.append(prompt)
+    found = list(islice(function_prompts(stream, tokenizer, length), int(rows * FUNCTION_SHARE)))
     rest = others[: rows - len(found), :length]
     mixed = torch.cat([torch.stack(found), rest]) if found else rest
     return mixed[torch.randperm(len(mixed), generator=torch.Generator().manual_seed(len(mixed)))]

@@ -5,14 +5,13 @@ The signatures and openings were written for this file; none is from a benchmark
 
 from __future__ import annotations
 
-import ast
-import warnings
 from collections.abc import Sequence
 
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from .config import SEED
+from .corpus import parsed
 
 ENGLISH = (
     "The old house at the end of the road",
@@ -97,10 +96,8 @@ def continuations(
     how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p} if temperature else {"do_sample": False}
     end = tokenizer.eos_token_id
     out = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=new_tokens, **how)
-    found = []
-    for ids in out[:, batch["input_ids"].shape[1] :].tolist():
-        found.append(ids[: ids.index(end) + 1] if end in ids else ids)
-    return found
+    written = out[:, batch["input_ids"].shape[1] :].tolist()
+    return [ids[: ids.index(end) + 1] if end in ids else ids for ids in written]
 
 
 def text_of(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
@@ -128,12 +125,4 @@ def function_body(continuation: str) -> str:
 def parses(prompt: str, continuation: str) -> bool:
     """Return whether prompt and `function_body` are valid Python with a non-empty body."""
     body = function_body(continuation)
-    if not body.strip():
-        return False
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ast.parse(prompt + body)
-    except (SyntaxError, ValueError):
-        return False
-    return True
+    return bool(body.strip()) and parsed(prompt + body) is not None

@@ -21,14 +21,13 @@ from outrider.train.draft_model import copy_layers
 from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
 from outrider.train.plan import Plan
 from outrider.train.precision import run_dtype
-from outrider.train.progress import Progress
+from outrider.train.progress import reporting
 from outrider.train.shrink import shrink
 from outrider.train.trainer import Trainer
 
 from . import card, corpus, data, evaluate, loops, model, prompts, report, tokenizer
 from .config import PRESETS, Preset
 from .evaluate import HeldOut
-from .export import export
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Workshop:
 
     @property
     def preset(self) -> Preset:
-        """The preset, with sizes and plans."""
+        """Return the sizes and plans."""
         return PRESETS[self.preset_name]
 
     def plan(self, own: Plan) -> Plan:
@@ -56,23 +55,27 @@ class Workshop:
 
     @property
     def device(self) -> torch.device:
-        """The GPU if there is one, else the CPU."""
+        """Return the GPU if there is one, else the CPU."""
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     @property
     def tokens(self) -> Path:
-        """Folder of the tokenised text."""
+        """Return the folder of the tokenised text."""
         return self.folder / "tokens"
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """The learned tokenizer."""
+        """Return the learned tokenizer."""
         return tokenizer.load(self.folder / "tokenizer")
 
     def held_out(self, long: bool) -> HeldOut:
         """Return held-out rows: a few thousand tokens of each source, or several times as many if ``long``."""
         fitting, weights = min(256, self.preset.max_positions // 2), {s.name: s.in_total for s in corpus.SOURCES}
         return evaluate.held_out(self.tokens, self.tokenizer, weights, fitting, 8_192 if long else 4_096)
+
+    def claim_start(self, stage: str) -> None:
+        """Raise ``OutriderError`` if the run of a stage started from another folder."""
+        claim(self.folder / stage / "run.json", {"start": None if self.start is None else str(self.start)})
 
 
 def prepare(shop: Workshop) -> None:
@@ -108,7 +111,7 @@ def target_run(shop: Workshop) -> Trainer:
     if shop.start is not None:
         net.load_state_dict(model.load(shop.start).state_dict())
         skip = replace(skip, grow_at=0.0)
-    claim(shop.folder / "target" / "run.json", {"start": None if shop.start is None else str(shop.start)})
+    shop.claim_start("target")
 
     def measure(final: bool) -> dict[str, Any]:
         found = shop.held_out(final)
@@ -132,13 +135,14 @@ def train_against_loops(shop: Workshop) -> bool:
     net = model.build(preset.target, preset, plan.seed).to(shop.device)
     learned = torch.load(shop.folder / "target" / "checkpoint.pt", map_location=shop.device, weights_only=True)
     net.load_state_dict(learned["model"])
+    claim(shop.folder / "loops" / "run.json", {"target": fingerprint(net)})
     skip = replace(preset.layer_skip, from_scratch=False, grow_at=0.0)
     text = _loss(shop, "loops", net, plan, skip)
     words = shop.tokenizer
 
     def measure(final: bool) -> dict[str, Any]:
         net.eval()
-        chosen = loops.mixed_prompts(shop.tokens, words)
+        chosen = loops.loop_prompts(shop.tokens, words)
         found = loops.measure(net, words, chosen if final else chosen[::4], report.SAMPLE_TOKENS)
         shares = {f"{how}_loops": found[how]["texts_that_end_in_a_loop"] for how in ("greedy", "sampled")}
         return {"bpb": evaluate.bits_per_byte(net, shop.held_out(final)), **shares}
@@ -168,7 +172,7 @@ def finished(shop: Workshop) -> str:
 def export_model(shop: Workshop, name: str, out: Path) -> None:
     """Export the last checkpoint of `target`, `loops` (the target after that stage), `average` or `draft`."""
     shape = shop.preset.draft if name == "draft" else shop.preset.target
-    export(shop.folder / name / "checkpoint.pt", shape, shop.preset, shop.folder / "tokenizer", out)
+    model.export(shop.folder / name / "checkpoint.pt", shape, shop.preset, shop.folder / "tokenizer", out)
 
 
 def write_text(shop: Workshop, teacher: LlamaForCausalLM, rows: int) -> Tensor:
@@ -185,13 +189,13 @@ def write_text(shop: Workshop, teacher: LlamaForCausalLM, rows: int) -> Tensor:
     starts = prompts.mixed_prompts(shop.tokens, shop.tokenizer, rows, how.prompt_tokens, others).to(shop.device)
     generator = torch.Generator(shop.device).manual_seed(plan.seed)
     written = []
-    with Progress("generate") as bar:
+    with reporting("generate") as show:
         for batch in starts.split(how.generation_batch):
             temperature = torch.ones(len(batch), device=shop.device)
             temperature[: round(len(batch) * how.greedy_share)] = 0.0
             new_tokens = how.new_tokens + 1
             written.append(continue_rows(teacher, batch, new_tokens, temperature, generator).cpu())
-            bar.update(sum(map(len, written)) / rows, {"rows": sum(map(len, written))})
+            show(sum(map(len, written)) / rows, {"rows": sum(map(len, written))})
     generated = torch.cat(written).to(torch.int32)
     with replaced(path) as unfinished:
         torch.save(generated, unfinished)
@@ -209,6 +213,7 @@ def new_draft(preset: Preset, teacher: LlamaForCausalLM, seed: int) -> LlamaForC
 def train_draft(shop: Workshop, target: Path, generated_rows: int | None = None) -> bool:
     """Distil the draft from the target in a folder to the end of its plan. Returns False if interrupted."""
     preset, how = shop.preset, shop.preset.distillation
+    shop.claim_start("draft")
     plan = shop.plan(preset.draft_plan)
     teacher = model.load(target).to(shop.device).requires_grad_(False)
     rows = how.generated_rows if generated_rows is None else generated_rows
@@ -242,11 +247,10 @@ def finish(shop: Workshop, package: Path, curves: Path) -> None:
     ):
         export_model(shop, name, out)
     for name in ("target", "loops", "draft"):
-        curve = json.loads((shop.folder / name / "curve.json").read_text())
-        plots.draw(name, curve, curves)
+        plots.draw(name, shop.folder / name, curves)
     learned = shop.tokenizer
     found = report.measure(package, shop.tokens, shop.held_out(long=True), learned)
-    chosen = loops.mixed_prompts(shop.tokens, learned)
+    chosen = loops.loop_prompts(shop.tokens, learned)
     for name, folder in (("before", shop.folder / "export" / "learned"), ("after", package / "target")):
         found.setdefault("loops", {})[name] = loops.measure(model.load(folder), learned, chosen, report.SAMPLE_TOKENS)
     found["tokens"] = json.loads((shop.tokens / "tokens.json").read_text())

@@ -22,6 +22,15 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}" + ASSISTANT + "\n{% endif %}"
 )
+SETTINGS = {
+    "bos_token": END,
+    "eos_token": END,
+    "pad_token": END,
+    "additional_special_tokens": [USER, ASSISTANT],
+    "clean_up_tokenization_spaces": False,
+    "model_max_length": 1024,
+    "chat_template": CHAT_TEMPLATE,
+}
 
 
 def balanced_sample(splits: dict[str, Split], characters: int) -> Iterator[str]:
@@ -54,30 +63,12 @@ def train(texts: Iterator[str], vocab: int) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END,
-        eos_token=END,
-        pad_token=END,
-        additional_special_tokens=[USER, ASSISTANT],
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        model_max_length=1024,
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SETTINGS)
 
 
 def write_config(folder: Path) -> None:
     """Rewrite tokenizer_config.json with the keys that transformers 4 and other engines need."""
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": END,
-        "eos_token": END,
-        "pad_token": END,
-        "additional_special_tokens": [USER, ASSISTANT],
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 1024,
-        "chat_template": CHAT_TEMPLATE,
-    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **SETTINGS}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     (folder / "special_tokens_map.json").unlink(missing_ok=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 import typer
 
@@ -30,7 +30,7 @@ from recipes.heads.rows import COUNT, SEQ_LEN, bench
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
-NAMES = ("medusa", "eagle1", "eagle3", "mtp", "dflash")
+Name = Literal["medusa", "eagle1", "eagle3", "mtp", "dflash"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Options:
 
 
 def hidden_states(num_layers: int) -> tuple[int, int, int]:
-    """Return EAGLE-3's hidden states: the paper's, but the last one is later, because the target has only eight layers."""
+    """Return EAGLE-3's hidden states: the paper's, but the last one is later, because the target has few layers."""
     return 2, num_layers // 2, num_layers - 1
 
 
@@ -82,10 +82,8 @@ def train_all(names: Sequence[str], how: Options) -> None:
 
 @app.command()
 @with_groups
-def one(*, name: Annotated[str, typer.Argument()], how: Options) -> None:
-    """Train one head of medusa, eagle1, eagle3, mtp, dflash; run again to resume."""
-    if name not in NAMES:
-        raise typer.BadParameter(f"unknown head {name!r}; expected {', '.join(NAMES)}")
+def one(*, name: Annotated[Name, typer.Argument()], how: Options) -> None:
+    """Train one head; run again to resume."""
     train_all([name], how)
 
 
@@ -93,7 +91,7 @@ def one(*, name: Annotated[str, typer.Argument()], how: Options) -> None:
 @with_groups
 def everything(*, how: Options) -> None:
     """Text, features and all heads in order; run again to go on where it stopped."""
-    train_all(NAMES, how)
+    train_all(get_args(Name), how)
 
 
 if __name__ == "__main__":

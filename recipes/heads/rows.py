@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from outrider.heads.checkpoint import replaced
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.train.claims import claim, fingerprint
-from outrider.train.progress import Progress
+from outrider.train.progress import reporting
 from outrider.train.runs import Bench
 from outrider.train.text import regenerate
 from outrider.types import OutriderError
@@ -48,9 +48,9 @@ def training_rows(runner: ModelRunner, learned: PreTrainedTokenizerFast, tokens:
     filled[:, :PROMPT_LEN] = starts.int()
     written = []
     for temperature, part in zip((0.0, 1.0), filled.chunk(2), strict=True):
-        with Progress(f"text at temperature {temperature:g}") as bar:
+        with reporting(f"text at temperature {temperature:g}") as report:
             folder = work / f"text_{temperature:g}"
-            written.append(regenerate(runner, part, PROMPT_LEN, temperature, SEED, folder, bar.update))
+            written.append(regenerate(runner, part, PROMPT_LEN, temperature, SEED, folder, report))
     rows = torch.cat(written)
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED))]
     with replaced(path) as unfinished:

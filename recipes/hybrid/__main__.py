@@ -14,8 +14,8 @@ from outrider.train.precision import run_dtype
 from outrider.train.trainer import Batches, Trainer
 from recipes import exit_unless, run
 from recipes.family import data, tokenizer
-from recipes.family.export import write
-from recipes.family.model import text_loss
+from recipes.family.config import TOKEN_IDS
+from recipes.family.model import text_loss, write
 
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -37,8 +37,7 @@ SHAPE: dict[str, Any] = {
 def build(vocab_size: int, seed: int, **changes: Any) -> Qwen3_5ForCausalLM:
     """Return a new model; three of four layers are Gated DeltaNet."""
     torch.manual_seed(seed)
-    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    config = Qwen3_5TextConfig(vocab_size=vocab_size, tie_word_embeddings=True, **ids, **(SHAPE | changes))
+    config = Qwen3_5TextConfig(vocab_size=vocab_size, tie_word_embeddings=True, **TOKEN_IDS, **(SHAPE | changes))
     return Qwen3_5ForCausalLM(config).float()
 
 

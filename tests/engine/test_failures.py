@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from outrider.sampling import InvalidLogits
 from outrider.types import Proposal, ancestor_matrix
 
 from .test_engine import Features, plain, requests
-from .toy import VOCAB, TableRunner, greedy_continuation, make_engine, oracle, outputs, run
+from .toy import VOCAB, TableRunner, greedy_continuation, make_engine, make_request, oracle, outputs, run
 
 # --- failing proposers ------------------------------------------------------------------------------------------------------
 
@@ -105,6 +107,28 @@ def test_invalid_draft_logits_pause_other_requests_for_one_round():
     assert lens[:4] == [3, 3, 2, 2]
     assert [found[f"r{b}"][-1].stats.faults for b in range(3)] == [0, 1, 0]
     assert [len(emission.token_ids) for emission in found["r0"][:4]] == [4, 1, 4, 4]
+
+
+def test_a_failed_prefill_pauses_new_requests_only():
+    class Late(Proposer):
+        def prefill(self, requests):
+            if any(request.request_id == "r1" for request in requests):
+                raise RuntimeError("out of memory")
+            return [True] * len(requests)
+
+        def propose(self, context, k):
+            return good(context)
+
+    engine = make_engine(Late(), 3)
+    first, second = requests(2)
+    engine.add(first)
+    engine.step()
+    engine.add(second)
+    engine.step()  # the target's prefill of the second one
+    num_drafts = engine.stats.num_drafts
+    engine.step()
+    assert engine.stats.num_drafts == num_drafts + 3
+    assert [engine._ledger.of(name).faults for name in ("r0", "r1")] == [0, 1]
 
 
 def test_a_proposer_that_fails_in_a_later_round_loses_no_output(caplog):
@@ -203,6 +227,22 @@ def test_a_failing_target_is_an_error_for_that_request_alone(kind):
     wanted = plain(3)
     assert all(wanted[name][0][-len(tokens[name]) :] == tokens[name] for name in ("r0", "r2"))
     assert runner.cached == {}
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_time_of_a_failed_round_is_not_counted(batch):
+    runner = TableRunner(max_batch=batch)
+    score = runner.score
+
+    def slow(context, proposal, hidden):
+        if runner.fails_for & set(context.request_ids):
+            time.sleep(0.2)
+        return score(context, proposal, hidden)
+
+    runner.score, runner.fails_for = slow, {f"r{batch - 1}"}  # the last one
+    found = run(make_engine(runner=runner), requests(batch) + [make_request("later", [3, 4], max_tokens=4)][: 2 - batch])
+    assert found[f"r{batch - 1}"][-1].finish_reason == "error"
+    assert max(emissions[-1].stats.times.total for emissions in found.values()) < 0.2
 
 
 def test_after_a_target_failure_each_verdict_matches_its_own_tree():

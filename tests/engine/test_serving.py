@@ -263,6 +263,17 @@ def test_a_cancelled_request_costs_its_client_no_turn():
     assert list(waiting) == ["a3", "b", "b later"]
 
 
+def test_a_request_waits_no_longer_after_an_earlier_one_was_cancelled():
+    waiting = FairQueue()
+    waiting.push("a0", "a", 0, cost=1)
+    waiting.push("a1", "a", 0, cost=1)
+    waiting.push("b", "b", 0, cost=10)
+    waiting.serve("b")  # before its turn, as a request whose prompt others wait for
+    waiting.remove("a0")
+    waiting.push("c", "c", 0, cost=0.5)
+    assert list(waiting) == ["a1", "c"]
+
+
 def test_a_large_request_of_a_new_client_waits_for_small_ones():
     waiting = FairQueue()
     waiting.push("a0", "a", 0, cost=10)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemm
 from outrider import LLM, SamplingParams
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.train import model_runs, optim
-from outrider.train.acceptance import acceptance, expected_tau
+from outrider.train.acceptance import acceptance, mean_acceptance_length
 from outrider.train.continuation import continue_rows
 from outrider.train.decoder import Decoder
 from outrider.train.distillation import Distillation, DistillationLoss, divergence
@@ -190,11 +190,11 @@ def test_divergences_and_acceptance_equal_their_formulas():
     torch.testing.assert_close(sampled, torch.minimum(draft_probs, target_probs).sum(-1))
 
 
-def test_the_expected_tau_depends_on_runs_not_averages():
-    assert expected_tau(torch.full((2, 30), 0.8), 4) == pytest.approx((1 - 0.8**5) / 0.2, rel=1e-5)
+def test_the_mean_acceptance_length_depends_on_runs_not_averages():
+    assert mean_acceptance_length(torch.full((2, 30), 0.8), 4) == pytest.approx((1 - 0.8**5) / 0.2, rel=1e-5)
     stretches = torch.tensor([[1.0] * 12 + [0.0] * 12])  # half accepted, in one run
-    assert expected_tau(stretches, 1) == pytest.approx(1.5)
-    assert expected_tau(stretches, 4) == pytest.approx(1 + (12 + 11 + 10 + 9) / 21)
+    assert mean_acceptance_length(stretches, 1) == pytest.approx(1.5)
+    assert mean_acceptance_length(stretches, 4) == pytest.approx(1 + (12 + 11 + 10 + 9) / 21)
 
 
 def test_a_draft_is_initialised_with_layers_of_its_target(folder):
@@ -432,6 +432,7 @@ def test_invalid_training_gives_a_one_line_error(rows, bench, tmp_path):
             lambda: new_draft(bench.model, DraftShape(layers=5)),
             "invalid number of layers 5 for a target with 5: expected 1 to 4",
         ),
+        (lambda: chosen_layers(DraftShape(), 1), "the target has one layer: a draft needs fewer layers"),
         (lambda: new_draft(bench.model, DraftShape(from_layers=(0, 9))), "layers 0 to 4"),
         (
             lambda: new_draft(bench.model, DraftShape(width=64)),

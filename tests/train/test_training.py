@@ -31,6 +31,7 @@ from outrider.train.block_loss import BlockLoss
 from outrider.train.capture import capture, read_rows
 from outrider.train.claims import fingerprint
 from outrider.train.medusa import MedusaLoss
+from outrider.train.progress import reporting
 from outrider.train.rollout_loss import RolloutLoss
 from outrider.train.runs import (
     Bench,
@@ -521,6 +522,19 @@ def test_invalid_training_is_reported_before_the_target_generates_text(runner, t
             run()
 
 
+def test_progress_in_a_log_is_a_line_now_and_then_with_the_remaining_time(capsys, monkeypatch):
+    times = iter([0.0, 1.0, 11.0, 21.0, 22.0])
+    clock = SimpleNamespace(monotonic=lambda: next(times), strftime=lambda _: "12:00:00")
+    monkeypatch.setattr("outrider.train.progress.time", clock)
+    with reporting("draft") as report:
+        for step, more in enumerate([{"kl": 1.5}, {"kl": 1.0}, {"hit": 0.5}, {"bpb": {"total": 2.0}}], start=1):
+            report(0.1 * step, {"step": step, "loss": 3.0, **more})
+    assert capsys.readouterr().err.splitlines() == [
+        "12:00:00 draft  30.0% left 1.2 min | step 3 loss 3.000",
+        "12:00:00 draft  40.0% left 0.7 min | step 4 loss 3.000 bpb {'total': 2.0}",
+    ]
+
+
 def test_text_is_read_from_plain_files_and_all_kinds_of_lines(llm, tmp_path):
     plain, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
     plain.write_text(TEXT)
@@ -620,7 +634,9 @@ def test_invalid_training_gives_a_one_line_error(runner, llm, rows, tmp_path):
         (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(3, steps=40)), "too short for 40 steps"),
         (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(3, draft_vocab=10**6)), "draft vocabulary of 1000000"),
         (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(1, formats=("speculators",))), "native format only"),
+        (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(3, steps=0)), "invalid number of steps 0: expected at least 1"),
         (lambda: train_mtp(from_rows, tmp_path, how, MtpRun(steps=40)), "too short for 40 steps"),
+        (lambda: train_mtp(from_rows, tmp_path, how, MtpRun(steps=0)), "invalid number of steps 0: expected at least 1"),
         (lambda: train_block(from_rows, tmp_path, how, BlockRun(40)), "too short for blocks of 40"),
         (
             lambda: train_block(from_rows, tmp_path, how, BlockRun(4, hidden_states=(0, 2))),

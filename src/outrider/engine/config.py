@@ -23,12 +23,7 @@ from outrider.options import declared
 from outrider.proposers.base import Proposer
 from outrider.proposers.method import Setting
 from outrider.proposers.recognition import MODEL, TargetFiles, kind_of
-from outrider.registry import (
-    AUTO,
-    DEFAULT_METHOD_WITH_FOREIGN_DRAFT,
-    PROPOSERS,
-    VERIFIERS,
-)
+from outrider.registry import AUTO, DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS, VERIFIERS
 from outrider.runner import ModelRunner, RunnerConfig, gguf
 from outrider.runner.linear import is_row_invariant
 from outrider.runner.loading import load_config, text_config

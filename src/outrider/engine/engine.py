@@ -80,7 +80,7 @@ class Engine:
 
     @property
     def stats(self) -> GenerationStats:
-        """Totals over all requests."""
+        """Return the totals over all requests."""
         return self._ledger.total
 
     @property
@@ -146,6 +146,7 @@ class Engine:
         try:
             result = run_round(batch, k, self._parts)
         except TargetError as failure:
+            self._clock.take()  # the time of a failure is not that of a round
             if len(batch.entries) == 1:
                 return [self._fail(batch.entries[0], failure.__cause__)]
             return self._isolate(batch, k, failure)
@@ -175,10 +176,10 @@ class Engine:
         emissions = []
         for b, entry in enumerate(batch.entries):
             alone, proposal = batch.take([b]), failure.proposal.take([b]).narrow([lens[b]])
-            self._clock.take()
             try:
                 result = finish_round(alone, k, proposal, self._parts)
             except TargetError as error:
+                self._clock.take()
                 emissions.append(self._fail(entry, error.__cause__))
             else:
                 emissions += self._settle(alone, result)

@@ -53,17 +53,17 @@ class GuardedProposer:
 
     def prefill(self, requests: Sequence[Request]) -> list[bool]:
         """Prefill the next chunk of prompts that are new to the proposer. Return which requests can be drafted for."""
-        able = [self._is_able(self._drafting(request)) for request in requests]
-        known = [request for request, is_able in zip(requests, able, strict=True) if is_able]
-        fresh = [request for request in known if not self._drafting(request).is_prefilled]
+        known = [self._drafting(request) for request in requests]
+        able = [self._is_able(drafting) for drafting in known]
+        rows = zip(requests, known, able, strict=True)
+        fresh = [request for request, drafting, is_able in rows if is_able and not drafting.is_prefilled]
         if not fresh:
             return able
         try:
             self._prefill(fresh)
         except Exception as error:
-            self._pause_at_fault(known, error)
-            return [False] * len(requests)
-        return [is_able and self._drafting(request).is_prefilled for request, is_able in zip(requests, able, strict=True)]
+            self._pause_at_fault(fresh, error)
+        return [is_able and drafting.is_prefilled for drafting, is_able in zip(known, able, strict=True)]
 
     def propose(self, context: Context, k: int) -> Proposal:
         """Return at most k drafts for each request with a limit above 0, none for the others."""
@@ -80,6 +80,7 @@ class GuardedProposer:
             if checked.proposal.parents is not None:
                 checked = self._as_scored(checked, context)
         except Exception as error:
+            self._features.seen(context.request_ids)  # the proposer has read the hidden states of all
             self._pause_at_fault(context.requests, error)
             return self._no_drafts(batch)
         self._features.seen(context.request_ids)
@@ -172,12 +173,8 @@ class GuardedProposer:
         return self._empty
 
     def _pause_at_fault(self, requests: Sequence[Request], error: Exception) -> None:
-        """Pause the requests that caused an error: those that it names, otherwise all.
-
-        The other requests have no drafts in this round only. The proposer has already read the hidden states of all.
-        """
+        """Pause the requests that caused an error: those that it names, otherwise all."""
         named = error.request_ids if isinstance(error, RequestFault) else ()
-        self._features.seen([request.request_id for request in requests])
         at_fault = [request for request in requests if request.request_id in named] or requests
         self._pause(at_fault, f"{type(error).__name__}: {error}")
 

@@ -104,7 +104,7 @@ class LLM:
 
     @property
     def stats(self) -> GenerationStats:
-        """Totals over all requests."""
+        """Return the totals over all requests."""
         return self._final_stats if self._is_closed else self.engine.stats
 
     def warmup(self, num_draft_tokens: int | None = None, batch: int = 1) -> None:

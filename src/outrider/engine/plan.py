@@ -77,9 +77,11 @@ class Plan:
     def given(self, key: str) -> Any:
         """Return the value of a key or None; folders and GGUF files are resolved relative to the plan."""
         value = self.values.get(key)
-        if value is not None and key in FOLDERS:
+        if value is None:
+            return None
+        if key in FOLDERS:
             return self._resolved(value)
-        return with_drafts(value, self._resolved) if value is not None and key == "method" else value
+        return with_drafts(value, self._resolved) if key == "method" else value
 
     def _resolved(self, folder: str) -> str:
         return str(self.folder / folder) if (self.folder / folder).exists() else folder

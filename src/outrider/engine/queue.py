@@ -65,7 +65,7 @@ class FairQueue(Generic[Item]):
         """Remove an item because it is served now."""
         served = self._place(item)
         assert served is not None
-        self._time = max(self._time, served.end)  # an item of a lower priority may have waited behind all later ones
+        self._time = max(self._time, served.end)  # an item of a lower priority may have waited until after all later ones
         self._waiting.remove(served)
         self._ends = {client: end for client, end in self._ends.items() if end > self._time} if self._waiting else {}
 
@@ -77,7 +77,7 @@ class FairQueue(Generic[Item]):
         self._waiting.remove(gone)
         for place in self._waiting:
             if place.client == gone.client and place.number > gone.number:
-                place.end = max(self._time + place.cost, place.end - gone.cost)
+                place.end = min(place.end, max(self._time + place.cost, place.end - gone.cost))
         self._waiting.sort(key=_Place.rank)
         self._ends[gone.client] = self._ends.get(gone.client, 0.0) - gone.cost
 

@@ -48,7 +48,7 @@ class Batch:
 
     @property
     def is_prefill(self) -> bool:
-        """Whether the round prefills the rest of some prompt."""
+        """Return whether the round prefills the rest of some prompt."""
         return any([entry.state is not State.DECODE for entry in self.entries])
 
 

@@ -131,7 +131,7 @@ def _check_shapes(proposal: object, batch: int, vocab_size: int) -> Proposal:
 
 
 def _check_probs(probs: Tensor, lens: list[int]) -> dict[int, str]:
-    """Rows with a NaN, a negative entry or a sum other than 1 among their valid drafts."""
+    """Return the rows with a NaN, a negative entry or a sum other than 1 among their valid drafts."""
     sums, lowest = torch.stack((probs.sum(-1), probs.amin(-1))).tolist()  # [B, N] each
     return {
         row: "draft probabilities that are NaN, negative or do not sum to 1"

@@ -20,8 +20,8 @@ def acceptance(target_logits: Tensor, draft_logits: Tensor) -> tuple[Tensor, Ten
     return (target_logits.argmax(-1) == draft_logits.argmax(-1)).float(), overlap
 
 
-def expected_tau(accepted: Tensor, k: int) -> float:
-    """Return the mean acceptance length with k drafts per round: 1 + sum over j of P(j in a row are accepted).
+def mean_acceptance_length(accepted: Tensor, k: int) -> float:
+    """Return the expected tokens per round of k drafts: 1 + sum over j of P(j in a row are accepted).
 
     ``accepted`` [B, S] are probabilities per position; every position followed by k others starts a round, so that easy and
     hard passages keep their correlation instead of being treated as independent positions.
@@ -30,8 +30,8 @@ def expected_tau(accepted: Tensor, k: int) -> float:
     if places < 1:
         return float("nan")
     alive, total = torch.ones(len(accepted), places), 1.0
-    for ahead in range(k):
-        alive = alive * accepted[:, ahead : ahead + places]
+    for draft in range(k):
+        alive = alive * accepted[:, draft : draft + places]
         total += float(alive.mean())
     return total
 
@@ -41,7 +41,7 @@ def summary(pairs: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, parts in zip(("greedy", "sampled"), zip(*pairs, strict=True), strict=True):
         accepted = torch.cat(parts).cpu()
-        tau = {k: round(expected_tau(accepted, k), 3) for k in LENGTHS if k < accepted.shape[1]}
+        tau = {k: round(mean_acceptance_length(accepted, k), 3) for k in LENGTHS if k < accepted.shape[1]}
         found[name] = {"acceptance": round(float(accepted.mean()), 4), "expected_tau": tau}
     return found
 

@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from outrider.heads.block import Attend, BlockAttention, BlockHead
 from outrider.train.acceptance import acceptance
 from outrider.train.capture import FeatureCache, read_rows
+from outrider.train.plan import step_seed
 from outrider.train.precision import arithmetic
 from outrider.train.soft_entropy import SoftEntropy, soft_entropy, teacher_of
 
@@ -42,7 +43,7 @@ class BlockLoss:
         """Return the loss of the cached rows with these indices [B], at anchors drawn for this step."""
         ids, features, last = read_rows(self.cache, rows.tolist(), self.head, self.last)
         shape, (batch, length) = self.head.shape, ids.shape
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+        generator = torch.Generator().manual_seed(step_seed(self.seed, step))
         places = torch.rand(batch, length - shape.max_drafts, generator=generator).topk(self._num_anchors(length), -1).indices
         anchors = 1 + places.sort(-1).values.to(ids.device)  # an anchor has at least one token before it
         gamma = min(MAX_GAMMA, shape.block_size / 2)

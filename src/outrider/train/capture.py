@@ -19,18 +19,18 @@ from outrider.heads.checkpoint import save_tensors
 from outrider.heads.feature_head import FeatureHead
 from outrider.runner import ModelRunner
 from outrider.train.claims import digest, fingerprint, once
-from outrider.train.text import Report, held_out
+from outrider.train.progress import Report
+from outrider.train.text import RowOrder, held_out
 from outrider.types import Context, OutriderError, Proposal, Request, SamplingParams
 
 SHARD_ROWS = 64
 
 
-class FeatureCache:
-    """Rows of ids and features by index; the last ones are held out."""
+class FeatureCache(RowOrder):
+    """Rows of ids and features by index, and the order in which they are trained; the last ones are held out."""
 
     def __init__(self, folder: Path, num_rows: int, seq_len: int) -> None:
-        self.seq_len = seq_len
-        self.num_training = num_rows - held_out(num_rows)
+        super().__init__(num_rows - held_out(num_rows), seq_len)
         self.held_out = range(self.num_training, num_rows)  # indices of rows
         self._folder = folder
         self._open: dict[int, Any] = {}

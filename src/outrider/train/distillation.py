@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from outrider.runner.loading import text_config
 from outrider.train.continuation import continue_rows
 from outrider.train.parallel import Masks
+from outrider.train.plan import step_seed
 from outrider.train.precision import arithmetic
 from outrider.types import OutriderError
 
@@ -101,7 +102,7 @@ class DistillationLoss:
         rows = int((step + 1) * share + ROUNDING) - int(step * share + ROUNDING)  # a share below one row: in some steps
         if not rows:
             return ids
-        generator = torch.Generator(ids.device).manual_seed(self.seed * 1_000_003 + step)
+        generator = torch.Generator(ids.device).manual_seed(step_seed(self.seed, step))
         warm = torch.ones(rows, device=ids.device)
         known = int(text_config(self.target).vocab_size)  # the target cannot read a draft's mask token
         own = continue_rows(self.draft, ids[:rows, :length].long(), ids.shape[1] - length, warm, generator, known)

@@ -29,9 +29,9 @@ class DraftShape:
 
 def chosen_layers(shape: DraftShape, total: int) -> tuple[int, ...]:
     """Return the target layers that initialise the draft. Raises ``OutriderError`` for invalid layers."""
-    count = shape.layers or (
-        len(shape.from_layers) if shape.from_layers else max(min(FEW, total - 1), total // LAYERS_SHARE, 1)
-    )
+    if total < 2:
+        raise OutriderError("the target has one layer: a draft needs fewer layers than its target")
+    count = shape.layers or len(shape.from_layers or ()) or max(min(FEW, total - 1), total // LAYERS_SHARE)
     if not 1 <= count < total:
         raise OutriderError(f"invalid number of layers {count} for a target with {total}: expected 1 to {total - 1}")
     layers = shape.from_layers or tuple(index * total // count for index in range(count))

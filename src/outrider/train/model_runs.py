@@ -219,9 +219,8 @@ def _save(bench: Bench, model: Any, out: Path) -> None:
     with named_errors(out):
         model.to(checkpoint_dtype(bench.model)).save_pretrained(out)
     source = Path(str(bench.model.name_or_path))
-    files = [path for pattern in TOKENIZER_FILES for path in source.glob(pattern)] if source.is_dir() else []
+    files = [path for pattern in TOKENIZER_FILES for path in source.glob(pattern) if path.is_file()]
     for path in files:
-        if path.is_file():
-            shutil.copyfile(path, out / path.name)
+        shutil.copyfile(path, out / path.name)
     if not files and bench.tokenizer is not None:
         bench.tokenizer.save_pretrained(out)

@@ -81,8 +81,7 @@ class Muon(torch.optim.Optimizer):
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
         grads = []
         for param in params:
-            if param.grad is None:
-                continue
+            assert param.grad is not None  # see step
             state = self.state[param]
             if not state:
                 state["momentum"] = torch.zeros_like(param)

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from outrider.runner.loading import text_config
 from outrider.runner.parallel_draft import MASK_KEYS, mask_token_of
 from outrider.train.acceptance import ROWS, acceptance, chain_summary
-from outrider.train.decoder import evaluating
+from outrider.train.decoder import TOLERANCE, evaluating
+from outrider.train.plan import step_seed
 from outrider.types import OutriderError, first_line
 
-TOLERANCE = 1e-3  # relative to the largest logit, in float32
 SPARE_NAME = re.compile(r"[<\[]\|?(reserved|unused)[ _\w-]*\|?[>\]]")  # name of a reserved token
 
 
@@ -54,7 +54,7 @@ class Entries:
 
     @classmethod
     def of(cls, seq_len: int, by_depth: Sequence[Tensor]) -> Entries:
-        """``by_depth``: the anchors of the masks at depth 1, 2, ...; those of a depth are among those of the one before."""
+        """Return the entries of a row and its masks. ``by_depth``: anchors at depth 1, 2, ..., each a part of those before."""
         tokens = torch.arange(seq_len)
         counts = [seq_len, *map(len, by_depth)]
         depths = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
@@ -113,8 +113,7 @@ class Masks:
 
     def drawn(self, text: Tensor, seed: int, step: int) -> tuple[Tensor, Tensor]:
         """Return the logits [B, T, V] of a training step, and the position in the row [T] after which each one predicts."""
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        entries = Entries.drawn(text.shape[1], self.how, generator)
+        entries = Entries.drawn(text.shape[1], self.how, torch.Generator().manual_seed(step_seed(seed, step)))
         return self.logits(text, entries), entries.positions.to(text.device)
 
     @torch.no_grad()

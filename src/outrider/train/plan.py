@@ -7,6 +7,11 @@ from dataclasses import dataclass
 SEED = 1729
 
 
+def step_seed(seed: int, step: int) -> int:
+    """Return the seed of one step's draws, so that a resumed run draws what an uninterrupted one does."""
+    return seed * 1_000_003 + step
+
+
 @dataclass(frozen=True)
 class Plan:
     """Training length and learning rates of one model.

@@ -30,9 +30,9 @@ def thin(curve: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return points
 
 
-def draw(name: str, curve: list[dict[str, Any]], folder: Path) -> None:
-    """Write `<name>_curve.json` and, if matplotlib is installed, `<name>_curve.png`."""
-    points = thin(curve)
+def draw(name: str, run: Path, folder: Path) -> None:
+    """Write `<name>_curve.json` and, if matplotlib is installed, `<name>_curve.png`, of the run in the folder ``run``."""
+    points = thin(json.loads((run / "curve.json").read_text()))
     lines = ",\n".join(json.dumps(point) for point in points)
     (folder / f"{name}_curve.json").write_text(f"[\n{lines}\n]\n")
     try:

@@ -4,58 +4,50 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as RichProgress
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+Report = Callable[[float, dict[str, Any]], None]  # (finished share, a point of the curve)
 LINE_EVERY_S = 20.0
 
 
-def describe(point: dict[str, Any]) -> str:
-    """Format the values of one point of the curve."""
-    return " ".join(f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in point.items())
+@contextmanager
+def reporting(name: str) -> Iterator[Report]:
+    """Context manager: return a function that shows the finished share and the latest values."""
+    if not sys.stderr.isatty():
+        yield _lines(name)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.fields[numbers]}"), console=Console(stderr=True)) as bar:
+        task = bar.add_task(name, total=1.0, numbers="")
+        yield lambda share, point: bar.update(task, completed=share, numbers=_described(point))
 
 
-class Progress:
-    """Shows a fraction and the latest values; a context manager."""
+def _lines(name: str) -> Report:
+    """Return a function that prints a line every 20 seconds, and at each measurement of bits per byte."""
+    first: tuple[float, float] | None = None  # time and share of the first call: compiling before it predicts nothing
+    printed = time.monotonic()
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._bar: RichProgress | None = None
-        if sys.stderr.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-            console = Console(stderr=True)
-            self._bar = RichProgress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[numbers]}"), console=console)
-            self._task = self._bar.add_task(name, total=1.0, numbers="")
-        self._started = self._printed = time.monotonic()
-        self._first: float | None = None
-
-    def update(self, fraction: float, point: dict[str, Any]) -> None:
-        """Show the progress of the run."""
-        is_long = "loss" in point and "bpb" not in point
-        brief: dict[str, Any] = {key: point[key] for key in ("step", "loss") if key in point} if is_long else point
-        if self._bar is not None:
-            numbers = describe(brief)
-            self._bar.update(self._task, completed=fraction, numbers=numbers)
-            return
+    def report(share: float, point: dict[str, Any]) -> None:
+        nonlocal first, printed
         now = time.monotonic()
-        if self._first is None:  # earlier time, such as compiling, does not predict the rest
-            self._first, self._started = fraction, now
-        if now - self._printed >= LINE_EVERY_S or "bpb" in point:
-            speed = (fraction - self._first) / max(now - self._started, 1e-9)
-            left = f"{(1 - fraction) / speed / 60:.1f} min" if speed > 0 else "?"
+        first = first or (now, share)
+        if now - printed >= LINE_EVERY_S or "bpb" in point:
+            speed = (share - first[1]) / max(now - first[0], 1e-9)
+            left = f"{(1 - share) / speed / 60:.1f} min" if speed > 0 else "?"
             clock = time.strftime("%H:%M:%S")
-            print(f"{clock} {self.name} {fraction:6.1%} left {left} | {describe(brief)}", file=sys.stderr, flush=True)
-            self._printed = now
+            print(f"{clock} {name} {share:6.1%} left {left} | {_described(point)}", file=sys.stderr, flush=True)
+            printed = now
 
-    def __enter__(self) -> Progress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
+    return report
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+
+def _described(point: dict[str, Any]) -> str:
+    """Format a point of the curve: of a training step its number and loss, else all values."""
+    if "loss" in point and "bpb" not in point:
+        point = {key: point[key] for key in ("step", "loss") if key in point}
+    return " ".join(f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in point.items())

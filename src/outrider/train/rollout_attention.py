@@ -44,8 +44,8 @@ def attend(
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling).transpose(1, 2), None
     (first_keys, first_values), *later = steps
     length = query.shape[2]
-    ahead = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-    scores = (query @ first_keys.transpose(2, 3)).masked_fill(ahead, float("-inf"))  # [B, H, T, T]
+    is_future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    scores = (query @ first_keys.transpose(2, 3)).masked_fill(is_future, float("-inf"))  # [B, H, T, T]
     own = [(query * keys).sum(-1, keepdim=True) for keys, _ in later]  # s of [B, H, T, 1]
     weights = (torch.cat((scores, *own), -1) * scaling).softmax(-1).to(value.dtype)
     out = weights[..., :length] @ first_values

@@ -22,6 +22,7 @@ from torch.nn.functional import smooth_l1_loss
 from outrider.heads.feature_head import RolloutHead
 from outrider.train import rollout_attention
 from outrider.train.capture import FeatureCache, read_rows
+from outrider.train.plan import step_seed
 from outrider.train.precision import arithmetic
 from outrider.train.soft_entropy import SoftEntropy, Teacher, soft_entropy, teacher_of
 
@@ -48,7 +49,7 @@ class RolloutLoss:
         """Return the loss of the cached rows with these indices [B]."""
         ids, features, last = read_rows(self.cache, rows.tolist(), self.head, self.last)
         if self.head.imitates_features:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+            generator = torch.Generator().manual_seed(step_seed(self.seed, step))
             noise = torch.rand(last.shape, generator=generator).to(ids.device)
             features = [last + (2 * noise - 1) * NOISE]
         with arithmetic(ids.device, self.dtype):

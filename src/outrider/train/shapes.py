@@ -116,14 +116,9 @@ def new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ..
         shape = EagleShape(3, config, hidden, hidden_states, size, reduced=draft_ids is not None)
     head, output = EagleHead(shape), output_layer(runner)
     with torch.no_grad():
-        nn.init.normal_(head.fc.weight, std=0.02 / hidden**0.5)
-        head.fc.weight[:, -hidden:] += torch.eye(hidden)  # the last part: the feature, or that of the highest layer
+        _repeat_feature(head)
         if head.fc.bias is not None:
             nn.init.zeros_(head.fc.bias)
-        own: list[Any] = list(head.layers)
-        for layer in own:
-            nn.init.zeros_(layer.self_attn.o_proj.weight)
-            nn.init.zeros_(layer.mlp.down_proj.weight)
         if generation == 3:
             chosen = torch.arange(size) if draft_ids is None else draft_ids
             head.lm_head.weight.copy_(output.plain_weight()[chosen.to(output.weight.device)])
@@ -143,13 +138,9 @@ def new_mtp(runner: ModelRunner) -> MtpHead:
     except OutriderError as error:
         logger.info("%s: a Llama layer is trained", error)
         body = Body.of(head_config(runner, LlamaConfig, runner.num_layers), LlamaForCausalLM)
-    head, hidden = MtpHead(body, max(body.layers)), runner.hidden_size
+    head = MtpHead(body, max(body.layers))
     with torch.no_grad():
-        nn.init.normal_(head.fc.weight, std=0.02 / hidden**0.5)
-        head.fc.weight[:, hidden:] += torch.eye(hidden)
-        for name, weight in head.layers.named_parameters():
-            if re.search(r"\b(o_proj|down_proj)\b", name):
-                nn.init.zeros_(weight)
+        _repeat_feature(head)
         # The feature's norm removes its scale. Some norms store their scale minus one.
         head.norm.weight += final_scale(runner).square().mean().sqrt().cpu() - 1
     return trainable(head, runner)
@@ -184,9 +175,7 @@ def new_block(runner: ModelRunner, sizes: BlockSizes, mask_token_id: int) -> Blo
         )
     )
     with torch.no_grad():
-        for name, weight in head.named_parameters():
-            if re.search(r"\b(o_proj|down_proj|markov_w2|kernel_projection|successor_codebook)\b", name):
-                nn.init.zeros_(weight)
+        _add_nothing(head)
         head.norm.weight.copy_(final_scale(runner))
     return trainable(head, runner)
 
@@ -199,6 +188,21 @@ def _second(rank: int, hidden_size: int, vocab_size: int) -> dict[str, Any]:
         "selector_rank": rank,
         "num_candidates": min(16, vocab_size),
     }
+
+
+def _repeat_feature(head: EagleHead | MtpHead) -> None:
+    """Let a head repeat the last part of its input: the feature, or that of the highest layer."""
+    hidden = head.fc.out_features
+    nn.init.normal_(head.fc.weight, std=0.02 / hidden**0.5)
+    head.fc.weight[:, -hidden:] += torch.eye(hidden)
+    _add_nothing(head.layers)
+
+
+def _add_nothing(layers: nn.Module) -> None:
+    """Set the weights to zero through which layers add to their input."""
+    for name, weight in layers.named_parameters():
+        if re.search(r"\b(o_proj|down_proj|markov_w2|kernel_projection|successor_codebook)\b", name):
+            nn.init.zeros_(weight)
 
 
 def mask_token(rows: Tensor, runner: ModelRunner) -> int:

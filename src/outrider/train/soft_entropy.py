@@ -30,7 +30,7 @@ class Teacher:
 
 
 def teacher_of(target_logits: Tensor, draft_ids: Tensor | None = None) -> Teacher:
-    """Build from logits [B, T, V] with the draft vocabulary ``draft_ids`` [Vd] (None: all)."""
+    """Return the distributions of logits [B, T, V] over the draft vocabulary ``draft_ids`` [Vd] (None: all)."""
     wanted = target_logits if draft_ids is None else target_logits[..., draft_ids]
     probs = wanted.softmax(-1)
     best = probs.amax(-1, keepdim=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,9 +18,9 @@ from outrider.files import READ_ERRORS, open_text
 from outrider.heads.checkpoint import save_tensors
 from outrider.runner import ModelRunner
 from outrider.train.claims import claim, digest, fingerprint
+from outrider.train.progress import Report
 from outrider.types import OutriderError, check_text, first_line
 
-Report = Callable[[float, dict[str, Any]], None]  # (progress, values to show)
 ROLES = {"human": "user", "gpt": "assistant"}
 PIECE = 1 << 18  # characters that are encoded at once
 GOLDEN = 0.6180339887498949
@@ -111,15 +111,12 @@ def token_rows(paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, seq_le
     """
     end = tokenizer.eos_token_id
     ids = array("i")
-    for path in paths:
+    for document in (each for path in paths for each in read_documents(path, tokenizer, max_tokens - len(ids))):
+        ids.extend(document)
+        if end is not None:
+            ids.append(int(end))
         if len(ids) >= max_tokens:
             break
-        for document in read_documents(path, tokenizer, max_tokens - len(ids)):
-            ids.extend(document)
-            if end is not None:
-                ids.append(int(end))
-            if len(ids) >= max_tokens:
-                break
     size = min(len(ids), max_tokens)
     count = size // seq_len
     if count < 2:
@@ -145,7 +142,7 @@ class RowOrder:
         self.rows_drawn = {"rows": 0}
 
     def batch(self, step: int, rows: int, seq_len: int) -> Tensor:
-        """int64 [rows]."""
+        """Return the next row indices, int64 [rows]."""
         first = self.rows_drawn["rows"]
         self.rows_drawn["rows"] += rows
         return spread(first, rows, self.num_training)
@@ -159,7 +156,7 @@ class TextRows(RowOrder):
         self.held_out, self.whole = rows[self.num_training :].long(), rows
 
     def batch(self, step: int, rows: int, seq_len: int) -> Tensor:
-        """int64 [rows, S]."""
+        """Return the next rows, int64 [rows, S]."""
         return self.whole[super().batch(step, rows, seq_len)].long()
 
 

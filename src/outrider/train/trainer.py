@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from outrider.files import write_whole
 from outrider.heads.checkpoint import replaced
 from outrider.train import optim
-from outrider.train.plan import Plan
+from outrider.train.plan import Plan, step_seed
 from outrider.train.precision import run_dtype
-from outrider.train.progress import Progress
+from outrider.train.progress import reporting
 from outrider.types import OutriderError, first_line, is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class Trainer:
         seq_len = next(length for until, length in plan.seq_lens if before <= until)
         rows = max(1, plan.batch_tokens // seq_len)
         ids = self.batches.batch(self.step, rows, seq_len).to(self.device)
-        torch.manual_seed(plan.seed * 1_000_003 + self.step)  # for the model's dropout, also after an interruption
+        torch.manual_seed(step_seed(plan.seed, self.step))  # for the model's dropout, also after an interruption
         loss, parts = self.loss(ids, self.step, before)
         if not torch.isfinite(loss):  # an update with it would spoil the next checkpoint
             raise OutriderError(
@@ -169,7 +169,7 @@ class Trainer:
         evaluated = saved = self.clock.elapsed
         self.model.train()
         try:
-            with Progress(self.name) as bar:
+            with reporting(self.name) as report:
                 while self.progress < 1.0 and not self.interrupted and steps_left != 0:
                     point = self.train_step()
                     steps_left -= 1
@@ -177,7 +177,7 @@ class Trainer:
                         point |= self._evaluate(final=False)
                         evaluated = self.clock.elapsed
                     self.curve.append(point)
-                    bar.update(self.progress, point)
+                    report(self.progress, point)
                     if self.clock.elapsed - saved > self.plan.save_every_s:
                         self.save()
                         saved = self.clock.elapsed
