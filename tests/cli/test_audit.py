@@ -176,7 +176,6 @@ def test_methods_that_all_need_too_many_samples_are_reported(
 def test_brackets_are_not_markup_and_failing_drafts_are_reported(tmp_path: Path) -> None:
     from rich.console import Console
 
-
     cell = {"method": "eagle:draft=./a[/b]", "k": 2, "batch": 1, "temperature": 0.0, "prompts": 3, "differing": 0, "cost": 1.0}
     result = {
         "kind": "same-text", "target": "./my[/model]", "certified": False, "differing": 0, "faults": 4,
