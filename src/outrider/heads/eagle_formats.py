@@ -74,8 +74,9 @@ def load(
         # The output head is the target's; a stored one is a copy.
         tensors = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
     head = made(lambda: EagleHead(shape), source)
-    if not offsets_to_ids(tensors) and shape.draft_vocab_size < vocab_size:
+    if not shape.reduced and shape.draft_vocab_size < vocab_size:
         raise OutriderError(f"{source} drafts {shape.draft_vocab_size} of {vocab_size} tokens, but the mapping d2t is missing")
+    offsets_to_ids(tensors)
     return fill(head, tensors, source, IGNORED)
 
 
@@ -171,7 +172,7 @@ def export(
     if head.draft_ids is not None:  # vLLM refuses these tables for a head over the whole vocabulary
         ids = head.draft_ids.cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(shape.llama.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+        tensors["t2d"] = torch.zeros(shape.config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     if not shape.own_output:
         raise OutriderError("a head that uses the target's output head cannot be exported: train one with its own output head")
     norms = {name: getattr(shape, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
@@ -190,7 +191,7 @@ def export(
 
 
 def _layer_config(head: EagleHead) -> dict[str, Any]:
-    config = head.shape.llama
+    config = head.shape.config
     return {
         "model_type": "llama",
         **written_layers(config),

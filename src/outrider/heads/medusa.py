@@ -6,7 +6,6 @@ FasterDecoding's format (medusa_lm_head.pt) and vLLM's are read; vLLM's is writt
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from outrider.heads.checkpoint import (
     fill,
     find_folder,
     measured,
+    read_config,
     read_folder,
     write_folder,
 )
@@ -162,9 +162,10 @@ def export(heads: MedusaHeads, folder: Path, vocab_size: int, accuracies: Sequen
 
 
 def is_exported(folder: Path, heads: MedusaHeads) -> bool:
-    """Return whether the folder has the format of ``export``, including the number of heads."""
-    config = json.loads((folder / "config.json").read_text())
-    return bool(config.get("model_type") == "medusa" and config.get("num_heads") == heads.shape.num_heads)
+    """Return whether a folder, not a single file, has the format of ``export``, including the number of heads."""
+    config = read_config(folder)
+    is_named = config.get("model_type") == "medusa" and config.get("num_heads") == heads.shape.num_heads
+    return folder.is_dir() and bool(is_named)
 
 
 def check_fit(heads: MedusaHeads, target: TargetSizes) -> None:

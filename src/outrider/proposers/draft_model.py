@@ -193,7 +193,8 @@ class DraftModelMethod(MethodSpec):
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Check vocabulary, context, RoPE, dtype and size from the draft's config and tokenizer."""
         setting = setting.of(self)
-        options, config = setting.config(DraftOptions), _config_of(setting.draft)
+        options = setting.config(DraftOptions)
+        config = _config_of(setting.draft, setting.target.config.trust_remote_code)
         yield from self.examine_vocabulary(setting, text_config(config))
         is_parallel = drafts_at_once(config, options, setting.draft)
         if is_parallel:
