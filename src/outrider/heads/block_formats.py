@@ -21,6 +21,7 @@ from outrider.heads.checkpoint import (
     LAYER_KEYS,
     TargetSizes,
     check_dims,
+    check_ids,
     check_sections,
     config_integer,
     count_numbered,
@@ -70,11 +71,11 @@ def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None 
         if "d2t" not in tensors:
             has_own_table(tensors, "lm_head.weight", model.get_output_embeddings())
     shape = _shape(config, layer, tensors, target, str(source))
-    offsets_to_ids(tensors)
     head = made(lambda: BlockHead(shape), source)
-    fill(head, tensors, source, IGNORED, lambda name: "d2t" if name == "draft_ids" else name)
     head.check_fit(target)
-    return head
+    offsets_to_ids(tensors)
+    check_ids(tensors.get("draft_ids"), target.vocab_size, "the head's draft vocabulary", target.name)
+    return fill(head, tensors, source, IGNORED, lambda name: "d2t" if name == "draft_ids" else name)
 
 
 def _own_name(name: str) -> str:
