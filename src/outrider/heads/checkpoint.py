@@ -276,8 +276,10 @@ def loose_files(folder: Path) -> list[Path]:
     return sorted(there - own)
 
 
-def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a folder for ``read_folder``, with weights in safetensors."""
+def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], **rates: object) -> None:
+    """Write a folder for ``read_folder``, with weights in safetensors. ``rates``: those for ``measured``, if not empty."""
+    stored = {key: values for key, values in rates.items() if values}
+    config = {**config, "outrider": stored} if stored else config
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(folder / "model.safetensors", tensors)
     write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")

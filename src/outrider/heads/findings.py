@@ -208,6 +208,6 @@ def _size(head: nn.Module, target: ModelRunner, what: str) -> Finding:
         own += target.vocab_size * target.hidden_size
     whole = sum(tensor.numel() for tensor in {*target.model.parameters(), *target.model.buffers()})
     text = f"{what} reads {own / 1e6:.1f} M weights, {own / max(whole, 1):.0%} of the target's"
-    return (
-        Finding("suspicious", "size", f"{text}: drafting is expensive") if own > LARGE * whole else Finding("ok", "size", text)
-    )
+    if own > LARGE * whole:
+        return Finding("suspicious", "size", f"{text}: drafting is expensive")
+    return Finding("ok", "size", text)

@@ -10,7 +10,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -144,7 +143,7 @@ def _from_original(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def export(heads: MedusaHeads, folder: Path, vocab_size: int, accuracies: Sequence[Sequence[float]] | None = None) -> None:
     """Write heads in vLLM's format; ``accuracies`` are stored in the config, for the tree."""
     shape = heads.shape
-    config: dict[str, Any] = {
+    config = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "num_heads": shape.num_heads,
@@ -156,9 +155,7 @@ def export(heads: MedusaHeads, folder: Path, vocab_size: int, accuracies: Sequen
         "original_lm_head": False,
         "torch_dtype": str(heads.lm_heads[0].weight.dtype).removeprefix("torch."),
     }
-    if accuracies:
-        config["outrider"] = {"accuracies": [list(row) for row in accuracies]}
-    write_folder(folder, config, heads.state_dict())
+    write_folder(folder, config, heads.state_dict(), accuracies=accuracies)
 
 
 def is_exported(folder: Path, heads: MedusaHeads) -> bool:

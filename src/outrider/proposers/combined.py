@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.method_text import options_by_part
 from outrider.proposers.base import Proposer, merged
-from outrider.proposers.method import MethodSpec, Setting
+from outrider.proposers.method import MethodSpec, Setting, check_counts
 from outrider.proposers.portable import Pair, Portable, TextDrafts
 from outrider.types import Context, Finding, OutriderError, Proposal, Request, Verdict
 
@@ -27,8 +27,7 @@ class CombinedConfig:
     min_first: int = 8  # number of drafts; a shorter draft is used only if the second method has none
 
     def __post_init__(self) -> None:
-        if self.min_first < 1:
-            raise OutriderError(f"invalid min_first {self.min_first}: expected at least 1")
+        check_counts(self, "min_first")
 
 
 class _Part:

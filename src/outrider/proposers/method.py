@@ -86,6 +86,14 @@ class Setting:
         return kind(**{name: _read(name, value, hints[name]) for name, value in given.items()})
 
 
+def check_counts(config: object, *names: str) -> None:
+    """Raise ``OutriderError`` if one of these options is below 1. None passes."""
+    for name in names:
+        count = getattr(config, name)
+        if count is not None and count < 1:
+            raise OutriderError(f"invalid {name} {count}: expected at least 1")
+
+
 def _read(name: str, value: Any, hint: Any) -> Any:
     """Convert the value of an option, or an element of its tuple, to a type hint. Raises ``OutriderError`` if that fails."""
     kinds, inner = _kinds(hint), _element(hint)
