@@ -108,7 +108,7 @@ def pick_exit(target: ModelRunner, tokenizer: PreTrainedTokenizerBase | None) ->
 
 
 def best_exit(target: ModelRunner, tokenizer: PreTrainedTokenizerBase) -> Exit:
-    """Return the exit with the highest estimated speedup on a built-in text, the first of several."""
+    """Return the exit with the highest estimated speedup on a built-in text; on ties the first."""
     return max(measure_exits(target, tokenizer.encode(TEXT)[:NUM_TOKENS]), key=lambda found: found.speedup)
 
 
