@@ -78,6 +78,8 @@ def test_a_block_drafter_is_examined(tmp_path):
     assert "at most 7 drafts in one pass" in text_of(found, "block") and "71%, 50%" in text_of(found, "acceptance")
     block_checkpoints.write(head, config | {"num_target_layers": 36}, block_checkpoints.head_tensors())
     assert level_of(examined(tmp_path / "target", "dflash", head), "layers") == "suspicious"
+    block_checkpoints.write(head, config | {"outrider": {"acceptance_by_position": "high"}}, block_checkpoints.head_tensors())
+    assert "expected a list of numbers" in examined(tmp_path / "target", "dflash", head).findings[-1].text
     name = "layers.1.self_attn.v_proj.weight"
     rewrite(head, lambda tensors: tensors.pop(name))
     assert name in " ".join(each.text for each in examined(tmp_path / "target", "dflash", head).findings)

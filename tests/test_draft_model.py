@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from draft_rounds import DraftRounds
@@ -218,3 +220,14 @@ def test_a_draft_that_does_not_fit_is_rejected_in_one_line(make, message, tmp_pa
     with pytest.raises(OutriderError, match=message) as error:
         build(tmp_path, make(tmp_path), make_tokenizer())
     assert "\n" not in str(error.value)
+
+
+def test_a_draft_with_its_own_code_is_examined_if_it_is_trusted(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    target, draft = make_folder(tmp_path / "target"), make_folder(tmp_path / "draft")
+    (draft / "own.py").write_text("from transformers import LlamaConfig\nclass Own(LlamaConfig):\n    model_type = 'own'\n")
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}))
+    runner = ModelRunner.load(target, RunnerConfig(compile="never", trust_remote_code=True))
+    setting = Setting(runner, make_tokenizer(), draft, make_tokenizer())
+    assert {finding.topic: finding.level for finding in METHOD.examine(setting)}["vocabulary"] == "ok"

@@ -75,9 +75,17 @@ def test_measured_values_are_only_defaults():
     assert setting(options={"top_k": "3"}).config(EagleConfig, acceptance=None) == EagleConfig(top_k=3)
 
 
-@pytest.mark.parametrize("text", ["eagle:hidden_states=2,x", "eagle:nodes=3", "eagle:max_nodes=0"])
-def test_an_unknown_or_invalid_option_is_rejected(text):
-    with pytest.raises(OutriderError):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("eagle:hidden_states=2,x", "invalid hidden_states 'x': expected a whole number"),
+        ("eagle:acceptance=nan", "invalid acceptance nan: expected a finite number"),
+        ("eagle:nodes=3", "the method has no option nodes"),
+        ("eagle:max_nodes=0", "invalid max_nodes 0: expected at least 1"),
+    ],
+)
+def test_an_unknown_or_invalid_option_is_rejected(text, message):
+    with pytest.raises(OutriderError, match=message):
         setting(options=split_method(text)[1]).config(EagleConfig)
 
 

@@ -129,7 +129,7 @@ def test_a_head_beside_a_16_bit_target_turns_by_exact_angles(tmp_path, model):
     write_eagle1(tmp_path, VOCAB)
     target = ModelRunner.load(deepcopy(model).bfloat16(), RunnerConfig(compile="never", max_batch=1))
     runner = RolloutRunner(load(tmp_path), target)
-    exact = LlamaRotaryEmbedding(runner.head.shape.llama).inv_freq
+    exact = LlamaRotaryEmbedding(runner.head.shape.config).inv_freq
     assert torch.equal(runner.head.rotary_emb.inv_freq, exact) and not torch.equal(exact.bfloat16().float(), exact)
 
 
@@ -165,7 +165,7 @@ def test_an_exported_head_equals_the_original(source, kind, tmp_path, target):
     for name, tensor in second.state_dict().items():
         wanted = target.model.get_input_embeddings() if lent and name == "embed_tokens.weight" else None
         torch.testing.assert_close(tensor, first.embedding_table() if wanted is not None else first.state_dict()[name])
-    assert second.shape.llama.rope_parameters["rope_theta"] == 5000.0
+    assert second.shape.config.rope_parameters["rope_theta"] == 5000.0
     assert measured_acceptance(tmp_path / "out") == (0.7, 0.1)
 
 

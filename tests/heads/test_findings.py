@@ -11,7 +11,19 @@ from outrider import LLM, SamplingParams
 from outrider.doctor import Patient, check_up
 from outrider.types import OutriderError
 
-from .writers import DIM, FFN, HEADS, HIDDEN, KV_HEADS, set_config, write_eagle1, write_eagle3, write_medusa, write_vllm_medusa
+from .writers import (
+    DIM,
+    FFN,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    layer_config,
+    set_config,
+    write_eagle1,
+    write_eagle3,
+    write_medusa,
+    write_vllm_medusa,
+)
 
 VOCAB, LAYERS = 320, 4
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -151,6 +163,22 @@ def test_t2d_that_contradicts_d2t_is_reported(target, tmp_path):
 def test_missing_or_contradictory_layers_are_reported(target, tmp_path):
     write_eagle3(tmp_path, VOCAB, 200, config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]})
     assert "eagle_config names 1, 2, 3" in text_of(examined(target, "eagle", tmp_path), "layers")
+    set_config(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": ["a"]})
+    assert "eagle_config names ['a']" in text_of(examined(target, "eagle", tmp_path), "layers")
+
+
+@pytest.mark.parametrize("declared, shown", [(400, "400"), ("x", "'x'")])
+def test_the_vocabulary_that_a_config_declares_is_compared(target, tmp_path, declared, shown):
+    write_medusa(tmp_path, VOCAB, 2)
+    set_config(tmp_path, vocab_size=declared)
+    text = text_of(examined(target, "medusa", tmp_path), "vocabulary")
+    assert text == f"made for a vocabulary of {shown} tokens, but the target has 320"
+
+
+def test_the_vocabulary_of_nested_layers_is_compared(target, tmp_path):
+    write_eagle3(tmp_path, VOCAB, 200)
+    set_config(tmp_path, vocab_size=None, model=layer_config(VOCAB + 80))
+    assert level_of(examined(target, "eagle", tmp_path), "vocabulary") == "wrong"
 
 
 def spoil(folder, what):

@@ -68,6 +68,9 @@ def test_exported_heads_are_in_vllms_format_and_equal_the_original(tmp_path):
     wanted = {"model_type": "medusa", "num_heads": 3, "num_hidden_layers": 1, "hidden_size": HIDDEN, "vocab_size": VOCAB}
     assert wanted.items() <= config.items() and config["medusa_fc_bias"] is True
     assert "blocks.0.layers.0.weight" in second.state_dict() and "lm_heads.0.weight" in second.state_dict()
+    assert medusa.is_exported(tmp_path / "out", second)
+    file = tmp_path / "out" / "model.safetensors"
+    assert not medusa.is_exported(file, medusa.load(file, VOCAB)[0])  # other engines read folders only
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_a_head_that_uses_the_targets_output_head_transforms_logits_like_the_tar
     model = model_of(kind)
     runner = runner_of(model)
     head = shapes.new_eagle(runner, 1, (2,), None)
-    head.shape.llama._attn_implementation = "outrider"
+    head.set_attention("outrider")
     proposer = EagleProposer(head, runner, EagleConfig(max_nodes=1))
     request = make_request("r", make_text(9, 3))
     request.params = SamplingParams(temperature=1.0)

@@ -143,18 +143,12 @@ DRAFTINGS = [
 CHAINS = [likeliest, chain, other_temperature, shared_tokens, in_parallel]
 
 
+@pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("draft", DRAFTINGS)
-def test_rejection_is_lossless(draft: Callable[[Text, SamplingParams], Drafts], setting: str) -> None:
+def test_a_round_is_lossless(verifier: Verifier, draft: Callable[[Text, SamplingParams], Drafts], setting: str) -> None:
     for output in OUTPUTS if draft in CHAINS else OUTPUTS[1:]:
-        assert loss(RejectionVerifier(), SETTINGS[setting], output, draft) < EXACT
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("draft", DRAFTINGS)
-def test_block_is_lossless(draft: Callable[[Text, SamplingParams], Drafts], setting: str) -> None:
-    for output in OUTPUTS if draft in CHAINS else OUTPUTS[1:]:
-        assert loss(BlockVerifier(), SETTINGS[setting], output, draft) < EXACT
+        assert loss(verifier, SETTINGS[setting], output, draft) < EXACT
 
 
 @pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()])

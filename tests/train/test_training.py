@@ -122,10 +122,7 @@ def test_training_rollouts_equal_drafting_rollouts(kind, runner, cache):
     loss = RolloutLoss(head, cache, LAYERS, steps=3)
     ids, features, _ = read_rows(cache, [5], head, LAYERS)
     outs = loss._rollout(ids, features, loss.steps)
-    if kind == "mtp":
-        head.set_attention("outrider")
-    else:
-        head.shape.llama._attn_implementation = "outrider"
+    head.set_attention("outrider")
     drafting = RolloutRunner(head, runner)
     for length in (1, 4, 12):
         name = f"text-{length}"

@@ -138,7 +138,7 @@ class _WideEagle(_Widener):
     """
 
     def __init__(self, head: EagleHead, target: InflatedTarget) -> None:
-        super().__init__(head.shape.llama.to_dict(), target, 1 if head.shape.generation == 1 else target.copies)
+        super().__init__(head.shape.config.to_dict(), target, 1 if head.shape.generation == 1 else target.copies)
         self.head, self.shape = head, head.shape
         check_width(head.shape.target_hidden_size, target)
         reads_last = target.small.layers in head.shape.hidden_states
@@ -150,9 +150,9 @@ class _WideEagle(_Widener):
     def made(self) -> EagleHead:
         """The head itself."""
         states = tuple(map(self.target.hidden_state, self.shape.hidden_states))
-        llama = deepcopy(self.shape.llama)
-        llama.update(self.wide.sizes)
-        shape = replace(self.shape, llama=llama, target_hidden_size=self.target.large.hidden, hidden_states=states)
+        config = deepcopy(self.shape.config)
+        config.update(self.wide.sizes)
+        shape = replace(self.shape, config=config, target_hidden_size=self.target.large.hidden, hidden_states=states)
         made = EagleHead(shape).to(self.target.dtype)
         own = self.head.to(self.target.dtype).state_dict()
         made.load_state_dict({name: self._tensor(name, weight) for name, weight in own.items()}, assign=True)

@@ -304,5 +304,4 @@ def export(head: BlockHead, folder: Path, num_target_layers: int, acceptance: Se
         }
     if shape.predicts_next != bool(shape.markov_rank):
         written["sample_from_anchor"] = shape.predicts_next
-    extra = {"outrider": {"acceptance_by_position": list(acceptance)}} if acceptance else {}
-    write_folder(folder, written | extra, head.state_dict())
+    write_folder(folder, written, head.state_dict(), acceptance_by_position=acceptance)

@@ -145,8 +145,9 @@ def tensor_names(folder: Path) -> Iterator[str]:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json. Raises ``OutriderError`` if it is missing or not an object."""
+    folder = folder.parent if folder.is_file() else folder
     try:
-        config = json.loads(((folder.parent if folder.is_file() else folder) / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_text())
     except OSError:
         raise OutriderError(f"{folder} is not a head's folder: config.json is missing") from None
     except ValueError as error:
@@ -275,8 +276,10 @@ def loose_files(folder: Path) -> list[Path]:
     return sorted(there - own)
 
 
-def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a folder for ``read_folder``, with weights in safetensors."""
+def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], **rates: object) -> None:
+    """Write a folder for ``read_folder``, with weights in safetensors. ``rates``: those for ``measured``, if not empty."""
+    stored = {key: values for key, values in rates.items() if values}
+    config = {**config, "outrider": stored} if stored else config
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(folder / "model.safetensors", tensors)
     write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
@@ -390,17 +393,16 @@ def check_ids(ids: Tensor | None, vocab_size: int, what: str, whose: str) -> Non
             raise OutriderError(f"{what} contains token {odd}, but {whose} has {vocab_size} tokens")
 
 
-def offsets_to_ids(tensors: dict[str, Tensor]) -> bool:
-    """Replace ``d2t``, the offset from each draft id to its target id, with ``draft_ids``, in place.
+def offsets_to_ids(tensors: dict[str, Tensor]) -> None:
+    """Replace ``d2t``, if it exists, the offset from each draft id to its target id, with ``draft_ids``, in place.
 
-    Return whether ``d2t`` exists. Raises ``OutriderError`` unless it is a vector.
+    Raises ``OutriderError`` unless it is a vector.
     """
     offsets = tensors.pop("d2t", None)
     if offsets is not None:
         if offsets.dim() != 1:
             raise OutriderError(f"the head's d2t has shape {list(offsets.shape)}: expected one offset per draft token")
         tensors["draft_ids"] = offsets.long() + torch.arange(len(offsets))
-    return offsets is not None
 
 
 def fill(

@@ -27,7 +27,7 @@ class EagleShape:
     """Shape and variant of a head."""
 
     generation: int  # 1 (EAGLE-1 and EAGLE-2) or 3
-    llama: LlamaConfig  # config of its decoder layers; vocab_size is the target's
+    config: LlamaConfig  # of its layers; vocab_size is the target's
     target_hidden_size: int
     hidden_states: tuple[int, ...]  # target hidden states it reads, numbered as in types.Scores
     draft_vocab_size: int
@@ -80,7 +80,7 @@ class EagleHead(RolloutHead):
         self.shape, self.target_hidden_size, self.hidden_states = shape, shape.target_hidden_size, shape.hidden_states
         self.imitates_features = shape.generation == 1
         self.uses_targets_output = shape.generation == 1 or not shape.own_output
-        config, hidden, features = shape.llama, shape.llama.hidden_size, len(shape.hidden_states)
+        config, hidden, features = shape.config, shape.config.hidden_size, len(shape.hidden_states)
 
         def norm(size: int) -> Norm:
             return Norm(size, eps=config.rms_norm_eps)
@@ -118,7 +118,7 @@ class EagleHead(RolloutHead):
         """Return [V, H]: its own embedding, or the target's output per token (some targets scale their weights)."""
         if self.shape.own_embedding:
             return self.embed_tokens.weight
-        table: Tensor = self._lent[0](torch.arange(self.shape.llama.vocab_size, device=self.fc.weight.device))
+        table: Tensor = self._lent[0](torch.arange(self.shape.config.vocab_size, device=self.fc.weight.device))
         return table.to(self.fc.weight.dtype)
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
@@ -154,18 +154,18 @@ class EagleHead(RolloutHead):
 
     def set_attention(self, name: str) -> None:
         """Set the attention function of its layers, by its name in transformers."""
-        self.shape.llama._attn_implementation = name
+        self.shape.config._attn_implementation = name
 
     def check_fit(self, target: TargetSizes) -> None:
         super().check_fit(target)
         shape, name = self.shape, target.name
         lends = not shape.own_embedding or self.uses_targets_output
-        if lends and shape.llama.hidden_size != target.hidden_size:
+        if lends and shape.config.hidden_size != target.hidden_size:
             raise OutriderError(
-                f"the head has hidden size {shape.llama.hidden_size} but no embedding or output head of that size"
+                f"the head has hidden size {shape.config.hidden_size} but no embedding or output head of that size"
             )
-        if shape.own_embedding and shape.llama.vocab_size < target.vocab_size:
-            raise OutriderError(f"the head has {shape.llama.vocab_size} embeddings, but {name} has {target.vocab_size} tokens")
+        if shape.own_embedding and shape.config.vocab_size < target.vocab_size:
+            raise OutriderError(f"the head has {shape.config.vocab_size} embeddings, but {name} has {target.vocab_size} tokens")
 
 
 def default_hidden_states(num_layers: int) -> tuple[int, int, int]:

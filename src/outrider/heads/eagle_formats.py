@@ -74,8 +74,9 @@ def load(
         # The output head is the target's; a stored one is a copy.
         tensors = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
     head = made(lambda: EagleHead(shape), source)
-    if not offsets_to_ids(tensors) and shape.draft_vocab_size < vocab_size:
+    if not shape.reduced and shape.draft_vocab_size < vocab_size:
         raise OutriderError(f"{source} drafts {shape.draft_vocab_size} of {vocab_size} tokens, but the mapping d2t is missing")
+    offsets_to_ids(tensors)
     return fill(head, tensors, source, IGNORED)
 
 
@@ -159,38 +160,38 @@ def export(
         raise OutriderError(f"unknown format {kind!r}: expected {', '.join(FORMATS)}")
     if shape.generation == 1 and kind == "speculators":
         raise OutriderError("EAGLE-1 heads support the native format only")
+    if not shape.own_output:
+        raise OutriderError("a head that uses the target's output head cannot be exported: train one with its own output head")
     tensors = {name: tensor for name, tensor in head.state_dict().items() if name != "draft_ids"}
     if shape.generation == 1 or kind == "speculators":  # other formats use the target's
         tensors.setdefault("embed_tokens.weight", head.embedding_table())
-    layer = _layer_config(head)
-    extra = {"outrider": {"acceptance_by_rank": acceptance}} if acceptance else {}
-    if shape.generation == 1:
-        config = layer | {"architectures": ["LlamaForCausalLM"], "bias": shape.fc_bias}
-        write_folder(folder, config | extra, tensors)
-        return
     if head.draft_ids is not None:  # vLLM refuses these tables for a head over the whole vocabulary
         ids = head.draft_ids.cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(shape.llama.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    if not shape.own_output:
-        raise OutriderError("a head that uses the target's output head cannot be exported: train one with its own output head")
+        tensors["t2d"] = torch.zeros(shape.config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    layer = _layer_config(head)
+    if shape.generation == 1:
+        config = layer | {"architectures": ["LlamaForCausalLM"], "bias": shape.fc_bias}
+    elif kind == "native":
+        tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
+        config = layer | _variant(shape) | _native(shape)
+    else:
+        config = _variant(shape) | _speculators(layer, verifier)
+    write_folder(folder, config, tensors, acceptance_by_rank=acceptance)
+
+
+def _variant(shape: EagleShape) -> dict[str, Any]:
+    """Return the entries of an EAGLE-3 config that both formats share."""
     norms = {name: getattr(shape, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
-    common = {
-        **norms,
+    return norms | {
         "draft_vocab_size": shape.draft_vocab_size,
         "target_hidden_size": shape.target_hidden_size,
         "eagle_aux_hidden_state_layer_ids": list(shape.hidden_states),
     }
-    if kind == "native":
-        tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
-        config = layer | common | _native(shape)
-    else:
-        config = common | _speculators(layer, verifier)
-    write_folder(folder, config | extra, tensors)
 
 
 def _layer_config(head: EagleHead) -> dict[str, Any]:
-    config = head.shape.llama
+    config = head.shape.config
     return {
         "model_type": "llama",
         **written_layers(config),

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, Qwen3Config
 
 from outrider.heads import block_formats, eagle_formats, medusa, mtp_formats
 from outrider.heads.block import BlockHead
-from outrider.heads.checkpoint import read_folder
+from outrider.heads.checkpoint import measured, read_folder
 from outrider.heads.eagle import EagleHead
 from outrider.heads.feature_head import FeatureHead
 from outrider.runner import ModelRunner
@@ -33,7 +32,7 @@ def of_eagle(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterat
     if not head.shape.own_embedding and any(name.endswith("embed_tokens.weight") for name in tensors):
         yield Finding("ok", "embedding", "the target's")  # the number of padding rows may differ
     else:
-        layer = config.get("transformer_layer_config") or config
+        layer = config.get("transformer_layer_config") or config.get("model") or config
         yield from _vocabulary(layer.get("vocab_size"), target)
     yield from _draft_vocabulary(head.draft_ids, tensors, target, sample)
     if head.shape.generation == 3:
@@ -73,9 +72,9 @@ def of_block(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterat
         yield Finding("ok", "layers", text)
     kind = "each by the one before" if shape.in_order else "each by itself"
     yield Finding("ok", "block", f"at most {shape.max_drafts} drafts in one pass, {kind}; mask token {shape.mask_token_id}")
-    measured = (config.get("outrider") or {}).get("acceptance_by_position")
-    if measured:
-        yield Finding("ok", "acceptance", f"measured in training, by position: {', '.join(f'{each:.0%}' for each in measured)}")
+    rates = measured(config, "acceptance_by_position", 1, folder)
+    if rates:
+        yield Finding("ok", "acceptance", f"measured in training, by position: {', '.join(f'{rate:.0%}' for rate in rates)}")
     yield from _norms(head, target)
     yield from _rope(head, target)
     yield from _dtype(tensors, target)
@@ -107,10 +106,13 @@ def of_medusa(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Itera
     yield _size(heads, target, "a round")
 
 
-def _vocabulary(declared: int | None, target: ModelRunner) -> Iterator[Finding]:
+def _vocabulary(declared: Any, target: ModelRunner) -> Iterator[Finding]:
+    """Compare ``vocab_size`` of a config, which may be missing or not a number."""
     if declared is not None and declared != target.vocab_size:
-        text = f"made for a vocabulary of {declared:,} tokens, but the target has {target.vocab_size:,}"
-        yield Finding("wrong", "vocabulary", text)
+        size = f"{declared:,}" if isinstance(declared, int) else repr(declared)
+        yield Finding(
+            "wrong", "vocabulary", f"made for a vocabulary of {size} tokens, but the target has {target.vocab_size:,}"
+        )
     else:
         yield Finding("ok", "vocabulary", f"{target.vocab_size:,} tokens, as in the target")
 
@@ -142,8 +144,10 @@ def _layers(config: Mapping[str, Any], states: tuple[int, ...], num_layers: int)
     text = f"reads the hidden states {', '.join(map(str, states))} of {num_layers}"
     if not outer and not inner:
         yield Finding("suspicious", "layers", f"{text}, assumed because its config does not name them")
-    elif outer and inner and [index + 1 for index in inner] != list(outer):
-        text = f"{text} by its top-level config; eagle_config names {', '.join(str(index + 1) for index in inner)}"
+    elif outer and inner and inner != [index - 1 for index in outer]:
+        is_list = isinstance(inner, list) and all(isinstance(index, int) for index in inner)
+        names = ", ".join(str(index + 1) for index in inner) if is_list else repr(inner)
+        text = f"{text} by its top-level config; eagle_config names {names}"
         yield Finding("suspicious", "layers", text)
     elif list(states) != sorted(set(states)):
         yield Finding("suspicious", "layers", f"{text}, which are not in ascending order")
@@ -155,7 +159,7 @@ def _norms(head: EagleHead | BlockHead, target: ModelRunner) -> Iterator[Finding
     empty = [name for name, weight in head.named_parameters() if "norm" in name and not bool(weight.any())]
     if empty:
         yield Finding("suspicious", "norms", f"the weights of {empty[0]} are all zero")
-    own, other = float(_config(head).rms_norm_eps), getattr(text_config(target.model), "rms_norm_eps", None)
+    own, other = float(head.shape.config.rms_norm_eps), getattr(text_config(target.model), "rms_norm_eps", None)
     if other is not None and own != float(other):
         yield Finding("note", "norms", f"epsilon {own:g}, the target's {float(other):g}; each uses its own")
     elif not empty:
@@ -163,21 +167,16 @@ def _norms(head: EagleHead | BlockHead, target: ModelRunner) -> Iterator[Finding
 
 
 def _rope(head: EagleHead | BlockHead, target: ModelRunner) -> Iterator[Finding]:
-    ropes = [dict(getattr(config, "rope_parameters", None) or {}) for config in (_config(head), text_config(target.model))]
+    ropes = [dict(getattr(config, "rope_parameters", None) or {}) for config in (head.shape.config, text_config(target.model))]
     own, other = [rope.get("rope_theta") for rope in ropes]
     if other is None:  # other position embeddings, or one theta per layer type
         yield Finding("note", "RoPE", f"theta {own:g}, the target has no single theta; each uses its own")
     elif own != other:
         yield Finding("note", "RoPE", f"theta {own:g}, the target's {other:g}; each uses its own")
-    reach = int(_config(head).max_position_embeddings or target.max_len)
+    reach = int(head.shape.config.max_position_embeddings or target.max_len)
     if reach < target.max_len:
         text = f"made for {reach} tokens, the target's context is {target.max_len}: acceptance may drop beyond"
         yield Finding("suspicious", "context", text)
-
-
-def _config(head: EagleHead | BlockHead) -> LlamaConfig | Qwen3Config:
-    """Return the config of a head's layers."""
-    return head.shape.llama if isinstance(head, EagleHead) else head.shape.config
 
 
 def _dtype(tensors: Mapping[str, Tensor], target: ModelRunner) -> Iterator[Finding]:
@@ -209,6 +208,6 @@ def _size(head: nn.Module, target: ModelRunner, what: str) -> Finding:
         own += target.vocab_size * target.hidden_size
     whole = sum(tensor.numel() for tensor in {*target.model.parameters(), *target.model.buffers()})
     text = f"{what} reads {own / 1e6:.1f} M weights, {own / max(whole, 1):.0%} of the target's"
-    return (
-        Finding("suspicious", "size", f"{text}: drafting is expensive") if own > LARGE * whole else Finding("ok", "size", text)
-    )
+    if own > LARGE * whole:
+        return Finding("suspicious", "size", f"{text}: drafting is expensive")
+    return Finding("ok", "size", text)

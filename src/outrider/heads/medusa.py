@@ -6,12 +6,10 @@ FasterDecoding's format (medusa_lm_head.pt) and vLLM's are read; vLLM's is writt
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +23,7 @@ from outrider.heads.checkpoint import (
     fill,
     find_folder,
     measured,
+    read_config,
     read_folder,
     write_folder,
 )
@@ -144,7 +143,7 @@ def _from_original(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def export(heads: MedusaHeads, folder: Path, vocab_size: int, accuracies: Sequence[Sequence[float]] | None = None) -> None:
     """Write heads in vLLM's format; ``accuracies`` are stored in the config, for the tree."""
     shape = heads.shape
-    config: dict[str, Any] = {
+    config = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "num_heads": shape.num_heads,
@@ -156,15 +155,14 @@ def export(heads: MedusaHeads, folder: Path, vocab_size: int, accuracies: Sequen
         "original_lm_head": False,
         "torch_dtype": str(heads.lm_heads[0].weight.dtype).removeprefix("torch."),
     }
-    if accuracies:
-        config["outrider"] = {"accuracies": [list(row) for row in accuracies]}
-    write_folder(folder, config, heads.state_dict())
+    write_folder(folder, config, heads.state_dict(), accuracies=accuracies)
 
 
 def is_exported(folder: Path, heads: MedusaHeads) -> bool:
-    """Return whether the folder has the format of ``export``, including the number of heads."""
-    config = json.loads((folder / "config.json").read_text())
-    return bool(config.get("model_type") == "medusa" and config.get("num_heads") == heads.shape.num_heads)
+    """Return whether a folder, not a single file, has the format of ``export``, including the number of heads."""
+    config = read_config(folder)
+    is_named = config.get("model_type") == "medusa" and config.get("num_heads") == heads.shape.num_heads
+    return folder.is_dir() and bool(is_named)
 
 
 def check_fit(heads: MedusaHeads, target: TargetSizes) -> None:

@@ -197,8 +197,8 @@ def export(head: MtpHead, folder: Path, layout: str = "qwen", acceptance: list[f
     prefix = names.prefix.format(n=head.hidden_states[0])
     config = json.loads(head.model_config.to_json_string(use_diff=False))
     config.get("text_config", config)[names.count] = 1
-    extra = {"outrider": {"acceptance_by_rank": acceptance}} if acceptance else {}
-    write_folder(folder, config | extra, {prefix + _stored_name(names, name): tensor for name, tensor in tensors.items()})
+    tensors = {prefix + _stored_name(names, name): tensor for name, tensor in tensors.items()}
+    write_folder(folder, config, tensors, acceptance_by_rank=acceptance)
 
 
 def _swapped(weight: Tensor) -> Tensor:

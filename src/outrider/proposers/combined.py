@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.method_text import options_by_part
 from outrider.proposers.base import Proposer, merged
-from outrider.proposers.method import MethodSpec, Setting
+from outrider.proposers.method import MethodSpec, Setting, check_counts
 from outrider.proposers.portable import Pair, Portable, TextDrafts
 from outrider.types import Context, Finding, OutriderError, Proposal, Request, Verdict
 
@@ -27,8 +27,7 @@ class CombinedConfig:
     min_first: int = 8  # number of drafts; a shorter draft is used only if the second method has none
 
     def __post_init__(self) -> None:
-        if self.min_first < 1:
-            raise OutriderError(f"invalid min_first {self.min_first}: expected at least 1")
+        check_counts(self, "min_first")
 
 
 class _Part:
@@ -52,20 +51,12 @@ class _Part:
         for layer in self.proposer.needs_hidden:
             chunks = [self._unseen.get(request_id, {}).get(layer) for request_id in view.request_ids]
             hidden[layer] = [torch.cat(chunk) if chunk else torch.empty(0) for chunk in chunks]
-        self._forget(view.request_ids)
+        self.forget_hidden(view.request_ids)
         proposal = self.proposer.propose(replace(view, hidden=hidden), min(k, self.proposer.max_drafts))
         self.rows = set(rows)
         return proposal
 
-    def release(self, request_ids: Sequence[str]) -> None:
-        self.proposer.release(request_ids)
-        self._forget(request_ids)
-
-    def retire(self, request_ids: Sequence[str]) -> None:
-        self.proposer.retire(request_ids)
-        self._forget(request_ids)
-
-    def _forget(self, request_ids: Sequence[str]) -> None:
+    def forget_hidden(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self._unseen.pop(request_id, None)
 
@@ -79,6 +70,7 @@ class CombinedProposer(Proposer):
 
     def __init__(self, first: Proposer, second: Proposer, config: CombinedConfig = CombinedConfig()) -> None:
         self._first, self._second, self._config = _Part(first), _Part(second), config
+        self._parts = (self._first, self._second)
         self.name = f"{first.name}+{second.name}"
         self.needs_hidden = tuple(sorted({*first.needs_hidden, *second.needs_hidden}))
         self.drafts_trees = first.drafts_trees or second.drafts_trees
@@ -102,7 +94,7 @@ class CombinedProposer(Proposer):
     def propose(self, context: Context, k: int) -> Proposal:
         """Raise ``OutriderError`` if the first one's drafts carry probabilities."""
         self._rows = {request_id: b for b, request_id in enumerate(context.request_ids)}
-        for part in (self._first, self._second):
+        for part in self._parts:
             part.store_hidden(context)
             part.rows = set()
         batch, enough = len(context.requests), min(self._config.min_first, self._first.proposer.max_drafts)
@@ -130,35 +122,36 @@ class CombinedProposer(Proposer):
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         rows = [self._rows[request_id] for request_id in context.request_ids]  # maybe only a part of the batch
-        for part in (self._first, self._second):
+        for part in self._parts:
             index = [i for i, row in enumerate(rows) if row in part.rows]
             if index:
                 own_verdict = self._verdict_for(part, index, [rows[i] for i in index], verdict)
                 part.proposer.commit(context.take(index), own_verdict)
 
     def prefill(self, requests: Sequence[Request]) -> list[bool]:
-        first, second = (part.proposer.prefill(requests) for part in (self._first, self._second))
+        first, second = (part.proposer.prefill(requests) for part in self._parts)
         return [pair == (True, True) for pair in zip(first, second, strict=True)]
 
     def fork(self, source_id: str, request: Request) -> None:
-        for part in (self._first, self._second):
+        for part in self._parts:
             part.proposer.fork(source_id, request)
 
     def num_nodes(self, k: int) -> int:
-        parts = (self._first.proposer, self._second.proposer)
-        return max([part.num_nodes(min(k, part.max_drafts)) for part in parts])
+        return max([part.proposer.num_nodes(min(k, part.proposer.max_drafts)) for part in self._parts])
 
     def warmup(self, k: int, batch: int) -> None:
-        for part in (self._first, self._second):
+        for part in self._parts:
             part.proposer.warmup(k, batch)
 
     def release(self, request_ids: Sequence[str]) -> None:
-        for part in (self._first, self._second):
-            part.release(request_ids)
+        for part in self._parts:
+            part.proposer.release(request_ids)
+            part.forget_hidden(request_ids)
 
     def retire(self, request_ids: Sequence[str]) -> None:
-        for part in (self._first, self._second):
-            part.retire(request_ids)
+        for part in self._parts:
+            part.proposer.retire(request_ids)
+            part.forget_hidden(request_ids)
 
     def _ask_first(self, context: Context, k: int) -> Proposal:
         """Return the first method's drafts, with a K of at least ``min_first``, to decide whether they are long enough."""

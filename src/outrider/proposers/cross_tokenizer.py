@@ -44,6 +44,7 @@ class CrossTokenizerProposer(DraftModelProposer):
     """Drafts with a model that has another vocabulary than the target."""
 
     name = "cross-tokenizer"
+    draft: ModelRunner
 
     def __init__(self, draft: ModelRunner, vocab_size: int, pair: TokenizerPair) -> None:
         super().__init__(draft, vocab_size)
@@ -122,7 +123,7 @@ class CrossTokenizerProposer(DraftModelProposer):
         ratios = [self._translations[request.request_id].ratio for request in requests]
         # One token more than requested, because the last one may become a part of a longer token.
         steps = min(math.ceil((k + 1) * max(ratios)), MAX_STEPS_PER_DRAFT * k)
-        if isinstance(self.draft, ModelRunner) and self.draft.max_drafts is not None:  # states kept by recurrent layers
+        if self.draft.max_drafts is not None:  # states kept by recurrent layers
             steps = min(steps, self.draft.max_drafts)
         texts = self.texts(context, steps)
         if not texts:

@@ -187,13 +187,21 @@ class DraftModelMethod(MethodSpec):
 
     def portable(self, setting: Setting) -> SmallModel:
         setting = setting.of(self)
-        kind = ParallelModel if is_parallel_in_exports(setting) else SmallModel
+        options = setting.config(DraftOptions)
+        try:
+            config = _config_of(setting.draft)
+        except OutriderError:  # such as offline
+            is_parallel = bool(options.parallel)
+        else:
+            is_parallel = drafts_at_once(config, options, setting.draft)
+        kind = ParallelModel if is_parallel else SmallModel
         return kind(str(setting.draft), other_tokenizer=self.other_tokenizer)
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Check vocabulary, context, RoPE, dtype and size from the draft's config and tokenizer."""
         setting = setting.of(self)
-        options, config = setting.config(DraftOptions), _config_of(setting.draft)
+        options = setting.config(DraftOptions)
+        config = _config_of(setting.draft, setting.target.config.trust_remote_code)
         yield from self.examine_vocabulary(setting, text_config(config))
         is_parallel = drafts_at_once(config, options, setting.draft)
         if is_parallel:
@@ -246,22 +254,20 @@ def drafts_at_once(config: PreTrainedConfig, options: DraftOptions, draft: objec
     return token is not None
 
 
-def is_parallel_in_exports(setting: Setting) -> bool:
-    """Return ``drafts_at_once`` for exports; if the config cannot be read, such as offline, the option ``parallel`` decides."""
-    options = setting.config(DraftOptions)
-    try:
-        config = _config_of(setting.draft)
-    except OutriderError:
-        return bool(options.parallel)
-    return drafts_at_once(config, options, setting.draft)
-
-
 def draft_tokenizer(setting: Setting) -> PreTrainedTokenizerBase | None:
-    """Return the draft's tokenizer, if any. Raises ``OutriderError`` for an invalid draft."""
+    """Return the draft's tokenizer: the given one, or that in its folder or repository, if any.
+
+    Raises ``OutriderError`` for an invalid draft.
+    """
     draft = setting.draft
     if not isinstance(draft, (str, Path, PreTrainedModel)):
         raise OutriderError(f"invalid draft {shown(draft)}: expected a folder, a hub id or a loaded model")
-    return setting.draft_tokenizer or _tokenizer_of(draft, setting.target.config.trust_remote_code)
+    if setting.draft_tokenizer is not None:
+        return setting.draft_tokenizer
+    try:
+        return gguf.load_tokenizer(str(getattr(draft, "name_or_path", draft)), setting.target.config.trust_remote_code)
+    except Exception:  # loading the model reports the reason
+        return None
 
 
 def _config_of(draft: object, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -302,12 +308,3 @@ def _num_weights(config: PreTrainedConfig) -> float:
     """Estimate the number of weights of a dense transformer that a pass reads."""
     width, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return float(config.num_hidden_layers * width * (4 * width + 3 * inner) + config.vocab_size * width)
-
-
-def _tokenizer_of(draft: object, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer in the draft's folder or hub repository, if any."""
-    source = str(getattr(draft, "name_or_path", draft))
-    try:
-        return gguf.load_tokenizer(source, trust_remote_code)
-    except Exception:  # loading the model reports the reason
-        return None

@@ -70,8 +70,7 @@ class EarlyExitMethod(MethodSpec):
         if setting.tokenizer is None or setting.target.num_layers < 2:
             return
         check_layers(setting.target, 1)
-        found = measure_exits(setting.target, setting.tokenizer.encode(TEXT)[:NUM_TOKENS])
-        best = max(found, key=lambda each: each.speedup)
+        best = best_exit(setting.target, setting.tokenizer)
         text = f"the best exit is after layer {best.layers}, which agrees with the target at {best.agreement:.0%} of positions"
         if best.speedup > 1:
             yield Finding("ok", "exits", text)
@@ -98,16 +97,19 @@ def pick_exit(target: ModelRunner, tokenizer: PreTrainedTokenizerBase | None) ->
     """Return the exit with the highest estimated speedup; without a tokenizer, a quarter of the layers."""
     if tokenizer is None:
         return max(1, target.num_layers // 4)
-    best = max(measure_exits(target, tokenizer.encode(TEXT)[:NUM_TOKENS]), key=lambda found: (found.speedup, -found.layers))
+    best = best_exit(target, tokenizer)
     text = f"after {best.layers} of {target.num_layers} layers, agreement {best.agreement:.0%}"
     if best.speedup <= 1:
-        reason = "the model was not trained for early exit"
-        logger.warning(
-            "no early exit of %s is expected to be faster than plain decoding; the best is %s: %s", target.name, text, reason
-        )
+        problem = "no early exit of %s is expected to be faster than plain decoding; the best is %s: %s"
+        logger.warning(problem, target.name, text, "the model was not trained for early exit")
     else:
         logger.info("early exit of %s %s", target.name, text)
     return best.layers
+
+
+def best_exit(target: ModelRunner, tokenizer: PreTrainedTokenizerBase) -> Exit:
+    """Return the exit with the highest estimated speedup on a built-in text; on ties the first."""
+    return max(measure_exits(target, tokenizer.encode(TEXT)[:NUM_TOKENS]), key=lambda found: found.speedup)
 
 
 @torch.inference_mode()

@@ -20,6 +20,7 @@ from torch import Tensor
 from outrider.heads.feature_head import RolloutHead
 from outrider.heads.head_runner import RolloutRunner
 from outrider.proposers.base import Proposer
+from outrider.proposers.method import check_counts
 from outrider.proposers.tree_chances import (
     Calibration,
     Drafted,
@@ -34,7 +35,7 @@ from outrider.proposers.tree_sizes import TreeCosts, TreeSizes
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
 from outrider.runner.quantized import check_head_bits
-from outrider.types import Context, OutriderError, Proposal, Request, RequestFault, Verdict, spread
+from outrider.types import Context, Proposal, Request, RequestFault, Verdict, spread
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,7 @@ class TreeConfig:
     bits: int | None = None  # 8: quantise the weights, and inputs on CPUs with 8-bit products; halves the memory traffic
 
     def __post_init__(self) -> None:
-        if self.top_k < 1 or self.max_depth < 1 or (self.max_nodes is not None and self.max_nodes < 1):
-            raise OutriderError("top_k, max_depth and max_nodes must be at least 1")
+        check_counts(self, "top_k", "max_depth", "max_nodes")
         check_rates("acceptance", self.acceptance)
         check_head_bits(self.bits)
 

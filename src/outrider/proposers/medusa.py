@@ -23,7 +23,7 @@ from outrider.heads.medusa import Accuracies, MedusaHeads, check_fit, load
 from outrider.heads.own_logits import finish_of
 from outrider.proposers.base import Proposer
 from outrider.proposers.head_method import HeadMethod, Loaded
-from outrider.proposers.method import Setting
+from outrider.proposers.method import Setting, check_counts
 from outrider.proposers.portable import ParallelHeads
 from outrider.proposers.recognition import TargetFiles
 from outrider.proposers.tree_chances import Drafted, DrawnTree, SiblingRates, check_rates, learn_from
@@ -31,7 +31,7 @@ from outrider.proposers.tree_sizes import TreeSizes
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
 from outrider.runner.quantized import check_head_bits, place_head
-from outrider.types import Context, OutriderError, Proposal, Verdict, spread
+from outrider.types import Context, Proposal, Verdict, spread
 
 # For heads without measured accuracies: those of the first head by rank, and their ratio between successive heads.
 TYPICAL_ACCURACIES = (0.55, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.012, 0.01, 0.01)
@@ -47,8 +47,7 @@ class MedusaConfig:
     bits: int | None = None  # 8: quantise the weights, and inputs on CPUs with 8-bit products; halves the memory traffic
 
     def __post_init__(self) -> None:
-        if self.max_nodes is not None and self.max_nodes < 1:
-            raise OutriderError("max_nodes must be at least 1")
+        check_counts(self, "max_nodes")
         if self.accuracies is not None:
             for row in self.accuracies or ((),):
                 check_rates("accuracies", row)

@@ -27,16 +27,13 @@ if TYPE_CHECKING:
 Config = TypeVar("Config")
 
 
-@dataclass(frozen=True)
 class Tuples:
-    """Tuples, which ``_read`` makes of lists and of text."""
+    """Tuples. ``_read`` converts lists and text to them; anything else is invalid."""
 
-    expected: str = "a list"
+    expected = "a list"
 
-    def read(self, value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, tuple):
-            raise TypeError("not a list")
-        return value
+    def read(self, value: Any) -> Any:
+        raise TypeError("not a list")
 
 
 KINDS: dict[type, Kind] = {bool: Flag("true or false"), int: Whole(), float: Number(), tuple: Tuples()}
@@ -86,40 +83,44 @@ class Setting:
             raise OutriderError(f"the method has no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
         hints = get_type_hints(kind)
         given = {name: value for name, value in measured.items() if value is not None} | dict(self.options)
-        return kind(**{name: _checked(name, _read(name, value, hints[name]), hints[name]) for name, value in given.items()})
+        return kind(**{name: _read(name, value, hints[name]) for name, value in given.items()})
+
+
+def check_counts(config: object, *names: str) -> None:
+    """Raise ``OutriderError`` if one of these options is below 1. None passes."""
+    for name in names:
+        count = getattr(config, name)
+        if count is not None and count < 1:
+            raise OutriderError(f"invalid {name} {count}: expected at least 1")
 
 
 def _read(name: str, value: Any, hint: Any) -> Any:
-    """Convert text to the number, boolean or tuple of a type hint, and lists to tuples; return anything else unchanged.
-
-    Commas separate values of a tuple, slashes the rows of a tuple of tuples: ``0.6,0.2/0.5,0.1``. Raises ``OutriderError`` for
-    text that is no number.
-    """
+    """Convert the value of an option, or an element of its tuple, to a type hint. Raises ``OutriderError`` if that fails."""
     kinds, inner = _kinds(hint), _element(hint)
+    is_optional, is_text = type(None) in kinds, isinstance(value, str) and str not in kinds
+    if is_text and is_optional and value.lower() in ("auto", "none"):
+        return None
+    if is_text:
+        value = _from_text(value, kinds, inner)
     if inner is not None and isinstance(value, (list, tuple)):
         return tuple(_read(name, each, inner) for each in value)
-    if not isinstance(value, str) or str in kinds:
-        return value
-    if type(None) in kinds and value.lower() in ("auto", "none"):
-        return None
-    if inner is not None:
-        return tuple(_read(name, each, inner) for each in value.split("/" if get_origin(inner) is tuple else ","))
-    if bool in kinds and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    number = int if int in kinds else float
-    try:
-        return number(value)
-    except ValueError:
-        raise OutriderError(f"invalid {name} {value!r}: expected {KINDS[bool if bool in kinds else number].expected}") from None
-
-
-def _checked(name: str, value: Any, hint: Any) -> Any:
-    """Return the value of an option, or of an element of its tuple. Raises ``OutriderError`` for another type."""
-    kinds, inner = _kinds(hint), _element(hint)
-    if inner is not None and isinstance(value, tuple):
-        return tuple(_checked(name, each, inner) for each in value)
     found = next((KINDS[base] for kind in kinds if (base := get_origin(kind) or kind) in KINDS), None)
-    return value if found is None else Option(found, "", optional=type(None) in kinds).read(name, value)
+    return value if found is None else Option(found, "", optional=is_optional and not is_text).read(name, value)
+
+
+def _from_text(text: str, kinds: tuple[Any, ...], inner: Any) -> Any:
+    """Convert text to the number, boolean or list of a type hint; return text that is none unchanged.
+
+    Commas separate values of a tuple, slashes the rows of a tuple of tuples: ``0.6,0.2/0.5,0.1``.
+    """
+    if inner is not None:
+        return text.split("/" if get_origin(inner) is tuple else ",")
+    if bool in kinds:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    try:
+        return int(text) if int in kinds else float(text)
+    except ValueError:
+        return text
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:

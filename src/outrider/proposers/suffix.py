@@ -255,12 +255,9 @@ class SuffixProposer(Proposer):
 
     def propose(self, context: Context, k: int) -> Proposal:
         """Return point masses; none without a match."""
-        return chain_proposal(
-            [
-                self._drafts(request, min(k, limit, self.max_drafts))
-                for request, limit in zip(context.requests, context.limits, strict=True)
-            ]
-        )
+        k = min(k, self.max_drafts)
+        each = zip(context.requests, context.limits, strict=True)
+        return chain_proposal([self._drafts(request, min(k, limit)) for request, limit in each])
 
     def release(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -274,10 +271,9 @@ class SuffixProposer(Proposer):
         self.release(request_ids)
 
     def _track(self, request: Request) -> _Track:
-        track = self._tracks.get(request.request_id)
-        if track is None:
-            track = self._tracks[request.request_id] = _Track(request)
-        return track
+        if request.request_id not in self._tracks:
+            self._tracks[request.request_id] = _Track(request)
+        return self._tracks[request.request_id]
 
     def _drafts(self, request: Request, k: int) -> list[int]:
         track = self._track(request)

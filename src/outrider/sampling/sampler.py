@@ -158,12 +158,10 @@ class Sampler:
         if self._bias is not None:
             self._bias = self._bias.to(scores.dtype)  # converted once, as all scores have the same dtype
             scores = scores + self._bias
-        if not self._grammars.is_empty:
-            scores = scores.clone() if scores is logits else scores
-            self._grammars.apply_(scores, drafts, parents, start, counts)
-        if not self._penalties.is_empty:
-            scores = scores.clone() if scores is logits else scores
-            self._penalties.apply_(scores, drafts, parents, start, counts)
+        for rules in (self._grammars, self._penalties):
+            if not rules.is_empty:
+                scores = scores.clone() if scores is logits else scores
+                rules.apply_(scores, drafts, parents, start, counts)
         return scores
 
     def _check(self, witness: Tensor, counts: list[int]) -> None:

@@ -73,12 +73,11 @@ def within(values: Tensor, lens: Tensor, other: int = 0) -> Tensor:
     return values.where(steps < lens.to(values.device).unsqueeze(-1), other)
 
 
-def chain_verdict(num_accepted: Tensor, next_token: Tensor, width: int) -> Verdict:
+def chain_verdict(num_accepted: Tensor, next_token: Tensor) -> Verdict:
     """Return the verdict on chains from [B], [B] on any device, with one transfer to the CPU."""
     if num_accepted.device.type != "cpu":
         num_accepted, next_token = torch.stack((num_accepted, next_token)).cpu()
-    path = [[*range(count), *[-1] * (width - count)] for count in num_accepted.tolist()]
-    return Verdict(torch.tensor(path, dtype=torch.long).view(len(path), width), num_accepted, next_token)
+    return path_verdict([list(range(count)) for count in num_accepted.tolist()], next_token)
 
 
 def path_verdict(paths: list[list[int]], next_token: Tensor) -> Verdict:

@@ -43,7 +43,7 @@ class BlockVerifier(RejectionVerifier):
         weight = torch.where(has_rejection, weights[rows, num_accepted].unsqueeze(-1), 1.0)
         rejected = torch.where(has_rejection, draft_probs[rows, num_accepted.clamp_max(width - 1)], 0.0)
         next_token = random.categorical(residual(weight * target[rows, num_accepted], rejected))
-        return chain_verdict(num_accepted, next_token, width)
+        return chain_verdict(num_accepted, next_token)
 
 
 def _excess(weights: Tensor, target_probs: Tensor, draft_probs: Tensor, lens: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ class ExactMatchVerifier(Verifier):
         drafts, target_tokens = proposal.token_ids.tolist(), target.tolist()
         parents = None if proposal.parents is None else proposal.parents.tolist()
         paths: list[list[int]] = []
+        next_token: list[int] = []
         # Python integers are faster than tensor operations for a few nodes.
         for b, length in enumerate(proposal.lens.tolist()):
             node, path = -1, []
@@ -35,5 +36,5 @@ class ExactMatchVerifier(Verifier):
                     node = i
                     path.append(i)
             paths.append(path)
-        next_token = [target_tokens[b][path[-1] + 1 if path else 0] for b, path in enumerate(paths)]
+            next_token.append(target_tokens[b][node + 1])
         return path_verdict(paths, torch.tensor(next_token))

@@ -28,16 +28,15 @@ class RejectionVerifier(Verifier):
 
 
 def _verify_chain(proposal: Proposal, target_probs: Tensor, random: Randomness) -> Verdict:
-    width = proposal.num_nodes
-    if width == 0:
-        return chain_verdict(torch.zeros_like(proposal.lens), random.categorical(target_probs[:, 0]).cpu(), 0)
+    if proposal.num_nodes == 0:
+        return chain_verdict(torch.zeros_like(proposal.lens), random.categorical(target_probs[:, 0]))
     drafts = proposal.token_ids.to(target_probs.device).unsqueeze(-1)  # [B, N, 1]
     chances = target_probs.gather(-1, drafts)  # acceptance probability of a point mass
     if proposal.probs is not None:
         chances = accept_prob(chances, proposal.probs.gather(-1, drafts))
     is_accepted = random.bernoulli(within(chances.squeeze(-1), proposal.lens))
     num_accepted = is_accepted.cumprod(dim=-1).sum(dim=-1)  # [B]
-    return chain_verdict(num_accepted, random.categorical(left_over(proposal, target_probs, num_accepted)), width)
+    return chain_verdict(num_accepted, random.categorical(left_over(proposal, target_probs, num_accepted)))
 
 
 def _verify_tree(proposal: Proposal, parents: Tensor, target_probs: Tensor, random: Randomness) -> Verdict:
