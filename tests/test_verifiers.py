@@ -14,6 +14,7 @@ from outrider.verifiers.base import Verifier, accept_prob, residual
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.exact import ExactMatchVerifier
 from outrider.verifiers.rejection import RejectionVerifier
+from outrider.verifiers.typical import TypicalVerifier
 
 VOCAB = 12
 PROBABILISTIC = [RejectionVerifier(), BlockVerifier()]
@@ -189,3 +190,32 @@ def test_block_judges_point_masses_like_rejection(shape: str) -> None:
     proposal, target = Proposal(drafts, lens, None, parents), random_probs(40, width + 1)
     block, rejection = (rule.verify(proposal, target, sampler_of(40)) for rule in (BlockVerifier(), RejectionVerifier()))
     assert torch.equal(block.path, rejection.path) and torch.equal(block.next_token, rejection.next_token)
+
+
+@pytest.mark.parametrize(
+    ("others", "draft_prob", "is_accepted"),
+    [
+        (0, 0.10, True),  # the other 0.9 on one token: entropy 0.33, exp(-entropy) 0.72, so epsilon 0.09 is the threshold
+        (0, 0.08, False),
+        (10, 0.06, True),  # the others share it: entropy 2.3 to 2.4, so 0.3 exp(-entropy) = 0.03 is the threshold
+        (10, 0.02, False),
+    ],
+)
+def test_typical_acceptance_has_two_thresholds(others: int, draft_prob: float, is_accepted: bool) -> None:
+    target = torch.zeros(1, 2, VOCAB)
+    target[:, :, 1 : 1 + max(others, 1)] = (1 - draft_prob) / max(others, 1)
+    target[:, :, 0] = draft_prob
+    proposal = Proposal(torch.tensor([[0]]), torch.tensor([1]))
+    verdict = TypicalVerifier().verify(proposal, target, Script(True))
+    assert verdict.num_accepted.tolist() == [int(is_accepted)]
+
+
+def test_typical_acceptance_keeps_the_longest_path_and_on_ties_the_likeliest() -> None:
+    target = torch.zeros(1, 6, VOCAB)
+    target[0, 0, [1, 2, 3]] = torch.tensor([0.5, 0.3, 0.2])
+    target[0, 1:, 4], target[0, 2, 4], target[0, 2, 5] = 1.0, 0.4, 0.6
+    # Three paths: token 1 alone, 2 -> 4 and 2 -> 5, both of two tokens.
+    parents = torch.tensor([[-1, -1, 1, 1]])
+    proposal = Proposal(torch.tensor([[1, 2, 4, 5]]), torch.tensor([4]), None, parents)
+    verdict = TypicalVerifier().verify(proposal, target[:, :5], Script(True))
+    assert verdict.path.tolist() == [[1, 3]]
