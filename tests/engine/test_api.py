@@ -141,6 +141,7 @@ def test_a_class_is_rejected_where_an_instance_is_expected(folder):
 @example(prompts=[["a", 1]])
 @example(prompts=["a", [1, 2]])
 @example(prompts=[[True, False]])
+@example(prompts=[[10**5000]])
 @ANY
 def test_prompts_of_any_type_are_accepted_or_rejected_in_one_line(llm, prompts):
     try:

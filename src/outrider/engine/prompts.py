@@ -47,7 +47,8 @@ def as_token_ids(prompt: Any, vocab_size: int) -> list[int]:
         raise OutriderError(f"invalid prompt {shown(prompt)}: expected {EXPECTED}") from None
     for index, token in enumerate(token_ids):
         if not 0 <= token < vocab_size:
-            raise OutriderError(f"invalid token id {token} at index {index} of the prompt: expected 0 to {vocab_size - 1}")
+            where = f"at index {index} of the prompt"
+            raise OutriderError(f"invalid token id {shown(token)} {where}: expected 0 to {vocab_size - 1}")
     return token_ids
 
 
