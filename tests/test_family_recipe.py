@@ -389,7 +389,7 @@ def test_a_resumed_run_has_the_start_of_the_interrupted_one(tmp_path: Path) -> N
         stages.train_against_loops(shop)
 
 
-def test_a_draft_needs_a_finished_target(tmp_path: Path) -> None:
+def test_a_draft_needs_a_finished_target_and_a_card_measurements(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     from recipes.family.__main__ import app
@@ -397,6 +397,8 @@ def test_a_draft_needs_a_finished_target(tmp_path: Path) -> None:
     options = ["--preset", "tiny", "--corpus", str(tmp_path), "--work", str(tmp_path / "work")]
     done = CliRunner().invoke(app, ["draft", *options], env={"COLUMNS": "300"})
     assert done.exit_code == 2 and "no checkpoint in" in done.output and "recipes.family loops` first" in done.output
+    done = CliRunner().invoke(app, ["card", "--preset", "tiny", "--curves", str(tmp_path)], env={"COLUMNS": "300"})
+    assert done.exit_code == 2 and "no measurements in" in done.output and "recipes.family finish` first" in done.output
 
 
 def test_repeats_are_the_tokens_of_a_loop_after_its_first_period_and_before_the_end() -> None:

@@ -148,6 +148,8 @@ def card(
     note: Annotated[str, typer.Option("--note", help="paragraph about this run in the model card")] = "",
 ) -> None:
     """Write the model card from the last measurements."""
+    if not (curves / "report.json").is_file():
+        raise typer.BadParameter(f"no measurements in {curves}: run `python -m recipes.family finish` first")
     stages.write_card(PRESETS[preset], package, curves, hardware or stages.hardware(), note)
 
 
