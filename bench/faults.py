@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from outcome import children, finish, parsed, parser_of
+from outcome import finish, parsed, parser_of
+from processes import children
 
 import outrider
 from outrider.bench.load.own_server import own_server

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 from mutations import Mutate, of_bytes, of_gguf, of_json, of_safetensors, of_toml
-from outcome import resident
+from processes import resident
 
 ROOT = Path(__file__).resolve().parent.parent
 SEEDS = ROOT / "tests" / "fuzz_seeds"  # former findings, by target

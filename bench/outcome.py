@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,25 +34,6 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"invalid number {text!r}: expected an integer of at least 1")
     return int(text)
-
-
-def resident(pid: int | str = "self") -> int:
-    """Return the resident bytes of a process, by default of this one; 0 if it has ended."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
-
-
-def children(pid: int) -> list[int]:
-    """Return the running child processes of a process. They are not read per thread, because threads end meanwhile."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # a process that has ended
-            state, parent = file.read_text().rpartition(")")[2].split()[:2]
-            if int(parent) == pid and state != "Z":
-                found.append(int(file.parent.name))
-    return found
 
 
 def finish(result: Mapping[str, Any], out: Path | None) -> int:

@@ -30,7 +30,8 @@ from typing import Any
 
 import hostile
 import httpx
-from outcome import children, count, finish, parsed, parser_of, resident
+from outcome import count, finish, parsed, parser_of
+from processes import children, resident
 
 from outrider.bench.provenance import origin
 from outrider.bench.statistics import percentiles

@@ -27,7 +27,8 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from outcome import count, finish, parsed, parser_of, resident
+from outcome import count, finish, parsed, parser_of
+from processes import resident
 
 from outrider import LLM, SamplingParams
 from outrider.bench.provenance import provenance

@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from outrider.cli.app import EXIT_CHECK_FAILED
 from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.console import err
-from outrider.cli.options import ModelOptions, SamplingOptions, flag, given, parse_k, parse_list, values_given, with_groups
+from outrider.cli.options import (
+    ModelOptions,
+    SamplingOptions,
+    check_counts,
+    flag,
+    given,
+    parse_k,
+    parse_list,
+    values_given,
+    with_groups,
+)
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
 from outrider.registry import AUTO
@@ -99,8 +109,7 @@ def command(*, options: AuditOptions, output: OutputOptions, models: ModelOption
         "--num-draft-tokens", options.num_draft_tokens or ("1,3,5,8" if models.same_text else "4"), _parse_length
     )
     batches = parse_list("--batch", options.batch or ("1,4" if models.same_text else str(MAX_BATCH)), int)
-    if min(batches) < 1:
-        raise OutriderError(f"invalid --batch {min(batches)}: expected at least 1")
+    check_counts(batch=min(batches))
     if not models.same_text and (len(lengths) > 1 or len(batches) > 1 or output.resume):
         raise OutriderError("--resume, and several values of --num-draft-tokens or --batch, require --same-text")
     if sampling.stop or sampling.ignore_eos:

@@ -15,6 +15,7 @@ from outrider.cli.console import err, progress, waiting
 from outrider.cli.options import (
     MethodOptions,
     ModelOptions,
+    check_counts,
     flag,
     given,
     parse_k,
@@ -197,8 +198,7 @@ def check_axes(temperatures: Sequence[float], batches: Sequence[int], busy: Sequ
     """Check ranges before a model is loaded or inflated."""
     for temperature in temperatures:
         read_option(SamplingParams, "temperature", temperature)
-    if min(batches) < 1:
-        raise OutriderError(f"invalid --batch {min(batches)}: expected at least 1")
+    check_counts(batch=min(batches))
     if min(busy) < 0 or max(busy) > MAX_BUSY:
         value = ",".join(map(str, busy))
         raise OutriderError(f"invalid --busy {value}: expected numbers of processes from 0 to {MAX_BUSY}")

@@ -161,8 +161,9 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
         file = Path(folder) / "plan.toml"
         known.write(file)
         with waiting("starting the server"):
-            given = {"--no-self-check": not models.self_check, "--trust-remote-code": models.trust_remote_code}  # not in plans
-            url = stack.enter_context(own_server([str(file), *(name for name, is_given in given.items() if is_given)])).url
+            # plans have no such keys
+            flags = ["--no-self-check"] * (not models.self_check) + ["--trust-remote-code"] * models.trust_remote_code
+            url = stack.enter_context(own_server([str(file), *flags])).url
         yield url
 
 

@@ -207,6 +207,13 @@ def parse_k(value: str | int | None) -> int | str:
     return k
 
 
+def check_counts(**counts: int | None) -> None:
+    """Raise ``OutriderError`` if the number of one of these options is below 1. None passes."""
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise OutriderError(f"invalid {flag_name(name)} {count}: expected at least 1")
+
+
 def workload_names(prompts: Path | None, workloads: str | None) -> tuple[str, ...]:
     """Return the built-in workloads that ``--workloads`` names, by default all; none if prompts come from a file.
 

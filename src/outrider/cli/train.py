@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from outrider.cli.console import show_notices
-from outrider.cli.options import flag, parse_list, values_given, with_groups
+from outrider.cli.options import check_counts, flag, parse_list, values_given, with_groups
 from outrider.errors import OutriderError
 from outrider.family import TARGET
 from outrider.files import expanded
@@ -97,7 +97,7 @@ def medusa(
     """Train Medusa heads, in vLLM's format."""
     from outrider.train.runs import MedusaRun, train_medusa
 
-    check(heads=heads, layers=layers)
+    check_counts(heads=heads, layers=layers)
     run = MedusaRun(start=start, **sizes_given(start, heads=heads, layers=layers))
     how = plan_of(length, {} if start is None else MODEL_RATES)
     done(train_medusa(bench_of(text, out, start=start), out, how, run), f"--method medusa --draft {out}")
@@ -119,7 +119,7 @@ def eagle(  # noqa: PLR0913 - one parameter an option
     """Train an EAGLE head."""
     from outrider.train.runs import EagleRun, train_eagle
 
-    check(steps=steps, draft_vocab=draft_vocab)
+    check_counts(steps=steps, draft_vocab=draft_vocab)
     if generation == 1 and (layers, draft_vocab) != (None, None):
         raise OutriderError("--layers and --draft-vocab are EAGLE-3's: omit them with --generation 1")
     states = parse_list("--layers", layers, int) if layers is not None else None
@@ -142,7 +142,7 @@ def mtp(
     """Train an MTP head with one layer of the target's kind, or continue the one in a checkpoint."""
     from outrider.train.runs import MtpRun, train_mtp
 
-    check(steps=steps)
+    check_counts(steps=steps)
     how, run = plan_of(length, {} if start is None else MODEL_RATES), MtpRun(steps, start, layout)
     done(train_mtp(bench_of(text, out, start=start), out, how, run), f"--method mtp --draft {out}")
 
@@ -208,7 +208,7 @@ def draft(  # noqa: PLR0913 - one parameter an option
     from outrider.train.model_runs import DraftRun, train_draft
     from outrider.train.parallel import Parallel
 
-    check(layers=layers, width=width, parallel=parallel)
+    check_counts(layers=layers, width=width, parallel=parallel)
     sizes_given(start, layers=layers, width=width, from_layers=from_layers)
     if parallel is None and (keep, keep_least) != (None, None):
         raise OutriderError("--keep and --keep-least need --parallel")
@@ -238,7 +238,7 @@ def early_exit(
     from outrider.train.layer_skip import LayerSkip
     from outrider.train.model_runs import COPIES, train_early_exit
 
-    check(rotation=rotation)
+    check_counts(rotation=rotation)
     if not 0 <= max_drop < 1 or not 0 <= exit_scale < math.inf:
         raise OutriderError(
             f"invalid --max-drop {max_drop} or --exit-scale {exit_scale}: expected 0 <= max-drop < 1 and exit-scale >= 0"
@@ -249,13 +249,6 @@ def early_exit(
 
 
 COMMANDS = {"medusa": medusa, "eagle": eagle, "mtp": mtp, "dflash": dflash, "draft": draft, "early-exit": early_exit}
-
-
-def check(**numbers: int | None) -> None:
-    """Raise ``OutriderError`` for numbers below 1, before loading."""
-    for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise OutriderError(f"invalid {flag_name(name)} {number}: expected at least 1")
 
 
 def sizes_given(start: str | None, **sizes: Any) -> dict[str, Any]:
@@ -294,7 +287,7 @@ def bench_of(text: TextOptions, out: Path, *, start: str | None = None, uses_pro
         raise OutriderError("no training text: give --text file.txt or --text file.jsonl")
     for path in text.text:
         check_text_file(path)
-    check(seq_len=text.seq_len, max_tokens=text.max_tokens, prompt_len=text.prompt_len)
+    check_counts(seq_len=text.seq_len, max_tokens=text.max_tokens, prompt_len=text.prompt_len)
     if not text.regenerate and text.temperature is not None:
         raise OutriderError("--temperature needs --regenerate")
     if not (text.regenerate or uses_prompts) and text.prompt_len is not None:
