@@ -1,9 +1,14 @@
-"""Predicted times of plain decoding, from rounds with known times."""
+"""Times of phases, and predicted times of plain decoding, from rounds with known times."""
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from outrider.engine.clock import ClockedRunner, PhaseClock
 from outrider.engine.stats import GenerationStats
 from outrider.runner.cost_book import CostBook, PlainRound
 from outrider.types import PhaseTimes, Round
@@ -76,3 +81,17 @@ def test_statistics_can_be_read_while_they_change() -> None:
 
     stats.acceptance_histogram = {Meanwhile(1): 2, Meanwhile(3): 1}
     assert stats.num_accepted == 5
+
+
+def test_the_time_of_a_pass_on_a_gpu_counts_as_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Launched:
+        """A runner that returns while its GPU still computes."""
+
+        def score(self, *_: object) -> Any:
+            return SimpleNamespace(logits=SimpleNamespace(is_cuda=True, device="cuda:0"))
+
+    monkeypatch.setattr("torch.cuda.synchronize", lambda _: time.sleep(0.02))
+    clock = PhaseClock()
+    ClockedRunner(Launched(), clock).score(None, None, ())  # type: ignore[arg-type]
+    times = clock.take()
+    assert times.score >= 0.02 > times.verify

@@ -60,6 +60,14 @@ def test_a_replay_sees_the_inputs_of_its_own_pass() -> None:
     assert recorder.captures == 1
 
 
+def test_a_graph_captured_in_inference_mode_runs_outside_of_it() -> None:
+    keys, values, runner = torch.ones(3), torch.ones(3), GraphRunner(sums, Recorder())
+    first, second = (inputs_of(4, seed, keys, values) for seed in range(2))
+    with torch.inference_mode():
+        runner(first)
+    assert torch.equal(runner(second)[0], sums(second)[0])
+
+
 def test_each_shape_is_captured_once() -> None:
     keys, values, recorder = torch.ones(3), torch.ones(3), Recorder()
     runner = GraphRunner(sums, recorder)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from outrider.proposers.base import Proposer
 from outrider.proposers.wrapper import ProposerWrapper
@@ -45,6 +46,12 @@ class PhaseClock:
         return times
 
 
+def wait_for(result: Tensor) -> None:
+    """Wait until the GPU has computed a phase's result, if it is there; a later phase would be charged with the wait."""
+    if result.is_cuda:
+        torch.cuda.synchronize(result.device)
+
+
 class ClockedProposer(ProposerWrapper):
     """A proposer whose drafting and prefill are timed."""
 
@@ -59,8 +66,8 @@ class ClockedProposer(ProposerWrapper):
     def propose(self, context: Context, k: int) -> Proposal:
         with self._clock.phase("draft"):
             proposal = self.inner.propose(context, k)
-            if isinstance(proposal, Proposal) and proposal.token_ids.is_cuda:
-                torch.cuda.synchronize(proposal.token_ids.device)  # otherwise later phases would wait for the drafts
+            if isinstance(proposal, Proposal):
+                wait_for(proposal.token_ids)
             return proposal
 
 
@@ -73,6 +80,7 @@ class ClockedRunner:
     def score(self, context: Context, proposal: Proposal, hidden: tuple[int, ...]) -> Scores:
         self._clock.enter("score")
         scores = self._inner.score(context, proposal, hidden)
+        wait_for(scores.logits)
         self._clock.enter("verify")
         return scores
 

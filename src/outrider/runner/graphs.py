@@ -62,6 +62,7 @@ class GraphRunner:
         self._is_eager = False  # the pass cannot be captured
         self._cache: tuple[int, ...] = ()  # address and shape of the captured cache
 
+    @torch.inference_mode()  # a graph's inputs are of this mode, and training writes text outside of it
     def __call__(self, inputs: list[Tensor]) -> Sequence[Tensor]:
         """Run the pass; takes the inputs of ``Pass.forward``."""
         (visible, places), stores = inputs[NUM_INPUTS_COPIED - 2 : NUM_INPUTS_COPIED], inputs[NUM_INPUTS_COPIED:]

@@ -186,7 +186,7 @@ def regenerate(
         file = folder / f"text_{number:05}.safetensors"
         is_there = file.exists()
         if not is_there:
-            ids = _written(runner, batch, prompt_len, temperature, torch.Generator().manual_seed(seed + number))
+            ids = _written(runner, batch, prompt_len, temperature, torch.Generator(runner.device).manual_seed(seed + number))
             save_tensors(file, {"ids": ids})
         written.append(load_file(file)["ids"])
         if not is_there:  # files of an earlier run do not predict the remaining time
@@ -204,8 +204,8 @@ def _written(runner: ModelRunner, batch: Tensor, prompt_len: int, temperature: f
         if temperature == 0:
             token = logits.argmax(-1)
         else:
-            probs = (logits[:, 0] / temperature).softmax(-1).cpu()
-            token = torch.multinomial(probs, 1, replacement=True, generator=generator).to(logits.device)  # [B, 1]
+            probs = (logits[:, 0] / temperature).softmax(-1)
+            token = torch.multinomial(probs, 1, replacement=True, generator=generator)  # [B, 1]
         ids[:, prompt_len + step] = token[:, 0].cpu().int()
         return token
 
