@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.train.distillation import Distillation
 from outrider.train.layer_skip import LayerSkip
@@ -75,33 +75,31 @@ class Preset:
     against_loops: AgainstLoops = field(default_factory=AgainstLoops)
 
 
-PRESETS = {
-    "cpu": Preset(
-        vocab=6144,
-        target=Shape(hidden=256, layers=14, heads=4, kv_heads=2, intermediate=768),
-        draft=Shape(hidden=192, layers=2, heads=3, kv_heads=1, intermediate=512),
-        # the learning rates fall to a quarter here, and from there to zero in training against loops
-        target_plan=Plan(150_000_000, 8192, ((0.88, 256), (0.97, 512), (1.0, 1024)), end=0.25),
-        further_plan=Plan(
-            35_000_000, 8192, ((0.92, 256), (0.98, 512), (1.0, 1024)), muon_lr=0.01, adam_lr=0.002, decay=1.0, end=0.5
-        ),
-        loops_plan=Plan(4_000_000, 8192, ((1.0, 512),), muon_lr=0.005, adam_lr=0.001, warmup=0.02, decay=1.0),
-        draft_plan=Plan(20_000_000, 4096, ((1.0, 256),), minutes=40, muon_lr=0.01, adam_lr=0.0025, warmup=0.02),
-        layer_skip=LayerSkip(exit_scale=0.5, exit_share=0.25, from_scratch=True, whole_steps=True, grow_at=0.55),
-        source_megabytes=40,
-        distillation=DraftText(3072),
+CPU = Preset(
+    vocab=6144,
+    target=Shape(hidden=256, layers=14, heads=4, kv_heads=2, intermediate=768),
+    draft=Shape(hidden=192, layers=2, heads=3, kv_heads=1, intermediate=512),
+    # the learning rates fall to a quarter here, and from there to zero in training against loops
+    target_plan=Plan(150_000_000, 8192, ((0.88, 256), (0.97, 512), (1.0, 1024)), end=0.25),
+    further_plan=Plan(
+        35_000_000, 8192, ((0.92, 256), (0.98, 512), (1.0, 1024)), muon_lr=0.01, adam_lr=0.002, decay=1.0, end=0.5
     ),
-    "gpu": Preset(
-        vocab=4096,
-        target=Shape(hidden=512, layers=12, heads=8, kv_heads=4, intermediate=1408),
-        draft=Shape(hidden=256, layers=2, heads=4, kv_heads=2, intermediate=768),
-        target_plan=Plan(1_500_000_000, 131_072, ((0.6, 512), (1.0, 1024)), minutes=25, end=0.25),
-        further_plan=Plan(500_000_000, 131_072, ((0.6, 512), (1.0, 1024)), 10, muon_lr=0.01, adam_lr=0.002, decay=1.0, end=0.5),
-        loops_plan=Plan(40_000_000, 65_536, ((1.0, 512),), muon_lr=0.005, adam_lr=0.001, warmup=0.02, decay=1.0),
-        draft_plan=Plan(400_000_000, 65_536, ((1.0, 512),), minutes=8, warmup=0.02),
-        layer_skip=LayerSkip(exit_scale=0.2, exit_share=0.5, from_scratch=True, whole_steps=True),
-        source_megabytes=1000,
-        distillation=DraftText(32_768, 160, 352, 2048),
+    loops_plan=Plan(4_000_000, 8192, ((1.0, 512),), muon_lr=0.005, adam_lr=0.001, warmup=0.02, decay=1.0),
+    draft_plan=Plan(20_000_000, 4096, ((1.0, 256),), minutes=40, muon_lr=0.01, adam_lr=0.0025, warmup=0.02),
+    layer_skip=LayerSkip(exit_scale=0.5, exit_share=0.25, from_scratch=True, whole_steps=True, grow_at=0.55),
+    source_megabytes=40,
+    distillation=DraftText(3072),
+)
+
+PRESETS = {
+    "cpu": CPU,
+    "gpu": replace(  # the same models with the plans of the shipped target: 4 minutes of an H100
+        CPU,
+        further_plan=Plan(
+            76_500_000, 32_768, ((0.9, 256), (0.97, 512), (1.0, 1024)), muon_lr=0.02, adam_lr=0.004, decay=0.9, end=0.15
+        ),
+        loops_plan=Plan(14_300_000, 32_768, ((1.0, 512),), muon_lr=0.004, adam_lr=0.0008, warmup=0.02, decay=1.0),
+        against_loops=AgainstLoops(rows=64),
     ),
     "tiny": Preset(  # for tests: takes seconds on any machine
         vocab=320,
