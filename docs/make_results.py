@@ -27,7 +27,7 @@ BEGIN = "<!-- results:begin -->"
 END = "<!-- results:end -->"
 COLUMNS = ("plain tok/s", "speculative tok/s", "ratio", "95% interval")
 OURS = "outrider"
-FAMILY_SINCE = "2026-11-25T02"  # date of the current embedded models; files without a date are older
+FAMILY_SINCE = "2026-11-26T19"  # date of the current embedded models; files without a date are older
 MOST_CELLS = 40  # largest grid whose workloads are shown one by one
 PROVENANCE = {
     "version",
@@ -80,17 +80,17 @@ class Row:
 
 
 README_ROWS = (
-    Row("1B, `draft`", "1b-humaneval-amx", "draft", "auto"),
-    Row("1B, `draft`, temperature 0.8", "1b-humaneval-amx", "draft", "auto", 0.8),
-    Row("1B, `mtp` (8 bits)", "1b-heads-amx", "mtp:bits=8", "auto"),
-    Row("1B, `eagle` (EAGLE-3, 8 bits)", "1b-heads-amx", "eagle:bits=8", "auto"),
-    Row("1B, `eagle` (EAGLE-3, 8 bits), temperature 1", "1b-heads-amx", "eagle:bits=8", "auto", 1.0),
-    Row("1B, `dflash` (8 bits)", "1b-heads-amx", "dflash:bits=8", "auto"),
-    Row("1B, `low-bit`, K = 6", "1b-self-amx", "low-bit", 6),
-    Row("1B, `early-exit`, K = 4", "1b-self-amx", "early-exit", 4),
-    Row('1B, `suffix`, K = 15, "fill this JSON"', "1b-repeating-amx", "suffix", 15, workload="json"),
-    Row('1B, `suffix`, K = 15, "edit this file"', "1b-repeating-amx", "suffix", 15, workload="edit"),
-    Row("embedded 13M, `draft`, K = 4", "family-humaneval-amx", "draft", 4),
+    Row("1B, `draft`", "1b-humaneval", "draft", "auto"),
+    Row("1B, `draft`, temperature 0.8", "1b-humaneval", "draft", "auto", 0.8),
+    Row("1B, `mtp` (8 bits)", "1b-heads", "mtp:bits=8", "auto"),
+    Row("1B, `eagle` (EAGLE-3, 8 bits)", "1b-heads", "eagle:bits=8", "auto"),
+    Row("1B, `eagle` (EAGLE-3, 8 bits), temperature 1", "1b-heads", "eagle:bits=8", "auto", 1.0),
+    Row("1B, `dflash` (8 bits)", "1b-heads", "dflash:bits=8", "auto"),
+    Row("1B, `low-bit`, K = 6", "1b-self", "low-bit", 6),
+    Row("1B, `early-exit`, K = 4", "1b-self", "early-exit", 4),
+    Row('1B, `suffix`, K = 15, "fill this JSON"', "1b-repeating", "suffix", 15, workload="json"),
+    Row('1B, `suffix`, K = 15, "edit this file"', "1b-repeating", "suffix", 15, workload="edit"),
+    Row("embedded 13M, `draft`, K = 4", "family-humaneval", "draft", 4),
 )
 
 
