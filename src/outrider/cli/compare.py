@@ -32,7 +32,7 @@ outrider compare --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --temperature 0 
 
 Without --temperature, --same-text is the default, so that sampled outputs can be compared too.
 """
-DEFAULT_PROMPT = "Once upon a time there was a king who had three daughters."
+DEFAULT_PROMPT = "def read_lines(path: str) -> list[str]:\n"  # the embedded target writes functions better than tales
 MAX_TOKENS, SEED = 200, 0
 TURN = 0.1  # seconds per turn of a lane; long enough that CPU caches are warm for most rounds
 WARMUP_TOKENS = 24
