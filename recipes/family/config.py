@@ -96,9 +96,16 @@ PRESETS = {
     "gpu": replace(  # the same models with the plans of the shipped target: 4 minutes of an H100
         CPU,
         further_plan=Plan(
-            76_500_000, 32_768, ((0.9, 256), (0.97, 512), (1.0, 1024)), muon_lr=0.02, adam_lr=0.004, decay=0.9, end=0.15
+            76_500_000,
+            32_768,
+            ((0.9, 256), (0.97, 512), (1.0, 1024)),
+            muon_lr=0.02,
+            adam_lr=0.004,
+            decay=0.9,
+            end=0.15,
+            seed=81,
         ),
-        loops_plan=Plan(14_300_000, 32_768, ((1.0, 512),), muon_lr=0.004, adam_lr=0.0008, warmup=0.02, decay=1.0),
+        loops_plan=Plan(14_300_000, 32_768, ((1.0, 512),), muon_lr=0.004, adam_lr=0.0008, warmup=0.02, decay=1.0, seed=82),
         against_loops=AgainstLoops(rows=64),
     ),
     "tiny": Preset(  # for tests: takes seconds on any machine

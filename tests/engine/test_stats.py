@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from outrider.engine.clock import ClockedRunner, PhaseClock
 from outrider.engine.stats import GenerationStats
@@ -88,7 +89,7 @@ def test_the_time_of_a_pass_on_a_gpu_counts_as_scoring(monkeypatch: pytest.Monke
         """A runner that returns while its GPU still computes."""
 
         def score(self, *_: object) -> Any:
-            return SimpleNamespace(logits=SimpleNamespace(is_cuda=True, device="cuda:0"))
+            return SimpleNamespace(logits=SimpleNamespace(device=torch.device("cuda:0")))
 
     monkeypatch.setattr("torch.cuda.synchronize", lambda _: time.sleep(0.02))
     clock = PhaseClock()

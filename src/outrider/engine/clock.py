@@ -6,12 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 
-import torch
-from torch import Tensor
-
 from outrider.proposers.base import Proposer
 from outrider.proposers.wrapper import ProposerWrapper
 from outrider.runner import ModelRunner
+from outrider.runner.graphs import wait_for
 from outrider.types import Context, PhaseTimes, Proposal, Request, Scores, Verdict
 
 
@@ -46,12 +44,6 @@ class PhaseClock:
         return times
 
 
-def wait_for(result: Tensor) -> None:
-    """Wait until the GPU has computed a phase's result, if it is there; a later phase would be charged with the wait."""
-    if result.is_cuda:
-        torch.cuda.synchronize(result.device)
-
-
 class ClockedProposer(ProposerWrapper):
     """A proposer whose drafting and prefill are timed."""
 
@@ -67,7 +59,7 @@ class ClockedProposer(ProposerWrapper):
         with self._clock.phase("draft"):
             proposal = self.inner.propose(context, k)
             if isinstance(proposal, Proposal):
-                wait_for(proposal.token_ids)
+                wait_for(proposal.token_ids.device)  # otherwise later phases would be charged with the drafts
             return proposal
 
 
@@ -80,7 +72,7 @@ class ClockedRunner:
     def score(self, context: Context, proposal: Proposal, hidden: tuple[int, ...]) -> Scores:
         self._clock.enter("score")
         scores = self._inner.score(context, proposal, hidden)
-        wait_for(scores.logits)
+        wait_for(scores.logits.device)
         self._clock.enter("verify")
         return scores
 

@@ -27,6 +27,12 @@ MAX_GRAPHS = 128  # batches and draft trees of changing sizes have hundreds of s
 MAX_WIDTH = 64  # wider passes are prefill: they keep the device busy without a graph and have any width
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has computed everything; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def record_cuda(function: Callable[[], Sequence[Tensor]], device: torch.device) -> tuple[Replay, Sequence[Tensor]]:
     """Capture ``function`` as a CUDA graph. Return its replay and the tensors that each replay writes."""
     with torch.cuda.device(device):  # streams and graphs belong to the current device

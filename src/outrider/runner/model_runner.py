@@ -21,7 +21,7 @@ from outrider.memory import refuse_too_large
 from outrider.runner import linear, loading
 from outrider.runner.config import RunnerConfig
 from outrider.runner.cost_book import CostBook
-from outrider.runner.graphs import Run
+from outrider.runner.graphs import Run, wait_for
 from outrider.runner.kv_cache import CacheShape, KVCache
 from outrider.runner.layer_span import WHOLE, LayerSpan
 from outrider.runner.layouts import SHORT, Layouts, rows_from
@@ -471,16 +471,12 @@ class ModelRunner:
             for _ in range(repeat + 1):
                 tokens = [[probe.randrange(self.vocab_size) for _ in range(width)] for _ in range(batch)]
                 texts, every = self.layouts.chain(tokens, rows, [slots] * batch), width * batch
-                self._synchronize()
+                wait_for(self.device)
                 start = time.perf_counter()
                 (passes or self.passes).run(texts.ids, texts.layout, hidden, self.layouts.arange(0, every), span)
-                self._synchronize()
+                wait_for(self.device)
                 times.append(time.perf_counter() - start)
         return min(times[1:])
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def shared_chunk(unread: Sequence[int], chunk: int) -> list[int]:
