@@ -37,16 +37,15 @@ template <int half>
 inline void add_level(vec* v) {
   for (int i = 0; i < half; ++i) v[i] = add_pairs<half>(v[i], v[i + half], std::make_integer_sequence<int, kLanes>{});
 }
-// Sums 16 vectors to one, lane i holding the sum of vector i: four levels of pairwise additions, in a fixed order.
+// Sums kLanes vectors to one, lane i holding the sum of vector i: levels of pairwise additions, in a fixed order.
+template <int half = kLanes / 2>
 inline vec sum_each(vec* v) {
-  add_level<8>(v);
-  add_level<4>(v);
-  add_level<2>(v);
-  add_level<1>(v);
+  add_level<half>(v);
+  if constexpr (half > 1) sum_each<half / 2>(v);
   return v[0];
 }
 
-// Scores of one query against 16 keys: [16, dim] . [dim]. `chunks`: dim / 16 as a compile-time constant, or 0.
+// Scores of one query against a vector of keys: [kLanes, dim] . [dim]. `chunks`: dim / kLanes as a compile-time constant, or 0.
 template <typename Cache, int chunks>
 inline vec score_block(const float* query, const Cache* keys, int64_t dim) {
   vec sums[kLanes];
@@ -64,12 +63,12 @@ inline vec score_block(const float* query, const Cache* keys, int64_t dim) {
 
 template <typename Cache>
 inline vec score_block(const float* query, const Cache* keys, int64_t dim) {
-  if (dim == 64) return score_block<Cache, 4>(query, keys, dim);
-  if (dim == 128) return score_block<Cache, 8>(query, keys, dim);
+  if (dim == 64) return score_block<Cache, 64 / kLanes>(query, keys, dim);
+  if (dim == 128) return score_block<Cache, 128 / kLanes>(query, keys, dim);
   return score_block<Cache, 0>(query, keys, dim);
 }
 
-// 16 keys [16, dim] -> [dim, 16] float32; dim is a multiple of 16.
+// Keys [kLanes, dim] -> [dim, kLanes] float32; dim is a multiple of kLanes.
 template <typename Cache>
 inline void turn_keys(const Cache* keys, int64_t dim, float* to) {
   for (int64_t d = 0; d < dim; d += kLanes) {
@@ -85,22 +84,25 @@ inline void turn_keys(const Cache* keys, int64_t dim, float* to) {
 template <int count>
 inline void score_turned(const float* queries, int64_t stride, const float* turned, int64_t dim, float* scores,
                          int64_t scores_stride) {
+  constexpr int fourths = kLanes / 4;
   vec part[4][count];
   for (int lane = 0; lane < 4; ++lane) {
-    vec acc[4][count];
-    for (int j = 0; j < 4; ++j) for (int i = 0; i < count; ++i) acc[j][i] = vec{};
+    vec acc[fourths][count];
+    for (int j = 0; j < fourths; ++j) for (int i = 0; i < count; ++i) acc[j][i] = vec{};
     for (int64_t c = lane; c < dim; c += kLanes)
-      for (int j = 0; j < 4; ++j) {
+      for (int j = 0; j < fourths; ++j) {
         const vec key = load(turned + (c + 4 * j) * kLanes);
         for (int i = 0; i < count; ++i) acc[j][i] = fused(splat(queries[i * stride + c + 4 * j]), key, acc[j][i]);
       }
-    for (int i = 0; i < count; ++i) part[lane][i] = (acc[0][i] + acc[2][i]) + (acc[1][i] + acc[3][i]);
+    for (int half = fourths / 2; half > 0; half /= 2)
+      for (int j = 0; j < half; ++j) for (int i = 0; i < count; ++i) acc[j][i] += acc[j + half][i];
+    for (int i = 0; i < count; ++i) part[lane][i] = acc[0][i];
   }
   for (int i = 0; i < count; ++i)
     store(scores + i * scores_stride, (part[0][i] + part[2][i]) + (part[1][i] + part[3][i]));
 }
 
-// out[i][0..16 * chunks) += sum over slots of weights[i][s] * values[s][...], in slot order, for `count` rows of weights. `masked`:
+// out[i][0..kLanes * chunks) += sum over slots of weights[i][s] * values[s][...], in slot order, for `count` rows of weights. `masked`:
 // slots of weight 0 are skipped, because they may contain anything, including NaN.
 template <typename Cache, int count, int chunks, bool masked>
 inline void mix(const float* weights, int64_t weights_stride, const Cache* values, int64_t slots, int64_t dim, float* out,
@@ -119,7 +121,7 @@ inline void mix(const float* weights, int64_t weights_stride, const Cache* value
   for (int i = 0; i < count; ++i) for (int c = 0; c < chunks; ++c) store(out + i * out_stride + c * kLanes, acc[i][c]);
 }
 
-inline int64_t to_lanes(int64_t rows) { return (rows + kLanes - 1) / kLanes * kLanes; }  // a tile writes 16 rows
+inline int64_t to_lanes(int64_t rows) { return (rows + kLanes - 1) / kLanes * kLanes; }  // a tile of matrix units writes 16 rows
 
 // Queries of one request that attend to the same keys and values: `tokens` tokens from `token` on, of a group of heads. Row
 // w * group + g of `queries`, `scores` and `out`. Slots count from `first`, and `padded` of them are processed.
@@ -379,7 +381,7 @@ struct Attention {
   }
 #endif
 
-  // Products of all queries with all keys, 16 slots at a time.
+  // Products of all queries with all keys, kLanes slots at a time.
   void score() {
 #if defined(OUTRIDER_AMX)
     if (on_units(pass)) return score_on_units();
@@ -490,9 +492,10 @@ struct Attention {
     const float* weights = scores + row * padded + from;
     const Cache* start = values + (first + from) * dim;
     float* into = out + row * dim;
+    constexpr int chunks = kLanes == 16 ? 4 : 2;  // as many as leave the sums of all rows in registers
     int64_t d = 0;
-    for (; d + 4 * kLanes <= dim; d += 4 * kLanes)
-      mix<Cache, together, 4, masked>(weights, padded, start + d, slots, dim, into + d, dim);
+    for (; d + chunks * kLanes <= dim; d += chunks * kLanes)
+      mix<Cache, together, chunks, masked>(weights, padded, start + d, slots, dim, into + d, dim);
     for (; d + kLanes <= dim; d += kLanes) mix<Cache, together, 1, masked>(weights, padded, start + d, slots, dim, into + d, dim);
     for (; d < dim; ++d)
       for (int i = 0; i < together; ++i)

@@ -428,18 +428,6 @@ void multiply(const Form& form, const float* x, int64_t count, int64_t inputs, c
 }
 #endif
 
-// Vectors of one register: compilers keep larger ones in memory.
-#if defined(__AVX512F__)
-constexpr int64_t kRegister = 64;
-#elif defined(__AVX2__)
-constexpr int64_t kRegister = 32;
-#else
-constexpr int64_t kRegister = 16;
-#endif
-constexpr int64_t kFloats = kRegister / 4, kRegisters = kPanel / kFloats;
-typedef float floats __attribute__((vector_size(kRegister)));
-typedef int32_t ints __attribute__((vector_size(kRegister)));
-
 // Write the numbers of a panel's 4-bit codes of four inputs, which are in the low or the high halves of bytes.
 inline void look_up(const int8_t* table, const uint8_t* from, int shift, uint8_t* to) {
 #if defined(__has_builtin) && __has_builtin(__builtin_shuffle)
@@ -472,18 +460,18 @@ void decode_block(const Form& form, const Panel& panel, int64_t b, float (*value
       const uint8_t* words = block + k / together * kPanel * 4;  // of an output each: four inputs
       uint8_t numbers[4 * kPanel];
       if (form.codes != kInt8) look_up(kTables[form.codes], words, static_cast<int>(k % together), numbers), words = numbers;
-      for (int64_t v = 0; v < kRegisters; ++v) {
-        ints word;
-        floats scale, offset;
-        std::memcpy(&word, words + v * kRegister, kRegister);
-        std::memcpy(&scale, scales + v * kFloats, kRegister);
-        std::memcpy(&offset, offsets + v * kFloats, kRegister);
+      for (int64_t v = 0; v < kVectors; ++v) {
+        ivec word;
+        vec scale, offset;
+        std::memcpy(&word, words + v * sizeof(vec), sizeof(vec));
+        std::memcpy(&scale, scales + v * kLanes, sizeof(vec));
+        std::memcpy(&offset, offsets + v * kLanes, sizeof(vec));
         for (int i = 0; i < 4; ++i) {
-          const floats number = __builtin_convertvector(word << (24 - 8 * i) >> 24, floats);
-          const floats value = form.offsets == kNone    ? scale * number
+          const vec number = __builtin_convertvector(word << (24 - 8 * i) >> 24, vec);
+          const vec value = form.offsets == kNone    ? scale * number
                                : form.offsets == kZeros ? scale * (number - offset)
                                                         : scale * number + offset;
-          std::memcpy(values[k + i] + v * kFloats, &value, kRegister);
+          std::memcpy(values[k + i] + v * kLanes, &value, sizeof(vec));
         }
       }
     }
@@ -494,7 +482,7 @@ void decode_block(const Form& form, const Panel& panel, int64_t b, float (*value
 void multiply_floats(const Form& form, const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, float* out) {
   const int64_t blocks = (inputs + kInputs - 1) / kInputs, stride = panels * kPanel;
   parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-    alignas(kRegister) float values[kInputs][kPanel];
+    alignas(sizeof(vec)) float values[kInputs][kPanel];
     for (int64_t p = begin; p < end; ++p) {
       const Panel panel = form.panel(packed, p, blocks);
       for (int64_t b = 0; b < blocks; ++b) {
@@ -503,20 +491,20 @@ void multiply_floats(const Form& form, const float* x, int64_t count, int64_t in
         for (int64_t r = 0; r < count; ++r) {
           const float* row = x + r * inputs + b * kInputs;
           float* to = out + r * stride + p * kPanel;
-          floats sums[kRegisters] = {};
+          vec sums[kVectors] = {};
           for (int64_t k = 0; k < depth; ++k)
 #pragma GCC unroll 8
-            for (int64_t v = 0; v < kRegisters; ++v) {
-              floats value;
-              std::memcpy(&value, values[k] + v * kFloats, kRegister);
+            for (int64_t v = 0; v < kVectors; ++v) {
+              vec value;
+              std::memcpy(&value, values[k] + v * kLanes, sizeof(vec));
               sums[v] += value * row[k];
             }
 #pragma GCC unroll 8
-          for (int64_t v = 0; v < kRegisters; ++v) {
-            floats before = {};
-            if (b) std::memcpy(&before, to + v * kFloats, kRegister);
+          for (int64_t v = 0; v < kVectors; ++v) {
+            vec before = {};
+            if (b) std::memcpy(&before, to + v * kLanes, sizeof(vec));
             before += sums[v];
-            std::memcpy(to + v * kFloats, &before, kRegister);
+            std::memcpy(to + v * kLanes, &before, sizeof(vec));
           }
         }
       }
@@ -599,13 +587,14 @@ inline uint16_t round_to(Bits8, const float* weights, uint8_t* codes) {
 // Search the scale with the least squared error, weighted by magnitude. Candidates map the largest weight to values around either end
 // of the table; each is then replaced by the optimal scale for its codes.
 inline uint16_t round_to(Bits4, const float* weights, uint8_t* codes) {
-  const vec parts[2] = {load(weights), load(weights + kLanes)};
+  vec parts[kVectors], squares{};
+  for (int v = 0; v < kVectors; ++v) parts[v] = load(weights + v * kLanes), squares += parts[v] * parts[v];
   float most = 0.0f;
   for (int64_t k = 0; k < kInputs; ++k)
     if (std::abs(weights[k]) > std::abs(most)) most = weights[k];
   uint16_t bits = 0;
   if (std::abs(most) >= kTiny) {
-    const vec typical = splat(std::sqrt(sum(parts[0] * parts[0] + parts[1] * parts[1]) / kInputs));
+    const vec typical = splat(std::sqrt(sum(squares) / kInputs));
     float best = -1.0f, scale = 0.0f;
     for (int candidate = 0; candidate < 18; ++candidate) {
       const float end = (candidate % 2 ? 1.0f : -1.0f) * (91.0f + 7.0f * static_cast<float>(candidate / 2));  // 91 to 147

@@ -34,7 +34,8 @@ constexpr int64_t kAhead = 6144;
 #else
 constexpr int64_t kAhead = 3072;
 #endif
-constexpr int64_t kBlock = 512;           // inputs accumulated in registers before they are added to the output
+// Inputs accumulated in registers before they are added to the output: a panel of so many is read again from the L1 cache.
+constexpr int64_t kBlock = kLanes == 16 ? 512 : 256;
 
 // Prefetch of weights: those `by` inputs later (0: none). After the end of a tile's weights, those used next, which are `jump` entries
 // further than the adjacent ones.
@@ -42,61 +43,72 @@ struct Ahead {
   int64_t by, jump;
 };
 
-// out[r][panels * 32] (+)= x[0..depth)[r] . w, for `rows` rows and `panels` neighbouring panels; one chain of additions a lane.
-template <typename Weight, int rows, int panels>
+// out[r][vectors] (+)= x[0..depth)[r] . w, for `rows` rows and `vectors` vectors of outputs: a slice of a panel, or neighbouring panels;
+// one chain of additions a lane.
+template <typename Weight, int rows, int vectors>
 inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t depth, float* out, int64_t out_stride, bool first,
                  const Ahead ahead) {
   constexpr int64_t line = 64 / static_cast<int64_t>(sizeof(Weight));  // entries of a cache line
+  constexpr int panels = vectors < kVectors ? 1 : vectors / kVectors;
   const int64_t turn = std::max<int64_t>(0, depth - ahead.by);
-  vec acc[rows][2 * panels];  // in registers only if every loop over them is unrolled early
+  vec acc[rows][vectors];  // in registers only if every loop over them is unrolled early
 #pragma GCC unroll 12
   for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 8
-    for (int j = 0; j < 2 * panels; ++j) acc[r][j] = vec{};
+    for (int v = 0; v < vectors; ++v) acc[r][v] = vec{};
   for (int64_t k = 0; k < depth; ++k) {
     const Weight* coming = w + (k + ahead.by) * kPanel + (k < turn ? 0 : ahead.jump);
     for (int j = 0; ahead.by && j < panels; ++j)
       for (int64_t i = 0; i < kPanel; i += line) __builtin_prefetch(coming + j * panel_stride + i);
-    vec weights[2 * panels];
-    for (int j = 0; j < panels; ++j) load_panel(w + j * panel_stride + k * kPanel, weights[2 * j], weights[2 * j + 1]);
+    vec weights[vectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; ++v) weights[v] = load(w + v / kVectors * panel_stride + k * kPanel + v % kVectors * kLanes);
 #pragma GCC unroll 12
     for (int r = 0; r < rows; ++r) {
       // With many rows, every second one is a memory operand of its additions: this balances loads and instructions, also if a
       // hyperthread on the same core takes half of the issue slots.
       if (rows > 4 && r % 2) {
 #pragma GCC unroll 8
-        for (int j = 0; j < 2 * panels; ++j) add_product_at<Weight>(weights[j], x + k * rows + r, acc[r][j]);
+        for (int v = 0; v < vectors; ++v) add_product_at<Weight>(weights[v], x + k * rows + r, acc[r][v]);
       } else {
         const vec value = splat(x[k * rows + r]);
 #pragma GCC unroll 8
-        for (int j = 0; j < 2 * panels; ++j) acc[r][j] = add_product<Weight>(weights[j], value, acc[r][j]);
+        for (int v = 0; v < vectors; ++v) acc[r][v] = add_product<Weight>(weights[v], value, acc[r][v]);
       }
     }
   }
 #pragma GCC unroll 8
-  for (int j = 0; j < 2 * panels; ++j) {
+  for (int v = 0; v < vectors; ++v) {
 #pragma GCC unroll 12
     for (int r = 0; r < rows; ++r) {
-      float* to = out + r * out_stride + j * kLanes;
-      store(to, first ? acc[r][j] : add_sums<Weight>(load(to), acc[r][j]));
+      float* to = out + r * out_stride + v * kLanes;
+      store(to, first ? acc[r][v] : add_sums<Weight>(load(to), acc[r][v]));
     }
   }
+}
+
+// Vectors of outputs of a tile. Few rows leave registers free: several panels at once hide the latency of the additions. The order of
+// additions is the same for all.
+constexpr int vectors_of_a_tile(int rows) {
+  if (kLanes == 16) return kVectors * (rows <= 2 ? 4 : rows == 3 ? 3 : rows <= 7 ? 2 : 1);
+  return rows == 1 ? 8 : rows <= 3 ? 4 : 2;
 }
 
 // `ahead_by`: 0 where all weights are in the caches, else how many inputs ahead they are fetched; of one panel after the other if `in_turn`.
 template <typename Weight, int rows>
 void run_panels(const float* x, const Weight* w, int64_t panel_stride, int64_t depth, float* out, int64_t out_stride, bool first,
                 int64_t panels, int64_t ahead_by, bool in_turn) {
-  // Few rows leave registers free: several panels at once hide the latency of the additions without changing their order.
-  constexpr int wide = kMaxRows < 12 ? 1 : rows <= 2 ? 4 : rows == 3 ? 3 : rows <= 7 ? 2 : 1;
+  constexpr int vectors = vectors_of_a_tile(rows), wide = std::max(1, vectors / kVectors), slice = std::min(vectors, kVectors);
   const int64_t rest = depth * kPanel;
   int64_t done = 0;
-  for (; done + wide <= panels; done += wide)
-    tile<Weight, rows, wide>(x, w + done * panel_stride, panel_stride, depth, out + done * kPanel, out_stride, first,
-                             {ahead_by, in_turn ? wide * panel_stride - rest : 0});
+  if constexpr (wide > 1)
+    for (; done + wide <= panels; done += wide)
+      tile<Weight, rows, vectors>(x, w + done * panel_stride, panel_stride, depth, out + done * kPanel, out_stride, first,
+                                  {ahead_by, in_turn ? wide * panel_stride - rest : 0});
   for (; done < panels; ++done)
-    tile<Weight, rows, 1>(x, w + done * panel_stride, panel_stride, depth, out + done * kPanel, out_stride, first,
-                          {ahead_by, in_turn ? panel_stride - rest : 0});
+    for (int v = 0; v < kVectors; v += slice)  // the first slice of a panel fetches for all
+      tile<Weight, rows, slice>(x, w + done * panel_stride + v * kLanes, panel_stride, depth, out + done * kPanel + v * kLanes, out_stride,
+                                first, {v ? 0 : ahead_by, in_turn ? panel_stride - rest : 0});
 }
 
 template <typename Weight, size_t... index>

@@ -8,8 +8,11 @@
 
 namespace outrider {
 
+// Rows of a tile: with 2 vectors of accumulators each they fill the registers, 32 of AVX-512, 16 of AVX2.
 #if defined(__AVX512F__)
-constexpr int kMaxRows = 12;              // 12 rows x 2 vectors of accumulators fill the 32 registers
+constexpr int kMaxRows = 12;
+#elif defined(__AVX2__)
+constexpr int kMaxRows = 6;
 #else
 constexpr int kMaxRows = 4;
 #endif
@@ -22,7 +25,7 @@ using RunPanels = void (*)(const float*, const Weight*, int64_t, int64_t, float*
 extern const std::array<RunPanels<Pair>, kMaxRows> kRunPairs;  // [rows - 1], of linear.cpp
 #endif
 
-// x[rows][0..depth), rows `stride` apart -> [depth][rows], at most 16 rows. A tile then reads sequentially; rows a power of two
+// x[rows][0..depth), rows `stride` apart -> [depth][rows], at most kLanes rows. A tile then reads sequentially; rows a power of two
 // apart would evict each other from the cache.
 inline void turn_rows(const float* x, int64_t stride, int64_t rows, int64_t depth, float* to) {
   int64_t k = 0;

@@ -1,11 +1,11 @@
-// Vectors of 16 floats: conversions from and to the 16-bit formats, fused products, transposition and exp.
+// Vectors of one register: conversions from and to the 16-bit formats, fused products, transposition and exp.
 
 #pragma once
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -16,8 +16,16 @@
 
 namespace outrider {
 
-constexpr int kLanes = 16;                // floats in a vector: one AVX-512 register, two of AVX2, four of NEON
-constexpr int64_t kPanel = 2 * kLanes;    // outputs whose weights are adjacent
+// Floats in a vector. Larger vectors than a register are correct, but compilers keep them in memory: ten times slower on AVX2.
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+constexpr int64_t kPanel = 32;               // outputs whose weights are adjacent
+constexpr int kVectors = kPanel / kLanes;    // of a panel
 
 typedef float vec __attribute__((vector_size(kLanes * sizeof(float))));
 typedef uint32_t uvec __attribute__((vector_size(kLanes * sizeof(uint32_t))));
@@ -35,6 +43,15 @@ inline vec load(const at::Half* from) {
   return reinterpret_cast<vec>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 }
 inline vec splat(float x) { return reinterpret_cast<vec>(_mm512_set1_ps(x)); }
+#elif defined(__AVX2__) && defined(__F16C__)
+inline vec load(const at::BFloat16* from) {
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  return reinterpret_cast<vec>(_mm256_slli_epi32(wide, 16));
+}
+inline vec load(const at::Half* from) {
+  return reinterpret_cast<vec>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+}
+inline vec splat(float x) { return reinterpret_cast<vec>(_mm256_set1_ps(x)); }
 #else
 inline vec load(const at::BFloat16* from) {
   hvec h; std::memcpy(&h, from, sizeof h);
@@ -42,7 +59,7 @@ inline vec load(const at::BFloat16* from) {
   vec v; std::memcpy(&v, &wide, sizeof v); return v;
 }
 inline vec load(const at::Half* from) { vec v; for (int i = 0; i < kLanes; ++i) v[i] = static_cast<float>(from[i]); return v; }
-inline vec splat(float x) { return vec{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+inline vec splat(float x) { vec v; for (int i = 0; i < kLanes; ++i) v[i] = x; return v; }
 #endif
 inline void store(at::BFloat16* to, vec v) { for (int i = 0; i < kLanes; ++i) to[i] = static_cast<at::BFloat16>(v[i]); }
 inline void store(at::Half* to, vec v) { for (int i = 0; i < kLanes; ++i) to[i] = static_cast<at::Half>(v[i]); }
@@ -58,6 +75,11 @@ inline float largest(vec v) { float m = v[0]; for (int i = 1; i < kLanes; ++i) m
 inline vec fused(vec a, vec b, vec c) {
   return reinterpret_cast<vec>(
       _mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
+}
+#elif defined(__AVX2__) && defined(__FMA__)
+inline vec fused(vec a, vec b, vec c) {
+  return reinterpret_cast<vec>(
+      _mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
 }
 #elif defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 inline vec fused(vec a, vec b, vec c) {
@@ -88,23 +110,18 @@ template <int... lane>
 inline vec pick(vec a, vec b) { return __builtin_shuffle(a, b, ivec{lane...}); }
 #endif
 
-// 16 x 16 floats in place, by exchanging halves of ever larger blocks.
+// kLanes x kLanes floats in place, by exchanging halves of ever larger blocks.
 template <int half, int... lane>
-inline void exchange(vec* v, std::integer_sequence<int, lane...>) {
+inline void exchange(vec* v, std::integer_sequence<int, lane...> lanes) {
   for (int i = 0; i < kLanes; ++i) {
     if (i & half) continue;
     const vec a = v[i], b = v[i + half];
     v[i] = pick<(lane & half ? kLanes + lane - half : lane)...>(a, b);
     v[i + half] = pick<(lane & half ? kLanes + lane : lane + half)...>(a, b);
   }
+  if constexpr (2 * half < kLanes) exchange<2 * half>(v, lanes);
 }
-inline void transpose(vec* v) {
-  constexpr auto lanes = std::make_integer_sequence<int, kLanes>{};
-  exchange<1>(v, lanes);
-  exchange<2>(v, lanes);
-  exchange<4>(v, lanes);
-  exchange<8>(v, lanes);
-}
+inline void transpose(vec* v) { exchange<1>(v, std::make_integer_sequence<int, kLanes>{}); }
 
 // exp(x) for x <= 0, relative error 2e-7 (Cephes' expf); below -87 the result is 0 to float32.
 inline vec exp_nonpositive(vec x) {

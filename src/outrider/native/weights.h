@@ -17,9 +17,6 @@ struct Pair {
 struct Quad {
   int8_t codes[4];
 };
-template <typename Weight>
-inline void load_panel(const Weight* from, vec& low, vec& high) { low = load(from), high = load(from + kLanes); }
-
 // The same for weights of any form: c += weights * value, and c += weights * value[0].
 template <typename Weight>
 inline vec add_product(vec weights, vec value, vec c) { return fused(value, weights, c); }
