@@ -4,7 +4,7 @@
 // A pass over one row takes as long as reading the codes from memory. Codes are decoded in registers, once for all rows of a tile,
 // and multiplied with activations in one of three precisions:
 //
-// - 8 bits, one scale per row and block: integer products, four per lane and instruction (AVX-512 VNNI);
+// - 8 bits, one scale per row and block: integer products, four per lane and instruction (AVX-512 VNNI) or two (AVX2);
 // - 16 bits: bfloat16 products, two per lane and instruction, float32 sums (AVX-512 BF16);
 // - 32 bits: float32, on any CPU.
 //
@@ -34,7 +34,7 @@ namespace {
 constexpr int64_t kInputs = 32;   // inputs of a block; its outputs are kPanel
 constexpr int64_t kHeader = 64;   // bytes at the start of a panel
 constexpr int64_t kSpan = 8;      // blocks that share a base
-constexpr int kMaxRows = 12;      // of a tile: 12 rows x 2 vectors of sums leave 8 registers for weights
+constexpr int kMaxRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;  // of a tile: with 2 vectors of sums each they leave registers for weights
 constexpr int64_t kStretch = 16;  // blocks whose weights stay in the L1 cache while all rows of a pass are multiplied
 // Bytes to prefetch ahead, because the hardware prefetcher stops at page ends: measured on AMD's Zen 5 and on Intel's Sapphire Rapids.
 #if defined(__AVX512BF16__) && !defined(__AMX_TILE__)
@@ -170,86 +170,135 @@ struct Part {
   const float* sums;
 };
 
-#if defined(__AVX512F__)
-// Load 32 activations of a row; those beyond its end are 0.
-inline void load_32(const float* from, int64_t left, __m512& low, __m512& high) {
-  const auto mask = [](int64_t n) { return static_cast<__mmask16>(n >= 16 ? 0xffff : n <= 0 ? 0 : (1u << n) - 1); };
-  low = _mm512_maskz_loadu_ps(mask(left), from);
-  high = _mm512_maskz_loadu_ps(mask(left - 16), from + 16);
-}
-
-// 16 of the 32 scales or offsets.
-inline __m512 stored(const uint8_t* from, Numbers kind, int half) {
-  from += half * 16 * kWidths[kind];
-  const auto words = [&] { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); };
+// A vector of the 32 scales or offsets.
+inline vec stored(const uint8_t* from, Numbers kind, int v) {
+  from += v * kLanes * kWidths[kind];
   switch (kind) {
-    case kBfloat16: return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words()), 16));
-    case kFloat16: return _mm512_cvtph_ps(words());
-    case kFloat32: return _mm512_loadu_ps(from);
-    default: return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+    case kBfloat16: return load(reinterpret_cast<const at::BFloat16*>(from));
+    case kFloat16: return load(reinterpret_cast<const at::Half*>(from));
+    case kFloat32: return load(reinterpret_cast<const float*>(from));
+    default: return load(reinterpret_cast<const int8_t*>(from));
   }
 }
 
-inline __m512 scale_of(const Form& form, const Panel& panel, int64_t b, int64_t group, int half) {
-  const __m512 scale = stored(form.scales_of(panel.blocks + b * form.bytes, group), form.scales, half);
-  return form.scales == kProducts ? _mm512_mul_ps(scale, stored(form.scale_bases(panel, b), kFloat16, half)) : scale;
+inline vec scale_of(const Form& form, const Panel& panel, int64_t b, int64_t group, int v) {
+  const vec scale = stored(form.scales_of(panel.blocks + b * form.bytes, group), form.scales, v);
+  return form.scales == kProducts ? scale * stored(form.scale_bases(panel, b), kFloat16, v) : scale;
 }
 
 // What an offset, or a zero, adds to a weight.
-inline __m512 added(const Form& form, const Panel& panel, int64_t b, int64_t group, int half, __m512 scale) {
-  const __m512 offset = stored(form.offsets_of(panel.blocks + b * form.bytes, group), form.offsets, half);
-  if (form.offsets == kProducts) return _mm512_mul_ps(offset, stored(form.offset_bases(panel, b), kFloat16, half));
-  return form.offsets == kZeros ? _mm512_fnmadd_ps(offset, scale, _mm512_setzero_ps()) : offset;
+inline vec added(const Form& form, const Panel& panel, int64_t b, int64_t group, int v, vec scale) {
+  const vec offset = stored(form.offsets_of(panel.blocks + b * form.bytes, group), form.offsets, v);
+  if (form.offsets == kProducts) return offset * stored(form.offset_bases(panel, b), kFloat16, v);
+  return form.offsets == kZeros ? -(offset * scale) : offset;
 }
-#endif
+
+// Activations of a row's block; those beyond its end are 0.
+struct Activations {
+  vec parts[kVectors];
+  Activations(const float* from, int64_t left) {
+    float padded[kInputs] = {};
+    if (left < kInputs) std::copy_n(from, left, padded), from = padded;
+    for (int v = 0; v < kVectors; ++v) parts[v] = load(from + v * kLanes);
+  }
+};
+
+// Round activations to integers of 8 bits, numbers = codes * scale. `sums`: of the activations, of each group.
+template <int groups>
+inline void round_to_bytes(const float* x, int64_t left, int32_t* codes, int64_t stride, float* scale, int32_t* totals, float* sums) {
+  const Activations some(x, left);
+  vec most{};
+  ivec nans{};  // maxima and integers drop them
+  for (const vec part : some.parts) {
+    const vec size = part < vec{} ? -part : part;
+    most = size > most ? size : most;
+    nans |= part != part;
+  }
+  const float peak = largest(most), inverse = peak > 1e-30f ? 127.0f / peak : 0.0f;
+  for (int v = 0; v < kVectors; ++v) store(codes + v * kLanes, nearest(some.parts[v] * splat(inverse)));
+  bool has_nan = false;
+  for (int i = 0; i < kLanes; ++i) has_nan |= nans[i] != 0;
+  *scale = has_nan ? std::numeric_limits<float>::quiet_NaN() : peak > 1e-30f ? peak / 127.0f : 0.0f;
+  for (int64_t g = 0; g < groups; ++g) {
+    totals[g] = 0;
+    for (int64_t k = 0; k < kInputs / groups; ++k) totals[g] += codes[g * kInputs / groups + k];
+    sums[g * stride] = static_cast<float>(totals[g]) * *scale;
+  }
+}
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 #define OUTRIDER_BYTES
 // Integer products.
 struct Bytes {
-  using Sum = __m512i;
+  using Sum = ivec;
   static constexpr int64_t words = kInputs / 4;  // 32 bits each, of a row's block
 
   template <int groups>
   static void prepare(const float* x, int64_t left, int32_t* to, int64_t stride, float* scale, int32_t* starts, float* sums) {
-    __m512 low, high;
-    load_32(x, left, low, high);
-    const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
-    const float inverse = most > 1e-30f ? 127.0f / most : 0.0f;
-    const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(low, _mm512_set1_ps(inverse)));
-    const __m512i second = _mm512_cvtps_epi32(_mm512_mul_ps(high, _mm512_set1_ps(inverse)));
-    alignas(32) int32_t codes[words];
-    _mm_store_si128(reinterpret_cast<__m128i*>(codes), _mm512_cvtsepi32_epi8(first));
-    _mm_store_si128(reinterpret_cast<__m128i*>(codes + 4), _mm512_cvtsepi32_epi8(second));
-    for (int64_t i = 0; i < words; ++i) to[i * stride] = codes[i];
-    const bool has_nan = _mm512_cmp_ps_mask(low, high, _CMP_UNORD_Q) != 0;  // maxima and integers drop it
-    *scale = has_nan ? std::numeric_limits<float>::quiet_NaN() : most > 1e-30f ? most / 127.0f : 0.0f;
-    const int32_t totals[2] = {_mm512_reduce_add_epi32(first), _mm512_reduce_add_epi32(second)};
-    for (int64_t g = 0; g < groups; ++g) {
-      const int32_t total = groups == 1 ? totals[0] + totals[1] : totals[g];
-      starts[g * stride] = -128 * total;
-      sums[g * stride] = static_cast<float>(total) * *scale;
+    int32_t codes[kInputs], totals[groups];
+    round_to_bytes<groups>(x, left, codes, stride, scale, totals, sums);
+    for (int64_t g = 0; g < groups; ++g) starts[g * stride] = -128 * totals[g];
+    for (int64_t i = 0; i < words; ++i) {
+      uint32_t word = 0;
+      for (int64_t j = 0; j < 4; ++j) word |= static_cast<uint32_t>(codes[4 * i + j] & 255) << 8 * j;
+      to[i * stride] = static_cast<int32_t>(word);
     }
   }
   // Weights as numbers + 128: the instruction takes one unsigned factor.
-  static __m512i table(Codes codes) {
-    return _mm512_xor_si512(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kTables[codes]))),
-                            _mm512_set1_epi8(-128));
+  static ivec raised(ivec numbers) { return numbers ^ static_cast<int32_t>(0x80808080); }
+  static ivec table(Codes codes) { return raised(repeated(kTables[codes])); }
+  static void decode(const uint8_t* words_of, Bits8, ivec, ivec* weights) {
+    weights[0] = raised(load(reinterpret_cast<const int32_t*>(words_of)));
   }
-  static void decode(const uint8_t* words_of, Bits8, __m512i, __m512i* weights) {
-    weights[0] = _mm512_xor_si512(_mm512_loadu_si512(words_of), _mm512_set1_epi8(-128));
+  static void decode(const uint8_t* words_of, Bits4, ivec table, ivec* weights) {
+    const ivec codes = load(reinterpret_cast<const int32_t*>(words_of));
+    weights[0] = look_up(table, codes & 0x0f0f0f0f);
+    weights[1] = look_up(table, codes >> 4 & 0x0f0f0f0f);
   }
-  static void decode(const uint8_t* words_of, Bits4, __m512i table, __m512i* weights) {
-    const __m512i codes = _mm512_loadu_si512(words_of), mask = _mm512_set1_epi8(15);
-    weights[0] = _mm512_shuffle_epi8(table, _mm512_and_si512(codes, mask));
-    weights[1] = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(codes, 4), mask));
-  }
-  static Sum start(const int32_t* from) { return _mm512_set1_epi32(*from); }
-  static Sum add(Sum sum, __m512i weights, const int32_t* x) {
+  static Sum start(const int32_t* from) { return ivec{} + *from; }
+  static Sum add(Sum sum, ivec weights, const int32_t* x) {
     asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*x));  // compilers would add a broadcast
     return sum;
   }
-  static __m512 result(Sum sum, const float* scale) { return _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(*scale)); }
+  static vec result(Sum sum, const float* scale) { return __builtin_convertvector(sum, vec) * splat(*scale); }
+};
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+#define OUTRIDER_BYTES
+// Integer products, of numbers widened to 16 bits: products of unsigned and signed bytes saturate. Pairs of every four inputs are (0, 2)
+// and (1, 3), so that one shift widens a pair.
+struct Bytes {
+  using Sum = ivec;
+  static constexpr int64_t words = kInputs / 2;
+
+  template <int groups>
+  static void prepare(const float* x, int64_t left, int32_t* to, int64_t stride, float* scale, int32_t*, float* sums) {
+    int32_t codes[kInputs], totals[groups];
+    round_to_bytes<groups>(x, left, codes, stride, scale, totals, sums);
+    for (int64_t i = 0; i < words; ++i) {
+      const int64_t first = i / 2 * 4 + i % 2;
+      to[i * stride] = static_cast<int32_t>((codes[first] & 0xffff) | static_cast<uint32_t>(codes[first + 2]) << 16);
+    }
+  }
+  static ivec table(Codes codes) { return repeated(kTables[codes]); }
+  static void widen(ivec numbers, ivec* weights) {
+    weights[0] = reinterpret_cast<ivec>(_mm256_srai_epi16(reinterpret_cast<__m256i>(numbers << 8), 8));
+    asm("vpsraw $8, %1, %0" : "=x"(weights[1]) : "x"(numbers));  // GCC 12 would store the register and load it for this
+  }
+  static void decode(const uint8_t* words_of, Bits8, ivec, ivec* weights) {
+    widen(load(reinterpret_cast<const int32_t*>(words_of)), weights);
+  }
+  static void decode(const uint8_t* words_of, Bits4, ivec table, ivec* weights) {
+    const ivec codes = load(reinterpret_cast<const int32_t*>(words_of));
+    widen(look_up(table, codes & 0x0f0f0f0f), weights);
+    widen(look_up(table, codes >> 4 & 0x0f0f0f0f), weights + 2);
+  }
+  static Sum start(const int32_t*) { return ivec{}; }
+  static Sum add(Sum sum, ivec weights, const int32_t* x) {
+    const __m256i products = _mm256_madd_epi16(reinterpret_cast<__m256i>(weights), _mm256_set1_epi32(*x));
+    asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(products));  // compilers would sum products as a tree, in memory
+    return sum;
+  }
+  static vec result(Sum sum, const float* scale) { return __builtin_convertvector(sum, vec) * splat(*scale); }
 };
 #endif
 
@@ -257,43 +306,45 @@ struct Bytes {
 #define OUTRIDER_HALVES
 // bfloat16 products. Pairs of every four inputs are (0, 2) and (1, 3), so that one shift decodes a pair.
 struct Halves {
-  using Sum = __m512;
+  using Sum = vec;
   static constexpr int64_t words = kInputs / 2;
 
   template <int groups>
   static void prepare(const float* x, int64_t left, int32_t* to, int64_t stride, float*, int32_t*, float* sums) {
-    __m512 low, high;
-    load_32(x, left, low, high);
+    const Activations some(x, left);
     alignas(64) uint16_t rounded[kInputs];
-    _mm512_store_si512(rounded, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
+    _mm512_store_si512(rounded, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(some.parts[1], some.parts[0])));
     for (int64_t i = 0; i < words; ++i) {
       const int64_t first = i / 2 * 4 + i % 2;
       to[i * stride] = static_cast<int32_t>(rounded[first] | static_cast<uint32_t>(rounded[first + 2]) << 16);
     }
     const auto* numbers = reinterpret_cast<const uint8_t*>(rounded);
-    const float totals[2] = {_mm512_reduce_add_ps(stored(numbers, kBfloat16, 0)), _mm512_reduce_add_ps(stored(numbers, kBfloat16, 1))};
+    const float totals[2] = {sum(stored(numbers, kBfloat16, 0)), sum(stored(numbers, kBfloat16, 1))};
     for (int64_t g = 0; g < groups; ++g) sums[g * stride] = groups == 1 ? totals[0] + totals[1] : totals[g];
   }
-  static __m512i table(Codes codes) { return _mm512_load_si512(kEntries[codes].entries); }
-  static void decode(const uint8_t* words_of, Bits8, __m512i, __m512i* weights) {
-    const __m512i codes = _mm512_loadu_si512(words_of);
-    const auto number = [](__m512i code) { return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_srai_epi32(code, 24))); };
-    weights[0] = _mm512_or_si512(_mm512_srli_epi32(number(_mm512_slli_epi32(codes, 24)), 16), number(_mm512_slli_epi32(codes, 8)));
-    weights[1] = _mm512_or_si512(_mm512_srli_epi32(number(_mm512_slli_epi32(codes, 16)), 16), number(codes));
+  static ivec table(Codes codes) { return load(reinterpret_cast<const int32_t*>(kEntries[codes].entries)); }
+  static void decode(const uint8_t* words_of, Bits8, ivec, ivec* weights) {
+    const ivec codes = load(reinterpret_cast<const int32_t*>(words_of));
+    const auto number = [](ivec code) { return reinterpret_cast<uvec>(__builtin_convertvector(code >> 24, vec)); };
+    weights[0] = reinterpret_cast<ivec>(number(codes << 24) >> 16 | number(codes << 8));
+    weights[1] = reinterpret_cast<ivec>(number(codes << 16) >> 16 | number(codes));
   }
-  static void decode(const uint8_t* words_of, Bits4, __m512i table, __m512i* weights) {
+  static void decode(const uint8_t* words_of, Bits4, ivec table, ivec* weights) {
     const __m512i codes = _mm512_loadu_si512(words_of);
-    weights[0] = _mm512_permutexvar_epi16(codes, table);  // uses the low five bits: the table repeats the 16 values
-    weights[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table);
-    weights[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table);
-    weights[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table);
+    const auto number = [table](__m512i code) {  // uses the low five bits: the table repeats the 16 values
+      return reinterpret_cast<ivec>(_mm512_permutexvar_epi16(code, reinterpret_cast<__m512i>(table)));
+    };
+    weights[0] = number(codes);
+    weights[1] = number(_mm512_srli_epi16(codes, 8));
+    weights[2] = number(_mm512_srli_epi16(codes, 4));
+    weights[3] = number(_mm512_srli_epi16(codes, 12));
   }
-  static Sum start(const int32_t*) { return _mm512_setzero_ps(); }
-  static Sum add(Sum sum, __m512i weights, const int32_t* x) {
+  static Sum start(const int32_t*) { return vec{}; }
+  static Sum add(Sum sum, ivec weights, const int32_t* x) {
     asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*x));
     return sum;
   }
-  static __m512 result(Sum sum, const float*) { return sum; }
+  static vec result(Sum sum, const float*) { return sum; }
 
   struct Table {
     alignas(64) uint16_t entries[32];
@@ -313,21 +364,58 @@ const std::array<Halves::Table, kNumCodes> Halves::kEntries = [] {
 }();
 #endif
 
-#if defined(__AVX512F__)
-// out[r][32] (+)= blocks [from, to) of one panel times `rows` rows.
-template <typename Arithmetic, typename Bits, int groups, int rows>
-void tile(const Form& form, const Panel& panel, int64_t from, int64_t to, const Part& x, float* out, int64_t out_stride, int64_t ahead) {
+// float32 products, on any CPU.
+struct Floats {
+  using Sum = vec;
+  static constexpr int64_t words = kInputs;
+
+  template <int groups>
+  static void prepare(const float* x, int64_t left, int32_t* to, int64_t stride, float*, int32_t*, float* sums) {
+    const Activations some(x, left);
+    std::fill_n(sums, groups, 0.0f);
+    for (int64_t k = 0; k < kInputs; ++k) {
+      const float number = some.parts[k / kLanes][k % kLanes];
+      std::memcpy(to + k * stride, &number, sizeof number);
+      sums[k * groups / kInputs * stride] += number;
+    }
+  }
+  static ivec table(Codes codes) { return repeated(kTables[codes]); }
+  static void widen(ivec numbers, ivec* weights) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) weights[i] = reinterpret_cast<ivec>(__builtin_convertvector(numbers << (24 - 8 * i) >> 24, vec));
+  }
+  static void decode(const uint8_t* words_of, Bits8, ivec, ivec* weights) {
+    widen(load(reinterpret_cast<const int32_t*>(words_of)), weights);
+  }
+  static void decode(const uint8_t* words_of, Bits4, ivec table, ivec* weights) {
+    const ivec codes = load(reinterpret_cast<const int32_t*>(words_of));
+    widen(look_up(table, codes & 0x0f0f0f0f), weights);
+    widen(look_up(table, codes >> 4 & 0x0f0f0f0f), weights + 4);
+  }
+  static Sum start(const int32_t*) { return vec{}; }
+  static Sum add(Sum sum, ivec weights, const int32_t* x) {
+    fused_at(reinterpret_cast<vec>(weights), reinterpret_cast<const float*>(x), sum);
+    return sum;
+  }
+  static vec result(Sum sum, const float*) { return sum; }
+};
+
+// out[r][vectors] (+)= blocks [from, to) of a panel's vectors from `first` on, times `rows` rows.
+template <typename Arithmetic, typename Bits, int groups, int rows, int vectors>
+inline void tile(const Form& form, const Panel& panel, int64_t from, int64_t to, int first, const Part& x, float* out, int64_t out_stride,
+                 int64_t ahead) {
   // Steps of a group; words of x in one.
   constexpr int64_t steps = kInputs / Bits::together / groups, words = Arithmetic::words / steps / groups;
-  const __m512i table = Arithmetic::table(form.codes);
+  // Vectors that share a broadcast of x; on AVX-512 it is part of the product, and registers are for the sums.
+  constexpr int sharing = kLanes == 16 ? 1 : vectors;
+  const ivec table = Arithmetic::table(form.codes);
   const int64_t bytes = form.bytes;
   const bool shifted = form.offsets != kNone;
-  __m512 totals[rows][2];  // of all blocks, in float32
+  vec totals[rows][vectors];  // of all blocks, in float32
 #pragma GCC unroll 12
   for (int r = 0; r < rows; ++r)
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half)
-      totals[r][half] = from == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(out + r * out_stride + half * 16);
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; ++v) totals[r][v] = from == 0 ? vec{} : load(out + r * out_stride + v * kLanes);
   for (int64_t b = from; b < to; ++b) {
     const uint8_t* block = panel.blocks + b * bytes;
     if (ahead)
@@ -335,49 +423,63 @@ void tile(const Form& form, const Panel& panel, int64_t from, int64_t to, const 
     for (int64_t group = 0; group < groups; ++group) {
       const int64_t place = (b * groups + group) * rows;
       const int32_t* x_of = x.words + place * steps * words;
-      typename Arithmetic::Sum sums[rows][2];
+      typename Arithmetic::Sum sums[rows][vectors];
 #pragma GCC unroll 12
-      for (int r = 0; r < rows; ++r) sums[r][0] = sums[r][1] = Arithmetic::start(x.starts + place + r);
+      for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; ++v) sums[r][v] = Arithmetic::start(x.starts + place + r);
 #pragma GCC unroll 8
       for (int64_t step = 0; step < steps; ++step) {
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; ++half) {
-          __m512i weights[words];
-          Arithmetic::decode(block + ((group * steps + step) * 2 + half) * 64, Bits{}, table, weights);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
+        for (int from_v = 0; from_v < vectors; from_v += sharing) {
+          ivec weights[sharing][words];
+#pragma GCC unroll 8
+          for (int v = 0; v < sharing; ++v)
+            Arithmetic::decode(block + ((group * steps + step) * kPanel + (first + from_v + v) * kLanes) * 4, Bits{}, table, weights[v]);
+#pragma GCC unroll 8
           for (int64_t i = 0; i < words; ++i)
 #pragma GCC unroll 12
             for (int r = 0; r < rows; ++r)
-              sums[r][half] = Arithmetic::add(sums[r][half], weights[i], x_of + (step * words + i) * rows + r);
+#pragma GCC unroll 8
+              for (int v = 0; v < sharing; ++v)
+                sums[r][from_v + v] = Arithmetic::add(sums[r][from_v + v], weights[v][i], x_of + (step * words + i) * rows + r);
         }
       }
-#pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) {
-        const __m512 scale = scale_of(form, panel, b, group, half);
-        const __m512 offset = shifted ? added(form, panel, b, group, half, scale) : _mm512_setzero_ps();
+#pragma GCC unroll 8
+      for (int v = 0; v < vectors; ++v) {
+        const vec scale = scale_of(form, panel, b, group, first + v);
+        const vec offset = shifted ? added(form, panel, b, group, first + v, scale) : vec{};
 #pragma GCC unroll 12
         for (int r = 0; r < rows; ++r) {
-          __m512 before = totals[r][half];
-          if (shifted) before = _mm512_fmadd_ps(offset, _mm512_set1_ps(x.sums[place + r]), before);
-          const __m512 result = Arithmetic::result(sums[r][half], x.scales + b * rows + r);
-          totals[r][half] = _mm512_fmadd_ps(result, scale, before);
+          vec before = totals[r][v];
+          if (shifted) before = fused(offset, splat(x.sums[place + r]), before);
+          totals[r][v] = fused(Arithmetic::result(sums[r][v], x.scales + b * rows + r), scale, before);
         }
       }
     }
   }
 #pragma GCC unroll 12
   for (int r = 0; r < rows; ++r)
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) _mm512_storeu_ps(out + r * out_stride + half * 16, totals[r][half]);
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; ++v) store(out + r * out_stride + v * kLanes, totals[r][v]);
 }
 
-using Tile = void (*)(const Form&, const Panel&, int64_t, int64_t, const Part&, float*, int64_t, int64_t);
+// A whole panel, in slices of as many vectors as leave the sums in registers.
+template <typename Arithmetic, typename Bits, int groups, int rows>
+void run_panel(const Form& form, const Panel& panel, int64_t from, int64_t to, const Part& x, float* out, int64_t out_stride,
+               int64_t ahead) {
+  constexpr int vectors = std::min(kVectors, rows <= 2 ? 4 : 2);
+  for (int v = 0; v < kVectors; v += vectors)  // the first slice fetches for all
+    tile<Arithmetic, Bits, groups, rows, vectors>(form, panel, from, to, v, x, out + v * kLanes, out_stride, v ? 0 : ahead);
+}
+
+using RunPanel = void (*)(const Form&, const Panel&, int64_t, int64_t, const Part&, float*, int64_t, int64_t);
 template <typename Arithmetic, typename Bits, int groups, size_t... index>
-constexpr std::array<Tile, sizeof...(index)> make_tiles(std::index_sequence<index...>) {
-  return {tile<Arithmetic, Bits, groups, static_cast<int>(index) + 1>...};
+constexpr std::array<RunPanel, sizeof...(index)> make_table(std::index_sequence<index...>) {
+  return {run_panel<Arithmetic, Bits, groups, static_cast<int>(index) + 1>...};
 }
 template <typename Arithmetic, typename Bits, int groups>
-constexpr auto kTiles = make_tiles<Arithmetic, Bits, groups>(std::make_index_sequence<kMaxRows>{});  // [rows - 1]
+constexpr auto kRunPanel = make_table<Arithmetic, Bits, groups>(std::make_index_sequence<kMaxRows>{});  // [rows - 1]
 
 template <typename Arithmetic, int groups>
 Rows prepare(const float* x, int64_t count, int64_t inputs) {
@@ -413,7 +515,7 @@ void multiply(const Form& form, const float* x, int64_t count, int64_t inputs, c
           const int64_t n = std::min(rows.at_once, count - r), at = r * blocks;
           const Part part{rows.words.get() + at * Arithmetic::words, rows.scales.get() + at, rows.starts.get() + at * groups,
                           rows.sums.get() + at * groups};
-          kTiles<Arithmetic, Bits, groups>[n - 1](form, panel, b, std::min(blocks, b + stretch), part, out + r * stride + p * kPanel, stride,
+          kRunPanel<Arithmetic, Bits, groups>[n - 1](form, panel, b, std::min(blocks, b + stretch), part, out + r * stride + p * kPanel, stride,
                                                   r == 0 ? kAhead : 0);
         }
     }
@@ -426,91 +528,6 @@ void multiply(const Form& form, const float* x, int64_t count, int64_t inputs, c
                                        : (form.groups == 1 ? multiply<Arithmetic, Bits4, 1> : multiply<Arithmetic, Bits4, 2>);
   run(form, x, count, inputs, packed, panels, out);
 }
-#endif
-
-// Write the numbers of a panel's 4-bit codes of four inputs, which are in the low or the high halves of bytes.
-inline void look_up(const int8_t* table, const uint8_t* from, int shift, uint8_t* to) {
-#if defined(__has_builtin) && __has_builtin(__builtin_shuffle)
-  typedef uint8_t bytes __attribute__((vector_size(16)));  // one instruction for 16 codes
-  bytes numbers, codes;
-  std::memcpy(&numbers, table, sizeof numbers);
-  for (int64_t i = 0; i < 4 * kPanel; i += 16) {
-    std::memcpy(&codes, from + i, sizeof codes);
-    codes = __builtin_shuffle(numbers, codes >> shift & 15);
-    std::memcpy(to + i, &codes, sizeof codes);
-  }
-#else
-  for (int64_t i = 0; i < 4 * kPanel; ++i) to[i] = static_cast<uint8_t>(table[from[i] >> shift & 15]);
-#endif
-}
-
-// Decode a block to [inputs][outputs], as value_at does.
-void decode_block(const Form& form, const Panel& panel, int64_t b, float (*values)[kPanel]) {
-  const uint8_t* block = panel.blocks + b * form.bytes;
-  const int64_t together = form.codes == kInt8 ? Bits8::together : Bits4::together, depth = kInputs / form.groups;
-  for (int64_t group = 0; group < form.groups; ++group) {
-    float scales[kPanel], offsets[kPanel];
-    for (int64_t j = 0; j < kPanel; ++j) {
-      scales[j] = stored_at(form.scales_of(block, group), form.scales, j);
-      if (form.scales == kProducts) scales[j] *= stored_at(form.scale_bases(panel, b), kFloat16, j);
-      offsets[j] = form.offsets == kNone ? 0.0f : stored_at(form.offsets_of(block, group), form.offsets, j);
-      if (form.offsets == kProducts) offsets[j] *= stored_at(form.offset_bases(panel, b), kFloat16, j);
-    }
-    for (int64_t k = group * depth; k < (group + 1) * depth; k += 4) {
-      const uint8_t* words = block + k / together * kPanel * 4;  // of an output each: four inputs
-      uint8_t numbers[4 * kPanel];
-      if (form.codes != kInt8) look_up(kTables[form.codes], words, static_cast<int>(k % together), numbers), words = numbers;
-      for (int64_t v = 0; v < kVectors; ++v) {
-        ivec word;
-        vec scale, offset;
-        std::memcpy(&word, words + v * sizeof(vec), sizeof(vec));
-        std::memcpy(&scale, scales + v * kLanes, sizeof(vec));
-        std::memcpy(&offset, offsets + v * kLanes, sizeof(vec));
-        for (int i = 0; i < 4; ++i) {
-          const vec number = __builtin_convertvector(word << (24 - 8 * i) >> 24, vec);
-          const vec value = form.offsets == kNone    ? scale * number
-                               : form.offsets == kZeros ? scale * (number - offset)
-                                                        : scale * number + offset;
-          std::memcpy(values[k + i] + v * kLanes, &value, sizeof(vec));
-        }
-      }
-    }
-  }
-}
-
-// float32, on any CPU. Each block is decoded once for all rows.
-void multiply_floats(const Form& form, const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, float* out) {
-  const int64_t blocks = (inputs + kInputs - 1) / kInputs, stride = panels * kPanel;
-  parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-    alignas(sizeof(vec)) float values[kInputs][kPanel];
-    for (int64_t p = begin; p < end; ++p) {
-      const Panel panel = form.panel(packed, p, blocks);
-      for (int64_t b = 0; b < blocks; ++b) {
-        const int64_t depth = std::min(kInputs, inputs - b * kInputs);
-        decode_block(form, panel, b, values);
-        for (int64_t r = 0; r < count; ++r) {
-          const float* row = x + r * inputs + b * kInputs;
-          float* to = out + r * stride + p * kPanel;
-          vec sums[kVectors] = {};
-          for (int64_t k = 0; k < depth; ++k)
-#pragma GCC unroll 8
-            for (int64_t v = 0; v < kVectors; ++v) {
-              vec value;
-              std::memcpy(&value, values[k] + v * kLanes, sizeof(vec));
-              sums[v] += value * row[k];
-            }
-#pragma GCC unroll 8
-          for (int64_t v = 0; v < kVectors; ++v) {
-            vec before = {};
-            if (b) std::memcpy(&before, to + v * kLanes, sizeof(vec));
-            before += sums[v];
-            std::memcpy(to + v * kLanes, &before, sizeof(vec));
-          }
-        }
-      }
-    }
-  });
-}
 
 void multiply_any(const Form& form, const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, float* out,
                   int64_t bits) {
@@ -521,7 +538,7 @@ void multiply_any(const Form& form, const float* x, int64_t count, int64_t input
   if (bits == 16) return multiply<Halves>(form, x, count, inputs, packed, panels, out);
 #endif
   TORCH_CHECK(bits == 32, "linear_blocks: this CPU does not multiply activations of ", bits, " bits");
-  multiply_floats(form, x, count, inputs, packed, panels, out);
+  multiply<Floats>(form, x, count, inputs, packed, panels, out);
 }
 
 // Read the form of a weight from the header of its first panel.

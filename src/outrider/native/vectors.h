@@ -61,6 +61,12 @@ inline vec load(const at::BFloat16* from) {
 inline vec load(const at::Half* from) { vec v; for (int i = 0; i < kLanes; ++i) v[i] = static_cast<float>(from[i]); return v; }
 inline vec splat(float x) { vec v; for (int i = 0; i < kLanes; ++i) v[i] = x; return v; }
 #endif
+inline vec load(const int8_t* from) {
+  typedef int8_t bytes __attribute__((vector_size(kLanes)));
+  bytes b; std::memcpy(&b, from, sizeof b); return __builtin_convertvector(b, vec);
+}
+inline ivec load(const int32_t* from) { ivec v; std::memcpy(&v, from, sizeof v); return v; }
+inline void store(int32_t* to, ivec v) { std::memcpy(to, &v, sizeof v); }
 inline void store(at::BFloat16* to, vec v) { for (int i = 0; i < kLanes; ++i) to[i] = static_cast<at::BFloat16>(v[i]); }
 inline void store(at::Half* to, vec v) { for (int i = 0; i < kLanes; ++i) to[i] = static_cast<at::Half>(v[i]); }
 inline float sum(vec v) {
@@ -100,6 +106,41 @@ __attribute__((always_inline)) inline void fused_at(vec a, const float* b, vec& 
 #else
 inline void fused_at(vec a, const float* b, vec& c) { c = fused(a, splat(*b), c); }
 #endif
+
+// The nearest integers, halves to even.
+inline ivec nearest(vec x) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<ivec>(_mm512_cvtps_epi32(reinterpret_cast<__m512>(x)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<ivec>(_mm256_cvtps_epi32(reinterpret_cast<__m256>(x)));
+#else
+  ivec v; for (int i = 0; i < kLanes; ++i) v[i] = static_cast<int32_t>(__builtin_nearbyintf(x[i])); return v;
+#endif
+}
+
+// 16 bytes, repeated, and those of them whose places 0 to 15 are the bytes of `places`.
+inline ivec repeated(const int8_t* bytes) {
+  int8_t all[sizeof(ivec)];
+  for (size_t i = 0; i < sizeof all; i += 16) std::memcpy(all + i, bytes, 16);
+  ivec v; std::memcpy(&v, all, sizeof v); return v;
+}
+inline ivec look_up(ivec table, ivec places) {
+#if defined(__AVX512BW__)
+  return reinterpret_cast<ivec>(_mm512_shuffle_epi8(reinterpret_cast<__m512i>(table), reinterpret_cast<__m512i>(places)));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return reinterpret_cast<ivec>(_mm256_shuffle_epi8(reinterpret_cast<__m256i>(table), reinterpret_cast<__m256i>(places)));
+#elif defined(__has_builtin) && __has_builtin(__builtin_shuffle) && !defined(__AVX512F__)
+  typedef uint8_t bytes __attribute__((vector_size(sizeof(ivec))));
+  return reinterpret_cast<ivec>(__builtin_shuffle(reinterpret_cast<bytes>(table), reinterpret_cast<bytes>(places)));
+#else
+  uint8_t numbers[sizeof(ivec)], bytes[sizeof(ivec)];
+  std::memcpy(numbers, &table, sizeof numbers);
+  std::memcpy(bytes, &places, sizeof bytes);
+  for (uint8_t& byte : bytes) byte = numbers[byte];
+  std::memcpy(&places, bytes, sizeof bytes);
+  return places;
+#endif
+}
 
 // Lanes of two vectors by number, those of b from kLanes on.
 #if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
