@@ -26,6 +26,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <type_traits>
 #include <utility>
 
 namespace outrider {
@@ -34,7 +35,7 @@ namespace {
 constexpr int64_t kInputs = 32;   // inputs of a block; its outputs are kPanel
 constexpr int64_t kHeader = 64;   // bytes at the start of a panel
 constexpr int64_t kSpan = 8;      // blocks that share a base
-constexpr int kMaxRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;  // of a tile: with 2 vectors of sums each they leave registers for weights
+constexpr int kMaxRows = kLanes == 16 ? 12 : 6;  // of a tile: with 2 vectors of sums each they leave registers for weights
 constexpr int64_t kStretch = 16;  // blocks whose weights stay in the L1 cache while all rows of a pass are multiplied
 // Bytes to prefetch ahead, because the hardware prefetcher stops at page ends: measured on AMD's Zen 5 and on Intel's Sapphire Rapids.
 #if defined(__AVX512BF16__) && !defined(__AMX_TILE__)
@@ -203,9 +204,10 @@ struct Activations {
   }
 };
 
-// Round activations to integers of 8 bits, numbers = codes * scale. `sums`: of the activations, of each group.
+// Round activations to codes of 8 bits, number = code * scale, four in a word. `totals` and `sums`: of each group's codes and numbers.
 template <int groups>
-inline void round_to_bytes(const float* x, int64_t left, int32_t* codes, int64_t stride, float* scale, int32_t* totals, float* sums) {
+inline void round_to_bytes(const float* x, int64_t left, int32_t* to, int64_t stride, float* scale, int32_t* totals, float* sums) {
+  int32_t codes[kInputs];
   const Activations some(x, left);
   vec most{};
   ivec nans{};  // maxima and integers drop them
@@ -224,6 +226,11 @@ inline void round_to_bytes(const float* x, int64_t left, int32_t* codes, int64_t
     for (int64_t k = 0; k < kInputs / groups; ++k) totals[g] += codes[g * kInputs / groups + k];
     sums[g * stride] = static_cast<float>(totals[g]) * *scale;
   }
+  for (int64_t k = 0; k < kInputs; k += 4) {
+    uint32_t word = 0;
+    for (int64_t j = 0; j < 4; ++j) word |= static_cast<uint32_t>(codes[k + j] & 255) << 8 * j;
+    to[k / 4 * stride] = static_cast<int32_t>(word);
+  }
 }
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
@@ -231,18 +238,15 @@ inline void round_to_bytes(const float* x, int64_t left, int32_t* codes, int64_t
 // Integer products.
 struct Bytes {
   using Sum = ivec;
+  using Weights = ivec;
+  static constexpr int max_rows = kMaxRows;
   static constexpr int64_t words = kInputs / 4;  // 32 bits each, of a row's block
 
   template <int groups>
   static void prepare(const float* x, int64_t left, int32_t* to, int64_t stride, float* scale, int32_t* starts, float* sums) {
-    int32_t codes[kInputs], totals[groups];
-    round_to_bytes<groups>(x, left, codes, stride, scale, totals, sums);
+    int32_t totals[groups];
+    round_to_bytes<groups>(x, left, to, stride, scale, totals, sums);
     for (int64_t g = 0; g < groups; ++g) starts[g * stride] = -128 * totals[g];
-    for (int64_t i = 0; i < words; ++i) {
-      uint32_t word = 0;
-      for (int64_t j = 0; j < 4; ++j) word |= static_cast<uint32_t>(codes[4 * i + j] & 255) << 8 * j;
-      to[i * stride] = static_cast<int32_t>(word);
-    }
   }
   // Weights as numbers + 128: the instruction takes one unsigned factor.
   static ivec raised(ivec numbers) { return numbers ^ static_cast<int32_t>(0x80808080); }
@@ -264,38 +268,39 @@ struct Bytes {
 };
 #elif defined(__AVX2__) && !defined(__AVX512F__)
 #define OUTRIDER_BYTES
-// Integer products, of numbers widened to 16 bits: products of unsigned and signed bytes saturate. Pairs of every four inputs are (0, 2)
-// and (1, 3), so that one shift widens a pair.
+// Integer products of two bytes, one of them unsigned: the sizes of the weights, times activations with the weights' signs. Sums of two
+// products fit in 16 bits: at most 2 * 128 * 127.
 struct Bytes {
   using Sum = ivec;
-  static constexpr int64_t words = kInputs / 2;
+  struct Weights {
+    __m256i sizes, numbers;
+  };
+  static constexpr int max_rows = kMaxRows;
+  static constexpr int64_t words = kInputs / 4;  // 32 bits each, of a row's block
 
   template <int groups>
   static void prepare(const float* x, int64_t left, int32_t* to, int64_t stride, float* scale, int32_t*, float* sums) {
-    int32_t codes[kInputs], totals[groups];
-    round_to_bytes<groups>(x, left, codes, stride, scale, totals, sums);
-    for (int64_t i = 0; i < words; ++i) {
-      const int64_t first = i / 2 * 4 + i % 2;
-      to[i * stride] = static_cast<int32_t>((codes[first] & 0xffff) | static_cast<uint32_t>(codes[first + 2]) << 16);
-    }
+    int32_t totals[groups];
+    round_to_bytes<groups>(x, left, to, stride, scale, totals, sums);
   }
   static ivec table(Codes codes) { return repeated(kTables[codes]); }
-  static void widen(ivec numbers, ivec* weights) {
-    weights[0] = reinterpret_cast<ivec>(_mm256_srai_epi16(reinterpret_cast<__m256i>(numbers << 8), 8));
-    asm("vpsraw $8, %1, %0" : "=x"(weights[1]) : "x"(numbers));  // GCC 12 would store the register and load it for this
+  static Weights split(ivec numbers) {
+    const auto signed_numbers = reinterpret_cast<__m256i>(numbers);
+    return {_mm256_abs_epi8(signed_numbers), signed_numbers};
   }
-  static void decode(const uint8_t* words_of, Bits8, ivec, ivec* weights) {
-    widen(load(reinterpret_cast<const int32_t*>(words_of)), weights);
+  static void decode(const uint8_t* words_of, Bits8, ivec, Weights* weights) {
+    weights[0] = split(load(reinterpret_cast<const int32_t*>(words_of)));
   }
-  static void decode(const uint8_t* words_of, Bits4, ivec table, ivec* weights) {
+  static void decode(const uint8_t* words_of, Bits4, ivec table, Weights* weights) {
     const ivec codes = load(reinterpret_cast<const int32_t*>(words_of));
-    widen(look_up(table, codes & 0x0f0f0f0f), weights);
-    widen(look_up(table, codes >> 4 & 0x0f0f0f0f), weights + 2);
+    weights[0] = split(look_up(table, codes & 0x0f0f0f0f));
+    weights[1] = split(look_up(table, codes >> 4 & 0x0f0f0f0f));
   }
   static Sum start(const int32_t*) { return ivec{}; }
-  static Sum add(Sum sum, ivec weights, const int32_t* x) {
-    const __m256i products = _mm256_madd_epi16(reinterpret_cast<__m256i>(weights), _mm256_set1_epi32(*x));
-    asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(products));  // compilers would sum products as a tree, in memory
+  static Sum add(Sum sum, const Weights& weights, const int32_t* x) {
+    const __m256i signed_x = _mm256_sign_epi8(_mm256_set1_epi32(*x), weights.numbers);
+    const __m256i twos = _mm256_maddubs_epi16(weights.sizes, signed_x), fours = _mm256_madd_epi16(twos, _mm256_set1_epi16(1));
+    asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(fours));  // compilers would sum products as a tree, in memory
     return sum;
   }
   static vec result(Sum sum, const float* scale) { return __builtin_convertvector(sum, vec) * splat(*scale); }
@@ -307,6 +312,8 @@ struct Bytes {
 // bfloat16 products. Pairs of every four inputs are (0, 2) and (1, 3), so that one shift decodes a pair.
 struct Halves {
   using Sum = vec;
+  using Weights = ivec;
+  static constexpr int max_rows = kMaxRows;
   static constexpr int64_t words = kInputs / 2;
 
   template <int groups>
@@ -318,8 +325,8 @@ struct Halves {
       const int64_t first = i / 2 * 4 + i % 2;
       to[i * stride] = static_cast<int32_t>(rounded[first] | static_cast<uint32_t>(rounded[first + 2]) << 16);
     }
-    const auto* numbers = reinterpret_cast<const uint8_t*>(rounded);
-    const float totals[2] = {sum(stored(numbers, kBfloat16, 0)), sum(stored(numbers, kBfloat16, 1))};
+    const auto* numbers = reinterpret_cast<const at::BFloat16*>(rounded);
+    const float totals[2] = {sum(load(numbers)), sum(load(numbers + kLanes))};
     for (int64_t g = 0; g < groups; ++g) sums[g * stride] = groups == 1 ? totals[0] + totals[1] : totals[g];
   }
   static ivec table(Codes codes) { return load(reinterpret_cast<const int32_t*>(kEntries[codes].entries)); }
@@ -367,12 +374,14 @@ const std::array<Halves::Table, kNumCodes> Halves::kEntries = [] {
 // float32 products, on any CPU.
 struct Floats {
   using Sum = vec;
+  using Weights = vec;
+  static constexpr int max_rows = 4;
   static constexpr int64_t words = kInputs;
 
   template <int groups>
   static void prepare(const float* x, int64_t left, int32_t* to, int64_t stride, float*, int32_t*, float* sums) {
     const Activations some(x, left);
-    std::fill_n(sums, groups, 0.0f);
+    for (int64_t g = 0; g < groups; ++g) sums[g * stride] = 0.0f;
     for (int64_t k = 0; k < kInputs; ++k) {
       const float number = some.parts[k / kLanes][k % kLanes];
       std::memcpy(to + k * stride, &number, sizeof number);
@@ -380,21 +389,21 @@ struct Floats {
     }
   }
   static ivec table(Codes codes) { return repeated(kTables[codes]); }
-  static void widen(ivec numbers, ivec* weights) {
+  static void widen(ivec numbers, vec* weights) {
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) weights[i] = reinterpret_cast<ivec>(__builtin_convertvector(numbers << (24 - 8 * i) >> 24, vec));
+    for (int i = 0; i < 4; ++i) weights[i] = __builtin_convertvector(numbers << (24 - 8 * i) >> 24, vec);
   }
-  static void decode(const uint8_t* words_of, Bits8, ivec, ivec* weights) {
+  static void decode(const uint8_t* words_of, Bits8, ivec, vec* weights) {
     widen(load(reinterpret_cast<const int32_t*>(words_of)), weights);
   }
-  static void decode(const uint8_t* words_of, Bits4, ivec table, ivec* weights) {
+  static void decode(const uint8_t* words_of, Bits4, ivec table, vec* weights) {
     const ivec codes = load(reinterpret_cast<const int32_t*>(words_of));
     widen(look_up(table, codes & 0x0f0f0f0f), weights);
     widen(look_up(table, codes >> 4 & 0x0f0f0f0f), weights + 4);
   }
   static Sum start(const int32_t*) { return vec{}; }
-  static Sum add(Sum sum, ivec weights, const int32_t* x) {
-    fused_at(reinterpret_cast<vec>(weights), reinterpret_cast<const float*>(x), sum);
+  static Sum add(Sum sum, vec weights, const int32_t* x) {
+    fused_at(weights, reinterpret_cast<const float*>(x), sum);
     return sum;
   }
   static vec result(Sum sum, const float*) { return sum; }
@@ -402,15 +411,17 @@ struct Floats {
 
 // out[r][vectors] (+)= blocks [from, to) of a panel's vectors from `first` on, times `rows` rows.
 template <typename Arithmetic, typename Bits, int groups, int rows, int vectors>
-inline void tile(const Form& form, const Panel& panel, int64_t from, int64_t to, int first, const Part& x, float* out, int64_t out_stride,
+inline void tile(const Form& form, const Panel& panel, int64_t from, int64_t to, int slice, const Part& x, float* out, int64_t out_stride,
                  int64_t ahead) {
+  const int first = vectors == kVectors ? 0 : slice;  // known to the compiler
   // Steps of a group; words of x in one.
   constexpr int64_t steps = kInputs / Bits::together / groups, words = Arithmetic::words / steps / groups;
   // Vectors that share a broadcast of x; on AVX-512 it is part of the product, and registers are for the sums.
   constexpr int sharing = kLanes == 16 ? 1 : vectors;
   const ivec table = Arithmetic::table(form.codes);
   const int64_t bytes = form.bytes;
-  const bool shifted = form.offsets != kNone;
+  // float32 numbers have their zeros subtracted, so that each weight is the checkpoint's to the bit.
+  const bool subtracts = std::is_same_v<Arithmetic, Floats> && form.offsets == kZeros, shifted = form.offsets != kNone && !subtracts;
   vec totals[rows][vectors];  // of all blocks, in float32
 #pragma GCC unroll 12
   for (int r = 0; r < rows; ++r)
@@ -432,10 +443,13 @@ inline void tile(const Form& form, const Panel& panel, int64_t from, int64_t to,
       for (int64_t step = 0; step < steps; ++step) {
 #pragma GCC unroll 8
         for (int from_v = 0; from_v < vectors; from_v += sharing) {
-          ivec weights[sharing][words];
+          typename Arithmetic::Weights weights[sharing][words];
 #pragma GCC unroll 8
           for (int v = 0; v < sharing; ++v)
             Arithmetic::decode(block + ((group * steps + step) * kPanel + (first + from_v + v) * kLanes) * 4, Bits{}, table, weights[v]);
+          if constexpr (std::is_same_v<Arithmetic, Floats>)
+            for (int v = 0; subtracts && v < sharing; ++v)
+              for (vec& numbers : weights[v]) numbers -= stored(form.offsets_of(block, group), kZeros, first + from_v + v);
 #pragma GCC unroll 8
           for (int64_t i = 0; i < words; ++i)
 #pragma GCC unroll 12
@@ -479,11 +493,11 @@ constexpr std::array<RunPanel, sizeof...(index)> make_table(std::index_sequence<
   return {run_panel<Arithmetic, Bits, groups, static_cast<int>(index) + 1>...};
 }
 template <typename Arithmetic, typename Bits, int groups>
-constexpr auto kRunPanel = make_table<Arithmetic, Bits, groups>(std::make_index_sequence<kMaxRows>{});  // [rows - 1]
+constexpr auto kRunPanel = make_table<Arithmetic, Bits, groups>(std::make_index_sequence<Arithmetic::max_rows>{});  // [rows - 1]
 
 template <typename Arithmetic, int groups>
 Rows prepare(const float* x, int64_t count, int64_t inputs) {
-  const int64_t blocks = (inputs + kInputs - 1) / kInputs, tiles = (count + kMaxRows - 1) / kMaxRows;
+  const int64_t blocks = (inputs + kInputs - 1) / kInputs, tiles = (count + Arithmetic::max_rows - 1) / Arithmetic::max_rows;
   Rows rows{count, blocks, (count + tiles - 1) / tiles, {}, {}, {}, {}};
   rows.words.reset(new int32_t[count * blocks * Arithmetic::words]);
   rows.scales.reset(new float[count * blocks]);

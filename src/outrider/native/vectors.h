@@ -62,8 +62,14 @@ inline vec load(const at::Half* from) { vec v; for (int i = 0; i < kLanes; ++i) 
 inline vec splat(float x) { vec v; for (int i = 0; i < kLanes; ++i) v[i] = x; return v; }
 #endif
 inline vec load(const int8_t* from) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<vec>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)))));
+#elif defined(__AVX2__)
+  return reinterpret_cast<vec>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)))));
+#else
   typedef int8_t bytes __attribute__((vector_size(kLanes)));
   bytes b; std::memcpy(&b, from, sizeof b); return __builtin_convertvector(b, vec);
+#endif
 }
 inline ivec load(const int32_t* from) { ivec v; std::memcpy(&v, from, sizeof v); return v; }
 inline void store(int32_t* to, ivec v) { std::memcpy(to, &v, sizeof v); }
