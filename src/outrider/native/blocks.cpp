@@ -429,8 +429,11 @@ inline void tile(const Form& form, const Panel& panel, int64_t from, int64_t to,
     for (int v = 0; v < vectors; ++v) totals[r][v] = from == 0 ? vec{} : load(out + r * out_stride + v * kLanes);
   for (int64_t b = from; b < to; ++b) {
     const uint8_t* block = panel.blocks + b * bytes;
-    if (ahead)
-      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(block + ahead + i);
+    if (ahead) {  // each slice fetches its part, so that memory is never idle
+      constexpr int slices = kVectors / vectors;
+      const uint8_t *next = slices == 1 ? block + ahead : block + (to - from) * bytes, *end = next + (first + vectors) * bytes / kVectors;
+      for (next += first * bytes / kVectors; next < end; next += 64) __builtin_prefetch(next);
+    }
     for (int64_t group = 0; group < groups; ++group) {
       const int64_t place = (b * groups + group) * rows;
       const int32_t* x_of = x.words + place * steps * words;
@@ -478,13 +481,16 @@ inline void tile(const Form& form, const Panel& panel, int64_t from, int64_t to,
     for (int v = 0; v < vectors; ++v) store(out + r * out_stride + v * kLanes, totals[r][v]);
 }
 
-// A whole panel, in slices of as many vectors as leave the sums in registers.
+// As many vectors of a panel as leave the sums in registers.
+constexpr int vectors_of_a_tile(int64_t rows) { return std::min(kVectors, rows <= 2 ? 4 : 2); }
+
+// A whole panel, in slices.
 template <typename Arithmetic, typename Bits, int groups, int rows>
 void run_panel(const Form& form, const Panel& panel, int64_t from, int64_t to, const Part& x, float* out, int64_t out_stride,
                int64_t ahead) {
-  constexpr int vectors = std::min(kVectors, rows <= 2 ? 4 : 2);
-  for (int v = 0; v < kVectors; v += vectors)  // the first slice fetches for all
-    tile<Arithmetic, Bits, groups, rows, vectors>(form, panel, from, to, v, x, out + v * kLanes, out_stride, v ? 0 : ahead);
+  constexpr int vectors = vectors_of_a_tile(rows);
+  for (int v = 0; v < kVectors; v += vectors)
+    tile<Arithmetic, Bits, groups, rows, vectors>(form, panel, from, to, v, x, out + v * kLanes, out_stride, ahead);
 }
 
 using RunPanel = void (*)(const Form&, const Panel&, int64_t, int64_t, const Part&, float*, int64_t, int64_t);
@@ -519,7 +525,7 @@ template <typename Arithmetic, typename Bits, int groups>
 void multiply(const Form& form, const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, float* out) {
   const Rows rows = prepare<Arithmetic, groups>(x, count, inputs);
   const int64_t blocks = rows.blocks, stride = panels * kPanel;
-  const int64_t stretch = count == rows.at_once ? blocks : kStretch;
+  const int64_t stretch = count == rows.at_once && vectors_of_a_tile(count) == kVectors ? blocks : kStretch;
   const int64_t grain = std::max<int64_t>(1, 200'000 / (inputs * kPanel * (count + 4)));  // about 10 microseconds of work per thread
   parallel_for(0, panels, grain, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p) {

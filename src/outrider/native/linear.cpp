@@ -35,12 +35,13 @@ constexpr int64_t kAhead = 6144;
 constexpr int64_t kAhead = 3072;
 #endif
 // Inputs accumulated in registers before they are added to the output: a panel of so many is read again from the L1 cache.
-constexpr int64_t kBlock = kLanes == 16 ? 512 : 256;
+constexpr int64_t kBlock = kLanes == 16 ? 512 : 128;
 
 // Prefetch of weights: those `by` inputs later (0: none). After the end of a tile's weights, those used next, which are `jump` entries
-// further than the adjacent ones.
+// further than the adjacent ones. The slices of a panel share the panel used next: each fetches its part, so that memory is never idle.
 struct Ahead {
   int64_t by, jump;
+  int slice = 0;
 };
 
 // out[r][vectors] (+)= x[0..depth)[r] . w, for `rows` rows and `vectors` vectors of outputs: a slice of a panel, or neighbouring panels;
@@ -49,15 +50,17 @@ template <typename Weight, int rows, int vectors>
 inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t depth, float* out, int64_t out_stride, bool first,
                  const Ahead ahead) {
   constexpr int64_t line = 64 / static_cast<int64_t>(sizeof(Weight));  // entries of a cache line
-  constexpr int panels = vectors < kVectors ? 1 : vectors / kVectors;
+  constexpr int panels = std::max(1, vectors / kVectors), slices = std::max(1, kVectors / vectors);
   const int64_t turn = std::max<int64_t>(0, depth - ahead.by);
+  const Weight* next = w - ahead.slice * vectors * kLanes + depth * kPanel + ahead.jump;  // of a slice's panel
   vec acc[rows][vectors];  // in registers only if every loop over them is unrolled early
 #pragma GCC unroll 12
   for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 8
     for (int v = 0; v < vectors; ++v) acc[r][v] = vec{};
   for (int64_t k = 0; k < depth; ++k) {
-    const Weight* coming = w + (k + ahead.by) * kPanel + (k < turn ? 0 : ahead.jump);
+    const Weight* coming = slices == 1 ? w + (k + ahead.by) * kPanel + (k < turn ? 0 : ahead.jump)
+                                       : next + (ahead.slice * depth + k) / slices * kPanel;
     for (int j = 0; ahead.by && j < panels; ++j)
       for (int64_t i = 0; i < kPanel; i += line) __builtin_prefetch(coming + j * panel_stride + i);
     vec weights[vectors];
@@ -106,9 +109,9 @@ void run_panels(const float* x, const Weight* w, int64_t panel_stride, int64_t d
       tile<Weight, rows, vectors>(x, w + done * panel_stride, panel_stride, depth, out + done * kPanel, out_stride, first,
                                   {ahead_by, in_turn ? wide * panel_stride - rest : 0});
   for (; done < panels; ++done)
-    for (int v = 0; v < kVectors; v += slice)  // the first slice of a panel fetches for all
+    for (int v = 0; v < kVectors; v += slice)
       tile<Weight, rows, slice>(x, w + done * panel_stride + v * kLanes, panel_stride, depth, out + done * kPanel + v * kLanes, out_stride,
-                                first, {v ? 0 : ahead_by, in_turn ? panel_stride - rest : 0});
+                                first, {ahead_by, in_turn ? panel_stride - rest : 0, v / slice});
 }
 
 template <typename Weight, size_t... index>
