@@ -35,7 +35,7 @@ namespace {
 constexpr int64_t kInputs = 32;   // inputs of a block; its outputs are kPanel
 constexpr int64_t kHeader = 64;   // bytes at the start of a panel
 constexpr int64_t kSpan = 8;      // blocks that share a base
-constexpr int kMaxRows = kLanes == 16 ? 12 : 6;  // of a tile: with 2 vectors of sums each they leave registers for weights
+constexpr int kMaxRows = kLanes == 16 ? 12 : 4;  // of a tile: 12 rows x 2 vectors of sums leave 8 of AVX-512's registers for weights
 constexpr int64_t kStretch = 16;  // blocks whose weights stay in the L1 cache while all rows of a pass are multiplied
 // Bytes to prefetch ahead, because the hardware prefetcher stops at page ends: measured on AMD's Zen 5 and on Intel's Sapphire Rapids.
 #if defined(__AVX512BF16__) && !defined(__AMX_TILE__)
@@ -409,63 +409,50 @@ struct Floats {
   static vec result(Sum sum, const float*) { return sum; }
 };
 
-// out[r][vectors] (+)= blocks [from, to) of a panel's vectors from `first` on, times `rows` rows.
-template <typename Arithmetic, typename Bits, int groups, int rows, int vectors>
-inline void tile(const Form& form, const Panel& panel, int64_t from, int64_t to, int slice, const Part& x, float* out, int64_t out_stride,
-                 int64_t ahead) {
-  const int first = vectors == kVectors ? 0 : slice;  // known to the compiler
+// out[r][32] (+)= blocks [from, to) of one panel times `rows` rows.
+template <typename Arithmetic, typename Bits, int groups, int rows>
+void tile(const Form& form, const Panel& panel, int64_t from, int64_t to, const Part& x, float* out, int64_t out_stride, int64_t ahead) {
   // Steps of a group; words of x in one.
   constexpr int64_t steps = kInputs / Bits::together / groups, words = Arithmetic::words / steps / groups;
-  // Vectors that share a broadcast of x; on AVX-512 it is part of the product, and registers are for the sums.
-  constexpr int sharing = kLanes == 16 ? 1 : vectors;
   const ivec table = Arithmetic::table(form.codes);
   const int64_t bytes = form.bytes;
   // float32 numbers have their zeros subtracted, so that each weight is the checkpoint's to the bit.
   const bool subtracts = std::is_same_v<Arithmetic, Floats> && form.offsets == kZeros, shifted = form.offsets != kNone && !subtracts;
-  vec totals[rows][vectors];  // of all blocks, in float32
+  vec totals[rows][kVectors];  // of all blocks, in float32
 #pragma GCC unroll 12
   for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < vectors; ++v) totals[r][v] = from == 0 ? vec{} : load(out + r * out_stride + v * kLanes);
+    for (int v = 0; v < kVectors; ++v) totals[r][v] = from == 0 ? vec{} : load(out + r * out_stride + v * kLanes);
   for (int64_t b = from; b < to; ++b) {
     const uint8_t* block = panel.blocks + b * bytes;
-    if (ahead) {  // each slice fetches its part, so that memory is never idle
-      constexpr int slices = kVectors / vectors;
-      const uint8_t *next = slices == 1 ? block + ahead : block + (to - from) * bytes, *end = next + (first + vectors) * bytes / kVectors;
-      for (next += first * bytes / kVectors; next < end; next += 64) __builtin_prefetch(next);
-    }
+    if (ahead)
+      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(block + ahead + i);
     for (int64_t group = 0; group < groups; ++group) {
       const int64_t place = (b * groups + group) * rows;
       const int32_t* x_of = x.words + place * steps * words;
-      typename Arithmetic::Sum sums[rows][vectors];
+      typename Arithmetic::Sum sums[rows][kVectors];
 #pragma GCC unroll 12
       for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 8
-        for (int v = 0; v < vectors; ++v) sums[r][v] = Arithmetic::start(x.starts + place + r);
+        for (int v = 0; v < kVectors; ++v) sums[r][v] = Arithmetic::start(x.starts + place + r);
 #pragma GCC unroll 8
       for (int64_t step = 0; step < steps; ++step) {
 #pragma GCC unroll 8
-        for (int from_v = 0; from_v < vectors; from_v += sharing) {
-          typename Arithmetic::Weights weights[sharing][words];
-#pragma GCC unroll 8
-          for (int v = 0; v < sharing; ++v)
-            Arithmetic::decode(block + ((group * steps + step) * kPanel + (first + from_v + v) * kLanes) * 4, Bits{}, table, weights[v]);
+        for (int v = 0; v < kVectors; ++v) {
+          typename Arithmetic::Weights weights[words];
+          Arithmetic::decode(block + ((group * steps + step) * kPanel + v * kLanes) * 4, Bits{}, table, weights);
           if constexpr (std::is_same_v<Arithmetic, Floats>)
-            for (int v = 0; subtracts && v < sharing; ++v)
-              for (vec& numbers : weights[v]) numbers -= stored(form.offsets_of(block, group), kZeros, first + from_v + v);
+            if (subtracts) for (vec& numbers : weights) numbers -= stored(form.offsets_of(block, group), kZeros, v);
 #pragma GCC unroll 8
           for (int64_t i = 0; i < words; ++i)
 #pragma GCC unroll 12
-            for (int r = 0; r < rows; ++r)
-#pragma GCC unroll 8
-              for (int v = 0; v < sharing; ++v)
-                sums[r][from_v + v] = Arithmetic::add(sums[r][from_v + v], weights[v][i], x_of + (step * words + i) * rows + r);
+            for (int r = 0; r < rows; ++r) sums[r][v] = Arithmetic::add(sums[r][v], weights[i], x_of + (step * words + i) * rows + r);
         }
       }
 #pragma GCC unroll 8
-      for (int v = 0; v < vectors; ++v) {
-        const vec scale = scale_of(form, panel, b, group, first + v);
-        const vec offset = shifted ? added(form, panel, b, group, first + v, scale) : vec{};
+      for (int v = 0; v < kVectors; ++v) {
+        const vec scale = scale_of(form, panel, b, group, v);
+        const vec offset = shifted ? added(form, panel, b, group, v, scale) : vec{};
 #pragma GCC unroll 12
         for (int r = 0; r < rows; ++r) {
           vec before = totals[r][v];
@@ -478,28 +465,16 @@ inline void tile(const Form& form, const Panel& panel, int64_t from, int64_t to,
 #pragma GCC unroll 12
   for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < vectors; ++v) store(out + r * out_stride + v * kLanes, totals[r][v]);
+    for (int v = 0; v < kVectors; ++v) store(out + r * out_stride + v * kLanes, totals[r][v]);
 }
 
-// As many vectors of a panel as leave the sums in registers.
-constexpr int vectors_of_a_tile(int64_t rows) { return std::min(kVectors, rows <= 2 ? 4 : 2); }
-
-// A whole panel, in slices.
-template <typename Arithmetic, typename Bits, int groups, int rows>
-void run_panel(const Form& form, const Panel& panel, int64_t from, int64_t to, const Part& x, float* out, int64_t out_stride,
-               int64_t ahead) {
-  constexpr int vectors = vectors_of_a_tile(rows);
-  for (int v = 0; v < kVectors; v += vectors)
-    tile<Arithmetic, Bits, groups, rows, vectors>(form, panel, from, to, v, x, out + v * kLanes, out_stride, ahead);
-}
-
-using RunPanel = void (*)(const Form&, const Panel&, int64_t, int64_t, const Part&, float*, int64_t, int64_t);
+using Tile = void (*)(const Form&, const Panel&, int64_t, int64_t, const Part&, float*, int64_t, int64_t);
 template <typename Arithmetic, typename Bits, int groups, size_t... index>
-constexpr std::array<RunPanel, sizeof...(index)> make_table(std::index_sequence<index...>) {
-  return {run_panel<Arithmetic, Bits, groups, static_cast<int>(index) + 1>...};
+constexpr std::array<Tile, sizeof...(index)> make_tiles(std::index_sequence<index...>) {
+  return {tile<Arithmetic, Bits, groups, static_cast<int>(index) + 1>...};
 }
 template <typename Arithmetic, typename Bits, int groups>
-constexpr auto kRunPanel = make_table<Arithmetic, Bits, groups>(std::make_index_sequence<Arithmetic::max_rows>{});  // [rows - 1]
+constexpr auto kTiles = make_tiles<Arithmetic, Bits, groups>(std::make_index_sequence<Arithmetic::max_rows>{});  // [rows - 1]
 
 template <typename Arithmetic, int groups>
 Rows prepare(const float* x, int64_t count, int64_t inputs) {
@@ -525,7 +500,7 @@ template <typename Arithmetic, typename Bits, int groups>
 void multiply(const Form& form, const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, float* out) {
   const Rows rows = prepare<Arithmetic, groups>(x, count, inputs);
   const int64_t blocks = rows.blocks, stride = panels * kPanel;
-  const int64_t stretch = count == rows.at_once && vectors_of_a_tile(count) == kVectors ? blocks : kStretch;
+  const int64_t stretch = count == rows.at_once ? blocks : kStretch;
   const int64_t grain = std::max<int64_t>(1, 200'000 / (inputs * kPanel * (count + 4)));  // about 10 microseconds of work per thread
   parallel_for(0, panels, grain, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p) {
@@ -535,7 +510,7 @@ void multiply(const Form& form, const float* x, int64_t count, int64_t inputs, c
           const int64_t n = std::min(rows.at_once, count - r), at = r * blocks;
           const Part part{rows.words.get() + at * Arithmetic::words, rows.scales.get() + at, rows.starts.get() + at * groups,
                           rows.sums.get() + at * groups};
-          kRunPanel<Arithmetic, Bits, groups>[n - 1](form, panel, b, std::min(blocks, b + stretch), part, out + r * stride + p * kPanel, stride,
+          kTiles<Arithmetic, Bits, groups>[n - 1](form, panel, b, std::min(blocks, b + stretch), part, out + r * stride + p * kPanel, stride,
                                                   r == 0 ? kAhead : 0);
         }
     }
