@@ -269,7 +269,7 @@ struct Bytes {
 #elif defined(__AVX2__) && !defined(__AVX512F__)
 #define OUTRIDER_BYTES
 // Integer products of two bytes, one of them unsigned: the sizes of the weights, times activations with the weights' signs. Sums of two
-// products fit in 16 bits: at most 2 * 128 * 127.
+// products fit in 16 bits: at most 2 * 128 * 127. With AVX-VNNI one instruction sums four.
 struct Bytes {
   using Sum = ivec;
   struct Weights {
@@ -299,9 +299,13 @@ struct Bytes {
   static Sum start(const int32_t*) { return ivec{}; }
   static Sum add(Sum sum, const Weights& weights, const int32_t* x) {
     const __m256i signed_x = _mm256_sign_epi8(_mm256_set1_epi32(*x), weights.numbers);
+#if defined(__AVXVNNI__)
+    return reinterpret_cast<ivec>(_mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sum), weights.sizes, signed_x));
+#else
     const __m256i twos = _mm256_maddubs_epi16(weights.sizes, signed_x), fours = _mm256_madd_epi16(twos, _mm256_set1_epi16(1));
     asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(fours));  // compilers would sum products as a tree, in memory
     return sum;
+#endif
   }
   static vec result(Sum sum, const float* scale) { return __builtin_convertvector(sum, vec) * splat(*scale); }
 };
