@@ -35,7 +35,7 @@ constexpr int64_t kAhead = 6144;
 constexpr int64_t kAhead = 3072;
 #endif
 // Inputs accumulated in registers before they are added to the output: a panel of so many is read again from the L1 cache.
-constexpr int64_t kBlock = kLanes == 16 ? 512 : 128;
+constexpr int64_t kBlock = kLanes == 16 ? 512 : 256;
 
 // Prefetch of weights: those `by` inputs later (0: none). After the end of a tile's weights, those used next, which are `jump` entries
 // further than the adjacent ones. The slices of a panel share the panel used next: each fetches its part, so that memory is never idle.
