@@ -35,7 +35,9 @@ namespace {
 constexpr int64_t kInputs = 32;   // inputs of a block; its outputs are kPanel
 constexpr int64_t kHeader = 64;   // bytes at the start of a panel
 constexpr int64_t kSpan = 8;      // blocks that share a base
-constexpr int kMaxRows = kLanes == 16 ? 12 : 4;  // of a tile: 12 rows x 2 vectors of sums leave 8 of AVX-512's registers for weights
+// Rows of a tile. 12 rows x 2 vectors of sums leave 8 of AVX-512's registers for weights; on AVX2 4 rows x 4 vectors are the fastest,
+// although not all of them are in registers.
+constexpr int kMaxRows = kLanes == 16 ? 12 : 4;
 constexpr int64_t kStretch = 16;  // blocks whose weights stay in the L1 cache while all rows of a pass are multiplied
 // Bytes to prefetch ahead, because the hardware prefetcher stops at page ends: measured on AMD's Zen 5 and on Intel's Sapphire Rapids.
 #if defined(__AVX512BF16__) && !defined(__AMX_TILE__)

@@ -2,8 +2,8 @@
 //
 // Libraries are not used because, on a CPU without matrix units (AMX), the GEMMs of MKL, oneDNN and FBGEMM take 2-7x the time of one
 // row for eight rows, so scoring drafts would cost as much as decoding them. These kernels read each weight once, in 16 bits, and
-// compute in float32, or in bfloat16 with float32 sums if the processor has such products. Up to a dozen rows cost about as much as
-// one: the memory traffic of the weights. On CPUs with matrix units, layers run on them (amx.h).
+// compute in float32, or in bfloat16 with float32 sums if the processor has such products. With AVX-512 up to a dozen rows cost about as
+// much as one, the memory traffic of the weights; with AVX2 up to three do. On CPUs with matrix units, layers run on them (amx.h).
 //
 // Batch-invariant, like attention: the additions that make a row's result, and their order, do not depend on the number of other rows
 // in the pass. The tokens are therefore the same for any draft length, proposer and batch.
