@@ -32,6 +32,7 @@ def linear_scaled(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
+    "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
 }
 

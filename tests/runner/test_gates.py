@@ -74,10 +74,31 @@ def test_a_gated_row_has_the_same_bits_in_passes_of_any_width(form, inputs):
 
 
 @needs_kernels
+@pytest.mark.parametrize("activation", references.GATES)
+def test_an_activation_of_any_shape_equals_torchs_and_does_not_depend_on_the_other_elements(activation):
+    activate = torch.ops.outrider.activate
+    both = torch.cat([torch.linspace(-100, 100, 4003), torch.linspace(-6, 6, 4003), torch.zeros(4)]).view(2, 5, -1)
+    x = both[..., :777]  # rows that are not adjacent
+    got = activate(x, activation)
+    assert got.dtype == torch.float32 and got.is_contiguous()
+    torch.testing.assert_close(got.double(), references.GATES[activation](x.double()), rtol=4e-7, atol=5e-7)
+    for row in (0, 3):
+        assert torch.equal(activate(x[1, row], activation), got[1, row])
+    for start in range(9):
+        assert torch.equal(activate(x[0, 0, start : start + 20], activation), got[0, 0, start : start + 20])
+    assert activate(x[:0], activation).shape == (0, 5, 777)
+    assert torch.equal(activate(x.bfloat16(), activation), activate(x.bfloat16().float(), activation).bfloat16())
+    extremes = torch.tensor([torch.nan, torch.inf, 0.0])
+    assert activate(extremes, activation).nan_to_num(7.0, 8.0).tolist() == [7.0, 8.0, 0.0]
+
+
+@needs_kernels
 def test_invalid_gates_are_rejected():
     x, packed = torch.randn(2, 64), kernels.pack_weight(torch.randn(64, 64))
     with pytest.raises(RuntimeError, match="no activation relu"):
         torch.ops.outrider.linear_gated(x, packed, None, "relu")
+    with pytest.raises(RuntimeError, match="no activation relu"):
+        torch.ops.outrider.activate(x, "relu")
     with pytest.raises(RuntimeError, match="even number of panels"):
         torch.ops.outrider.linear_gated(x, kernels.pack_weight(torch.randn(96, 64)), None, "silu")
     with pytest.raises(RuntimeError, match="need scales"):

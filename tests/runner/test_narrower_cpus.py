@@ -14,7 +14,7 @@ from outrider import native
 from outrider.native import build
 
 FOLDER = Path(__file__).parent
-LACKING = {"avx512f": "-mno-avx512f", "avx": "-mno-avx"}  # an instruction set and what leaves it, and all that need it, out
+LACKING = {"avx512f": "-mno-avx512f", "avx": "-mno-avx"}  # compiler option that disables a set and those that build on it
 
 
 @pytest.mark.skipif(not native.load(), reason="no C++ compiler")
@@ -26,6 +26,6 @@ def test_the_kernels_are_right_without(instructions: str) -> None:
     assert compiler is not None
     environment = {**os.environ, "CXX": shlex.join([*compiler, LACKING[instructions]])}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not as_fast_as_torch"]
-    tests = [str(FOLDER / name) for name in ("test_kernels.py", "test_blocks.py")]
+    tests = [str(FOLDER / name) for name in ("test_kernels.py", "test_blocks.py", "test_gates.py")]
     run = subprocess.run([*command, *tests], env=environment, capture_output=True, text=True, timeout=1500, check=False)
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-3000:] + run.stderr[-1000:]

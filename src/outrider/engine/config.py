@@ -25,7 +25,6 @@ from outrider.proposers.method import Setting
 from outrider.proposers.recognition import MODEL, TargetFiles, kind_of
 from outrider.registry import AUTO, DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS, VERIFIERS
 from outrider.runner import ModelRunner, RunnerConfig, gguf
-from outrider.runner.linear import is_row_invariant
 from outrider.runner.loading import load_config, text_config
 from outrider.runner.tokenizers import DifferentVocabulary, check_merges
 from outrider.tune import DraftLengthPolicy
@@ -228,7 +227,7 @@ def build_verifiers(speculation: Speculation) -> tuple[Verifier, Verifier]:
 
 def warn_of_limits(speculation: Speculation, config: RunnerConfig, runner: ModelRunner, proposer: Proposer) -> None:
     """Warn about options that the models or the machine do not support in full."""
-    if speculation.same_text and not is_row_invariant(runner.model):
+    if speculation.same_text and not runner.is_row_invariant:
         why = "runs on kernels whose rounding depends on the number of rows: near ties outputs may differ"
         logger.warning("same_text=True: %s %s (docs/lossless.md)", runner.name, why)
     if config.max_len is not None and config.max_len > runner.max_len:

@@ -161,8 +161,9 @@ struct Rows {
   int64_t count, blocks, at_once;
   std::unique_ptr<int32_t[]> words;   // per tile of n rows: [words of a row][n]
   std::unique_ptr<float[]> scales;    // 8 bits only; per tile of n rows: [blocks][n]
-  std::unique_ptr<int32_t[]> starts;  // 8 bits only: initial sums, -128 * (sum of a row's codes), because weights enter as code + 128
-  std::unique_ptr<float[]> sums;      // of a row's activations; starts and sums per tile of n rows: [blocks][groups][n]
+  // AVX-512 VNNI only: initial sums, -128 * (sum of a row's codes), because weights enter as code + 128
+  std::unique_ptr<int32_t[]> starts;
+  std::unique_ptr<float[]> sums;  // of a row's activations; starts and sums per tile of n rows: [blocks][groups][n]
 };
 
 // Input of a tile: its rows.

@@ -38,7 +38,7 @@ constexpr int64_t kAhead = 3072;
 constexpr int64_t kBlock = kLanes == 16 ? 512 : 256;
 
 // Prefetch of weights: those `by` inputs later (0: none). After the end of a tile's weights, those used next, which are `jump` entries
-// further than the adjacent ones. The slices of a panel share the panel used next: each fetches its part, so that memory is never idle.
+// further than the adjacent ones. The slices of a panel fetch the panel used next instead, each its part, so that memory is never idle.
 struct Ahead {
   int64_t by, jump;
   int slice = 0;
@@ -309,15 +309,33 @@ void check_scales(const at::Tensor& packed, const at::Tensor& scales) {
               "linear_scaled: scales ", scales.sizes(), " for weights ", packed.sizes());
 }
 
-// activation(gate) * up. Both activations are x times a sigmoid: silu of x itself, gelu's approximation by tanh of a cubic in x, since
-// (1 + tanh(y)) / 2 is the sigmoid of 2 y.
+// activation(x), and activation(gate) * up. silu is x times the sigmoid of x; gelu's approximation by tanh is x times that of a cubic in
+// x, since (1 + tanh(y)) / 2 is the sigmoid of 2 y; gelu itself is x times the normal distribution function.
 struct Gate {
   static constexpr int64_t panels = 2;
-  const bool is_gelu;
-  vec operator()(vec gate, vec up) const {
-    const vec x = is_gelu ? fused(gate * gate * gate, splat(0.0713548163f), gate * 1.5957691216f) : gate;
-    const vec small = exp_nonpositive(x < splat(0.f) ? x : -x);
-    return gate * ((x < splat(0.f) ? small : splat(1.f)) / (1.f + small)) * up;
+  enum Kind { kSilu, kGeluTanh, kGelu } kind;
+  explicit Gate(std::string_view activation) : kind(activation == "silu" ? kSilu : activation == "gelu" ? kGelu : kGeluTanh) {
+    TORCH_CHECK(kind != kGeluTanh || activation == "gelu_tanh", "no activation ", activation);
+  }
+  vec operator()(vec x) const {
+    if (kind == kGelu) return x * normal(x);
+    const vec y = kind == kGeluTanh ? fused(x * x * x, splat(0.0713548163f), x * 1.5957691216f) : x;
+    const vec small = exp_nonpositive(y < splat(0.f) ? y : -y);
+    return x * ((y < splat(0.f) ? small : splat(1.f)) / (1.f + small));
+  }
+  vec operator()(vec gate, vec up) const { return (*this)(gate) * up; }
+
+ private:
+  // The normal distribution function, error 8e-8 (Abramowitz and Stegun 1964, 7.1.26).
+  static vec normal(vec x) {
+    const vec u = (x < splat(0.f) ? -x : x) * 0.7071067812f, t = 1.f / fused(u, splat(0.3275911f), splat(1.f));
+    vec y = splat(0.5307027145f);
+    y = fused(y, t, splat(-0.7265760135f));
+    y = fused(y, t, splat(0.7107068705f));
+    y = fused(y, t, splat(-0.142248368f));
+    y = fused(y, t, splat(0.127414796f));
+    const vec tail = y * t * exp_nonpositive(-u * u);
+    return x < splat(0.f) ? tail : 1.f - tail;
   }
 };
 
@@ -362,13 +380,12 @@ at::Tensor linear_scaled(const at::Tensor& x, const at::Tensor& packed, const at
 // x [..., inputs], packed weights of 2 n outputs -> [..., n] in x's type: activation(first n) * remaining n. The intermediate result
 // stays in the caches, because writing and reading it takes long in wide passes.
 at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& scales, std::string_view activation) {
-  TORCH_CHECK(activation == "silu" || activation == "gelu_tanh", "linear_gated: no activation ", activation);
   TORCH_CHECK(packed.size(0) % 2 == 0, "linear_gated: gates and what they let through take an even number of panels");
   if (scales.has_value()) check_scales(packed, *scales);
   else TORCH_CHECK(packed.is_floating_point(), "linear_gated: weights that are codes need scales");
   const float* scale = scales.has_value() ? scales->const_data_ptr<float>() : nullptr;
   const int64_t half = packed.size(0) / 2 * kPanel;
-  const Gate gate{activation == "gelu_tanh"};
+  const Gate gate(activation);
   Rows rows(x, packed, half);
   if (on_units(packed)) {
     linear_on_units(gate, rows.from(), rows.count, rows.inputs, packed, scale, rows.to());
@@ -384,14 +401,43 @@ at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, const std
 
 // both [..., 2 n] -> [..., n] in its type: activation(first n) * remaining n.
 at::Tensor gate_halves(const at::Tensor& both, std::string_view activation) {
-  TORCH_CHECK(activation == "silu" || activation == "gelu_tanh", "gate_halves: no activation ", activation);
   TORCH_CHECK(both.size(-1) % (2 * kLanes) == 0, "gate_halves: halves of ", both.size(-1), " are not multiples of ", kLanes);
   const at::Tensor source = both.to(at::kFloat).contiguous();
   auto shape = both.sizes().vec();
   const int64_t half = shape.back() /= 2;
   const at::Tensor out = at::empty(shape, source.options());
-  gate_rows(Gate{activation == "gelu_tanh"}, source.const_data_ptr<float>(), out.numel() / half, half, out.mutable_data_ptr<float>());
+  gate_rows(Gate(activation), source.const_data_ptr<float>(), out.numel() / half, half, out.mutable_data_ptr<float>());
   return both.scalar_type() == at::kFloat ? out : out.to(both.scalar_type());
+}
+
+// x -> activation(x), of the same shape and type. Every element is computed alike, whereas torch's kernels compute those at the end of
+// a thread's part by another formula, so that an element's last bit would depend on the number of rows.
+at::Tensor activate(const at::Tensor& x, std::string_view activation) {
+  const Gate gate(activation);
+  const at::Tensor out = at::empty(x.sizes(), x.options().dtype(at::kFloat));
+  if (out.numel() == 0) return out.to(x.scalar_type());
+  const int64_t width = x.dim() == 0 ? 1 : x.size(-1), vectors = (width + kLanes - 1) / kLanes;
+  at::Tensor rows = x.to(at::kFloat).reshape({-1, width});
+  if (rows.stride(1) != 1) rows = rows.contiguous();
+  const float* from = rows.const_data_ptr<float>();
+  float* to = out.mutable_data_ptr<float>();
+  const int64_t stride = rows.stride(0);
+  parallel_for(0, rows.size(0) * vectors, 4096, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin / vectors, at = begin % vectors * kLanes, i = begin; i < end; ++i) {
+      const int64_t here = row * stride + at, there = row * width + at, left = width - at;
+      if (left > kLanes) {
+        store(to + there, gate(load(from + here)));
+        at += kLanes;
+        continue;
+      }
+      vec rest{};
+      std::memcpy(&rest, from + here, left * sizeof(float));
+      rest = gate(rest);
+      std::memcpy(to + there, &rest, left * sizeof(float));
+      ++row, at = 0;
+    }
+  });
+  return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
 }
 
 // token_ids [...] -> [..., inputs] float32: rows of a packed weight, for an embedding that is tied to the output head.

@@ -18,6 +18,7 @@ at::Tensor linear_scaled(const at::Tensor& x, const at::Tensor& packed, const at
 at::Tensor linear_gated(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& scales,
                         std::string_view activation);
 at::Tensor gate_halves(const at::Tensor& both, std::string_view activation);
+at::Tensor activate(const at::Tensor& x, std::string_view activation);
 at::Tensor embed(const at::Tensor& token_ids, const at::Tensor& packed);
 
 // blocks.cpp

@@ -9,13 +9,7 @@
 namespace outrider {
 
 // Rows of a tile: with 2 vectors of accumulators each they fill the registers, 32 of AVX-512, 16 of AVX2.
-#if defined(__AVX512F__)
-constexpr int kMaxRows = 12;
-#elif defined(__AVX2__)
-constexpr int kMaxRows = 6;
-#else
-constexpr int kMaxRows = 4;
-#endif
+constexpr int kMaxRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
 
 // See run_panels of linear.cpp.
 template <typename Weight>

@@ -17,7 +17,8 @@ struct Pair {
 struct Quad {
   int8_t codes[4];
 };
-// The same for weights of any form: c += weights * value, and c += weights * value[0].
+
+// Products of weights of any form: c += weights * value, and c += weights * value[0].
 template <typename Weight>
 inline vec add_product(vec weights, vec value, vec c) { return fused(value, weights, c); }
 template <typename Weight>

@@ -60,11 +60,9 @@ def _gated(product: Any) -> tuple[str, list[Any]] | None:
 def _activation(node: Any) -> str | None:
     """Return the kernel's name of an activation call."""
     target = getattr(node, "target", None)
-    if target is aten.silu.default:
-        return "silu"
-    if target is aten.gelu.default and node.kwargs.get("approximate") == "tanh":
-        return "gelu_tanh"
-    return None
+    if target is ops.activate.default:
+        return str(node.args[1])
+    return "silu" if target is aten.silu.default else None  # models that call it themselves
 
 
 def _is_half(node: Any, index: int) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
 from outrider.runner import blocks, huge_pages, kernels
@@ -175,6 +176,26 @@ class FusedSlice(nn.Module):
         return self._group[0].part(self.index, x)
 
 
+class Activation(nn.Module):
+    """SiLU or GELU of a model as ``outrider::activate``, whose results do not depend on the other rows of a pass."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.outrider.activate(x, self.name)
+        return out
+
+
+def _activation(module: nn.Module) -> str | None:
+    """Return the name of a module's function among those of ``outrider::activate``; None for other modules."""
+    if type(module) is nn.GELU:
+        return "gelu_tanh" if module.approximate == "tanh" else "gelu"
+    names = {nn.SiLU: "silu", SiLUActivation: "silu", GELUActivation: "gelu", GELUTanh: "gelu_tanh"}
+    return names.get(type(module))
+
+
 PRODUCTS = re.compile(r"\blinear\(.*\bself\.(\w+)\.weight\b|\bself\.(\w+)\.weight @")  # in the source of ``forward``
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))  # transformers' names
 
@@ -219,14 +240,6 @@ def is_packed(model: nn.Module) -> bool:
     return bool(packed_layers(model))
 
 
-def is_row_invariant(model: nn.Module) -> bool:
-    """Return whether a row of a pass has the same bits whatever the other rows are: all weights run on the CPU kernels.
-
-    torch's kernels, on other devices and for stacked experts, add in an order that depends on the number of rows.
-    """
-    return is_packed(model) and not any("experts" in name for name, _ in model.named_parameters())
-
-
 def is_in_blocks(model: nn.Module) -> bool:
     """Return whether the model's layers have weights in 8 or 4 bits, in blocks."""
     return any(blocks.is_blocks(layer.packed) for layer in packed_layers(model))
@@ -250,7 +263,7 @@ def is_plain(model: nn.Module) -> bool:
 
 
 def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
-    """Replace every plain linear layer with a packed one and convert other arithmetic to float32, in place.
+    """Replace plain linear layers and activations with those of our kernels, convert other arithmetic to float32, in place.
 
     ``bits``: 8 or 4 for weights in blocks, or None for the checkpoint's own dtype; the head, the input embedding and small
     layers have at least 8. Other embeddings keep their table, or read the packed one of a head tied to them. Layers that hold
@@ -269,6 +282,9 @@ def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
             model.set_submodule(name, _stored(module, bits, module is head))
             del module
             _return_freed_memory()
+            continue
+        if activation := _activation(module):
+            model.set_submodule(name, Activation(activation))
             continue
         if type(module) not in (nn.Linear, Conv1D) or id(module) in kept:
             continue

@@ -32,7 +32,7 @@ class BlockVerifier(RejectionVerifier):
         weights = _prefix_weights(token_ids, target, draft_probs)  # [B, N + 1]
         index = torch.arange(1, width + 1, device=device)
         excess = _excess(weights, target, draft_probs, lens)
-        total = excess + 1 - weights[:, 1:-1]
+        total = excess + (1 - weights[:, 1:-1])  # in this order: the ratio is exactly 1 where the weight is
         # 0 / 0: target and draft agree after this prefix, so a longer one is accepted
         inner = torch.where(total > 0, excess / total, 1.0)
         chances = torch.where(index == lens, weights[:, 1:], torch.nn.functional.pad(inner, (0, 1)))
