@@ -434,7 +434,8 @@ at::Tensor activate(const at::Tensor& x, std::string_view activation) {
       std::memcpy(&rest, from + here, left * sizeof(float));
       rest = gate(rest);
       std::memcpy(to + there, &rest, left * sizeof(float));
-      ++row, at = 0;
+      ++row;
+      at = 0;
     }
   });
   return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());

@@ -202,6 +202,7 @@ define(
     "gate_halves(Tensor both, str activation)",
     lambda both, _: both.new_empty(*both.shape[:-1], both.shape[-1] // 2),
 )
+# activation(x), contiguous, in x's shape and dtype
 define("activate(Tensor x, str activation)", lambda x, _: torch.empty_like(x, memory_format=torch.contiguous_format))
 # rows [..., inputs] float32 of a packed weight for token_ids [...], for a tied embedding
 define(

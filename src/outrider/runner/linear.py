@@ -240,6 +240,16 @@ def is_packed(model: nn.Module) -> bool:
     return bool(packed_layers(model))
 
 
+def is_row_invariant(model: nn.Module) -> bool:
+    """Return whether a row of a layer has the same bits whatever the other rows are: all layers run on the CPU kernels.
+
+    torch's kernels, on other devices and for stacked experts and attention sinks, add in an order that depends on the number of
+    rows. Functions that recurrent layers call in eager passes depend on it as well, which the caller checks.
+    """
+    others = ("experts", "sinks")
+    return is_packed(model) and not any(part in name for name, _ in model.named_parameters() for part in others)
+
+
 def is_in_blocks(model: nn.Module) -> bool:
     """Return whether the model's layers have weights in 8 or 4 bits, in blocks."""
     return any(blocks.is_blocks(layer.packed) for layer in packed_layers(model))

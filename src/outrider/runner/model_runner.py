@@ -159,14 +159,9 @@ class ModelRunner:
 
     @property
     def is_row_invariant(self) -> bool:
-        """Whether a row of a pass has the same bits whatever the other rows are: all layers run on the CPU kernels.
-
-        torch's kernels, on other devices and for stacked experts, attention sinks and a model's own attention, add in an order
-        that depends on the number of rows. So do the functions that recurrent layers call in eager passes.
-        """
-        others = any(part in name for name, _ in self.model.named_parameters() for part in ("experts", "sinks"))
-        is_eager = bool(self.cache.shape.states.kinds) and self.config.compile != "always"
-        return linear.is_packed(self.model) and not (self.cache.shape.by_request or others or is_eager)
+        """Whether a row of a pass has the same bits whatever the other rows are (docs/lossless.md)."""
+        shape, is_eager = self.cache.shape, self.config.compile != "always"
+        return linear.is_row_invariant(self.model) and not (shape.by_request or (shape.states.kinds and is_eager))
 
     # -- a round ------------------------------------------------------------------------------------------------------------
 
