@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from outrider import LLM, SamplingParams, native
 from outrider.engine.policy import FixedLength
-from outrider.runner import ModelRunner, RunnerConfig
+from outrider.runner import ModelRunner, RunnerConfig, kernels
 from outrider.runner.kv_cache import SLACK
 from outrider.types import Context
 
@@ -98,6 +98,8 @@ def test_prefill_in_chunks_of_any_size_is_close_to_the_models_own_forward_pass(k
         exact = model.float()(torch.tensor([LONG_PROMPT]), use_cache=False).logits[0, -1]
     for logits in found:
         assert (logits - exact).abs().max() < ROUNDING[dtype] * exact.abs().max()
+        # Inputs rounded to bfloat16 hide the last bits that eager passes of hybrids change with the number of rows.
+        assert dtype != torch.bfloat16 or not kernels.prefers_pairs() or torch.equal(logits, found[0])
 
 
 @pytest.mark.slow

@@ -188,12 +188,14 @@ class Activation(nn.Module):
         return out
 
 
+ACTIVATIONS = {nn.SiLU: "silu", SiLUActivation: "silu", GELUActivation: "gelu", GELUTanh: "gelu_tanh"}  # of ``Activation``
+
+
 def _activation(module: nn.Module) -> str | None:
-    """Return the name of a module's function among those of ``outrider::activate``; None for other modules."""
+    """Return the name by which ``outrider::activate`` knows an activation; None for other modules."""
     if type(module) is nn.GELU:
         return "gelu_tanh" if module.approximate == "tanh" else "gelu"
-    names = {nn.SiLU: "silu", SiLUActivation: "silu", GELUActivation: "gelu", GELUTanh: "gelu_tanh"}
-    return names.get(type(module))
+    return ACTIVATIONS.get(type(module))
 
 
 PRODUCTS = re.compile(r"\blinear\(.*\bself\.(\w+)\.weight\b|\bself\.(\w+)\.weight @")  # in the source of ``forward``
@@ -240,14 +242,13 @@ def is_packed(model: nn.Module) -> bool:
     return bool(packed_layers(model))
 
 
-def is_row_invariant(model: nn.Module) -> bool:
-    """Return whether a row of a layer has the same bits whatever the other rows are: all layers run on the CPU kernels.
+def has_row_invariant_layers(model: nn.Module) -> bool:
+    """Return whether a row of every layer has the same bits whatever the other rows are: all layers run on the CPU kernels.
 
     torch's kernels, on other devices and for stacked experts and attention sinks, add in an order that depends on the number of
-    rows. Functions that recurrent layers call in eager passes depend on it as well, which the caller checks.
+    rows. See ``ModelRunner.is_row_invariant`` for recurrent layers and a model's own attention.
     """
-    others = ("experts", "sinks")
-    return is_packed(model) and not any(part in name for name, _ in model.named_parameters() for part in others)
+    return is_packed(model) and not any("experts" in name or "sinks" in name for name, _ in model.named_parameters())
 
 
 def is_in_blocks(model: nn.Module) -> bool:

@@ -161,7 +161,7 @@ class ModelRunner:
     def is_row_invariant(self) -> bool:
         """Whether a row of a pass has the same bits whatever the other rows are (docs/lossless.md)."""
         shape, is_eager = self.cache.shape, self.config.compile != "always"
-        return linear.is_row_invariant(self.model) and not (shape.by_request or (shape.states.kinds and is_eager))
+        return linear.has_row_invariant_layers(self.model) and not (shape.by_request or (shape.states.kinds and is_eager))
 
     # -- a round ------------------------------------------------------------------------------------------------------------
 
