@@ -162,6 +162,7 @@ class MethodCosts:
         self._book, self._is_greedy = book, is_greedy
         self._draft: dict[int, Line] = {}  # requests drafted for -> seconds of drafting
         self._catch_up: float | None = None  # seconds per token that the proposer had not processed
+        self._last_catch_up = 0.0  # the last reading of it
         self._first_layer = 0  # where the passes over drafts begin
         self._outside: dict[int, float] = {}  # batch -> seconds of verifier and host in a round with drafts
 
@@ -181,11 +182,15 @@ class MethodCosts:
     def record_catch_up(self, seconds: float, num_tokens: int, plain_round: float) -> float:
         """Record the time that a proposer took, beyond its draft steps, to process new committed tokens; return these seconds.
 
-        Readings are clipped, because the first one may include a compilation.
+        A reading counts as at most the one before it, because a single one may include a compilation.
         """
         seconds = max(seconds, 0.0)
-        each = min(seconds / num_tokens, 2 * self._catch_up if self._catch_up else MOST_TO_READ * plain_round)
-        self._catch_up = each if self._catch_up is None else self._catch_up + 0.5 * (each - self._catch_up)
+        each = seconds / num_tokens
+        if self._catch_up is None:
+            self._catch_up = min(each, MOST_TO_READ * plain_round)
+        else:
+            self._catch_up += 0.5 * (min(each, self._last_catch_up) - self._catch_up)
+        self._last_catch_up = each
         return seconds
 
     def draft(self, k: int, num_drafting: int, plain_pass: float) -> float:

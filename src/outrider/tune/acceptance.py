@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import exp, log
 
 OPTIMISTIC_RATE = 0.8  # prior acceptance: high, so that a new method is tried
 EXPECTED_WEIGHT = 3.0  # weight of the prior per position, in drafts
+ALIKE_WEIGHT = 12.0  # the same for a request's counts, if requests hardly differ
+ODDS_DECAY = 0.99  # decay per round of the evidence on how much requests differ
 PRIOR_WEIGHT = 4.0  # weight, in rounds, of another temperature's counts as a prior
 
 
@@ -23,6 +26,7 @@ class Acceptance:
     requested: float = 0.0
     made: float = 0.0
     unit: float = 1.0
+    alike: float = 0.0  # log odds that requests hardly differ from these shared counts
 
     @classmethod
     def empty(cls, max_k: int) -> Acceptance:
@@ -53,14 +57,30 @@ class Acceptance:
         for i in range(min(num_accepted, len(self.reached))):
             self.accepted[i] += unit
 
-    def rates(self, expected: Sequence[float]) -> list[float]:
+    def compare(self, own: Acceptance, is_accepted: bool) -> None:
+        """Learn from a request's first draft how much requests differ: whether its own counts predict it better with a light
+        or with a heavy prior of these shared counts.
+        """
+        shared = self._first_rate(OPTIMISTIC_RATE, EXPECTED_WEIGHT)
+        differ, alike = own._first_rate(shared, EXPECTED_WEIGHT), own._first_rate(shared, ALIKE_WEIGHT)
+        self.alike = ODDS_DECAY * (self.alike + log(alike / differ if is_accepted else (1 - alike) / (1 - differ)))
+
+    def _first_rate(self, expected: float, weight: float) -> float:
+        return (weight * self.unit * expected + self.accepted[0]) / (weight * self.unit + self.reached[0])
+
+    def request_rates(self, own: Acceptance, expected: Sequence[float]) -> list[float]:
+        """Return a request's acceptance by position: its own counts, with the rates of these shared ones as a prior."""
+        weight = EXPECTED_WEIGHT * (ALIKE_WEIGHT / EXPECTED_WEIGHT) ** (1 / (1 + exp(-self.alike)))
+        return own.rates(self.rates(expected), weight)
+
+    def rates(self, expected: Sequence[float], weight: float = EXPECTED_WEIGHT) -> list[float]:
         """Return acceptance by position, given that it was reached, for the positions of ``expected``.
 
-        A rarely reached position follows its predecessor in the ratio of ``expected``.
+        A rarely reached position follows its predecessor in the ratio of ``expected``. ``weight``: of ``expected``, in drafts.
         """
         rates = []
         rate = before = expected[0]
-        weight = EXPECTED_WEIGHT * self.unit
+        weight *= self.unit
         for other, reached, accepted in zip(expected, self.reached, self.accepted, strict=False):
             rate = (weight * min(rate * other / before, 1.0) + accepted) / (weight + reached)
             before = other

@@ -67,7 +67,7 @@ class Track:
         As many as ``expected``. Drafts that a grammar forces add none, because those tokens come without drafts too: a depth
         counts for the share that is free.
         """
-        worths = list(accumulate(self.own.rates(self.shared.rates(expected)), mul))
+        worths = list(accumulate(self.shared.request_rates(self.own, expected), mul))
         share = self.num_free / self.num_own if self.num_own else 1.0
         worths = [share * worths[int(share * depth)] for depth in range(len(worths))]
         most = max(most, 0)
@@ -268,6 +268,7 @@ class DraftLengthPolicy:
             if round_.proposed_depths[b] and not num_drafts:  # all forced: they say nothing of its other drafts
                 continue
             if num_drafts:
+                track.shared.compare(track.own, num_accepted > 0)
                 track.own.fade(DECAY)
                 track.shared.fade(SHARED_DECAY)
             track.own.add(num_drafts, num_accepted)
@@ -364,7 +365,8 @@ class DraftLengthPolicy:
 
         After a successful one, continue until the estimate changes or the budget is empty.
         """
-        made = [(drafts, accepted) for drafts, accepted in zip(round_.depths, round_.num_accepted, strict=True) if drafts]
+        outcomes = zip(self._requests, round_.depths, round_.num_accepted, strict=True)
+        made = [(drafts, accepted) for request, drafts, accepted in outcomes if drafts and request.num_draft_tokens is None]
         if not made:  # nothing was learned
             self._wait = self._pause
             return
