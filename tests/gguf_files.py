@@ -14,7 +14,17 @@ import torch
 from architectures.tiny import randomised
 from gguf import GGMLQuantizationType as Kind
 from tiny_folder import CHAT_TEMPLATE, make_tokenizer
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    LlamaConfig,
+    Phi3Config,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 SHAPE = {
     "vocab_size": 320,
@@ -31,6 +41,22 @@ CONFIGS: Mapping[str, Callable[..., Any]] = {
     "llama": lambda **more: LlamaConfig(**SHAPE | {"head_dim": 64, "rope_theta": 5e5} | more),
     "qwen2": lambda **more: Qwen2Config(**SHAPE | {"rope_theta": 2e4} | more),
     "qwen3": lambda **more: Qwen3Config(**SHAPE | {"head_dim": 64, "rope_theta": 1e6} | more),
+    "gemma2": lambda **more: Gemma2Config(
+        **SHAPE | {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 8, "attn_logit_softcapping": 20.0} | more
+    ),
+    "gemma3": lambda **more: Gemma3TextConfig(
+        **SHAPE | {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 8, "num_hidden_layers": 6} | more
+    ),
+    "gemma4": lambda **more: Gemma4TextConfig(
+        **SHAPE
+        | {"head_dim": 64, "global_head_dim": 128, "sliding_window": 8, "num_hidden_layers": 6, "num_kv_shared_layers": 2}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2, "use_double_wide_mlp": True}
+        | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": SHAPE["vocab_size"]}
+        | more
+    ),
+    "phi3": lambda **more: Phi3Config(
+        **SHAPE | {"pad_token_id": 0, "sliding_window": 8, "partial_rotary_factor": 0.75, "rope_theta": 2e4} | more
+    ),
 }
 # Offsets of the float16 scales in the bytes of a block, and their size for weights of usual magnitude.
 SCALES = {
@@ -64,21 +90,9 @@ def write(
 
     K types have random codes, because the package cannot quantise to them. ``change`` adds entries or tensors before writing.
     """
-    config, architecture = model.config, model.config.model_type
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    config, architecture = model.config, model.config.model_type.removesuffix("_text")
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    add_tokenizer(writer)
+    add_entries(writer, architecture, config)
     if change is not None:
         change(writer)
     exact = copy.deepcopy(model)
@@ -88,14 +102,18 @@ def write(
     rng = np.random.default_rng(0)
     for own, weight in model.state_dict().items():
         base, _, suffix = own.rpartition(".")
-        name = f"{names.get_name(base)}.{suffix}"
+        name = f"{names.get_name(own)}.weight" if suffix == "layer_scalar" else f"{names.get_name(base)}.{suffix}"
         if (own == "lm_head.weight" and config.tie_word_embeddings) or name in without:
             continue
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(base.rpartition(".")[2])
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.to_dict()["num_key_value_heads"]}.get(
+            base.rpartition(".")[2]
+        )
         turned = heads if architecture == "llama" else None
         array = weight.numpy()
         if array.ndim < 2:
-            writer.add_tensor(name, array)
+            shift = np.float32(architecture in ("gemma2", "gemma3") and "norm" in own)  # these multiply by 1 + weight
+            writer.add_tensor(name, array + shift)
+            values[own].copy_(torch.from_numpy(array + shift - shift))
             continue
         kind = kind_of(name)
         if turned:  # llama.cpp interleaves the two halves of a head
@@ -111,6 +129,70 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return exact
+
+
+def add_entries(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None:
+    """Add a model's config and the tokenizer of ``tiny_folder``."""
+    told = config.to_dict()  # Gemma 4's config refuses to name what differs by layer
+    head_dim = told.get("head_dim") or config.hidden_size // config.num_attention_heads
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(told["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rotary = config.rope_parameters.get("full_attention", config.rope_parameters)
+    if architecture != "gemma2":  # llama.cpp's converter leaves it out
+        writer.add_rope_freq_base(rotary["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * rotary.get("partial_rotary_factor", 1)))
+    if rotary["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rotary["factor"])
+    for name, add in {
+        "attn_logit_softcapping": writer.add_attn_logit_softcapping,
+        "final_logit_softcapping": writer.add_final_logit_softcapping,
+        "pad_token_id": writer.add_pad_token_id,
+    }.items():
+        if getattr(config, name, None) is not None:
+            add(getattr(config, name))
+    if architecture == "phi3" or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        writer.add_sliding_window(config.sliding_window or 0)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    if architecture == "gemma4":
+        add_gemma4(writer, config)
+    add_tokenizer(writer)
+
+
+def add_gemma4(writer: gguf.GGUFWriter, config: Gemma4TextConfig) -> None:
+    """Add what only Gemma 4's files have: entries by layer, and rotary factors in place of the rotated part."""
+    kinds, layers = config.layer_types, config.per_layer_config
+    heads = [layers[at].num_key_value_heads for at in range(len(kinds))]
+    shared, wide = config.num_kv_shared_layers, config.intermediate_size * (1 + config.use_double_wide_mlp)
+    full = layers[kinds.index("full_attention")].head_dim
+    again: dict[str, Callable[[], None]] = {
+        "feed_forward_length": lambda: writer.add_feed_forward_length(
+            [config.intermediate_size] * (len(kinds) - shared) + [wide] * shared
+        ),
+        "attention.head_count_kv": lambda: writer.add_head_count_kv(heads if len({*heads}) > 1 else heads[0]),
+        "attention.key_length": lambda: writer.add_key_length(full),
+        "attention.value_length": lambda: writer.add_value_length(full),
+        "rope.dimension_count": lambda: writer.add_rope_dimension_count(full),
+    }
+    for name, add in again.items():
+        writer.kv_data[0].pop(f"gemma4.{name}", None)
+        add()
+    head_dim = config.to_dict()["head_dim"]
+    writer.add_key_length_swa(head_dim)
+    writer.add_value_length_swa(head_dim)
+    writer.add_rope_dimension_count_swa(head_dim)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_shared_kv_layers(shared)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    num_rotated = int(full * config.rope_parameters["full_attention"]["partial_rotary_factor"]) // 2
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * num_rotated + [1e30] * (full // 2 - num_rotated), np.float32))
 
 
 def random_codes(shape: tuple[int, ...], kind: Kind, rng: np.random.Generator) -> np.ndarray:

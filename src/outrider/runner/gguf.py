@@ -37,20 +37,21 @@ from outrider.files import expanded
 from outrider.memory import weight_files
 from outrider.runner import gguf_codes
 from outrider.runner.checkpoints.weight import dtype_name
-from outrider.runner.linear import PackedEmbedding, PackedLinear
+from outrider.runner.gguf_architectures import ARCHITECTURES, add_linear_scaling
+from outrider.runner.linear import PackedEmbedding, PackedLinear, is_plain_embedding
 from outrider.types import OutriderError, first_line, how_to_install
 
 logger = logging.getLogger(__name__)
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")  # architectures whose config entries are all supported
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FACTORS = "rope_freqs.weight"  # Llama 3's divisors of rotary frequencies: a tensor instead of config entries
-# Config entries that transformers maps, or that do not affect a supported model.
-UNDERSTOOD = re.compile(
+# Config entries of every architecture that transformers maps, or that do not affect a supported model.
+UNDERSTOOD = (
     r"context_length|embedding_length|block_count|feed_forward_length|vocab_size"
-    r"|rope\.(dimension_count|freq_base|scaling\.(type|finetuned))"
+    r"|rope\.(dimension_count|freq_base|scaling\.(type|factor|finetuned))"
     r"|attention\.(head_count|head_count_kv|layer_norm_rms_epsilon|key_length|value_length|causal)"
 )
+NEEDED = ("block_count", "embedding_length", "attention.head_count")
 # Rules for which GPT-2's gives the same tokens: merges learned from single digits never join two of them.
 SPLIT_LIKE_GPT2 = ("gpt-2", "smollm")
 PART = re.compile(r"-\d{5}-of-\d{5}$")  # end of the name of a split file's part
@@ -115,7 +116,7 @@ def load_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTok
     file = GgufFile.open(path)
     file.warn_of_an_unknown_split()
     if file.architecture in ARCHITECTURES:  # not by from_pretrained, which would prefer a tokenizer.json beside the file
-        kind: Any = TOKENIZER_MAPPING.get(CONFIG_MAPPING[file.architecture], TokenizersBackend)
+        kind: Any = TOKENIZER_MAPPING.get(CONFIG_MAPPING[ARCHITECTURES[file.architecture].model_type], TokenizersBackend)
         return kind(gguf_file=path.name, name_or_path=str(path.parent))  # type: ignore[no-any-return]
     return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)  # reads the whole header with gguf's own class
 
@@ -206,21 +207,31 @@ class GgufFile:
 
     def refuse_unknown_entries(self) -> None:
         """Raise ``OutriderError`` for an entry that changes the model and that transformers ignores."""
-        prefix = f"{self.architecture}."
+        prefix, architecture = f"{self.architecture}.", ARCHITECTURES[self.architecture]
+        understood = re.compile(f"{UNDERSTOOD}|{architecture.entries}")
         advice = "put the model's config.json into the file's folder and pass the folder"
         for name in self.fields:
-            known = not name.startswith(prefix) or UNDERSTOOD.fullmatch(name.removeprefix(prefix))
-            if not known:
+            if name.startswith(prefix) and not understood.fullmatch(name.removeprefix(prefix)):
                 raise OutriderError(f"{self.path}: {name}={self.entry(name)} is not supported: {advice}")
         scaling = self.entry(f"{prefix}rope.scaling.type")
-        if scaling not in (None, "none"):
+        if scaling not in (None, "none", architecture.scaling):
             raise OutriderError(f"{self.path}: rope scaling {scaling} is not supported: {advice}")
 
     def config(self) -> PreTrainedConfig:
         """Return the config that the entries state. Raises ``OutriderError`` for entries that are unknown or implausible."""
         self.refuse_unknown_entries()
-        num_layers = self.entry(f"{self.architecture}.block_count")
-        if isinstance(num_layers, int) and num_layers > len(self.tensors):  # the config makes lists of that length
+        architecture = ARCHITECTURES[self.architecture]
+
+        def entry(name: str) -> Any:
+            return self.entry(f"{self.architecture}.{name}")
+
+        for name in NEEDED:
+            if not isinstance(entry(name), int) or entry(name) < 1:
+                raise OutriderError(
+                    f"{self.path}: its header says {self.architecture}.{name}={entry(name)}, expected a positive integer"
+                )
+        num_layers = entry("block_count")
+        if num_layers > len(self.tensors):  # the config makes lists of that length
             raise OutriderError(
                 f"{self.path}: its header says block_count={num_layers}, but it has {len(self.tensors)} tensors"
             )
@@ -236,13 +247,20 @@ class GgufFile:
                 if own is not None and value is not None:
                     values[own] = value
         # entries that transformers ignores
-        values["head_dim"] = self.entry(f"{self.architecture}.attention.key_length") or values.get("head_dim")
+        values["head_dim"] = entry("attention.key_length") or values.get("head_dim")
         ends = [self.entry(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
         known = list(dict.fromkeys(token_id for token_id in ends if token_id is not None))
         values["eos_token_id"] = known if len(known) > 1 else known[0] if known else None
-        config: PreTrainedConfig = CONFIG_MAPPING[self.architecture].from_dict(
-            {name: value for name, value in values.items() if value is not None}
-        )
+        add_linear_scaling(entry, values)
+        try:
+            if architecture.complete is not None:
+                architecture.complete(entry, self.tensors, values)
+            config: PreTrainedConfig = CONFIG_MAPPING[architecture.model_type].from_dict(
+                {name: value for name, value in values.items() if value is not None}
+            )
+        except Exception as error:  # a header may say anything, and config classes check their values in their own ways
+            said = f"lacks {error}" if isinstance(error, KeyError) else f"is not that of a model ({first_line(error)})"
+            raise OutriderError(f"{self.path}: its header {said}") from error
         return config
 
     def warn_of_an_unknown_split(self) -> None:
@@ -264,15 +282,17 @@ class GgufFile:
         known = get_gguf_hf_weights_map(model, TensorProcessor(), self.architecture)
         parameters = model.state_dict(keep_vars=True)
         names = {}
+        of_config = (FACTORS, *ARCHITECTURES[self.architecture].config_tensors)
         for name, tensor in self.tensors.items():
-            if name == FACTORS:
+            if name in of_config:
                 continue
-            if name not in known:
+            own = known.get(name) or known.get(name.removesuffix(".weight"))  # a buffer's name has no such ending
+            if own is None:
                 raise OutriderError(f"{self.path}: unexpected tensor {name} for a {model.config.model_type} model")
-            shape, wanted = list(reversed(tensor.shape.tolist())), list(parameters[known[name]].shape)
+            shape, wanted = list(reversed(tensor.shape.tolist())), list(parameters[own].shape)
             if shape != wanted:
                 raise OutriderError(f"{self.path}: tensor {name} is {shape}, expected {wanted} by the config")
-            names[name] = known[name]
+            names[name] = own
         given = {id(parameters[name]) for name in names.values()}
         missing = [name for name, parameter in parameters.items() if id(parameter) not in given]
         if missing:
@@ -315,14 +335,12 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
     else:
         to = file.plain_dtype if dtype == "auto" else _dtype(dtype)
     _fill_buffers(model, file)
-    config = {name: getattr(model.config, name) for name in ("num_attention_heads", "num_key_value_heads")}
-    processor: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
-    read, places = partial(_rows, processor(config=config)), _places(model, set(names.values()))
+    read, places = partial(_rows, _processor(model, file)), _places(model, set(names.values()))
     packed: dict[str, Tensor] = {}
     for name, own in names.items():
         tensor, module = file.tensors[name], model.get_submodule(own.rpartition(".")[0])
         kind = tensor.tensor_type.name
-        if keeps and kind in gguf_codes.FORMATS and type(module) in (nn.Linear, nn.Embedding):
+        if keeps and kind in gguf_codes.FORMATS and (type(module) is nn.Linear or is_plain_embedding(module)):
             try:
                 packed[own] = gguf_codes.pack(read(tensor, in_blocks=True), kind)
             except OutriderError as error:
@@ -342,6 +360,15 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
                 _set(model, layer, PackedLinear(module.weight, module.bias, packed=weight))
 
 
+def _processor(model: PreTrainedModel, file: GgufFile) -> TensorProcessor:
+    """Return transformers' object that undoes llama.cpp's changes of tensors, such as the row order of queries and keys."""
+    found: Any = TENSOR_PROCESSORS.get(file.architecture)
+    if found is None:
+        return TensorProcessor()
+    heads = {name: getattr(model.config, name) for name in ("num_attention_heads", "num_key_value_heads")}
+    return found(config=heads)  # type: ignore[no-any-return]
+
+
 def _places(model: PreTrainedModel, given: set[str]) -> dict[str, list[str]]:
     """Map each given parameter to the names it fills: its own, and those of tied parameters that are not given."""
     parameters = model.state_dict(keep_vars=True)
@@ -351,11 +378,8 @@ def _places(model: PreTrainedModel, given: set[str]) -> dict[str, list[str]]:
     }
 
 
-def _rows(processor: Any, tensor: Any, in_blocks: bool = False) -> Tensor:
-    """Return a tensor's values, or the bytes of its blocks, as a copy that does not keep the file mapped.
-
-    ``processor``: transformers' class that undoes llama.cpp's row order of queries and keys.
-    """
+def _rows(processor: TensorProcessor, tensor: Any, in_blocks: bool = False) -> Tensor:
+    """Return a tensor's values, or the bytes of its blocks, as a copy that does not keep the file mapped."""
     kind, data = tensor.tensor_type.name, tensor.data
     if kind not in PLAIN and not in_blocks:
         data = import_module("gguf").dequantize(data, tensor.tensor_type)
@@ -374,9 +398,14 @@ def _set(model: PreTrainedModel, name: str, value: nn.Module | nn.Parameter) -> 
 
 
 def _fill_buffers(model: PreTrainedModel, file: GgufFile) -> None:
-    """Compute the buffers of a model on the meta device: its rotary frequencies."""
+    """Compute the buffers of a model on the meta device: rotary frequencies, and the factors of scaled embeddings."""
+    stored = model.state_dict().keys()
     for name, module in list(model.named_modules()):
-        if not any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+        buffers = module.named_buffers(name, recurse=False)
+        if not any(buffer.is_meta and own not in stored for own, buffer in buffers):
+            continue
+        if isinstance(module, nn.Embedding):
+            module.embed_scale = torch.tensor(module.scalar_embed_scale)
             continue
         rotary: Any = type(module)(module.config)
         if FACTORS in file.tensors and rotary.rope_type == "default":

@@ -287,7 +287,7 @@ def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
     packed: dict[int, PackedLinear] = {}
     kept = _multiplied(model)
     head = model.get_output_embeddings() if bits else None
-    embeddings = {id(module.weight): (name, module) for name, module in model.named_modules() if _is_plain_embedding(module)}
+    embeddings = {id(module.weight): (name, module) for name, module in model.named_modules() if is_plain_embedding(module)}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, StoredLinear):
             model.set_submodule(name, _stored(module, bits, module is head))
@@ -342,7 +342,7 @@ def share_of_linear(model: PreTrainedModel) -> float:
         id(module.weight)
         for part in parts
         for module in part.modules()
-        if (type(module) in (nn.Linear, Conv1D) and id(module) not in kept) or (module is table and _is_plain_embedding(module))
+        if (type(module) in (nn.Linear, Conv1D) and id(module) not in kept) or (module is table and is_plain_embedding(module))
     }
     return float(sum(count for key, count in every.items() if key in rounded) / max(1, sum(every.values())))
 
@@ -392,7 +392,7 @@ def _return_freed_memory() -> None:
             trim(0)
 
 
-def _is_plain_embedding(module: nn.Module) -> bool:
+def is_plain_embedding(module: nn.Module) -> bool:
     """Return whether ``PackedEmbedding`` is equivalent to the module."""
     return type(module) is nn.Embedding or (
         isinstance(module, nn.Embedding) and type(module).__name__.endswith("ScaledWordEmbedding")

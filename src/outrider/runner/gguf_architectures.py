@@ -1,0 +1,146 @@
+"""Configs of transformers from the entries of GGUF files: one record for each supported architecture of llama.cpp.
+
+transformers maps most entries by name. Here are those that it ignores, and what llama.cpp's code states in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Values = dict[str, Any]  # arguments of a config class of transformers
+Entry = Callable[[str], Any]  # name without the architecture -> its value, or None
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One of llama.cpp's architectures."""
+
+    model_type: str  # transformers' name
+    entries: str = "(?!)"  # pattern of the entries that ``complete`` reads; no entry by default
+    complete: Callable[[Entry, Mapping[str, Any], Values], None] | None = None  # (entries, tensors, values): adds values
+    config_tensors: tuple[str, ...] = ()  # tensors that belong to the config
+    scaling: str = "linear"  # the supported scaling of rotary positions
+
+
+def add_linear_scaling(entry: Entry, values: Values) -> None:
+    """Add linearly scaled rotary positions, if the entries state them."""
+    if entry("rope.scaling.type") == "linear":
+        theta = {"rope_theta": values.pop("rope_theta")} if "rope_theta" in values else {}
+        values["rope_parameters"] = {"rope_type": "linear", "factor": entry("rope.scaling.factor"), **theta}
+
+
+def _gemma2(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
+    values["query_pre_attn_scalar"] = _gemma_scale(values, layers_of_the_largest=46)
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        values[name] = entry(name)
+
+
+def _gemma3(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
+    values["query_pre_attn_scalar"] = _gemma_scale(values, layers_of_the_largest=62)
+    values["final_logit_softcapping"] = entry("final_logit_softcapping")
+    if not entry("attention.sliding_window"):
+        values["layer_types"] = ["full_attention"] * values["num_hidden_layers"]
+    full = {"rope_type": "default", "rope_theta": values.pop("rope_theta", 1e6)}
+    values["rope_parameters"] = {
+        "full_attention": full | values.get("rope_parameters", {}),
+        "sliding_attention": {"rope_type": "default", "rope_theta": entry("rope.freq_base_swa") or 1e4},
+    }
+
+
+def _gemma_scale(values: Values, layers_of_the_largest: int) -> int | None:
+    """Return the number whose inverse square root scales attention scores. Files do not state it: llama.cpp takes the head
+    size, except in the models of 27B, which it recognises by their number of layers.
+    """
+    if values["num_hidden_layers"] != layers_of_the_largest:
+        return values.get("head_dim")
+    return int(values["hidden_size"] // values["num_attention_heads"])
+
+
+def _gemma4(entry: Entry, tensors: Mapping[str, Any], values: Values) -> None:
+    def needed(name: str) -> Any:
+        value = entry(name)
+        if value is None:
+            raise KeyError(name)
+        return value
+
+    def by_layer(name: str) -> list[int]:
+        value = needed(name)
+        if isinstance(value, list) and len(value) != len(kinds):
+            raise ValueError(f"{name} has {len(value)} numbers")
+        return value if isinstance(value, list) else [value] * len(kinds)
+
+    pattern = needed("attention.sliding_window_pattern")
+    kinds = ["sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern]
+    heads, widths = by_layer("attention.head_count_kv"), by_layer("feed_forward_length")
+    full = kinds.index("full_attention")
+    sliding = kinds.index("sliding_attention") if "sliding_attention" in kinds else full
+    # Of each pair of rotated features the factor is 1, of the others 1e30.
+    factors = tensors["rope_freqs.weight"].data
+    values |= {
+        "layer_types": kinds,
+        "head_dim": needed("attention.key_length_swa"),
+        "global_head_dim": needed("attention.key_length"),
+        "num_key_value_heads": heads[sliding],
+        "num_global_key_value_heads": heads[full],
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in tensors,
+        "num_kv_shared_layers": entry("attention.shared_kv_layers"),
+        "intermediate_size": min(widths),
+        "use_double_wide_mlp": len({*widths}) > 1,
+        "hidden_size_per_layer_input": entry("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": values["vocab_size"],
+        "final_logit_softcapping": entry("final_logit_softcapping"),
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": needed("rope.freq_base"),
+                "partial_rotary_factor": float((factors == 1).mean()),
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": needed("rope.freq_base_swa")},
+        },
+    }
+
+
+PHI3_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+
+
+def _phi3(entry: Entry, tensors: Mapping[str, Any], values: Values) -> None:
+    head_dim = values["hidden_size"] // values["num_attention_heads"]
+    partial = (entry("rope.dimension_count") or head_dim) / head_dim
+    if not 0 < partial <= 1:
+        raise ValueError(f"rope.dimension_count is {partial:g} times the head size")
+    values["sliding_window"] = entry("attention.sliding_window") or None  # 0 means none
+    values["original_max_position_embeddings"] = entry("rope.scaling.original_context_length")
+    values["rope_parameters"] = {"rope_type": "default", "rope_theta": values.pop("rope_theta", 1e4)}
+    values["rope_parameters"]["partial_rotary_factor"] = values["partial_rotary_factor"] = partial
+    if all(name in tensors for name in PHI3_FACTORS.values()):
+        values["rope_parameters"] |= {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": values["original_max_position_embeddings"],
+            "attention_factor": entry("rope.scaling.attn_factor"),
+            **{key: tensors[name].data.tolist() for key, name in PHI3_FACTORS.items()},
+        }
+
+
+ARCHITECTURES = {
+    "llama": Architecture("llama"),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "gemma2": Architecture("gemma2", r"(attn|final)_logit_softcapping|attention\.sliding_window", _gemma2),
+    "gemma3": Architecture("gemma3_text", r"final_logit_softcapping|attention\.sliding_window|rope\.freq_base_swa", _gemma3),
+    "gemma4": Architecture(
+        "gemma4_text",
+        r"attention\.(sliding_window(_pattern)?|(key|value)_length_swa|shared_kv_layers)|embedding_length_per_layer_input"
+        r"|rope\.(freq_base_swa|dimension_count_swa)|final_logit_softcapping",
+        _gemma4,
+        scaling="none",
+    ),
+    "phi3": Architecture(
+        "phi3",
+        r"attention\.sliding_window|rope\.scaling\.(original_context_length|attn_factor)",
+        _phi3,
+        tuple(PHI3_FACTORS.values()),
+        "longrope",
+    ),
+}
