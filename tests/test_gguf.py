@@ -377,6 +377,8 @@ def test_entries_that_an_architecture_needs_are_named_if_they_are_missing_or_of_
     assert "its header is not that of a model (Validation error for field 'sliding_window'" in said
     said = changed("phi3", "rope.dimension_count", lambda w: w.add_rope_dimension_count(4000))
     assert "(rope.dimension_count is 62.5 times the head size)" in said
+    said = changed("phi3", "rope.scaling.type", lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE))
+    assert "its header lacks 'rope_factors_short.weight'" in said
 
 
 def test_a_truncated_file_is_rejected_wherever_it_is_cut(unread, tmp_path):

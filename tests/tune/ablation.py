@@ -46,6 +46,7 @@ NEUTRAL: dict[str, tuple[ModuleType, object]] = {
     "THIN_GAIN": (policy, inf),
     "OPTIMISTIC_RATE": (acceptance, 0.5),
     "EXPECTED_WEIGHT": (acceptance, 1.0),
+    "ALIKE_WEIGHT": (acceptance, acceptance.EXPECTED_WEIGHT),
     "PRIOR_WEIGHT": (acceptance, inf),
     "CACHE_BUCKET": (cost_book, MANY),
     "WEIGHT": (cost_book, 1.0),

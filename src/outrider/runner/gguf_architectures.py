@@ -114,7 +114,7 @@ def _phi3(entry: Entry, tensors: Mapping[str, Any], values: Values) -> None:
     values["original_max_position_embeddings"] = entry("rope.scaling.original_context_length")
     values["rope_parameters"] = {"rope_type": "default", "rope_theta": values.pop("rope_theta", 1e4)}
     values["rope_parameters"]["partial_rotary_factor"] = values["partial_rotary_factor"] = partial
-    if all(name in tensors for name in PHI3_FACTORS.values()):
+    if entry("rope.scaling.type") == "longrope" or any(name in tensors for name in PHI3_FACTORS.values()):
         values["rope_parameters"] |= {
             "rope_type": "longrope",
             "original_max_position_embeddings": values["original_max_position_embeddings"],

@@ -9,7 +9,6 @@ from math import exp, log
 OPTIMISTIC_RATE = 0.8  # prior acceptance: high, so that a new method is tried
 EXPECTED_WEIGHT = 3.0  # weight of the prior per position, in drafts
 ALIKE_WEIGHT = 12.0  # the same for a request's counts, if requests hardly differ
-ODDS_DECAY = 0.99  # decay per round of the evidence on how much requests differ
 PRIOR_WEIGHT = 4.0  # weight, in rounds, of another temperature's counts as a prior
 
 
@@ -40,6 +39,7 @@ class Acceptance:
 
     def fade(self, memory: float) -> None:
         """Reduce the weight of the counts so far."""
+        self.alike *= memory
         self.unit /= memory
         if self.unit > 1e9:
             self.reached = [count / self.unit for count in self.reached]
@@ -63,7 +63,7 @@ class Acceptance:
         """
         shared = self._first_rate(OPTIMISTIC_RATE, EXPECTED_WEIGHT)
         differ, alike = own._first_rate(shared, EXPECTED_WEIGHT), own._first_rate(shared, ALIKE_WEIGHT)
-        self.alike = ODDS_DECAY * (self.alike + log(alike / differ if is_accepted else (1 - alike) / (1 - differ)))
+        self.alike += log(alike / differ if is_accepted else (1 - alike) / (1 - differ))
 
     def _first_rate(self, expected: float, weight: float) -> float:
         return (weight * self.unit * expected + self.accepted[0]) / (weight * self.unit + self.reached[0])
