@@ -10,7 +10,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0  # no hash: this takes the CPU build (2.13.0+cpu) where the package index offers one
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+# Python compiles what it imports; most of transformers' files are never imported.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile $(PIP_ARGS)
 
 .PHONY: run test check sweep licences fix clean
 
