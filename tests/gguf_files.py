@@ -105,10 +105,8 @@ def write(
         name = f"{names.get_name(own)}.weight" if suffix == "layer_scalar" else f"{names.get_name(base)}.{suffix}"
         if (own == "lm_head.weight" and config.tie_word_embeddings) or name in without:
             continue
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.to_dict()["num_key_value_heads"]}.get(
-            base.rpartition(".")[2]
-        )
-        turned = heads if architecture == "llama" else None
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(base.rpartition(".")[2])
+        turned = getattr(config, heads) if heads and architecture == "llama" else None
         array = weight.numpy()
         if array.ndim < 2:
             shift = np.float32(architecture in ("gemma2", "gemma3") and "norm" in own)  # these multiply by 1 + weight
@@ -171,18 +169,12 @@ def add_gemma4(writer: gguf.GGUFWriter, config: Gemma4TextConfig) -> None:
     heads = [layers[at].num_key_value_heads for at in range(len(kinds))]
     shared, wide = config.num_kv_shared_layers, config.intermediate_size * (1 + config.use_double_wide_mlp)
     full = layers[kinds.index("full_attention")].head_dim
-    again: dict[str, Callable[[], None]] = {
-        "feed_forward_length": lambda: writer.add_feed_forward_length(
-            [config.intermediate_size] * (len(kinds) - shared) + [wide] * shared
-        ),
-        "attention.head_count_kv": lambda: writer.add_head_count_kv(heads if len({*heads}) > 1 else heads[0]),
-        "attention.key_length": lambda: writer.add_key_length(full),
-        "attention.value_length": lambda: writer.add_value_length(full),
-        "rope.dimension_count": lambda: writer.add_rope_dimension_count(full),
-    }
-    for name, add in again.items():
-        writer.kv_data[0].pop(f"gemma4.{name}", None)
-        add()
+    # These replace entries that other models have as well.
+    writer.add_feed_forward_length([config.intermediate_size] * (len(kinds) - shared) + [wide] * shared)
+    writer.add_head_count_kv(heads if len({*heads}) > 1 else heads[0])
+    writer.add_key_length(full)
+    writer.add_value_length(full)
+    writer.add_rope_dimension_count(full)
     head_dim = config.to_dict()["head_dim"]
     writer.add_key_length_swa(head_dim)
     writer.add_value_length_swa(head_dim)

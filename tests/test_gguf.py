@@ -372,7 +372,9 @@ def test_entries_that_an_architecture_needs_are_named_if_they_are_missing_or_of_
     for name in ("attention.sliding_window_pattern", "feed_forward_length", "attention.head_count_kv", "rope.freq_base"):
         assert f"model.gguf: its header lacks '{name}'" in changed("gemma4", name)
     said = changed("gemma4", "feed_forward_length", lambda w: w.add_array("gemma4.feed_forward_length", [512]))
-    assert "its header is not that of a model (feed_forward_length has 1 numbers)" in said
+    assert "its header is not that of a model (feed_forward_length has 1 numbers, expected 6)" in said
+    said = changed("gemma3", "rope.scaling.type", lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR))
+    assert "its header lacks 'rope.scaling.factor'" in said
     said = changed("gemma3", "attention.sliding_window", lambda w: w.add_string("gemma3.attention.sliding_window", "all"))
     assert "its header is not that of a model (Validation error for field 'sliding_window'" in said
     said = changed("phi3", "rope.dimension_count", lambda w: w.add_rope_dimension_count(4000))

@@ -159,6 +159,8 @@ def test_if_drafts_never_paid_the_next_attempt_is_later():
     """A new request shortens the pause, because its output may differ; after sixty useless ones, less so."""
     policies = [recorded(Cell(LARGE, Text((0.02,)), lengths=(64,) * 60, seed=seed)) for seed in range(5)]
     assert grid.mean([grid.mean([k > 0 for k in policy.requested]) for policy in policies]) < 0.07
+    even = Cell(LARGE, Text((0.05,)), lengths=(64,) * 60)  # a draft pays 1% of a round: any number of attempts is as fast
+    assert automatic(even) > 0.99 * plain(even)
 
 
 def test_the_baseline_is_a_warm_plain_round_not_one_after_a_draft():

@@ -251,8 +251,8 @@ class GgufFile:
         ends = [self.entry(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
         known = list(dict.fromkeys(token_id for token_id in ends if token_id is not None))
         values["eos_token_id"] = known if len(known) > 1 else known[0] if known else None
-        add_linear_scaling(entry, values)
         try:
+            add_linear_scaling(entry, values)
             if architecture.complete is not None:
                 architecture.complete(entry, self.tensors, values)
             config: PreTrainedConfig = CONFIG_MAPPING[architecture.model_type].from_dict(

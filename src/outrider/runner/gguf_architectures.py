@@ -1,12 +1,14 @@
 """Configs of transformers from the entries of GGUF files: one record for each supported architecture of llama.cpp.
 
-transformers maps most entries by name. Here are those that it ignores, and what llama.cpp's code states in their place.
+transformers maps most entries by name. Here are the entries that it ignores, and values that files leave out because
+llama.cpp's code fixes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 Values = dict[str, Any]  # arguments of a config class of transformers
@@ -24,11 +26,18 @@ class Architecture:
     scaling: str = "linear"  # the supported scaling of rotary positions
 
 
+def _needed(entry: Entry, name: str) -> Any:
+    value = entry(name)
+    if value is None:
+        raise KeyError(name)
+    return value
+
+
 def add_linear_scaling(entry: Entry, values: Values) -> None:
     """Add linearly scaled rotary positions, if the entries state them."""
     if entry("rope.scaling.type") == "linear":
         theta = {"rope_theta": values.pop("rope_theta")} if "rope_theta" in values else {}
-        values["rope_parameters"] = {"rope_type": "linear", "factor": entry("rope.scaling.factor"), **theta}
+        values["rope_parameters"] = {"rope_type": "linear", "factor": _needed(entry, "rope.scaling.factor"), **theta}
 
 
 def _gemma2(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
@@ -59,16 +68,12 @@ def _gemma_scale(values: Values, layers_of_the_largest: int) -> int | None:
 
 
 def _gemma4(entry: Entry, tensors: Mapping[str, Any], values: Values) -> None:
-    def needed(name: str) -> Any:
-        value = entry(name)
-        if value is None:
-            raise KeyError(name)
-        return value
+    needed = partial(_needed, entry)
 
     def by_layer(name: str) -> list[int]:
         value = needed(name)
         if isinstance(value, list) and len(value) != len(kinds):
-            raise ValueError(f"{name} has {len(value)} numbers")
+            raise ValueError(f"{name} has {len(value)} numbers, expected {len(kinds)}")
         return value if isinstance(value, list) else [value] * len(kinds)
 
     pattern = needed("attention.sliding_window_pattern")
@@ -107,13 +112,13 @@ PHI3_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rop
 
 def _phi3(entry: Entry, tensors: Mapping[str, Any], values: Values) -> None:
     head_dim = values["hidden_size"] // values["num_attention_heads"]
-    partial = (entry("rope.dimension_count") or head_dim) / head_dim
-    if not 0 < partial <= 1:
-        raise ValueError(f"rope.dimension_count is {partial:g} times the head size")
+    rotated = (entry("rope.dimension_count") or head_dim) / head_dim
+    if not 0 < rotated <= 1:
+        raise ValueError(f"rope.dimension_count is {rotated:g} times the head size")
     values["sliding_window"] = entry("attention.sliding_window") or None  # 0 means none
     values["original_max_position_embeddings"] = entry("rope.scaling.original_context_length")
-    values["rope_parameters"] = {"rope_type": "default", "rope_theta": values.pop("rope_theta", 1e4)}
-    values["rope_parameters"]["partial_rotary_factor"] = values["partial_rotary_factor"] = partial
+    theta = values.pop("rope_theta", 1e4)
+    values["rope_parameters"] = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": rotated}
     if entry("rope.scaling.type") == "longrope" or any(name in tensors for name in PHI3_FACTORS.values()):
         values["rope_parameters"] |= {
             "rope_type": "longrope",

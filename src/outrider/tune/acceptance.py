@@ -61,12 +61,9 @@ class Acceptance:
         """Learn from a request's first draft how much requests differ: whether its own counts predict it better with a light
         or with a heavy prior of these shared counts.
         """
-        shared = self._first_rate(OPTIMISTIC_RATE, EXPECTED_WEIGHT)
-        differ, alike = own._first_rate(shared, EXPECTED_WEIGHT), own._first_rate(shared, ALIKE_WEIGHT)
+        shared = self.rates([OPTIMISTIC_RATE])
+        differ, alike = own.rates(shared)[0], own.rates(shared, ALIKE_WEIGHT)[0]
         self.alike += log(alike / differ if is_accepted else (1 - alike) / (1 - differ))
-
-    def _first_rate(self, expected: float, weight: float) -> float:
-        return (weight * self.unit * expected + self.accepted[0]) / (weight * self.unit + self.reached[0])
 
     def request_rates(self, own: Acceptance, expected: Sequence[float]) -> list[float]:
         """Return a request's acceptance by position: its own counts, with the rates of these shared ones as a prior."""
