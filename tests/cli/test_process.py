@@ -47,7 +47,8 @@ def test_an_error_is_one_line_and_code_2(tmp_path: Path) -> None:
     done = run("generate", "--target", tmp_path / "missing", "hi")
     assert done.returncode == 2 and done.stdout == ""
     *before, last = done.stderr.splitlines()
-    assert last.startswith("error: ") and before in ([], ["starting ..."])
+    assert last.startswith("error: ")
+    assert all(line.startswith("starting ...") for line in before)  # a busy machine imports for seconds, and says how many
 
 
 @pytest.mark.parametrize("cache", ["/proc/nowhere", "a file"])
