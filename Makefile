@@ -13,6 +13,9 @@ TORCH := torch==2.13.0  # no hash: this takes the CPU build (2.13.0+cpu) where t
 # Python compiles what it imports; most of transformers' files are never imported.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile $(PIP_ARGS)
 
+# The kernels need only PyTorch, so they are compiled while pip waits for the network. Without them torch's own are used.
+KERNELS := PYTHONPATH=src $(BIN)/python -W ignore -c "from outrider import native; native.load()"
+
 .PHONY: run test check sweep licences fix clean
 
 run: $(VENV)/.installed
@@ -40,8 +43,9 @@ clean:
 $(VENV)/.installed: requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Outrider needs Python 3.11 or newer: make PYTHON=python3.12")'
 	@scripts/announce "making $(VENV)" $(PYTHON) -m venv $(VENV)
-	@scripts/announce "installing the requirements into $(VENV)" $(PIP) -r requirements.txt
-	@scripts/announce "installing PyTorch into $(VENV)" $(PIP) $(TORCH)
+	@scripts/announce "installing PyTorch into $(VENV)" $(PIP) --no-deps $(TORCH) typing_extensions
+	@scripts/announce "installing the requirements and compiling the CPU kernels" \
+		sh -c '$(KERNELS) & $(PIP) -r requirements.txt || { code=$$?; kill $$!; exit $$code; }; wait'
 	@scripts/announce "installing Outrider" $(PIP) --no-deps --editable .
 	@touch $@
 
