@@ -20,7 +20,7 @@ from outrider.doctor import Patient, check_up
 from outrider.engine.plan import Plan
 from outrider.export.vllm import Vllm
 from outrider.export.wanted import wanted
-from outrider.runner import ModelRunner, RunnerConfig, blocks, linear
+from outrider.runner import ModelRunner, RunnerConfig, blocks, linear, packing
 from outrider.types import OutriderError
 
 needs_kernels = pytest.mark.skipif(not native.load(), reason="no C++ compiler")
@@ -39,7 +39,7 @@ def rounded(model, bits):
     own, head, table = copy.deepcopy(model), model.get_output_embeddings(), model.get_input_embeddings()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) or module is table:
-            width = 8 if module is table else linear.layer_bits(module.weight, bits, module is head)
+            width = 8 if module is table else packing.layer_bits(module.weight, bits, module is head)
             values = blocks.unpack(blocks.pack(module.weight, width), *module.weight.shape)
             own.get_submodule(name).weight.copy_(values)
     return own

@@ -46,7 +46,7 @@ LATENT = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 12,
 }
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SLIDING = ["sliding_attention", "full_attention"]
 GEMMA_3N = {
     "num_hidden_layers": 4,
@@ -95,7 +95,7 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "gpt_neox": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32},
     "phimoe": {"num_local_experts": 4, "sliding_window": 9},  # used in the mask, but not in attention
     "qwen3_moe": EXPERTS | {"num_experts": 4},
     "olmo2": {},

@@ -15,7 +15,7 @@ from tiny_folder import make_folder
 from tiny_hybrids import hybrid
 
 from outrider import native
-from outrider.runner import ModelRunner, RunnerConfig, huge_pages, linear, loading, packed_files
+from outrider.runner import ModelRunner, RunnerConfig, huge_pages, linear, loading, packed_files, packing
 from outrider.runner.packed_files import PackedFile
 
 from .rounds import make_model, make_text
@@ -130,8 +130,8 @@ def test_a_damaged_file_is_rebuilt_with_one_warning(damage, folder, cache, read,
 def test_a_file_of_another_model_is_rebuilt(folder, tmp_path, cache, read, caplog, monkeypatch):
     """For example, from a version that packs other layers."""
     ModelRunner.load(folder, INT4)
-    pack = linear.pack_model
-    monkeypatch.setattr(linear, "pack_model", lambda model, bits: pack(model, 8))
+    pack = packing.pack_model
+    monkeypatch.setattr(packing, "pack_model", lambda model, bits: pack(model, 8))
     ModelRunner.load(folder, INT4)
     assert len(read) == 2 and "does not fit the model (its tensors differ)" in caplog.text
 

@@ -310,20 +310,29 @@ void check_scales(const at::Tensor& packed, const at::Tensor& scales) {
 }
 
 // activation(x), and activation(gate) * up. silu is x times the sigmoid of x; gelu's approximation by tanh is x times that of a cubic in
-// x, since (1 + tanh(y)) / 2 is the sigmoid of 2 y; gelu itself is x times the normal distribution function.
+// x, since (1 + tanh(y)) / 2 is the sigmoid of 2 y; gelu itself is x times the normal distribution function. gpt-oss limits both
+// numbers to 7, multiplies the gate by the sigmoid of 1.702 times itself, and adds 1 to the other.
 struct Gate {
   static constexpr int64_t panels = 2;
-  enum Kind { kSilu, kGeluTanh, kGelu } kind;
-  explicit Gate(std::string_view activation) : kind(activation == "silu" ? kSilu : activation == "gelu" ? kGelu : kGeluTanh) {
+  enum Kind { kSilu, kGeluTanh, kGelu, kSwishClamped } kind;
+  explicit Gate(std::string_view activation)
+      : kind(activation == "silu"            ? kSilu
+             : activation == "gelu"          ? kGelu
+             : activation == "swish_clamped" ? kSwishClamped
+                                             : kGeluTanh) {
     TORCH_CHECK(kind != kGeluTanh || activation == "gelu_tanh", "no activation ", activation);
   }
   vec operator()(vec x) const {
     if (kind == kGelu) return x * normal(x);
-    const vec y = kind == kGeluTanh ? fused(x * x * x, splat(0.0713548163f), x * 1.5957691216f) : x;
+    const vec y = kind == kGeluTanh ? fused(x * x * x, splat(0.0713548163f), x * 1.5957691216f) : kind == kSwishClamped ? x * 1.702f : x;
     const vec small = exp_nonpositive(y < splat(0.f) ? y : -y);
     return x * ((y < splat(0.f) ? small : splat(1.f)) / (1.f + small));
   }
-  vec operator()(vec gate, vec up) const { return (*this)(gate) * up; }
+  vec operator()(vec gate, vec up) const {
+    if (kind != kSwishClamped) return (*this)(gate) * up;
+    const vec most = splat(7.f), below = up > most ? most : up;
+    return (*this)(gate > most ? most : gate) * ((below < -most ? -most : below) + 1.f);
+  }
 
  private:
   // The normal distribution function, error 8e-8 (Abramowitz and Stegun 1964, 7.1.26).

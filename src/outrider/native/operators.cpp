@@ -8,7 +8,7 @@
 
 namespace outrider {
 
-// Operators of a pass, which Python declares (runner/kernels.py, runner/recurrence.py). Those of attention and recurrent layers
+// Operators of a pass, which Python declares (runner/kernels.py, blocks.py, experts.py, recurrence.py). Those of attention and recurrent layers
 // have references there, which run without C++; layers are packed only where the C++ is loaded.
 TORCH_LIBRARY_IMPL(outrider, CPU, library) {
   library.impl("linear", linear);
@@ -19,6 +19,7 @@ TORCH_LIBRARY_IMPL(outrider, CPU, library) {
   library.impl("linear_blocks", linear_blocks);
   library.impl("embed_blocks", embed_blocks);
   library.impl("embed", embed);
+  library.impl("experts", experts);
   library.impl("attend", attend);
   library.impl("delta_scan", delta_scan);
   library.impl("selective_scan", selective_scan);

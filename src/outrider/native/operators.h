@@ -28,6 +28,11 @@ at::Tensor linear_blocks(const at::Tensor& x, const at::Tensor& packed, const st
 at::Tensor embed_blocks(const at::Tensor& token_ids, const at::Tensor& packed, int64_t inputs);
 void pack_blocks(const at::Tensor& weight, int64_t bits, at::Tensor packed);
 
+// experts.cpp
+at::Tensor experts(const at::Tensor& x, const at::Tensor& up, const at::Tensor& down, const std::optional<at::Tensor>& up_bias,
+                   const std::optional<at::Tensor>& down_bias, const at::Tensor& chosen, const at::Tensor& shares, int64_t num_experts,
+                   std::string_view activation, int64_t activation_bits);
+
 // attention.cpp
 at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& keys,
                   const at::Tensor& values, int64_t layer, const at::Tensor& cache_rows, const at::Tensor& bases, const at::Tensor& ends,

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from outrider import native
 from outrider.memory import refuse_too_large
-from outrider.runner import linear, loading
+from outrider.runner import experts, linear, loading, packing
 from outrider.runner.config import RunnerConfig
 from outrider.runner.cost_book import CostBook
 from outrider.runner.graphs import Run, wait_for
@@ -136,7 +136,7 @@ class ModelRunner:
             shape = survey(model)
         loading.adopt(model, shape.by_request)
         if linear.is_plain(model) and native.serves(device):
-            linear.pack_model(model, config.bits)
+            packing.pack_model(model, config.bits)
         elif config.weights is not None:
             raise OutriderError(f"weights={config.weights} needs plain 16- or 32-bit weights: load the model unquantised")
         return cls._checked(model, config, device, name, shape, own_attention)
@@ -161,7 +161,8 @@ class ModelRunner:
     def is_row_invariant(self) -> bool:
         """Whether a row of a pass has the same bits whatever the other rows are (docs/lossless.md)."""
         shape, is_eager = self.cache.shape, self.config.compile != "always"
-        return linear.has_row_invariant_layers(self.model) and not (shape.by_request or (shape.states.kinds and is_eager))
+        has_gates = bool(shape.states.kinds) or experts.have_sigmoids(self.model)  # computed by torch's kernels in eager passes
+        return linear.has_row_invariant_layers(self.model) and not (shape.by_request or (has_gates and is_eager))
 
     # -- a round ------------------------------------------------------------------------------------------------------------
 

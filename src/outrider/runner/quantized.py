@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.runner import blocks, huge_pages, kernels
+from outrider.runner.experts import ExpertLinears
 from outrider.runner.linear import (
     PackedLinear,
     arithmetic,
     is_in_blocks,
-    pack_model,
     packed_layers,
     structural_copy,
 )
+from outrider.runner.packing import pack_model
 from outrider.types import OutriderError
 
 CHUNK = 1 << 19  # weights quantised at a time, so that their float32 copies stay in the CPU cache
@@ -83,7 +84,7 @@ def make_8_bits(head: nn.Module) -> None:
     if not layers:
         raise OutriderError("8-bit heads need a CPU with Outrider's kernels: leave out bits=8")
     for layer in layers:
-        if kernels.suits_bytes(layer.packed):
+        if kernels.suits_bytes(layer.packed) and not isinstance(layer, ExpertLinears):
             layer.packed, layer.scales = quantize_in_fours(layer.packed)
         else:
             layer.packed = blocks.repack(layer.packed, 8)

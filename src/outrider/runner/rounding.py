@@ -11,7 +11,7 @@ from outrider import native
 from outrider.runner import gguf
 from outrider.runner.checkpoints.formats import choose, method_of, quantization_of
 from outrider.runner.checkpoints.weight import Format
-from outrider.runner.linear import share_of_linear
+from outrider.runner.packing import share_of_linear
 from outrider.runner.survey import without_weights
 from outrider.types import OutriderError
 

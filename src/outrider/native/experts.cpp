@@ -1,0 +1,86 @@
+// Layers with experts: each row is multiplied with the weights of the few experts that its router chose.
+//
+// Rows are collected expert by expert, so that each expert's weights are read once per pass, and run through the kernels of linear
+// layers. Those compute a row alike whatever the other rows are, and the results of a row's experts are added in the order of its own
+// choices: a row's bits do not depend on which other rows chose the same experts.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include "operators.h"
+#include "threads.h"
+#include "vectors.h"
+
+#include <cstring>
+#include <vector>
+
+namespace outrider {
+namespace {
+
+// The part of one expert in weights, or biases, of all experts, one after the other.
+at::Tensor part(const at::Tensor& all, int64_t expert, int64_t num_experts) {
+  const int64_t size = all.size(0) / num_experts;
+  return all.narrow(0, expert * size, size);
+}
+
+std::optional<at::Tensor> part(const std::optional<at::Tensor>& all, int64_t expert, int64_t num_experts) {
+  return all.has_value() ? std::optional(part(*all, expert, num_experts)) : std::nullopt;
+}
+
+at::Tensor multiply(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t activation_bits) {
+  const int64_t outputs = packed.size(0) * kPanel;
+  const bool is_in_blocks = packed.scalar_type() == at::kByte;
+  return is_in_blocks ? linear_blocks(x, packed, bias, outputs, activation_bits) : linear(x, packed, bias, outputs);
+}
+
+}  // namespace
+
+// x [rows, inputs] -> [rows, outputs] in x's type: sum over j of shares[r][j] * down(gate(up(x[r]))) of expert chosen[r][j], where
+// `up` has twice the inputs of `down` as outputs, gates first. Weights are packed for `linear` or `linear_blocks`, all experts' panels
+// one after the other; biases are [experts * outputs].
+at::Tensor experts(const at::Tensor& x, const at::Tensor& up, const at::Tensor& down, const std::optional<at::Tensor>& up_bias,
+                   const std::optional<at::Tensor>& down_bias, const at::Tensor& chosen, const at::Tensor& shares, int64_t num_experts,
+                   std::string_view activation, int64_t activation_bits) {
+  const int64_t rows = x.size(0), inputs = x.size(1), each = chosen.size(1), outputs = down.size(0) / num_experts * kPanel;
+  TORCH_CHECK(x.dim() == 2 && chosen.dim() == 2 && chosen.size(0) == rows && shares.sizes() == chosen.sizes(), "experts: rows ", x.sizes(),
+              ", choices ", chosen.sizes(), ", shares ", shares.sizes());
+  TORCH_CHECK(num_experts > 0 && up.size(0) % (2 * num_experts) == 0 && down.size(0) % num_experts == 0, "experts: panels ", up.size(0),
+              " and ", down.size(0), " of ", num_experts, " experts");
+  const at::Tensor source = x.to(at::kFloat).contiguous(), choices = chosen.to(at::kLong).contiguous(),
+                   parts = shares.to(at::kFloat).contiguous();
+  const int64_t* of = choices.const_data_ptr<int64_t>();
+  std::vector<std::vector<int64_t>> places(num_experts);  // indices into `chosen`
+  for (int64_t i = 0; i < rows * each; ++i) {
+    TORCH_CHECK_INDEX(of[i] >= 0 && of[i] < num_experts, "experts: no expert ", of[i], " of ", num_experts);
+    places[of[i]].push_back(i);
+  }
+  const at::Tensor results = at::empty({rows * each, outputs}, source.options()), out = at::empty({rows, outputs}, source.options());
+  const float* from = source.const_data_ptr<float>();
+  float *to = results.mutable_data_ptr<float>(), *sums = out.mutable_data_ptr<float>();
+  for (int64_t expert = 0; expert < num_experts; ++expert) {
+    const auto& own = places[expert];
+    const int64_t count = static_cast<int64_t>(own.size());
+    if (count == 0) continue;
+    const at::Tensor collected = at::empty({count, inputs}, source.options());
+    float* row = collected.mutable_data_ptr<float>();
+    for (int64_t i = 0; i < count; ++i) std::memcpy(row + i * inputs, from + own[i] / each * inputs, inputs * sizeof(float));
+    const at::Tensor both = multiply(collected, part(up, expert, num_experts), part(up_bias, expert, num_experts), activation_bits);
+    const at::Tensor result =
+        multiply(gate_halves(both, activation), part(down, expert, num_experts), part(down_bias, expert, num_experts), activation_bits);
+    const float* found = result.const_data_ptr<float>();
+    for (int64_t i = 0; i < count; ++i) std::memcpy(to + own[i] * outputs, found + i * outputs, outputs * sizeof(float));
+  }
+  const float* share = parts.const_data_ptr<float>();
+  const int64_t vectors = outputs / kLanes;
+  parallel_for(0, rows * vectors, 1024, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = i / vectors, at = i % vectors * kLanes;
+      vec sum{};
+      for (int64_t j = row * each; j < (row + 1) * each; ++j) sum = fused(splat(share[j]), load(to + j * outputs + at), sum);
+      store(sums + row * outputs + at, sum);
+    }
+  });
+  return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
+}
+
+}  // namespace outrider

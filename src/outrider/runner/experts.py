@@ -1,0 +1,160 @@
+"""Mixture-of-experts layers on the CPU kernels: experts in one packed weight, and routers whose choice depends on a token alone.
+
+transformers keeps the experts of a layer in two tensors, and computes them and their routers with torch's kernels, whose last
+bits depend on the number of rows. Here a token's bits, and so the experts chosen for it, are the same in every pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from transformers.integrations import moe
+
+from outrider.runner import blocks, kernels
+from outrider.runner.linear import PackedLinear, activation_of
+
+CLAMPED = {"alpha": 1.702, "limit": 7.0}  # of the C++ activation "swish_clamped"
+OWN_PRODUCT = re.compile(r"\blinear\(.*\bself\.weight\b(?!\[)")  # in the source of ``forward``
+
+
+class ExpertLinears(PackedLinear):
+    """The same linear layer of all experts: a packed weight [experts * outputs, inputs]; ``PackedExperts`` computes it."""
+
+
+class PackedExperts(nn.Module):
+    """The experts of one layer, for ``outrider::experts``."""
+
+    def __init__(self, up: ExpertLinears, down: ExpertLinears, num_experts: int, activation: str) -> None:
+        """``up``: gates and what they let through, [experts * 2 N, inputs], each expert's gates first. ``down``: back from N."""
+        super().__init__()
+        self.up, self.down, self.num_experts, self.activation = up, down, num_experts, activation
+
+    def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """Map x [..., H] to [..., H]; ``chosen`` int64 and ``shares``, [T, k] each, are the router's experts and weights."""
+        up, down, k = self.up, self.down, chosen.shape[-1]
+        out: Tensor = torch.ops.outrider.experts(
+            x.reshape(-1, x.shape[-1]),
+            *(up.packed, down.packed, up.bias, down.bias),
+            *(chosen.reshape(-1, k), shares.reshape(-1, k)),
+            *(self.num_experts, self.activation, blocks.activation_bits()),
+        )
+        return out.reshape(x.shape)
+
+
+def sizes_of(module: nn.Module) -> tuple[int, int, int] | None:
+    """Return experts, inputs and N of a module that ``PackedExperts`` can replace; None for other modules."""
+    up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    if not (isinstance(up, nn.Parameter) and isinstance(down, nn.Parameter) and up.dim() == 3 and _activation(module)):
+        return None
+    is_turned: Any = module.is_transposed
+    inputs, inner = (down.shape[2], down.shape[1]) if is_turned else (down.shape[1], down.shape[2])
+    is_aligned = inputs % kernels.PANEL == 0 and inner % kernels.PANEL == 0  # experts begin with a panel
+    return (len(up), inputs, inner) if is_aligned else None
+
+
+def _activation(module: Any) -> str | None:
+    """Return the C++ name of the activation of experts that transformers' integration of experts computes."""
+    if not getattr(module, "has_gate", False) or module.has_post_expert_norm or module._is_expert_parallel:
+        return None
+    if type(module)._apply_gate is moe._default_apply_gate:
+        return activation_of(module.act_fn)
+    is_clamped = type(module).__name__ == "GptOssExperts" and all(getattr(module, key) == CLAMPED[key] for key in CLAMPED)
+    return "swish_clamped" if is_clamped else None
+
+
+def pack_experts(module: Any, bits: int | None) -> PackedExperts:
+    """Pack experts for which ``sizes_of`` returns sizes. Frees the originals."""
+    activation, sizes = _activation(module), sizes_of(module)
+    assert activation is not None and sizes is not None
+
+    def packed(name: str) -> ExpertLinears:
+        weight, bias = getattr(module, name).detach(), getattr(module, f"{name}_bias", None)
+        if module.is_transposed:
+            weight = weight.transpose(1, 2)
+        if name == "gate_up_proj" and not module.is_concatenated:  # gates alternate with what they let through
+            weight = torch.cat([weight[:, ::2], weight[:, 1::2]], 1)
+            bias = None if bias is None else torch.cat([bias[:, ::2], bias[:, 1::2]], 1)
+        layer = ExpertLinears(weight.flatten(0, 1), None if bias is None else bias.flatten(), bits)
+        setattr(module, name, None)
+        return layer
+
+    return PackedExperts(packed("gate_up_proj"), packed("down_proj"), sizes[0], activation)
+
+
+class _OwnProduct(TorchFunctionMode):
+    """Computes ``functional.linear`` with a module's own weight by ``outrider::linear``."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self._packed, self._shape = module.packed_weight, module.weight.shape
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not functional.linear or len(args) < 2 or args[1].shape != self._shape:
+            return func(*args, **kwargs)
+        x, _, bias = (*args, *[kwargs.get("bias")] * (3 - len(args)))
+        return torch.ops.outrider.linear(x.float(), self._packed, bias, self._shape[0])
+
+
+def make_invariant(module: nn.Module) -> None:
+    """Make a module whose own code multiplies its weight, such as a router, compute each row alike in every pass, in place.
+
+    Its class becomes a subclass: models read other attributes of their routers.
+    """
+    own: Any = type(module)
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    module.register_buffer("packed_weight", kernels.pack_weight(weight.detach().float(), in_pairs=False), persistent=False)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _OwnProduct(self):
+            return own.forward(self, *args, **kwargs)
+
+    module.__class__ = type(own.__name__, (own,), {"forward": forward, "__module__": own.__module__})
+
+
+def multiplies_own_weight(module: nn.Module) -> bool:
+    """Return whether the module, not a linear layer, multiplies a weight [outputs, inputs] with ``functional.linear``."""
+    weight = getattr(module, "weight", None)
+    is_matrix = isinstance(weight, nn.Parameter) and weight.dim() == 2
+    return is_matrix and not isinstance(module, nn.Linear) and _has_product(type(module).forward)
+
+
+def have_sigmoids(model: nn.Module) -> bool:
+    """Return whether routers or shared experts of a model with packed experts may call torch's sigmoid.
+
+    In eager passes, its last bit depends on the number of rows.
+    """
+    file = inspect.getsource(sys.modules[type(model).__module__]) if is_mixture(model) else ""
+    return "sigmoid(" in file
+
+
+def is_mixture(model: nn.Module) -> bool:
+    """Return whether the model has packed experts."""
+    return any(isinstance(module, PackedExperts) for module in model.modules())
+
+
+@cache
+def _has_product(forward: Callable[..., Any]) -> bool:
+    try:
+        return OWN_PRODUCT.search(inspect.getsource(forward)) is not None
+    except (OSError, TypeError):  # no source file
+        return False
+
+
+# x [T, H]: sum over j of shares [T, k] * down(gate(up(x))) of expert chosen [T, k], in x's dtype; up has twice the inputs of down
+# as outputs, each expert's gates first. Inputs are rounded as by linear and linear_blocks.
+kernels.define(
+    "experts(Tensor x, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor chosen, Tensor shares, int num_experts,"
+    " str activation, int activation_bits)",
+    lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
