@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -71,8 +71,8 @@ def _activation(module: Any) -> str | None:
     return "swish_clamped" if is_clamped else None
 
 
-def pack_experts(module: Any, bits: int | None) -> PackedExperts:
-    """Pack experts for which ``sizes_of`` returns sizes. Frees the originals."""
+def pack_experts(module: Any, bits: int | None, given: Mapping[str, Tensor] | None = None) -> PackedExperts:
+    """Pack experts for which ``sizes_of`` returns sizes. Frees the originals. ``given``: packed weights, by transformers' names."""
     activation, sizes = _activation(module), sizes_of(module)
     assert activation is not None and sizes is not None
 
@@ -83,7 +83,7 @@ def pack_experts(module: Any, bits: int | None) -> PackedExperts:
         if name == "gate_up_proj" and not module.is_concatenated:  # gates alternate with what they let through
             weight = torch.cat([weight[:, ::2], weight[:, 1::2]], 1)
             bias = None if bias is None else torch.cat([bias[:, ::2], bias[:, 1::2]], 1)
-        layer = ExpertLinears(weight.flatten(0, 1), None if bias is None else bias.flatten(), bits)
+        layer = ExpertLinears(weight.flatten(0, 1), None if bias is None else bias.flatten(), bits, (given or {}).get(name))
         setattr(module, name, None)
         return layer
 

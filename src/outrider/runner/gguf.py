@@ -37,6 +37,7 @@ from outrider.files import expanded
 from outrider.memory import weight_files
 from outrider.runner import gguf_codes
 from outrider.runner.checkpoints.weight import dtype_name
+from outrider.runner.experts import PackedExperts, pack_experts, sizes_of
 from outrider.runner.gguf_architectures import ARCHITECTURES, add_linear_scaling
 from outrider.runner.linear import PackedEmbedding, PackedLinear, is_plain_embedding
 from outrider.types import OutriderError, first_line, how_to_install
@@ -54,6 +55,7 @@ UNDERSTOOD = (
 NEEDED = ("block_count", "embedding_length", "attention.head_count")
 # Rules for which GPT-2's gives the same tokens: merges learned from single digits never join two of them.
 SPLIT_LIKE_GPT2 = ("gpt-2", "smollm")
+HALVES = re.compile(r"(gate|up)_exps$")  # tensors of experts that are one in transformers
 PART = re.compile(r"-\d{5}-of-\d{5}$")  # end of the name of a split file's part
 STRING, LIST = 8, 9  # codes of types in a header
 
@@ -241,7 +243,8 @@ class GgufFile:
             "vocab_size": self.num_strings("tokenizer.ggml.tokens"),
         }
         for prefix in ("general", self.architecture, "tokenizer"):
-            names: Mapping[str, str | None] = GGUF_CONFIG_MAPPING[prefix]  # type: ignore[assignment]
+            known = architecture.model_type.removesuffix("_text") if prefix == self.architecture else prefix
+            names: Mapping[str, str | None] = GGUF_CONFIG_MAPPING[known]  # type: ignore[assignment]
             for name, own in names.items():
                 value = self.entry(f"{prefix}.{name}")
                 if own is not None and value is not None:
@@ -286,10 +289,15 @@ class GgufFile:
         for name, tensor in self.tensors.items():
             if name in of_config:
                 continue
-            own = known.get(name) or known.get(name.removesuffix(".weight"))  # a buffer's name has no such ending
+            stem = name.removesuffix(".weight")  # names of buffers and of experts have no such ending
+            own = known.get(name) or known.get(stem)
+            if is_half := HALVES.search(stem):
+                own = known.get(HALVES.sub("down_exps", stem), "").replace("down_proj", "gate_up_proj") or None
             if own is None:
                 raise OutriderError(f"{self.path}: unexpected tensor {name} for a {model.config.model_type} model")
             shape, wanted = list(reversed(tensor.shape.tolist())), list(parameters[own].shape)
+            if is_half:
+                wanted[1] //= 2
             if shape != wanted:
                 raise OutriderError(f"{self.path}: tensor {name} is {shape}, expected {wanted} by the config")
             names[name] = own
@@ -337,27 +345,49 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
     _fill_buffers(model, file)
     read, places = partial(_rows, _processor(model, file)), _places(model, set(names.values()))
     packed: dict[str, Tensor] = {}
-    for name, own in names.items():
-        tensor, module = file.tensors[name], model.get_submodule(own.rpartition(".")[0])
-        kind = tensor.tensor_type.name
-        if keeps and kind in gguf_codes.FORMATS and (type(module) is nn.Linear or is_plain_embedding(module)):
+    for own, same in _by_parameter(names).items():
+        tensors, module = [file.tensors[name] for name in same], model.get_submodule(own.rpartition(".")[0])
+        kinds = {tensor.tensor_type.name for tensor in tensors}
+        is_packable = type(module) is nn.Linear or is_plain_embedding(module) or (sizes_of(module) and own.endswith("_proj"))
+        if keeps and is_packable and not kinds <= PLAIN.keys():
+            if len(kinds) > 1:
+                raise OutriderError(f"{path}: tensors {' and '.join(same)} are of types {' and '.join(sorted(kinds))}: expected one type")
             try:
-                packed[own] = gguf_codes.pack(read(tensor, in_blocks=True), kind)
+                packed[own] = _joined([gguf_codes.pack(read(each, in_blocks=True).flatten(0, -2), *kinds) for each in tensors], module)
             except OutriderError as error:
-                raise OutriderError(f"{path}: tensor {name}: {error}") from error
+                raise OutriderError(f"{path}: tensor {same[0]}: {error}") from error
             continue
-        values = read(tensor)
-        parameter = nn.Parameter(values if keeps else values.to(to), requires_grad=False)
+        values = [read(tensor) for tensor in tensors]
+        whole = values[0] if len(values) == 1 else torch.cat(values, 1)
+        parameter = nn.Parameter(whole if keeps else whole.to(to), requires_grad=False)
         for place in places[own]:
             _set(model, place, parameter)
     for own, weight in packed.items():  # after the biases, which the packed layers copy
         for place in places[own]:
-            layer = place.removesuffix(".weight")
+            layer, _, name = place.rpartition(".")
             module = model.get_submodule(layer)
             if isinstance(module, nn.Embedding):
                 _set(model, layer, PackedEmbedding(weight, module))
             elif isinstance(module, nn.Linear):
                 _set(model, layer, PackedLinear(module.weight, module.bias, packed=weight))
+            elif not isinstance(module, PackedExperts):  # both weights at once
+                own_packed = {name: packed[f"{layer}.{name}"] for name in ("gate_up_proj", "down_proj") if f"{layer}.{name}" in packed}
+                _set(model, layer, pack_experts(module, None, own_packed))
+
+
+def _by_parameter(names: Mapping[str, str]) -> dict[str, list[str]]:
+    """Group a file's tensors by the model's parameter. Of experts, gates are a tensor and come first."""
+    found: dict[str, list[str]] = {}
+    for name, own in sorted(names.items()):
+        found.setdefault(own, []).append(name)
+    return found
+
+
+def _joined(parts: list[Tensor], module: Any) -> Tensor:
+    """Return one packed weight of experts from those of their gates and of what these let through, expert by expert."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([part.view(module.num_experts, -1, part.shape[1]) for part in parts], 1).flatten(0, 1)
 
 
 def _processor(model: PreTrainedModel, file: GgufFile) -> TensorProcessor:

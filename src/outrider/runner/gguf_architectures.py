@@ -128,10 +128,17 @@ def _phi3(entry: Entry, tensors: Mapping[str, Any], values: Values) -> None:
         }
 
 
+def _qwen3moe(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
+    names = {"count": "num_experts", "used_count": "num_experts_per_tok", "feed_forward_length": "moe_intermediate_size"}
+    values |= {own: _needed(entry, f"expert_{name}") for name, own in names.items()}
+    values["norm_topk_prob"] = True  # llama.cpp's code makes the shares of the chosen experts add up to 1
+
+
 ARCHITECTURES = {
     "llama": Architecture("llama"),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
+    "qwen3moe": Architecture("qwen3_moe", r"expert_(count|used_count|feed_forward_length)", _qwen3moe),
     "gemma2": Architecture("gemma2", r"(attn|final)_logit_softcapping|attention\.sliding_window", _gemma2),
     "gemma3": Architecture("gemma3_text", r"final_logit_softcapping|attention\.sliding_window|rope\.freq_base_swa", _gemma3),
     "gemma4": Architecture(
