@@ -28,7 +28,9 @@ from outrider.types import OutriderError
 BLOCK = 32  # inputs of an output in a block
 HEADER = 64  # bytes at the start of a packed weight's panel; the form comes first
 SPAN = 256  # inputs that share a base
-CODES = ("int8", "table4", "int4", "uint4")  # meaning of codes: integers, or indices into a table of values
+# Meaning of codes: integers, or indices into a table of values. float4: twice the numbers of OCP's E2M1.
+CODES = ("int8", "table4", "int4", "uint4", "float4")
+FLOAT4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 NUMBERS = ("none", "bfloat16", "float16", "float32", "zeros", "products")  # storage formats of scales and offsets
 WIDTHS = dict(zip(NUMBERS, (0, 2, 2, 4, 1, 1), strict=True))  # bytes per number
 CHUNK = 1 << 22  # weights packed at a time
@@ -126,6 +128,7 @@ def pack_codes(
     *,
     group: int,
     zeros: Tensor | int | None = None,
+    kind: str | None = None,
 ) -> Tensor:
     """Pack the codes of a quantised weight into blocks that hold its values exactly: uint8 [panels, bytes].
 
@@ -133,7 +136,7 @@ def pack_codes(
     ``group`` inputs each, a multiple of 16 or at least all inputs; zeros also one integer for all. A value is
     scale * code + offset, or scale * (code - zero) with integers as zeros, computed in float32 in this order. Scales and
     offsets are stored as ``Products`` if they are given so, else in the narrowest of bfloat16, float16 and float32 that holds
-    them all.
+    them all. ``kind``: "float4" if the codes are such; otherwise they are integers.
 
     Raises ``OutriderError`` for groups of another size, for numbers that are not finite, for codes above 127 with offsets, and
     for zeros that do not fit 8 bits.
@@ -141,7 +144,8 @@ def pack_codes(
     outputs, inputs = codes.shape
     if group % 16 and group < inputs:
         raise OutriderError(f"unsupported group of {group} inputs: expected a multiple of 16")
-    kind, codes, zeros = _signed(codes, bits, zeros, has_offsets=offsets is not None)
+    if kind is None:
+        kind, codes, zeros = _signed(codes, bits, zeros, has_offsets=offsets is not None)
     given = {"scales": scales, "offsets": zeros if offsets is None else offsets}
     numbers = {name: each.factors if isinstance(each, Products) else each for name, each in given.items()}
     bases = [each.bases for each in given.values() if isinstance(each, Products)]
@@ -268,7 +272,7 @@ def unpack(packed: Tensor, outputs: int, inputs: int) -> Tensor:
     if form.bits == 8:
         numbers = words.view(torch.int8).float()
     else:
-        tables = {"table4": native.CODES4, "int4": range(-8, 8), "uint4": range(16)}
+        tables = {"table4": native.CODES4, "int4": range(-8, 8), "uint4": range(16), "float4": FLOAT4}
         table = torch.tensor(list(tables[form.codes]), dtype=torch.float32, device=packed.device)
         numbers = table[torch.cat([words & 15, words >> 4], -1).long()]
     numbers = numbers.permute(0, 1, 2, 4, 3).reshape(panels, blocks, form.groups, -1, PANEL)

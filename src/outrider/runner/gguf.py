@@ -38,7 +38,7 @@ from outrider.memory import weight_files
 from outrider.runner import gguf_codes
 from outrider.runner.checkpoints.weight import dtype_name
 from outrider.runner.experts import PackedExperts, pack_experts, sizes_of
-from outrider.runner.gguf_architectures import ARCHITECTURES, add_linear_scaling
+from outrider.runner.gguf_architectures import ARCHITECTURES, add_scaling
 from outrider.runner.linear import PackedEmbedding, PackedLinear, is_plain_embedding
 from outrider.types import OutriderError, first_line, how_to_install
 
@@ -49,13 +49,13 @@ FACTORS = "rope_freqs.weight"  # Llama 3's divisors of rotary frequencies: a ten
 # Config entries of every architecture that transformers maps, or that do not affect a supported model.
 UNDERSTOOD = (
     r"context_length|embedding_length|block_count|feed_forward_length|vocab_size"
-    r"|rope\.(dimension_count|freq_base|scaling\.(type|factor|finetuned))"
+    r"|rope\.(dimension_count|freq_base|scaling\.(type|factor|finetuned|original_context_length|yarn_beta_(fast|slow)))"
     r"|attention\.(head_count|head_count_kv|layer_norm_rms_epsilon|key_length|value_length|causal)"
 )
 NEEDED = ("block_count", "embedding_length", "attention.head_count")
 # Rules for which GPT-2's gives the same tokens: merges learned from single digits never join two of them.
 SPLIT_LIKE_GPT2 = ("gpt-2", "smollm")
-HALVES = re.compile(r"(gate|up)_exps$")  # tensors of experts that are one in transformers
+EXPERTS = re.compile(r"(blk\.\d+\.ffn_)(gate|up|down)_exps\.(weight|bias)")
 PART = re.compile(r"-\d{5}-of-\d{5}$")  # end of the name of a split file's part
 STRING, LIST = 8, 9  # codes of types in a header
 
@@ -216,7 +216,7 @@ class GgufFile:
             if name.startswith(prefix) and not understood.fullmatch(name.removeprefix(prefix)):
                 raise OutriderError(f"{self.path}: {name}={self.entry(name)} is not supported: {advice}")
         scaling = self.entry(f"{prefix}rope.scaling.type")
-        if scaling not in (None, "none", architecture.scaling):
+        if scaling not in (None, "none", *architecture.scalings):
             raise OutriderError(f"{self.path}: rope scaling {scaling} is not supported: {advice}")
 
     def config(self) -> PreTrainedConfig:
@@ -244,7 +244,7 @@ class GgufFile:
         }
         for prefix in ("general", self.architecture, "tokenizer"):
             known = architecture.model_type.removesuffix("_text") if prefix == self.architecture else prefix
-            names: Mapping[str, str | None] = GGUF_CONFIG_MAPPING[known]  # type: ignore[assignment]
+            names: Mapping[str, str | None] = GGUF_CONFIG_MAPPING.get(known, GGUF_CONFIG_MAPPING["qwen3"])  # type: ignore[assignment]
             for name, own in names.items():
                 value = self.entry(f"{prefix}.{name}")
                 if own is not None and value is not None:
@@ -255,7 +255,7 @@ class GgufFile:
         known = list(dict.fromkeys(token_id for token_id in ends if token_id is not None))
         values["eos_token_id"] = known if len(known) > 1 else known[0] if known else None
         try:
-            add_linear_scaling(entry, values)
+            add_scaling(entry, values)
             if architecture.complete is not None:
                 architecture.complete(entry, self.tensors, values)
             config: PreTrainedConfig = CONFIG_MAPPING[architecture.model_type].from_dict(
@@ -289,14 +289,17 @@ class GgufFile:
         for name, tensor in self.tensors.items():
             if name in of_config:
                 continue
-            stem = name.removesuffix(".weight")  # names of buffers and of experts have no such ending
-            own = known.get(name) or known.get(stem)
-            if is_half := HALVES.search(stem):
-                own = known.get(HALVES.sub("down_exps", stem), "").replace("down_proj", "gate_up_proj") or None
+            own = known.get(name) or known.get(name.removesuffix(".weight"))  # a buffer's name has no such ending
+            expert = EXPERTS.fullmatch(name)
+            if expert and f"{expert[1]}down_exps" in known:  # the only one that transformers maps
+                part, ending = "down" if expert[2] == "down" else "gate_up", "_bias" if expert[3] == "bias" else ""
+                own = f"{known[f'{expert[1]}down_exps'].removesuffix('down_proj')}{part}_proj{ending}"
             if own is None:
                 raise OutriderError(f"{self.path}: unexpected tensor {name} for a {model.config.model_type} model")
             shape, wanted = list(reversed(tensor.shape.tolist())), list(parameters[own].shape)
-            if is_half:
+            if expert and len(wanted) == 3 and model.get_submodule(own.rpartition(".")[0]).is_transposed:
+                wanted[1:] = wanted[:0:-1]
+            if expert and expert[2] != "down":
                 wanted[1] //= 2
             if shape != wanted:
                 raise OutriderError(f"{self.path}: tensor {name} is {shape}, expected {wanted} by the config")
@@ -357,9 +360,8 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
             except OutriderError as error:
                 raise OutriderError(f"{path}: tensor {same[0]}: {error}") from error
             continue
-        values = [read(tensor) for tensor in tensors]
-        whole = values[0] if len(values) == 1 else torch.cat(values, 1)
-        parameter = nn.Parameter(whole if keeps else whole.to(to), requires_grad=False)
+        values = _values([read(tensor) for tensor in tensors], module)
+        parameter = nn.Parameter(values if keeps else values.to(to), requires_grad=False)
         for place in places[own]:
             _set(model, place, parameter)
     for own, weight in packed.items():  # after the biases, which the packed layers copy
@@ -383,6 +385,14 @@ def _by_parameter(names: Mapping[str, str]) -> dict[str, list[str]]:
     return found
 
 
+def _values(parts: list[Tensor], module: Any) -> Tensor:
+    """Return a parameter from its tensors: of experts in transformers' layout, else the only one."""
+    whole = parts[0]
+    if len(parts) == 2:
+        whole = torch.cat(parts, 1) if module.is_concatenated else torch.stack(parts, 2).flatten(1, 2)
+    return whole.transpose(1, 2).contiguous() if whole.dim() == 3 and getattr(module, "is_transposed", False) else whole
+
+
 def _joined(parts: list[Tensor], module: Any) -> Tensor:
     """Return one packed weight of experts from those of their gates and of what these let through, expert by expert."""
     if len(parts) == 1:
@@ -392,7 +402,7 @@ def _joined(parts: list[Tensor], module: Any) -> Tensor:
 
 def _processor(model: PreTrainedModel, file: GgufFile) -> TensorProcessor:
     """Return transformers' object that undoes llama.cpp's changes of tensors, such as the row order of queries and keys."""
-    found: Any = TENSOR_PROCESSORS.get(file.architecture)
+    found: Any = TENSOR_PROCESSORS.get(ARCHITECTURES[file.architecture].changes_like or file.architecture)
     if found is None:
         return TensorProcessor()
     heads = {name: getattr(model.config, name) for name in ("num_attention_heads", "num_key_value_heads")}

@@ -23,7 +23,8 @@ class Architecture:
     entries: str = "(?!)"  # pattern of the entries that ``complete`` reads; no entry by default
     complete: Callable[[Entry, Mapping[str, Any], Values], None] | None = None  # (entries, tensors, values): adds values
     config_tensors: tuple[str, ...] = ()  # tensors that belong to the config
-    scaling: str = "linear"  # the supported scaling of rotary positions
+    scalings: tuple[str, ...] = ("linear", "yarn")  # the supported kinds of scaled rotary positions
+    changes_like: str = ""  # the architecture whose changes of tensors transformers undoes, if not its own
 
 
 def _needed(entry: Entry, name: str) -> Any:
@@ -33,11 +34,17 @@ def _needed(entry: Entry, name: str) -> Any:
     return value
 
 
-def add_linear_scaling(entry: Entry, values: Values) -> None:
-    """Add linearly scaled rotary positions, if the entries state them."""
-    if entry("rope.scaling.type") == "linear":
-        theta = {"rope_theta": values.pop("rope_theta")} if "rope_theta" in values else {}
-        values["rope_parameters"] = {"rope_type": "linear", "factor": _needed(entry, "rope.scaling.factor"), **theta}
+def add_scaling(entry: Entry, values: Values) -> None:
+    """Add rotary positions that are scaled linearly or by YaRN (Peng et al. 2023), if the entries state them."""
+    kind = entry("rope.scaling.type")
+    if kind not in ("linear", "yarn"):
+        return
+    theta = {"rope_theta": values.pop("rope_theta")} if "rope_theta" in values else {}
+    values["rope_parameters"] = scaling = {"rope_type": kind, "factor": _needed(entry, "rope.scaling.factor"), **theta}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = _needed(entry, "rope.scaling.original_context_length")
+        betas = {name: entry(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+        scaling |= {name: value for name, value in betas.items() if value is not None}
 
 
 def _gemma2(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
@@ -128,6 +135,26 @@ def _phi3(entry: Entry, tensors: Mapping[str, Any], values: Values) -> None:
         }
 
 
+def _mistral3(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
+    positions = values.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": values.pop("rope_theta", 1e4)})
+    positions["llama_4_scaling_beta"] = entry("attention.temperature_scale") or 0.0  # 0 in Mistral Small 3
+    positions.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
+    if positions["rope_type"] == "yarn":
+        positions |= {"mscale": 1.0, "mscale_all_dim": entry("rope.scaling.yarn_log_multiplier") or 0.0}
+
+
+EXPERTS = r"expert_(count|used_count|feed_forward_length)"
+
+
+def _gpt_oss(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
+    names = {"count": "num_local_experts", "used_count": "num_experts_per_tok", "feed_forward_length": "intermediate_size"}
+    values |= {own: _needed(entry, f"expert_{name}") for name, own in names.items()}
+    values["sliding_window"] = _needed(entry, "attention.sliding_window")
+    # The config's own default is YaRN, of which the public models do not round the limits.
+    plain = {"rope_type": "default", "rope_theta": values.pop("rope_theta", 1.5e5)}
+    values["rope_parameters"] = values.get("rope_parameters", plain) | {"truncate": False}
+
+
 def _qwen3moe(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
     names = {"count": "num_experts", "used_count": "num_experts_per_tok", "feed_forward_length": "moe_intermediate_size"}
     values |= {own: _needed(entry, f"expert_{name}") for name, own in names.items()}
@@ -138,7 +165,7 @@ ARCHITECTURES = {
     "llama": Architecture("llama"),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
-    "qwen3moe": Architecture("qwen3_moe", r"expert_(count|used_count|feed_forward_length)", _qwen3moe),
+    "qwen3moe": Architecture("qwen3_moe", EXPERTS, _qwen3moe),
     "gemma2": Architecture("gemma2", r"(attn|final)_logit_softcapping|attention\.sliding_window", _gemma2),
     "gemma3": Architecture("gemma3_text", r"final_logit_softcapping|attention\.sliding_window|rope\.freq_base_swa", _gemma3),
     "gemma4": Architecture(
@@ -146,13 +173,17 @@ ARCHITECTURES = {
         r"attention\.(sliding_window(_pattern)?|(key|value)_length_swa|shared_kv_layers)|embedding_length_per_layer_input"
         r"|rope\.(freq_base_swa|dimension_count_swa)|final_logit_softcapping",
         _gemma4,
-        scaling="none",
+        scalings=(),
     ),
     "phi3": Architecture(
         "phi3",
         r"attention\.sliding_window|rope\.scaling\.(original_context_length|attn_factor)",
         _phi3,
         tuple(PHI3_FACTORS.values()),
-        "longrope",
+        ("longrope",),
     ),
+    "mistral3": Architecture(
+        "ministral3", r"attention\.temperature_scale|rope\.scaling\.yarn_log_multiplier", _mistral3, changes_like="llama"
+    ),
+    "gpt-oss": Architecture("gpt_oss", rf"{EXPERTS}|attention\.sliding_window", _gpt_oss),
 }

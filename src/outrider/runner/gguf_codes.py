@@ -25,7 +25,8 @@ Parts = tuple[Tensor, ...]
 class Format:
     """One of ggml's formats: weights and bytes per block, bits per code, weights per scale, zero code and decoder.
 
-    ``zero`` is subtracted from codes; None for formats with offsets. Scales of blocks of 256 weights are products.
+    ``zero`` is subtracted from codes; None for formats with offsets. Scales of blocks of 256 weights are products. ``kind``: one
+    of ``blocks.CODES``, if codes are not integers.
     """
 
     weights: int
@@ -34,6 +35,7 @@ class Format:
     group: int
     zero: int | None
     decode: Callable[[Tensor], Parts]
+    kind: str | None = None
 
 
 def pack(data: Tensor, kind: str) -> Tensor:
@@ -53,7 +55,7 @@ def pack(data: Tensor, kind: str) -> Tensor:
     whole = [torch.cat(each) for each in zip(*found, strict=True)]
     pairs = zip(whole[::2], whole[1::2], strict=True)
     scales, *offsets = [blocks.Products(*pair) for pair in pairs] if form.weights == blocks.SPAN else whole
-    return blocks.pack_codes(codes, form.bits, scales, *offsets, group=form.group, zeros=form.zero)
+    return blocks.pack_codes(codes, form.bits, scales, *offsets, group=form.group, zeros=form.zero, kind=form.kind)
 
 
 def _half(raw: Tensor) -> Tensor:
@@ -123,6 +125,10 @@ def _q6_k(raw: Tensor) -> Parts:
     return codes, raw[:, 192:208].contiguous().view(torch.int8), _half(raw[:, 208:])
 
 
+def _mxfp4(raw: Tensor) -> Parts:
+    return _planes(raw[:, 1:], 16, 4), torch.ldexp(torch.ones(len(raw), 1), raw[:, :1].int() - 128)  # the table's values are doubled
+
+
 FORMATS = {
     "Q8_0": Format(32, 34, 8, 32, 128, _q8_0),
     "Q4_0": Format(32, 18, 4, 32, 8, _q4_0),
@@ -134,4 +140,5 @@ FORMATS = {
     "Q4_K": Format(256, 144, 4, 32, None, _q4_k),
     "Q5_K": Format(256, 176, 5, 32, None, _q5_k),
     "Q6_K": Format(256, 210, 6, 16, 32, _q6_k),
+    "MXFP4": Format(32, 17, 4, 32, None, _mxfp4, "float4"),
 }
