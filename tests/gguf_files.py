@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,14 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    GptOssConfig,
     LlamaConfig,
+    Ministral3Config,
     Phi3Config,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 SHAPE = {
@@ -37,6 +40,7 @@ SHAPE = {
     "bos_token_id": None,
     "eos_token_id": 0,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 2e4, "factor": 8.0, "original_max_position_embeddings": 32}
 CONFIGS: Mapping[str, Callable[..., Any]] = {
     "llama": lambda **more: LlamaConfig(**SHAPE | {"head_dim": 64, "rope_theta": 5e5} | more),
     "qwen2": lambda **more: Qwen2Config(**SHAPE | {"rope_theta": 2e4} | more),
@@ -57,7 +61,26 @@ CONFIGS: Mapping[str, Callable[..., Any]] = {
     "phi3": lambda **more: Phi3Config(
         **SHAPE | {"pad_token_id": 0, "sliding_window": 8, "partial_rotary_factor": 0.75, "rope_theta": 2e4} | more
     ),
+    "qwen3moe": lambda **more: Qwen3MoeConfig(
+        **SHAPE
+        | {"head_dim": 64, "rope_theta": 1e6, "norm_topk_prob": True}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+        | more
+    ),
+    "mistral3": lambda **more: Ministral3Config(
+        **SHAPE
+        | {"head_dim": 64}
+        | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.125}}
+        | more
+    ),
+    "gpt-oss": lambda **more: GptOssConfig(
+        **SHAPE
+        | {"head_dim": 64, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"rope_parameters": YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}}
+        | more
+    ),
 }
+ARCHITECTURES = {"qwen3_moe": "qwen3moe", "ministral3": "mistral3", "gpt_oss": "gpt-oss"}  # llama.cpp's, where named otherwise
 # Offsets of the float16 scales in the bytes of a block, and their size for weights of usual magnitude.
 SCALES = {
     Kind.Q2_K: {80: 6e-3, 82: 5e-3},
@@ -90,7 +113,8 @@ def write(
 
     K types have random codes, because the package cannot quantise to them. ``change`` adds entries or tensors before writing.
     """
-    config, architecture = model.config, model.config.model_type.removesuffix("_text")
+    config, model_type = model.config, model.config.model_type.removesuffix("_text")
+    architecture = ARCHITECTURES.get(model_type, model_type)
     writer = gguf.GGUFWriter(path, architecture)
     add_entries(writer, architecture, config)
     if change is not None:
@@ -100,18 +124,17 @@ def write(
     enum = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(enum, config.num_hidden_layers)
     rng = np.random.default_rng(0)
-    for own, weight in model.state_dict().items():
-        base, _, suffix = own.rpartition(".")
-        name = f"{names.get_name(own)}.weight" if suffix == "layer_scalar" else f"{names.get_name(base)}.{suffix}"
+    for own, name, weight, value in file_tensors(names, model.state_dict(), values):
+        base = own.rpartition(".")[0]
         if (own == "lm_head.weight" and config.tie_word_embeddings) or name in without:
             continue
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(base.rpartition(".")[2])
-        turned = getattr(config, heads) if heads and architecture == "llama" else None
-        array = weight.numpy()
-        if array.ndim < 2:
+        turned = getattr(config, heads) if heads and architecture in ("llama", "mistral3") else None
+        array = weight.contiguous().numpy()
+        if array.ndim < 2 or name.endswith(".bias") or "ffn_gate_inp" in name:
             shift = np.float32(architecture in ("gemma2", "gemma3") and "norm" in own)  # these multiply by 1 + weight
             writer.add_tensor(name, array + shift)
-            values[own].copy_(torch.from_numpy(array + shift - shift))
+            value.copy_(torch.from_numpy(array + shift - shift))
             continue
         kind = kind_of(name)
         if turned:  # llama.cpp interleaves the two halves of a head
@@ -121,12 +144,38 @@ def write(
         decoded = gguf.quants.dequantize(data, kind).astype(np.float32)
         if turned:
             decoded = decoded.reshape(turned, -1, 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
-        values[own].copy_(torch.from_numpy(decoded))
+        value.copy_(torch.from_numpy(decoded))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return exact
+
+
+def file_tensors(
+    names: gguf.TensorNameMap, weights: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
+    """Return the model's name, the file's name, the weight and a place for its value, for every tensor of a file.
+
+    Of experts, weight and place are views in the layout of files: gates and what they let through are a tensor each.
+    """
+    for own, weight in weights.items():
+        base, _, suffix = own.rpartition(".")
+        if ".experts." not in own:
+            is_buffer = suffix in ("layer_scalar", "sinks")
+            yield own, f"{names.get_name(own)}.weight" if is_buffer else f"{names.get_name(base)}.{suffix}", weight, values[own]
+            continue
+        part, ending = suffix.split("_proj")
+        stem = names.get_name(f"{base}.down_proj").removesuffix("down_exps")
+        views = [weight, values[own]]
+        is_gpt_oss = f"{base}.down_proj_bias" in weights  # which has inputs first, and alternates gates with the others
+        if is_gpt_oss and not ending:
+            views = [view.transpose(1, 2) for view in views]
+        halves = [[view] for view in views]
+        if part == "gate_up":
+            halves = [[view[:, ::2], view[:, 1::2]] if is_gpt_oss else [*view.chunk(2, 1)] for view in views]
+        for name, source, place in zip(("gate", "up") if part == "gate_up" else ("down",), *halves, strict=True):
+            yield own, f"{stem}{name}_exps.{'bias' if ending else 'weight'}", source, place
 
 
 def add_entries(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None:
@@ -144,9 +193,22 @@ def add_entries(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None
     if architecture != "gemma2":  # llama.cpp's converter leaves it out
         writer.add_rope_freq_base(rotary["rope_theta"])
     writer.add_rope_dimension_count(int(head_dim * rotary.get("partial_rotary_factor", 1)))
-    if rotary["rope_type"] == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    if rotary["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rotary["rope_type"]))
         writer.add_rope_scaling_factor(rotary["factor"])
+    for name, add in {
+        "original_max_position_embeddings": writer.add_rope_scaling_orig_ctx_len,
+        "beta_fast": writer.add_rope_scaling_yarn_beta_fast,
+        "beta_slow": writer.add_rope_scaling_yarn_beta_slow,
+        "mscale_all_dim": writer.add_rope_scaling_yarn_log_mul,
+        "llama_4_scaling_beta": writer.add_attn_temperature_scale,
+    }.items():
+        if rotary["rope_type"] == "yarn" and name in rotary:
+            add(rotary[name])
+    if architecture in ("qwen3moe", "gpt-oss"):
+        writer.add_expert_count(config.num_local_experts if architecture == "gpt-oss" else config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
     for name, add in {
         "attn_logit_softcapping": writer.add_attn_logit_softcapping,
         "final_logit_softcapping": writer.add_final_logit_softcapping,
@@ -190,12 +252,12 @@ def add_gemma4(writer: gguf.GGUFWriter, config: Gemma4TextConfig) -> None:
 def random_codes(shape: tuple[int, ...], kind: Kind, rng: np.random.Generator) -> np.ndarray:
     """Return bytes of random codes with scales of usual size."""
     weights, size = gguf.GGML_QUANT_SIZES[kind]
-    raw = rng.integers(0, 256, (shape[0], shape[1] // weights, size), dtype=np.uint8)
+    raw = rng.integers(0, 256, (*shape[:-1], shape[-1] // weights, size), dtype=np.uint8)
     for at, largest in SCALES[kind].items():
-        raw[..., at : at + 2] = rng.uniform(0.5, 1, (*raw.shape[:2], 1)).astype(np.float16).view(np.uint8)
-        half = raw[..., at : at + 2].copy().view(np.float16) * np.float16(largest * 16 / shape[1] ** 0.5)
+        raw[..., at : at + 2] = rng.uniform(0.5, 1, (*raw.shape[:-1], 1)).astype(np.float16).view(np.uint8)
+        half = raw[..., at : at + 2].copy().view(np.float16) * np.float16(largest * 16 / shape[-1] ** 0.5)
         raw[..., at : at + 2] = half.astype(np.float16).view(np.uint8)
-    return raw.reshape(shape[0], -1)
+    return raw.reshape(*shape[:-1], -1)
 
 
 def add_tokenizer(writer: gguf.GGUFWriter) -> None:

@@ -29,6 +29,7 @@ from outrider.types import OutriderError  # noqa: E402
 
 needs_kernels = pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 KINDS = {"mixed": gguf_files.mixed} | {kind.name: lambda _, kind=kind: kind for kind in (Kind.Q8_0, Kind.Q4_0, Kind.F16)}
+KINDS["MXFP4"] = lambda name: Kind.MXFP4 if "_exps" in name else Kind.Q8_0  # as in gpt-oss's files
 ARCHITECTURES = tuple(gguf_files.CONFIGS)
 UNTIED = tuple(name for name in ARCHITECTURES if not name.startswith("gemma"))  # whose files may have an output head
 
@@ -62,6 +63,17 @@ def own_weights(model, name):
     return linear.weight_of(group).float().split(group.sizes)[module.index]
 
 
+def experts_in_file_layout(module):
+    """Return [experts * 2 N, inputs] and [experts * inputs, N] of a layer's experts; None for other modules."""
+    if not isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
+        return None
+    up, down = module.gate_up_proj, module.down_proj
+    if module.is_transposed:  # gpt-oss alternates gates with the others
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+        up = torch.cat([up[:, ::2], up[:, 1::2]], 1)
+    return up.flatten(0, 1), down.flatten(0, 1)
+
+
 @needs_kernels
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("architecture, tied", [*((name, True) for name in ARCHITECTURES), *((name, False) for name in UNTIED)])
@@ -74,6 +86,10 @@ def test_a_loaded_model_has_the_values_of_the_file(architecture, tied, kinds, tm
             assert torch.equal(own_weights(own, name), module.weight), name
         elif getattr(module, "weight", None) is not None:
             assert torch.equal(own.get_submodule(name).weight, module.weight), name
+        elif (experts := experts_in_file_layout(module)) is not None:
+            packed = own.get_submodule(name)
+            for layer, weight in zip((packed.up, packed.down), experts, strict=True):
+                assert torch.equal(linear.weight_of(layer).float(), weight), name
         if getattr(module, "bias", None) is not None and not name.endswith(("q_proj", "k_proj", "v_proj")):
             assert torch.equal(own.get_submodule(name).bias, module.bias), name
     if kinds != "F16":
@@ -112,7 +128,10 @@ def tokens_of(llm, params=PARAMS):
 
 
 @needs_kernels
-@pytest.mark.parametrize("architecture, kinds", [("llama", "mixed"), ("qwen3", "Q8_0"), ("phi3", "mixed"), ("gemma4", "mixed")])
+@pytest.mark.parametrize(
+    "architecture, kinds",
+    [("llama", "mixed"), ("qwen3", "Q8_0"), ("phi3", "mixed"), ("gemma4", "mixed"), ("qwen3moe", "mixed")],
+)
 def test_drafts_do_not_change_the_output(architecture, kinds, tmp_path):
     model = gguf_files.make_model(architecture, seed=1)
     gguf_files.write(tmp_path / "model.gguf", model, KINDS[kinds])
@@ -196,9 +215,9 @@ def test_a_folder_with_a_config_and_a_tokenizer(tmp_path):
     scaled = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5, "original_max_position_embeddings": 64}
     model = gguf_files.make_model("llama", rope_parameters=scaled)
     exact = gguf_files.write(
-        tmp_path / "some.gguf", model, KINDS["F16"], lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        tmp_path / "some.gguf", model, KINDS["F16"], lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
     )
-    with pytest.raises(OutriderError, match=r"rope scaling yarn is not supported: put the model's config.json into"):
+    with pytest.raises(OutriderError, match=r"rope scaling longrope is not supported: put the model's config.json into"):
         load(tmp_path / "some.gguf")
     model.config.save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
@@ -228,7 +247,11 @@ def test_rotary_factors_of_llama_3(tmp_path):
 
 
 LONG = {"rope_type": "longrope", "rope_theta": 2e4, "original_max_position_embeddings": 64}
+SMALL = {"rope_type": "default", "rope_theta": 2e4, "llama_4_scaling_beta": 0.0, "original_max_position_embeddings": 256}
 OTHER_CONFIGS = {
+    "qwen3, YaRN": ("qwen3", {"rope_parameters": gguf_files.YARN}),
+    "mistral3 of Mistral Small": ("mistral3", {"rope_parameters": SMALL}),
+    "gpt-oss without YaRN": ("gpt-oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}),
     "llama, linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}}),
     "gemma3 without windows": ("gemma3", {"layer_types": ["full_attention"] * 6}),
     "gemma3, linear": (
@@ -346,7 +369,7 @@ def test_unsupported_files_are_rejected_before_weights_are_read(unread, tmp_path
     writer.add_tensor("token_embd.weight", np.zeros((2, 32), np.float32))
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         step()
-    assert "architecture mamba: supported in GGUF files are llama, qwen2, qwen3, gemma2" in refusal(path)
+    assert "architecture mamba: supported in GGUF files are llama, qwen2, qwen3, qwen3moe, gemma2" in refusal(path)
     path.write_bytes(b"not a model at all")
     assert "is not a GGUF file" in refusal(path)
     path.write_bytes(b"")
@@ -437,6 +460,15 @@ def test_tensors_that_do_not_belong_to_the_model_are_named(tmp_path):
 
 
 @needs_kernels
+def test_halves_of_experts_of_different_types_are_refused(tmp_path):
+    model = gguf_files.make_model("qwen3moe")
+    gguf_files.write(tmp_path / "model.gguf", model, lambda name: Kind.Q4_K if "gate_exps" in name else Kind.Q8_0)
+    said = refusal(tmp_path / "model.gguf")
+    assert (
+        "tensors blk.0.ffn_gate_exps.weight and blk.0.ffn_up_exps.weight are of types Q4_K and Q8_0: expected one type" in said
+    )
+
+
 def test_scales_that_are_nan_are_rejected_with_the_name_of_their_tensor(tmp_path):
     path, broken = tmp_path / "model.gguf", np.full((256, 34), 0xFF, np.uint8)  # NaN in float16
     gguf_files.write(

@@ -144,9 +144,10 @@ def pack_codes(
     outputs, inputs = codes.shape
     if group % 16 and group < inputs:
         raise OutriderError(f"unsupported group of {group} inputs: expected a multiple of 16")
+    integers = None  # zeros of the kind's codes
     if kind is None:
-        kind, codes, zeros = _signed(codes, bits, zeros, has_offsets=offsets is not None)
-    given = {"scales": scales, "offsets": zeros if offsets is None else offsets}
+        kind, codes, integers = _signed(codes, bits, zeros, has_offsets=offsets is not None)
+    given = {"scales": scales, "offsets": integers if offsets is None else offsets}
     numbers = {name: each.factors if isinstance(each, Products) else each for name, each in given.items()}
     bases = [each.bases for each in given.values() if isinstance(each, Products)]
     for name, each in given.items():

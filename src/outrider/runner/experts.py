@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers on the CPU kernels: experts in one packed weight, and routers whose choice depends on a token alone.
+"""Mixture-of-experts layers on the CPU kernels: packed experts, and routers whose choice depends on a token alone.
 
 transformers keeps the experts of a layer in two tensors, and computes them and their routers with torch's kernels, whose last
 bits depend on the number of rows. Here a token's bits, and so the experts chosen for it, are the same in every pass.
@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 from transformers.integrations import moe
 
 from outrider.runner import blocks, kernels
-from outrider.runner.linear import PackedLinear, activation_of
+from outrider.runner.checkpoints.mxfp4 import StoredExperts
+from outrider.runner.linear import CLAMPED, PackedLinear, activation_of
 
-CLAMPED = {"alpha": 1.702, "limit": 7.0}  # of the C++ activation "swish_clamped"
 OWN_PRODUCT = re.compile(r"\blinear\(.*\bself\.weight\b(?!\[)")  # in the source of ``forward``
 
 
@@ -34,7 +34,7 @@ class PackedExperts(nn.Module):
     """The experts of one layer, for ``outrider::experts``."""
 
     def __init__(self, up: ExpertLinears, down: ExpertLinears, num_experts: int, activation: str) -> None:
-        """``up``: gates and what they let through, [experts * 2 N, inputs], each expert's gates first. ``down``: back from N."""
+        """``up``: [experts * 2 N, H], each expert's gates before what they let through. ``down``: [experts * H, N]."""
         super().__init__()
         self.up, self.down, self.num_experts, self.activation = up, down, num_experts, activation
 
@@ -52,6 +52,8 @@ class PackedExperts(nn.Module):
 
 def sizes_of(module: nn.Module) -> tuple[int, int, int] | None:
     """Return experts, inputs and N of a module that ``PackedExperts`` can replace; None for other modules."""
+    if isinstance(module, StoredExperts):
+        return module.sizes
     up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     if not (isinstance(up, nn.Parameter) and isinstance(down, nn.Parameter) and up.dim() == 3 and _activation(module)):
         return None
@@ -63,31 +65,41 @@ def sizes_of(module: nn.Module) -> tuple[int, int, int] | None:
 
 def _activation(module: Any) -> str | None:
     """Return the C++ name of the activation of experts that transformers' integration of experts computes."""
+    is_gpt_oss = isinstance(module, StoredExperts) or type(module).__name__ == "GptOssExperts"
+    if is_gpt_oss and all(getattr(module, key) == CLAMPED[key] for key in CLAMPED):
+        return "swish_clamped"
     if not getattr(module, "has_gate", False) or module.has_post_expert_norm or module._is_expert_parallel:
         return None
-    if type(module)._apply_gate is moe._default_apply_gate:
-        return activation_of(module.act_fn)
-    is_clamped = type(module).__name__ == "GptOssExperts" and all(getattr(module, key) == CLAMPED[key] for key in CLAMPED)
-    return "swish_clamped" if is_clamped else None
+    return activation_of(module.act_fn) if type(module)._apply_gate is moe._default_apply_gate else None
 
 
-def pack_experts(module: Any, bits: int | None, given: Mapping[str, Tensor] | None = None) -> PackedExperts:
-    """Pack experts for which ``sizes_of`` returns sizes. Frees the originals. ``given``: packed weights, by transformers' names."""
-    activation, sizes = _activation(module), sizes_of(module)
+def pack_experts(module: Any, bits: int | None, given: Mapping[str, Tensor | None] | None = None) -> PackedExperts:
+    """Pack experts for which ``sizes_of`` returns sizes, and free the originals.
+
+    ``given``: weights that are packed already, by the names of the originals.
+    """
+    activation, sizes, is_stored = _activation(module), sizes_of(module), isinstance(module, StoredExperts)
     assert activation is not None and sizes is not None
+    num_experts, inputs, inner = sizes
+    is_turned, alternate = not is_stored and module.is_transposed, is_stored or not module.is_concatenated
+    given = module.pack() if is_stored else given or {}
 
-    def packed(name: str) -> ExpertLinears:
-        weight, bias = getattr(module, name).detach(), getattr(module, f"{name}_bias", None)
-        if module.is_transposed:
-            weight = weight.transpose(1, 2)
-        if name == "gate_up_proj" and not module.is_concatenated:  # gates alternate with what they let through
-            weight = torch.cat([weight[:, ::2], weight[:, 1::2]], 1)
-            bias = None if bias is None else torch.cat([bias[:, ::2], bias[:, 1::2]], 1)
-        layer = ExpertLinears(weight.flatten(0, 1), None if bias is None else bias.flatten(), bits, (given or {}).get(name))
+    def gates_first(tensor: Tensor, name: str) -> Tensor:
+        is_mixed = alternate and name == "gate_up_proj"  # gates alternate with what they let through
+        return (torch.cat([tensor[:, ::2], tensor[:, 1::2]], 1) if is_mixed else tensor).flatten(0, 1)
+
+    def packed(name: str, shape: tuple[int, int]) -> ExpertLinears:
+        bias = getattr(module, f"{name}_bias", None)
+        bias = None if bias is None else gates_first(bias, name)
+        if given.get(name) is not None:
+            return ExpertLinears(torch.empty(num_experts * shape[0], shape[1], device="meta"), bias, packed=given[name])
+        weight = getattr(module, name).detach()
+        layer = ExpertLinears(gates_first(weight.transpose(1, 2) if is_turned else weight, name), bias, bits)
         setattr(module, name, None)
         return layer
 
-    return PackedExperts(packed("gate_up_proj"), packed("down_proj"), sizes[0], activation)
+    up, down = packed("gate_up_proj", (2 * inner, inputs)), packed("down_proj", (inputs, inner))
+    return PackedExperts(up, down, num_experts, activation)
 
 
 class _OwnProduct(TorchFunctionMode):
@@ -101,8 +113,8 @@ class _OwnProduct(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not functional.linear or len(args) < 2 or args[1].shape != self._shape:
             return func(*args, **kwargs)
-        x, _, bias = (*args, *[kwargs.get("bias")] * (3 - len(args)))
-        return torch.ops.outrider.linear(x.float(), self._packed, bias, self._shape[0])
+        bias = args[2] if len(args) > 2 else kwargs.get("bias")
+        return torch.ops.outrider.linear(args[0].float(), self._packed, bias, self._shape[0])
 
 
 def make_invariant(module: nn.Module) -> None:
@@ -151,10 +163,10 @@ def _has_product(forward: Callable[..., Any]) -> bool:
         return False
 
 
-# x [T, H]: sum over j of shares [T, k] * down(gate(up(x))) of expert chosen [T, k], in x's dtype; up has twice the inputs of down
-# as outputs, each expert's gates first. Inputs are rounded as by linear and linear_blocks.
+# x [T, H]: sum over j of shares [T, k] * down(gate(up(x))) of expert chosen [T, k], in x's dtype. Inputs are rounded as by
+# linear and linear_blocks.
 kernels.define(
-    "experts(Tensor x, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor chosen, Tensor shares, int num_experts,"
-    " str activation, int activation_bits)",
+    "experts(Tensor x, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor chosen, Tensor shares,"
+    " int num_experts, str activation, int activation_bits)",
     lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
@@ -243,8 +243,8 @@ class GgufFile:
             "vocab_size": self.num_strings("tokenizer.ggml.tokens"),
         }
         for prefix in ("general", self.architecture, "tokenizer"):
-            known = architecture.model_type.removesuffix("_text") if prefix == self.architecture else prefix
-            names: Mapping[str, str | None] = GGUF_CONFIG_MAPPING.get(known, GGUF_CONFIG_MAPPING["qwen3"])  # type: ignore[assignment]
+            model_type = architecture.model_type.removesuffix("_text") if prefix == self.architecture else prefix
+            names: Mapping[str, str | None] = GGUF_CONFIG_MAPPING.get(model_type, GGUF_CONFIG_MAPPING["qwen3"])  # type: ignore[assignment]
             for name, own in names.items():
                 value = self.entry(f"{prefix}.{name}")
                 if own is not None and value is not None:
@@ -350,31 +350,54 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
     packed: dict[str, Tensor] = {}
     for own, same in _by_parameter(names).items():
         tensors, module = [file.tensors[name] for name in same], model.get_submodule(own.rpartition(".")[0])
-        kinds = {tensor.tensor_type.name for tensor in tensors}
-        is_packable = type(module) is nn.Linear or is_plain_embedding(module) or (sizes_of(module) and own.endswith("_proj"))
-        if keeps and is_packable and not kinds <= PLAIN.keys():
-            if len(kinds) > 1:
-                raise OutriderError(f"{path}: tensors {' and '.join(same)} are of types {' and '.join(sorted(kinds))}: expected one type")
-            try:
-                packed[own] = _joined([gguf_codes.pack(read(each, in_blocks=True).flatten(0, -2), *kinds) for each in tensors], module)
-            except OutriderError as error:
-                raise OutriderError(f"{path}: tensor {same[0]}: {error}") from error
+        if keeps and _is_packable(module, own) and any(tensor.tensor_type.name in gguf_codes.FORMATS for tensor in tensors):
+            packed[own] = _packed(file, same, read, module)
             continue
         values = _values([read(tensor) for tensor in tensors], module)
         parameter = nn.Parameter(values if keeps else values.to(to), requires_grad=False)
         for place in places[own]:
             _set(model, place, parameter)
-    for own, weight in packed.items():  # after the biases, which the packed layers copy
+    for own in packed:  # after the biases, which the packed layers copy
         for place in places[own]:
-            layer, _, name = place.rpartition(".")
-            module = model.get_submodule(layer)
-            if isinstance(module, nn.Embedding):
-                _set(model, layer, PackedEmbedding(weight, module))
-            elif isinstance(module, nn.Linear):
-                _set(model, layer, PackedLinear(module.weight, module.bias, packed=weight))
-            elif not isinstance(module, PackedExperts):  # both weights at once
-                own_packed = {name: packed[f"{layer}.{name}"] for name in ("gate_up_proj", "down_proj") if f"{layer}.{name}" in packed}
-                _set(model, layer, pack_experts(module, None, own_packed))
+            _set_packed(model, place.rpartition(".")[0], own, packed)
+
+
+def _is_packable(module: nn.Module, parameter: str) -> bool:
+    """Return whether a packed layer can replace the module of a parameter."""
+    is_expert = sizes_of(module) is not None and parameter.endswith("_proj")
+    return is_expert or type(module) is nn.Linear or is_plain_embedding(module)
+
+
+def _packed(file: GgufFile, names: list[str], read: Callable[..., Tensor], module: Any) -> Tensor:
+    """Return the packed weight of one parameter, stored in the tensors of these names. Raises ``OutriderError``."""
+    tensors = [file.tensors[name] for name in names]
+    kinds = sorted({tensor.tensor_type.name for tensor in tensors})
+    if len(kinds) > 1:
+        raise OutriderError(
+            f"{file.path}: tensors {' and '.join(names)} are of types {' and '.join(kinds)}: expected one type for both"
+        )
+    try:
+        parts = [gguf_codes.pack(read(tensor, in_blocks=True).flatten(0, -2), kinds[0]) for tensor in tensors]
+    except OutriderError as error:
+        raise OutriderError(f"{file.path}: tensor {names[0]}: {error}") from error
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([part.view(module.num_experts, -1, part.shape[1]) for part in parts], 1).flatten(0, 1)  # expert by expert
+
+
+def _set_packed(model: PreTrainedModel, layer: str, own: str, packed: Mapping[str, Tensor]) -> None:
+    """Replace a layer of the model by a packed one. ``own``: the parameter whose packed weight it gets."""
+    module = model.get_submodule(layer)
+    if isinstance(module, nn.Embedding):
+        _set(model, layer, PackedEmbedding(packed[own], module))
+    elif isinstance(module, nn.Linear):
+        _set(model, layer, PackedLinear(module.weight, module.bias, packed=packed[own]))
+    elif not isinstance(module, PackedExperts):  # otherwise both weights are placed already
+        _set(
+            model,
+            layer,
+            pack_experts(module, None, {name: packed.get(f"{layer}.{name}") for name in ("gate_up_proj", "down_proj")}),
+        )
 
 
 def _by_parameter(names: Mapping[str, str]) -> dict[str, list[str]]:
@@ -391,13 +414,6 @@ def _values(parts: list[Tensor], module: Any) -> Tensor:
     if len(parts) == 2:
         whole = torch.cat(parts, 1) if module.is_concatenated else torch.stack(parts, 2).flatten(1, 2)
     return whole.transpose(1, 2).contiguous() if whole.dim() == 3 and getattr(module, "is_transposed", False) else whole
-
-
-def _joined(parts: list[Tensor], module: Any) -> Tensor:
-    """Return one packed weight of experts from those of their gates and of what these let through, expert by expert."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([part.view(module.num_experts, -1, part.shape[1]) for part in parts], 1).flatten(0, 1)
 
 
 def _processor(model: PreTrainedModel, file: GgufFile) -> TensorProcessor:

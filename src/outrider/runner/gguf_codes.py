@@ -25,8 +25,8 @@ Parts = tuple[Tensor, ...]
 class Format:
     """One of ggml's formats: weights and bytes per block, bits per code, weights per scale, zero code and decoder.
 
-    ``zero`` is subtracted from codes; None for formats with offsets. Scales of blocks of 256 weights are products. ``kind``: one
-    of ``blocks.CODES``, if codes are not integers.
+    ``zero`` is subtracted from codes; None for formats with offsets. Scales of blocks of 256 weights are products.
+    ``kind``: one of ``blocks.CODES`` if codes are not integers.
     """
 
     weights: int
@@ -126,7 +126,9 @@ def _q6_k(raw: Tensor) -> Parts:
 
 
 def _mxfp4(raw: Tensor) -> Parts:
-    return _planes(raw[:, 1:], 16, 4), torch.ldexp(torch.ones(len(raw), 1), raw[:, :1].int() - 128)  # the table's values are doubled
+    return _planes(raw[:, 1:], 16, 4), torch.ldexp(
+        torch.ones(len(raw), 1), raw[:, :1].int() - 128
+    )  # the table's values are doubled
 
 
 FORMATS = {

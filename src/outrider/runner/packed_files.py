@@ -23,7 +23,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from outrider import disk_cache, native
 from outrider.memory import free_memory, on_this_machine, weight_files
-from outrider.runner import huge_pages, kernels, linear, loading, packing
+from outrider.runner import huge_pages, kernels, loading, packing
 from outrider.runner.survey import without_weights
 from outrider.types import OutriderError, first_line, is_out_of_memory
 
@@ -31,7 +31,10 @@ logger = logging.getLogger(__name__)
 
 KIND, SUFFIX = "weights", ".packed"
 # Part of the key: a change of this code, of the runner and of ``native``, invalidates files.
-CODE, NATIVE_CODE = ("blocks.py", "experts.py", "kernels.py", "linear.py", "packed_files.py", "packing.py", "checkpoints/*.py"), ("*blocks*", "codes4.inc")
+CODE, NATIVE_CODE = (
+    ("blocks.py", "experts.py", "kernels.py", "linear.py", "packed_files.py", "packing.py", "checkpoints/*.py"),
+    ("*blocks*", "codes4.inc"),
+)
 
 
 @dataclass(frozen=True)

@@ -43,11 +43,7 @@ def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
     Raises ``OutriderError`` for invalid values in a quantised checkpoint.
     """
     packed: dict[int, PackedLinear] = {}
-    for name, module in list(model.named_modules()):
-        if (sizes := sizes_of(module)) is not None:
-            model.set_submodule(name, pack_experts(module, bits and (8 if min(sizes[1:]) < SMALL else bits)))
-            del module
-            return_freed_memory()
+    _pack_experts(model, bits)
     kept = _multiplied(model)
     head = model.get_output_embeddings() if bits else None
     embeddings = {id(module.weight): (name, module) for name, module in model.named_modules() if is_plain_embedding(module)}
@@ -79,6 +75,17 @@ def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
     embeddings.clear()
     fuse_siblings(model)
     _make_the_rest_float32(model)
+
+
+def _pack_experts(model: nn.Module, bits: int | None) -> None:
+    """Replace experts that transformers keeps in two tensors, in place."""
+    for name in [name for name, module in model.named_modules() if sizes_of(module)]:
+        module = model.get_submodule(name)
+        sizes = sizes_of(module)
+        assert sizes is not None
+        model.set_submodule(name, pack_experts(module, bits and (8 if min(sizes[1:]) < SMALL else bits)))
+        del module
+        return_freed_memory()
 
 
 def _stored(module: StoredLinear, bits: int | None, is_head: bool) -> PackedLinear:

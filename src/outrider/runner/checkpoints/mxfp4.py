@@ -1,18 +1,25 @@
 """MXFP4 (OCP Microscaling, version 1.0): 4-bit floats (E2M1), 32 inputs share a scale that is a power of two.
 
-Every value is exact in bfloat16. gpt-oss stores experts so; transformers converts those to bfloat16 when it loads them. Linear
-layers are read here, as compressed-tensors stores them: ``weight_packed`` uint8 [outputs, inputs / 2], the first of two inputs
-in the low bits; ``weight_scale`` uint8 [outputs, inputs / 32], exponents + 127.
+Two layouts are read. compressed-tensors' linear layers: ``weight_packed`` uint8 [outputs, inputs / 2], the first of two inputs
+in the low bits; ``weight_scale`` uint8 [outputs, inputs / 32], exponents + 127. Every value is exact in bfloat16. gpt-oss's
+experts, which keep their codes: ``gate_up_proj_blocks`` uint8 [experts, outputs, inputs / 32, 16], ``gate_up_proj_scales``
+[experts, outputs, inputs / 32], and the same for ``down_proj``.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Mapping
+from typing import Any
 
-from outrider.runner.checkpoints.weight import LayerTensors, exact_values
+import torch
+from torch import Tensor, nn
+
+from outrider.runner import blocks
+from outrider.runner.checkpoints.weight import LayerTensors, QuantizedWeight, dtype_name, exact_values
+from outrider.runner.linear import CLAMPED
 from outrider.types import OutriderError
 
+EXPERTS = ("gate_up_proj", "down_proj")
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same with a minus sign
 GROUP = 32
 
@@ -29,3 +36,76 @@ def read(layer: LayerTensors) -> Tensor:
     if not torch.isfinite(values).all():
         raise OutriderError(f"{layer.name}.weight_scale contains NaN or exponents beyond float32")
     return exact_values(values)
+
+
+class Mxfp4:
+    """Format of gpt-oss: experts in MXFP4, everything else in bfloat16."""
+
+    marks: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    has_codes = True
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """``config``: the checkpoint's quantisation, of which nothing matters."""
+
+    def read(self, layer: LayerTensors) -> QuantizedWeight | Tensor:
+        raise AssertionError(f"{layer.name}: no linear layer is quantised")
+
+
+class StoredExperts(nn.Module):
+    """gpt-oss's experts with the tensors that the files store, until they are packed. Buffers and biases have their names."""
+
+    gate_up_proj_bias: nn.Parameter
+    down_proj_bias: nn.Parameter
+
+    def __init__(self, name: str, module: Any, found: Mapping[str, Tensor]) -> None:
+        """``module``: transformers', on the meta device, called ``name``; ``found``: the files' tensors, by name.
+
+        Raises ``OutriderError``, naming the tensor, for one that is missing or of another dtype or shape.
+        """
+        super().__init__()
+        self.name, self.alpha, self.limit = name, float(module.alpha), float(module.limit)
+        if {"alpha": self.alpha, "limit": self.limit} != CLAMPED:
+            raise OutriderError(f"the config has swiglu_alpha={self.alpha} and swiglu_limit={self.limit}, expected {CLAMPED}")
+        for key in EXPERTS:
+            experts, inputs, outputs = getattr(module, key).shape
+            for part, shape in (("blocks", [inputs // GROUP, GROUP // 2]), ("scales", [inputs // GROUP])):
+                stored, expected = found.get(f"{name}.{key}_{part}"), [experts, outputs, *shape]
+                if stored is None:
+                    raise OutriderError(f"the checkpoint lacks {name}.{key}_{part}")
+                if stored.dtype != torch.uint8 or list(stored.shape) != expected:
+                    kind = f"{dtype_name(stored.dtype)} {list(stored.shape)}"
+                    raise OutriderError(f"{name}.{key}_{part} is {kind}, expected uint8 {expected}")
+                self.register_buffer(f"{key}_{part}", stored)
+            setattr(self, f"{key}_bias", getattr(module, f"{key}_bias"))
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Return the number of experts, their inputs and the outputs of their gates."""
+        experts, outputs, groups, _ = self.get_buffer("gate_up_proj_blocks").shape
+        return experts, groups * GROUP, outputs // 2
+
+    def pack(self) -> dict[str, Tensor]:
+        """Return the packed weights [experts * outputs, inputs], gates before what they let through; frees the stored tensors.
+
+        Raises ``OutriderError``, naming the tensor, for scales that are NaN.
+        """
+        packed = {}
+        for key in EXPERTS:
+            stored = [self.get_buffer(f"{key}_{part}") for part in ("blocks", "scales")]
+            if bool((stored[1] == 255).any()):
+                raise OutriderError(f"{self.name}.{key}_scales contains NaN")
+            if key == "gate_up_proj":  # the files alternate
+                stored = [torch.cat([tensor[:, ::2], tensor[:, 1::2]], 1) for tensor in stored]
+            setattr(self, f"{key}_blocks", None)
+            raw, exponents = (tensor.flatten(0, 1) for tensor in stored)
+            codes = torch.stack([raw & 15, raw >> 4], -1).flatten(1)
+            scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 128)  # numbers of the codes are doubled
+            packed[key] = blocks.pack_codes(codes, 4, scales, group=GROUP, kind="float4")
+        return packed
+
+
+def stored_experts(name: str, module: nn.Module, found: Mapping[str, Tensor]) -> StoredExperts | None:
+    """Return the replacement for a module whose experts the files store in MXFP4; None for others. See ``StoredExperts``."""
+    is_stored = any(f"{name}.{key}_{part}" in found for key in EXPERTS for part in ("blocks", "scales"))
+    return StoredExperts(name, module, found) if is_stored and type(module).__name__ == "GptOssExperts" else None

@@ -22,6 +22,7 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from outrider.runner.checkpoints import mxfp4
 from outrider.runner.checkpoints.weight import FLOATS, Format, LayerTensors, QuantizedWeight, dtype_name
 from outrider.types import OutriderError, first_line
 
@@ -148,6 +149,10 @@ def place(model: PreTrainedModel, reader: Format, files: Sequence[str]) -> None:
         if bias is None and module.bias is not None:  # type: ignore[union-attr]
             raise OutriderError(f"the checkpoint lacks {stem}.bias")
         model.set_submodule(place_name, StoredLinear(reader, layer, bias))
+    for name, module in modules.items():
+        experts = mxfp4.stored_experts(name, module, found)
+        if experts is not None:
+            model.set_submodule(name, experts)
 
 
 def _unmarked(found: dict[str, Tensor]) -> set[str]:
