@@ -38,7 +38,7 @@ from outrider.memory import weight_files
 from outrider.runner import gguf_codes
 from outrider.runner.checkpoints.weight import dtype_name
 from outrider.runner.experts import PackedExperts, pack_experts, sizes_of
-from outrider.runner.gguf_architectures import ARCHITECTURES, add_scaling
+from outrider.runner.gguf_architectures import ARCHITECTURES, Array, add_scaling
 from outrider.runner.linear import PackedEmbedding, PackedLinear, is_plain_embedding
 from outrider.types import OutriderError, first_line, how_to_install
 
@@ -285,11 +285,16 @@ class GgufFile:
         known = get_gguf_hf_weights_map(model, TensorProcessor(), self.architecture)
         parameters = model.state_dict(keep_vars=True)
         names = {}
-        of_config = (FACTORS, *ARCHITECTURES[self.architecture].config_tensors)
+        architecture = ARCHITECTURES[self.architecture]
+        of_config = (FACTORS, *architecture.config_tensors)
+        num_heads, num_layers = self.entry(f"{self.architecture}.nextn_predict_layers") or 0, model.config.num_hidden_layers
+        heads = tuple(f"blk.{num_layers + index}." for index in range(num_heads))  # MTP heads, which are not part of the model
         for name, tensor in self.tensors.items():
-            if name in of_config:
+            if name in of_config or name.startswith(heads):
                 continue
             own = known.get(name) or known.get(name.removesuffix(".weight"))  # a buffer's name has no such ending
+            if re.fullmatch(architecture.renamed[0], name):
+                own = re.sub(*architecture.renamed, name)
             expert = EXPERTS.fullmatch(name)
             if expert and f"{expert[1]}down_exps" in known:  # the only one that transformers maps
                 part, ending = "down" if expert[2] == "down" else "gate_up", "_bias" if expert[3] == "bias" else ""
@@ -301,7 +306,7 @@ class GgufFile:
                 wanted[1:] = wanted[:0:-1]
             if expert and expert[2] != "down":
                 wanted[1] //= 2
-            if shape != wanted:
+            if [size for size in shape if size > 1] != [size for size in wanted if size > 1]:
                 raise OutriderError(f"{self.path}: tensor {name} is {shape}, expected {wanted} by the config")
             names[name] = own
         given = {id(parameters[name]) for name in names.values()}
@@ -346,7 +351,7 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
     else:
         to = file.plain_dtype if dtype == "auto" else _dtype(dtype)
     _fill_buffers(model, file)
-    read, places = partial(_rows, _processor(model, file)), _places(model, set(names.values()))
+    read, places = partial(_rows, _restorer(model, file)), _places(model, set(names.values()))
     packed: dict[str, Tensor] = {}
     for own, same in _by_parameter(names).items():
         tensors, module = [file.tensors[name] for name in same], model.get_submodule(own.rpartition(".")[0])
@@ -360,6 +365,7 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
     for own in packed:  # after the biases, which the packed layers copy
         for place in places[own]:
             _set_packed(model, place.rpartition(".")[0], own, packed)
+    _set_orders(model, file, {name: own for name, own in names.items() if own in packed})
 
 
 def _is_packable(module: nn.Module, parameter: str) -> bool:
@@ -416,13 +422,24 @@ def _values(parts: list[Tensor], module: Any) -> Tensor:
     return whole.transpose(1, 2).contiguous() if whole.dim() == 3 and getattr(module, "is_transposed", False) else whole
 
 
-def _processor(model: PreTrainedModel, file: GgufFile) -> TensorProcessor:
-    """Return transformers' object that undoes llama.cpp's changes of tensors, such as the row order of queries and keys."""
-    found: Any = TENSOR_PROCESSORS.get(ARCHITECTURES[file.architecture].changes_like or file.architecture)
-    if found is None:
-        return TensorProcessor()
+def _set_orders(model: PreTrainedModel, file: GgufFile, packed: Mapping[str, str]) -> None:
+    """Tell packed layers the order of their inputs where a file has another than the model. ``packed``: model's names."""
+    input_order = ARCHITECTURES[file.architecture].input_order
+    for name, own in packed.items() if input_order else ():
+        order = input_order(name, model.config)
+        if order is not None:
+            model.get_submodule(own.removesuffix(".weight")).order = torch.from_numpy(order)
+
+
+def _restorer(model: PreTrainedModel, file: GgufFile) -> Callable[[Array, str], Array]:
+    """Return what undoes llama.cpp's changes of a tensor's rows, such as the order of those of queries and keys."""
+    architecture = ARCHITECTURES[file.architecture]
+    if architecture.restore is not None:
+        return partial(architecture.restore, config=model.config)
+    found: Any = TENSOR_PROCESSORS.get(architecture.changes_like or file.architecture, TensorProcessor)
     heads = {name: getattr(model.config, name) for name in ("num_attention_heads", "num_key_value_heads")}
-    return found(config=heads)  # type: ignore[no-any-return]
+    processor = found(config=heads)
+    return lambda rows, name: processor.process(weights=rows, name=name).weights  # type: ignore[no-any-return]
 
 
 def _places(model: PreTrainedModel, given: set[str]) -> dict[str, list[str]]:
@@ -434,12 +451,12 @@ def _places(model: PreTrainedModel, given: set[str]) -> dict[str, list[str]]:
     }
 
 
-def _rows(processor: TensorProcessor, tensor: Any, in_blocks: bool = False) -> Tensor:
+def _rows(restore: Callable[[Array, str], Array], tensor: Any, in_blocks: bool = False) -> Tensor:
     """Return a tensor's values, or the bytes of its blocks, as a copy that does not keep the file mapped."""
     kind, data = tensor.tensor_type.name, tensor.data
     if kind not in PLAIN and not in_blocks:
         data = import_module("gguf").dequantize(data, tensor.tensor_type)
-    rows = torch.from_numpy(processor.process(weights=data, name=tensor.name).weights.copy())
+    rows = torch.from_numpy(restore(data, tensor.name).copy())
     return rows.view(torch.bfloat16) if kind == "BF16" else rows  # numpy has no bfloat16: the library returns bytes
 
 

@@ -6,11 +6,15 @@ llama.cpp's code fixes them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
+Array = np.ndarray[Any, Any]
 Values = dict[str, Any]  # arguments of a config class of transformers
 Entry = Callable[[str], Any]  # name without the architecture -> its value, or None
 
@@ -25,6 +29,9 @@ class Architecture:
     config_tensors: tuple[str, ...] = ()  # tensors that belong to the config
     scalings: tuple[str, ...] = ("linear", "yarn")  # the supported kinds of scaled rotary positions
     changes_like: str = ""  # the architecture whose changes of tensors transformers undoes, if not its own
+    renamed: tuple[str, str] = ("(?!)", "")  # pattern of a tensor that transformers does not map, and the model's name
+    restore: Callable[[Array, str, Any], Array] | None = None  # (rows, tensor, config): undoes changes, instead of transformers
+    input_order: Callable[[str, Any], Array | None] | None = None  # (tensor, config): the input of each column, if not in order
 
 
 def _needed(entry: Entry, name: str) -> Any:
@@ -146,6 +153,92 @@ def _mistral3(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
 EXPERTS = r"expert_(count|used_count|feed_forward_length)"
 
 
+def _qwen35(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
+    needed = partial(_needed, entry)
+    kinds = {True: "linear_attention", False: "full_attention"}
+    num_layers = values["num_hidden_layers"] - (entry("nextn_predict_layers") or 0)  # the last ones are an MTP head
+    period = needed("full_attention_interval")
+    recurrent = entry("attention.recurrent_layers") or [(layer + 1) % period > 0 for layer in range(num_layers)]
+    heads = needed("ssm.time_step_rank")
+    values |= {
+        "num_hidden_layers": num_layers,
+        "layer_types": [kinds[bool(is_recurrent)] for is_recurrent in recurrent[:num_layers]],
+        "linear_conv_kernel_dim": needed("ssm.conv_kernel"),
+        "linear_key_head_dim": needed("ssm.state_size"),
+        "linear_num_key_heads": needed("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": needed("ssm.inner_size") // heads,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": values.pop("rope_theta", 1e7),
+            "partial_rotary_factor": needed("rope.dimension_count") / values["head_dim"],
+            "mrope_section": [section for section in needed("rope.dimension_sections") if section],
+            "mrope_interleaved": True,
+        },
+    }
+
+
+def _qwen35moe(entry: Entry, tensors: Mapping[str, Any], values: Values) -> None:
+    _qwen35(entry, tensors, values)
+    names = {
+        **{"count": "num_experts", "used_count": "num_experts_per_tok"},
+        **{"feed_forward_length": "moe_intermediate_size", "shared_feed_forward_length": "shared_expert_intermediate_size"},
+    }
+    values |= {own: _needed(entry, f"expert_{name}") for name, own in names.items()}
+
+
+def _restore_qwen35(rows: Array, name: str, config: Any) -> Array:
+    """Undo what llama.cpp's converter does: 1 is added to norms, A is stored for its logarithm, and the value heads of a key head
+    are not next to each other (see ``_by_key_head``). Of ``ssm_out`` these are columns; of quantised rows they stay as they are.
+    """
+    part, size = re.sub(r"^blk\.\d+\.", "", name), config.linear_value_head_dim
+    by_key_head = partial(_by_key_head, config=config)
+    if part.endswith("norm.weight") and part != "ssm_norm.weight":
+        return rows - rows.dtype.type(1)
+    if part == "ssm_a":
+        return by_key_head(np.log(-rows), 1)
+    if part in ("ssm_dt.bias", "ssm_alpha.weight", "ssm_beta.weight"):
+        return by_key_head(rows, 1)
+    if part == "attn_gate.weight":
+        return by_key_head(rows, size)
+    if part in ("attn_qkv.weight", "ssm_conv1d.weight"):
+        num_other = 2 * config.linear_key_head_dim * config.linear_num_key_heads  # rows of queries and keys
+        turned = np.concatenate([rows[:num_other], by_key_head(rows[num_other:], size)])
+        return turned[:, None] if part == "ssm_conv1d.weight" else turned
+    if part == "ssm_out.weight":
+        numbers = (
+            rows.view(np.uint16) if rows.shape[1] == 2 * config.linear_num_value_heads * size else rows
+        )  # bytes of bfloat16
+        is_plain = numbers.shape[1] == config.linear_num_value_heads * size  # not in blocks
+        return np.ascontiguousarray(by_key_head(numbers.T, size).T).view(rows.dtype) if is_plain else rows
+    return rows[None] if part == "ffn_gate_inp_shexp.weight" else rows
+
+
+def _by_key_head(rows: Array, size: int, config: Any) -> Array:
+    """Order value heads of ``size`` rows by their key head: files have the first of every key head, then the second ..."""
+    turned = rows.reshape(-1, config.linear_num_key_heads, size, *rows.shape[1:]).swapaxes(0, 1)
+    return np.ascontiguousarray(turned).reshape(rows.shape)
+
+
+def _inputs_of_qwen35(name: str, config: Any) -> Array | None:
+    if not name.endswith("ssm_out.weight"):
+        return None
+    heads, keys, size = config.linear_num_value_heads, config.linear_num_key_heads, config.linear_value_head_dim
+    return np.arange(heads * size).reshape(keys, heads // keys, size).swapaxes(0, 1).reshape(-1)
+
+
+QWEN35 = (
+    r"full_attention_interval|ssm\.(conv_kernel|state_size|group_count|time_step_rank|inner_size)|nextn_predict_layers"
+    r"|rope\.dimension_sections|attention\.recurrent_layers"
+)
+QWEN35_CHANGES: dict[str, Any] = {
+    "scalings": (),
+    "renamed": (r"blk\.(\d+)\.ssm_dt\.bias", r"model.layers.\1.linear_attn.dt_bias"),
+    "restore": _restore_qwen35,
+    "input_order": _inputs_of_qwen35,
+}
+
+
 def _gpt_oss(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
     names = {"count": "num_local_experts", "used_count": "num_experts_per_tok", "feed_forward_length": "intermediate_size"}
     values |= {own: _needed(entry, f"expert_{name}") for name, own in names.items()}
@@ -184,6 +277,10 @@ ARCHITECTURES = {
     ),
     "mistral3": Architecture(
         "ministral3", r"attention\.temperature_scale|rope\.scaling\.yarn_log_multiplier", _mistral3, changes_like="llama"
+    ),
+    "qwen35": Architecture("qwen3_5_text", QWEN35, _qwen35, **QWEN35_CHANGES),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text", rf"{QWEN35}|{EXPERTS}|expert_shared_feed_forward_length", _qwen35moe, **QWEN35_CHANGES
     ),
     "gpt-oss": Architecture("gpt_oss", rf"{EXPERTS}|attention\.sliding_window", _gpt_oss),
 }

@@ -68,5 +68,5 @@ def _mostly_other(config: PreTrainedConfig, model_class: Any) -> str | None:
         return None
     return (
         f"which hold {share:.0%} of the weights of this {config.model_type} model"
-        f" (expected at least {MIN_SHARE:.0%}; experts in one tensor are not supported)"
+        f" (expected at least {MIN_SHARE:.0%}; some forms of experts are not supported)"
     )
