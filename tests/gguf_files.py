@@ -25,6 +25,8 @@ from transformers import (
     Phi3Config,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -39,6 +41,22 @@ SHAPE = {
     "max_position_embeddings": 256,
     "bos_token_id": None,
     "eos_token_id": 0,
+}
+RECURRENT = {
+    "head_dim": 64,
+    "num_hidden_layers": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
 }
 YARN = {"rope_type": "yarn", "rope_theta": 2e4, "factor": 8.0, "original_max_position_embeddings": 32}
 CONFIGS: Mapping[str, Callable[..., Any]] = {
@@ -67,6 +85,13 @@ CONFIGS: Mapping[str, Callable[..., Any]] = {
         | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
         | more
     ),
+    "qwen35": lambda **more: Qwen3_5TextConfig(**SHAPE | RECURRENT | more),
+    "qwen35moe": lambda **more: Qwen3_5MoeTextConfig(
+        **SHAPE
+        | RECURRENT
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+        | more
+    ),
     "mistral3": lambda **more: Ministral3Config(
         **SHAPE
         | {"head_dim": 64}
@@ -80,7 +105,13 @@ CONFIGS: Mapping[str, Callable[..., Any]] = {
         | more
     ),
 }
-ARCHITECTURES = {"qwen3_moe": "qwen3moe", "ministral3": "mistral3", "gpt_oss": "gpt-oss"}  # llama.cpp's, where named otherwise
+ARCHITECTURES = {  # llama.cpp's names where they differ
+    "qwen3_moe": "qwen3moe",
+    "ministral3": "mistral3",
+    "gpt_oss": "gpt-oss",
+    "qwen3_5": "qwen35",
+    "qwen3_5_moe": "qwen35moe",
+}
 # Offsets of the float16 scales in the bytes of a block, and their size for weights of usual magnitude.
 SCALES = {
     Kind.Q2_K: {80: 6e-3, 82: 5e-3},
@@ -131,10 +162,18 @@ def write(
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(base.rpartition(".")[2])
         turned = getattr(config, heads) if heads and architecture in ("llama", "mistral3") else None
         array = weight.contiguous().numpy()
-        if array.ndim < 2 or name.endswith(".bias") or "ffn_gate_inp" in name:
-            shift = np.float32(architecture in ("gemma2", "gemma3") and "norm" in own)  # these multiply by 1 + weight
-            writer.add_tensor(name, array + shift)
-            value.copy_(torch.from_numpy(array + shift - shift))
+        order = value_heads(own, array, config)
+        if order is not None:
+            array = np.take(array, *order)
+        if array.ndim < 2 or name.endswith(".bias") or "ffn_gate_inp" in name or "conv1d" in name:
+            adds_one = (
+                architecture in ("gemma2", "gemma3", "qwen35", "qwen35moe") and "norm" in own and "linear_attn" not in own
+            )
+            shift = np.float32(adds_one)  # these multiply by 1 + weight
+            stored = -np.exp(array) if name.endswith("ssm_a") else array + shift
+            writer.add_tensor(name, stored.squeeze(1) if "conv1d" in name else stored)
+            back = np.log(-stored) if name.endswith("ssm_a") else stored - shift
+            value.copy_(torch.from_numpy(back if order is None else np.take(back, np.argsort(order[0]), order[1])))
             continue
         kind = kind_of(name)
         if turned:  # llama.cpp interleaves the two halves of a head
@@ -144,7 +183,7 @@ def write(
         decoded = gguf.quants.dequantize(data, kind).astype(np.float32)
         if turned:
             decoded = decoded.reshape(turned, -1, 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
-        value.copy_(torch.from_numpy(decoded))
+        value.copy_(torch.from_numpy(decoded if order is None else np.take(decoded, np.argsort(order[0]), order[1])))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -161,6 +200,10 @@ def file_tensors(
     """
     for own, weight in weights.items():
         base, _, suffix = own.rpartition(".")
+        if suffix in ("A_log", "dt_bias"):
+            stem = base.replace("model.layers", "blk").replace("linear_attn", "ssm")
+            yield own, f"{stem}_{'a' if suffix == 'A_log' else 'dt.bias'}", weight, values[own]
+            continue
         if ".experts." not in own:
             is_buffer = suffix in ("layer_scalar", "sinks")
             yield own, f"{names.get_name(own)}.weight" if is_buffer else f"{names.get_name(base)}.{suffix}", weight, values[own]
@@ -178,6 +221,24 @@ def file_tensors(
             yield own, f"{stem}{name}_exps.{'bias' if ending else 'weight'}", source, place
 
 
+def value_heads(own: str, array: np.ndarray, config: Any) -> tuple[np.ndarray, int] | None:
+    """Return the order of rows or columns of a Qwen3.5 tensor in files, and the axis; None for tensors in their own order.
+
+    In files the first value heads of all key heads come first, then the second ones.
+    """
+    part = own.rpartition("linear_attn.")[2]
+    size = getattr(config, "linear_value_head_dim", 1)
+    sizes = dict.fromkeys(("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight"), 1)
+    sizes |= dict.fromkeys(("in_proj_z.weight", "in_proj_qkv.weight", "conv1d.weight", "out_proj.weight"), size)
+    if part == own or part not in sizes:
+        return None
+    keys, heads, axis = config.linear_num_key_heads, config.linear_num_value_heads, int(part == "out_proj.weight")
+    order = [key * heads // keys + which for which in range(heads // keys) for key in range(keys)]
+    index = np.add.outer(np.array(order) * sizes[part], np.arange(sizes[part])).ravel()
+    start = array.shape[axis] - len(index)  # rows of queries and keys
+    return np.concatenate([np.arange(start), start + index]), axis
+
+
 def add_entries(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None:
     """Add a model's config and the tokenizer of ``tiny_folder``."""
     told = config.to_dict()  # Gemma 4's config refuses to name what differs by layer
@@ -185,7 +246,8 @@ def add_entries(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if hasattr(config, "intermediate_size"):
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(told["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -196,19 +258,9 @@ def add_entries(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None
     if rotary["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rotary["rope_type"]))
         writer.add_rope_scaling_factor(rotary["factor"])
-    for name, add in {
-        "original_max_position_embeddings": writer.add_rope_scaling_orig_ctx_len,
-        "beta_fast": writer.add_rope_scaling_yarn_beta_fast,
-        "beta_slow": writer.add_rope_scaling_yarn_beta_slow,
-        "mscale_all_dim": writer.add_rope_scaling_yarn_log_mul,
-        "llama_4_scaling_beta": writer.add_attn_temperature_scale,
-    }.items():
-        if rotary["rope_type"] == "yarn" and name in rotary:
-            add(rotary[name])
-    if architecture in ("qwen3moe", "gpt-oss"):
-        writer.add_expert_count(config.num_local_experts if architecture == "gpt-oss" else config.num_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    add_yarn(writer, rotary)
+    add_recurrent(writer, architecture, config)
+    add_experts(writer, architecture, config)
     for name, add in {
         "attn_logit_softcapping": writer.add_attn_logit_softcapping,
         "final_logit_softcapping": writer.add_final_logit_softcapping,
@@ -223,6 +275,41 @@ def add_entries(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None
     if architecture == "gemma4":
         add_gemma4(writer, config)
     add_tokenizer(writer)
+
+
+def add_yarn(writer: gguf.GGUFWriter, rotary: Mapping[str, Any]) -> None:
+    """Add the parts of YaRN's scaling besides its factor."""
+    for name, add in {
+        "original_max_position_embeddings": writer.add_rope_scaling_orig_ctx_len,
+        "beta_fast": writer.add_rope_scaling_yarn_beta_fast,
+        "beta_slow": writer.add_rope_scaling_yarn_beta_slow,
+        "mscale_all_dim": writer.add_rope_scaling_yarn_log_mul,
+        "llama_4_scaling_beta": writer.add_attn_temperature_scale,
+    }.items():
+        if rotary["rope_type"] == "yarn" and name in rotary:
+            add(rotary[name])
+
+
+def add_recurrent(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None:
+    """Add the sizes of Qwen3.5's recurrent layers."""
+    if architecture in ("qwen35", "qwen35moe"):
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+        writer.add_full_attention_interval(4)
+        writer.add_rope_dimension_sections([*config.rope_parameters["mrope_section"], 0])
+
+
+def add_experts(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None:
+    """Add the sizes of a mixture's layers."""
+    if architecture == "qwen35moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if architecture in ("qwen3moe", "qwen35moe", "gpt-oss"):
+        writer.add_expert_count(config.num_local_experts if architecture == "gpt-oss" else config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.to_dict().get("moe_intermediate_size") or config.intermediate_size)
 
 
 def add_gemma4(writer: gguf.GGUFWriter, config: Gemma4TextConfig) -> None:

@@ -423,10 +423,9 @@ def _values(parts: list[Tensor], module: Any) -> Tensor:
 
 
 def _set_orders(model: PreTrainedModel, file: GgufFile, packed: Mapping[str, str]) -> None:
-    """Tell packed layers the order of their inputs where a file has another than the model. ``packed``: model's names."""
-    input_order = ARCHITECTURES[file.architecture].input_order
-    for name, own in packed.items() if input_order else ():
-        order = input_order(name, model.config)
+    """Tell packed layers the order of their inputs where it is not the model's. ``packed``: the model's names by the file's."""
+    for name, own in packed.items():
+        order = ARCHITECTURES[file.architecture].input_order(name, model.config)
         if order is not None:
             model.get_submodule(own.removesuffix(".weight")).order = torch.from_numpy(order)
 
@@ -434,12 +433,12 @@ def _set_orders(model: PreTrainedModel, file: GgufFile, packed: Mapping[str, str
 def _restorer(model: PreTrainedModel, file: GgufFile) -> Callable[[Array, str], Array]:
     """Return what undoes llama.cpp's changes of a tensor's rows, such as the order of those of queries and keys."""
     architecture = ARCHITECTURES[file.architecture]
-    if architecture.restore is not None:
-        return partial(architecture.restore, config=model.config)
-    found: Any = TENSOR_PROCESSORS.get(architecture.changes_like or file.architecture, TensorProcessor)
+    found: Any = TENSOR_PROCESSORS.get(architecture.changes_like or file.architecture)
+    if found is None:
+        return lambda rows, name: architecture.restore(rows, name, model.config)
     heads = {name: getattr(model.config, name) for name in ("num_attention_heads", "num_key_value_heads")}
     processor = found(config=heads)
-    return lambda rows, name: processor.process(weights=rows, name=name).weights  # type: ignore[no-any-return]
+    return lambda rows, name: processor.process(weights=rows, name=name).weights
 
 
 def _places(model: PreTrainedModel, given: set[str]) -> dict[str, list[str]]:

@@ -30,8 +30,8 @@ class Architecture:
     scalings: tuple[str, ...] = ("linear", "yarn")  # the supported kinds of scaled rotary positions
     changes_like: str = ""  # the architecture whose changes of tensors transformers undoes, if not its own
     renamed: tuple[str, str] = ("(?!)", "")  # pattern of a tensor that transformers does not map, and the model's name
-    restore: Callable[[Array, str, Any], Array] | None = None  # (rows, tensor, config): undoes changes, instead of transformers
-    input_order: Callable[[str, Any], Array | None] | None = None  # (tensor, config): the input of each column, if not in order
+    restore: Callable[[Array, str, Any], Array] = lambda rows, *_: rows  # (rows, tensor, config): undoes other changes
+    input_order: Callable[[str, Any], Array | None] = lambda *_: None  # (tensor, config): the input of each column
 
 
 def _needed(entry: Entry, name: str) -> Any:
@@ -181,20 +181,22 @@ def _qwen35(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
 def _qwen35moe(entry: Entry, tensors: Mapping[str, Any], values: Values) -> None:
     _qwen35(entry, tensors, values)
     names = {
-        **{"count": "num_experts", "used_count": "num_experts_per_tok"},
-        **{"feed_forward_length": "moe_intermediate_size", "shared_feed_forward_length": "shared_expert_intermediate_size"},
+        "count": "num_experts",
+        "used_count": "num_experts_per_tok",
+        "feed_forward_length": "moe_intermediate_size",
+        "shared_feed_forward_length": "shared_expert_intermediate_size",
     }
     values |= {own: _needed(entry, f"expert_{name}") for name, own in names.items()}
 
 
 def _restore_qwen35(rows: Array, name: str, config: Any) -> Array:
-    """Undo what llama.cpp's converter does: 1 is added to norms, A is stored for its logarithm, and the value heads of a key head
-    are not next to each other (see ``_by_key_head``). Of ``ssm_out`` these are columns; of quantised rows they stay as they are.
+    """Undo what llama.cpp's converter does: it adds 1 to norms, stores A instead of its logarithm, and separates the value heads of
+    a key head (see ``_by_key_head``). Those of ``ssm_out`` are columns; in quantised rows they stay where they are.
     """
     part, size = re.sub(r"^blk\.\d+\.", "", name), config.linear_value_head_dim
     by_key_head = partial(_by_key_head, config=config)
     if part.endswith("norm.weight") and part != "ssm_norm.weight":
-        return rows - rows.dtype.type(1)
+        return np.subtract(rows, 1, dtype=rows.dtype)
     if part == "ssm_a":
         return by_key_head(np.log(-rows), 1)
     if part in ("ssm_dt.bias", "ssm_alpha.weight", "ssm_beta.weight"):
@@ -211,7 +213,7 @@ def _restore_qwen35(rows: Array, name: str, config: Any) -> Array:
         )  # bytes of bfloat16
         is_plain = numbers.shape[1] == config.linear_num_value_heads * size  # not in blocks
         return np.ascontiguousarray(by_key_head(numbers.T, size).T).view(rows.dtype) if is_plain else rows
-    return rows[None] if part == "ffn_gate_inp_shexp.weight" else rows
+    return rows.reshape(1, -1) if part == "ffn_gate_inp_shexp.weight" else rows
 
 
 def _by_key_head(rows: Array, size: int, config: Any) -> Array:
