@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -46,13 +47,19 @@ def _seconds(pool: ThreadPoolExecutor, task: Callable[[slice], None], pieces: li
 
 
 def weights_read(model: Path) -> int:
-    """Return the number of parameters read per token: all except an input embedding that is not also the output head."""
+    """Return the number of parameters read per token.
+
+    Not counted are an input embedding that is not also the output head, and the experts of a mixture that a token does not use.
+    """
     shapes: dict[str, list[int]] = {}
     for file in model.glob("*.safetensors"):
         with safe_open(file, "np") as opened:
             shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
     has_head = any(name.startswith("lm_head.") for name in shapes)
-    return sum(prod(shape) for name, shape in shapes.items() if not (has_head and "embed_tokens" in name))
+    config = json.loads((model / "config.json").read_text())
+    used = config.get("num_experts_per_tok", 1) / (config.get("num_experts") or config.get("num_local_experts") or 1)
+    sizes = {name: prod(shape) * (used if ".experts." in name else 1) for name, shape in shapes.items()}
+    return round(sum(size for name, size in sizes.items() if not (has_head and "embed_tokens" in name)))
 
 
 def add_shares(cells: list[dict[str, Any]], parameters: int, measured: list[dict[str, float]]) -> None:

@@ -31,7 +31,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 64},
     "phimoe": {"num_local_experts": 8},
     "gpt_oss": {"num_local_experts": 8},
-    "deepseek_v3": {"n_routed_experts": 8, "moe_intermediate_size": 32, "head_dim": 8},
+    "deepseek_v3": {
+        "n_routed_experts": 8, "moe_intermediate_size": 32, "first_k_dense_replace": 0, "kv_lora_rank": 32,
+        **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "head_dim"), 32),
+    },
 }
 
 
@@ -138,6 +141,26 @@ def test_a_token_has_the_same_bits_in_passes_of_any_width(kind: str, weights: st
         with torch.inference_mode():
             found.append(runner.extend(["a"], [TEXT])[0])
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2_moe", "deepseek_v3"])
+def test_compiled_passes_keep_the_bits_of_sigmoids(kind: str, three_threads: None) -> None:
+    """Shared experts of Qwen2 have a sigmoid for a gate, routers of DeepSeek one for each expert."""
+    model, found = model_of(kind), []
+    for chunk in (1, 7, 256):
+        runner = ModelRunner.load(untouched(model), RunnerConfig(compile="always", prefill_chunk=chunk))
+        assert runner.is_row_invariant
+        with torch.inference_mode():
+            found.append(runner.extend(["a"], [TEXT])[0])
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_the_order_of_choices_does_not_matter() -> None:
+    up, down, *_ = weights()
+    packed = PackedExperts(ExpertLinears(up.flatten(0, 1), None), ExpertLinears(down.flatten(0, 1), None), NUM, "silu")
+    x, chosen, shares = choices(40)
+    assert torch.equal(packed(x, chosen, shares), packed(x, chosen.flip(1), shares.flip(1)))
 
 
 def test_sigmoids_in_eager_passes_and_attention_sinks_are_not_promised() -> None:

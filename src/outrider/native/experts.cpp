@@ -1,11 +1,12 @@
 // Layers with experts: each row is multiplied with the weights of the few experts that its router chose.
 //
 // Rows are collected expert by expert, so that each expert's weights are read once per pass, and run through the kernels of linear
-// layers. Those compute a row alike whatever the other rows are, and the results of a row's experts are added in the order of its own
-// choices: a row's bits do not depend on which other rows chose the same experts.
+// layers. Those compute a row alike whatever the other rows are, and a row's results are added in the order of the
+// experts: its bits depend neither on the other rows nor on the order of its choices, which torch.topk may leave open.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include "operators.h"
 #include "threads.h"
@@ -54,9 +55,9 @@ at::Tensor experts(const at::Tensor& x, const at::Tensor& up, const at::Tensor& 
     TORCH_CHECK_INDEX(of[i] >= 0 && of[i] < num_experts, "experts: no expert ", of[i], " of ", num_experts);
     places[of[i]].push_back(i);
   }
-  const at::Tensor results = at::empty({rows * each, outputs}, source.options()), out = at::empty({rows, outputs}, source.options());
-  const float* from = source.const_data_ptr<float>();
-  float *to = results.mutable_data_ptr<float>(), *sums = out.mutable_data_ptr<float>();
+  const at::Tensor out = at::zeros({rows, outputs}, source.options());
+  const float *from = source.const_data_ptr<float>(), *share = parts.const_data_ptr<float>();
+  float* to = out.mutable_data_ptr<float>();
   for (int64_t expert = 0; expert < num_experts; ++expert) {
     const auto& own = places[expert];
     const int64_t count = static_cast<int64_t>(own.size());
@@ -68,18 +69,15 @@ at::Tensor experts(const at::Tensor& x, const at::Tensor& up, const at::Tensor& 
     const at::Tensor result =
         multiply(gate_halves(both, activation), part(down, expert, num_experts), part(down_bias, expert, num_experts), activation_bits);
     const float* found = result.const_data_ptr<float>();
-    for (int64_t i = 0; i < count; ++i) std::memcpy(to + own[i] * outputs, found + i * outputs, outputs * sizeof(float));
+    const int64_t vectors = outputs / kLanes;
+    parallel_for(0, vectors, 8192 / count + 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = 0; i < count; ++i)
+        for (int64_t at = begin * kLanes; at < end * kLanes; at += kLanes) {
+          float* sum = to + own[i] / each * outputs + at;
+          store(sum, fused(splat(share[own[i]]), load(found + i * outputs + at), load(sum)));
+        }
+    });
   }
-  const float* share = parts.const_data_ptr<float>();
-  const int64_t vectors = outputs / kLanes;
-  parallel_for(0, rows * vectors, 1024, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t row = i / vectors, at = i % vectors * kLanes;
-      vec sum{};
-      for (int64_t j = row * each; j < (row + 1) * each; ++j) sum = fused(splat(share[j]), load(to + j * outputs + at), sum);
-      store(sums + row * outputs + at, sum);
-    }
-  });
   return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
 }
 

@@ -190,8 +190,8 @@ def _qwen35moe(entry: Entry, tensors: Mapping[str, Any], values: Values) -> None
 
 
 def _restore_qwen35(rows: Array, name: str, config: Any) -> Array:
-    """Undo what llama.cpp's converter does: it adds 1 to norms, stores A instead of its logarithm, and separates the value heads of
-    a key head (see ``_by_key_head``). Those of ``ssm_out`` are columns; in quantised rows they stay where they are.
+    """Undo what llama.cpp's converter does: it adds 1 to norms, stores A instead of its logarithm, and separates the value
+    heads of a key head (see ``_by_key_head``). Those of ``ssm_out`` are columns; in quantised rows they stay where they are.
     """
     part, size = re.sub(r"^blk\.\d+\.", "", name), config.linear_value_head_dim
     by_key_head = partial(_by_key_head, config=config)
