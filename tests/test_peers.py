@@ -102,7 +102,18 @@ def test_parameters_per_token_exclude_an_untied_input_embedding(peers: Any, tmp_
     if not tied:
         tensors["lm_head.weight"] = torch.zeros(5, 4)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text("{}")
     assert peers.bandwidth.weights_read(tmp_path) == 5 * 4 + 4 * 4
+
+
+def test_parameters_per_token_exclude_unused_experts(peers: Any, tmp_path: Path) -> None:
+    tensors = {
+        "model.layers.0.mlp.experts.down_proj": torch.zeros(8, 4, 4),
+        "model.layers.0.mlp.gate.weight": torch.zeros(8, 4),
+    }
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text('{"num_local_experts": 8, "num_experts_per_tok": 2}')
+    assert peers.bandwidth.weights_read(tmp_path) == 2 * 4 * 4 + 8 * 4
 
 
 def test_the_bandwidth_is_positive_and_shares_are_of_its_median(peers: Any, monkeypatch: pytest.MonkeyPatch) -> None:

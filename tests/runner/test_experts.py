@@ -32,7 +32,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "phimoe": {"num_local_experts": 8},
     "gpt_oss": {"num_local_experts": 8},
     "deepseek_v3": {
-        "n_routed_experts": 8, "moe_intermediate_size": 32, "first_k_dense_replace": 0, "kv_lora_rank": 32,
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 0,
+        "kv_lora_rank": 32,
         **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "head_dim"), 32),
     },
 }
