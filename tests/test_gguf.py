@@ -462,7 +462,6 @@ def test_tensors_that_do_not_belong_to_the_model_are_named(tmp_path):
     assert "tensor blk.0.attn_q.weight is [8, 256], expected [256, 256] by the config" in said
 
 
-@needs_kernels
 def test_the_mtp_head_of_a_file_is_not_a_layer_of_the_model(tmp_path):
     def add_head(writer):
         writer.add_block_count(5)
@@ -485,6 +484,31 @@ def test_halves_of_experts_of_different_types_are_refused(tmp_path):
     )
 
 
+def test_tensors_of_experts_that_are_missing_or_too_many_are_named(tmp_path):
+    model, path = gguf_files.make_model("qwen3moe"), tmp_path / "model.gguf"
+    gguf_files.write(path, model, KINDS["Q8_0"], without=("blk.1.ffn_up_exps.weight",))
+    assert "has blk.1.ffn_gate_exps.weight without the other half of model.layers.1.mlp.experts.gate_up_proj" in refusal(path)
+    path.unlink()
+    extra = np.zeros((4, 256), np.float32)
+    gguf_files.write(path, model, KINDS["Q8_0"], lambda w: w.add_tensor("blk.0.ffn_gate_exps.bias", extra))
+    assert "unexpected tensor blk.0.ffn_gate_exps.bias for a qwen3_moe model" in refusal(path)
+
+
+@needs_kernels
+def test_halves_with_scales_of_different_widths_keep_their_values(tmp_path):
+    """Gates that are powers of two get scales that fit bfloat16, the others only fit float16."""
+    model = gguf_files.make_model("qwen3moe")
+    for layer in model.model.layers:
+        gates = layer.mlp.experts.gate_up_proj.data[:, :256]
+        gates.copy_(torch.exp2(torch.floor(torch.log2(gates.abs().clamp(min=1e-3)))) * gates.sign())
+    exact = gguf_files.write(tmp_path / "model.gguf", model, KINDS["Q4_0"])
+    own = load(tmp_path / "model.gguf").model
+    for layer, expected in zip(own.model.layers, exact.model.layers, strict=True):
+        up, _ = experts_in_file_layout(expected.mlp.experts)
+        assert torch.equal(linear.weight_of(layer.mlp.experts.up).float(), up)
+
+
+@needs_kernels
 def test_scales_that_are_nan_are_rejected_with_the_name_of_their_tensor(tmp_path):
     path, broken = tmp_path / "model.gguf", np.full((256, 34), 0xFF, np.uint8)  # NaN in float16
     gguf_files.write(

@@ -39,7 +39,7 @@ def rounded(model, bits):
     own, head, table = copy.deepcopy(model), model.get_output_embeddings(), model.get_input_embeddings()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) or module is table:
-            width = 8 if module is table else packing.layer_bits(module.weight, bits, module is head)
+            width = 8 if module is table else packing.layer_bits(module.weight.shape, bits, module is head)
             values = blocks.unpack(blocks.pack(module.weight, width), *module.weight.shape)
             own.get_submodule(name).weight.copy_(values)
     return own

@@ -23,7 +23,8 @@ from outrider.runner import blocks, kernels
 from outrider.runner.checkpoints.mxfp4 import StoredExperts
 from outrider.runner.linear import CLAMPED, PackedLinear, activation_of
 
-OWN_PRODUCT = re.compile(r"\blinear\(.*\bself\.weight\b(?!\[)")  # in the source of ``forward``
+# In the source of ``forward``: the weight as it is, or converted.
+OWN_PRODUCT = re.compile(r"\blinear\(.*, self\.weight(\.(float\(\)|(to|type)\([\w.]+\)))?[,)]")
 
 
 class ExpertLinears(PackedLinear):
@@ -65,12 +66,15 @@ def sizes_of(module: nn.Module) -> tuple[int, int, int] | None:
 
 def _activation(module: Any) -> str | None:
     """Return the C++ name of the activation of experts that transformers' integration of experts computes."""
-    is_gpt_oss = isinstance(module, StoredExperts) or type(module).__name__ == "GptOssExperts"
-    if is_gpt_oss and all(getattr(module, key) == CLAMPED[key] for key in CLAMPED):
+    if isinstance(module, StoredExperts):
         return "swish_clamped"
-    if not getattr(module, "has_gate", False) or module.has_post_expert_norm or module._is_expert_parallel:
+    is_common = getattr(module, "has_gate", False) and hasattr(type(module).forward, "__wrapped__")  # by the interface
+    if not is_common or module.has_post_expert_norm or module._is_expert_parallel:
         return None
-    return activation_of(module.act_fn) if type(module)._apply_gate is moe._default_apply_gate else None
+    if type(module)._apply_gate is moe._default_apply_gate:
+        return activation_of(module.act_fn)
+    is_clamped = type(module).__name__ == "GptOssExperts" and all(getattr(module, key) == CLAMPED[key] for key in CLAMPED)
+    return "swish_clamped" if is_clamped else None
 
 
 def pack_experts(module: Any, bits: int | None, given: Mapping[str, Tensor | None] | None = None) -> PackedExperts:
@@ -146,13 +150,19 @@ def have_sigmoids(model: nn.Module) -> bool:
 
     In eager passes, its last bit depends on the number of rows.
     """
-    file = inspect.getsource(sys.modules[type(model).__module__]) if is_mixture(model) else ""
-    return "sigmoid(" in file
+    modules = list(model.modules())
+    if not any(isinstance(module, PackedExperts) for module in modules):
+        return False
+    files = {type(module).__module__ for module in modules} - {"outrider.runner.experts", "outrider.runner.linear"}
+    return any(_mentions_sigmoid(name) for name in files if not name.startswith("torch."))
 
 
-def is_mixture(model: nn.Module) -> bool:
-    """Return whether the model has packed experts."""
-    return any(isinstance(module, PackedExperts) for module in model.modules())
+@cache
+def _mentions_sigmoid(module_name: str) -> bool:
+    try:
+        return "sigmoid(" in inspect.getsource(sys.modules[module_name])
+    except (OSError, TypeError):  # no source file
+        return True
 
 
 @cache

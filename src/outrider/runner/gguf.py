@@ -38,7 +38,7 @@ from outrider.memory import weight_files
 from outrider.runner import gguf_codes
 from outrider.runner.checkpoints.weight import dtype_name
 from outrider.runner.experts import PackedExperts, pack_experts, sizes_of
-from outrider.runner.gguf_architectures import ARCHITECTURES, Array, add_scaling
+from outrider.runner.gguf_architectures import ARCHITECTURES, EXPERT_TENSOR, Array, add_scaling
 from outrider.runner.linear import PackedEmbedding, PackedLinear, is_plain_embedding
 from outrider.types import OutriderError, first_line, how_to_install
 
@@ -55,7 +55,6 @@ UNDERSTOOD = (
 NEEDED = ("block_count", "embedding_length", "attention.head_count")
 # Rules for which GPT-2's gives the same tokens: merges learned from single digits never join two of them.
 SPLIT_LIKE_GPT2 = ("gpt-2", "smollm")
-EXPERTS = re.compile(r"(blk\.\d+\.ffn_)(gate|up|down)_exps\.(weight|bias)")
 PART = re.compile(r"-\d{5}-of-\d{5}$")  # end of the name of a split file's part
 STRING, LIST = 8, 9  # codes of types in a header
 
@@ -266,6 +265,20 @@ class GgufFile:
             raise OutriderError(f"{self.path}: its header {said}") from error
         return config
 
+    def _check_parts(self, names: Mapping[str, str]) -> None:
+        """Raise ``OutriderError`` unless a parameter has one tensor, or gates and what they let through, of the same type."""
+        for own, parts in _by_parameter(names).items():
+            expected = 2 if EXPERT_TENSOR.fullmatch(parts[0]) and "gate_up_proj" in own else 1
+            if len(parts) < expected:
+                raise OutriderError(f"{self.path} has {parts[0]} without the other half of {own}")
+            if len(parts) > expected:
+                raise OutriderError(f"{self.path}: tensors {' and '.join(parts)} are the same parameter {own}")
+            kinds = [self.tensors[name].tensor_type.name for name in parts]
+            if len({*kinds}) > 1:
+                raise OutriderError(
+                    f"{self.path}: tensors {' and '.join(parts)} are of types {' and '.join(kinds)}: expected one type for both"
+                )
+
     def warn_of_an_unknown_split(self) -> None:
         """Log a warning if transformers splits text before BPE by GPT-2's rule in place of the one that the file names."""
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
@@ -282,7 +295,10 @@ class GgufFile:
 
     def names(self, model: PreTrainedModel) -> dict[str, str]:
         """Return the model's name of each tensor. Raises ``OutriderError`` if tensors do not match the model."""
-        known = get_gguf_hf_weights_map(model, TensorProcessor(), self.architecture)
+        try:
+            known = get_gguf_hf_weights_map(model, TensorProcessor(), self.architecture)
+        except NotImplementedError as error:
+            raise OutriderError(f"{self.path} needs a newer version of the package gguf: pip install -U gguf") from error
         parameters = model.state_dict(keep_vars=True)
         names = {}
         architecture = ARCHITECTURES[self.architecture]
@@ -292,16 +308,11 @@ class GgufFile:
         for name, tensor in self.tensors.items():
             if name in of_config or name.startswith(heads):
                 continue
-            own = known.get(name) or known.get(name.removesuffix(".weight"))  # a buffer's name has no such ending
-            if re.fullmatch(architecture.renamed[0], name):
-                own = re.sub(*architecture.renamed, name)
-            expert = EXPERTS.fullmatch(name)
-            if expert and f"{expert[1]}down_exps" in known:  # the only one that transformers maps
-                part, ending = "down" if expert[2] == "down" else "gate_up", "_bias" if expert[3] == "bias" else ""
-                own = f"{known[f'{expert[1]}down_exps'].removesuffix('down_proj')}{part}_proj{ending}"
-            if own is None:
+            own = architecture.own_name(name, known)
+            if own not in parameters:
                 raise OutriderError(f"{self.path}: unexpected tensor {name} for a {model.config.model_type} model")
             shape, wanted = list(reversed(tensor.shape.tolist())), list(parameters[own].shape)
+            expert = EXPERT_TENSOR.fullmatch(name)
             if expert and len(wanted) == 3 and model.get_submodule(own.rpartition(".")[0]).is_transposed:
                 wanted[1:] = wanted[:0:-1]
             if expert and expert[2] != "down":
@@ -309,6 +320,7 @@ class GgufFile:
             if [size for size in shape if size > 1] != [size for size in wanted if size > 1]:
                 raise OutriderError(f"{self.path}: tensor {name} is {shape}, expected {wanted} by the config")
             names[name] = own
+        self._check_parts(names)
         given = {id(parameters[name]) for name in names.values()}
         missing = [name for name, parameter in parameters.items() if id(parameter) not in given]
         if missing:
@@ -356,7 +368,7 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
     for own, same in _by_parameter(names).items():
         tensors, module = [file.tensors[name] for name in same], model.get_submodule(own.rpartition(".")[0])
         if keeps and _is_packable(module, own) and any(tensor.tensor_type.name in gguf_codes.FORMATS for tensor in tensors):
-            packed[own] = _packed(file, same, read, module)
+            packed[own] = _packed(file, same, read)
             continue
         values = _values([read(tensor) for tensor in tensors], module)
         parameter = nn.Parameter(values if keeps else values.to(to), requires_grad=False)
@@ -374,21 +386,14 @@ def _is_packable(module: nn.Module, parameter: str) -> bool:
     return is_expert or type(module) is nn.Linear or is_plain_embedding(module)
 
 
-def _packed(file: GgufFile, names: list[str], read: Callable[..., Tensor], module: Any) -> Tensor:
+def _packed(file: GgufFile, names: list[str], read: Callable[..., Tensor]) -> Tensor:
     """Return the packed weight of one parameter, stored in the tensors of these names. Raises ``OutriderError``."""
     tensors = [file.tensors[name] for name in names]
-    kinds = sorted({tensor.tensor_type.name for tensor in tensors})
-    if len(kinds) > 1:
-        raise OutriderError(
-            f"{file.path}: tensors {' and '.join(names)} are of types {' and '.join(kinds)}: expected one type for both"
-        )
+    rows = torch.cat([read(tensor, in_blocks=True) for tensor in tensors], -2)  # of experts gates come first
     try:
-        parts = [gguf_codes.pack(read(tensor, in_blocks=True).flatten(0, -2), kinds[0]) for tensor in tensors]
+        return gguf_codes.pack(rows.flatten(0, -2), tensors[0].tensor_type.name)
     except OutriderError as error:
         raise OutriderError(f"{file.path}: tensor {names[0]}: {error}") from error
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([part.view(module.num_experts, -1, part.shape[1]) for part in parts], 1).flatten(0, 1)  # expert by expert
 
 
 def _set_packed(model: PreTrainedModel, layer: str, own: str, packed: Mapping[str, Tensor]) -> None:
@@ -434,8 +439,8 @@ def _restorer(model: PreTrainedModel, file: GgufFile) -> Callable[[Array, str], 
     """Return what undoes llama.cpp's changes of a tensor's rows, such as the order of those of queries and keys."""
     architecture = ARCHITECTURES[file.architecture]
     found: Any = TENSOR_PROCESSORS.get(architecture.changes_like or file.architecture)
-    if found is None:
-        return lambda rows, name: architecture.restore(rows, name, model.config)
+    if found is None or architecture.restore is not None:
+        return lambda rows, name: rows if architecture.restore is None else architecture.restore(rows, name, model.config)
     heads = {name: getattr(model.config, name) for name in ("num_attention_heads", "num_key_value_heads")}
     processor = found(config=heads)
     return lambda rows, name: processor.process(weights=rows, name=name).weights

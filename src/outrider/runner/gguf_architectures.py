@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+EXPERT_TENSOR = re.compile(r"(blk\.\d+\.ffn_)(gate|up|down)_exps\.(weight|bias)")
 Array = np.ndarray[Any, Any]
 Values = dict[str, Any]  # arguments of a config class of transformers
 Entry = Callable[[str], Any]  # name without the architecture -> its value, or None
@@ -30,8 +31,18 @@ class Architecture:
     scalings: tuple[str, ...] = ("linear", "yarn")  # the supported kinds of scaled rotary positions
     changes_like: str = ""  # the architecture whose changes of tensors transformers undoes, if not its own
     renamed: tuple[str, str] = ("(?!)", "")  # pattern of a tensor that transformers does not map, and the model's name
-    restore: Callable[[Array, str, Any], Array] = lambda rows, *_: rows  # (rows, tensor, config): undoes other changes
+    restore: Callable[[Array, str, Any], Array] | None = None  # (rows, tensor, config): undoes changes instead of transformers
     input_order: Callable[[str, Any], Array | None] = lambda *_: None  # (tensor, config): the input of each column
+
+    def own_name(self, name: str, known: Mapping[str, str]) -> str:
+        """Return the model's name of a tensor, "" for an unknown tensor. ``known``: the names that transformers maps."""
+        if re.fullmatch(self.renamed[0], name):
+            return re.sub(*self.renamed, name)
+        expert = EXPERT_TENSOR.fullmatch(name)
+        if expert and f"{expert[1]}down_exps" in known:  # the only one of them that transformers maps
+            part, ending = "down" if expert[2] == "down" else "gate_up", "_bias" if expert[3] == "bias" else ""
+            return f"{known[f'{expert[1]}down_exps'].removesuffix('down_proj')}{part}_proj{ending}"
+        return known.get(name) or known.get(name.removesuffix(".weight")) or ""  # a buffer's name has no such ending
 
 
 def _needed(entry: Entry, name: str) -> Any:
@@ -150,7 +161,7 @@ def _mistral3(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
         positions |= {"mscale": 1.0, "mscale_all_dim": entry("rope.scaling.yarn_log_multiplier") or 0.0}
 
 
-EXPERTS = r"expert_(count|used_count|feed_forward_length)"
+EXPERT_ENTRIES = r"expert_(count|used_count|feed_forward_length)"
 
 
 def _qwen35(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
@@ -208,10 +219,9 @@ def _restore_qwen35(rows: Array, name: str, config: Any) -> Array:
         turned = np.concatenate([rows[:num_other], by_key_head(rows[num_other:], size)])
         return turned[:, None] if part == "ssm_conv1d.weight" else turned
     if part == "ssm_out.weight":
-        numbers = (
-            rows.view(np.uint16) if rows.shape[1] == 2 * config.linear_num_value_heads * size else rows
-        )  # bytes of bfloat16
-        is_plain = numbers.shape[1] == config.linear_num_value_heads * size  # not in blocks
+        inputs = config.linear_num_value_heads * size
+        numbers = rows.view(np.uint16) if rows.shape[1] == 2 * inputs else rows  # bfloat16 comes in bytes
+        is_plain = numbers.shape[1] == inputs  # otherwise in blocks
         return np.ascontiguousarray(by_key_head(numbers.T, size).T).view(rows.dtype) if is_plain else rows
     return rows.reshape(1, -1) if part == "ffn_gate_inp_shexp.weight" else rows
 
@@ -223,9 +233,9 @@ def _by_key_head(rows: Array, size: int, config: Any) -> Array:
 
 
 def _inputs_of_qwen35(name: str, config: Any) -> Array | None:
-    if not name.endswith("ssm_out.weight"):
-        return None
     heads, keys, size = config.linear_num_value_heads, config.linear_num_key_heads, config.linear_value_head_dim
+    if not name.endswith("ssm_out.weight") or heads == keys:
+        return None
     return np.arange(heads * size).reshape(keys, heads // keys, size).swapaxes(0, 1).reshape(-1)
 
 
@@ -260,7 +270,7 @@ ARCHITECTURES = {
     "llama": Architecture("llama"),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
-    "qwen3moe": Architecture("qwen3_moe", EXPERTS, _qwen3moe),
+    "qwen3moe": Architecture("qwen3_moe", EXPERT_ENTRIES, _qwen3moe),
     "gemma2": Architecture("gemma2", r"(attn|final)_logit_softcapping|attention\.sliding_window", _gemma2),
     "gemma3": Architecture("gemma3_text", r"final_logit_softcapping|attention\.sliding_window|rope\.freq_base_swa", _gemma3),
     "gemma4": Architecture(
@@ -272,7 +282,7 @@ ARCHITECTURES = {
     ),
     "phi3": Architecture(
         "phi3",
-        r"attention\.sliding_window|rope\.scaling\.(original_context_length|attn_factor)",
+        r"attention\.sliding_window|rope\.scaling\.attn_factor",
         _phi3,
         tuple(PHI3_FACTORS.values()),
         ("longrope",),
@@ -282,7 +292,7 @@ ARCHITECTURES = {
     ),
     "qwen35": Architecture("qwen3_5_text", QWEN35, _qwen35, **QWEN35_CHANGES),
     "qwen35moe": Architecture(
-        "qwen3_5_moe_text", rf"{QWEN35}|{EXPERTS}|expert_shared_feed_forward_length", _qwen35moe, **QWEN35_CHANGES
+        "qwen3_5_moe_text", rf"{QWEN35}|{EXPERT_ENTRIES}|expert_shared_feed_forward_length", _qwen35moe, **QWEN35_CHANGES
     ),
-    "gpt-oss": Architecture("gpt_oss", rf"{EXPERTS}|attention\.sliding_window", _gpt_oss),
+    "gpt-oss": Architecture("gpt_oss", rf"{EXPERT_ENTRIES}|attention\.sliding_window", _gpt_oss),
 }

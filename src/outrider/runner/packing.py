@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -61,7 +61,8 @@ def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
             continue
         if id(module) not in packed:
             weight = module.weight if type(module) is nn.Linear else module.weight.T
-            layer = packed[id(module)] = PackedLinear(weight, module.bias, bits and layer_bits(weight, bits, module is head))
+            width = bits and layer_bits(weight.shape, bits, module is head)
+            layer = packed[id(module)] = PackedLinear(weight, module.bias, width)
             del weight
             tied = embeddings.pop(id(module.weight), None)
             if tied is not None:
@@ -83,7 +84,7 @@ def _pack_experts(model: nn.Module, bits: int | None) -> None:
         module = model.get_submodule(name)
         sizes = sizes_of(module)
         assert sizes is not None
-        model.set_submodule(name, pack_experts(module, bits and (8 if min(sizes[1:]) < SMALL else bits)))
+        model.set_submodule(name, pack_experts(module, bits and layer_bits(sizes[1:], bits, is_head=False)))
         del module
         return_freed_memory()
 
@@ -96,12 +97,12 @@ def _stored(module: StoredLinear, bits: int | None, is_head: bool) -> PackedLine
             return PackedLinear(weight, module.bias)
         except OutriderError as error:  # values that blocks cannot hold
             raise OutriderError(f"{module.name}: {error}") from error
-    return PackedLinear(weight, module.bias, layer_bits(weight, bits, is_head))
+    return PackedLinear(weight, module.bias, layer_bits(weight.shape, bits, is_head))
 
 
-def layer_bits(weight: Tensor, bits: int, is_head: bool) -> int:
+def layer_bits(shape: Sequence[int], bits: int, is_head: bool) -> int:
     """Return the bits of one layer in a model of 8 or 4: heads distinguish similar tokens, and small layers are sensitive."""
-    return 8 if is_head or min(weight.shape) < SMALL else bits
+    return 8 if is_head or min(shape) < SMALL else bits
 
 
 def share_of_linear(model: PreTrainedModel) -> float:

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from outrider.runner import blocks
 from outrider.runner.checkpoints.weight import LayerTensors, QuantizedWeight, dtype_name, exact_values
-from outrider.runner.linear import CLAMPED
 from outrider.types import OutriderError
 
-EXPERTS = ("gate_up_proj", "down_proj")
+WEIGHTS = ("gate_up_proj", "down_proj")
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same with a minus sign
 GROUP = 32
 
@@ -41,7 +40,7 @@ def read(layer: LayerTensors) -> Tensor:
 class Mxfp4:
     """Format of gpt-oss: experts in MXFP4, everything else in bfloat16."""
 
-    marks: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ("weight_scale",)
     keys: tuple[str, ...] = ()
     has_codes = True
 
@@ -49,7 +48,7 @@ class Mxfp4:
         """``config``: the checkpoint's quantisation, of which nothing matters."""
 
     def read(self, layer: LayerTensors) -> QuantizedWeight | Tensor:
-        raise AssertionError(f"{layer.name}: no linear layer is quantised")
+        raise OutriderError(f"{layer.name} is quantised, where this format has only experts quantised")
 
 
 class StoredExperts(nn.Module):
@@ -64,10 +63,8 @@ class StoredExperts(nn.Module):
         Raises ``OutriderError``, naming the tensor, for one that is missing or of another dtype or shape.
         """
         super().__init__()
-        self.name, self.alpha, self.limit = name, float(module.alpha), float(module.limit)
-        if {"alpha": self.alpha, "limit": self.limit} != CLAMPED:
-            raise OutriderError(f"the config has swiglu_alpha={self.alpha} and swiglu_limit={self.limit}, expected {CLAMPED}")
-        for key in EXPERTS:
+        self.name = name
+        for key in WEIGHTS:
             experts, inputs, outputs = getattr(module, key).shape
             for part, shape in (("blocks", [inputs // GROUP, GROUP // 2]), ("scales", [inputs // GROUP])):
                 stored, expected = found.get(f"{name}.{key}_{part}"), [experts, outputs, *shape]
@@ -91,21 +88,25 @@ class StoredExperts(nn.Module):
         Raises ``OutriderError``, naming the tensor, for scales that are NaN.
         """
         packed = {}
-        for key in EXPERTS:
+        for key in WEIGHTS:
             stored = [self.get_buffer(f"{key}_{part}") for part in ("blocks", "scales")]
             if bool((stored[1] == 255).any()):
                 raise OutriderError(f"{self.name}.{key}_scales contains NaN")
+            for part in ("blocks", "scales"):
+                setattr(self, f"{key}_{part}", None)
             if key == "gate_up_proj":  # the files alternate
                 stored = [torch.cat([tensor[:, ::2], tensor[:, 1::2]], 1) for tensor in stored]
-            setattr(self, f"{key}_blocks", None)
             raw, exponents = (tensor.flatten(0, 1) for tensor in stored)
-            codes = torch.stack([raw & 15, raw >> 4], -1).flatten(1)
+            codes = raw.new_empty(*raw.shape, 2)
+            torch.bitwise_and(raw, 15, out=codes[..., 0])
+            torch.bitwise_right_shift(raw, 4, out=codes[..., 1])
+            del stored, raw
             scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 128)  # numbers of the codes are doubled
-            packed[key] = blocks.pack_codes(codes, 4, scales, group=GROUP, kind="float4")
+            packed[key] = blocks.pack_codes(codes.flatten(1), 4, scales, group=GROUP, kind="float4")
         return packed
 
 
 def stored_experts(name: str, module: nn.Module, found: Mapping[str, Tensor]) -> StoredExperts | None:
     """Return the replacement for a module whose experts the files store in MXFP4; None for others. See ``StoredExperts``."""
-    is_stored = any(f"{name}.{key}_{part}" in found for key in EXPERTS for part in ("blocks", "scales"))
+    is_stored = any(f"{name}.{key}_{part}" in found for key in WEIGHTS for part in ("blocks", "scales"))
     return StoredExperts(name, module, found) if is_stored and type(module).__name__ == "GptOssExperts" else None
