@@ -248,6 +248,7 @@ class GgufFile:
                 value = self.entry(f"{prefix}.{name}")
                 if own is not None and value is not None:
                     values[own] = value
+        values.pop("model_type", None)  # llama.cpp's name of the architecture
         # entries that transformers ignores
         values["head_dim"] = entry("attention.key_length") or values.get("head_dim")
         ends = [self.entry(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
