@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -124,14 +123,6 @@ def test_logits_are_those_of_transformers(kind: str) -> None:
     assert not any("experts" in name for name, _ in runner.model.named_parameters())
     expected = plain_logits(model, TEXT)[-1]
     torch.testing.assert_close(runner.extend(["a"], [TEXT])[0], expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
-
-
-@pytest.fixture
-def three_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("weights", [None, "int8", "int4"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -16,15 +14,6 @@ from .test_architectures import ARCHITECTURES, OWN_ATTENTION, small_config
 
 pytestmark = pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 TEXT = make_text(40, 1)
-
-
-@pytest.fixture
-def three_threads() -> Iterator[None]:
-    """Threads that divide few numbers of elements evenly."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
 
 
 def logits_in_chunks(model: PreTrainedModel, *chunks: int) -> list[torch.Tensor]:
