@@ -196,7 +196,7 @@ def file_tensors(
 ) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
     """Return the model's name, the file's name, the weight and a place for its value, for every tensor of a file.
 
-    Of experts, weight and place are views in the layout of files: gates and what they let through are a tensor each.
+    Of experts, weight and place are views in the layout of files: gate and up projection are a tensor each.
     """
     for own, weight in weights.items():
         base, _, suffix = own.rpartition(".")
@@ -211,7 +211,7 @@ def file_tensors(
         part, ending = suffix.split("_proj")
         stem = names.get_name(f"{base}.down_proj").removesuffix("down_exps")
         views = [weight, values[own]]
-        is_gpt_oss = f"{base}.down_proj_bias" in weights  # which has inputs first, and alternates gates with the others
+        is_gpt_oss = f"{base}.down_proj_bias" in weights  # which has inputs first, and alternates gate and up
         if is_gpt_oss and not ending:
             views = [view.transpose(1, 2) for view in views]
         halves = [[view] for view in views]

@@ -68,7 +68,7 @@ def experts_in_file_layout(module):
     if not isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
         return None
     up, down = module.gate_up_proj, module.down_proj
-    if module.is_transposed:  # gpt-oss alternates gates with the others
+    if module.is_transposed:  # gpt-oss alternates rows of gate and up projection
         up, down = up.transpose(1, 2), down.transpose(1, 2)
         up = torch.cat([up[:, ::2], up[:, 1::2]], 1)
     return up.flatten(0, 1), down.flatten(0, 1)

@@ -264,7 +264,7 @@ def test_experts_in_mxfp4_have_the_formats_values(tmp_path):
         layer, _, part = name.rpartition(".")
         packed = getattr(runner.model.get_submodule(layer), "up" if part == "gate_up_proj" else "down").packed
         values = values.transpose(1, 2)
-        if part == "gate_up_proj":  # gates alternate with what they let through
+        if part == "gate_up_proj":  # rows of gate and up projection alternate
             values = torch.cat([values[:, ::2], values[:, 1::2]], 1)
         assert blocks.form_of(packed).codes == "float4"
         assert torch.equal(blocks.unpack(packed, *values.flatten(0, 1).shape), values.flatten(0, 1))

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _loading = threading.Lock()
 
-# Values of the 4-bit codes of weights in blocks, before the scale (IQ4_NL of llama.cpp).
-CODES4 = tuple(map(int, (build.FOLDER / "codes4.inc").read_text().split(",")))
+# Values of the 4-bit codes of weights in blocks, before the scale: IQ4_NL of llama.cpp, and twice the numbers of OCP's E2M1.
+CODES4, FLOAT4 = (tuple(map(int, (build.FOLDER / f"{name}.inc").read_text().split(","))) for name in ("codes4", "float4"))
 
 
 def load() -> bool:

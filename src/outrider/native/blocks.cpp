@@ -59,7 +59,9 @@ constexpr int8_t kTables[kNumCodes][16] = {
     },
     {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
     {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
-    {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},
+    {
+#include "float4.inc"
+    },
 };
 constexpr const int8_t* kNumbers = kTables[kTable4];
 

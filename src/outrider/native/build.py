@@ -28,16 +28,8 @@ SECONDS = 25.0  # approximate compile time of the library
 
 FAILURES = (subprocess.SubprocessError, OSError, ValueError)  # what ``find_compiler`` and ``library`` raise
 FOLDER = Path(__file__).parent
-UNITS = (
-    "linear",
-    "blocks",
-    "operators",
-    "attention",
-    "sampling",
-    "recurrence",
-    "experts",
-    "threads",
-)  # the slowest to compile first
+# The slowest to compile first.
+UNITS = ("linear", "blocks", "operators", "attention", "sampling", "recurrence", "experts", "threads")
 TIMEOUT = 600.0  # seconds for all units
 POLL = 0.02  # seconds between checks of the running compilers
 # -ffp-contract=off: otherwise compilers fuse a product and a sum in one copy of a function and not in another (GCC avoids

@@ -1,8 +1,8 @@
 // Layers with experts: each row is multiplied with the weights of the few experts that its router chose.
 //
 // Rows are collected expert by expert, so that each expert's weights are read once per pass, and run through the kernels of linear
-// layers. Those compute a row alike whatever the other rows are, and a row's results are added in the order of the
-// experts: its bits depend neither on the other rows nor on the order of its choices, which torch.topk may leave open.
+// layers. Those compute a row alike whatever the other rows are, and a row's results are added in the order of the experts: its bits
+// depend neither on the other rows nor on the order of its choices, which torch.topk may leave open.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -37,7 +37,7 @@ at::Tensor multiply(const at::Tensor& x, const at::Tensor& packed, const std::op
 }  // namespace
 
 // x [rows, inputs] -> [rows, outputs] in x's type: sum over j of shares[r][j] * down(gate(up(x[r]))) of expert chosen[r][j], where
-// `up` has twice the inputs of `down` as outputs, gates first. Weights are packed for `linear` or `linear_blocks`, all experts' panels
+// `up` has twice the inputs of `down` as outputs, those of the gate first. Weights are packed for `linear` or `linear_blocks`, all experts' panels
 // one after the other; biases are [experts * outputs].
 at::Tensor experts(const at::Tensor& x, const at::Tensor& up, const at::Tensor& down, const std::optional<at::Tensor>& up_bias,
                    const std::optional<at::Tensor>& down_bias, const at::Tensor& chosen, const at::Tensor& shares, int64_t num_experts,
@@ -48,7 +48,7 @@ at::Tensor experts(const at::Tensor& x, const at::Tensor& up, const at::Tensor& 
   TORCH_CHECK(num_experts > 0 && up.size(0) % (2 * num_experts) == 0 && down.size(0) % num_experts == 0, "experts: panels ", up.size(0),
               " and ", down.size(0), " of ", num_experts, " experts");
   const at::Tensor source = x.to(at::kFloat).contiguous(), choices = chosen.to(at::kLong).contiguous(),
-                   parts = shares.to(at::kFloat).contiguous();
+                   factors = shares.to(at::kFloat).contiguous();
   const int64_t* of = choices.const_data_ptr<int64_t>();
   std::vector<std::vector<int64_t>> places(num_experts);  // indices into `chosen`
   for (int64_t i = 0; i < rows * each; ++i) {
@@ -56,7 +56,7 @@ at::Tensor experts(const at::Tensor& x, const at::Tensor& up, const at::Tensor& 
     places[of[i]].push_back(i);
   }
   const at::Tensor out = at::zeros({rows, outputs}, source.options());
-  const float *from = source.const_data_ptr<float>(), *share = parts.const_data_ptr<float>();
+  const float *from = source.const_data_ptr<float>(), *share = factors.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
   for (int64_t expert = 0; expert < num_experts; ++expert) {
     const auto& own = places[expert];

@@ -8,8 +8,8 @@
 
 namespace outrider {
 
-// Operators of a pass, which Python declares (runner/kernels.py, blocks.py, experts.py, recurrence.py). Those of attention and recurrent layers
-// have references there, which run without C++; layers are packed only where the C++ is loaded.
+// Operators of a pass, which Python declares (runner/kernels.py, blocks.py, experts.py, recurrence.py). Those of attention and
+// recurrent layers have references there, which run without C++; layers are packed only where the C++ is loaded.
 TORCH_LIBRARY_IMPL(outrider, CPU, library) {
   library.impl("linear", linear);
   library.impl("linear_scaled", linear_scaled);

@@ -28,9 +28,7 @@ from outrider.types import OutriderError
 BLOCK = 32  # inputs of an output in a block
 HEADER = 64  # bytes at the start of a packed weight's panel; the form comes first
 SPAN = 256  # inputs that share a base
-# Meaning of codes: integers, or indices into a table of values. float4: twice the numbers of OCP's E2M1.
-CODES = ("int8", "table4", "int4", "uint4", "float4")
-FLOAT4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+CODES = ("int8", "table4", "int4", "uint4", "float4")  # meaning of codes: integers, or indices into a table of values
 NUMBERS = ("none", "bfloat16", "float16", "float32", "zeros", "products")  # storage formats of scales and offsets
 WIDTHS = dict(zip(NUMBERS, (0, 2, 2, 4, 1, 1), strict=True))  # bytes per number
 CHUNK = 1 << 22  # weights packed at a time
@@ -181,6 +179,11 @@ def pack_codes(
     return packed
 
 
+def float4_scales(exponents: Tensor) -> Tensor:
+    """Return the scales of "float4" codes whose E2M1 numbers are times 2^(exponent - 127); exponents uint8 of any shape."""
+    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 128)  # values of the codes are doubled
+
+
 def _signed(codes: Tensor, bits: int, zeros: Tensor | int | None, has_offsets: bool) -> tuple[str, Tensor, Tensor | None]:
     """Return one of ``CODES``, codes of that kind as uint8, and zeros for them: int8, or None where all are 0."""
     kind, middle = ("uint4" if bits <= 4 else "int8"), 1 << (bits - 1)
@@ -273,7 +276,7 @@ def unpack(packed: Tensor, outputs: int, inputs: int) -> Tensor:
     if form.bits == 8:
         numbers = words.view(torch.int8).float()
     else:
-        tables = {"table4": native.CODES4, "int4": range(-8, 8), "uint4": range(16), "float4": FLOAT4}
+        tables = {"table4": native.CODES4, "int4": range(-8, 8), "uint4": range(16), "float4": native.FLOAT4}
         table = torch.tensor(list(tables[form.codes]), dtype=torch.float32, device=packed.device)
         numbers = table[torch.cat([words & 15, words >> 4], -1).long()]
     numbers = numbers.permute(0, 1, 2, 4, 3).reshape(panels, blocks, form.groups, -1, PANEL)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -21,8 +21,9 @@ from transformers.integrations import moe
 
 from outrider.runner import blocks, kernels
 from outrider.runner.checkpoints.mxfp4 import StoredExperts
-from outrider.runner.linear import CLAMPED, PackedLinear, activation_of
+from outrider.runner.linear import PackedLinear, activation_of
 
+CLAMPED = {"alpha": 1.702, "limit": 7.0}  # attributes of gpt-oss's experts, which "swish_clamped" computes
 # In the source of ``forward``: the weight as it is, or converted.
 OWN_PRODUCT = re.compile(r"\blinear\(.*, self\.weight(\.(float\(\)|(to|type)\([\w.]+\)))?[,)]")
 
@@ -35,7 +36,7 @@ class PackedExperts(nn.Module):
     """The experts of one layer, for ``outrider::experts``."""
 
     def __init__(self, up: ExpertLinears, down: ExpertLinears, num_experts: int, activation: str) -> None:
-        """``up``: [experts * 2 N, H], each expert's gates before what they let through. ``down``: [experts * H, N]."""
+        """``up``: [experts * 2 N, H], each expert's gate before its up projection. ``down``: [experts * H, N]."""
         super().__init__()
         self.up, self.down, self.num_experts, self.activation = up, down, num_experts, activation
 
@@ -77,7 +78,7 @@ def _activation(module: Any) -> str | None:
     return "swish_clamped" if is_clamped else None
 
 
-def pack_experts(module: Any, bits: int | None, given: Mapping[str, Tensor | None] | None = None) -> PackedExperts:
+def pack_experts(module: Any, bits: int | None, given: Mapping[str, Tensor] | None = None) -> PackedExperts:
     """Pack experts for which ``sizes_of`` returns sizes, and free the originals.
 
     ``given``: weights that are packed already, by the names of the originals.
@@ -85,17 +86,18 @@ def pack_experts(module: Any, bits: int | None, given: Mapping[str, Tensor | Non
     activation, sizes, is_stored = _activation(module), sizes_of(module), isinstance(module, StoredExperts)
     assert activation is not None and sizes is not None
     num_experts, inputs, inner = sizes
-    is_turned, alternate = not is_stored and module.is_transposed, is_stored or not module.is_concatenated
+    is_turned = not is_stored and module.is_transposed
+    alternate = is_stored or not module.is_concatenated  # rows of gate and up projection
     given = module.pack() if is_stored else given or {}
 
     def gates_first(tensor: Tensor, name: str) -> Tensor:
-        is_mixed = alternate and name == "gate_up_proj"  # gates alternate with what they let through
+        is_mixed = alternate and name == "gate_up_proj"
         return (torch.cat([tensor[:, ::2], tensor[:, 1::2]], 1) if is_mixed else tensor).flatten(0, 1)
 
     def packed(name: str, shape: tuple[int, int]) -> ExpertLinears:
         bias = getattr(module, f"{name}_bias", None)
         bias = None if bias is None else gates_first(bias, name)
-        if given.get(name) is not None:
+        if name in given:
             return ExpertLinears(torch.empty(num_experts * shape[0], shape[1], device="meta"), bias, packed=given[name])
         weight = getattr(module, name).detach()
         layer = ExpertLinears(gates_first(weight.transpose(1, 2) if is_turned else weight, name), bias, bits)
@@ -142,10 +144,12 @@ def multiplies_own_weight(module: nn.Module) -> bool:
     """Return whether the module, not a linear layer, multiplies a weight [outputs, inputs] with ``functional.linear``."""
     weight = getattr(module, "weight", None)
     is_matrix = isinstance(weight, nn.Parameter) and weight.dim() == 2
-    return is_matrix and not isinstance(module, nn.Linear) and _has_product(type(module).forward)
+    if not is_matrix or isinstance(module, nn.Linear):
+        return False
+    return OWN_PRODUCT.search(source_of(type(module).forward) or "") is not None
 
 
-def have_sigmoids(model: nn.Module) -> bool:
+def has_sigmoids(model: nn.Module) -> bool:
     """Return whether routers or shared experts of a model with packed experts may call torch's sigmoid.
 
     In eager passes, its last bit depends on the number of rows.
@@ -153,24 +157,18 @@ def have_sigmoids(model: nn.Module) -> bool:
     modules = list(model.modules())
     if not any(isinstance(module, PackedExperts) for module in modules):
         return False
-    files = {type(module).__module__ for module in modules} - {"outrider.runner.experts", "outrider.runner.linear"}
-    return any(_mentions_sigmoid(name) for name in files if not name.startswith("torch."))
+    names = {type(module).__module__ for module in modules}
+    sources = (source_of(sys.modules[name]) for name in names if not name.startswith(("torch.", "outrider.")))
+    return any(source is None or "sigmoid(" in source for source in sources)
 
 
 @cache
-def _mentions_sigmoid(module_name: str) -> bool:
+def source_of(code: Any) -> str | None:
+    """Return the source text of a function or a Python module; None if there is none, as of code typed into a prompt."""
     try:
-        return "sigmoid(" in inspect.getsource(sys.modules[module_name])
-    except (OSError, TypeError):  # no source file
-        return True
-
-
-@cache
-def _has_product(forward: Callable[..., Any]) -> bool:
-    try:
-        return OWN_PRODUCT.search(inspect.getsource(forward)) is not None
-    except (OSError, TypeError):  # no source file
-        return False
+        return inspect.getsource(code)
+    except (OSError, TypeError):
+        return None
 
 
 # x [T, H]: sum over j of shares [T, k] * down(gate(up(x))) of expert chosen [T, k], in x's dtype. Inputs are rounded as by

@@ -36,6 +36,7 @@ from outrider import native
 from outrider.files import expanded
 from outrider.memory import weight_files
 from outrider.runner import gguf_codes
+from outrider.runner.checkpoints.mxfp4 import WEIGHTS
 from outrider.runner.checkpoints.weight import dtype_name
 from outrider.runner.experts import PackedExperts, pack_experts, sizes_of
 from outrider.runner.gguf_architectures import ARCHITECTURES, EXPERT_TENSOR, Array, add_scaling
@@ -267,7 +268,7 @@ class GgufFile:
         return config
 
     def _check_parts(self, names: Mapping[str, str]) -> None:
-        """Raise ``OutriderError`` unless a parameter has one tensor, or gates and what they let through, of the same type."""
+        """Raise ``OutriderError`` unless a parameter has one tensor, or gate and up projection of one type for experts."""
         for own, parts in _by_parameter(names).items():
             expected = 2 if EXPERT_TENSOR.fullmatch(parts[0]) and "gate_up_proj" in own else 1
             if len(parts) < expected:
@@ -304,10 +305,10 @@ class GgufFile:
         names = {}
         architecture = ARCHITECTURES[self.architecture]
         of_config = (FACTORS, *architecture.config_tensors)
-        num_heads, num_layers = self.entry(f"{self.architecture}.nextn_predict_layers") or 0, model.config.num_hidden_layers
-        heads = tuple(f"blk.{num_layers + index}." for index in range(num_heads))  # MTP heads, which are not part of the model
+        num_layers, num_mtp = model.config.num_hidden_layers, self.entry(f"{self.architecture}.nextn_predict_layers") or 0
+        mtp = tuple(f"blk.{num_layers + index}." for index in range(num_mtp))  # an MTP head is not part of the model
         for name, tensor in self.tensors.items():
-            if name in of_config or name.startswith(heads):
+            if name in of_config or name.startswith(mtp):
                 continue
             own = architecture.own_name(name, known)
             if own not in parameters:
@@ -368,7 +369,7 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
     packed: dict[str, Tensor] = {}
     for own, same in _by_parameter(names).items():
         tensors, module = [file.tensors[name] for name in same], model.get_submodule(own.rpartition(".")[0])
-        if keeps and _is_packable(module, own) and any(tensor.tensor_type.name in gguf_codes.FORMATS for tensor in tensors):
+        if keeps and _is_packable(module, own) and tensors[0].tensor_type.name in gguf_codes.FORMATS:
             packed[own] = _packed(file, same, read)
             continue
         values = _values([read(tensor) for tensor in tensors], module)
@@ -390,7 +391,7 @@ def _is_packable(module: nn.Module, parameter: str) -> bool:
 def _packed(file: GgufFile, names: list[str], read: Callable[..., Tensor]) -> Tensor:
     """Return the packed weight of one parameter, stored in the tensors of these names. Raises ``OutriderError``."""
     tensors = [file.tensors[name] for name in names]
-    rows = torch.cat([read(tensor, in_blocks=True) for tensor in tensors], -2)  # of experts gates come first
+    rows = torch.cat([read(tensor, in_blocks=True) for tensor in tensors], -2)  # of experts the gate comes first
     try:
         return gguf_codes.pack(rows.flatten(0, -2), tensors[0].tensor_type.name)
     except OutriderError as error:
@@ -405,15 +406,12 @@ def _set_packed(model: PreTrainedModel, layer: str, own: str, packed: Mapping[st
     elif isinstance(module, nn.Linear):
         _set(model, layer, PackedLinear(module.weight, module.bias, packed=packed[own]))
     elif not isinstance(module, PackedExperts):  # otherwise both weights are placed already
-        _set(
-            model,
-            layer,
-            pack_experts(module, None, {name: packed.get(f"{layer}.{name}") for name in ("gate_up_proj", "down_proj")}),
-        )
+        given = {name: packed[f"{layer}.{name}"] for name in WEIGHTS if f"{layer}.{name}" in packed}
+        _set(model, layer, pack_experts(module, None, given))
 
 
 def _by_parameter(names: Mapping[str, str]) -> dict[str, list[str]]:
-    """Group a file's tensors by the model's parameter. Of experts, gates are a tensor and come first."""
+    """Group a file's tensors by the model's parameter. Experts have one for the gate, which comes first, and one for up."""
     found: dict[str, list[str]] = {}
     for name, own in sorted(names.items()):
         found.setdefault(own, []).append(name)

@@ -164,6 +164,12 @@ def _mistral3(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
 EXPERT_ENTRIES = r"expert_(count|used_count|feed_forward_length)"
 
 
+def _add_experts(entry: Entry, values: Values, count: str, width: str) -> None:
+    """Add what ``EXPERT_ENTRIES`` state; ``count`` and ``width`` are the names of the first and the last in the config."""
+    names = {"count": count, "used_count": "num_experts_per_tok", "feed_forward_length": width}
+    values |= {own: _needed(entry, f"expert_{name}") for name, own in names.items()}
+
+
 def _qwen35(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
     needed = partial(_needed, entry)
     kinds = {True: "linear_attention", False: "full_attention"}
@@ -191,13 +197,8 @@ def _qwen35(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
 
 def _qwen35moe(entry: Entry, tensors: Mapping[str, Any], values: Values) -> None:
     _qwen35(entry, tensors, values)
-    names = {
-        "count": "num_experts",
-        "used_count": "num_experts_per_tok",
-        "feed_forward_length": "moe_intermediate_size",
-        "shared_feed_forward_length": "shared_expert_intermediate_size",
-    }
-    values |= {own: _needed(entry, f"expert_{name}") for name, own in names.items()}
+    _add_experts(entry, values, "num_experts", "moe_intermediate_size")
+    values["shared_expert_intermediate_size"] = _needed(entry, "expert_shared_feed_forward_length")
 
 
 def _restore_qwen35(rows: Array, name: str, config: Any) -> Array:
@@ -252,17 +253,15 @@ QWEN35_CHANGES: dict[str, Any] = {
 
 
 def _gpt_oss(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
-    names = {"count": "num_local_experts", "used_count": "num_experts_per_tok", "feed_forward_length": "intermediate_size"}
-    values |= {own: _needed(entry, f"expert_{name}") for name, own in names.items()}
+    _add_experts(entry, values, "num_local_experts", "intermediate_size")
     values["sliding_window"] = _needed(entry, "attention.sliding_window")
-    # The config's own default is YaRN, of which the public models do not round the limits.
+    # The config class defaults to YaRN. The public models set ``truncate`` to false, which files do not state.
     plain = {"rope_type": "default", "rope_theta": values.pop("rope_theta", 1.5e5)}
     values["rope_parameters"] = values.get("rope_parameters", plain) | {"truncate": False}
 
 
 def _qwen3moe(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
-    names = {"count": "num_experts", "used_count": "num_experts_per_tok", "feed_forward_length": "moe_intermediate_size"}
-    values |= {own: _needed(entry, f"expert_{name}") for name, own in names.items()}
+    _add_experts(entry, values, "num_experts", "moe_intermediate_size")
     values["norm_topk_prob"] = True  # llama.cpp's code makes the shares of the chosen experts add up to 1
 
 

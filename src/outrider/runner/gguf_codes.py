@@ -126,9 +126,7 @@ def _q6_k(raw: Tensor) -> Parts:
 
 
 def _mxfp4(raw: Tensor) -> Parts:
-    return _planes(raw[:, 1:], 16, 4), torch.ldexp(
-        torch.ones(len(raw), 1), raw[:, :1].int() - 128
-    )  # the table's values are doubled
+    return _planes(raw[:, 1:], 16, 4), blocks.float4_scales(raw[:, :1])
 
 
 FORMATS = {

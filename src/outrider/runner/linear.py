@@ -180,7 +180,6 @@ class Activation(nn.Module):
         return out
 
 
-CLAMPED = {"alpha": 1.702, "limit": 7.0}  # attributes of gpt-oss's experts, which "swish_clamped" computes
 ACTIVATIONS = {nn.SiLU: "silu", SiLUActivation: "silu", GELUActivation: "gelu", GELUTanh: "gelu_tanh"}  # of ``Activation``
 
 

@@ -161,7 +161,7 @@ class ModelRunner:
     def is_row_invariant(self) -> bool:
         """Whether a row of a pass has the same bits whatever the other rows are (docs/lossless.md)."""
         shape, is_eager = self.cache.shape, self.config.compile != "always"
-        has_gates = bool(shape.states.kinds) or experts.have_sigmoids(self.model)  # computed by torch's kernels in eager passes
+        has_gates = bool(shape.states.kinds) or experts.has_sigmoids(self.model)  # computed by torch's kernels in eager passes
         return linear.has_row_invariant_layers(self.model) and not (shape.by_request or (has_gates and is_eager))
 
     # -- a round ------------------------------------------------------------------------------------------------------------

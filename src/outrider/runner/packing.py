@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -15,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from outrider.runner import blocks
 from outrider.runner.checkpoints.stored import StoredLinear
 from outrider.runner.checkpoints.weight import QuantizedWeight
-from outrider.runner.experts import make_invariant, multiplies_own_weight, pack_experts, sizes_of
+from outrider.runner.experts import make_invariant, multiplies_own_weight, pack_experts, sizes_of, source_of
 from outrider.runner.linear import (
     Activation,
     PackedEmbedding,
@@ -80,13 +79,10 @@ def pack_model(model: PreTrainedModel, bits: int | None = None) -> None:
 
 def _pack_experts(model: nn.Module, bits: int | None) -> None:
     """Replace experts that transformers keeps in two tensors, in place."""
-    for name in [name for name, module in model.named_modules() if sizes_of(module)]:
-        module = model.get_submodule(name)
-        sizes = sizes_of(module)
-        assert sizes is not None
-        model.set_submodule(name, pack_experts(module, bits and layer_bits(sizes[1:], bits, is_head=False)))
-        del module
-        return_freed_memory()
+    for name, module in list(model.named_modules()):
+        if sizes := sizes_of(module):
+            model.set_submodule(name, pack_experts(module, bits and layer_bits(sizes[1:], bits, is_head=False)))
+            return_freed_memory()
 
 
 def _stored(module: StoredLinear, bits: int | None, is_head: bool) -> PackedLinear:
@@ -135,10 +131,7 @@ def _multiplied(model: nn.Module) -> set[int]:
 
 @cache
 def _names_multiplied(forward: Callable[..., Any]) -> tuple[str, ...]:
-    try:
-        code = inspect.getsource(forward)
-    except (OSError, TypeError):  # no source file; the self-check of the loaded model finds errors
-        return ()
+    code = source_of(forward) or ""  # without a source file the self-check of the loaded model finds errors
     return tuple(first or second for first, second in PRODUCTS.findall(code))
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outrider import native
 from outrider.runner import blocks
 from outrider.runner.checkpoints.weight import LayerTensors, QuantizedWeight, dtype_name, exact_values
 from outrider.types import OutriderError
 
 WEIGHTS = ("gate_up_proj", "down_proj")
-NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same with a minus sign
 GROUP = 32
 
 
@@ -29,7 +29,7 @@ def read(layer: LayerTensors) -> Tensor:
     exponents = layer.get("weight_scale", (torch.uint8,), [layer.outputs, layer.inputs // GROUP])
     if packed.is_meta:
         return packed.new_empty(layer.outputs, layer.inputs, dtype=torch.bfloat16)
-    numbers = torch.tensor([*NUMBERS, *(-number for number in NUMBERS)])
+    numbers = torch.tensor(native.FLOAT4) / 2
     values = numbers[torch.stack([packed & 15, packed >> 4], -1).flatten(1).int()]
     values = values * exponents.view(torch.float8_e8m0fnu).float().repeat_interleave(GROUP, 1)  # 2^(exponent - 127)
     if not torch.isfinite(values).all():
@@ -83,9 +83,9 @@ class StoredExperts(nn.Module):
         return experts, groups * GROUP, outputs // 2
 
     def pack(self) -> dict[str, Tensor]:
-        """Return the packed weights [experts * outputs, inputs], gates before what they let through; frees the stored tensors.
+        """Return the packed weights [experts * outputs, inputs], each expert's gate before its up projection.
 
-        Raises ``OutriderError``, naming the tensor, for scales that are NaN.
+        Frees the stored tensors. Raises ``OutriderError``, naming the tensor, for scales that are NaN.
         """
         packed = {}
         for key in WEIGHTS:
@@ -94,14 +94,14 @@ class StoredExperts(nn.Module):
                 raise OutriderError(f"{self.name}.{key}_scales contains NaN")
             for part in ("blocks", "scales"):
                 setattr(self, f"{key}_{part}", None)
-            if key == "gate_up_proj":  # the files alternate
+            if key == "gate_up_proj":  # rows of gate and up projection alternate in the files
                 stored = [torch.cat([tensor[:, ::2], tensor[:, 1::2]], 1) for tensor in stored]
             raw, exponents = (tensor.flatten(0, 1) for tensor in stored)
             codes = raw.new_empty(*raw.shape, 2)
             torch.bitwise_and(raw, 15, out=codes[..., 0])
             torch.bitwise_right_shift(raw, 4, out=codes[..., 1])
             del stored, raw
-            scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 128)  # numbers of the codes are doubled
+            scales = blocks.float4_scales(exponents)
             packed[key] = blocks.pack_codes(codes.flatten(1), 4, scales, group=GROUP, kind="float4")
         return packed
 
