@@ -4,8 +4,10 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include "operators.h"
+#include "threads.h"
 
 #include <algorithm>
 #include <cmath>
@@ -72,6 +74,7 @@ Cut<T> reach(const T* values, int64_t count, double target, std::vector<T>& buck
   return cut;
 }
 
+constexpr int64_t kShared = 1 << 15;  // tokens of a piece of work, so that it takes longer than waking a thread
 constexpr int64_t kLanes = 16;  // independent sums and maxima, so that the compiler may use vectors of them
 
 inline double exp_of(double x) { return std::exp(x); }
@@ -105,6 +108,29 @@ T peak_of(const T* row, int64_t size) {
     for (int64_t j = 0; j < kLanes; ++j) lanes[j] = row[i + j] > lanes[j] ? row[i + j] : lanes[j];
   for (; i < size; ++i) lanes[0] = row[i] > lanes[0] ? row[i] : lanes[0];
   return *std::max_element(lanes, lanes + kLanes);
+}
+
+// The first token of the highest value; -1 for a row with NaN, +inf or only -inf.
+template <typename T>
+int64_t first_peak(const T* row, int64_t size) {
+  constexpr int64_t kBlock = 512;
+  T highest = -std::numeric_limits<T>::infinity();
+  int64_t block = 0;
+  int32_t invalid[kLanes] = {};
+  for (int64_t begin = 0; begin < size; begin += kBlock) {
+    const int64_t count = std::min(kBlock, size - begin);
+    const T peak = peak_of(row + begin, count);
+    if (peak > highest) {
+      highest = peak;
+      block = begin;
+    }
+    int64_t i = begin;
+    for (; i + kLanes <= begin + count; i += kLanes)
+      for (int64_t j = 0; j < kLanes; ++j) invalid[j] |= row[i + j] != row[i + j];
+    for (; i < begin + count; ++i) invalid[0] |= row[i] != row[i];
+  }
+  if (std::accumulate(invalid, invalid + kLanes, 0) || !std::isfinite(highest)) return -1;
+  return std::find(row + block, row + size, highest) - row;
 }
 
 // out = softmax(row / temperature). Returns false for a row with NaN, +inf or only -inf.
@@ -159,28 +185,33 @@ void truncate_row(T* row, int64_t size, int64_t top_k, double top_p, double min_
   for (int64_t i = 0; i < size; ++i) row[i] = row[i] > border || (row[i] == border && cut.level-- > 0) ? row[i] / scale : 0;
 }
 
+// `setting`: temperature, top_k, top_p and min_p.
+inline bool truncates(const double* setting) { return setting[1] > 0 || setting[2] < 1 || setting[3] > 0; }
+
 // Row r belongs to request r / width, whose settings are temperature (0: the argmax), top_k, top_p and min_p. The first counts[b]
 // rows of each request are processed; `out` is unchanged in the others. `witness`: NaN for rows with NaN.
 template <typename T>
 void shape_rows(const T* logits, T* out, int64_t num_rows, int64_t size, const double* settings, int64_t width, const int64_t* counts,
                 float* witness) {
-  std::vector<T> found(size + 1), maxima;
-  for (int64_t r = 0; r < num_rows; ++r) {
-    if (r % width >= counts[r / width]) continue;
-    const double* setting = settings + r / width * 4;
-    const T* row = logits + r * size;
-    T* result = out + r * size;
-    const bool is_greedy = setting[0] == 0;
-    if (!softmax_row(row, result, size, is_greedy ? T(1) : static_cast<T>(setting[0]))) {
-      witness[r] = std::numeric_limits<float>::quiet_NaN();
-      std::fill(result, result + size, std::numeric_limits<T>::quiet_NaN());
-    } else if (is_greedy) {
-      std::fill(result, result + size, T(0));
-      result[std::find(row, row + size, peak_of(row, size)) - row] = 1;
-    } else if (setting[1] > 0 || setting[2] < 1 || setting[3] > 0) {
-      truncate_row(result, size, static_cast<int64_t>(setting[1]), setting[2], setting[3], found, maxima);
+  parallel_for(0, num_rows, 1 + kShared / size, [&](int64_t begin, int64_t end) {
+    std::vector<T> found(size + 1), maxima;
+    for (int64_t r = begin; r < end; ++r) {
+      if (r % width >= counts[r / width]) continue;
+      const double* setting = settings + r / width * 4;
+      const T* row = logits + r * size;
+      T* result = out + r * size;
+      const bool is_greedy = setting[0] == 0;
+      if (!softmax_row(row, result, size, is_greedy ? T(1) : static_cast<T>(setting[0]))) {
+        witness[r] = std::numeric_limits<float>::quiet_NaN();
+        std::fill(result, result + size, std::numeric_limits<T>::quiet_NaN());
+      } else if (is_greedy) {
+        std::fill(result, result + size, T(0));
+        result[std::find(row, row + size, peak_of(row, size)) - row] = 1;
+      } else if (truncates(setting)) {
+        truncate_row(result, size, static_cast<int64_t>(setting[1]), setting[2], setting[3], found, maxima);
+      }
     }
-  }
+  });
 }
 
 // The residual of a target's row after a rejected draft: norm(max(0, target - draft)), or the target if that is 0
@@ -287,6 +318,86 @@ void penalise_rows(T* rows, int64_t width, int64_t size, const int64_t* ids, int
   }
 }
 
+// The 64 random bits of a token, which randomness.mix computes from `key + (token + 1) * GOLDEN`.
+inline uint64_t noise_word(uint64_t key, int64_t token) {
+  uint64_t word = key + static_cast<uint64_t>(token + 1) * 0x9E3779B97F4A7C15u;
+  word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9u;
+  word = (word ^ (word >> 27)) * 0x94D049BB133111EBu;
+  return word ^ (word >> 31);
+}
+
+// Gumbel noise: -log(-log(u)) for the uniform u in (0, 1) of the first 52 bits.
+inline float noise_of(uint64_t word) {
+  const double uniform = (static_cast<double>(word >> 12) + 0.5) * 0x1p-52;
+  return static_cast<float>(-std::log(-std::log(uniform)));
+}
+
+// A number that is at least the noise of a word with these first 24 bits. The noise is at most -log(1 - u), because -log(u) >= 1 - u,
+// and 1 - u is at least 2^(exponent - 24), by the exponent of (1 - u) * 2^24 rounded down.
+inline float noise_bound(int32_t bits) {
+  const float rest = static_cast<float>((1 << 24) - 1 - bits);
+  int32_t word;
+  std::memcpy(&word, &rest, 4);
+  return static_cast<float>(151 - (word >> 23)) * 0.69314724f;
+}
+
+template <typename T>
+struct Best {
+  T value;
+  int64_t token;  // the first of equal ones
+};
+
+// The highest row / temperature + noise of `key`, only of tokens with a probability above 0 if `probs` is not null. Few tokens need
+// logarithms: a bound excludes the others. `first`: a token of the highest value, which `probs` keeps.
+template <typename T>
+Best<T> best_noisy(const T* row, const T* probs, int64_t size, T temperature, uint64_t key, int64_t first) {
+  constexpr int64_t kBlock = 64;
+  const auto value_of = [&](int64_t i) { return row[i] / temperature + static_cast<T>(noise_of(noise_word(key, i))); };
+  Best<T> best{value_of(first), first};
+  const float scale = static_cast<float>(1 / temperature);
+  int32_t bits[kBlock];
+  float bounds[kBlock];
+  for (int64_t begin = 0; begin < size; begin += kBlock) {
+    const int64_t count = std::min(kBlock, size - begin);
+    const T* block = row + begin;
+    if (probs && !(peak_of(probs + begin, count) > 0)) continue;
+    // Bounds are in float32, and 1e-6 is many times its rounding.
+    const float least = static_cast<float>(best.value) - 1e-3f - 1e-6f * std::fabs(static_cast<float>(best.value));
+    int32_t any = 0;
+    for (int64_t j = 0; j < count; ++j) bits[j] = static_cast<int32_t>(noise_word(key, begin + j) >> 40);  // a loop that compilers vectorise
+    for (int64_t j = 0; j < count; ++j) {
+      bounds[j] = static_cast<float>(block[j]) * scale + noise_bound(bits[j]);
+      any |= bounds[j] >= least;
+    }
+    if (!any) continue;
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t i = begin + j;
+      if (bounds[j] < least || (probs && !(probs[i] > 0))) continue;
+      const T value = value_of(i);
+      if (value > best.value || (value == best.value && i < best.token)) best = {value, i};
+    }
+  }
+  return best;
+}
+
+// The token of a deterministic round: the argmax of row / temperature + noise among the tokens that truncation keeps, without
+// noise for temperature 0. -1 for a row with NaN, +inf or only -inf. `scratch` [3]: memory that later rows reuse.
+template <typename T>
+int64_t choose_in(const T* row, int64_t size, const double* setting, uint64_t key, std::vector<T>* scratch) {
+  const int64_t first = first_peak(row, size);
+  if (first < 0 || setting[0] == 0) return first;
+  const T temperature = static_cast<T>(setting[0]);
+  const T* probs = nullptr;
+  if (truncates(setting)) {
+    scratch[0].resize(size);
+    scratch[1].resize(size + 1);
+    if (!softmax_row(row, scratch[0].data(), size, temperature)) return -1;
+    truncate_row(scratch[0].data(), size, static_cast<int64_t>(setting[1]), setting[2], setting[3], scratch[1], scratch[2]);
+    probs = scratch[0].data();
+  }
+  return best_noisy(row, probs, size, temperature, key, first).token;
+}
+
 const int64_t* ids_of(const std::optional<at::Tensor>& ids) { return ids.has_value() ? ids->const_data_ptr<int64_t>() : nullptr; }
 
 }  // namespace
@@ -304,6 +415,38 @@ std::tuple<at::Tensor, at::Tensor> shape_probs(const at::Tensor& scores, const a
                settings.const_data_ptr<double>(), width, counts.data(), witness.mutable_data_ptr<float>());
   });
   return {probs, witness};
+}
+
+// scores [B, M, V], settings as above, keys of the noise [B * M] (none: all temperatures are 0) -> int64 [B, M]: each row's token in a
+// deterministic round; -1 for rows with NaN, +inf or only -inf, and 0 in the rows of request b from counts[b] on.
+at::Tensor choose(const at::Tensor& scores, const at::Tensor& settings, at::IntArrayRef keys, at::IntArrayRef counts) {
+  const int64_t batch = scores.size(0), width = scores.size(1), size = scores.size(2);
+  TORCH_CHECK(scores.is_contiguous() && settings.is_contiguous() && settings.numel() == 4 * batch &&
+                  static_cast<int64_t>(counts.size()) == batch && (keys.empty() || static_cast<int64_t>(keys.size()) == batch * width),
+              "choose: settings ", settings.sizes(), " and ", keys.size(), " keys for scores ", scores.sizes());
+  at::Tensor token_ids = scores.new_zeros({batch, width}, at::kLong);
+  const double* setting = settings.const_data_ptr<double>();
+  int64_t* chosen = token_ids.mutable_data_ptr<int64_t>();
+  AT_DISPATCH_FLOATING_TYPES(scores.scalar_type(), "choose", [&] {
+    const scalar_t* rows = scores.const_data_ptr<scalar_t>();
+    parallel_for(0, batch * width, 1 + kShared / size, [&](int64_t begin, int64_t end) {
+      std::vector<scalar_t> scratch[3];
+      for (int64_t r = begin; r < end; ++r)
+        if (r % width < counts[r / width])
+          chosen[r] = choose_in(rows + r * size, size, setting + r / width * 4, keys.empty() ? 0 : keys[r], scratch);
+    });
+  });
+  return token_ids;
+}
+
+// keys [N] -> float32 [N, size]: Gumbel noise of each token.
+at::Tensor gumbel(at::IntArrayRef keys, int64_t size) {
+  at::Tensor noise = at::empty({static_cast<int64_t>(keys.size()), size}, at::kFloat);
+  float* out = noise.mutable_data_ptr<float>();
+  parallel_for(0, noise.numel(), kShared / 16, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) out[i] = noise_of(noise_word(keys[i / size], i % size));
+  });
+  return noise;
 }
 
 // target [B, N + 1, V], draft [B, N, V] or none for point masses at tokens [B, N]; num_accepted and lens [B] -> [B, V]: the residual

@@ -6,16 +6,14 @@ committed length, purpose, index), and the last token of a round uses one number
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.sampling.grammar_masks import GrammarMasks, token_mask
 from outrider.sampling.penalties import Penalties, path_mask
-from outrider.sampling.randomness import GOLDEN, first_above, gumbel, key_of, signed, uniforms
+from outrider.sampling.randomness import first_above, key_of, signed, uniforms
 from outrider.sampling.shaping import Shaping
 from outrider.types import OutriderError, Request, RequestFault
 
@@ -53,8 +51,6 @@ class Sampler:
         self._lens: list[int] = []
         self._num_calls = 0  # calls of bernoulli() in the round
         self._prefixes: dict[int, list[int]] = {}  # purpose -> common part of each request's keys in the round
-        self._noise: dict[tuple[int, int], Tensor] = {}  # (row, position) -> Gumbel noise [V]
-        self._steps: Tensor | None = None  # [V] counter of the noise
         self._parts: dict[tuple[int, ...], Sampler] = {}  # rows -> their sampler
 
     def take(self, rows: Sequence[int]) -> Sampler:
@@ -87,9 +83,7 @@ class Sampler:
             probs = self.probs(logits, drafts, parents, start, lens)
             return torch.stack([self.draw(probs[:, j], start + j) for j in range(probs.shape[1])], dim=1)
         counts = _counts(logits, lens)
-        best, token_ids = _max(self._argmax_scores(logits, drafts, parents, start, counts), counts)
-        self._check(best, counts)
-        return token_ids
+        return self._choose(self._scores(logits, drafts, parents, start, counts), parents, start, counts)
 
     def probs(
         self,
@@ -103,11 +97,10 @@ class Sampler:
         counts = _counts(logits, lens)
         scores = self._scores(logits, drafts, parents, start, counts)
         if self._all_greedy:
-            best, token_ids = _max(scores, counts)
-            self._check(best, counts)
+            token_ids = self._choose(scores, parents, start, counts)
             return torch.zeros_like(scores).scatter_(-1, token_ids.unsqueeze(-1), 1.0)
         probs, witness = self._shaping.probs(scores, counts)
-        self._check(witness, counts)
+        self._check(witness.isfinite(), counts)
         return probs
 
     def confidences(
@@ -117,18 +110,8 @@ class Sampler:
 
         It is the softmax of the scores whose argmax is the token: for greedy rows at temperature 1, with noise if coupled.
         """
-        return torch.softmax(self._argmax_scores(logits, drafts, parents, start, _counts(logits, None)), dim=-1)
-
-    def _argmax_scores(
-        self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: list[int]
-    ) -> Tensor:
-        """Return scores [B, M, V] whose argmax is the token of a deterministic round."""
-        scores = self._scores(logits, drafts, parents, start, counts)
-        if self._all_greedy:
-            return scores
-        kept = self._shaping.probs(scores, counts)[0] > 0 if self._shaping.truncates else None
-        scores = scores / self._shaping.temperatures.to(scores.dtype) + self._coupled_noise(scores, parents, start)
-        return scores if kept is None else scores.masked_fill(~kept, -math.inf)
+        scores = self._scores(logits, drafts, parents, start, _counts(logits, None))
+        return torch.softmax(self._shaping.noisy(scores, self._noise_keys(scores.shape[1], parents, start)), dim=-1)
 
     def bernoulli(self, probs: Tensor) -> Tensor:
         """Draw Bernoulli variables: float [B, N] in [0, 1] -> bool [B, N]; entry (b, i) does not depend on B and N."""
@@ -164,22 +147,27 @@ class Sampler:
                 rules.apply_(scores, drafts, parents, start, counts)
         return scores
 
-    def _check(self, witness: Tensor, counts: list[int]) -> None:
-        """Raise ``InvalidLogits`` unless the first ``counts[b]`` entries of each row of ``witness`` [B, M] are finite."""
-        if math.isfinite(witness.sum().item()):
+    def _choose(self, scores: Tensor, parents: Tensor | None, start: int, counts: list[int]) -> Tensor:
+        """Return the tokens [B, M] of a deterministic round."""
+        token_ids = self._shaping.choose(scores, self._noise_keys(scores.shape[1], parents, start), counts)
+        self._check(token_ids >= 0, counts)
+        return token_ids
+
+    def _check(self, is_valid: Tensor, counts: list[int]) -> None:
+        """Raise ``InvalidLogits`` unless the first ``counts[b]`` entries of each row of ``is_valid`` [B, M] are true."""
+        if is_valid.all():
             return
-        invalid = ~witness.isfinite().cpu() & (torch.arange(witness.shape[1]) < torch.tensor(counts).unsqueeze(-1))
+        invalid = ~is_valid.cpu() & (torch.arange(is_valid.shape[1]) < torch.tensor(counts).unsqueeze(-1))
         rows = invalid.any(dim=-1).nonzero().flatten().tolist()
         if rows:
             raise InvalidLogits([self.requests[b].request_id for b in rows])
 
     def _sync_round(self) -> None:
-        """Start a round when committed tokens were added: reset trial counters and drop old noise."""
+        """Start a round when committed tokens were added: reset trial counters."""
         lens = [len(request.token_ids) for request in self.requests]
         if lens != self._lens:
             self._lens, self._num_calls = lens, 0
             self._prefixes.clear()
-            self._noise = {key: noise for key, noise in self._noise.items() if key[1] >= lens[key[0]]}
 
     def _uniforms(self, purpose: int, call: int, count: int) -> list[list[float]]:
         """Return ``count`` uniform numbers in [0, 1) for each of the B requests."""
@@ -189,51 +177,25 @@ class Sampler:
             prefixes = self._prefixes[purpose] = [key_of(request.seed, purpose, length) for request, length in numbered]
         return [uniforms(key_of(call, prefix=prefix), count) for prefix in prefixes]
 
-    def _coupled_noise(self, scores: Tensor, parents: Tensor | None, start: int) -> Tensor:
-        """Return Gumbel noise [B, M, V] for the positions of the logits rows; 0 for greedy rows."""
-        self._sync_round()
-        width = scores.shape[1]
+    def _noise_keys(self, width: int, parents: Tensor | None, start: int) -> list[int]:
+        """Return keys of the noise of B * M rows of logits, by seed and position; none if all rows are greedy."""
+        if self._all_greedy:
+            return []
         if parents is None:
-            depths = [list(range(start, start + width))] * len(self._lens)
+            depths = [list(range(start, start + width))] * len(self.requests)
         else:
             depths = path_mask(parents, start, width).sum(dim=-1).tolist()
-        rows = [self._noise_at(b, length + depth) for b, length in enumerate(self._lens) for depth in depths[b]]
-        return torch.stack(rows).view(scores.shape).to(scores.dtype)
-
-    def _noise_at(self, row: int, position: int) -> Tensor:
-        """Return noise [V], the same for drafts and target, cached until the position is committed."""
-        noise = self._noise.get((row, position))
-        if noise is None:
-            if self._steps is None:
-                self._steps = torch.arange(1, self.vocab_size + 1, device=self.device) * signed(GOLDEN)
-            if self._shaping.is_greedy[row]:
-                noise = torch.zeros(self.vocab_size, device=self.device)
-            else:
-                noise = gumbel(key_of(self.requests[row].seed, _NOISE, position), self._steps)
-            self._noise[row, position] = noise
-        return noise
+        return [
+            signed(key_of(request.seed, _NOISE, len(request.token_ids) + depth))
+            for request, below in zip(self.requests, depths, strict=True)
+            for depth in below
+        ]
 
 
 def _counts(logits: Tensor, lens: Tensor | None) -> list[int]:
     """Return the number of valid rows of logits [B, M, V] per request: the root's and its drafts'."""
     batch, width = logits.shape[:2]
     return [width] * batch if lens is None else [min(1 + n, width) for n in lens.tolist()]
-
-
-def _max(scores: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
-    """Return maximum and first argmax along the vocabulary: [B, M, V] -> [B, M] each; 0 in invalid rows."""
-    if scores.device.type != "cpu":
-        best, token_ids = scores.max(dim=-1)
-        return best, token_ids
-    # torch's CPU argmax is not vectorised; numpy's is ten times faster
-    rows = scores.detach().numpy()
-    if min(counts) == rows.shape[1]:
-        return torch.from_numpy(rows.max(axis=-1)), torch.from_numpy(rows.argmax(axis=-1))
-    highest, places = np.zeros(rows.shape[:2], rows.dtype), np.zeros(rows.shape[:2], np.int64)
-    for b, count in enumerate(counts):
-        rows[b, :count].max(axis=-1, out=highest[b, :count])
-        rows[b, :count].argmax(axis=-1, out=places[b, :count])
-    return torch.from_numpy(highest), torch.from_numpy(places)
 
 
 def _bias_of(requests: Sequence[Request], vocab_size: int, device: torch.device) -> Tensor | None:

@@ -6,12 +6,14 @@ ties at the border; min-p keeps tokens at least min_p times as likely as the lik
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from outrider import native
+from outrider.sampling.randomness import gumbel
 from outrider.types import SamplingParams
 
 _MIN_TEMPERATURE = 1e-6  # lower temperatures would overflow and are equivalent to greedy decoding
@@ -34,11 +36,11 @@ class Shaping:
             for param in params
         ]
         self._settings = torch.tensor(rows, dtype=torch.float64, device=device).view(-1, 4)
-        self.truncates = any(row[1:] != (0, 1.0, 0.0) for row in rows)
+        self._truncates = any(row[1:] != (0, 1.0, 0.0) for row in rows)
         self._native = native.serves(device)
 
     @property
-    def temperatures(self) -> Tensor:
+    def _temperatures(self) -> Tensor:
         """Return temperatures float64 [B, 1, 1], 1 for greedy rows."""
         temperatures = self._settings[:, :1, None]
         return torch.where(temperatures > 0, temperatures, 1.0)
@@ -51,15 +53,44 @@ class Shaping:
         if self._native:
             shaped: tuple[Tensor, Tensor] = torch.ops.outrider.shape_probs(scores.contiguous(), self._settings, counts)
             return shaped
-        probs = torch.softmax(scores / self.temperatures.to(scores.dtype), dim=-1)
+        probs = torch.softmax(scores / self._temperatures.to(scores.dtype), dim=-1)
         witness = probs[..., 0].clone()  # softmax propagates NaN over its row; those of greedy rows are replaced below
-        if self.truncates:
+        if self._truncates:
             probs = reference_truncated(probs, self._settings[:, 1:])
         if any(self.is_greedy):
             rows = torch.tensor(self.is_greedy, device=scores.device)
             best = scores[rows].argmax(dim=-1, keepdim=True)
             probs[rows] = torch.zeros_like(probs[rows]).scatter_(-1, best, 1.0)
         return probs, witness
+
+
+    def choose(self, scores: Tensor, keys: Sequence[int], counts: Sequence[int]) -> Tensor:
+        """Return the tokens int64 [B, M] of a deterministic round: the argmax of ``noisy``, -1 where scores are invalid.
+
+        Only the first ``counts[b]`` tokens of request b are defined.
+        """
+        if not self._native:
+            best, token_ids = self.noisy(scores, keys).max(dim=-1)
+            return token_ids.where(best.isfinite(), -1)
+        chosen: Tensor = torch.ops.outrider.choose(scores.contiguous(), self._settings, keys, counts)
+        return chosen
+
+    def noisy(self, scores: Tensor, keys: Sequence[int]) -> Tensor:
+        """Return scores [B, M, V] by temperature, plus Gumbel noise, and -inf for truncated tokens; greedy rows unchanged.
+
+        ``keys``: of the noise of B * M rows, equal ones for equal noise; empty if all rows are greedy.
+        """
+        if not keys:
+            return scores
+        distinct = {key: index for index, key in enumerate(dict.fromkeys(keys))}
+        noise = gumbel(list(distinct), scores.shape[-1], scores.device)[[distinct[key] for key in keys]]
+        greedy = torch.tensor(self.is_greedy, device=scores.device)[:, None, None]
+        noise = noise.view(scores.shape).to(scores.dtype).masked_fill(greedy, 0.0)
+        noisy = scores / self._temperatures.to(scores.dtype) + noise
+        if not self._truncates:
+            return noisy
+        kept = self.probs(scores, [scores.shape[1]] * len(scores))[0] > 0
+        return noisy.masked_fill(~kept, -math.inf)
 
 
 def reference_truncated(probs: Tensor, cuts: Tensor) -> Tensor:
