@@ -20,11 +20,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from outrider import native
 from outrider.engine.logprobs import TokenLogprobs, token_logprobs
 from outrider.sampling import InvalidLogits, Sampler, penalties
 from outrider.sampling.grammar_masks import token_mask
 from outrider.sampling.penalties import Penalties, path_mask
-from outrider.sampling.randomness import first_above, gumbel, mix, reference_first_above, signed
+from outrider.sampling.randomness import GOLDEN, first_above, gumbel, mix, reference_first_above, reference_gumbel
+from outrider.sampling.shaping import Shaping
 from outrider.types import OutriderError, Request, SamplingParams
 
 VOCAB = 40
@@ -382,11 +384,13 @@ def test_uncoupled_tokens_are_draws_from_the_probs() -> None:
     assert torch.equal(Sampler(requests, 9).tokens(logits[:, 1:], start=1)[:, 0], token_ids[:, 1])
 
 
-def test_mix_is_splitmix64_and_the_noise_is_its_vectorised_form() -> None:
-    assert mix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF  # first output of splitmix64 with seed 0
-    steps = torch.tensor([signed(0x9E3779B97F4A7C15), 5])
-    uniforms = [((mix(12345 + step) >> 12) + 0.5) * 2.0**-52 for step in (0x9E3779B97F4A7C15, 5)]
-    assert gumbel(12345, steps).tolist() == pytest.approx([-math.log(-math.log(uniform)) for uniform in uniforms], rel=1e-6)
+@pytest.mark.parametrize("noise_of", [gumbel, reference_gumbel])
+def test_mix_is_splitmix64_and_the_noise_is_its_vectorised_form(noise_of: Callable[..., Tensor]) -> None:
+    assert mix(GOLDEN) == 0xE220A8397B1DCDAF  # first output of splitmix64 with seed 0
+    keys, size = [12345, -6], 40
+    words = [[mix(key + (token + 1) * GOLDEN) >> 12 for token in range(size)] for key in keys]
+    expected = [[-math.log(-math.log((word + 0.5) * 2.0**-52)) for word in row] for row in words]
+    torch.testing.assert_close(noise_of(keys, size, torch.device("cpu")), torch.tensor(expected), rtol=1e-6, atol=1e-7)
 
 
 # coupled noise
@@ -449,6 +453,25 @@ def test_greedy_rows_have_no_noise() -> None:
     token_ids = Sampler(requests, VOCAB, coupled=True).tokens(logits)
     assert torch.equal(token_ids[0], logits[0].argmax(dim=-1))
     assert not torch.equal(token_ids[1], logits[1].argmax(dim=-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vocab", [1, 63, 5000])
+@pytest.mark.parametrize(("spread", "temperature"), [(0.0, 1.0), (3.0, 0.05), (3.0, 0.8), (3.0, 5.0)])
+def test_the_operator_chooses_the_token_of_the_reference(
+    spread: float, temperature: float, vocab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bounds of the noise exclude no token that wins: with equal logits the noise alone decides."""
+    settings = [{}, {"top_k": 7}, {"top_p": 0.9}, {"min_p": 0.2}, {"top_k": 50, "top_p": 0.5}]
+    params = [SamplingParams(temperature=temperature, **each) for each in settings] + [SamplingParams(temperature=0.0)]
+    logits = spread * torch.randn(len(params), 40, vocab, generator=torch.Generator().manual_seed(vocab), dtype=dtype)
+    logits[:, :, 1::7] = -math.inf
+    device, keys, counts = torch.device("cpu"), list(range(-7, 40 * len(params) - 7)), [40] * len(params)
+    chosen, invalid = Shaping(params, vocab, device).choose(logits, keys, counts)
+    monkeypatch.setattr(native, "serves", lambda device: False)
+    expected, _ = Shaping(params, vocab, device).choose(logits, keys, counts)
+    assert torch.equal(chosen, expected)
+    assert not invalid
 
 
 def test_only_greedy_or_coupled_batches_are_deterministic() -> None:

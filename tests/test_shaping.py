@@ -118,7 +118,7 @@ def test_nan_scores_of_a_greedy_request_are_noticed_beside_sampled_ones(in_cpp: 
     monkeypatch.setattr(shaping, "_native", in_cpp and shaping._native)
     scores = torch.randn(2, 1, 8)
     scores[0, 0, 3] = math.nan
-    assert shaping.probs(scores, [1, 1])[1].isnan().flatten().tolist() == [True, False]
+    assert shaping.probs(scores, [1, 1])[1] == [0]
 
 
 @pytest.mark.parametrize("coupled", [False, True])

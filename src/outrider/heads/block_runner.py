@@ -48,7 +48,8 @@ class BlockRunner(HeadRunner[BlockHead]):
         ids = [[token] + [shape.mask_token_id] * count for token, count in zip(last_tokens, masks, strict=True)]
         block = self._layouts.chain(ids, new.cache_rows, new.ends)
         both_ways = self._visible([len(each) for each in ids], block.layout.visible.shape[1])
-        layouts = {False: replace(block.layout, visible=both_ways), True: replace(block.layout, visible=both_ways.tril())}
+        earlier_only = both_ways & block.layout.visible
+        layouts = {False: replace(block.layout, visible=both_ways), True: replace(block.layout, visible=earlier_only)}
         positions = torch.cat((new.positions, block.layout.positions), 1)
 
         def attend_block(layer: BlockAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

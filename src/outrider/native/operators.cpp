@@ -28,8 +28,8 @@ TORCH_LIBRARY_IMPL(outrider, CPU, library) {
 
 // Operators of the sampler run on CPUs only. Without C++ and on other devices the sampler calls its references.
 TORCH_LIBRARY_FRAGMENT(outrider, library) {
-  library.def("shape_probs(Tensor scores, Tensor settings, int[] counts) -> (Tensor, Tensor)", shape_probs);
-  library.def("choose(Tensor scores, Tensor settings, int[] keys, int[] counts) -> Tensor", choose);
+  library.def("shape_probs(Tensor scores, Tensor settings, int[] counts) -> (Tensor, int[])", shape_probs);
+  library.def("choose(Tensor scores, Tensor settings, int[] keys, int[] counts) -> (Tensor, int[])", choose);
   library.def("gumbel(int[] keys, int size) -> Tensor", gumbel);
   library.def("left_over(Tensor target, Tensor? draft, Tensor tokens, Tensor num_accepted, Tensor lens) -> Tensor", left_over);
   library.def("first_above(Tensor probs, float[] heights) -> Tensor", first_above);

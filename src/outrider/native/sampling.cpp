@@ -189,10 +189,10 @@ void truncate_row(T* row, int64_t size, int64_t top_k, double top_p, double min_
 inline bool truncates(const double* setting) { return setting[1] > 0 || setting[2] < 1 || setting[3] > 0; }
 
 // Row r belongs to request r / width, whose settings are temperature (0: the argmax), top_k, top_p and min_p. The first counts[b]
-// rows of each request are processed; `out` is unchanged in the others. `witness`: NaN for rows with NaN.
+// rows of each request are processed; `out` is unchanged in the others, and in rows with NaN, +inf or only -inf: `invalid` is 1 there.
 template <typename T>
 void shape_rows(const T* logits, T* out, int64_t num_rows, int64_t size, const double* settings, int64_t width, const int64_t* counts,
-                float* witness) {
+                char* invalid) {
   parallel_for(0, num_rows, 1 + kShared / size, [&](int64_t begin, int64_t end) {
     std::vector<T> found(size + 1), maxima;
     for (int64_t r = begin; r < end; ++r) {
@@ -202,8 +202,7 @@ void shape_rows(const T* logits, T* out, int64_t num_rows, int64_t size, const d
       T* result = out + r * size;
       const bool is_greedy = setting[0] == 0;
       if (!softmax_row(row, result, size, is_greedy ? T(1) : static_cast<T>(setting[0]))) {
-        witness[r] = std::numeric_limits<float>::quiet_NaN();
-        std::fill(result, result + size, std::numeric_limits<T>::quiet_NaN());
+        invalid[r] = 1;
       } else if (is_greedy) {
         std::fill(result, result + size, T(0));
         result[std::find(row, row + size, peak_of(row, size)) - row] = 1;
@@ -398,45 +397,59 @@ int64_t choose_in(const T* row, int64_t size, const double* setting, uint64_t ke
   return best_noisy(row, probs, size, temperature, key, first).token;
 }
 
+// The indices of marks that are not 0.
+std::vector<int64_t> marked(const char* marks, int64_t size) {
+  std::vector<int64_t> found;
+  for (int64_t i = 0; i < size; ++i)
+    if (marks[i]) found.push_back(i);
+  return found;
+}
+
 const int64_t* ids_of(const std::optional<at::Tensor>& ids) { return ids.has_value() ? ids->const_data_ptr<int64_t>() : nullptr; }
 
 }  // namespace
 
-// scores [B, M, V], settings float64 [B, 4] of temperature, top_k, top_p and min_p -> probabilities [B, M, V] and float32 [B, M], NaN
-// for rows with NaN. Only the first counts[b] rows of request b are processed: the others are undefined.
-std::tuple<at::Tensor, at::Tensor> shape_probs(const at::Tensor& scores, const at::Tensor& settings, at::IntArrayRef counts) {
+// scores [B, M, V], settings float64 [B, 4] of temperature, top_k, top_p and min_p -> probabilities [B, M, V] and the numbers of rows
+// with NaN, +inf or only -inf. Only the first counts[b] rows of request b are processed: the others are undefined.
+std::tuple<at::Tensor, std::vector<int64_t>> shape_probs(const at::Tensor& scores, const at::Tensor& settings, at::IntArrayRef counts) {
   const int64_t batch = scores.size(0), width = scores.size(1), size = scores.size(2);
   TORCH_CHECK(scores.is_contiguous() && settings.is_contiguous() && settings.numel() == 4 * batch &&
                   static_cast<int64_t>(counts.size()) == batch,
               "shape_probs: settings ", settings.sizes(), " for scores ", scores.sizes());
-  at::Tensor probs = scores.new_empty(scores.sizes()), witness = scores.new_zeros({batch, width}, at::kFloat);
+  at::Tensor probs = scores.new_empty(scores.sizes());
+  std::vector<char> invalid(batch * width);
   AT_DISPATCH_FLOATING_TYPES(scores.scalar_type(), "shape_probs", [&] {
     shape_rows(scores.const_data_ptr<scalar_t>(), probs.mutable_data_ptr<scalar_t>(), batch * width, size,
-               settings.const_data_ptr<double>(), width, counts.data(), witness.mutable_data_ptr<float>());
+               settings.const_data_ptr<double>(), width, counts.data(), invalid.data());
   });
-  return {probs, witness};
+  return {probs, marked(invalid.data(), batch * width)};
 }
 
-// scores [B, M, V], settings as above, keys of the noise [B * M] (none: all temperatures are 0) -> int64 [B, M]: each row's token in a
-// deterministic round; -1 for rows with NaN, +inf or only -inf, and 0 in the rows of request b from counts[b] on.
-at::Tensor choose(const at::Tensor& scores, const at::Tensor& settings, at::IntArrayRef keys, at::IntArrayRef counts) {
+// scores [B, M, V], settings as above, keys of the noise [B * M] (none: all temperatures are 0) -> int64 [B, M], each row's token in a
+// deterministic round, and the numbers of invalid rows as above. Rows that are not processed have token 0.
+std::tuple<at::Tensor, std::vector<int64_t>> choose(const at::Tensor& scores, const at::Tensor& settings, at::IntArrayRef keys,
+                                                    at::IntArrayRef counts) {
   const int64_t batch = scores.size(0), width = scores.size(1), size = scores.size(2);
   TORCH_CHECK(scores.is_contiguous() && settings.is_contiguous() && settings.numel() == 4 * batch &&
                   static_cast<int64_t>(counts.size()) == batch && (keys.empty() || static_cast<int64_t>(keys.size()) == batch * width),
               "choose: settings ", settings.sizes(), " and ", keys.size(), " keys for scores ", scores.sizes());
   at::Tensor token_ids = scores.new_zeros({batch, width}, at::kLong);
+  std::vector<char> invalid(batch * width);
   const double* setting = settings.const_data_ptr<double>();
   int64_t* chosen = token_ids.mutable_data_ptr<int64_t>();
   AT_DISPATCH_FLOATING_TYPES(scores.scalar_type(), "choose", [&] {
     const scalar_t* rows = scores.const_data_ptr<scalar_t>();
     parallel_for(0, batch * width, 1 + kShared / size, [&](int64_t begin, int64_t end) {
       std::vector<scalar_t> scratch[3];
-      for (int64_t r = begin; r < end; ++r)
-        if (r % width < counts[r / width])
-          chosen[r] = choose_in(rows + r * size, size, setting + r / width * 4, keys.empty() ? 0 : keys[r], scratch);
+      for (int64_t r = begin; r < end; ++r) {
+        if (r % width >= counts[r / width]) continue;
+        const int64_t token = choose_in(rows + r * size, size, setting + r / width * 4, keys.empty() ? 0 : keys[r], scratch);
+        invalid[r] = token < 0;
+        chosen[r] = std::max<int64_t>(token, 0);
+      }
     });
   });
-  return token_ids;
+  return {token_ids, marked(invalid.data(), batch * width)};
 }
 
 // keys [N] -> float32 [N, size]: Gumbel noise of each token.

@@ -6,6 +6,7 @@ committed length, purpose, index), and the last token of a round uses one number
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -51,6 +52,7 @@ class Sampler:
         self._lens: list[int] = []
         self._num_calls = 0  # calls of bernoulli() in the round
         self._prefixes: dict[int, list[int]] = {}  # purpose -> common part of each request's keys in the round
+        self._noise_prefixes = [key_of(request.seed, _NOISE) for request in self.requests]
         self._parts: dict[tuple[int, ...], Sampler] = {}  # rows -> their sampler
 
     def take(self, rows: Sequence[int]) -> Sampler:
@@ -99,8 +101,8 @@ class Sampler:
         if self._all_greedy:
             token_ids = self._choose(scores, parents, start, counts)
             return torch.zeros_like(scores).scatter_(-1, token_ids.unsqueeze(-1), 1.0)
-        probs, witness = self._shaping.probs(scores, counts)
-        self._check(witness.isfinite(), counts)
+        probs, invalid = self._shaping.probs(scores, counts)
+        self._check(invalid, scores.shape[1])
         return probs
 
     def confidences(
@@ -149,18 +151,15 @@ class Sampler:
 
     def _choose(self, scores: Tensor, parents: Tensor | None, start: int, counts: list[int]) -> Tensor:
         """Return the tokens [B, M] of a deterministic round."""
-        token_ids = self._shaping.choose(scores, self._noise_keys(scores.shape[1], parents, start), counts)
-        self._check(token_ids >= 0, counts)
+        width = scores.shape[1]
+        token_ids, invalid = self._shaping.choose(scores, self._noise_keys(width, parents, start), counts)
+        self._check(invalid, width)
         return token_ids
 
-    def _check(self, is_valid: Tensor, counts: list[int]) -> None:
-        """Raise ``InvalidLogits`` unless the first ``counts[b]`` entries of each row of ``is_valid`` [B, M] are true."""
-        if is_valid.all():
-            return
-        invalid = ~is_valid.cpu() & (torch.arange(is_valid.shape[1]) < torch.tensor(counts).unsqueeze(-1))
-        rows = invalid.any(dim=-1).nonzero().flatten().tolist()
-        if rows:
-            raise InvalidLogits([self.requests[b].request_id for b in rows])
+    def _check(self, invalid: Sequence[int], width: int) -> None:
+        """Raise ``InvalidLogits`` if there are ``invalid`` rows, of ``width`` per request."""
+        if invalid:
+            raise InvalidLogits([self.requests[b].request_id for b in sorted({row // width for row in invalid})])
 
     def _sync_round(self) -> None:
         """Start a round when committed tokens were added: reset trial counters."""
@@ -186,8 +185,8 @@ class Sampler:
         else:
             depths = path_mask(parents, start, width).sum(dim=-1).tolist()
         return [
-            signed(key_of(request.seed, _NOISE, len(request.token_ids) + depth))
-            for request, below in zip(self.requests, depths, strict=True)
+            signed(key_of(len(request.token_ids) + depth, prefix=prefix))
+            for request, prefix, below in zip(self.requests, self._noise_prefixes, depths, strict=True)
             for depth in below
         ]
 

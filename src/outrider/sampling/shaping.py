@@ -45,35 +45,31 @@ class Shaping:
         temperatures = self._settings[:, :1, None]
         return torch.where(temperatures > 0, temperatures, 1.0)
 
-    def probs(self, scores: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return probabilities [B, M, V], one-hot for greedy rows, and a tensor [B, M] that is finite where scores are valid.
+    def probs(self, scores: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """Return probabilities [B, M, V], one-hot for greedy rows, and the invalid rows of B * M: with NaN, +inf or only -inf.
 
-        Only the first ``counts[b]`` rows of request b are defined.
+        Only the first ``counts[b]`` rows of request b are defined, and checked.
         """
         if self._native:
-            shaped: tuple[Tensor, Tensor] = torch.ops.outrider.shape_probs(scores.contiguous(), self._settings, counts)
+            shaped: tuple[Tensor, list[int]] = torch.ops.outrider.shape_probs(scores.contiguous(), self._settings, counts)
             return shaped
         probs = torch.softmax(scores / self._temperatures.to(scores.dtype), dim=-1)
-        witness = probs[..., 0].clone()  # softmax propagates NaN over its row; those of greedy rows are replaced below
+        invalid = _invalid_rows(probs[..., 0], counts)  # softmax propagates NaN over its row
         if self._truncates:
             probs = reference_truncated(probs, self._settings[:, 1:])
         if any(self.is_greedy):
             rows = torch.tensor(self.is_greedy, device=scores.device)
             best = scores[rows].argmax(dim=-1, keepdim=True)
             probs[rows] = torch.zeros_like(probs[rows]).scatter_(-1, best, 1.0)
-        return probs, witness
+        return probs, invalid
 
-
-    def choose(self, scores: Tensor, keys: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """Return the tokens int64 [B, M] of a deterministic round: the argmax of ``noisy``, -1 where scores are invalid.
-
-        Only the first ``counts[b]`` tokens of request b are defined.
-        """
-        if not self._native:
-            best, token_ids = self.noisy(scores, keys).max(dim=-1)
-            return token_ids.where(best.isfinite(), -1)
-        chosen: Tensor = torch.ops.outrider.choose(scores.contiguous(), self._settings, keys, counts)
-        return chosen
+    def choose(self, scores: Tensor, keys: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """Return the tokens int64 [B, M] of a deterministic round, the argmax of ``noisy``, and invalid rows as ``probs``."""
+        if self._native:
+            chosen: tuple[Tensor, list[int]] = torch.ops.outrider.choose(scores.contiguous(), self._settings, keys, counts)
+            return chosen
+        best, token_ids = self.noisy(scores, keys).max(dim=-1)
+        return token_ids, _invalid_rows(best, counts)
 
     def noisy(self, scores: Tensor, keys: Sequence[int]) -> Tensor:
         """Return scores [B, M, V] by temperature, plus Gumbel noise, and -inf for truncated tokens; greedy rows unchanged.
@@ -91,6 +87,13 @@ class Shaping:
             return noisy
         kept = self.probs(scores, [scores.shape[1]] * len(scores))[0] > 0
         return noisy.masked_fill(~kept, -math.inf)
+
+
+def _invalid_rows(witness: Tensor, counts: Sequence[int]) -> list[int]:
+    """Return the indices into [B * M] where ``witness`` [B, M] is not finite, among the first ``counts[b]`` of each request."""
+    width = witness.shape[1]
+    rows: list[int] = (~witness.isfinite()).flatten().nonzero().flatten().tolist()
+    return [row for row in rows if row % width < counts[row // width]]
 
 
 def reference_truncated(probs: Tensor, cuts: Tensor) -> Tensor:
