@@ -10,6 +10,7 @@ from heads.writers import HIDDEN, write_eagle3, write_medusa
 from tiny_folder import make_folder
 
 from outrider import LLM, OutriderError, SamplingParams
+from outrider.heads.head_runner import Step
 from outrider.proposers.head_trees import TreeConfig
 from outrider.proposers.medusa import MedusaConfig
 from outrider.proposers.method import Setting
@@ -138,11 +139,11 @@ def test_a_head_output_that_is_nan_pauses_only_its_request(home, monkeypatch):
     extend, calls = llm.engine.proposer.head.extend, []
 
     def broken(ids, *args):
-        out = extend(ids, *args).clone()
+        step = Step(*(each.clone() for each in extend(ids, *args)))
         calls.append(list(ids))
         if len(calls) == 2:
-            out[0] = math.nan
-        return out
+            step.feedback[0] = math.nan
+        return step
 
     monkeypatch.setattr(llm.engine.proposer.head, "extend", broken)
     found = llm.generate(prompts, params)

@@ -105,10 +105,10 @@ class BatchSampler(Randomness, Protocol):
         """[B, M, V] -> float32 [B, M, V] after all sampler settings; greedy rows are one-hots. Raises ``InvalidLogits``."""
         ...
 
-    def confidences(
-        self, logits: Tensor, drafts: Tensor | None = None, parents: Tensor | None = None, start: int = 0
-    ) -> Tensor:
-        """[B, M, V] -> [B, M, V]: estimates of the probability that ``tokens`` returns each token in a deterministic round."""
+    def likeliest(
+        self, logits: Tensor, top_k: int, drafts: Tensor | None = None, parents: Tensor | None = None, start: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """[B, M, V] -> [B, M, K] each: tokens that ``tokens`` most likely returns in a deterministic round, and how likely."""
         ...
 
     def draw(self, probs: Tensor, index: int) -> Tensor:

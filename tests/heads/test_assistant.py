@@ -110,11 +110,11 @@ def test_an_assistant_computes_the_same_as_transformers_class(changes, num_share
         read(target, name, text[:-1].tolist())
         states[name] = model(text[None, :-1], output_hidden_states=True, return_shared_kv_states=True, use_cache=True)
     own = {name: states[name].hidden_states[-1][0] for name in texts}
-    out = runner.extend(list(texts), [text[1:].tolist() for text in texts.values()], [[own[name]] for name in texts])
+    root = runner.extend(list(texts), [text[1:].tolist() for text in texts.values()], [[own[name]] for name in texts])
     drafts = torch.tensor([[7, 9, 30], [11, 9, 7]])
-    fed = head.feedback(out)[:, None].expand(-1, 3, -1)
+    fed = root.feedback[:, None].expand(-1, 3, -1)
     level = runner.level(list(texts), drafts, fed, 1, torch.eye(3).bool().expand(2, -1, -1))
-    deeper = runner.level(list(texts), drafts[:, :1], head.feedback(level)[:, 1:2], 2, torch.ones(2, 1, 4).bool())
+    deeper = runner.level(list(texts), drafts[:, :1], level.feedback[:, 1:2], 2, torch.ones(2, 1, 4).bool())
     for row, (name, text) in enumerate(texts.items()):
 
         def wanted(token, feature, text=text, name=name):
@@ -123,12 +123,14 @@ def test_an_assistant_computes_the_same_as_transformers_class(changes, num_share
             position = torch.tensor([[len(text) - 1]])
             return small(inputs_embeds=inputs, position_ids=position, shared_kv_states=dict(kept))
 
-        steps = [(out[row], wanted(int(text[-1]), own[name][-1]))]
-        steps += [(level[row, node], wanted(int(drafts[row, node]), steps[0][1].last_hidden_state[0, 0])) for node in range(3)]
-        steps += [(deeper[row, 0], wanted(int(drafts[row, 0]), steps[2][1].last_hidden_state[0, 0]))]
-        for found, one in steps:
-            torch.testing.assert_close(head.feedback(found), one.last_hidden_state[0, 0], rtol=1e-3, atol=1e-3)
-            logits, theirs = head.logits(found), one.logits[0, 0]
+        steps = [(root, (row,), wanted(int(text[-1]), own[name][-1]))]
+        steps += [
+            (level, (row, node), wanted(int(drafts[row, node]), steps[0][2].last_hidden_state[0, 0])) for node in range(3)
+        ]
+        steps += [(deeper, (row, 0), wanted(int(drafts[row, 0]), steps[2][2].last_hidden_state[0, 0]))]
+        for found, place, one in steps:
+            torch.testing.assert_close(found.feedback[place], one.last_hidden_state[0, 0], rtol=1e-3, atol=1e-3)
+            logits, theirs = found.logits[place], one.logits[0, 0]
             chosen = logits > IMPOSSIBLE_LOGIT / 2
             assert int(chosen.sum()) == (20 if changes else VOCAB)
             torch.testing.assert_close(logits[chosen], theirs[chosen], rtol=1e-3, atol=1e-3)

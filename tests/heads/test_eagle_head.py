@@ -99,19 +99,18 @@ def test_a_head_prefills_in_chunks_and_drafts_a_tree(kind, tmp_path, model, targ
     features = [[torch.randn(length, HIDDEN, generator=generator) for _ in range(count)] for length in lengths]
     runner.extend(["a"], [tokens[0][:3].tolist()], [[each[:3] for each in features[0]]])
     rest = [tokens[0][3:].tolist(), tokens[1].tolist()]
-    out = runner.extend(["a", "b"], rest, [[each[3:] for each in features[0]], features[1]])
+    root = runner.extend(["a", "b"], rest, [[each[3:] for each in features[0]], features[1]])
     level_1, level_2 = torch.tensor([[7, 8], [9, 10]]), torch.tensor([[11, 12, 13], [14, 15, 16]])
     above = torch.tensor([0, 1, 0])  # parents of the second level
-    first = runner.level(
-        ["a", "b"], level_1, runner.head.feedback(out)[:, None].expand(-1, 2, -1), 1, torch.eye(2).bool().expand(2, -1, -1)
-    )
+    fed = root.feedback[:, None].expand(-1, 2, -1)
+    first = runner.level(["a", "b"], level_1, fed, 1, torch.eye(2).bool().expand(2, -1, -1))
     sees = torch.cat((torch.eye(2)[above], torch.eye(3)), 1).bool().expand(2, -1, -1)
-    second = runner.level(["a", "b"], level_2, runner.head.feedback(first)[:, above], 2, sees)
+    second = runner.level(["a", "b"], level_2, first.feedback[:, above], 2, sees)
     for b, length in enumerate(lengths):
         hidden = by_paper.fuse(features[b])
         causal = torch.ones(length, length).tril().bool()
         own = by_paper.out(tokens[b], hidden, torch.arange(length), causal)
-        torch.testing.assert_close(out[b], own[-1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(root.feedback[b], by_paper.feedback(own[-1:])[0], rtol=1e-4, atol=1e-4)
         for node in range(3):  # compute each path of the tree as a separate sequence
             path = torch.stack((level_1[b, above[node]], level_2[b, node]))
             longer = torch.cat((hidden, by_paper.feedback(own[-1:])))
@@ -119,9 +118,9 @@ def test_a_head_prefills_in_chunks_and_drafts_a_tree(kind, tmp_path, model, targ
             one = by_paper.out(torch.cat((tokens[b], path[:1])), longer, torch.arange(length + 1), upto(length + 1))
             longer = torch.cat((longer, by_paper.feedback(one[-1:])))
             two = by_paper.out(torch.cat((tokens[b], path)), longer, torch.arange(length + 2), upto(length + 2))
-            torch.testing.assert_close(first[b, above[node]], one[-1], rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(second[b, node], two[-1], rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(runner.logits(second[b, node]), by_paper.logits(two[-1:])[0], rtol=1e-3, atol=1e-3)
+            for found, own_out in ((first.feedback[b, above[node]], one), (second.feedback[b, node], two)):
+                torch.testing.assert_close(found, by_paper.feedback(own_out[-1:])[0], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(second.logits[b, node], by_paper.logits(two[-1:])[0], rtol=1e-3, atol=1e-3)
 
 
 def test_a_head_beside_a_16_bit_target_turns_by_exact_angles(tmp_path, model):

@@ -37,20 +37,20 @@ def test_a_head_of_a_checkpoint_matches_the_reference(family, own_tables, tmp_pa
     tokens, features = torch.randint(61, (20,), generator=generator), torch.randn(20, 32, generator=generator)
     runner.extend(["a"], [tokens[:7].tolist()], [[features[:7]]])
     other = runner.extend(["b"], [tokens[:4].tolist()], [[features[:4]]])
-    out = runner.extend(["a"], [tokens[7:].tolist()], [[features[7:]]])
-    torch.testing.assert_close(other[0], by_formula.out(tokens[:4], features[:4])[-1], rtol=1e-4, atol=1e-4)
+    root = runner.extend(["a"], [tokens[7:].tolist()], [[features[7:]]])
+    torch.testing.assert_close(other.feedback[0], by_formula.out(tokens[:4], features[:4])[-1], rtol=1e-4, atol=1e-4)
     own = by_formula.out(tokens, features)[-1:]
-    torch.testing.assert_close(out, own, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(runner.logits(out), by_formula.logits(own), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(root.feedback, own, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(root.logits, by_formula.logits(own), rtol=1e-4, atol=1e-4)
     drafts = torch.tensor([[5, 9]])  # two children of the root, and one of the second child
-    level = runner.level(["a"], drafts, out[:, None].expand(-1, 2, -1), 1, torch.eye(2).bool()[None])
-    deeper = runner.level(["a"], torch.tensor([[11]]), level[:, 1:], 2, torch.tensor([[[False, True, True]]]))
-    for node, found in ((0, level[0, 0]), (1, level[0, 1])):
+    level = runner.level(["a"], drafts, root.feedback[:, None].expand(-1, 2, -1), 1, torch.eye(2).bool()[None])
+    deeper = runner.level(["a"], torch.tensor([[11]]), level.feedback[:, 1:], 2, torch.tensor([[[False, True, True]]]))
+    for node, found in enumerate(level.feedback[0]):
         path = by_formula.out(torch.cat((tokens, drafts[0, node : node + 1])), torch.cat((features, own)))[-1:]
         torch.testing.assert_close(found, path[0], rtol=1e-4, atol=1e-4)
     last = by_formula.out(torch.cat((tokens, torch.tensor([9, 11]))), torch.cat((features, own, path)))[-1]
-    torch.testing.assert_close(deeper[0, 0], last, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(runner.logits(deeper)[0, 0], by_formula.logits(last), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(deeper.feedback[0, 0], last, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(deeper.logits[0, 0], by_formula.logits(last), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("layout", mtp_formats.LAYOUTS)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import itertools
 from time import perf_counter
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 from toy import make_request
 
+from outrider.heads.head_runner import Step
 from outrider.proposers import head_trees, medusa, trees
 from outrider.proposers.tree_chances import Calibration, Floats
 from outrider.proposers.tree_sizes import TreeCosts
@@ -52,21 +52,30 @@ SETTINGS = {
 
 
 class TableHead:
-    """A RolloutRunner whose next-token distribution is a table's; out [A, W, 1] holds indices of texts."""
+    """A RolloutRunner whose next-token distribution is a table's; feedback [A, W, 1] holds indices of texts."""
 
     def __init__(self, text: Text) -> None:
         self.texts = [text]
-        self.head = SimpleNamespace(feedback=lambda out: out)
 
-    def logits(self, out: Tensor) -> Tensor:
-        return torch.stack([DRAFT.batch([self.texts[int(i)] for i in row.flatten()]) for row in out])
+    @property
+    def root(self) -> Step:
+        return self._after(0).view(1)
 
-    def level(self, ids: list[str], token_ids: Tensor, hidden: Tensor, depth: int, sees: Tensor) -> Tensor:
+    def _after(self, first: int) -> Step:
+        logits = DRAFT.batch(self.texts[first:])[None]
+        return Step(torch.arange(first, len(self.texts)).view(1, -1, 1), logits)
+
+    def level(self, ids: list[str], token_ids: Tensor, hidden: Tensor, depth: int, sees: Tensor) -> Step:
         first = len(self.texts)
         for parent, token in zip(hidden.flatten().tolist(), token_ids.flatten().tolist(), strict=True):
             self.texts.append((*self.texts[int(parent)], token))
         assert sees.shape[:2] == token_ids.shape and bool(sees[..., -token_ids.shape[1] :].diagonal(dim1=1, dim2=2).all())
-        return torch.arange(first, len(self.texts)).view(1, -1, 1)
+        return self._after(first)
+
+
+def confident_tree(text: Text, round_: head_trees._Round, top_k: int, found: head_trees._Candidates) -> Proposal:
+    head = TableHead(text)
+    return head_trees._confident_tree(head, round_, head.root, top_k, found)
 
 
 class Believing(Calibration):
@@ -96,7 +105,8 @@ def drawn(output: Text, params: SamplingParams) -> Drafts:
         request = make_request(PROMPT + output, params, num_prompt=len(PROMPT))
         sampler = Scripted(script, request)
         round_ = head_trees._Round(Context((request,), (9,), sampler), [0], max(SHAPE.depths), VOCAB)
-        proposal = head_trees._drawn_tree(TableHead(PROMPT + output), round_, torch.zeros(1, 1), SHAPE)
+        head = TableHead(PROMPT + output)
+        proposal = head_trees._drawn_tree(head, round_, head.root, SHAPE)
         if sampler.weight > 0:
             rows.append(proposal)
             weights.append(sampler.weight)
@@ -184,9 +194,7 @@ def test_the_confident_tree_contains_the_likeliest_paths(k: int) -> None:
     text: Text = PROMPT
     sampler = Sampler([make_request(text)], VOCAB)
     round_ = head_trees._Round(Context((make_request(text),), (9,), sampler), [0], k, VOCAB)
-    proposal = head_trees._confident_tree(
-        TableHead(text), round_, torch.zeros(1, 1), VOCAB**2, head_trees._Candidates(5, Believing())
-    )
+    proposal = confident_tree(text, round_, VOCAB**2, head_trees._Candidates(5, Believing()))
     worth: dict[Text, float] = {}
     for depth in range(1, k + 1):
         for path in itertools.product(range(VOCAB), repeat=depth):
@@ -205,9 +213,7 @@ def test_impossible_tokens_are_in_no_tree() -> None:
     """For any maximum size and any calibration of small confidences."""
     request = make_request(PROMPT, SamplingParams(banned_token_ids=(1,)))
     round_ = head_trees._Round(Context((request,), (9,), Sampler([request], VOCAB)), [0], 2, VOCAB)
-    proposal = head_trees._confident_tree(
-        TableHead(PROMPT), round_, torch.zeros(1, 1), VOCAB, head_trees._Candidates(50, Calibration())
-    )
+    proposal = confident_tree(PROMPT, round_, VOCAB, head_trees._Candidates(50, Calibration()))
     assert int(proposal.lens[0]) == (VOCAB - 1) + (VOCAB - 1) ** 2
     assert 1 not in proposal.token_ids[0, : int(proposal.lens[0])]
 
@@ -221,7 +227,7 @@ def test_higher_acceptance_than_confidence_gives_deeper_trees() -> None:
 
     def drafted() -> tuple[int, list[float]]:
         found = head_trees._Candidates(6, calibration, prices, perf_counter())
-        head_trees._confident_tree(TableHead(PROMPT), round_, torch.zeros(1, 1), 2, found)
+        confident_tree(PROMPT, round_, 2, found)
         return found.num_levels, found.drafted[round_.ids[0]].confidences
 
     depth, confidences = drafted()
@@ -234,9 +240,7 @@ def test_a_limit_bounds_the_depth_of_the_tree() -> None:
     sampler = Sampler([make_request(PROMPT)], VOCAB)
     round_ = head_trees._Round(Context((make_request(PROMPT),), (1,), sampler), [0], 3, VOCAB)
     round_.limits = [1]
-    proposal = head_trees._confident_tree(
-        TableHead(PROMPT), round_, torch.zeros(1, 1), 2, head_trees._Candidates(6, Believing())
-    )
+    proposal = confident_tree(PROMPT, round_, 2, head_trees._Candidates(6, Believing()))
     assert set(proposal.parents[0, : int(proposal.lens[0])].tolist()) == {-1}
 
 

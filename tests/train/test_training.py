@@ -127,13 +127,13 @@ def test_training_rollouts_equal_drafting_rollouts(kind, runner, cache):
     for length in (1, 4, 12):
         name = f"text-{length}"
         seen = [feature[0, :length] for feature in features]
-        out = drafting.extend([name], [ids[0, 1 : 1 + length].tolist()], [seen])
-        torch.testing.assert_close(out[0], outs[0][0, length - 1], rtol=2e-3, atol=2e-3)
+        step = drafting.extend([name], [ids[0, 1 : 1 + length].tolist()], [seen]).view(1, 1)
+        torch.testing.assert_close(step.feedback[0, 0], head.feedback(outs[0][0, length - 1]), rtol=2e-3, atol=2e-3)
         for depth in (1, 2):
             token = ids[:, length + depth : length + depth + 1]
             sees = torch.ones(1, 1, depth, dtype=torch.bool)
-            out = drafting.level([name], token, head.feedback(out)[:, None] if depth == 1 else head.feedback(out), depth, sees)
-            torch.testing.assert_close(out[0, 0], outs[depth][0, length - 1], rtol=2e-3, atol=2e-3)
+            step = drafting.level([name], token, step.feedback, depth, sees)
+            torch.testing.assert_close(step.feedback[0, 0], head.feedback(outs[depth][0, length - 1]), rtol=2e-3, atol=2e-3)
 
 
 @torch.no_grad()

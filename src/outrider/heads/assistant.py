@@ -30,9 +30,9 @@ from outrider.heads.checkpoint import (
     tensor_names,
 )
 from outrider.heads.feature_head import RolloutHead, Rotation
-from outrider.heads.head_runner import RolloutRunner
+from outrider.heads.head_runner import RolloutRunner, Step
 from outrider.runner import ModelRunner, attention
-from outrider.runner.attention import PassLayout
+from outrider.runner.attention import PassLayout, active_pass
 from outrider.runner.kv_cache import CacheShape, LayerShape
 from outrider.runner.loading import load_config, text_config
 from outrider.runner.survey import without_weights
@@ -50,6 +50,7 @@ class AssistantHead(RolloutHead):
         """``config``: the assistant's; ``decoder``: its layers on the meta device, which become the head's."""
         super().__init__()
         self.text, self._stored = decoder.config, stored
+        self.settings = self.text
         self.uses_targets_output, self.cache_shape = False, CacheShape.of({})
         hidden, self.target_hidden_size = int(self.text.hidden_size), int(config.backbone_hidden_size)
         self.pre_projection = nn.Linear(2 * self.target_hidden_size, hidden, bias=False)
@@ -127,9 +128,7 @@ class AssistantRunner(RolloutRunner):
         self._places = tuple(target.cache.shape.places[sources[_kind_of(layer)]] for layer in head.layers)
 
     @torch.inference_mode()
-    def extend(
-        self, request_ids: Sequence[str], tokens: Sequence[Sequence[int]], features: Sequence[Sequence[Tensor]]
-    ) -> Tensor:
+    def extend(self, request_ids: Sequence[str], tokens: Sequence[Sequence[int]], features: Sequence[Sequence[Tensor]]) -> Step:
         rows = [self.cache.row(request_id) for request_id in request_ids]
         ends = [self.cache.cached_lens[row] + len(new) for row, new in zip(rows, tokens, strict=True)]
         if ends != [self._target_cache.cached_len(request_id) for request_id in request_ids]:
@@ -138,14 +137,14 @@ class AssistantRunner(RolloutRunner):
             self.cache.cached_lens[row] = end
         last = torch.tensor([[new[-1]] for new in tokens], device=self.device)
         hidden = torch.stack([self.head.fuse([each[-1:].to(self.device, self.dtype) for each in own]) for own in features])
-        return self._queried(request_ids, last, hidden)[:, 0]
+        return self._queried(request_ids, last, hidden)
 
     @torch.inference_mode()
-    def level(self, request_ids: Sequence[str], token_ids: Tensor, hidden: Tensor, depth: int, sees: Tensor) -> Tensor:
-        return self._queried(request_ids, token_ids, hidden)
+    def level(self, request_ids: Sequence[str], token_ids: Tensor, hidden: Tensor, depth: int, sees: Tensor) -> Step:
+        return self._queried(request_ids, token_ids, hidden).view(*token_ids.shape)
 
-    def _queried(self, request_ids: Sequence[str], token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """Return the head's output [B, W, H] for tokens [B, W] and the features before them [B, W, Ht]."""
+    def _queried(self, request_ids: Sequence[str], token_ids: Tensor, hidden: Tensor) -> Step:
+        """Return the step after each of the tokens [B, W] and the features before them [B, W, Ht]: [B * W]."""
         cache, (batch, width) = self._target_cache, token_ids.shape
         rows = [cache.row(request_id) for request_id in request_ids]
         bases = [cache.cached_lens[row] for row in rows]
@@ -155,11 +154,12 @@ class AssistantRunner(RolloutRunner):
         positions = starts.repeat_interleave(width)[None]
         unseen = torch.zeros(batch, width, width, dtype=torch.bool, device=self.device)
         layout = PassLayout(cache.stores, self._places, row_ids, starts, ends, positions, unseen)
-        out = self._run(layout, token_ids.reshape(1, -1), hidden.flatten(0, 1)[None])
-        return out.view(batch, width, -1)
+        with active_pass(layout):
+            out = self.head(token_ids.reshape(1, -1), hidden.flatten(0, 1)[None], positions)
+        return Step(*self.head.step(out[0], self._vocab_size))
 
-    def _rotation(self, positions: Tensor) -> Rotation | None:
-        return None  # each kind of layer has its own
+    def prepare(self) -> None:
+        """Do nothing: an assistant runs eagerly, over another cache than its own."""
 
 
 def is_assistant(folder: Path) -> bool:

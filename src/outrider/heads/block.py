@@ -270,7 +270,7 @@ class BlockHead(FeatureHead):
         if self.shape.own_output:
             logits = self.lm_head(out)
         else:  # a config with any post-processing settings has all of them
-            logits = self.target_logits(out) if (scale, cap) == (1.0, 0.0) else self._lent[1](out)
+            logits = self.target_logits(out) if (scale, cap) == (1.0, 0.0) else self.lent[1](out)
             logits = logits if self.draft_ids is None else logits[..., self.draft_ids]
         logits = logits if scale == 1.0 else logits * scale
         return logits if cap == 0.0 else (logits / cap).tanh() * cap

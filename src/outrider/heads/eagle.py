@@ -78,6 +78,7 @@ class EagleHead(RolloutHead):
     def __init__(self, shape: EagleShape) -> None:
         super().__init__()
         self.shape, self.target_hidden_size, self.hidden_states = shape, shape.target_hidden_size, shape.hidden_states
+        self.settings = shape
         self.imitates_features = shape.generation == 1
         self.uses_targets_output = shape.generation == 1 or not shape.own_output
         config, hidden, features = shape.config, shape.config.hidden_size, len(shape.hidden_states)
@@ -118,7 +119,7 @@ class EagleHead(RolloutHead):
         """Return [V, H]: its own embedding, or the target's output per token (some targets scale their weights)."""
         if self.shape.own_embedding:
             return self.embed_tokens.weight
-        table: Tensor = self._lent[0](torch.arange(self.shape.config.vocab_size, device=self.fc.weight.device))
+        table: Tensor = self.lent[0](torch.arange(self.shape.config.vocab_size, device=self.fc.weight.device))
         return table.to(self.fc.weight.dtype)
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:

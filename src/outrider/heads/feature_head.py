@@ -41,7 +41,7 @@ class FeatureHead(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lent: list[nn.Module] = []  # in a list, so that the target's modules are not registered
+        self.lent: list[nn.Module] = []  # embedding and output head; in a list, so that the target's modules are not registered
         self._finish: Finish | None = None
         self._columns = torch.empty(0, dtype=torch.long)  # [V] column of the padded logits per target token
 
@@ -67,16 +67,16 @@ class FeatureHead(nn.Module):
 
     def lend(self, embedding: nn.Module, output: nn.Module, finish: Finish | None = None) -> None:
         """Set the target's embedding, output head and logit post-processing."""
-        self._lent, self._finish = [embedding, output], finish
+        self.lent, self._finish = [embedding, output], finish
 
     def target_logits(self, features: Tensor) -> Tensor:
         """Return the target's logits of its last features: [..., H] -> [..., V]."""
-        numbers: Tensor = self._lent[1](features)
+        numbers: Tensor = self.lent[1](features)
         return numbers if self._finish is None else self._finish(numbers)
 
     def embed(self, token_ids: Tensor, like: Tensor) -> Tensor:
         """Return the embeddings [..., H] of tokens, the head's own or the target's, in the dtype of ``like``."""
-        embedding = getattr(self, "embed_tokens", None) or self._lent[0]
+        embedding = getattr(self, "embed_tokens", None) or self.lent[0]
         embeds: Tensor = embedding(token_ids)
         return embeds.to(like.dtype)
 
@@ -107,6 +107,7 @@ class RolloutHead(FeatureHead):
     """
 
     imitates_features: bool = False  # whether outputs are trained to equal the target's features
+    settings: object  # what its computation depends on besides weights and modules; ``str`` of it says so in full
 
     @abstractmethod
     def forward(self, token_ids: Tensor, hidden: Tensor, position_ids: Tensor, rotation: Rotation | None = None) -> Tensor:
@@ -118,3 +119,7 @@ class RolloutHead(FeatureHead):
     @abstractmethod
     def feedback(self, out: Tensor) -> Tensor:
         """Return the input of the next step that replaces the target's feature."""
+
+    def step(self, out: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """Return the feedback [..., H] of outputs, and their logits float32 [..., V] over the target's vocabulary."""
+        return self.feedback(out), self.spread(self.logits(out), vocab_size)

@@ -7,21 +7,73 @@ run by block_runner.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.heads.feature_head import FeatureHead, RolloutHead, Rotation
 from outrider.heads.own_logits import finish_of
 from outrider.runner import ModelRunner, linear, quantized
 from outrider.runner.attention import PassLayout, active_pass
+from outrider.runner.forward import Layout, Program
 from outrider.runner.kv_cache import KVCache
 from outrider.runner.layouts import Layouts
+from outrider.runner.passes import ProgramRunner
 
 CHUNK = 256  # entries of a request per pass during prefill
 
 Head = TypeVar("Head", bound=FeatureHead)
+
+
+class Step(NamedTuple):
+    """What a head computes of a token that a draft follows."""
+
+    feedback: Tensor  # [..., H]: replaces the target's next feature
+    logits: Tensor  # float32 [..., V], of the next token
+
+    def view(self, *shape: int) -> Step:
+        """Return the same with other leading dimensions."""
+        return Step(*(each.view(*shape, each.shape[-1]) for each in self))
+
+
+class HeadPass(Program):
+    """One pass of a head that drafts one token after another."""
+
+    def __init__(self, head: RolloutHead, cache: KVCache, vocab_size: int) -> None:
+        super().__init__()
+        self.head, self.lent = head, nn.ModuleList(head.lent)
+        self.cache, self.num_layers, self._vocab_size = cache, len(head.layers), vocab_size
+        self.label = f"the pass of the {type(head).__name__}"
+
+    def identity(self) -> object:
+        return str(self.head), self.head.settings, self._vocab_size
+
+    def example(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        layout, hidden = Layout.over(self.cache, earlier=1), torch.zeros(1, 5, self.head.fc.out_features)
+        cos, sin = self.head.rotary_emb(hidden, layout.inputs[0])
+        inputs = (torch.zeros(1, 5, dtype=torch.long), hidden, cos, sin, *layout.inputs, torch.arange(4), *layout.stores)
+        tokens, places = {1: layout.num_tokens}, {0: torch.export.Dim("m", min=1)}
+        return inputs, (*(tokens,) * 4, *layout.shapes, places, layout.store_shapes)
+
+    def forward(  # noqa: PLR0913 - the tensors of a layout are inputs
+        self,
+        token_ids: Tensor,  # [1, T]
+        hidden: Tensor,  # [1, T, H]: features before them
+        cos: Tensor,  # [1, T, D]
+        sin: Tensor,  # [1, T, D]
+        positions: Tensor,  # [1, T]
+        cache_rows: Tensor,  # [B]
+        bases: Tensor,  # [B]
+        ends: Tensor,  # [B]
+        visible: Tensor,  # [B, W, M]
+        places: Tensor,  # [N]: the tokens that drafts follow
+        *stores: Tensor,  # the cache's: [L, R, Hkv, S, D] each
+    ) -> tuple[Tensor, Tensor]:
+        """Return feedback [N, H] and logits [N, V]."""
+        with active_pass(PassLayout(stores, self.cache.shape.places, cache_rows, bases, ends, positions, visible)):
+            out = self.head(token_ids, hidden, positions, (cos, sin))[0, places]
+        return self.head.step(out, self._vocab_size)
 
 
 class HeadRunner(Generic[Head]):
@@ -55,49 +107,53 @@ class HeadRunner(Generic[Head]):
             self._rotations = cos[0], sin[0]
         return self._rotations[0][positions], self._rotations[1][positions]
 
-    @torch.inference_mode()
-    def logits(self, out: Tensor) -> Tensor:
-        """Map [..., H] to float32 logits [..., V] over the target's vocabulary."""
-        return self.head.spread(self.head.logits(out), self._vocab_size)
-
 
 class RolloutRunner(HeadRunner[RolloutHead]):
     """Runs a head that drafts one token after another."""
 
+    def __init__(self, head: RolloutHead, target: ModelRunner, bits: int | None = None) -> None:
+        super().__init__(head, target, bits)
+        self._programs = ProgramRunner(head, lambda _: HeadPass(head, self.cache, self._vocab_size), target.config.compile)
+
+    def prepare(self) -> None:
+        """Compile, or load, the pass."""
+        self._programs.runner_of()
+        self._programs.compile_now()
+
     @torch.inference_mode()
-    def extend(
-        self, request_ids: Sequence[str], tokens: Sequence[Sequence[int]], features: Sequence[Sequence[Tensor]]
-    ) -> Tensor:
+    def extend(self, request_ids: Sequence[str], tokens: Sequence[Sequence[int]], features: Sequence[Sequence[Tensor]]) -> Step:
         """Add entries: for each request tokens [n_b] and, by hidden state, the features [n_b, Ht] before them; n_b >= 1.
 
-        Return the head's output at each request's last entry, [B, H].
+        Return the step after each request's last entry, [B].
         """
         rows = [self.cache.row(request_id) for request_id in request_ids]
         fused = [self.head.fuse([each.to(self.device, self.dtype) for each in of_request]) for of_request in features]
-        last: list[Tensor | None] = [None] * len(rows)
+        last: list[Step | None] = [None] * len(rows)
         longest = max(map(len, tokens))
         for start in range(0, longest, CHUNK):
             some = [b for b, ids in enumerate(tokens) if len(ids) > start]
             ids = [list(tokens[b][start : start + CHUNK]) for b in some]
             hidden = [fused[b][start : start + CHUNK] for b in some]
-            out = self._chain([rows[b] for b in some], ids, hidden)
+            step = self._chain([rows[b] for b in some], ids, hidden)
             for i, b in enumerate(some):
                 self.cache.cached_lens[rows[b]] += len(ids[i])
-                if len(tokens[b]) <= start + CHUNK:
-                    last[b] = out[i][-1]
-        return torch.stack([each for each in last if each is not None])
+                last[b] = Step(step.feedback[i], step.logits[i])
+        if longest <= CHUNK:
+            return step
+        return Step(*map(torch.stack, zip(*filter(None, last), strict=True)))
 
-    def _chain(self, rows: list[int], ids: list[list[int]], hidden: list[Tensor]) -> list[Tensor]:
-        """Return the head's output at each request's tokens, [n_b, H] each."""
+    def _chain(self, rows: list[int], ids: list[list[int]], hidden: list[Tensor]) -> Step:
+        """Return the step after each request's last token, [B]."""
         texts = self._layouts.chain(ids, rows, [self.cache.cached_lens[row] for row in rows])
-        out = self._run(texts.layout, texts.ids, texts.join(hidden)).split(texts.lens)
-        return [each[: len(text)] for each, text in zip(out, ids, strict=True)]
+        last = [start + len(text) - 1 for start, text in zip(texts.starts, ids, strict=True)]
+        return self._run(texts.layout, texts.ids, texts.join(hidden), self._layouts.places(last, [1] * len(last)))
 
     @torch.inference_mode()
-    def level(self, request_ids: Sequence[str], token_ids: Tensor, hidden: Tensor, depth: int, sees: Tensor) -> Tensor:
-        """Feed drafts [B, W] of one depth (1: children of the root) with their parents' feedback [B, W, H]; return [B, W, H].
+    def level(self, request_ids: Sequence[str], token_ids: Tensor, hidden: Tensor, depth: int, sees: Tensor) -> Step:
+        """Feed drafts [B, W] of one depth (1: children of the root) with their parents' feedback [B, W, H].
 
-        ``sees`` bool [B, W, M]: attention mask over the M drafts fed in this round, these W last.
+        Return the step after each of them, [B, W]. ``sees`` bool [B, W, M]: attention mask over the M drafts fed in this round,
+        these W last.
         """
         rows = [self.cache.row(request_id) for request_id in request_ids]
         committed, (batch, width) = [self.cache.cached_lens[row] for row in rows], token_ids.shape
@@ -105,13 +161,15 @@ class RolloutRunner(HeadRunner[RolloutHead]):
         bases = [length + sees.shape[2] - width for length in committed]
         numbers = torch.tensor([*rows, *bases, *range(width, batch * width + 1, width)], device=self.device)
         row_ids, starts, ends = numbers.chunk(3)
-        places = [min(length + depth, self._max_len) - 1 for length in committed for _ in range(width)]
-        positions = torch.tensor(places, device=self.device)[None]
-        layout = PassLayout(self.cache.stores, self.cache.shape.places, row_ids, starts, ends, positions, sees)
-        return self._run(layout, token_ids.reshape(1, -1), hidden.flatten(0, 1)[None]).view_as(hidden)
+        positions = [min(length + depth, self._max_len) - 1 for length in committed for _ in range(width)]
+        where = torch.tensor(positions, device=self.device)[None]
+        layout = PassLayout(self.cache.stores, self.cache.shape.places, row_ids, starts, ends, where, sees)
+        every = self._layouts.arange(0, batch * width)
+        return self._run(layout, token_ids.reshape(1, -1), hidden.flatten(0, 1)[None], every).view(batch, width)
 
-    def _run(self, layout: PassLayout, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """Run one pass over tokens [1, T] and features [1, T, H]; return [T, H]."""
-        with active_pass(layout):
-            out: Tensor = self.head(token_ids, hidden, layout.positions, self._rotation(layout.positions))
-        return out[0]
+    def _run(self, layout: PassLayout, token_ids: Tensor, hidden: Tensor, places: Tensor) -> Step:
+        """Run one pass over tokens [1, T] and features [1, T, H]; return the step after the tokens at ``places`` [N]."""
+        positions = layout.positions
+        cos, sin = self._rotation(positions) or self.head.rotary_emb(hidden, positions)
+        where = [positions, layout.cache_rows, layout.bases, layout.ends, layout.visible, places]
+        return Step(*self._programs.runner_of()([token_ids, hidden, cos, sin, *where, *layout.stores]))

@@ -96,6 +96,7 @@ class MtpHead(RolloutHead):
         """``layer``: the body's layer that is copied."""
         super().__init__()
         self.model_config, self.text, self.layer = body.model.config, text_config(body.model), layer
+        self.settings = self.text
         self.cache_shape = CacheShape.of({layer: body.layers[layer]})
         self.hidden_states, self.uses_targets_output = (num_layers(self.text),), not own_output
         self.target_hidden_size = hidden = int(self.text.hidden_size)

@@ -22,11 +22,12 @@ namespace outrider {
 namespace {
 
 // Return the k-th highest maximum of interleaved classes: k values are at least that high, so no value below it is in the top k.
+// A short row has the bound `lowest`.
 template <typename T>
-T top_k_bound(const T* row, int64_t size, int64_t top_k, std::vector<T>& maxima) {
+T top_k_bound(const T* row, int64_t size, int64_t top_k, T lowest, std::vector<T>& maxima) {
   int64_t classes = 16;
   while (classes < 3 * top_k) classes *= 2;
-  if (4 * classes > size) return 0;
+  if (4 * classes > size) return lowest;
   maxima.assign(row, row + classes);
   for (int64_t begin = classes; begin + classes <= size; begin += classes)
     for (int64_t i = 0; i < classes; ++i) maxima[i] = row[begin + i] > maxima[i] ? row[begin + i] : maxima[i];
@@ -156,7 +157,7 @@ template <typename T>
 void truncate_row(T* row, int64_t size, int64_t top_k, double top_p, double min_p, std::vector<T>& found, std::vector<T>& maxima) {
   const T least = static_cast<T>(min_p) * peak_of(row, size);
   // All tokens below (1 - top_p) / size together have less mass than top-p excludes; half of that allows for rounding.
-  const T bound = top_k ? top_k_bound(row, size, top_k, maxima) : std::max(least, static_cast<T>((1 - top_p) / (2 * size)));
+  const T bound = top_k ? top_k_bound(row, size, top_k, T(0), maxima) : std::max(least, static_cast<T>((1 - top_p) / (2 * size)));
   int64_t count = 0;
   for (int64_t i = 0; i < size; ++i) {
     found[count] = row[i];
@@ -397,6 +398,34 @@ int64_t choose_in(const T* row, int64_t size, const double* setting, uint64_t ke
   return best_noisy(row, probs, size, temperature, key, first).token;
 }
 
+// The `top_k` highest values of a row, highest first, the first of equal ones first, and their shares of softmax(row): NaN for a
+// row with NaN, +inf or only -inf.
+template <typename T>
+void likeliest_in(const T* row, int64_t size, int64_t top_k, int64_t* token_ids, T* shares, std::vector<T>& maxima) {
+  const T peak = peak_of(row, size);
+  T lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes)
+    for (int64_t j = 0; j < kLanes; ++j) lanes[j] += exp_of(row[i + j] - peak);
+  for (; i < size; ++i) lanes[0] += exp_of(row[i] - peak);
+  const T total = std::accumulate(lanes, lanes + kLanes, T(0));
+  if (!std::isfinite(total)) {
+    std::iota(token_ids, token_ids + top_k, 0);
+    std::fill(shares, shares + top_k, std::numeric_limits<T>::quiet_NaN());
+    return;
+  }
+  const T bound = top_k_bound(row, size, top_k, -std::numeric_limits<T>::infinity(), maxima);
+  std::vector<int64_t> found;
+  for (i = 0; i < size; ++i)
+    if (!(row[i] < bound)) found.push_back(i);
+  const auto is_before = [row](int64_t a, int64_t b) { return row[a] > row[b] || (row[a] == row[b] && a < b); };
+  std::partial_sort(found.begin(), found.begin() + top_k, found.end(), is_before);
+  for (int64_t k = 0; k < top_k; ++k) {
+    token_ids[k] = found[k];
+    shares[k] = exp_of(row[found[k]] - peak) / total;
+  }
+}
+
 // The indices of marks that are not 0.
 std::vector<int64_t> marked(const char* marks, int64_t size) {
   std::vector<int64_t> found;
@@ -450,6 +479,26 @@ std::tuple<at::Tensor, std::vector<int64_t>> choose(const at::Tensor& scores, co
     });
   });
   return {token_ids, marked(invalid.data(), batch * width)};
+}
+
+// scores [..., V] -> token ids int64 [..., K] and probabilities [..., K] of the K likeliest tokens of softmax(scores).
+std::tuple<at::Tensor, at::Tensor> likeliest(const at::Tensor& scores, int64_t top_k) {
+  const int64_t size = scores.size(-1), num_rows = scores.numel() / size;
+  TORCH_CHECK(scores.is_contiguous() && top_k > 0 && top_k <= size, "likeliest: ", top_k, " of scores ", scores.sizes());
+  std::vector<int64_t> shape = scores.sizes().vec();
+  shape.back() = top_k;
+  at::Tensor token_ids = scores.new_empty(shape, at::kLong), shares = scores.new_empty(shape);
+  int64_t* ids = token_ids.mutable_data_ptr<int64_t>();
+  AT_DISPATCH_FLOATING_TYPES(scores.scalar_type(), "likeliest", [&] {
+    const scalar_t* rows = scores.const_data_ptr<scalar_t>();
+    scalar_t* out = shares.mutable_data_ptr<scalar_t>();
+    parallel_for(0, num_rows, 1 + kShared / size, [&](int64_t begin, int64_t end) {
+      std::vector<scalar_t> maxima;
+      for (int64_t r = begin; r < end; ++r)
+        likeliest_in(rows + r * size, size, top_k, ids + r * top_k, out + r * top_k, maxima);
+    });
+  });
+  return {token_ids, shares};
 }
 
 // keys [N] -> float32 [N, size]: Gumbel noise of each token.

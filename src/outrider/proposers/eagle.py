@@ -38,8 +38,7 @@ class EagleProposer(HeadProposer):
         if config.hidden_states and (len(states) != len(head.hidden_states) or not is_there):
             expected = f"expected {len(head.hidden_states)} numbers from 0 to {target.num_layers}"
             raise OutriderError(f"invalid hidden_states {states}: {expected}")
-        super().__init__(head, target, config)
-        self.needs_hidden = states
+        super().__init__(head, target, config, hidden_states=states)
 
 
 class EagleMethod(HeadMethod):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from outrider.heads.feature_head import RolloutHead
-from outrider.heads.head_runner import RolloutRunner
+from outrider.heads.head_runner import RolloutRunner, Step
 from outrider.proposers.base import Proposer
 from outrider.proposers.method import check_counts
 from outrider.proposers.tree_chances import (
@@ -66,17 +66,22 @@ class HeadProposer(Proposer):
     drafts_trees = True
 
     def __init__(
-        self, head: RolloutHead, target: ModelRunner, config: TreeConfig, runner: Callable[..., RolloutRunner] = RolloutRunner
+        self,
+        head: RolloutHead,
+        target: ModelRunner,
+        config: TreeConfig,
+        runner: Callable[..., RolloutRunner] = RolloutRunner,
+        hidden_states: tuple[int, ...] | None = None,
     ) -> None:
-        """Raise ``OutriderError`` for a head that does not fit the target."""
+        """``hidden_states``: instead of the head's own. Raise ``OutriderError`` for a head that does not fit the target."""
         head.check_fit(target)
         if not target.takes_trees:  # the engine would reduce each tree to its first path
             config = replace(config, top_k=1, acceptance=config.acceptance[:1])
-        self.needs_hidden = head.hidden_states
+        self.needs_hidden = hidden_states or head.hidden_states
         self.head = runner(head, target, config.bits)
         self.max_drafts = config.max_depth
         self._config, self._vocab_size = config, target.vocab_size
-        self._sizes = TreeSizes(target, config.max_nodes)
+        self._sizes = TreeSizes(target, config.max_nodes, self.needs_hidden)
         self._rates = SiblingRates([config.acceptance] * config.max_depth)
         self._calibrations = {is_greedy: Calibration() for is_greedy in (True, False)}
         self._drafted: dict[str, Drafted] = {}  # trees of this round, until the verdict
@@ -93,19 +98,19 @@ class HeadProposer(Proposer):
         self._drafted = {}
         if not able:
             return Proposal.empty(len(context.requests))
-        out = self._read(context, able)
+        root = self._read(context, able)
         if k <= 0:
             return Proposal.empty(len(context.requests))
         round_ = _Round(context, able, k, self._vocab_size)
         if context.sampler.is_deterministic:
             calibration = self._calibrations[all(request.params.is_greedy for request in context.requests)]
             found = _Candidates(self._sizes.max_nodes, calibration, self._sizes.costs(context), started)
-            proposal = _confident_tree(self.head, round_, out, self._config.top_k, found)
+            proposal = _confident_tree(self.head, round_, root, self._config.top_k, found)
             depth, num_steps = found.depth, found.num_levels
             self._drafted = found.drafted
         else:
             shape = self._sizes.shape(self._rates.table[:k], context, is_levelwise=True)
-            proposal = _drawn_tree(self.head, round_, out, shape)
+            proposal = _drawn_tree(self.head, round_, root, shape)
             depth = num_steps = max(shape.depths)
             if not self._sizes.is_fixed:  # a fixed tree keeps the output of a seed independent of other requests
                 lens = proposal.lens.tolist()
@@ -117,25 +122,28 @@ class HeadProposer(Proposer):
     def fork(self, source_id: str, request: Request) -> None:
         self._sources[request.request_id] = source_id
 
-    def _read(self, context: Context, able: list[int]) -> Tensor:
-        """Process new hidden states; return the head's output after each request's last token, [A, H]."""
-        out = self._extended(context, able)
-        is_finite = torch.isfinite(out).all(-1).tolist()
+    def _read(self, context: Context, able: list[int]) -> Step:
+        """Process new hidden states; return the head's step after each request's last token, [A]."""
+        step = self._extended(context, able)
+        is_finite = torch.isfinite(step.feedback).all(-1).tolist()
         if not all(is_finite):
             broken = [context.requests[b].request_id for b, is_fine in zip(able, is_finite, strict=True) if not is_fine]
             raise RequestFault(broken, "the head's output is NaN or infinite")
-        return out
+        return step
 
-    def _extended(self, context: Context, able: list[int]) -> Tensor:
+    def _extended(self, context: Context, able: list[int]) -> Step:
         """See ``_read``. A prompt is read once for all its samples: for the one from which the others were forked."""
         samples = [b for b in able if context.requests[b].request_id in self._sources]
         rest = [b for b in able if b not in samples]
-        outs = []
+        steps = []
         for rows in filter(None, (rest, samples)):  # a prompt before its samples
             for b in rows:
                 self._copy_prompt(context.requests[b])
-            outs.append(self._feed(context, rows))
-        return outs[0] if len(outs) == 1 else torch.cat(outs)[torch.tensor([*rest, *samples]).argsort()]
+            steps.append(self._feed(context, rows))
+        if len(steps) == 1:
+            return steps[0]
+        order = torch.tensor([*rest, *samples]).argsort()
+        return Step(*(torch.cat(parts)[order] for parts in zip(*steps, strict=True)))
 
     def _copy_prompt(self, request: Request) -> None:
         """Copy the cached prompt of the request that a new sample was forked from, if any."""
@@ -146,7 +154,7 @@ class HeadProposer(Proposer):
             if count > 0:
                 cache.copy(source, request.request_id, count)
 
-    def _feed(self, context: Context, rows: list[int]) -> Tensor:
+    def _feed(self, context: Context, rows: list[int]) -> Step:
         """Feed the uncached tokens of the requests in these rows. See ``_read``."""
         requests = [context.requests[b] for b in rows]
         tokens, features = [], []
@@ -162,6 +170,9 @@ class HeadProposer(Proposer):
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Update the acceptance estimates from the verdict."""
         learn_from(self._drafted, context, verdict)
+
+    def warmup(self, k: int, batch: int) -> None:
+        self.head.prepare()
 
     def release(self, request_ids: Sequence[str]) -> None:
         self.head.cache.release(request_ids)
@@ -199,31 +210,31 @@ def _children_of(values: Tensor, parent: Tensor) -> Tensor:
     return values.gather(1, parent[:, :, None].expand(-1, -1, values.shape[2]))
 
 
-def _confident_tree(head: RolloutRunner, round_: _Round, out: Tensor, top_k: int, found: _Candidates) -> Proposal:
+def _confident_tree(head: RolloutRunner, round_: _Round, root: Step, top_k: int, found: _Candidates) -> Proposal:
     """Expand and re-rank (EAGLE-2, sections 4.1 and 4.2), as long as another level pays."""
-    num_able, device = len(round_.able), out.device
+    num_able, device = len(round_.able), root.logits.device
     beam = torch.full((num_able, 1), -1, device=device)  # [A, W]: candidate index of each expanded node; -1: the root
     nodes = parents = torch.zeros(num_able, 0, dtype=torch.long, device=device)  # expanded so far, for the sampler
     sees = torch.zeros(num_able, 1, 0, dtype=torch.bool, device=device)
     at = torch.zeros(num_able, 1, dtype=torch.float64, device=device)
-    hidden = out[:, None]  # [A, W, H]
+    step = root.view(num_able, 1)  # [A, W]
     for depth in range(1, round_.k + 1):
-        first_node = nodes.shape[1] - hidden.shape[1]  # of the level, in ``nodes``; -1: the root
-        logits, drafts, above = (round_.spread(each) for each in (head.logits(hidden), nodes, parents))
-        confidences = round_.pick(round_.sampler.confidences(logits, drafts, above, first_node + 1))  # [A, W, V]
-        best = confidences.topk(min(top_k, confidences.shape[-1]), -1)
-        logprobs = found.chances(best.values).log_().clamp_(max=-1e-9)  # a child's value is below its parent's
+        first_node = nodes.shape[1] - step.logits.shape[1]  # of the level, in ``nodes``; -1: the root
+        logits, drafts, above = (round_.spread(each) for each in (step.logits, nodes, parents))
+        most = min(top_k, logits.shape[-1])
+        best = round_.sampler.likeliest(logits, most, drafts, above, first_node + 1)
+        children, confidences = map(round_.pick, best)  # [A, W, top_k] each
+        logprobs = found.chances(confidences).log_().clamp_(max=-1e-9)  # a child's value is below its parent's
         values = (at[:, :, None] + logprobs).flatten(1)  # [A, W * top_k]
-        first = found.add(best.indices.flatten(1), values, beam, depth)
+        first = found.add(children.flatten(1), values, beam, depth)
         if depth == round_.k or not found.can_grow(values):
             break
         at, chosen = values.topk(min(top_k, values.shape[1]), -1)  # [A, W]
-        beam, in_level = first + chosen, chosen // best.values.shape[2]
+        beam, in_level = first + chosen, chosen // most
         token_ids = found.tokens.gather(1, beam)
         sees = _grown(sees, in_level, token_ids.shape[1])
-        feedback = head.head.feedback(hidden)
         nodes, parents = torch.cat((nodes, token_ids), 1), torch.cat((parents, in_level + first_node), 1)
-        hidden = head.level(round_.ids, token_ids, _children_of(feedback, in_level), depth, sees)
+        step = head.level(round_.ids, token_ids, _children_of(step.feedback, in_level), depth, sees)
     return found.proposal(round_)
 
 
@@ -306,9 +317,9 @@ def _gains(best: Tensor) -> list[float]:
     return gains
 
 
-def _drawn_tree(head: RolloutRunner, round_: _Round, out: Tensor, shape: TreeShape) -> Proposal:
+def _drawn_tree(head: RolloutRunner, round_: _Round, root: Step, shape: TreeShape) -> Proposal:
     """Sample a tree of the shape level by level, up to each request's maximum depth."""
-    proposal = draw_tree(shape, round_.sampler, round_.batch, _Levels(head, round_, out, shape))
+    proposal = draw_tree(shape, round_.sampler, round_.batch, _Levels(head, round_, root, shape))
     lens = torch.zeros(round_.batch, dtype=torch.long)
     lens[round_.able] = torch.tensor([shape.cut(limit) for limit in round_.limits])
     return replace(proposal, lens=lens)
@@ -317,11 +328,11 @@ def _drawn_tree(head: RolloutRunner, round_: _Round, out: Tensor, shape: TreeSha
 class _Levels:
     """Callback ``logits_after`` of ``trees.draw_tree``: runs the head over the inner nodes, level by level."""
 
-    def __init__(self, head: RolloutRunner, round_: _Round, out: Tensor, shape: TreeShape) -> None:
-        """``out`` [A, H]: the head's output after the root."""
+    def __init__(self, head: RolloutRunner, round_: _Round, root: Step, shape: TreeShape) -> None:
+        """``root`` [A]: the head's step after the root."""
         self._head, self._round, self._shape = head, round_, shape
-        self._hidden = out[:, None]  # [A, I, H]
-        self._sees = torch.zeros(len(out), 1, 0, dtype=torch.bool, device=out.device)
+        self._step = root.view(len(round_.able), 1)  # [A, I]
+        self._sees = torch.zeros(len(round_.able), 1, 0, dtype=torch.bool, device=root.logits.device)
         self._inner: list[int] = []
 
     def __call__(self, inner: list[int], token_ids: Tensor) -> Tensor:
@@ -331,8 +342,8 @@ class _Levels:
             in_level = torch.tensor([self._inner.index(self._shape.parents[node]) for node in inner], device=token_ids.device)
             in_level = in_level.expand(len(round_.able), -1)
             self._sees = _grown(self._sees, in_level, len(inner))
-            above = _children_of(self._head.head.feedback(self._hidden), in_level)
+            above = _children_of(self._step.feedback, in_level)
             depth = self._shape.depths[inner[0]]
-            self._hidden = self._head.level(round_.ids, round_.pick(token_ids)[:, inner], above, depth, self._sees)
+            self._step = self._head.level(round_.ids, round_.pick(token_ids)[:, inner], above, depth, self._sees)
         self._inner = inner
-        return self._round.spread(self._head.logits(self._hidden))
+        return self._round.spread(self._step.logits)

@@ -74,7 +74,7 @@ class MedusaProposer(Proposer):
         self.max_drafts = min(count, len(measured))
         self._finish, self._vocab_size = finish_of(target.model), target.vocab_size
         self._drafted: dict[str, Drafted] = {}  # trees of this round, until the verdict
-        self._sizes = TreeSizes(target, config.max_nodes)
+        self._sizes = TreeSizes(target, config.max_nodes, self.needs_hidden)
 
     def num_nodes(self, k: int) -> int:
         return self._sizes.expected(k)

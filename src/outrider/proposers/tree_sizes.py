@@ -48,8 +48,11 @@ class TreeCosts:
 class TreeSizes:
     """Tree sizes of one proposer: fixed by the user, or the size with the most tokens per second."""
 
-    def __init__(self, target: ModelRunner, fixed: int | None) -> None:
-        """``fixed``: drafts per proposal; None: chosen by costs. Unknown costs are measured now, for 0 and all nodes."""
+    def __init__(self, target: ModelRunner, fixed: int | None, hidden: tuple[int, ...] = ()) -> None:
+        """``fixed``: drafts per proposal; None: chosen by costs. Unknown costs are measured now, for 0 and all nodes.
+
+        ``hidden``: the hidden states that passes report. Another kind of pass would be compiled besides.
+        """
         self.is_fixed = fixed is not None
         # With CPU matrix units 15 drafts and the root fill a tile of 16 rows; one more row costs as much as the whole tile.
         self.max_nodes = fixed or (60 if target.device.type == "cuda" else 15)
@@ -61,7 +64,7 @@ class TreeSizes:
         self._shapes: dict[tuple[int, int], TreeShape] = {}
         if not self.is_fixed and self._costs.plain_round(1, 0) is None:
             for width in (1, 1 + self.max_nodes):
-                self._costs.record_pass(width, 1, 0, target.pass_cost(width, 1, 0, repeat=1))
+                self._costs.record_pass(width, 1, 0, target.pass_cost(width, 1, 0, repeat=1, hidden=hidden))
 
     def expected(self, k: int) -> int:
         """Return the number of nodes expected for trees of depth k, from recent rounds."""

@@ -25,15 +25,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from transformers import PreTrainedModel
 
 from outrider import disk_cache, progress
 from outrider.native.build import cpu_flags, find_compiler
 from outrider.runner import blocks
-from outrider.runner.forward import Pass
+from outrider.runner.forward import Program
 from outrider.runner.gates import fuse_gates
 from outrider.runner.linear import is_packed
-from outrider.runner.loading import num_layers, text_config
 from outrider.types import first_line
 
 logger = logging.getLogger(__name__)
@@ -46,9 +44,9 @@ SECONDS, SECONDS_PER_LAYER = 8.0, 1.5  # approximate compile time of a pass on o
 FOLDER, SUFFIX = "passes", ".pt2"  # of the disk cache
 
 
-def is_supported(model: PreTrainedModel) -> bool:
+def is_supported(model: nn.Module) -> bool:
     """Return whether the model runs entirely on the CPU kernels; other passes stay eager or are captured as graphs."""
-    return model.device.type == "cpu" and is_packed(model)
+    return is_packed(model)
 
 
 _may_build = ContextVar("may_build", default=True)  # of this thread
@@ -64,8 +62,8 @@ def without_building() -> Iterator[None]:
         _may_build.reset(before)
 
 
-def load(module: Pass, build: bool) -> Run | None:
-    """Return the compiled ``Pass`` from disk, or build it if ``build``. None if there is none or compilation fails."""
+def load(module: Program, build: bool) -> Run | None:
+    """Return the compiled program from disk, or build it if ``build``. None if there is none or compilation fails."""
     build &= _may_build.get()
     key = _key(module)
     path = disk_cache.find(FOLDER, key, SUFFIX)
@@ -88,7 +86,7 @@ def load(module: Pass, build: bool) -> Run | None:
         return None
 
 
-def _load(module: Pass, path: Path) -> Run:
+def _load(module: Program, path: Path) -> Run:
     # torch._inductor.aoti_load_package without its processor check, which starts Python processes for two seconds to verify
     # what the package's path already encodes.
     package = torch.classes.outrider.Package(str(path))
@@ -98,43 +96,20 @@ def _load(module: Pass, path: Path) -> Run:
     return run
 
 
-def export(module: Pass) -> ExportedProgram:
-    """Export the pass with dynamic batch, lengths, cache size and number of logits."""
-    cache, shape = module.cache, module.cache.shape
-    batch, width, total = 2, 3, 5
-    stores = [torch.zeros(store, dtype=cache.dtype) for store in shape.stores(rows=2, slots=8)]
-    states = [torch.zeros(store) for store in shape.states.stores(2, cache.states.slots)]
-    tokens = torch.zeros(1, total, dtype=torch.long)
-    if module.span.start:
-        tokens = torch.zeros(1, total, text_config(module.model).hidden_size)  # float32, as between packed layers
-    inputs: tuple[Any, ...] = (
-        tokens,
-        torch.tensor([[0, 1, 0, 1, 2]]),
-        torch.arange(batch),
-        torch.zeros(batch, dtype=torch.long),
-        torch.tensor([2, total]),
-        torch.ones(batch, width, width, dtype=torch.bool).tril(),
-        torch.arange(total - 1),
-        *stores,
-        *states,
-    )
+def export(module: Program) -> ExportedProgram:
+    """Export a program with its dynamic dimensions."""
+    inputs, shapes = module.example()
     blocks.activation_bits()  # cached before tracing, which would record the call as an operator of the pass
-    dim = torch.export.Dim
-    b, w, t = dim("b", min=1, max=4096), dim("w", min=1, max=1 << 20), dim("t", min=1, max=1 << 22)
-    each, rows = {0: b}, dim("rows", min=1)
-    cache_dims = ({1: rows, 3: dim("slots", min=1)},) * len(stores) + ({1: rows},) * len(states)
-    shapes = ({1: t}, {1: t}, each, each, each, {0: b, 1: w, 2: w}, {0: dim("m", min=1)}, cache_dims)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's internal warnings
         return torch.export.export(module, inputs, strict=False, dynamic_shapes=shapes)
 
 
-def _build(module: Pass, key: str) -> Path:
+def _build(module: Program, key: str) -> Path:
     """Compile the pass and store it in the cache."""
-    expected = SECONDS + SECONDS_PER_LAYER * num_layers(text_config(module.model))
-    name = Path(str(module.model.name_or_path or type(module.model).__name__)).name
+    expected = SECONDS + SECONDS_PER_LAYER * module.num_layers
     with (
-        progress.logged(logger, f"compiling the pass of {name}, once per machine", expected),
+        progress.logged(logger, f"compiling {module.label}, once per machine", expected),
         _private_inductor() as folder,
         tempfile.TemporaryDirectory() as built,
     ):
@@ -181,30 +156,26 @@ def _compiled_in(tensor: Tensor) -> Any:
     return tensor.tolist() if tensor.numel() == 1 or (tensor.dim() == 1 and len(tensor) <= SHORT) else None
 
 
-def _own_code(model: nn.Module) -> str:
-    """Return a hash of the files that define the model's modules, except torch's, transformers' and ours."""
-    classes = {each for module in model.modules() for each in type(module).__mro__}
-    names = {each.__module__ for each in classes if each.__module__.split(".")[0] not in ("torch", "transformers", "outrider")}
-    files = sorted({file for name in names if (file := getattr(sys.modules.get(name), "__file__", None))})
-    return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
+def _code_of(program: nn.Module) -> str:
+    """Return a hash of the runner's files and of those that define the program's modules, except torch's and transformers'."""
+    classes = {each for module in program.modules() for each in type(module).__mro__}
+    names = {each.__module__ for each in classes if each.__module__.split(".")[0] not in ("torch", "transformers")}
+    files = {Path(file) for name in names if (file := getattr(sys.modules.get(name), "__file__", None))}
+    files |= set(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
 
 
-def _key(module: Pass) -> str:
-    """Return the key of the package: a hash of code, config (without names and versions), weight types, versions and CPU."""
-    model = module.model
-    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+def _key(module: Program) -> str:
+    """Return the key of the package: a hash of code, settings, weight types, versions and CPU."""
     own = [*module.named_parameters(), *module.named_buffers()]
-    tensors = [[name, list(each.shape), str(each.dtype), _compiled_in(each)] for name, each in own]
-    sources = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
+    cache = module.cache
     what = [
-        type(model).__name__,
-        _own_code(model),
-        json.dumps(config, sort_keys=True, default=str),
-        tensors,
-        str((module.layers, module.span, module.cache.dtype, module.cache.shape, module.cache.states.slots)),
+        _code_of(module),
+        str(module.identity()),
+        [[name, list(each.shape), str(each.dtype), _compiled_in(each)] for name, each in own],
+        str((cache.dtype, cache.shape, cache.states.slots)),
         torch.__version__,
         transformers.__version__,
         cpu_flags(),
-        hashlib.sha256(b"".join(sources)).hexdigest(),
     ]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:20]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -10,11 +15,57 @@ from transformers.utils.generic import ModelOutput
 from outrider.runner.attention import PassLayout, active_pass
 from outrider.runner.kv_cache import KVCache
 from outrider.runner.layer_span import WHOLE, LayerSpan, spanned
-from outrider.runner.loading import decoder_layers, keeps_logits, pass_arguments
+from outrider.runner.loading import decoder_layers, keeps_logits, num_layers, pass_arguments, text_config
 from outrider.types import OutriderError
 
 
-class Pass(nn.Module):
+class Program(nn.Module, ABC):
+    """A function of tensors over a KV cache that is run eagerly or compiled. Its modules hold the weights that it reads."""
+
+    label: str  # in progress reports: what is compiled
+    num_layers: int
+    cache: KVCache
+
+    @abstractmethod
+    def identity(self) -> object:
+        """Return what its compiled form depends on besides code, weights, cache and versions, with a complete ``str``."""
+
+    @abstractmethod
+    def example(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Return inputs from which it is exported, and their dynamic dimensions."""
+
+
+class Layout(NamedTuple):
+    """Example of the layout of five tokens of two requests, to export a program."""
+
+    inputs: tuple[Tensor, ...]  # positions, cache rows, bases, ends, visibility
+    shapes: tuple[dict[int, Any], ...]
+    stores: tuple[Tensor, ...]
+    store_shapes: tuple[dict[int, Any], ...]
+    num_tokens: Any  # the dimension of T
+
+    @classmethod
+    def over(cls, cache: KVCache, earlier: int = 0) -> Layout:
+        """``earlier``: M - W of ``PassLayout``; 0: always 0."""
+        dim = torch.export.Dim
+        b, w, t = dim("b", min=1, max=4096), dim("w", min=1, max=1 << 20), dim("t", min=1, max=1 << 22)
+        seen = dim("seen", min=1, max=1 << 20) if earlier else w
+        rows, slots = dim("rows", min=1), dim("slots", min=1)
+        each = {0: b}
+        inputs = (
+            torch.tensor([[0, 1, 0, 1, 2]]),
+            torch.arange(2),
+            torch.zeros(2, dtype=torch.long),
+            torch.tensor([2, 5]),
+            torch.ones(2, 3, 3 + earlier, dtype=torch.bool).tril(earlier),
+        )
+        stores = [torch.zeros(store, dtype=cache.dtype) for store in cache.shape.stores(rows=2, slots=8)]
+        states = [torch.zeros(store) for store in cache.shape.states.stores(2, cache.states.slots)]
+        store_shapes = ({1: rows, 3: slots},) * len(stores) + ({1: rows},) * len(states)
+        return cls(inputs, ({1: t}, each, each, each, {0: b, 1: w, 2: seen}), (*stores, *states), store_shapes, t)
+
+
+class Pass(Program):
     """The function that is run and compiled: tokens and their layout -> logits and requested hidden states.
 
     The tokens of all requests are concatenated without padding; only attention separates the requests. Batch, lengths, cache
@@ -25,12 +76,26 @@ class Pass(nn.Module):
     def __init__(self, model: PreTrainedModel, cache: KVCache, layers: tuple[int, ...], span: LayerSpan = WHOLE) -> None:
         super().__init__()
         self.model, self.layers, self.span = spanned(model, span), layers, span
-        self.cache = cache
+        self.cache, self.num_layers = cache, num_layers(text_config(model))
+        self.label = f"the pass of {Path(str(model.name_or_path or type(model).__name__)).name}"
         self._stack = [decoder_layers(self.model)] if layers else []
         self._keeps_logits = keeps_logits(self.model)
         last = len(self._stack[0]) if layers else 0
         if layers and not 0 <= min(layers) <= max(layers) <= last:
             raise OutriderError(f"a model of {last} layers has the hidden states 0 to {last}, not all of {layers}")
+
+    def identity(self) -> object:
+        config = self.model.config.to_dict()
+        named = {name: value for name, value in config.items() if name not in ("_name_or_path", "transformers_version")}
+        return type(self.model).__name__, json.dumps(named, sort_keys=True, default=str), self.layers, self.span
+
+    def example(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        layout, num_logits = Layout.over(self.cache), torch.export.Dim("m", min=1)
+        tokens = torch.zeros(1, 5, dtype=torch.long)
+        if self.span.start:
+            tokens = torch.zeros(1, 5, text_config(self.model).hidden_size)  # float32, as between packed layers
+        inputs = (tokens, *layout.inputs, torch.arange(4), *layout.stores)
+        return inputs, ({1: layout.num_tokens}, *layout.shapes, {0: num_logits}, layout.store_shapes)
 
     def forward(
         self,

@@ -358,12 +358,10 @@ class KVCache(PassThrough):
 
     def keep(self, row: int, first_slot: int, path: Sequence[int]) -> None:
         """Gather the accepted path of a tree, with node i in slot first_slot + i, to the slots from first_slot."""
-        moved = [(first_slot + depth, first_slot + node) for depth, node in enumerate(path) if node != depth]
-        if not moved:
-            return
-        to, source = (torch.tensor(slots, device=self._device) for slots in zip(*moved, strict=True))
-        for store in self.stores:
-            store[:, row, :, to] = store[:, row, :, source]
+        for depth, node in enumerate(path):  # a node's slot is not before its depth's, so none is overwritten before it is read
+            if node != depth:
+                for store in self.stores:
+                    store[:, row, :, first_slot + depth] = store[:, row, :, first_slot + node]
 
     def copy(self, source_id: str, target_id: str, num_tokens: int) -> bool:
         """Copy the cached prefix of ``source_id`` to ``target_id``, if it is longer than its own.

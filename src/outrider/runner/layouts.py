@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -113,7 +114,8 @@ def tree_inputs(parents: Tensor, text_lens: Sequence[int], width: int) -> tuple[
     ends in the root), then the nodes. Siblings share a position; padding after the nodes continues counting.
     """
     batch, nodes = parents.shape
-    visible = torch.ones(width, width, dtype=torch.bool).tril().repeat(batch, 1, 1)
+    # numpy's: torch.tril wakes a thread of OpenMP for any size, which then spins for milliseconds on a core of the kernels
+    visible = torch.from_numpy(np.tri(width, dtype=bool)).repeat(batch, 1, 1)
     positions = torch.arange(width).repeat(batch, 1)
     sees = ancestor_matrix(parents)
     depths = sees.sum(-1)  # [B, N]: 1 for a child of the root

@@ -105,15 +105,16 @@ class Sampler:
         self._check(invalid, scores.shape[1])
         return probs
 
-    def confidences(
-        self, logits: Tensor, drafts: Tensor | None = None, parents: Tensor | None = None, start: int = 0
-    ) -> Tensor:
-        """Estimate the probability [B, M, V] that ``tokens`` returns each token in a deterministic round, to grow trees.
+    def likeliest(
+        self, logits: Tensor, top_k: int, drafts: Tensor | None = None, parents: Tensor | None = None, start: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Return the tokens int64 [B, M, K] that ``tokens`` most likely returns in a deterministic round, to grow trees.
 
-        It is the softmax of the scores whose argmax is the token: for greedy rows at temperature 1, with noise if coupled.
+        And estimates [B, M, K] of these probabilities: the softmax of the scores whose argmax is the token, for greedy rows at
+        temperature 1, with noise if coupled.
         """
         scores = self._scores(logits, drafts, parents, start, _counts(logits, None))
-        return torch.softmax(self._shaping.noisy(scores, self._noise_keys(scores.shape[1], parents, start)), dim=-1)
+        return self._shaping.likeliest(scores, self._noise_keys(scores.shape[1], parents, start), top_k)
 
     def bernoulli(self, probs: Tensor) -> Tensor:
         """Draw Bernoulli variables: float [B, N] in [0, 1] -> bool [B, N]; entry (b, i) does not depend on B and N."""

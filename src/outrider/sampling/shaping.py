@@ -71,6 +71,15 @@ class Shaping:
         best, token_ids = self.noisy(scores, keys).max(dim=-1)
         return token_ids, _invalid_rows(best, counts)
 
+    def likeliest(self, scores: Tensor, keys: Sequence[int], top_k: int) -> tuple[Tensor, Tensor]:
+        """Return the K likeliest tokens int64 [B, M, K] of the softmax of ``noisy``, and their probabilities [B, M, K]."""
+        noisy = self.noisy(scores, keys)
+        if self._native:
+            found: tuple[Tensor, Tensor] = torch.ops.outrider.likeliest(noisy.contiguous(), top_k)
+            return found
+        probs, token_ids = torch.softmax(noisy, dim=-1).topk(top_k, dim=-1)
+        return token_ids, probs
+
     def noisy(self, scores: Tensor, keys: Sequence[int]) -> Tensor:
         """Return scores [B, M, V] by temperature, plus Gumbel noise, and -inf for truncated tokens; greedy rows unchanged.
 

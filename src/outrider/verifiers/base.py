@@ -48,18 +48,18 @@ def left_over(proposal: Proposal, target_probs: Tensor, num_accepted: Tensor) ->
         left: Tensor = torch.ops.outrider.left_over(target_probs, draft_probs, tokens, num_accepted, lens)
         return left
     rejected = num_accepted < lens
-    left = _rows(target_probs, num_accepted)  # nothing is subtracted without a rejection
+    left = rows_at(target_probs, num_accepted)  # nothing is subtracted without a rejection
     first = num_accepted.clamp_max(width - 1)
     if draft_probs is None:
         mass = rejected.to(left.dtype).unsqueeze(-1)
         subtracted = torch.zeros_like(left).scatter_(-1, tokens.gather(-1, first.unsqueeze(-1)), mass)
     else:
-        subtracted = torch.where(rejected.unsqueeze(-1), _rows(draft_probs, first), 0.0)
+        subtracted = torch.where(rejected.unsqueeze(-1), rows_at(draft_probs, first), 0.0)
     return residual(left, subtracted)
 
 
-def _rows(values: Tensor, index: Tensor) -> Tensor:
-    """Return values[b, index[b]]: [B, N, V], [B] -> [B, V]."""
+def rows_at(values: Tensor, index: Tensor) -> Tensor:
+    """Return values[b, index[b]]: [B, N, V], [B] -> [B, V]. (torch's own indexing wakes its threads.)"""
     offsets = torch.arange(0, values.shape[0] * values.shape[1], values.shape[1], device=values.device)
     return values.flatten(0, 1).index_select(0, index + offsets)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.types import Proposal, Randomness, Verdict
-from outrider.verifiers.base import TINY, chain_verdict, residual
+from outrider.verifiers.base import TINY, chain_verdict, residual, rows_at
 from outrider.verifiers.rejection import RejectionVerifier
 from outrider.verifiers.traversal import verify_tree
 
@@ -38,11 +38,10 @@ class BlockVerifier(RejectionVerifier):
         chances = torch.where(index == lens, weights[:, 1:], torch.nn.functional.pad(inner, (0, 1)))
         is_accepted = random.bernoulli(torch.where(index <= lens, chances, 0.0))
         num_accepted = (is_accepted * index).amax(dim=-1)  # [B]
-        rows = torch.arange(len(token_ids), device=device)
         has_rejection = (num_accepted < lens.squeeze(-1)).unsqueeze(-1)
-        weight = torch.where(has_rejection, weights[rows, num_accepted].unsqueeze(-1), 1.0)
-        rejected = torch.where(has_rejection, draft_probs[rows, num_accepted.clamp_max(width - 1)], 0.0)
-        next_token = random.categorical(residual(weight * target[rows, num_accepted], rejected))
+        weight = torch.where(has_rejection, weights.gather(-1, num_accepted.unsqueeze(-1)), 1.0)
+        rejected = torch.where(has_rejection, rows_at(draft_probs, num_accepted.clamp_max(width - 1)), 0.0)
+        next_token = random.categorical(residual(weight * rows_at(target, num_accepted), rejected))
         return chain_verdict(num_accepted, next_token)
 
 
