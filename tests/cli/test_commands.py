@@ -386,6 +386,17 @@ def test_a_difference_is_located_and_explained() -> None:
     assert "report it" in verdict(None, [1, 2], [1], False, True)
 
 
+def test_a_slower_race_is_explained_by_its_numbers() -> None:
+    from outrider.cli.compare import why_slower
+
+    plain = GenerationStats(num_tokens=20, num_steps=20, acceptance_histogram={0: 20})
+    slow = GenerationStats(num_tokens=20, num_steps=10, acceptance_histogram={1: 10})
+    plain.times.score, slow.times.score, slow.times.draft = 0.04, 0.04, 0.02
+    assert plain.tok_s > slow.tok_s
+    assert "a round takes 6.0 ms for 2.00 tokens, a plain one 2.0 ms for one" in str(why_slower(plain, slow))
+    assert why_slower(slow, plain) is None
+
+
 def test_bench_prints_a_table_and_one_json_line(outrider: Run, target: Path, draft: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "mine.jsonl"
     prompts.write_text('{"prompt": "def f("}\n{"turns": ["Why?", "And?"]}\n{"question": "What?", "workload": "quiz"}\n')

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from outrider.bench.race import Lane, Race
     from outrider.engine.engine import Engine
     from outrider.engine.llm import LLM
+    from outrider.engine.stats import GenerationStats
 
 EXAMPLES = """Examples:
 
@@ -83,6 +84,8 @@ def command(
         write(llm, race, text)
     err.print(table(race.lanes, titles))
     say(MEANING)
+    if cause := why_slower(plain.stats, speculative.stats):
+        say(cause)
     sentence = verdict(llm.tokenizer, plain.output, speculative.output, params.is_greedy, models.same_text)
     err.print(sentence, markup=False, soft_wrap=True)  # tokens may contain markup
 
@@ -150,6 +153,18 @@ def table(lanes: list[Lane], titles: dict[str, str]) -> Table:
             f"{ms['draft']:.1f}+{ms['score']:.1f}+{ms['verify'] + ms['host']:.1f}",
         )
     return view
+
+
+def why_slower(plain: GenerationStats, speculative: GenerationStats) -> str | None:
+    """Return a sentence on what made speculative decoding slower than plain decoding; None if it was not."""
+    if speculative.tok_s >= plain.tok_s:
+        return None
+    rounds = [sum(stats.ms_per_round.values()) for stats in (speculative, plain)]
+    return (
+        f"Slower: a round takes {rounds[0]:.1f} ms for {speculative.mean_acceptance_length:.2f} tokens, a plain one"
+        f" {rounds[1]:.1f} ms for one. -k auto drafts only where that pays."
+        " Larger targets gain more: outrider bench --inflate 1b"
+    )
 
 
 def verdict(tokenizer: Any, plain: list[int], speculative: list[int], is_greedy: bool, same_text: bool) -> str:
