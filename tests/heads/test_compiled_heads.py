@@ -10,15 +10,20 @@ from runner.rounds import untouched
 from torch import Tensor
 
 from outrider import LLM, SamplingParams, native
-from outrider.heads import eagle_formats, mtp_formats
+from outrider.heads import block_formats, eagle_formats, mtp_formats
+from outrider.heads.block_runner import BlockPass, BlockRunner
 from outrider.heads.feature_head import RolloutHead
 from outrider.heads.head_runner import HeadPass, RolloutRunner, Step
 from outrider.runner import ModelRunner, RunnerConfig, compiled
 from outrider.runner.passes import ProgramRunner
 
+from .block_checkpoints import block_target, head_tensors, native_config, write
 from .mtp_checkpoints import tiny_target, write_checkpoint
 from .test_own_logits import model_of
 from .writers import HIDDEN, write_eagle1, write_eagle3
+
+# one layer with a window, whose tokens attend to earlier ones only, and one without
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "use_sliding_window": True}
 
 pytestmark = [
     pytest.mark.skipif(not native.load(), reason="no C++ compiler"),
@@ -104,3 +109,25 @@ def test_a_head_is_compiled_with_its_target(tmp_path: Path, cache: Path) -> None
         llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids == plain.generate([[5, 6, 7]], params)[0].outputs[0].token_ids
     )
     assert llm.stats.faults == 0
+
+
+def test_a_compiled_block_drafter_equals_the_eager_one(tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """For requests without a new feature, with one, and with many."""
+    torch.manual_seed(3)
+    model = block_target()
+    target = ModelRunner.load(model, RunnerConfig(compile="always", max_batch=3))
+    head = block_formats.load(write(tmp_path, native_config(**MIXED), head_tensors()), target, model)
+    runner = BlockRunner(head, target)
+    outs: list[list[Tensor]] = []
+    for mode in ("always", "never"):
+        runner._programs = ProgramRunner(head, lambda _: BlockPass(head, runner.cache), mode)
+        runner.cache.release(["a", "b", "c"])
+        found, generator = [], torch.Generator().manual_seed(1)
+        for lengths in ((4, 9, 1), (0, 1, 3), (2, 2, 30)):
+            features = [[torch.randn(n, HIDDEN, generator=generator) for _ in head.hidden_states] for n in lengths]
+            found.append(runner.draft(["a", "b", "c"], features, [5, 6, 7], [7, 1, 3]))
+        assert runner._programs.is_compiled is (mode == "always")
+        outs.append(found)
+    assert "stay eager" not in caplog.text
+    for ours, theirs in zip(*outs, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

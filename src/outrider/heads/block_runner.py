@@ -2,33 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from operator import add
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.heads.block import BlockAttention, BlockHead
-from outrider.heads.feature_head import Rotation
-from outrider.heads.head_runner import CHUNK, HeadRunner
-from outrider.runner.attention import active_pass, attend
-from outrider.runner.layouts import Texts
+from outrider.heads.head_runner import CHUNK, HeadProgram, HeadRunner
+from outrider.runner.attention import PassLayout, active_pass, attend
+from outrider.runner.forward import Layout, Program
 from outrider.types import OutriderError
+
+
+class BlockPass(HeadProgram):
+    """The pass over the blocks of B requests, T tokens, and the C features that are new in their contexts.
+
+    Blocks and features are inputs of their own: what precedes attention is computed for all features, then for all tokens.
+    Attention takes each request's features, then its tokens, as they stand in the cache.
+    """
+
+    head: BlockHead
+
+    def identity(self) -> object:
+        return str(self.head), self.head.shape
+
+    def example(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        layout, hidden = Layout.over(self.cache), int(self.head.shape.config.hidden_size)
+        turns = torch.stack(self.head.rotary_emb(torch.zeros(1, 5, hidden), layout.inputs[0]))
+        # two requests with one new feature each, and with blocks of one and two tokens
+        own = turns[:, :, :3].contiguous(), turns[:, :, :2].contiguous()
+        inputs = (torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, 2, hidden), *own)
+        where = (torch.tensor([[0, 0, 1]]), torch.tensor([0, 2, 1, 3, 4]), torch.tensor([1, 3, 4]))
+        tokens, features = torch.export.Dim("k", min=1), torch.export.Dim("c", min=0)
+        shapes = ({1: tokens}, {1: features}, {2: tokens}, {2: features}, {1: tokens}, {0: layout.num_tokens}, {0: tokens})
+        mask, its_shape = layout.inputs[-1].clone(), layout.shapes[-1]  # the same tensor twice would be exported as one input
+        every = (*inputs, *where, *layout.inputs, mask, *layout.stores)
+        return every, (*shapes, *layout.shapes, its_shape, layout.store_shapes)
+
+    def forward(  # noqa: PLR0913 - the tensors of a layout are inputs
+        self,
+        token_ids: Tensor,  # [1, T]
+        context: Tensor,  # [1, C, H]: fused features
+        turns: Tensor,  # [2, 1, T, D]: cosines and sines at the tokens' positions
+        context_turns: Tensor,  # [2, 1, C, D]
+        within: Tensor,  # [1, T]: index of each token in its block
+        order: Tensor,  # [N]: features, then tokens, in the order in which they stand in the cache, request by request
+        places: Tensor,  # [T]: the tokens' places in that order
+        positions: Tensor,  # [1, N]
+        cache_rows: Tensor,  # [B]
+        bases: Tensor,  # [B]
+        ends: Tensor,  # [B]
+        visible: Tensor,  # [B, W, W]
+        earlier_only: Tensor,  # [B, W, W]: for layers in which a token attends only to earlier ones
+        *stores: Tensor,  # the cache's: [L, R, Hkv, S, D] each
+    ) -> tuple[Tensor]:
+        """Return the head's output for the tokens of the blocks, [1, T, H]."""
+        where = stores, self.cache.shape.places, cache_rows, bases, ends, positions
+        layouts = {False: PassLayout(*where, visible), True: PassLayout(*where, earlier_only)}
+
+        def attend_block(layer: BlockAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            unused = query.new_zeros(1, query.shape[1], context.shape[1], query.shape[3])
+            q, k, v = (each.index_select(2, order) for each in (torch.cat((unused, query), 2), key, value))
+            with active_pass(layouts[layer.sees_earlier_only]):
+                out = attend(layer, q, k, v, None, sliding_window=layer.window)[0]
+            return out.index_select(1, places)
+
+        cos, sin = torch.cat((context_turns, turns), 2).unbind(0)
+        return (self.head(self.head.embed(token_ids, context), context, (cos, sin), attend_block, within),)
 
 
 class BlockRunner(HeadRunner[BlockHead]):
     """Each committed token's features enter the cache once. A block is written after them and overwritten by the next one."""
 
+    def _program(self) -> Program:
+        return BlockPass(self.head, self.cache)
+
     @torch.inference_mode()
     def extend(self, request_ids: Sequence[str], features: Sequence[Sequence[Tensor]]) -> None:
         """Add to the cache: for each request, by hidden state, the features [n_b, Ht] of its next tokens."""
         new = _NewContext(self, request_ids, features)
+        rows, positions = new.places()
         for start in range(0, new.total, CHUNK):
             part = slice(start, start + CHUNK)
-            context, rotation = new.fused[:, part], self._rotation_at(new.fused, new.positions[:, part])
+            context, rotation = new.fused[:, part], self._rotation_at(new.fused, positions[:, part])
             for attention in self.head.attentions:
                 _, key, value = attention.project(context, context.shape[1], rotation)
-                self._store(attention, key, value, new.rows[part], new.positions[0, part])
+                self._store(attention, key, value, rows[part], positions[0, part])
         new.commit()
 
     @torch.inference_mode()
@@ -44,44 +106,51 @@ class BlockRunner(HeadRunner[BlockHead]):
         Return the head's output for each draft, [B, max(num_drafts), H]; beyond ``num_drafts[b]`` the last one is repeated.
         """
         shape, new = self.head.shape, _NewContext(self, request_ids, features)
-        masks = [count if not shape.predicts_next else count - 1 for count in num_drafts]
-        ids = [[token] + [shape.mask_token_id] * count for token, count in zip(last_tokens, masks, strict=True)]
-        block = self._layouts.chain(ids, new.cache_rows, new.ends)
-        both_ways = self._visible([len(each) for each in ids], block.layout.visible.shape[1])
-        earlier_only = both_ways & block.layout.visible
-        layouts = {False: replace(block.layout, visible=both_ways), True: replace(block.layout, visible=earlier_only)}
-        positions = torch.cat((new.positions, block.layout.positions), 1)
-
-        def attend_block(layer: BlockAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            self._store(layer, key[:, :, : new.total], value[:, :, : new.total], new.rows, new.positions[0])
-            own = key[:, :, new.total :], value[:, :, new.total :]
-            with active_pass(layouts[layer.sees_earlier_only]):
-                return attend(layer, query, *own, None, sliding_window=layer.window)[0]
-
-        hidden = self.head.embed(block.ids, new.fused)
-        within = torch.tensor([[place for length in block.lens for place in range(length)]], device=self.device)
-        out = self.head(hidden, new.fused, self._rotation_at(hidden, positions), attend_block, within)[0]
+        sizes = [count if shape.predicts_next else count + 1 for count in num_drafts]  # of the blocks
+        ids: list[int] = []
+        within: list[int] = []
+        for last, size in zip(last_tokens, sizes, strict=True):
+            ids += [last, *[shape.mask_token_id] * (size - 1)]
+            within += range(size)
+        together = [[0] * (count + size) for count, size in zip(new.lens, sizes, strict=True)]  # only their number is used
+        texts = self._layouts.chain(together, new.cache_rows, new.starts)
+        layout = texts.layout
+        of_features, of_tokens = _places(texts.starts, new.lens), _places(map(add, texts.starts, new.lens), sizes)
+        order = [0] * layout.positions.shape[1]
+        for index, place in enumerate((*of_features, *of_tokens)):
+            order[place] = index
+        numbers = torch.tensor([*ids, *within, *of_tokens, *of_features, *order], device=self.device)
+        total = len(ids)
+        token_ids, inside, tokens_at, features_at, standing = numbers.split((total, total, total, new.total, len(order)))
+        turns = [torch.stack(self._rotation_at(new.fused, layout.positions[:, at])) for at in (tokens_at, features_at)]
+        where = [layout.positions, layout.cache_rows, layout.bases, layout.ends]
+        masks = [self._visible(new.lens, sizes, layout.visible), layout.visible]
+        inputs = [token_ids[None], new.fused, *turns, inside[None], standing, tokens_at, *where, *masks, *layout.stores]
+        out = self._programs.runner_of()(inputs)[0][0]
         new.commit()
-        return self._per_draft(out, block, num_drafts)
+        return self._per_draft(out, sizes, num_drafts)
 
     @torch.inference_mode()
     def after(self, out: Tensor, logits: Tensor, token_ids: Tensor) -> Tensor:
         """Return float32 [..., V]: the logits of outputs [..., H] and [..., Vd] after these tokens of the target [...]."""
         return self.head.spread(self.head.logits_after(out, logits, token_ids), self._vocab_size)
 
-    def _per_draft(self, out: Tensor, block: Texts, num_drafts: Sequence[int]) -> Tensor:
-        """Return rows [B, K, H] of the outputs [T, H] of a pass's tokens."""
+    def _per_draft(self, out: Tensor, sizes: Sequence[int], num_drafts: Sequence[int]) -> Tensor:
+        """Return rows [B, K, H] of the outputs [T, H] of the blocks' tokens."""
         first, most = 0 if self.head.shape.predicts_next else 1, max(num_drafts)
+        starts = accumulate(sizes, initial=0)
         index = [
             [start + first + min(draft, count - 1) for draft in range(most)]
-            for start, count in zip(block.starts, num_drafts, strict=True)
+            for start, count in zip(starts, num_drafts, strict=False)
         ]
         return out[torch.tensor(index, device=out.device)]
 
-    def _visible(self, lens: Sequence[int], width: int) -> Tensor:
-        """Return bool [B, W, W]: the tokens of a block attend to each other, but not to padding."""
-        count = torch.tensor(lens, device=self.device)
-        return (torch.arange(width, device=self.device) < count[:, None])[:, None].expand(-1, width, -1)
+    def _visible(self, contexts: Sequence[int], sizes: Sequence[int], causal: Tensor) -> Tensor:
+        """Return bool [B, W, W] from the causal mask: the tokens of a block attend to each other and to all of the context."""
+        visible = causal.clone()
+        for seen, context, size in zip(visible, contexts, sizes, strict=True):
+            seen[context : context + size, : context + size] = True
+        return visible
 
     def _store(self, layer: BlockAttention, key: Tensor, value: Tensor, rows: Tensor, slots: Tensor) -> None:
         """Write keys and values [1, Hkv, C, D] of features to these cache rows and slots, [C] each."""
@@ -91,13 +160,10 @@ class BlockRunner(HeadRunner[BlockHead]):
         for store, new in zip(self.cache.stores[2 * kind : 2 * kind + 2], (key, value), strict=True):
             store[index][rows, :, slots] = new[0].transpose(0, 1).to(store.dtype)
 
-    def _rotation_at(self, like: Tensor, positions: Tensor) -> Rotation:
-        """Return cosines and sines [1, T, D] at positions [1, T]."""
-        known = self._rotation(positions)
-        if known is None:
-            cos, sin = self.head.rotary_emb(like, positions)
-            return cos, sin
-        return known
+
+def _places(starts: Iterable[int], lens: Sequence[int]) -> list[int]:
+    """Return the ``lens[b]`` integers from ``starts[b]``, for all b."""
+    return [place for start, length in zip(starts, lens, strict=True) for place in range(start, start + length)]
 
 
 class _NewContext:
@@ -106,22 +172,24 @@ class _NewContext:
     def __init__(self, runner: BlockRunner, request_ids: Sequence[str], features: Sequence[Sequence[Tensor]]) -> None:
         cache, device = runner.cache, runner.device
         self._cache, self.cache_rows = cache, [cache.row(request_id) for request_id in request_ids]
-        lens = [len(of_request[0]) for of_request in features]
-        starts = [cache.cached_lens[row] for row in self.cache_rows]
-        self.ends = [start + length for start, length in zip(starts, lens, strict=True)]  # entries of each request
+        self.lens = [len(of_request[0]) for of_request in features]
+        self.starts = [cache.cached_lens[row] for row in self.cache_rows]
+        self.ends = list(map(add, self.starts, self.lens))  # entries of each request
         if max(self.ends) > cache.max_len:
             raise OutriderError(f"{max(self.ends)} tokens exceed the context of {cache.max_len}")
         cache.reserve(max(self.ends))
-        self.total, head = sum(lens), runner.head
+        self.total, head = sum(self.lens), runner.head
         if self.total:
             by_state = [torch.cat([each.to(device, runner.dtype) for each in same]) for same in zip(*features, strict=True)]
             self.fused = head.fuse(by_state)[None]  # [1, C, H]
         else:
             self.fused = torch.empty(1, 0, head.shape.config.hidden_size, dtype=runner.dtype, device=device)
-        slots = [slot for start, end in zip(starts, self.ends, strict=True) for slot in range(start, end)]
-        rows = [row for row, length in zip(self.cache_rows, lens, strict=True) for _ in range(length)]
-        self.positions = torch.tensor([slots], dtype=torch.long, device=device)  # [1, C], which are their slots too
-        self.rows = torch.tensor(rows, dtype=torch.long, device=device)  # [C]
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Return the cache rows [C] of the features, and their positions [1, C], which are their slots too."""
+        rows = [row for row, length in zip(self.cache_rows, self.lens, strict=True) for _ in range(length)]
+        numbers = torch.tensor([rows, _places(self.starts, self.lens)], dtype=torch.long, device=self.fused.device)
+        return numbers[0], numbers[1:]
 
     def commit(self) -> None:
         """Mark the features as cached."""

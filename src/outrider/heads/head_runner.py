@@ -6,6 +6,7 @@ run by block_runner.py.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -37,14 +38,24 @@ class Step(NamedTuple):
         return Step(*(each.view(*shape, each.shape[-1]) for each in self))
 
 
-class HeadPass(Program):
-    """One pass of a head that drafts one token after another."""
+class HeadProgram(Program):
+    """A pass of a head, whose modules include what its target lends."""
 
-    def __init__(self, head: RolloutHead, cache: KVCache, vocab_size: int) -> None:
+    def __init__(self, head: FeatureHead, cache: KVCache) -> None:
         super().__init__()
         self.head, self.lent = head, nn.ModuleList(head.lent)
-        self.cache, self.num_layers, self._vocab_size = cache, len(head.layers), vocab_size
+        self.cache, self.num_layers = cache, len(head.layers)
         self.label = f"the pass of the {type(head).__name__}"
+
+
+class HeadPass(HeadProgram):
+    """One pass of a head that drafts one token after another."""
+
+    head: RolloutHead
+
+    def __init__(self, head: RolloutHead, cache: KVCache, vocab_size: int) -> None:
+        super().__init__(head, cache)
+        self._vocab_size = vocab_size
 
     def identity(self) -> object:
         return str(self.head), self.head.settings, self._vocab_size
@@ -76,7 +87,7 @@ class HeadPass(Program):
         return self.head.step(out, self._vocab_size)
 
 
-class HeadRunner(Generic[Head]):
+class HeadRunner(ABC, Generic[Head]):
     """Runs one head for one target. Cache entries come from target features; drafted entries are overwritten."""
 
     def __init__(self, head: Head, target: ModelRunner, bits: int | None = None) -> None:
@@ -91,6 +102,20 @@ class HeadRunner(Generic[Head]):
         self.cache = KVCache(head.cache_shape, target.max_batch, target.max_len, cache_dtype, target.device)
         self._layouts = Layouts(self.cache, self.device, self._max_len)
         self._rotations: Rotation | None = None  # rotations of the first positions, [S, D]
+        self._programs = ProgramRunner(head, lambda _: self._program(), target.config.compile)
+
+    @abstractmethod
+    def _program(self) -> Program:
+        """Return the pass of drafting."""
+
+    def prepare(self) -> None:
+        """Compile, or load, the pass of drafting."""
+        self._programs.runner_of()
+        self._programs.compile_now()
+
+    def _rotation_at(self, like: Tensor, positions: Tensor) -> Rotation:
+        """Return cosines and sines [1, T, D] at positions [1, T]."""
+        return self._rotation(positions) or self.head.rotary_emb(like, positions)
 
     def _rotation(self, positions: Tensor) -> Rotation | None:
         """Return cached cosines and sines at ``positions``; computing them takes as long as a matrix product.
@@ -111,14 +136,8 @@ class HeadRunner(Generic[Head]):
 class RolloutRunner(HeadRunner[RolloutHead]):
     """Runs a head that drafts one token after another."""
 
-    def __init__(self, head: RolloutHead, target: ModelRunner, bits: int | None = None) -> None:
-        super().__init__(head, target, bits)
-        self._programs = ProgramRunner(head, lambda _: HeadPass(head, self.cache, self._vocab_size), target.config.compile)
-
-    def prepare(self) -> None:
-        """Compile, or load, the pass."""
-        self._programs.runner_of()
-        self._programs.compile_now()
+    def _program(self) -> Program:
+        return HeadPass(self.head, self.cache, self._vocab_size)
 
     @torch.inference_mode()
     def extend(self, request_ids: Sequence[str], tokens: Sequence[Sequence[int]], features: Sequence[Sequence[Tensor]]) -> Step:
@@ -170,6 +189,6 @@ class RolloutRunner(HeadRunner[RolloutHead]):
     def _run(self, layout: PassLayout, token_ids: Tensor, hidden: Tensor, places: Tensor) -> Step:
         """Run one pass over tokens [1, T] and features [1, T, H]; return the step after the tokens at ``places`` [N]."""
         positions = layout.positions
-        cos, sin = self._rotation(positions) or self.head.rotary_emb(hidden, positions)
+        cos, sin = self._rotation_at(hidden, positions)
         where = [positions, layout.cache_rows, layout.bases, layout.ends, layout.visible, places]
         return Step(*self._programs.runner_of()([token_ids, hidden, cos, sin, *where, *layout.stores]))

@@ -96,6 +96,9 @@ class BlockProposer(Proposer):
             previous = drafts[:, step] if len(able) == batch else drafts[able, step]
         return drafts, torch.cat(probs, 1) if probs else None
 
+    def warmup(self, k: int, batch: int) -> None:
+        self.head.prepare()
+
     def release(self, request_ids: Sequence[str]) -> None:
         self.head.cache.release(request_ids)
 
