@@ -88,9 +88,12 @@ class Shaping:
         if not keys:
             return scores
         distinct = {key: index for index, key in enumerate(dict.fromkeys(keys))}
-        noise = gumbel(list(distinct), scores.shape[-1], scores.device)[[distinct[key] for key in keys]]
-        greedy = torch.tensor(self.is_greedy, device=scores.device)[:, None, None]
-        noise = noise.view(scores.shape).to(scores.dtype).masked_fill(greedy, 0.0)
+        noise = gumbel(list(distinct), scores.shape[-1], scores.device)
+        if len(distinct) < len(keys):  # nodes of a tree at the same depth
+            noise = noise[[distinct[key] for key in keys]]
+        noise = noise.view(scores.shape).to(scores.dtype)
+        if any(self.is_greedy):
+            noise = noise.masked_fill(torch.tensor(self.is_greedy, device=scores.device)[:, None, None], 0.0)
         noisy = scores / self._temperatures.to(scores.dtype) + noise
         if not self._truncates:
             return noisy
