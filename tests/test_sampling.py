@@ -474,6 +474,16 @@ def test_the_operator_chooses_the_token_of_the_reference(
     assert not invalid
 
 
+def test_a_token_that_truncation_removes_is_not_chosen() -> None:
+    """Of two probabilities that are equal after rounding top-p keeps the first, although the second has the higher logit."""
+    logits = torch.full((1, 1, 40), -20.0)
+    logits[0, 0, 3] = 0.1
+    logits[0, 0, 7] = torch.nextafter(logits[0, 0, 3], torch.tensor(1.0))
+    shaping = Shaping([SamplingParams(temperature=1.0, top_p=1e-6)], 40, torch.device("cpu"))
+    assert shaping.probs(logits, [1])[0][0, 0].nonzero().tolist() == [[3]]
+    assert {int(shaping.choose(logits, [key], [1])[0]) for key in range(20)} == {3}
+
+
 def test_only_greedy_or_coupled_batches_are_deterministic() -> None:
     greedy, warm = request_of(SamplingParams()), request_of(SamplingParams(temperature=1.0))
     assert Sampler([greedy, greedy], VOCAB).is_deterministic

@@ -384,7 +384,7 @@ Best<T> best_noisy(const T* row, const T* probs, int64_t size, T temperature, ui
 // noise for temperature 0. -1 for a row with NaN, +inf or only -inf. `scratch` [3]: memory that later rows reuse.
 template <typename T>
 int64_t choose_in(const T* row, int64_t size, const double* setting, uint64_t key, std::vector<T>* scratch) {
-  const int64_t first = first_peak(row, size);
+  int64_t first = first_peak(row, size);
   if (first < 0 || setting[0] == 0) return first;
   const T temperature = static_cast<T>(setting[0]);
   const T* probs = nullptr;
@@ -394,6 +394,8 @@ int64_t choose_in(const T* row, int64_t size, const double* setting, uint64_t ke
     if (!softmax_row(row, scratch[0].data(), size, temperature)) return -1;
     truncate_row(scratch[0].data(), size, static_cast<int64_t>(setting[1]), setting[2], setting[3], scratch[1], scratch[2]);
     probs = scratch[0].data();
+    // Almost equal values can have the same probability, of which only that of the lower id is kept.
+    if (!(probs[first] > 0)) first = std::max_element(probs, probs + size) - probs;
   }
   return best_noisy(row, probs, size, temperature, key, first).token;
 }
