@@ -136,12 +136,15 @@ def test_a_run_records_latencies_memory_and_predicted_plain_speed(llm: LLM) -> N
     prompts = [
         workloads.encode(llm.tokenizer, workloads.Prompt("x", text)) for text in ("for i in range(10):", "def add(", "The")
     ]
+    llm.engine._clock.take()  # what was measured after the last round of another test
     run = generate(Contenders(llm), PLAIN_CONTENDER, prompts, Plan((), {}, max_tokens=8).params(0, 0), 2)
     assert [batch.num_tokens for batch in run.batches] == [16, 8]
     assert len(run.pauses) == 3 * 7 and all(seconds > 0 and tokens == 1 for seconds, tokens in run.pauses)
-    # The prediction covers the time of the rounds, without the caller's loop.
-    assert all(0 < (batch.plain_seconds or 0) <= 1.05 * batch.seconds for batch in run.batches)
-    assert run.predicted_plain_tok_s == pytest.approx(24 / sum(batch.plain_seconds or 0 for batch in run.batches))
+    # The prediction covers the time of the rounds, without the caller's loop. What follows a round counts for the next one,
+    # which may belong to the next batch.
+    predicted = [batch.plain_seconds or 0 for batch in run.batches]
+    assert min(predicted) > 0 and sum(predicted) <= sum(batch.seconds for batch in run.batches)
+    assert run.predicted_plain_tok_s == pytest.approx(24 / sum(predicted))
     assert run.peak_bytes is None or run.peak_bytes > 50e6
     cell = cells.cells([Group(0.0, 2, "x", [{PLAIN_CONTENDER: run}])])[0]
     assert set(cell["inter_token_ms"]) == {"p50", "p95"} and cell["prediction_error_percent"] > -5
