@@ -89,11 +89,23 @@ def test_a_compiled_head_equals_the_eager_one(
     assert runner._programs.is_compiled and "stay eager" not in caplog.text
     monkeypatch.setattr(compiled, "_build", lambda *_: pytest.fail("compiled again"))
     for mode in ("auto", "never"):
-        runner._programs = ProgramRunner(head, lambda _: HeadPass(head, runner.cache, target.vocab_size), mode)
+        runner._programs = ProgramRunner(head, lambda _: HeadPass(head, runner.cache, target.model, target.vocab_size), mode)
         for ours, theirs in zip(found, drafted(runner, target.vocab_size, len(head.hidden_states)), strict=True):
             torch.testing.assert_close(ours.feedback, theirs.feedback, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-4, atol=1e-4)
         assert runner._programs.is_compiled is (mode == "auto")
+
+
+def test_a_cap_of_the_targets_logits_is_part_of_the_key(tmp_path: Path) -> None:
+    """The cap is a constant of the compiled pass: a head beside a target with another cap must not load it."""
+    keys = []
+    for cap in (1.5, 1.5, 30.0):
+        model = model_of("gemma2", hidden_size=HIDDEN, head_dim=8, final_logit_softcapping=cap)
+        target, vocab = ModelRunner.load(model, RunnerConfig(compile="never")), model.config.vocab_size
+        write_eagle1(tmp_path, vocab)
+        head = eagle_formats.load(tmp_path, target.num_layers, vocab, HIDDEN, target.model)
+        keys.append(compiled._key(RolloutRunner(head, target)._program()))
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_a_head_is_compiled_with_its_target(tmp_path: Path, cache: Path) -> None:
@@ -120,7 +132,7 @@ def test_a_compiled_block_drafter_equals_the_eager_one(tmp_path: Path, cache: Pa
     runner = BlockRunner(head, target)
     outs: list[list[Tensor]] = []
     for mode in ("always", "never"):
-        runner._programs = ProgramRunner(head, lambda _: BlockPass(head, runner.cache), mode)
+        runner._programs = ProgramRunner(head, lambda _: BlockPass(head, runner.cache, model), mode)
         runner.cache.release(["a", "b", "c"])
         found, generator = [], torch.Generator().manual_seed(1)
         for lengths in ((4, 9, 1), (0, 1, 3), (2, 2, 30)):

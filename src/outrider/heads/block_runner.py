@@ -27,7 +27,7 @@ class BlockPass(HeadProgram):
     head: BlockHead
 
     def identity(self) -> object:
-        return str(self.head), self.head.shape
+        return str(self.head), self.head.shape, self._target
 
     def example(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         layout, hidden = Layout.over(self.cache), int(self.head.shape.config.hidden_size)
@@ -78,7 +78,7 @@ class BlockRunner(HeadRunner[BlockHead]):
     """Each committed token's features enter the cache once. A block is written after them and overwritten by the next one."""
 
     def _program(self) -> Program:
-        return BlockPass(self.head, self.cache)
+        return BlockPass(self.head, self.cache, self._target)
 
     @torch.inference_mode()
     def extend(self, request_ids: Sequence[str], features: Sequence[Sequence[Tensor]]) -> None:

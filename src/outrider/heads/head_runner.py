@@ -12,12 +12,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from outrider.heads.feature_head import FeatureHead, RolloutHead, Rotation
 from outrider.heads.own_logits import finish_of
 from outrider.runner import ModelRunner, linear, quantized
 from outrider.runner.attention import PassLayout, active_pass
-from outrider.runner.forward import Layout, Program
+from outrider.runner.forward import Layout, Program, described
 from outrider.runner.kv_cache import KVCache
 from outrider.runner.layouts import Layouts
 from outrider.runner.passes import ProgramRunner
@@ -41,8 +42,9 @@ class Step(NamedTuple):
 class HeadProgram(Program):
     """A pass of a head, whose modules include what its target lends."""
 
-    def __init__(self, head: FeatureHead, cache: KVCache) -> None:
+    def __init__(self, head: FeatureHead, cache: KVCache, target: PreTrainedModel) -> None:
         super().__init__()
+        self._target = described(target)  # scales of its embedding and caps of its logits are compiled in
         self.head, self.lent = head, nn.ModuleList(head.lent)
         self.cache, self.num_layers = cache, len(head.layers)
         self.label = f"the pass of the {type(head).__name__}"
@@ -53,12 +55,12 @@ class HeadPass(HeadProgram):
 
     head: RolloutHead
 
-    def __init__(self, head: RolloutHead, cache: KVCache, vocab_size: int) -> None:
-        super().__init__(head, cache)
+    def __init__(self, head: RolloutHead, cache: KVCache, target: PreTrainedModel, vocab_size: int) -> None:
+        super().__init__(head, cache, target)
         self._vocab_size = vocab_size
 
     def identity(self) -> object:
-        return str(self.head), self.head.settings, self._vocab_size
+        return str(self.head), self.head.settings, self._target, self._vocab_size
 
     def example(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         layout, hidden = Layout.over(self.cache, earlier=1), torch.zeros(1, 5, self.head.fc.out_features)
@@ -96,6 +98,7 @@ class HeadRunner(ABC, Generic[Head]):
         rotary: Any = head.rotary_emb  # built anew: frequencies rounded to 16 bits give wrong angles after a hundred tokens
         head.rotary_emb = type(rotary)(rotary.config).to(target.device)
         model, finish = target.model, finish_of(target.model) if head.uses_targets_output else None
+        self._target = model
         head.lend(model.get_input_embeddings(), model.get_output_embeddings(), finish)
         self.device, self._max_len, self._vocab_size = target.device, target.max_len, target.vocab_size
         cache_dtype = linear.arithmetic(head)
@@ -137,7 +140,7 @@ class RolloutRunner(HeadRunner[RolloutHead]):
     """Runs a head that drafts one token after another."""
 
     def _program(self) -> Program:
-        return HeadPass(self.head, self.cache, self._vocab_size)
+        return HeadPass(self.head, self.cache, self._target, self._vocab_size)
 
     @torch.inference_mode()
     def extend(self, request_ids: Sequence[str], tokens: Sequence[Sequence[int]], features: Sequence[Sequence[Tensor]]) -> Step:

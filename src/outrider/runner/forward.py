@@ -35,6 +35,13 @@ class Program(nn.Module, ABC):
         """Return inputs from which it is exported, and their dynamic dimensions."""
 
 
+def described(model: PreTrainedModel) -> str:
+    """Return a model's class and config, without names and versions."""
+    config = model.config.to_dict()
+    named = {name: value for name, value in config.items() if name not in ("_name_or_path", "transformers_version")}
+    return type(model).__name__ + json.dumps(named, sort_keys=True, default=str)
+
+
 class Layout(NamedTuple):
     """Example of the layout of five tokens of two requests, to export a program."""
 
@@ -85,9 +92,7 @@ class Pass(Program):
             raise OutriderError(f"a model of {last} layers has the hidden states 0 to {last}, not all of {layers}")
 
     def identity(self) -> object:
-        config = self.model.config.to_dict()
-        named = {name: value for name, value in config.items() if name not in ("_name_or_path", "transformers_version")}
-        return type(self.model).__name__, json.dumps(named, sort_keys=True, default=str), self.layers, self.span
+        return described(self.model), self.layers, self.span
 
     def example(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         layout, num_logits = Layout.over(self.cache), torch.export.Dim("m", min=1)
