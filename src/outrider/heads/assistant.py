@@ -50,7 +50,6 @@ class AssistantHead(RolloutHead):
         """``config``: the assistant's; ``decoder``: its layers on the meta device, which become the head's."""
         super().__init__()
         self.text, self._stored = decoder.config, stored
-        self.settings = self.text
         self.uses_targets_output, self.cache_shape = False, CacheShape.of({})
         hidden, self.target_hidden_size = int(self.text.hidden_size), int(config.backbone_hidden_size)
         self.pre_projection = nn.Linear(2 * self.target_hidden_size, hidden, bias=False)

@@ -218,7 +218,7 @@ class BlockHead(FeatureHead):
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
         self.shape, self.target_hidden_size, self.hidden_states = shape, shape.target_hidden_size, shape.hidden_states
-        self.uses_targets_output = not shape.own_output
+        self.settings, self.uses_targets_output = shape, not shape.own_output
         config, hidden = shape.config, shape.config.hidden_size
         if shape.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, hidden)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from operator import add
 from typing import Any
@@ -13,7 +13,8 @@ from torch import Tensor
 from outrider.heads.block import BlockAttention, BlockHead
 from outrider.heads.head_runner import CHUNK, HeadProgram, HeadRunner
 from outrider.runner.attention import PassLayout, active_pass, attend
-from outrider.runner.forward import Layout, Program
+from outrider.runner.forward import ExampleLayout, Program
+from outrider.runner.layouts import ranges
 from outrider.types import OutriderError
 
 
@@ -26,11 +27,8 @@ class BlockPass(HeadProgram):
 
     head: BlockHead
 
-    def identity(self) -> object:
-        return str(self.head), self.head.shape, self._target
-
     def example(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        layout, hidden = Layout.over(self.cache), int(self.head.shape.config.hidden_size)
+        layout, hidden = ExampleLayout.over(self.cache), int(self.head.shape.config.hidden_size)
         turns = torch.stack(self.head.rotary_emb(torch.zeros(1, 5, hidden), layout.inputs[0]))
         # two requests with one new feature each, and with blocks of one and two tokens
         own = turns[:, :, :3].contiguous(), turns[:, :, :2].contiguous()
@@ -115,7 +113,7 @@ class BlockRunner(HeadRunner[BlockHead]):
         together = [[0] * (count + size) for count, size in zip(new.lens, sizes, strict=True)]  # only their number is used
         texts = self._layouts.chain(together, new.cache_rows, new.starts)
         layout = texts.layout
-        of_features, of_tokens = _places(texts.starts, new.lens), _places(map(add, texts.starts, new.lens), sizes)
+        of_features, of_tokens = ranges(texts.starts, new.lens), ranges(map(add, texts.starts, new.lens), sizes)
         order = [0] * layout.positions.shape[1]
         for index, place in enumerate((*of_features, *of_tokens)):
             order[place] = index
@@ -161,11 +159,6 @@ class BlockRunner(HeadRunner[BlockHead]):
             store[index][rows, :, slots] = new[0].transpose(0, 1).to(store.dtype)
 
 
-def _places(starts: Iterable[int], lens: Sequence[int]) -> list[int]:
-    """Return the ``lens[b]`` integers from ``starts[b]``, for all b."""
-    return [place for start, length in zip(starts, lens, strict=True) for place in range(start, start + length)]
-
-
 class _NewContext:
     """Features of requests that are not in the cache yet, fused and concatenated: C in total."""
 
@@ -188,7 +181,7 @@ class _NewContext:
     def places(self) -> tuple[Tensor, Tensor]:
         """Return the cache rows [C] of the features, and their positions [1, C], which are their slots too."""
         rows = [row for row, length in zip(self.cache_rows, self.lens, strict=True) for _ in range(length)]
-        numbers = torch.tensor([rows, _places(self.starts, self.lens)], dtype=torch.long, device=self.fused.device)
+        numbers = torch.tensor([rows, ranges(self.starts, self.lens)], dtype=torch.long, device=self.fused.device)
         return numbers[0], numbers[1:]
 
     def commit(self) -> None:

@@ -34,6 +34,7 @@ class FeatureHead(nn.Module):
     hidden_states: tuple[int, ...]  # target hidden states that it reads, numbered as in ``types.Scores``
     uses_targets_output: bool  # whether drafting uses (and so reads) the target's output head
     cache_shape: CacheShape  # of its layers
+    settings: object  # what a compiled pass depends on besides weights and modules; ``str`` of it says so in full
     fc: nn.Linear
     layers: nn.ModuleList
     rotary_emb: nn.Module
@@ -107,7 +108,6 @@ class RolloutHead(FeatureHead):
     """
 
     imitates_features: bool = False  # whether outputs are trained to equal the target's features
-    settings: object  # what its computation depends on besides weights and modules; ``str`` of it says so in full
 
     @abstractmethod
     def forward(self, token_ids: Tensor, hidden: Tensor, position_ids: Tensor, rotation: Rotation | None = None) -> Tensor:

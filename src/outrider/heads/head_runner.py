@@ -18,7 +18,7 @@ from outrider.heads.feature_head import FeatureHead, RolloutHead, Rotation
 from outrider.heads.own_logits import finish_of
 from outrider.runner import ModelRunner, linear, quantized
 from outrider.runner.attention import PassLayout, active_pass
-from outrider.runner.forward import Layout, Program, described
+from outrider.runner.forward import ExampleLayout, Program, described
 from outrider.runner.kv_cache import KVCache
 from outrider.runner.layouts import Layouts
 from outrider.runner.passes import ProgramRunner
@@ -49,6 +49,9 @@ class HeadProgram(Program):
         self.cache, self.num_layers = cache, len(head.layers)
         self.label = f"the pass of the {type(head).__name__}"
 
+    def identity(self) -> object:
+        return str(self.head), self.head.settings, self._target
+
 
 class HeadPass(HeadProgram):
     """One pass of a head that drafts one token after another."""
@@ -59,11 +62,8 @@ class HeadPass(HeadProgram):
         super().__init__(head, cache, target)
         self._vocab_size = vocab_size
 
-    def identity(self) -> object:
-        return str(self.head), self.head.settings, self._target, self._vocab_size
-
     def example(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        layout, hidden = Layout.over(self.cache, earlier=1), torch.zeros(1, 5, self.head.fc.out_features)
+        layout, hidden = ExampleLayout.over(self.cache, sees_earlier=True), torch.zeros(1, 5, self.head.fc.out_features)
         cos, sin = self.head.rotary_emb(hidden, layout.inputs[0])
         inputs = (torch.zeros(1, 5, dtype=torch.long), hidden, cos, sin, *layout.inputs, torch.arange(4), *layout.stores)
         tokens, places = {1: layout.num_tokens}, {0: torch.export.Dim("m", min=1)}
@@ -117,17 +117,15 @@ class HeadRunner(ABC, Generic[Head]):
         self._programs.compile_now()
 
     def _rotation_at(self, like: Tensor, positions: Tensor) -> Rotation:
-        """Return cosines and sines [1, T, D] at positions [1, T]."""
-        return self._rotation(positions) or self.head.rotary_emb(like, positions)
+        """Return cosines and sines [1, T, D] at positions [1, T].
 
-    def _rotation(self, positions: Tensor) -> Rotation | None:
-        """Return cached cosines and sines at ``positions``; computing them takes as long as a matrix product.
-
-        None for rotary types that depend on the sequence length.
+        They are cached, because computing them takes as long as a matrix product, except for rotary types that depend on the
+        sequence length.
         """
-        rotary = self.head.rotary_emb
+        rotary: Any = self.head.rotary_emb
         if rotary.rope_type in ("dynamic", "longrope"):
-            return None
+            cos, sin = rotary(like, positions)
+            return cos, sin
         reach = min(self._max_len, self.cache.capacity)  # an upper bound of all positions
         if self._rotations is None or self._rotations[0].shape[0] < reach:
             like, places = torch.empty(0, dtype=self.dtype, device=self.device), torch.arange(reach, device=self.device)
@@ -150,19 +148,19 @@ class RolloutRunner(HeadRunner[RolloutHead]):
         """
         rows = [self.cache.row(request_id) for request_id in request_ids]
         fused = [self.head.fuse([each.to(self.device, self.dtype) for each in of_request]) for of_request in features]
-        last: list[Step | None] = [None] * len(rows)
+        steps: list[tuple[list[int], Step]] = []  # of each chunk, and the requests in it
         longest = max(map(len, tokens))
         for start in range(0, longest, CHUNK):
             some = [b for b, ids in enumerate(tokens) if len(ids) > start]
             ids = [list(tokens[b][start : start + CHUNK]) for b in some]
             hidden = [fused[b][start : start + CHUNK] for b in some]
-            step = self._chain([rows[b] for b in some], ids, hidden)
-            for i, b in enumerate(some):
-                self.cache.cached_lens[rows[b]] += len(ids[i])
-                last[b] = Step(step.feedback[i], step.logits[i])
-        if longest <= CHUNK:
-            return step
-        return Step(*map(torch.stack, zip(*filter(None, last), strict=True)))
+            steps.append((some, self._chain([rows[b] for b in some], ids, hidden)))
+            for b, new in zip(some, ids, strict=True):
+                self.cache.cached_lens[rows[b]] += len(new)
+        if len(steps) == 1:
+            return steps[0][1]
+        last = {b: (step.feedback[i], step.logits[i]) for some, step in steps for i, b in enumerate(some)}  # of the last chunk
+        return Step(*map(torch.stack, zip(*(last[b] for b in range(len(rows))), strict=True)))
 
     def _chain(self, rows: list[int], ids: list[list[int]], hidden: list[Tensor]) -> Step:
         """Return the step after each request's last token, [B]."""
@@ -183,9 +181,9 @@ class RolloutRunner(HeadRunner[RolloutHead]):
         bases = [length + sees.shape[2] - width for length in committed]
         numbers = torch.tensor([*rows, *bases, *range(width, batch * width + 1, width)], device=self.device)
         row_ids, starts, ends = numbers.chunk(3)
-        positions = [min(length + depth, self._max_len) - 1 for length in committed for _ in range(width)]
-        where = torch.tensor(positions, device=self.device)[None]
-        layout = PassLayout(self.cache.stores, self.cache.shape.places, row_ids, starts, ends, where, sees)
+        places = [min(length + depth, self._max_len) - 1 for length in committed for _ in range(width)]
+        positions = torch.tensor(places, device=self.device)[None]
+        layout = PassLayout(self.cache.stores, self.cache.shape.places, row_ids, starts, ends, positions, sees)
         every = self._layouts.arange(0, batch * width)
         return self._run(layout, token_ids.reshape(1, -1), hidden.flatten(0, 1)[None], every).view(batch, width)
 

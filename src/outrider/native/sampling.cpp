@@ -22,12 +22,11 @@ namespace outrider {
 namespace {
 
 // Return the k-th highest maximum of interleaved classes: k values are at least that high, so no value below it is in the top k.
-// A short row has the bound `lowest`.
 template <typename T>
-T top_k_bound(const T* row, int64_t size, int64_t top_k, T lowest, std::vector<T>& maxima) {
+T top_k_bound(const T* row, int64_t size, int64_t top_k, std::vector<T>& maxima) {
   int64_t classes = 16;
   while (classes < 3 * top_k) classes *= 2;
-  if (4 * classes > size) return lowest;
+  if (4 * classes > size) return 0;
   maxima.assign(row, row + classes);
   for (int64_t begin = classes; begin + classes <= size; begin += classes)
     for (int64_t i = 0; i < classes; ++i) maxima[i] = row[begin + i] > maxima[i] ? row[begin + i] : maxima[i];
@@ -157,7 +156,7 @@ template <typename T>
 void truncate_row(T* row, int64_t size, int64_t top_k, double top_p, double min_p, std::vector<T>& found, std::vector<T>& maxima) {
   const T least = static_cast<T>(min_p) * peak_of(row, size);
   // All tokens below (1 - top_p) / size together have less mass than top-p excludes; half of that allows for rounding.
-  const T bound = top_k ? top_k_bound(row, size, top_k, T(0), maxima) : std::max(least, static_cast<T>((1 - top_p) / (2 * size)));
+  const T bound = top_k ? top_k_bound(row, size, top_k, maxima) : std::max(least, static_cast<T>((1 - top_p) / (2 * size)));
   int64_t count = 0;
   for (int64_t i = 0; i < size; ++i) {
     found[count] = row[i];
@@ -206,7 +205,7 @@ void shape_rows(const T* logits, T* out, int64_t num_rows, int64_t size, const d
         invalid[r] = 1;
       } else if (is_greedy) {
         std::fill(result, result + size, T(0));
-        result[std::find(row, row + size, peak_of(row, size)) - row] = 1;
+        result[first_peak(row, size)] = 1;
       } else if (truncates(setting)) {
         truncate_row(result, size, static_cast<int64_t>(setting[1]), setting[2], setting[3], found, maxima);
       }
@@ -400,32 +399,25 @@ int64_t choose_in(const T* row, int64_t size, const double* setting, uint64_t ke
   return best_noisy(row, probs, size, temperature, key, first).token;
 }
 
-// The `top_k` highest values of a row, highest first, the first of equal ones first, and their shares of softmax(row): NaN for a
-// row with NaN, +inf or only -inf.
+// The `top_k` highest probabilities of softmax(row), highest first, the first of equal ones first: NaN for a row with NaN, +inf or
+// only -inf. `scratch` [2]: memory that later rows reuse.
 template <typename T>
-void likeliest_in(const T* row, int64_t size, int64_t top_k, int64_t* token_ids, T* shares, std::vector<T>& maxima) {
-  const T peak = peak_of(row, size);
-  T lanes[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes)
-    for (int64_t j = 0; j < kLanes; ++j) lanes[j] += exp_of(row[i + j] - peak);
-  for (; i < size; ++i) lanes[0] += exp_of(row[i] - peak);
-  const T total = std::accumulate(lanes, lanes + kLanes, T(0));
-  if (!std::isfinite(total)) {
+void likeliest_in(const T* row, int64_t size, int64_t top_k, int64_t* token_ids, T* probs, std::vector<T>* scratch) {
+  scratch[0].resize(size);
+  const T* const all = scratch[0].data();
+  if (!softmax_row(row, scratch[0].data(), size, T(1))) {
     std::iota(token_ids, token_ids + top_k, 0);
-    std::fill(shares, shares + top_k, std::numeric_limits<T>::quiet_NaN());
+    std::fill(probs, probs + top_k, std::numeric_limits<T>::quiet_NaN());
     return;
   }
-  const T bound = top_k_bound(row, size, top_k, -std::numeric_limits<T>::infinity(), maxima);
+  const T bound = top_k_bound(all, size, top_k, scratch[1]);
   std::vector<int64_t> found;
-  for (i = 0; i < size; ++i)
-    if (!(row[i] < bound)) found.push_back(i);
-  const auto is_before = [row](int64_t a, int64_t b) { return row[a] > row[b] || (row[a] == row[b] && a < b); };
+  for (int64_t i = 0; i < size; ++i)
+    if (all[i] >= bound) found.push_back(i);
+  const auto is_before = [all](int64_t a, int64_t b) { return all[a] > all[b] || (all[a] == all[b] && a < b); };
   std::partial_sort(found.begin(), found.begin() + top_k, found.end(), is_before);
-  for (int64_t k = 0; k < top_k; ++k) {
-    token_ids[k] = found[k];
-    shares[k] = exp_of(row[found[k]] - peak) / total;
-  }
+  std::copy_n(found.begin(), top_k, token_ids);
+  for (int64_t k = 0; k < top_k; ++k) probs[k] = all[found[k]];
 }
 
 // The indices of marks that are not 0.
@@ -489,18 +481,17 @@ std::tuple<at::Tensor, at::Tensor> likeliest(const at::Tensor& scores, int64_t t
   TORCH_CHECK(scores.is_contiguous() && top_k > 0 && top_k <= size, "likeliest: ", top_k, " of scores ", scores.sizes());
   std::vector<int64_t> shape = scores.sizes().vec();
   shape.back() = top_k;
-  at::Tensor token_ids = scores.new_empty(shape, at::kLong), shares = scores.new_empty(shape);
+  at::Tensor token_ids = scores.new_empty(shape, at::kLong), probs = scores.new_empty(shape);
   int64_t* ids = token_ids.mutable_data_ptr<int64_t>();
   AT_DISPATCH_FLOATING_TYPES(scores.scalar_type(), "likeliest", [&] {
     const scalar_t* rows = scores.const_data_ptr<scalar_t>();
-    scalar_t* out = shares.mutable_data_ptr<scalar_t>();
+    scalar_t* out = probs.mutable_data_ptr<scalar_t>();
     parallel_for(0, num_rows, 1 + kShared / size, [&](int64_t begin, int64_t end) {
-      std::vector<scalar_t> maxima;
-      for (int64_t r = begin; r < end; ++r)
-        likeliest_in(rows + r * size, size, top_k, ids + r * top_k, out + r * top_k, maxima);
+      std::vector<scalar_t> scratch[2];
+      for (int64_t r = begin; r < end; ++r) likeliest_in(rows + r * size, size, top_k, ids + r * top_k, out + r * top_k, scratch);
     });
   });
-  return {token_ids, shares};
+  return {token_ids, probs};
 }
 
 // keys [N] -> float32 [N, size]: Gumbel noise of each token.

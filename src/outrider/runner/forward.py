@@ -42,7 +42,7 @@ def described(model: PreTrainedModel) -> str:
     return type(model).__name__ + json.dumps(named, sort_keys=True, default=str)
 
 
-class Layout(NamedTuple):
+class ExampleLayout(NamedTuple):
     """Example of the layout of five tokens of two requests, to export a program."""
 
     inputs: tuple[Tensor, ...]  # positions, cache rows, bases, ends, visibility
@@ -52,11 +52,11 @@ class Layout(NamedTuple):
     num_tokens: Any  # the dimension of T
 
     @classmethod
-    def over(cls, cache: KVCache, earlier: int = 0) -> Layout:
-        """``earlier``: M - W of ``PassLayout``; 0: always 0."""
+    def over(cls, cache: KVCache, sees_earlier: bool = False) -> ExampleLayout:
+        """``sees_earlier``: whether the visibility covers slots before the program's own tokens (M > W of ``PassLayout``)."""
         dim = torch.export.Dim
         b, w, t = dim("b", min=1, max=4096), dim("w", min=1, max=1 << 20), dim("t", min=1, max=1 << 22)
-        seen = dim("seen", min=1, max=1 << 20) if earlier else w
+        seen = dim("seen", min=1, max=1 << 20) if sees_earlier else w
         rows, slots = dim("rows", min=1), dim("slots", min=1)
         each = {0: b}
         inputs = (
@@ -64,7 +64,7 @@ class Layout(NamedTuple):
             torch.arange(2),
             torch.zeros(2, dtype=torch.long),
             torch.tensor([2, 5]),
-            torch.ones(2, 3, 3 + earlier, dtype=torch.bool).tril(earlier),
+            torch.ones(2, 3, 3 + sees_earlier, dtype=torch.bool).tril(int(sees_earlier)),
         )
         stores = [torch.zeros(store, dtype=cache.dtype) for store in cache.shape.stores(rows=2, slots=8)]
         states = [torch.zeros(store) for store in cache.shape.states.stores(2, cache.states.slots)]
@@ -95,7 +95,7 @@ class Pass(Program):
         return described(self.model), self.layers, self.span
 
     def example(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        layout, num_logits = Layout.over(self.cache), torch.export.Dim("m", min=1)
+        layout, num_logits = ExampleLayout.over(self.cache), torch.export.Dim("m", min=1)
         tokens = torch.zeros(1, 5, dtype=torch.long)
         if self.span.start:
             tokens = torch.zeros(1, 5, text_config(self.model).hidden_size)  # float32, as between packed layers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -61,8 +61,7 @@ class Layouts:
         numbers = [*bases, *rows, *ends]
         for text in tokens:
             numbers += text
-        for base, length in zip(bases, lens, strict=True):
-            numbers += range(base, base + length)
+        numbers += ranges(bases, lens)
         total = ends[-1]
         parts = torch.tensor(numbers, device=self._device).split((batch, batch, batch, total, total))
         base_slots, row_ids, end_places, ids, positions = parts
@@ -93,8 +92,7 @@ class Layouts:
         """Return the ``lens[b]`` integers from ``starts[b]``, for all b."""
         if all([start + length == after for start, length, after in zip(starts, lens, starts[1:], strict=False)]):
             return self.arange(starts[0], starts[-1] + lens[-1])  # one run
-        numbers = [place for start, length in zip(starts, lens, strict=True) for place in range(start, start + length)]
-        return torch.tensor(numbers, device=self._device)
+        return torch.tensor(ranges(starts, lens), device=self._device)
 
     def causal(self, batch: int, width: int) -> Tensor:
         """Return the causal mask bool [B, W, W]."""
@@ -126,12 +124,16 @@ def tree_inputs(parents: Tensor, text_lens: Sequence[int], width: int) -> tuple[
     return visible, positions
 
 
+def ranges(starts: Iterable[int], lens: Sequence[int]) -> list[int]:
+    """Return the ``lens[b]`` integers from ``starts[b]``, for all b."""
+    return [place for start, length in zip(starts, lens, strict=True) for place in range(start, start + length)]
+
+
 def rows_from(values: Tensor, starts: Sequence[int], lens: Sequence[int], count: int) -> Tensor:
     """Gather values [T, ...] to [B, count, ...]: ``lens[b]`` rows from ``starts[b]``; the remaining ones are undefined."""
     if all([length == count for length in lens]) and len(lens) * count == values.shape[0]:
         return values.view(len(lens), count, *values.shape[1:])
-    to = [b * count + i for b, length in enumerate(lens) for i in range(length)]
-    taken = [start + i for start, length in zip(starts, lens, strict=True) for i in range(length)]
+    to, taken = ranges(range(0, len(lens) * count, count), lens), ranges(starts, lens)
     rows = values.new_empty(len(lens) * count, *values.shape[1:])
     rows[torch.tensor(to, device=values.device)] = values if len(taken) == len(values) else values[taken]
     return rows.view(len(lens), count, *values.shape[1:])
