@@ -19,9 +19,10 @@ PROMPTS = ["def quicksort(", "Once upon a time", 'class Queue:\n    """A queue.'
 METHODS = ("draft", "eagle", "eagle:draft=eagle1", "mtp", "dflash", "medusa", "early-exit", "suffix", "ngram", "suffix+draft")
 
 
-def texts(method: str) -> list[str]:
+def texts(method: str, compile: str = "auto") -> list[str]:
     """Return greedy continuations in float32: passes of different widths round alike often enough to be compared."""
-    llm = LLM(method=method, device=DEVICE, dtype="float32", num_draft_tokens=4 if method != "plain" else "auto")
+    k = 4 if method != "plain" else "auto"
+    llm = LLM(method=method, device=DEVICE, dtype="float32", num_draft_tokens=k, compile=compile)
     found = llm.generate(PROMPTS, SamplingParams(max_tokens=48, ignore_eos=True))
     return [each.outputs[0].text for each in found]
 
@@ -34,6 +35,10 @@ def plain() -> list[str]:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_emits_the_text_of_plain_decoding(method: str, plain: list[str]) -> None:
     assert texts(method) == plain
+
+
+def test_compiled_passes_emit_the_text_of_plain_decoding(plain: list[str]) -> None:
+    assert texts("draft", compile="always") == texts("eagle", compile="always") == plain
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -97,7 +97,7 @@ def test_the_shares_in_the_summary_add_up() -> None:
 
 def test_uncompiled_passes_are_reported(outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.runner.compiled.load", lambda module, build: None)  # no compiled library is available
-    monkeypatch.setattr("outrider.runner.compiled.is_supported", lambda model: True)
+    monkeypatch.setattr("outrider.runner.passes.is_packed", lambda model: True)
     command = ["generate", "--target", target, "--method", "ngram", "--max-tokens", 4, "hello"]
     assert "--compile always" in outrider(*command)[2]
     assert "--compile always" not in outrider(*command, "--compile", "never")[2]

@@ -89,7 +89,9 @@ def test_a_compiled_head_equals_the_eager_one(
     assert runner._programs.is_compiled and "stay eager" not in caplog.text
     monkeypatch.setattr(compiled, "_build", lambda *_: pytest.fail("compiled again"))
     for mode in ("auto", "never"):
-        runner._programs = ProgramRunner(head, lambda _: HeadPass(head, runner.cache, target.model, target.vocab_size), mode)
+        runner._programs = ProgramRunner(
+            head, lambda _: HeadPass(head, runner.cache, target.model, target.vocab_size), runner.cache, mode
+        )
         for ours, theirs in zip(found, drafted(runner, target.vocab_size, len(head.hidden_states)), strict=True):
             torch.testing.assert_close(ours.feedback, theirs.feedback, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-4, atol=1e-4)
@@ -132,7 +134,7 @@ def test_a_compiled_block_drafter_equals_the_eager_one(tmp_path: Path, cache: Pa
     runner = BlockRunner(head, target)
     outs: list[list[Tensor]] = []
     for mode in ("always", "never"):
-        runner._programs = ProgramRunner(head, lambda _: BlockPass(head, runner.cache, model), mode)
+        runner._programs = ProgramRunner(head, lambda _: BlockPass(head, runner.cache, model), runner.cache, mode)
         runner.cache.release(["a", "b", "c"])
         found, generator = [], torch.Generator().manual_seed(1)
         for lengths in ((4, 9, 1), (0, 1, 3), (2, 2, 30)):

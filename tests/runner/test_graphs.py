@@ -53,7 +53,7 @@ def inputs_of(width: int, seed: int, keys: Tensor, values: Tensor, batch: int = 
 
 def test_a_replay_sees_the_inputs_of_its_own_pass() -> None:
     keys, values, recorder = torch.ones(3), torch.ones(3), Recorder()
-    runner = GraphRunner(sums, recorder)
+    runner = GraphRunner(sums, 2, recorder)
     for seed in range(5):
         given = inputs_of(4, seed, keys, values)
         assert torch.equal(runner(given)[0], sums(given)[0])
@@ -61,7 +61,7 @@ def test_a_replay_sees_the_inputs_of_its_own_pass() -> None:
 
 
 def test_a_graph_captured_in_inference_mode_runs_outside_of_it() -> None:
-    keys, values, runner = torch.ones(3), torch.ones(3), GraphRunner(sums, Recorder())
+    keys, values, runner = torch.ones(3), torch.ones(3), GraphRunner(sums, 2, Recorder())
     first, second = (inputs_of(4, seed, keys, values) for seed in range(2))
     with torch.inference_mode():
         runner(first)
@@ -70,7 +70,7 @@ def test_a_graph_captured_in_inference_mode_runs_outside_of_it() -> None:
 
 def test_each_shape_is_captured_once() -> None:
     keys, values, recorder = torch.ones(3), torch.ones(3), Recorder()
-    runner = GraphRunner(sums, recorder)
+    runner = GraphRunner(sums, 2, recorder)
     for width, batch in ((1, 1), (4, 1), (4, 2), (1, 1), (4, 2)):
         given = inputs_of(width, width, keys, values, batch)
         assert torch.equal(runner(given)[0], sums(given)[0])
@@ -80,7 +80,7 @@ def test_each_shape_is_captured_once() -> None:
 def test_the_shapes_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
     keys, values, recorder = torch.ones(3), torch.ones(3), Recorder()
-    runner = GraphRunner(sums, recorder)
+    runner = GraphRunner(sums, 2, recorder)
     captures = []
     for width in (1, 2, 1, 3, 1, 2):
         given = inputs_of(width, width, keys, values)
@@ -91,7 +91,7 @@ def test_the_shapes_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cache_that_moved_is_captured_again() -> None:
     recorder = Recorder()
-    runner = GraphRunner(sums, recorder)
+    runner = GraphRunner(sums, 2, recorder)
     values = torch.ones(3)
     for size in (3, 5):
         given = inputs_of(2, 7, torch.ones(size), values)
@@ -101,7 +101,7 @@ def test_a_cache_that_moved_is_captured_again() -> None:
 
 def test_a_cache_of_another_shape_at_the_same_address_is_captured_again() -> None:
     recorder = Recorder()
-    runner = GraphRunner(sums, recorder)
+    runner = GraphRunner(sums, 2, recorder)
     store, values = torch.arange(8.0), torch.ones(3)
     for size in (3, 5):
         given = inputs_of(2, 7, store[:size], values)
@@ -116,7 +116,7 @@ def test_a_pass_that_cannot_be_captured_runs_without_a_graph(caplog: pytest.LogC
         attempts.append(device)
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    runner, given = GraphRunner(sums, fails), inputs_of(4, 0, torch.ones(3), torch.ones(3))
+    runner, given = GraphRunner(sums, 2, fails), inputs_of(4, 0, torch.ones(3), torch.ones(3))
     for _ in range(2):
         assert torch.equal(runner(given)[0], sums(given)[0])
     assert len(attempts) == 1 and "passes run without CUDA graphs" in caplog.text
@@ -125,7 +125,7 @@ def test_a_pass_that_cannot_be_captured_runs_without_a_graph(caplog: pytest.LogC
 def test_prompts_run_without_a_graph() -> None:
     recorder = Recorder()
     given = inputs_of(MAX_WIDTH + 1, 0, torch.ones(3), torch.ones(3))
-    assert torch.equal(GraphRunner(sums, recorder)(given)[0], sums(given)[0])
+    assert torch.equal(GraphRunner(sums, 2, recorder)(given)[0], sums(given)[0])
     assert recorder.captures == 0
 
 
@@ -134,7 +134,7 @@ def test_prompts_run_without_a_graph() -> None:
 def test_cuda_graph_replays_equal_eager_passes() -> None:
     device = torch.device("cuda")
     keys, values = torch.ones(3, device=device), torch.ones(3, device=device)
-    runner = GraphRunner(sums, record_cuda)
+    runner = GraphRunner(sums, 2, record_cuda)
     for seed in range(3):
         given = [tensor.to(device) for tensor in inputs_of(4, seed, keys, values)]
         assert torch.equal(runner(given)[0], sums(given)[0])

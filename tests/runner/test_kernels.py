@@ -18,6 +18,8 @@ from . import references
 needs_kernels = pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CPU = pytest.param("cpu", marks=needs_kernels)
+no_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+TRITON = pytest.param("triton", marks=[pytest.mark.gpu, no_cuda])
 
 
 def linear(which, *inputs):
@@ -25,7 +27,18 @@ def linear(which, *inputs):
 
 
 def attend(which, *inputs):
+    if which == "triton":
+        return attend_in_triton(*inputs)
     return (torch.ops.outrider.attend if which == "cpu" else kernels.reference_attend)(*inputs)
+
+
+def attend_in_triton(*inputs):
+    """Run the kernels for GPUs, and write the caches back."""
+    moved = [each.cuda() if isinstance(each, torch.Tensor) else each for each in inputs]
+    out = torch.ops.outrider.attend(*moved)
+    for given, changed in zip(inputs[3:5], moved[3:5], strict=True):
+        given.copy_(changed)
+    return out.cpu()
 
 
 @pytest.mark.parametrize("outputs, inputs", [(1, 1), (31, 7), (32, 33), (97, 513), (200, 1030), (416, 64)])
@@ -279,7 +292,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("which", [CPU, "reference"])
+@pytest.mark.parametrize("which", [CPU, "reference", TRITON])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attend_equals_softmax_attention_over_visible_slots(which, dtype, shape):
@@ -294,7 +307,7 @@ def test_attend_equals_softmax_attention_over_visible_slots(which, dtype, shape)
                 torch.testing.assert_close(got.double(), there.expected(**options), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("which", [CPU, "reference"])
+@pytest.mark.parametrize("which", [CPU, "reference", TRITON])
 def test_a_window_starts_at_each_nodes_position_for_any_order_of_a_tree(which):
     there = Pass([40, 0, 17], 19, kv_heads=1).deep_first()
     for window in (3, 5, 9):
@@ -303,7 +316,7 @@ def test_a_window_starts_at_each_nodes_position_for_any_order_of_a_tree(which):
         )
 
 
-@pytest.mark.parametrize("which", [CPU, "reference"])
+@pytest.mark.parametrize("which", [CPU, "reference", TRITON])
 @pytest.mark.parametrize("lens", [[7, 1, 4], [1, 7, 1], [2, 3, 7]])
 def test_requests_of_different_lengths_are_concatenated(which, lens):
     for make in (lambda p: p, Pass.branch):
@@ -317,7 +330,7 @@ def test_requests_of_different_lengths_are_concatenated(which, lens):
                 assert torch.isnan(there.after[0][1, row, :, base + length :]).all()  # and no slot after them is written
 
 
-@pytest.mark.parametrize("which", [CPU, "reference"])
+@pytest.mark.parametrize("which", [CPU, "reference", TRITON])
 def test_attend_writes_only_the_slots_of_its_rows_and_layer(which):
     there = Pass([40, 0, 17], 5, dtype=torch.bfloat16)
     there.run(which)
@@ -393,7 +406,7 @@ def test_a_token_has_the_same_bits_as_a_draft_and_after_its_commit(window, kind)
         assert torch.equal(out, together[:, at : at + 1]), at
 
 
-@pytest.mark.parametrize("which", [CPU, "reference"])
+@pytest.mark.parametrize("which", [CPU, "reference", TRITON])
 @pytest.mark.parametrize("window", [0, 30])
 def test_a_tree_in_several_passes_equals_a_tree_in_one(which, window):
     """Visibility may refer to slots of earlier passes, because trees are drafted level by level."""

@@ -29,10 +29,11 @@ class BlockPass(HeadProgram):
 
     def example(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         layout, hidden = ExampleLayout.over(self.cache), int(self.head.shape.config.hidden_size)
-        turns = torch.stack(self.head.rotary_emb(torch.zeros(1, 5, hidden), layout.inputs[0]))
+        dtype = self.head.fc.weight.dtype
+        turns = torch.stack(self.head.rotary_emb(torch.zeros(1, 5, hidden, dtype=dtype), layout.inputs[0]))
         # two requests with one new feature each, and with blocks of one and two tokens
         own = turns[:, :, :3].contiguous(), turns[:, :, :2].contiguous()
-        inputs = (torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, 2, hidden), *own)
+        inputs = (torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, 2, hidden, dtype=dtype), *own)
         where = (torch.tensor([[0, 0, 1]]), torch.tensor([0, 2, 1, 3, 4]), torch.tensor([1, 3, 4]))
         tokens, features = torch.export.Dim("k", min=1), torch.export.Dim("c", min=0)
         shapes = ({1: tokens}, {1: features}, {2: tokens}, {2: features}, {1: tokens}, {0: layout.num_tokens}, {0: tokens})

@@ -63,7 +63,9 @@ class HeadPass(HeadProgram):
         self._vocab_size = vocab_size
 
     def example(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        layout, hidden = ExampleLayout.over(self.cache, sees_earlier=True), torch.zeros(1, 5, self.head.fc.out_features)
+        fc = self.head.fc
+        layout = ExampleLayout.over(self.cache, sees_earlier=True)
+        hidden = torch.zeros(1, 5, fc.out_features, dtype=fc.weight.dtype)
         cos, sin = self.head.rotary_emb(hidden, layout.inputs[0])
         inputs = (torch.zeros(1, 5, dtype=torch.long), hidden, cos, sin, *layout.inputs, torch.arange(4), *layout.stores)
         tokens, places = {1: layout.num_tokens}, {0: torch.export.Dim("m", min=1)}
@@ -105,7 +107,7 @@ class HeadRunner(ABC, Generic[Head]):
         self.cache = KVCache(head.cache_shape, target.max_batch, target.max_len, cache_dtype, target.device)
         self._layouts = Layouts(self.cache, self.device, self._max_len)
         self._rotations: Rotation | None = None  # rotations of the first positions, [S, D]
-        self._programs = ProgramRunner(head, lambda _: self._program(), target.config.compile)
+        self._programs = ProgramRunner(head, lambda _: self._program(), self.cache, target.config.compile)
 
     @abstractmethod
     def _program(self) -> Program:
@@ -154,7 +156,10 @@ class RolloutRunner(HeadRunner[RolloutHead]):
             some = [b for b, ids in enumerate(tokens) if len(ids) > start]
             ids = [list(tokens[b][start : start + CHUNK]) for b in some]
             hidden = [fused[b][start : start + CHUNK] for b in some]
-            steps.append((some, self._chain([rows[b] for b in some], ids, hidden)))
+            step = self._chain([rows[b] for b in some], ids, hidden)
+            if self._layouts.is_padded:  # the next pass of the same shape overwrites what a captured graph returned
+                step = Step(*(each.clone() for each in step))
+            steps.append((some, step))
             for b, new in zip(some, ids, strict=True):
                 self.cache.cached_lens[rows[b]] += len(new)
         if len(steps) == 1:

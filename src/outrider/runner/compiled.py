@@ -28,10 +28,9 @@ from torch.export import ExportedProgram
 
 from outrider import disk_cache, progress
 from outrider.native.build import cpu_flags, find_compiler
-from outrider.runner import blocks
+from outrider.runner import blocks, compiled_gpu
 from outrider.runner.forward import Program
 from outrider.runner.gates import fuse_gates
-from outrider.runner.linear import is_packed
 from outrider.types import first_line
 
 logger = logging.getLogger(__name__)
@@ -42,11 +41,6 @@ Run = Callable[[list[Tensor]], list[Tensor]]
 
 SECONDS, SECONDS_PER_LAYER = 8.0, 1.5  # approximate compile time of a pass on one core
 FOLDER, SUFFIX = "passes", ".pt2"  # of the disk cache
-
-
-def is_supported(model: nn.Module) -> bool:
-    """Return whether the model runs entirely on the CPU kernels; other passes stay eager or are captured as graphs."""
-    return is_packed(model)
 
 
 _may_build = ContextVar("may_build", default=True)  # of this thread
@@ -87,10 +81,13 @@ def load(module: Program, build: bool) -> Run | None:
 
 
 def _load(module: Program, path: Path) -> Run:
+    if module.cache.device.type == "cuda":
+        with _private_inductor():
+            return compiled_gpu.load(module, path)
     # torch._inductor.aoti_load_package without its processor check, which starts Python processes for two seconds to verify
     # what the package's path already encodes.
     package = torch.classes.outrider.Package(str(path))
-    tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+    tensors = module.tensors()
     package.load({name: tensors[name] for name in package.names()})
     run: Run = package.run
     return run
@@ -98,8 +95,10 @@ def _load(module: Program, path: Path) -> Run:
 
 def export(module: Program) -> ExportedProgram:
     """Export a program with its dynamic dimensions."""
-    inputs, shapes = module.example()
-    blocks.activation_bits()  # cached before tracing, which would record the call as an operator of the pass
+    with torch.device(module.cache.device):
+        inputs, shapes = module.example()
+    if module.cache.device.type == "cpu":
+        blocks.activation_bits()  # cached before tracing, which would record the call as an operator of the pass
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's internal warnings
         return torch.export.export(module, inputs, strict=False, dynamic_shapes=shapes)
@@ -113,11 +112,13 @@ def _build(module: Program, key: str) -> Path:
         _private_inductor() as folder,
         tempfile.TemporaryDirectory() as built,
     ):
-        exported = export(module)
+        exported, package = export(module), Path(built) / f"{key}{SUFFIX}"
+        if module.cache.device.type == "cuda":
+            compiled_gpu.build(exported, package)
+            return disk_cache.store(package, FOLDER, key, SUFFIX)
         fuse_gates(exported)
         # Operations besides Outrider's are small: waking threads for them takes longer than computing them.
         options = {"aot_inductor.package_constants_in_so": False, "cpp.threads": 1, **_compiler_option(folder)}
-        package = Path(built) / f"{key}{SUFFIX}"
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             torch._inductor.aoti_compile_and_package(exported, package_path=str(package), inductor_configs=options)
@@ -176,6 +177,6 @@ def _key(module: Program) -> str:
         str((cache.dtype, cache.shape, cache.states.slots)),
         torch.__version__,
         transformers.__version__,
-        cpu_flags(),
+        cpu_flags() if cache.device.type == "cpu" else torch.cuda.get_device_name(cache.device),
     ]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:20]

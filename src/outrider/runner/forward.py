@@ -15,6 +15,7 @@ from transformers.utils.generic import ModelOutput
 from outrider.runner.attention import PassLayout, active_pass
 from outrider.runner.kv_cache import KVCache
 from outrider.runner.layer_span import WHOLE, LayerSpan, spanned
+from outrider.runner.linear import is_packed
 from outrider.runner.loading import decoder_layers, keeps_logits, num_layers, pass_arguments, text_config
 from outrider.types import OutriderError
 
@@ -25,6 +26,10 @@ class Program(nn.Module, ABC):
     label: str  # in progress reports: what is compiled
     num_layers: int
     cache: KVCache
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return its weights by name, each under all of its names."""
+        return {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers(remove_duplicate=False))}
 
     @abstractmethod
     def identity(self) -> object:
@@ -98,7 +103,8 @@ class Pass(Program):
         layout, num_logits = ExampleLayout.over(self.cache), torch.export.Dim("m", min=1)
         tokens = torch.zeros(1, 5, dtype=torch.long)
         if self.span.start:
-            tokens = torch.zeros(1, 5, text_config(self.model).hidden_size)  # float32, as between packed layers
+            dtype = torch.float32 if is_packed(self.model) else self.cache.dtype  # between the layers
+            tokens = torch.zeros(1, 5, text_config(self.model).hidden_size, dtype=dtype)
         inputs = (tokens, *layout.inputs, torch.arange(4), *layout.stores)
         return inputs, ({1: layout.num_tokens}, *layout.shapes, {0: num_logits}, layout.store_shapes)
 

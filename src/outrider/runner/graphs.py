@@ -1,8 +1,9 @@
-"""Capture passes as CUDA graphs, once per shape, so that a few hundred small kernels cost one launch.
+"""Capture programs as CUDA graphs, once per shape, so that a few hundred small kernels cost one launch.
 
-A graph works on fixed memory: each shape has its own input tensors, into which a pass's inputs are copied before the replay.
-The runner pads requests to the longest, so that there are few shapes. Each graph has memory of its own, so at most MAX_GRAPHS
-are kept, those used last. When the cache grows, its memory moves and graphs are captured again.
+A graph works on fixed memory: each shape has its own input tensors, into which a program's inputs are copied before the replay.
+Only the cache's tensors, which come last, are used in place. The runner pads requests to the longest, so that there are few
+shapes. Each graph has memory of its own, so at most MAX_GRAPHS are kept, those used last. When the cache grows, its memory
+moves and graphs are captured again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ Run = Callable[[list[Tensor]], Sequence[Tensor]]
 Replay = Callable[[], None]
 Record = Callable[[Callable[[], Sequence[Tensor]], torch.device], tuple[Replay, Sequence[Tensor]]]
 
-NUM_INPUTS_COPIED = 7  # of Pass.forward: tokens, positions, rows, bases, ends, visibility, places; then come the cache's stores
 MAX_GRAPHS = 128  # batches and draft trees of changing sizes have hundreds of shapes; engines usually capture 30 to 70
 MAX_WIDTH = 64  # wider passes are prefill: they keep the device busy without a graph and have any width
 
@@ -56,50 +56,49 @@ class _Captured:
 
 
 class GraphRunner:
-    """Runs a pass through captured graphs, one per (number of tokens, batch, width, number of logits).
+    """Runs a program through captured graphs, one per shapes of its inputs.
 
-    The outputs are valid until the next pass of the same shape. A pass that cannot be captured runs as it is. ``record`` is
-    replaced in tests on machines without CUDA.
+    The outputs are valid until the next run of the same shapes. A program that cannot be captured runs as it is.
     """
 
-    def __init__(self, function: Run, record: Record = record_cuda) -> None:
-        self._function, self._record = function, record
-        self._captured: dict[tuple[int, ...], _Captured] = {}  # the one used last is last
-        self._is_eager = False  # the pass cannot be captured
+    def __init__(self, function: Run, num_stores: int, record: Record = record_cuda) -> None:
+        """``num_stores``: the inputs at the end that are tensors of the cache. ``record`` is replaced in tests without CUDA."""
+        self._function, self._num_stores, self._record = function, num_stores, record
+        self._captured: dict[tuple[torch.Size, ...], _Captured] = {}  # the one used last is last
+        self._is_eager = False  # the program cannot be captured
         self._cache: tuple[int, ...] = ()  # address and shape of the captured cache
 
     @torch.inference_mode()  # a graph's inputs are of this mode, and training writes text outside of it
     def __call__(self, inputs: list[Tensor]) -> Sequence[Tensor]:
-        """Run the pass; takes the inputs of ``Pass.forward``."""
-        (visible, places), stores = inputs[NUM_INPUTS_COPIED - 2 : NUM_INPUTS_COPIED], inputs[NUM_INPUTS_COPIED:]
-        batch, width = visible.shape[:2]
+        """Run the program. One of its inputs is a visibility, bool [B, W, M]: W is the number of tokens of a request."""
+        own, stores = inputs[: -self._num_stores], inputs[-self._num_stores :]
+        width = next(each.shape[1] for each in own if each.dtype == torch.bool)
         if width > MAX_WIDTH or self._is_eager:
             return self._function(inputs)
         cache = tuple(number for store in stores for number in (store.data_ptr(), *store.shape))
         if cache != self._cache:  # drop all: freed memory may be reused by a cache of another shape
             self._captured.clear()
             self._cache = cache
-        key = (inputs[0].shape[1], batch, width, places.shape[0])
+        key = tuple(each.shape for each in own)
         found = self._captured.pop(key, None)
         if found is None:
             if len(self._captured) == MAX_GRAPHS:
                 del self._captured[next(iter(self._captured))]
             try:
-                found = self._capture(inputs)
+                found = self._capture(own, stores)
             except RuntimeError as error:  # the model's code waits for the device, or memory ran out
                 logger.warning("passes run without CUDA graphs, which is slower: %s", first_line(error))
                 self._captured.clear()
                 self._is_eager = True
                 return self._function(inputs)
         self._captured[key] = found
-        for fixed, given in zip(found.inputs, inputs[:NUM_INPUTS_COPIED], strict=True):
+        for fixed, given in zip(found.inputs, own, strict=True):
             fixed.copy_(given, non_blocking=True)
         found.replay()
         return found.outputs
 
-    def _capture(self, inputs: list[Tensor]) -> _Captured:
-        # Warm-up runs the pass on the same inputs and writes the same slots as the replay.
-        fixed = [given.clone() for given in inputs[:NUM_INPUTS_COPIED]]
-        stores = inputs[NUM_INPUTS_COPIED:]
-        replay, outputs = self._record(lambda: self._function([*fixed, *stores]), inputs[0].device)
+    def _capture(self, own: list[Tensor], stores: list[Tensor]) -> _Captured:
+        # Warm-up runs the program on the same inputs and writes the same slots as the replay.
+        fixed = [given.clone() for given in own]
+        replay, outputs = self._record(lambda: self._function([*fixed, *stores]), own[0].device)
         return _Captured(fixed, replay, outputs)

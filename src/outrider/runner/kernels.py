@@ -1,13 +1,15 @@
 """Declares the operators of a pass, such as ``outrider::linear`` and ``outrider::attend``.
 
-On a CPU ``outrider.native`` computes them in C++. Attention and recurrent layers (recurrence.py) have references in torch,
-which run on CUDA and on machines without a C++ compiler. Layers are packed only where the C++ is loaded: their references are
-in tests/runner/references.py.
+On a CPU ``outrider.native`` computes them in C++, and on a GPU attention runs in Triton (triton_attention.py). Attention and
+recurrent layers (recurrence.py) have references in torch, which run everywhere else. Layers are packed only where the C++ is
+loaded: their references are in tests/runner/references.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -183,6 +185,17 @@ ATTEND = (
 define(f"attend({ATTEND})", _fake_attend, reference_attend)
 # Options of a few models that the C++ lacks: slower, and a row's rounding depends on the pass's width and batch.
 define(f"attend_general({ATTEND}, int chunk, Tensor? sinks)", _fake_attend, reference_attend)
+
+
+def _attend_on_gpu(*inputs: Any) -> Tensor:
+    from outrider.runner import triton_attention
+
+    return triton_attention.attend(*inputs)
+
+
+if find_spec("triton") is not None:  # it comes with torch for CUDA on Linux
+    for _name in ("attend", "attend_general"):
+        _library.impl(_name, _attend_on_gpu, "CUDA")
 # x [..., inputs] times a packed weight -> [..., outputs] in x's dtype; sums are float32. For a weight in pairs x is rounded to
 # bfloat16, for one of codes in fours (linear_scaled) to 8 bits with a scale per row.
 define(

@@ -139,7 +139,7 @@ class KVCache(PassThrough):
         """``budget``: byte limit of keys and values, with reservation at admission; None: no limit."""
         super().__init__()
         self.shape, self.max_rows, self.max_len = shape, rows, max_len
-        self.dtype, self._device = dtype, device
+        self.dtype, self.device = dtype, device
         self._row_of: dict[str, int] = {}
         self._texts: dict[str, Sequence[int]] = {}  # token lists of requests with a row, if rows are kept
         self._kept: dict[int, list[int]] = {}  # row of a finished request -> its tokens, least recently used first
@@ -163,7 +163,7 @@ class KVCache(PassThrough):
         with torch.inference_mode(False):  # it outlives the current pass and is written outside of passes too
             # attention never reads unwritten slots
             shapes = self.shape.stores(rows, slots)
-            return tuple(torch.empty(shape, dtype=self.dtype, device=self._device) for shape in shapes)
+            return tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -115,12 +115,32 @@ def weight_of(module: nn.Module) -> Tensor:
     return values if order is None else torch.empty_like(values).index_copy_(1, order, values)
 
 
-class FusedLinears(PackedLinear):
+class Fused(nn.Module):
     """Layers with the same input as one layer: one stream of weights instead of several short ones.
 
     A ``FusedSlice`` replaces each layer. The first one called computes all; a slice called with another tensor than its
     siblings computes again, so fusion can cost time but never gives a wrong result.
     """
+
+    in_features: int
+    weight: Tensor
+    sizes: list[int]  # outputs of each layer
+    _input: Tensor | None = None
+    _parts: list[Tensor | None]
+
+    def part(self, index: int, x: Tensor) -> Tensor:
+        """Return the output of layer ``index`` for x [..., inputs]."""
+        if self._input is not x or self._parts[index] is None:
+            self._input, self._parts = x, list(self(x).split(self.sizes, -1))
+        part, self._parts[index] = self._parts[index], None
+        if not any(kept is not None for kept in self._parts):
+            self._input = None
+        assert part is not None
+        return part
+
+
+class FusedLinears(Fused, PackedLinear):
+    """Packed layers as one."""
 
     def __init__(self, layers: list[PackedLinear]) -> None:
         """``layers``: with columns in the same order."""
@@ -137,24 +157,26 @@ class FusedLinears(PackedLinear):
         sizes = [layer.out_features for layer in layers]
         super().__init__(torch.empty(sum(sizes), layers[0].in_features, device="meta"), bias, packed=packed)
         self.sizes, self.order = sizes, layers[0].order
-        self._input: Tensor | None = None
-        self._parts: list[Tensor | None] = []
 
-    def part(self, index: int, x: Tensor) -> Tensor:
-        """Return the output of layer ``index`` for x [..., inputs]."""
-        if self._input is not x or self._parts[index] is None:
-            self._input, self._parts = x, list(self.forward(x).split(self.sizes, -1))
-        part, self._parts[index] = self._parts[index], None
-        if not any(kept is not None for kept in self._parts):
-            self._input = None
-        assert part is not None
-        return part
+
+class FusedPlain(Fused, nn.Linear):
+    """torch's layers as one."""
+
+    def __init__(self, layers: list[nn.Linear]) -> None:
+        """``layers``: all with a bias or all without."""
+        sizes = [layer.out_features for layer in layers]
+        super().__init__(layers[0].in_features, sum(sizes), device="meta")
+        self.sizes = sizes
+        self.weight, self.bias = (
+            None if parts[0] is None else nn.Parameter(torch.cat([part.detach() for part in parts]), requires_grad=False)
+            for parts in ([layer.weight for layer in layers], [layer.bias for layer in layers])
+        )
 
 
 class FusedSlice(nn.Module):
-    """One layer of a ``FusedLinears``, replacing the original."""
+    """One layer of a ``Fused``, replacing the original."""
 
-    def __init__(self, group: FusedLinears, index: int) -> None:
+    def __init__(self, group: Fused, index: int) -> None:
         super().__init__()
         self._group = [group]  # in a list: the group is registered with the parent, once
         self.index, self.in_features, self.out_features = index, group.in_features, group.sizes[index]
@@ -162,7 +184,7 @@ class FusedSlice(nn.Module):
     @property
     def weight(self) -> Tensor:
         """Empty tensor with dtype and device, which some models read from their layers."""
-        return torch.empty(0, dtype=torch.float32)
+        return self._group[0].weight.new_empty(0)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._group[0].part(self.index, x)
@@ -194,23 +216,32 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3
 
 
 def fuse_siblings(model: PreTrainedModel) -> None:
-    """Fuse packed layers that transformers' models apply to one input, in place."""
+    """Fuse layers, packed or torch's, that transformers' models apply to one input, in place."""
     # Keeping references to the layers would keep their memory.
     for parent in [module for module in model.modules() if not isinstance(module, PackedLinear)]:
         for names in SIBLINGS:
-            layers = [getattr(parent, name, None) for name in names]
-            if not all(isinstance(layer, PackedLinear) and layer.out_features % kernels.PANEL == 0 for layer in layers):
+            layers: list[Any] = [getattr(parent, name, None) for name in names]
+            if all(isinstance(layer, PackedLinear) and layer.out_features % kernels.PANEL == 0 for layer in layers):
+                # small siblings keep more bits, and blocks of a checkpoint may differ in form
+                fit = len({_kind(layer.packed) for layer in layers}) == 1
+                fit = fit and all(_is_same(layer.order, layers[0].order) for layer in layers)
+            else:
+                fit = all(type(layer) is nn.Linear for layer in layers)
+                fit = fit and len({(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}) == 1
+            if not fit:
                 continue
-            if len({_kind(layer.packed) for layer in layers}) > 1:  # type: ignore[union-attr]
-                continue  # small siblings keep more bits, and blocks of a checkpoint may differ in form
-            if not all(_is_same(layer.order, layers[0].order) for layer in layers):  # type: ignore[union-attr]
-                continue
-            group = FusedLinears(layers)  # type: ignore[arg-type]
+            group = FusedLinears(layers) if isinstance(layers[0], PackedLinear) else FusedPlain(layers)
             parent.add_module("fused_" + "_".join(names), group)
             for index, name in enumerate(names):
                 setattr(parent, name, FusedSlice(group, index))
             del layers
             return_freed_memory()
+
+
+def fuse_on_gpu(model: PreTrainedModel) -> None:
+    """Fuse torch's layers of a model on a GPU, in place. If the user keeps the model, its weights are in memory twice."""
+    if model.device.type == "cuda" and is_plain(model):
+        fuse_siblings(model)
 
 
 def _is_same(first: Tensor | None, second: Tensor | None) -> bool:

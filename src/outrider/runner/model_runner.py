@@ -110,6 +110,7 @@ class ModelRunner:
         loaded = loading.load_model(model, config.dtype, device, config.trust_remote_code, reader)
         loading.check_weights(loaded, str(model))
         own_dtype = loaded.dtype
+        linear.fuse_on_gpu(loaded)
         runner = cls._ready(loaded, config, device, str(model), shape)
         if config.bits is not None and shape is not None:
             file = PackedFile.of(model, config.bits, config.dtype)  # also for a hub id, whose files are downloaded by now
@@ -390,12 +391,7 @@ class ModelRunner:
         return [torch.cat(states) for states in found], LayerSpan(partial.depth)
 
     def _prefill(
-        self,
-        request_ids: Sequence[str],
-        texts: Sequence[Sequence[int]],
-        rows: list[int],
-        spare: int,
-        hidden: tuple[int, ...],
+        self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], rows: list[int], spare: int, hidden: tuple[int, ...]
     ) -> None:
         """Prefill long uncached sequences in chunks, except for what the following pass can take."""
         longest = max(len(text) for text in texts)

@@ -1,4 +1,7 @@
-"""Run programs of one model, such as its passes: eagerly, which is the reference, or compiled ahead of time."""
+"""Run programs of one model, such as its passes: eagerly, which is the reference, or compiled ahead of time.
+
+On a GPU both are captured as graphs.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from outrider.runner import compiled
+from outrider.runner import compiled, compiled_gpu
 from outrider.runner.attention import PassLayout
 from outrider.runner.forward import Pass, Program
 from outrider.runner.graphs import GraphRunner, Run
 from outrider.runner.kv_cache import KVCache
 from outrider.runner.layer_span import WHOLE, LayerSpan
+from outrider.runner.linear import is_packed
 
 Kind = tuple[tuple[int, ...], LayerSpan]  # (hidden states, layers)
 
@@ -29,16 +33,20 @@ class ProgramRunner:
         self,
         model: nn.Module,
         make: Callable[[Kind], Program],
+        cache: KVCache,
         compile: str,
-        takes_graphs: bool = False,
         on_compiled: Callable[[], None] | None = None,
     ) -> None:
-        """``make``: the programs of ``model``. ``takes_graphs``: whether they are captured as CUDA graphs instead.
+        """``make``: the programs of ``model``, which run over ``cache``.
 
         ``on_compiled`` is called when compiled programs replace eager ones that were run.
         """
-        self._model, self._make, self._compile = model, make, compile
-        self._takes_graphs, self._on_compiled = takes_graphs, on_compiled
+        self._make, self._on_compiled = make, on_compiled
+        # A model that runs one request after another is not a single function of a pass's inputs.
+        self._compile = "never" if cache.shape.by_request else compile
+        self._takes_graphs = cache.device.type == "cuda" and not cache.shape.states.kinds
+        self._num_stores = len(cache.tensors)
+        self._can_compile = is_packed(model) or (self._takes_graphs and compiled_gpu.suits(model))
         self._runs: dict[Kind, Run] = {}
         self._compiled: set[Kind] = set()
 
@@ -52,7 +60,7 @@ class ProgramRunner:
     def compile_now(self) -> None:
         """Compile the programs in use, or load them from the disk cache, now; those that come later are compiled as well."""
         eager = self._runs.keys() - self._compiled
-        if self._compile != "never" and eager:
+        if self._compile != "never" and self._can_compile and eager:
             for kind in eager:
                 self._runs[kind] = self._prepare(kind, build=True)
             if eager & self._compiled and self._on_compiled is not None:
@@ -66,7 +74,7 @@ class ProgramRunner:
     @property
     def could_compile(self) -> bool:
         """Return whether programs are eager only because no compiled ones were found."""
-        return self._compile == "auto" and bool(self._runs) and not self._compiled and compiled.is_supported(self._model)
+        return self._compile == "auto" and bool(self._runs) and not self._compiled and self._can_compile
 
     def _prepare(self, kind: Kind, build: bool) -> Run:
         module = self._make(kind)
@@ -76,16 +84,12 @@ class ProgramRunner:
 
         if self._compile == "never":
             return eager
-        if compiled.is_supported(self._model):
-            may_change = build or not self._runs  # after eager passes, compiled ones would change the rounding
-            run = compiled.load(module, build) if may_change else None
+        run: Run | None = None
+        if self._can_compile and (build or not self._runs):  # after eager passes, compiled ones would change the rounding
+            run = compiled.load(module, build)
             if run is not None:
                 self._compiled.add(kind)
-                return run
-        elif self._takes_graphs:
-            self._compiled.add(kind)
-            return GraphRunner(eager)
-        return eager
+        return GraphRunner(run or eager, self._num_stores) if self._takes_graphs else run or eager
 
 
 class PassRunner(ProgramRunner):
@@ -94,10 +98,7 @@ class PassRunner(ProgramRunner):
     def __init__(
         self, model: PreTrainedModel, cache: KVCache, compile: str, on_compiled: Callable[[], None] | None = None
     ) -> None:
-        # A model that runs one request after another is not a single function of a pass's inputs.
-        compile = "never" if cache.shape.by_request else compile
-        takes_graphs = model.device.type == "cuda" and not cache.shape.states.kinds
-        super().__init__(model, lambda kind: Pass(model, cache, *kind), compile, takes_graphs, on_compiled)
+        super().__init__(model, lambda kind: Pass(model, cache, *kind), cache, compile, on_compiled)
 
     @torch.inference_mode()
     def run(
