@@ -20,8 +20,11 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
     GptOssConfig,
+    GraniteConfig,
+    Lfm2Config,
     LlamaConfig,
     Ministral3Config,
+    Olmo2Config,
     Phi3Config,
     PreTrainedModel,
     Qwen2Config,
@@ -29,6 +32,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 SHAPE = {
@@ -98,6 +102,20 @@ CONFIGS: Mapping[str, Callable[..., Any]] = {
         | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.125}}
         | more
     ),
+    "granite": lambda **more: GraniteConfig(
+        **SHAPE
+        | {"rope_theta": 2e4, "attention_multiplier": 0.1, "embedding_multiplier": 3.0}
+        | {"residual_multiplier": 0.5, "logits_scaling": 2.0}
+        | more
+    ),
+    "smollm3": lambda **more: SmolLM3Config(**SHAPE | {"pad_token_id": 0, "num_hidden_layers": 4, "rope_theta": 2e4} | more),
+    "olmo2": lambda **more: Olmo2Config(**SHAPE | {"pad_token_id": 0, "rope_theta": 2e4} | more),
+    "lfm2": lambda **more: Lfm2Config(
+        **SHAPE
+        | {"pad_token_id": 0, "num_hidden_layers": 3, "block_auto_adjust_ff_dim": False}
+        | {"layer_types": ["conv", "full_attention", "conv"], "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}
+        | more
+    ),
     "gpt-oss": lambda **more: GptOssConfig(
         **SHAPE
         | {"head_dim": 64, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -112,6 +130,7 @@ ARCHITECTURES = {  # llama.cpp's names where they differ
     "qwen3_5": "qwen35",
     "qwen3_5_moe": "qwen35moe",
 }
+TURNED = ("llama", "mistral3", "granite", "smollm3")  # llama.cpp interleaves the halves of their heads
 # Offsets of the float16 scales in the bytes of a block, and their size for weights of usual magnitude.
 SCALES = {
     Kind.Q2_K: {80: 6e-3, 82: 5e-3},
@@ -160,23 +179,28 @@ def write(
         if (own == "lm_head.weight" and config.tie_word_embeddings) or name in without:
             continue
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(base.rpartition(".")[2])
-        turned = getattr(config, heads) if heads and architecture in ("llama", "mistral3") else None
+        turned = getattr(config, heads) if heads and architecture in TURNED else None
         array = weight.contiguous().numpy()
         order = value_heads(own, array, config)
         if order is not None:
             array = np.take(array, *order)
-        if array.ndim < 2 or name.endswith(".bias") or "ffn_gate_inp" in name or "conv1d" in name:
+        if (
+            array.ndim < 2
+            or name.endswith(".bias")
+            or "ffn_gate_inp" in name
+            or "conv" in name.rpartition(".")[0].rpartition(".")[2]
+        ):
             adds_one = (
                 architecture in ("gemma2", "gemma3", "qwen35", "qwen35moe") and "norm" in own and "linear_attn" not in own
             )
             shift = np.float32(adds_one)  # these multiply by 1 + weight
             stored = -np.exp(array) if name.endswith("ssm_a") else array + shift
-            writer.add_tensor(name, stored.squeeze(1) if "conv1d" in name else stored)
+            writer.add_tensor(name, stored.squeeze(1) if "conv" in name and stored.ndim == 3 else stored)
             back = np.log(-stored) if name.endswith("ssm_a") else stored - shift
             value.copy_(torch.from_numpy(back if order is None else np.take(back, np.argsort(order[0]), order[1])))
             continue
         kind = kind_of(name)
-        if turned:  # llama.cpp interleaves the two halves of a head
+        if turned:
             array = array.reshape(turned, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
         data = random_codes(array.shape, kind, rng) if kind in SCALES else gguf.quants.quantize(array, kind)
         writer.add_tensor(name, data, raw_dtype=kind)
@@ -250,7 +274,7 @@ def add_entries(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None
         writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(told["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(told.get("rms_norm_eps") or config.norm_eps)
     rotary = config.rope_parameters.get("full_attention", config.rope_parameters)
     if architecture != "gemma2":  # llama.cpp's converter leaves it out
         writer.add_rope_freq_base(rotary["rope_theta"])
@@ -272,9 +296,22 @@ def add_entries(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None
         writer.add_sliding_window(config.sliding_window or 0)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
+    if architecture == "granite":
+        add_scales(writer, config)
+    if architecture == "lfm2":
+        writer.add_head_count_kv([config.num_key_value_heads * (kind != "conv") for kind in config.layer_types])
+        writer.add_shortconv_l_cache(config.conv_L_cache)
     if architecture == "gemma4":
         add_gemma4(writer, config)
     add_tokenizer(writer)
+
+
+def add_scales(writer: gguf.GGUFWriter, config: GraniteConfig) -> None:
+    """Add Granite's factors."""
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
 
 
 def add_yarn(writer: gguf.GGUFWriter, rotary: Mapping[str, Any]) -> None:

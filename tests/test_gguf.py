@@ -90,7 +90,7 @@ def test_a_loaded_model_has_the_values_of_the_file(architecture, tied, kinds, tm
             packed = own.get_submodule(name)
             for layer, weight in zip((packed.up, packed.down), experts, strict=True):
                 assert torch.equal(linear.weight_of(layer).float(), weight), name
-        if getattr(module, "bias", None) is not None and not name.endswith(("q_proj", "k_proj", "v_proj")):
+        if isinstance(getattr(module, "bias", None), torch.Tensor) and not name.endswith(("q_proj", "k_proj", "v_proj")):
             assert torch.equal(own.get_submodule(name).bias, module.bias), name
     if kinds != "F16":
         assert not any(isinstance(module, (nn.Linear, nn.Embedding)) for module in own.modules())
@@ -533,3 +533,14 @@ def test_a_number_of_layers_beyond_the_tensors_is_refused_before_a_config_is_mad
     path = tmp_path / "model.gguf"
     gguf_files.write(path, gguf_files.make_model("qwen3"), KINDS["Q8_0"], change=lambda w: w.add_block_count(1 << 30))
     assert f"its header says block_count={1 << 30}, but it has" in refusal(path)
+
+
+def test_entries_that_change_granite_or_lfm2_are_refused(tmp_path):
+    path = tmp_path / "model.gguf"
+    gguf_files.write(
+        path, gguf_files.make_model("granite"), KINDS["F16"], lambda w: w.add_bool("granite.rope.scaling.finetuned", False)
+    )
+    assert "attention without rotary positions, which is not supported" in refusal(path)
+    path.unlink()
+    gguf_files.write(path, gguf_files.make_model("lfm2"), KINDS["F16"], lambda w: w.add_head_count_kv(2))
+    assert "attention.head_count_kv=2, expected a number for each layer" in refusal(path)

@@ -141,15 +141,21 @@ def known_drafters(target: TargetFiles) -> list[str]:
     return []
 
 
+def files_of(source: str | Path) -> Path | None:
+    """Return a file, a local folder, or the folder of a hub id in the download cache; None otherwise."""
+    path = expanded(source)
+    return path if path.is_file() else on_this_machine(source)
+
+
 def target_files(source: object) -> TargetFiles | None:
-    """Return the files of a folder or hub id, or None if they cannot be read.
+    """Return the files of a folder, hub id or GGUF file, or None if they cannot be read.
 
     Configs of a hub id that is not in the cache are downloaded, because the target itself will be.
     """
-    if not isinstance(source, (str, Path)) or expanded(source).is_file():
+    if not isinstance(source, (str, Path)):
         return None
     try:
-        folder = on_this_machine(source) or Path(snapshot_download(str(source), allow_patterns=["*.json"]))
+        folder = files_of(source) or Path(snapshot_download(str(source), allow_patterns=["*.json"]))
         return TargetFiles.read(str(source), folder)
     except Exception as error:  # reported when the target is loaded
         logger.debug("the target's files cannot be read: %s", first_line(error))
@@ -160,11 +166,16 @@ def target_files(source: object) -> TargetFiles | None:
 
 
 def _nearby(target: TargetFiles) -> Iterator[Candidate]:
-    """Yield drafts in the target's folder, and neighbouring folders named after the target or a method."""
+    """Yield drafts in the target's folder, and neighbouring folders named after the target or a method.
+
+    Next to a target in a GGUF file they may be GGUF files.
+    """
     folder = target.folder.absolute()
     inside = [*_folders(folder), *loose_files(folder)]
-    prefixes = tuple(f"{folder.name}{mark}" for mark in "-_.")
+    prefixes = tuple(f"{folder.name.removesuffix('.gguf')}{mark}" for mark in "-_.")
     outside = [each for each in _folders(folder.parent) if each.name.startswith(prefixes) or _says_it_drafts(each)]
+    if folder.is_file():
+        outside += [each for each in sorted(folder.parent.glob("*.gguf")) if _says_it_drafts(each)]
     for source, where in [*((each, INSIDE) for each in inside), *((each, NEXT_TO) for each in outside if each != folder)]:
         found = _examined(target, source, where)
         if found is not None:
@@ -244,8 +255,7 @@ def _method_for(draft: object, target: TargetFiles | None) -> str:
     """Return the method for a draft given by the user, by the kind of its files."""
     if not isinstance(draft, (str, Path)):
         return DEFAULT_METHOD_WITH_DRAFT
-    path = expanded(draft)
-    source = path if path.is_file() else on_this_machine(draft)
+    source = files_of(draft)
     found = None if source is None or target is None else _examined(target, source, "")
     if found is not None:
         return found.method

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from outrider.files import expanded, write_whole
 from outrider.memory import INDEXES, weight_map
+from outrider.runner.gguf import GgufFile
 from outrider.types import OutriderError, first_line, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ Head = TypeVar("Head", bound=nn.Module)
 Made = TypeVar("Made")
 Result = TypeVar("Result")
 
-SUFFIXES = (".safetensors", ".bin", ".pt")
+SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 FILES = ("model.safetensors", "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 ASSISTANT_TENSOR = "pre_projection.weight"  # of Gemma 4's assistants only
 LAYER_KEYS = (  # config keys that describe a head's layers, of any architecture
@@ -79,7 +80,9 @@ class DraftKind:
         return self.what
 
 
-MODEL = DraftKind("draft", "a draft model", r"(?<!\d\.)(?<!mtp\.)(embed_tokens|wte|embed_in|word_embeddings)\.weight$")
+MODEL = DraftKind(
+    "draft", "a draft model", r"(?<!\d\.)(?<!mtp\.)(embed_tokens|wte|embed_in|word_embeddings)\.weight$|^blk\.0\."
+)
 MEDUSA = DraftKind("medusa", "Medusa heads", r"^(medusa_heads?\.)?(blocks\.0\.layers\.0\.|0\.0\.linear\.)")
 EAGLE = DraftKind("eagle", "an EAGLE head", r"^((model|eagle_module|draft_model)\.)?fc\.weight$")
 BLOCK = DraftKind(
@@ -183,6 +186,8 @@ def _readable(file: Path, read: Callable[[Path], Result]) -> Result:
 
 
 def _names(file: Path) -> list[str]:
+    if file.suffix == ".gguf":
+        return list(GgufFile.open(file).tensors)
     if file.suffix != ".safetensors":
         return list(_named(torch.load(file, "cpu", weights_only=True, mmap=True)))
     with safe_open(file, framework="pt") as opened:

@@ -1,4 +1,4 @@
-"""MTP heads on disk in three checkpoint layouts, in the target's folder or in a separate one.
+"""MTP heads on disk in three checkpoint layouts, in the target's folder or in a separate one; for GGUF see mtp_gguf.py.
 
 A head is recognised by its tensors, because configs still mention a head that a quantiser has dropped.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.heads import assistant
+from outrider.heads import assistant, mtp_gguf
 from outrider.heads.assistant import AssistantHead
 from outrider.heads.checkpoint import (
     MTP,
@@ -32,7 +32,7 @@ from outrider.heads.checkpoint import (
 )
 from outrider.heads.mtp import Body, MtpHead
 from outrider.heads.own_tables import has_own_table
-from outrider.runner import ModelRunner, loading
+from outrider.runner import ModelRunner, gguf, loading
 from outrider.types import OutriderError
 
 IGNORED = (r"rotary_emb\.",)
@@ -92,6 +92,9 @@ def load(source: str | Path, target: ModelRunner) -> MtpHead:
 
 def load_any(folder: Path, target: ModelRunner) -> MtpHead | AssistantHead:
     """Read an MTP head or one of Gemma 4's assistants. Raises ``OutriderError`` if it does not fit the target."""
+    file = gguf.find(folder)
+    if file is not None:
+        return mtp_gguf.load(file, target)
     return (assistant.load if assistant.is_assistant(folder) else load)(folder, target)
 
 
@@ -100,6 +103,9 @@ def is_head(folder: Path, target: TargetSizes) -> bool:
 
     Raises ``OutriderError`` for a head that lacks ``fc``, has another width than the target, or is quantised.
     """
+    file = gguf.find(folder)
+    if file is not None:
+        return mtp_gguf.is_head(file, target)
     if MTP not in kinds_of(folder):
         return False
     if assistant.is_assistant(folder):

@@ -18,7 +18,7 @@ from outrider.proposers.head_trees import HeadProposer, TreeConfig, tree_options
 from outrider.proposers.method import Setting
 from outrider.proposers.portable import OwnHead
 from outrider.proposers.recognition import Recognised, TargetFiles
-from outrider.runner import ModelRunner
+from outrider.runner import ModelRunner, gguf
 
 
 class MtpProposer(HeadProposer):
@@ -42,7 +42,9 @@ class MtpMethod(HeadMethod):
 
     def load(self, folder: Path, target: ModelRunner | TargetFiles) -> Loaded:
         assert isinstance(target, ModelRunner)  # its layers are those of the target's class
-        return Loaded(mtp_formats.load_any(folder, target), "MTP head", {"acceptance": measured_acceptance(folder)})
+        has_config = gguf.find(folder) is None
+        rates = measured_acceptance(folder) if has_config else None
+        return Loaded(mtp_formats.load_any(folder, target), "MTP head", {"acceptance": rates})
 
     def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:
         """A head of the target's width, recognised by its tensors: configs still name a head that a quantiser has dropped."""

@@ -25,13 +25,13 @@ class Recognised(NamedTuple):
 class TargetFiles:
     """A target whose files are on this machine, loaded or not."""
 
-    name: str  # a folder or hub id
-    folder: Path
+    name: str  # a folder, a hub id or a GGUF file
+    folder: Path  # or the GGUF file
     config: PreTrainedConfig  # of its language model
 
     @classmethod
     def read(cls, name: str, folder: Path) -> TargetFiles:
-        """Read the config of a folder. Raises ``OutriderError`` if it has no readable one."""
+        """Read the config of a folder or GGUF file. Raises ``OutriderError`` if it has no readable one."""
         return cls(name, folder, text_config(load_config(folder)))
 
     @property

@@ -269,7 +269,7 @@ class GgufFile:
 
     def _check_parts(self, names: Mapping[str, str]) -> None:
         """Raise ``OutriderError`` unless a parameter has one tensor, or gate and up projection of one type for experts."""
-        for own, parts in _by_parameter(names).items():
+        for own, parts in by_parameter(names).items():
             expected = 2 if EXPERT_TENSOR.fullmatch(parts[0]) and "gate_up_proj" in own else 1
             if len(parts) < expected:
                 raise OutriderError(f"{self.path} has {parts[0]} without the other half of {own}")
@@ -295,12 +295,17 @@ class GgufFile:
                 name,
             )
 
-    def names(self, model: PreTrainedModel) -> dict[str, str]:
-        """Return the model's name of each tensor. Raises ``OutriderError`` if tensors do not match the model."""
+    def known_names(self, model: PreTrainedModel) -> dict[str, str]:
+        """Return the names that transformers maps to the model's, for ``Architecture.own_name``."""
         try:
-            known = get_gguf_hf_weights_map(model, TensorProcessor(), self.architecture)
+            known: dict[str, str] = get_gguf_hf_weights_map(model, TensorProcessor(), self.architecture)
         except NotImplementedError as error:
             raise OutriderError(f"{self.path} needs a newer version of the package gguf: pip install -U gguf") from error
+        return known
+
+    def names(self, model: PreTrainedModel) -> dict[str, str]:
+        """Return the model's name of each tensor. Raises ``OutriderError`` if tensors do not match the model."""
+        known = self.known_names(model)
         parameters = model.state_dict(keep_vars=True)
         names = {}
         architecture = ARCHITECTURES[self.architecture]
@@ -365,14 +370,14 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
     else:
         to = file.plain_dtype if dtype == "auto" else _dtype(dtype)
     _fill_buffers(model, file)
-    read, places = partial(_rows, _restorer(model, file)), _places(model, set(names.values()))
+    read, places = partial(rows_of, restorer(model.config, file)), _places(model, set(names.values()))
     packed: dict[str, Tensor] = {}
-    for own, same in _by_parameter(names).items():
+    for own, same in by_parameter(names).items():
         tensors, module = [file.tensors[name] for name in same], model.get_submodule(own.rpartition(".")[0])
         if keeps and _is_packable(module, own) and tensors[0].tensor_type.name in gguf_codes.FORMATS:
             packed[own] = _packed(file, same, read)
             continue
-        values = _values([read(tensor) for tensor in tensors], module)
+        values = values_of([read(tensor) for tensor in tensors], module)
         parameter = nn.Parameter(values if keeps else values.to(to), requires_grad=False)
         for place in places[own]:
             _set(model, place, parameter)
@@ -410,7 +415,7 @@ def _set_packed(model: PreTrainedModel, layer: str, own: str, packed: Mapping[st
         _set(model, layer, pack_experts(module, None, given))
 
 
-def _by_parameter(names: Mapping[str, str]) -> dict[str, list[str]]:
+def by_parameter(names: Mapping[str, str]) -> dict[str, list[str]]:
     """Group a file's tensors by the model's parameter. Experts have one for the gate, which comes first, and one for up."""
     found: dict[str, list[str]] = {}
     for name, own in sorted(names.items()):
@@ -418,7 +423,7 @@ def _by_parameter(names: Mapping[str, str]) -> dict[str, list[str]]:
     return found
 
 
-def _values(parts: list[Tensor], module: Any) -> Tensor:
+def values_of(parts: list[Tensor], module: Any) -> Tensor:
     """Return a parameter from its tensors: of experts in transformers' layout, else the only one."""
     whole = parts[0]
     if len(parts) == 2:
@@ -434,13 +439,13 @@ def _set_orders(model: PreTrainedModel, file: GgufFile, packed: Mapping[str, str
             model.get_submodule(own.removesuffix(".weight")).order = torch.from_numpy(order)
 
 
-def _restorer(model: PreTrainedModel, file: GgufFile) -> Callable[[Array, str], Array]:
+def restorer(config: PreTrainedConfig, file: GgufFile) -> Callable[[Array, str], Array]:
     """Return what undoes llama.cpp's changes of a tensor's rows, such as the order of those of queries and keys."""
     architecture = ARCHITECTURES[file.architecture]
     found: Any = TENSOR_PROCESSORS.get(architecture.changes_like or file.architecture)
     if found is None or architecture.restore is not None:
-        return lambda rows, name: rows if architecture.restore is None else architecture.restore(rows, name, model.config)
-    heads = {name: getattr(model.config, name) for name in ("num_attention_heads", "num_key_value_heads")}
+        return lambda rows, name: rows if architecture.restore is None else architecture.restore(rows, name, config)
+    heads = {name: getattr(config, name) for name in ("num_attention_heads", "num_key_value_heads")}
     processor = found(config=heads)
     return lambda rows, name: processor.process(weights=rows, name=name).weights
 
@@ -454,7 +459,7 @@ def _places(model: PreTrainedModel, given: set[str]) -> dict[str, list[str]]:
     }
 
 
-def _rows(restore: Callable[[Array, str], Array], tensor: Any, in_blocks: bool = False) -> Tensor:
+def rows_of(restore: Callable[[Array, str], Array], tensor: Any, in_blocks: bool = False) -> Tensor:
     """Return a tensor's values, or the bytes of its blocks, as a copy that does not keep the file mapped."""
     kind, data = tensor.tensor_type.name, tensor.data
     if kind not in PLAIN and not in_blocks:

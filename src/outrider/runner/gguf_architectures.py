@@ -161,6 +161,31 @@ def _mistral3(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
         positions |= {"mscale": 1.0, "mscale_all_dim": entry("rope.scaling.yarn_log_multiplier") or 0.0}
 
 
+def _granite(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
+    if entry("rope.scaling.finetuned") is False:  # llama.cpp's switch of rotary positions in Granite 4
+        raise ValueError("attention without rotary positions, which is not supported")
+    values |= {
+        "attention_multiplier": _needed(entry, "attention.scale"),
+        "embedding_multiplier": entry("embedding_scale") or 1.0,
+        "residual_multiplier": entry("residual_scale") or 1.0,
+        "logits_scaling": entry("logit_scale") or 1.0,
+    }
+
+
+def _lfm2(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
+    heads = _needed(entry, "attention.head_count_kv")  # by layer: 0 where it is a convolution
+    if not isinstance(heads, list) or len(heads) != values["num_hidden_layers"] or not any(heads):
+        raise ValueError(f"attention.head_count_kv={heads}, expected a number for each layer")
+    values |= {
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if number else "conv" for number in heads],
+        "conv_L_cache": _needed(entry, "shortconv.l_cache"),
+        "norm_eps": values.pop("rms_norm_eps"),
+        "block_auto_adjust_ff_dim": False,  # the file states the width after the adjustment
+        "rope_parameters": {"rope_type": "default", "rope_theta": values.pop("rope_theta", 1e6)},
+    }
+
+
 EXPERT_ENTRIES = r"expert_(count|used_count|feed_forward_length)"
 
 
@@ -289,6 +314,10 @@ ARCHITECTURES = {
     "mistral3": Architecture(
         "ministral3", r"attention\.temperature_scale|rope\.scaling\.yarn_log_multiplier", _mistral3, changes_like="llama"
     ),
+    "granite": Architecture("granite", r"attention\.scale|(embedding|residual|logit)_scale", _granite, changes_like="llama"),
+    "smollm3": Architecture("smollm3", changes_like="llama"),
+    "olmo2": Architecture("olmo2"),
+    "lfm2": Architecture("lfm2", r"shortconv\.l_cache", _lfm2, scalings=()),
     "qwen35": Architecture("qwen3_5_text", QWEN35, _qwen35, **QWEN35_CHANGES),
     "qwen35moe": Architecture(
         "qwen3_5_moe_text", rf"{QWEN35}|{EXPERT_ENTRIES}|expert_shared_feed_forward_length", _qwen35moe, **QWEN35_CHANGES

@@ -1,0 +1,95 @@
+"""MTP heads in GGUF files: the last block of the target's own file, or of a file that llama.cpp wrote with ``--mtp``.
+
+llama.cpp names the tensors as DeepSeek's checkpoints do, under the block after the model's last one, and changes them as it
+changes those of the model's layers. Values are those of the file.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from outrider.heads.checkpoint import TargetSizes, fill, made
+from outrider.heads.mtp import Body, MtpHead
+from outrider.heads.own_tables import has_own_table
+from outrider.runner import ModelRunner, gguf
+from outrider.runner.gguf_architectures import ARCHITECTURES
+from outrider.runner.loading import decoder_layers, text_config
+from outrider.types import OutriderError
+
+PARTS = {  # the file's names -> the head's modules; the other tensors of the block are those of a decoder layer
+    "nextn.eh_proj": "fc",
+    "nextn.enorm": "embed_norm",
+    "nextn.hnorm": "hidden_norm",
+    "nextn.shared_head_norm": "norm",
+    "nextn.shared_head_head": "lm_head",
+    "nextn.embed_tokens": "embed_tokens",
+}
+LAYER = "layers.0."
+
+
+def is_head(path: Path, target: TargetSizes) -> bool:
+    """Return whether a file has a head after the target's layers. Raises ``OutriderError`` for one of another width."""
+    name = f"blk.{target.num_layers}.nextn.eh_proj.weight"
+    found, wanted = gguf.GgufFile.open(path).tensors.get(name), [target.hidden_size, 2 * target.hidden_size]
+    if found is None:
+        return False
+    shape = found.shape.tolist()[::-1]
+    if shape != wanted:
+        raise OutriderError(f"{name} has shape {shape}, expected {wanted} for this target")
+    return True
+
+
+def load(path: Path, target: ModelRunner) -> MtpHead:
+    """Read a head for this target, in float32. Raises ``OutriderError`` naming the tensor that is missing or does not fit."""
+    if not is_head(path, target):
+        raise OutriderError(
+            f"{path} holds no MTP head: it has no tensor blk.{target.num_layers}.nextn.eh_proj.weight; name a file or a folder"
+            " with the head as the method's draft, or train one"
+        )
+    file, config = gguf.GgufFile.open(path), target.model.config
+    file.refuse_unsupported()
+    kind, own = ARCHITECTURES[file.architecture].model_type, (config.model_type, text_config(config).model_type)
+    if kind not in own:
+        raise OutriderError(f"{path} is of a {kind} model, but {target.name} is a {own[-1]} model")
+    body = Body.of(config, type(target.model), target.cache.shape)
+    prefix = f"blk.{target.num_layers}."
+    layer = body.layer_for(any(name.startswith(prefix) and "_exps." in name for name in file.tensors))
+    names = _names(file, prefix, body, layer)
+    tensors = _values(file, names, body, layer)
+    own_embedding = has_own_table(tensors, "embed_tokens.weight", target.model.get_input_embeddings())
+    own_output = has_own_table(tensors, "lm_head.weight", target.model.get_output_embeddings())
+    head = made(lambda: MtpHead(body, layer, own_embedding, own_output), path)
+    stored = {f"{own}.weight": f"{prefix}{part}.weight" for part, own in PARTS.items()}
+    stored |= {own: name for name, own in names.items()}
+    return fill(head, tensors, path, named=lambda name: stored.get(name, name))
+
+
+def _names(file: gguf.GgufFile, prefix: str, body: Body, layer: int) -> dict[str, str]:
+    """Return the head's name of each tensor of the block. Raises ``OutriderError`` for a tensor that no layer has."""
+    known, names = file.known_names(body.model), {}
+    for name in file.tensors:
+        part = name.removeprefix(prefix)
+        stem, _, ending = part.rpartition(".")
+        if part == name:
+            continue
+        if stem in PARTS:
+            names[name] = f"{PARTS[stem]}.{ending}"
+            continue
+        own = ARCHITECTURES[file.architecture].own_name(f"blk.{layer}.{part}", known)
+        if not own:
+            raise OutriderError(f"{file.path}: unexpected tensor {name} for a {body.model.config.model_type} model")
+        names[name] = LAYER + own.partition(f"layers.{layer}.")[2]
+    return names
+
+
+def _values(file: gguf.GgufFile, names: dict[str, str], body: Body, layer: int) -> dict[str, Tensor]:
+    """Return the values of the block's tensors under the head's names."""
+    read = partial(gguf.rows_of, gguf.restorer(text_config(body.model), file))
+    modules = dict(decoder_layers(body.model)[layer].named_modules(prefix=LAYER.removesuffix(".")))
+    return {
+        own: gguf.values_of([read(file.tensors[name]) for name in same], modules.get(own.rpartition(".")[0]))
+        for own, same in gguf.by_parameter(names).items()
+    }
