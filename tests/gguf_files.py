@@ -80,6 +80,9 @@ CONFIGS: Mapping[str, Callable[..., Any]] = {
         | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": SHAPE["vocab_size"]}
         | more
     ),
+    "gemma4 with experts": lambda **more: CONFIGS["gemma4"](
+        **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 256} | more
+    ),
     "phi3": lambda **more: Phi3Config(
         **SHAPE | {"pad_token_id": 0, "sliding_window": 8, "partial_rotary_factor": 0.75, "rope_theta": 2e4} | more
     ),
@@ -224,6 +227,10 @@ def file_tensors(
     """
     for own, weight in weights.items():
         base, _, suffix = own.rpartition(".")
+        if suffix in ("scale", "per_expert_scale"):  # of Gemma 4's router
+            stem = base.replace("model.layers", "blk").removesuffix("router")
+            yield own, f"{stem}{'ffn_gate_inp' if suffix == 'scale' else 'ffn_down_exps'}.scale", weight, values[own]
+            continue
         if suffix in ("A_log", "dt_bias"):
             stem = base.replace("model.layers", "blk").replace("linear_attn", "ssm")
             yield own, f"{stem}_{'a' if suffix == 'A_log' else 'dt.bias'}", weight, values[own]
@@ -231,6 +238,9 @@ def file_tensors(
         if ".experts." not in own:
             is_buffer = suffix in ("layer_scalar", "sinks")
             yield own, f"{names.get_name(own)}.weight" if is_buffer else f"{names.get_name(base)}.{suffix}", weight, values[own]
+            continue
+        if ".mlp." not in base:  # Gemma 4's: gate and up projection are one tensor
+            yield own, f"{names.get_name(own)}.weight", weight, values[own]
             continue
         part, ending = suffix.split("_proj")
         stem = names.get_name(f"{base}.down_proj").removesuffix("down_exps")
@@ -343,10 +353,12 @@ def add_experts(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None
     """Add the sizes of a mixture's layers."""
     if architecture == "qwen35moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-    if architecture in ("qwen3moe", "qwen35moe", "gpt-oss"):
+    told = config.to_dict()
+    chosen = told.get("num_experts_per_tok") or told.get("top_k_experts")
+    if chosen is not None:
         writer.add_expert_count(config.num_local_experts if architecture == "gpt-oss" else config.num_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(config.to_dict().get("moe_intermediate_size") or config.intermediate_size)
+        writer.add_expert_used_count(chosen)
+        writer.add_expert_feed_forward_length(told.get("moe_intermediate_size") or config.intermediate_size)
 
 
 def add_gemma4(writer: gguf.GGUFWriter, config: Gemma4TextConfig) -> None:

@@ -102,8 +102,8 @@ def test_a_loaded_model_has_the_values_of_the_file(architecture, tied, kinds, tm
 @pytest.mark.parametrize("kinds", ["mixed", "Q4_0"])
 @pytest.mark.parametrize(
     "architecture, precision",
-    # Without 8: a random recurrent state amplifies rounded activations to another output.
-    [(name, bits) for name in ARCHITECTURES for bits in ([32] if name.startswith("qwen35") else [8, 32])],
+    # Without 8: a random recurrent state amplifies rounded activations, and a router chooses other experts.
+    [(name, bits) for name in ARCHITECTURES for bits in ([32] if name.startswith(("qwen35", "gemma4 with")) else [8, 32])],
 )
 def test_logits_equal_those_of_the_dequantised_model(architecture, kinds, precision, tmp_path, monkeypatch):
     if precision == 32:
@@ -119,7 +119,7 @@ def test_logits_equal_those_of_the_dequantised_model(architecture, kinds, precis
         torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-4 * float(expected.abs().max()))
     else:
         # Gemma 4's attention has no scale, so that rounded activations change a random model's scores more.
-        assert (got - expected).norm() < (0.2 if architecture == "gemma4" else 0.05) * expected.norm()
+        assert (got - expected).norm() < (0.2 if architecture.startswith("gemma4") else 0.05) * expected.norm()
 
 
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -133,7 +133,14 @@ def tokens_of(llm, params=PARAMS):
 @needs_kernels
 @pytest.mark.parametrize(
     "architecture, kinds",
-    [("llama", "mixed"), ("qwen3", "Q8_0"), ("phi3", "mixed"), ("gemma4", "mixed"), ("qwen3moe", "mixed")],
+    [
+        ("llama", "mixed"),
+        ("qwen3", "Q8_0"),
+        ("phi3", "mixed"),
+        ("gemma4", "mixed"),
+        ("gemma4 with experts", "Q8_0"),
+        ("qwen3moe", "mixed"),
+    ],
 )
 def test_drafts_do_not_change_the_output(architecture, kinds, tmp_path):
     model = gguf_files.make_model(architecture, seed=1)
@@ -147,7 +154,7 @@ def test_drafts_do_not_change_the_output(architecture, kinds, tmp_path):
         assert tokens_of(llm) == expected, (k, batch)
         assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
     methods = ["ngram"]
-    if architecture != "gemma4":  # its last layers read other layers' keys: no exit is possible
+    if not architecture.startswith("gemma4"):  # its last layers read other layers' keys: no exit is possible
         methods.append("early-exit:layers=1")
     if kinds == "Q8_0":
         methods.append("low-bit:bits=4")

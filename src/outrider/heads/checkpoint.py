@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from outrider.files import expanded, write_whole
 from outrider.memory import INDEXES, weight_map
-from outrider.runner.gguf import GgufFile
 from outrider.types import OutriderError, first_line, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -187,6 +186,8 @@ def _readable(file: Path, read: Callable[[Path], Result]) -> Result:
 
 def _names(file: Path) -> list[str]:
     if file.suffix == ".gguf":
+        from outrider.runner.gguf import GgufFile  # which imports transformers
+
         return list(GgufFile.open(file).tensors)
     if file.suffix != ".safetensors":
         return list(_named(torch.load(file, "cpu", weights_only=True, mmap=True)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,14 +30,15 @@ class Architecture:
     config_tensors: tuple[str, ...] = ()  # tensors that belong to the config
     scalings: tuple[str, ...] = ("linear", "yarn")  # the supported kinds of scaled rotary positions
     changes_like: str = ""  # the architecture whose changes of tensors transformers undoes, if not its own
-    renamed: tuple[str, str] = ("(?!)", "")  # pattern of a tensor that transformers does not map, and the model's name
+    renamed: Mapping[str, str] = field(default_factory=dict)  # patterns of tensors that transformers does not map -> names
     restore: Callable[[Array, str, Any], Array] | None = None  # (rows, tensor, config): undoes changes instead of transformers
     input_order: Callable[[str, Any], Array | None] = lambda *_: None  # (tensor, config): the input of each column
 
     def own_name(self, name: str, known: Mapping[str, str]) -> str:
         """Return the model's name of a tensor, "" for an unknown tensor. ``known``: the names that transformers maps."""
-        if re.fullmatch(self.renamed[0], name):
-            return re.sub(*self.renamed, name)
+        for pattern, own in self.renamed.items():
+            if re.fullmatch(pattern, name):
+                return re.sub(pattern, own, name)
         expert = EXPERT_TENSOR.fullmatch(name)
         if expert and f"{expert[1]}down_exps" in known:  # the only one of them that transformers maps
             part, ending = "down" if expert[2] == "down" else "gate_up", "_bias" if expert[3] == "bias" else ""
@@ -130,6 +131,9 @@ def _gemma4(entry: Entry, tensors: Mapping[str, Any], values: Values) -> None:
             "sliding_attention": {"rope_type": "default", "rope_theta": needed("rope.freq_base_swa")},
         },
     }
+    if entry("expert_count"):
+        _add_experts(entry, values, "num_experts", "moe_intermediate_size", chosen="top_k_experts")
+        values["enable_moe_block"] = True
 
 
 PHI3_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
@@ -189,9 +193,9 @@ def _lfm2(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
 EXPERT_ENTRIES = r"expert_(count|used_count|feed_forward_length)"
 
 
-def _add_experts(entry: Entry, values: Values, count: str, width: str) -> None:
-    """Add what ``EXPERT_ENTRIES`` state; ``count`` and ``width`` are the names of the first and the last in the config."""
-    names = {"count": count, "used_count": "num_experts_per_tok", "feed_forward_length": width}
+def _add_experts(entry: Entry, values: Values, count: str, width: str, chosen: str = "num_experts_per_tok") -> None:
+    """Add what ``EXPERT_ENTRIES`` state: ``count``, ``chosen`` and ``width`` are their names in the config."""
+    names = {"count": count, "used_count": chosen, "feed_forward_length": width}
     values |= {own: _needed(entry, f"expert_{name}") for name, own in names.items()}
 
 
@@ -271,7 +275,7 @@ QWEN35 = (
 )
 QWEN35_CHANGES: dict[str, Any] = {
     "scalings": (),
-    "renamed": (r"blk\.(\d+)\.ssm_dt\.bias", r"model.layers.\1.linear_attn.dt_bias"),
+    "renamed": {r"blk\.(\d+)\.ssm_dt\.bias": r"model.layers.\1.linear_attn.dt_bias"},
     "restore": _restore_qwen35,
     "input_order": _inputs_of_qwen35,
 }
@@ -300,9 +304,13 @@ ARCHITECTURES = {
     "gemma4": Architecture(
         "gemma4_text",
         r"attention\.(sliding_window(_pattern)?|(key|value)_length_swa|shared_kv_layers)|embedding_length_per_layer_input"
-        r"|rope\.(freq_base_swa|dimension_count_swa)|final_logit_softcapping",
+        rf"|rope\.(freq_base_swa|dimension_count_swa)|final_logit_softcapping|{EXPERT_ENTRIES}",
         _gemma4,
         scalings=(),
+        renamed={
+            r"blk\.(\d+)\.ffn_gate_inp\.scale": r"model.layers.\1.router.scale",
+            r"blk\.(\d+)\.ffn_down_exps\.scale": r"model.layers.\1.router.per_expert_scale",
+        },
     ),
     "phi3": Architecture(
         "phi3",

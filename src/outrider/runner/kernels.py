@@ -187,10 +187,11 @@ define(f"attend({ATTEND})", _fake_attend, reference_attend)
 define(f"attend_general({ATTEND}, int chunk, Tensor? sinks)", _fake_attend, reference_attend)
 
 
-def _attend_on_gpu(*inputs: Any) -> Tensor:
+def _attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
     from outrider.runner import triton_attention
 
-    return triton_attention.attend(*inputs)
+    fits = max(key.shape[3], value.shape[3]) <= triton_attention.LARGEST_HEAD
+    return (triton_attention.attend if fits else reference_attend)(query, key, value, *rest)
 
 
 if find_spec("triton") is not None:  # it comes with torch for CUDA on Linux

@@ -3,6 +3,8 @@
 Slots are read in parts of PART, so that few tokens of a long text still occupy the whole GPU ("flash-decoding"); each part
 keeps a running maximum (FlashAttention, Dao et al. 2022). Parts begin at fixed slots, so the sums of a token do not depend on
 the number of other tokens or requests. The reference, ``kernels.reference_attend``, takes some forty operations per layer.
+
+In the kernels, names such as ``keys_head`` are strides: of the tensor ``keys``, from one head to the next.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import Tensor
 PART = 128  # slots
 WARPS, STAGES = 4, 2
 TOGETHER = 16  # parts
+LARGEST_HEAD = 256  # numbers of a key or value of which a block fits the shared memory of any GPU
 WIDE = 64  # tokens of a request: above it, each reads all slots in one part, because there are enough of them
 
 
