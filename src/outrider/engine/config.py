@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from outrider import family
 from outrider.engine.detokenizer import DetokenizerFactory
 from outrider.engine.engine import Engine
-from outrider.engine.finding import Choice, choices, files_of
+from outrider.engine.finding import Choice, choices, local_path
 from outrider.engine.options import Speculation, is_tokenizer
 from outrider.engine.policy import FixedLength, LengthPolicy
 from outrider.engine.scheduler import Scheduler
@@ -152,7 +152,7 @@ def choose_proposer(
         except DifferentVocabulary as difference:
             advice = f"choose a draft made for this target's tokenizer, or the method {DEFAULT_METHOD_WITH_FOREIGN_DRAFT!r}"
             raise OutriderError(f"{difference.what}; {advice}, which takes any") from difference
-    folder = files_of(runner.name)
+    folder = local_path(runner.name)
     target = None if folder is None else TargetFiles(runner.name, folder, text_config(runner.model))
     for choice in choices(target, speculation.draft, speculation.drafts, speculation.download_draft):
         proposer = _fitting(choice, speculation, runner, tokenizer)

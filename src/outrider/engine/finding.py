@@ -141,7 +141,7 @@ def known_drafters(target: TargetFiles) -> list[str]:
     return []
 
 
-def files_of(source: str | Path) -> Path | None:
+def local_path(source: str | Path) -> Path | None:
     """Return a file, a local folder, or the folder of a hub id in the download cache; None otherwise."""
     path = expanded(source)
     return path if path.is_file() else on_this_machine(source)
@@ -155,7 +155,7 @@ def target_files(source: object) -> TargetFiles | None:
     if not isinstance(source, (str, Path)):
         return None
     try:
-        folder = files_of(source) or Path(snapshot_download(str(source), allow_patterns=["*.json"]))
+        folder = local_path(source) or Path(snapshot_download(str(source), allow_patterns=["*.json"]))
         return TargetFiles.read(str(source), folder)
     except Exception as error:  # reported when the target is loaded
         logger.debug("the target's files cannot be read: %s", first_line(error))
@@ -255,7 +255,7 @@ def _method_for(draft: object, target: TargetFiles | None) -> str:
     """Return the method for a draft given by the user, by the kind of its files."""
     if not isinstance(draft, (str, Path)):
         return DEFAULT_METHOD_WITH_DRAFT
-    source = files_of(draft)
+    source = local_path(draft)
     found = None if source is None or target is None else _examined(target, source, "")
     if found is not None:
         return found.method

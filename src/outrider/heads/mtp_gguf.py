@@ -51,9 +51,9 @@ def load(path: Path, target: ModelRunner) -> MtpHead:
         )
     file, config = gguf.GgufFile.open(path), target.model.config
     file.refuse_unsupported()
-    kind, own = ARCHITECTURES[file.architecture].model_type, (config.model_type, text_config(config).model_type)
-    if kind not in own:
-        raise OutriderError(f"{path} is of a {kind} model, but {target.name} is a {own[-1]} model")
+    kind, wanted = ARCHITECTURES[file.architecture].model_type, text_config(config).model_type
+    if kind not in (wanted, config.model_type):
+        raise OutriderError(f"{path} is of a {kind} model, but {target.name} is a {wanted} model")
     body = Body.of(config, type(target.model), target.cache.shape)
     prefix = f"blk.{target.num_layers}."
     layer = body.layer_for(any(name.startswith(prefix) and "_exps." in name for name in file.tensors))

@@ -42,8 +42,7 @@ class MtpMethod(HeadMethod):
 
     def load(self, folder: Path, target: ModelRunner | TargetFiles) -> Loaded:
         assert isinstance(target, ModelRunner)  # its layers are those of the target's class
-        has_config = gguf.find(folder) is None
-        rates = measured_acceptance(folder) if has_config else None
+        rates = None if gguf.find(folder) else measured_acceptance(folder)  # a GGUF file has no config.json
         return Loaded(mtp_formats.load_any(folder, target), "MTP head", {"acceptance": rates})
 
     def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:

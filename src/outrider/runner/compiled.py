@@ -15,7 +15,7 @@ import shlex
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -31,13 +31,12 @@ from outrider.native.build import cpu_flags, find_compiler
 from outrider.runner import blocks, compiled_gpu
 from outrider.runner.forward import Program
 from outrider.runner.gates import fuse_gates
+from outrider.runner.graphs import Run
 from outrider.types import first_line
 
 logger = logging.getLogger(__name__)
 
 SHORT = 8  # elements of the longest vector that inductor compiles in as constants
-
-Run = Callable[[list[Tensor]], list[Tensor]]
 
 SECONDS, SECONDS_PER_LAYER = 8.0, 1.5  # approximate compile time of a pass on one core
 FOLDER, SUFFIX = "passes", ".pt2"  # of the disk cache

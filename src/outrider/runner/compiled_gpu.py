@@ -6,7 +6,6 @@ Shapes are dynamic, so that one file serves all passes; graphs.py then captures 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,9 +15,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from outrider.runner.forward import Program
+from outrider.runner.graphs import Run
 from outrider.runner.linear import is_plain
-
-Run = Callable[[list[Tensor]], list[Tensor]]
 
 
 def suits(model: nn.Module) -> bool:
@@ -50,10 +48,10 @@ def load(program: Program, path: Path) -> Run:
     from torch._inductor.standalone_compile import CompiledArtifact  # inductor takes long to import
 
     parts = torch.load(path, weights_only=True)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:  # inductor loads only from a file
         compiled = Path(folder) / "artifact"
         compiled.write_bytes(parts["artifact"].numpy().tobytes())
         run = CompiledArtifact.load(path=str(compiled))
     tensors = parts["constants"] | program.tensors()
     weights = [tensors[name] for name in parts["names"]]
-    return lambda inputs: list(run(*weights, *[each.contiguous() for each in inputs]))
+    return lambda inputs: run(*weights, *[each.contiguous() for each in inputs])

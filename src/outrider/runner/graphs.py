@@ -56,9 +56,9 @@ class _Captured:
 
 
 class GraphRunner:
-    """Runs a program through captured graphs, one per shapes of its inputs.
+    """Runs a program through captured graphs, one for each combination of its inputs' shapes.
 
-    The outputs are valid until the next run of the same shapes. A program that cannot be captured runs as it is.
+    The outputs are valid until the next run with the same shapes. A program that cannot be captured runs as it is.
     """
 
     def __init__(self, function: Run, num_stores: int, record: Record = record_cuda) -> None:

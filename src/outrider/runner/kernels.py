@@ -188,6 +188,7 @@ define(f"attend_general({ATTEND}, int chunk, Tensor? sinks)", _fake_attend, refe
 
 
 def _attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    """Compute what ``reference_attend`` does, in Triton if a head is small enough."""
     from outrider.runner import triton_attention
 
     fits = max(key.shape[3], value.shape[3]) <= triton_attention.LARGEST_HEAD
@@ -197,6 +198,7 @@ def _attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Ten
 if find_spec("triton") is not None:  # it comes with torch for CUDA on Linux
     for _name in ("attend", "attend_general"):
         _library.impl(_name, _attend_on_gpu, "CUDA")
+
 # x [..., inputs] times a packed weight -> [..., outputs] in x's dtype; sums are float32. For a weight in pairs x is rounded to
 # bfloat16, for one of codes in fours (linear_scaled) to 8 bits with a scale per row.
 define(

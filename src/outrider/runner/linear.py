@@ -221,14 +221,7 @@ def fuse_siblings(model: PreTrainedModel) -> None:
     for parent in [module for module in model.modules() if not isinstance(module, PackedLinear)]:
         for names in SIBLINGS:
             layers: list[Any] = [getattr(parent, name, None) for name in names]
-            if all(isinstance(layer, PackedLinear) and layer.out_features % kernels.PANEL == 0 for layer in layers):
-                # small siblings keep more bits, and blocks of a checkpoint may differ in form
-                fit = len({_kind(layer.packed) for layer in layers}) == 1
-                fit = fit and all(_is_same(layer.order, layers[0].order) for layer in layers)
-            else:
-                fit = all(type(layer) is nn.Linear for layer in layers)
-                fit = fit and len({(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}) == 1
-            if not fit:
+            if not _can_fuse(layers):
                 continue
             group = FusedLinears(layers) if isinstance(layers[0], PackedLinear) else FusedPlain(layers)
             parent.add_module("fused_" + "_".join(names), group)
@@ -236,6 +229,17 @@ def fuse_siblings(model: PreTrainedModel) -> None:
                 setattr(parent, name, FusedSlice(group, index))
             del layers
             return_freed_memory()
+
+
+def _can_fuse(layers: list[Any]) -> bool:
+    """Return whether layers, None for missing ones, can be one: all packed or all torch's, with weights of one kind."""
+    if all(type(layer) is nn.Linear for layer in layers):
+        return len({(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}) == 1
+    if not all(isinstance(layer, PackedLinear) and layer.out_features % kernels.PANEL == 0 for layer in layers):
+        return False
+    # small siblings keep more bits, and blocks of a checkpoint may differ in form
+    is_one_kind = len({_kind(layer.packed) for layer in layers}) == 1
+    return is_one_kind and all(_is_same(layer.order, layers[0].order) for layer in layers)
 
 
 def fuse_on_gpu(model: PreTrainedModel) -> None:

@@ -84,12 +84,13 @@ class ProgramRunner:
 
         if self._compile == "never":
             return eager
-        run: Run | None = None
+        run: Run = eager
         if self._can_compile and (build or not self._runs):  # after eager passes, compiled ones would change the rounding
-            run = compiled.load(module, build)
-            if run is not None:
+            found = compiled.load(module, build)
+            if found is not None:
                 self._compiled.add(kind)
-        return GraphRunner(run or eager, self._num_stores) if self._takes_graphs else run or eager
+                run = found
+        return GraphRunner(run, self._num_stores) if self._takes_graphs else run
 
 
 class PassRunner(ProgramRunner):

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import next_power_of_2
 
 PART = 128  # slots
 WARPS, STAGES = 4, 2
@@ -191,20 +192,19 @@ def attend(  # noqa: PLR0913 - an operator's signature
     kv_heads, value_size, capacity = key.shape[1], value.shape[3], keys.shape[3]
     keys, values, visible = keys[layer], values[layer], visible.contiguous()
     where: tuple[Any, ...] = (cache_rows.contiguous(), bases.contiguous(), ends.contiguous())
-    key_dim, value_dim = max(16, _up(key_size)), max(16, _up(value_size))
+    key_dim, value_dim = max(16, next_power_of_2(key_size)), max(16, next_power_of_2(value_size))
     sizes = {"KEY_SIZE": key_size, "KEY_DIM": key_dim, "VALUE_SIZE": value_size, "VALUE_DIM": value_dim}
     strides = (*keys.stride()[:3], *values.stride()[:3])
     own_strides = (*key.stride()[1:], *value.stride()[1:])
-    _write[tokens, kv_heads](
-        key, value, keys, values, *where, batch, *own_strides, *strides, BATCH=max(16, _up(batch)), **sizes, num_warps=1
-    )
+    most = max(16, next_power_of_2(batch))  # few sizes: each is compiled
+    _write[tokens, kv_heads](key, value, keys, values, *where, batch, *own_strides, *strides, BATCH=most, **sizes, num_warps=1)
     group = heads // kv_heads
     rows = 16 if width <= WIDE else 64
     slots = 64 if max(key_dim, value_dim) * query.element_size() <= 256 else 32
     parts = -(-capacity // PART) if width <= WIDE else 1
     is_whole = parts == 1 and sinks is None
     out = query.new_empty(1, tokens, heads, value_size)
-    mixed, sums = out, out
+    mixed, sums = out, out  # with one part its sums are not stored
     if not is_whole:
         mixed = query.new_empty(parts, tokens, heads, value_size, dtype=torch.float32)
         sums = query.new_empty(parts, tokens, heads, 2, dtype=torch.float32)
@@ -220,8 +220,3 @@ def attend(  # noqa: PLR0913 - an operator's signature
         sizes = {"SIZE": value_size, "DIM": value_dim, "TOGETHER": TOGETHER, "HAS_SINKS": sinks is not None}
         _join[(tokens * heads,)](mixed, sums, query if sinks is None else sinks, out, tokens * heads, heads, parts, **sizes)
     return out
-
-
-def _up(number: int) -> int:
-    """Return the next power of two."""
-    return 1 << (number - 1).bit_length()
