@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import gguf_entries  # noqa: E402
 import gguf_files
 import numpy as np
 import pytest
@@ -90,7 +91,7 @@ def write_alone(path: Path, kind: Kind = Kind.F32) -> dict[str, torch.Tensor]:
     """Write a head in a file of its own, as llama.cpp's ``--mtp`` does; return its values."""
     model = gguf_files.make_model("qwen35")
     writer = gguf.GGUFWriter(path, "qwen35")
-    gguf_files.add_entries(writer, "qwen35", model.config)
+    gguf_entries.add_entries(writer, "qwen35", model.config)
     values = add_head(writer, make_head(model), kind)
     for name in ("token_embd", "output"):
         writer.add_tensor(f"{name}.weight", np.zeros((320, 256), np.float32))

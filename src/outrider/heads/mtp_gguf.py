@@ -15,7 +15,6 @@ from outrider.heads.checkpoint import TargetSizes, fill, made
 from outrider.heads.mtp import Body, MtpHead
 from outrider.heads.own_tables import has_own_table
 from outrider.runner import ModelRunner, gguf
-from outrider.runner.gguf_architectures import ARCHITECTURES
 from outrider.runner.loading import decoder_layers, text_config
 from outrider.types import OutriderError
 
@@ -51,7 +50,7 @@ def load(path: Path, target: ModelRunner) -> MtpHead:
         )
     file, config = gguf.GgufFile.open(path), target.model.config
     file.refuse_unsupported()
-    kind, wanted = ARCHITECTURES[file.architecture].model_type, text_config(config).model_type
+    kind, wanted = file.record.model_type, text_config(config).model_type
     if kind not in (wanted, config.model_type):
         raise OutriderError(f"{path} is of a {kind} model, but {target.name} is a {wanted} model")
     body = Body.of(config, type(target.model), target.cache.shape)
@@ -78,7 +77,7 @@ def _names(file: gguf.GgufFile, prefix: str, body: Body, layer: int) -> dict[str
         if stem in PARTS:
             names[name] = f"{PARTS[stem]}.{ending}"
             continue
-        own = ARCHITECTURES[file.architecture].own_name(f"blk.{layer}.{part}", known)
+        own = file.record.own_name(f"blk.{layer}.{part}", known)
         if not own:
             raise OutriderError(f"{file.path}: unexpected tensor {name} for a {body.model.config.model_type} model")
         names[name] = LAYER + own.partition(f"layers.{layer}.")[2]

@@ -205,8 +205,10 @@ class Activation(nn.Module):
 ACTIVATIONS = {nn.SiLU: "silu", SiLUActivation: "silu", GELUActivation: "gelu", GELUTanh: "gelu_tanh"}  # of ``Activation``
 
 
-def activation_of(module: nn.Module) -> str | None:
-    """Return the name by which ``outrider::activate`` knows an activation; None for other modules."""
+def activation_of(module: object) -> str | None:
+    """Return the name by which ``outrider::activate`` knows an activation; None for other modules and functions."""
+    if module is nn.functional.silu:  # LFM2's experts hold the function
+        return "silu"
     if type(module) is nn.GELU:
         return "gelu_tanh" if module.approximate == "tanh" else "gelu"
     return ACTIVATIONS.get(type(module))

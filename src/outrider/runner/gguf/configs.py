@@ -1,4 +1,4 @@
-"""Configs of transformers from the entries of GGUF files: one record for each supported architecture of llama.cpp.
+"""Values of transformers' configs from the entries of GGUF files, for each architecture.
 
 transformers maps most entries by name. Here are the entries that it ignores, and values that files leave out because
 llama.cpp's code fixes them.
@@ -6,44 +6,10 @@ llama.cpp's code fixes them.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-EXPERT_TENSOR = re.compile(r"(blk\.\d+\.ffn_)(gate|up|down)_exps\.(weight|bias)")
-Array = np.ndarray[Any, Any]
-Values = dict[str, Any]  # arguments of a config class of transformers
-Entry = Callable[[str], Any]  # name without the architecture -> its value, or None
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """One of llama.cpp's architectures."""
-
-    model_type: str  # transformers' name
-    entries: str = "(?!)"  # pattern of the entries that ``complete`` reads; no entry by default
-    complete: Callable[[Entry, Mapping[str, Any], Values], None] | None = None  # (entries, tensors, values): adds values
-    config_tensors: tuple[str, ...] = ()  # tensors that belong to the config
-    scalings: tuple[str, ...] = ("linear", "yarn")  # the supported kinds of scaled rotary positions
-    changes_like: str = ""  # the architecture whose changes of tensors transformers undoes, if not its own
-    renamed: Mapping[str, str] = field(default_factory=dict)  # patterns of tensors that transformers does not map -> names
-    restore: Callable[[Array, str, Any], Array] | None = None  # (rows, tensor, config): undoes changes instead of transformers
-    input_order: Callable[[str, Any], Array | None] = lambda *_: None  # (tensor, config): the input of each column
-
-    def own_name(self, name: str, known: Mapping[str, str]) -> str:
-        """Return the model's name of a tensor, "" for an unknown tensor. ``known``: the names that transformers maps."""
-        for pattern, own in self.renamed.items():
-            if re.fullmatch(pattern, name):
-                return re.sub(pattern, own, name)
-        expert = EXPERT_TENSOR.fullmatch(name)
-        if expert and f"{expert[1]}down_exps" in known:  # the only one of them that transformers maps
-            part, ending = "down" if expert[2] == "down" else "gate_up", "_bias" if expert[3] == "bias" else ""
-            return f"{known[f'{expert[1]}down_exps'].removesuffix('down_proj')}{part}_proj{ending}"
-        return known.get(name) or known.get(name.removesuffix(".weight")) or ""  # a buffer's name has no such ending
+from outrider.runner.gguf.architecture import Entry, Tensors, Values
 
 
 def _needed(entry: Entry, name: str) -> Any:
@@ -66,13 +32,13 @@ def add_scaling(entry: Entry, values: Values) -> None:
         scaling |= {name: value for name, value in betas.items() if value is not None}
 
 
-def _gemma2(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
+def gemma2(entry: Entry, _: Tensors, values: Values) -> None:
     values["query_pre_attn_scalar"] = _gemma_scale(values, layers_of_the_largest=46)
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         values[name] = entry(name)
 
 
-def _gemma3(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
+def gemma3(entry: Entry, _: Tensors, values: Values) -> None:
     values["query_pre_attn_scalar"] = _gemma_scale(values, layers_of_the_largest=62)
     values["final_logit_softcapping"] = entry("final_logit_softcapping")
     if not entry("attention.sliding_window"):
@@ -93,7 +59,7 @@ def _gemma_scale(values: Values, layers_of_the_largest: int) -> int | None:
     return int(values["hidden_size"] // values["num_attention_heads"])
 
 
-def _gemma4(entry: Entry, tensors: Mapping[str, Any], values: Values) -> None:
+def gemma4(entry: Entry, tensors: Tensors, values: Values) -> None:
     needed = partial(_needed, entry)
 
     def by_layer(name: str) -> list[int]:
@@ -139,7 +105,7 @@ def _gemma4(entry: Entry, tensors: Mapping[str, Any], values: Values) -> None:
 PHI3_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 
 
-def _phi3(entry: Entry, tensors: Mapping[str, Any], values: Values) -> None:
+def phi3(entry: Entry, tensors: Tensors, values: Values) -> None:
     head_dim = values["hidden_size"] // values["num_attention_heads"]
     rotated = (entry("rope.dimension_count") or head_dim) / head_dim
     if not 0 < rotated <= 1:
@@ -157,7 +123,7 @@ def _phi3(entry: Entry, tensors: Mapping[str, Any], values: Values) -> None:
         }
 
 
-def _mistral3(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
+def mistral3(entry: Entry, _: Tensors, values: Values) -> None:
     positions = values.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": values.pop("rope_theta", 1e4)})
     positions["llama_4_scaling_beta"] = entry("attention.temperature_scale") or 0.0  # 0 in Mistral Small 3
     positions.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
@@ -165,9 +131,23 @@ def _mistral3(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
         positions |= {"mscale": 1.0, "mscale_all_dim": entry("rope.scaling.yarn_log_multiplier") or 0.0}
 
 
-def _granite(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
+def granite(entry: Entry, _: Tensors, values: Values) -> None:
     if entry("rope.scaling.finetuned") is False:  # llama.cpp's switch of rotary positions in Granite 4
         raise ValueError("attention without rotary positions, which is not supported")
+    if entry("expert_count"):
+        raise ValueError("experts, which are not supported in this architecture")
+    values["num_key_value_heads"] = max(_by_layer(entry("attention.head_count_kv"), values))
+    # Granite 4 without recurrent layers states the width as that of an expert which all tokens share.
+    values["intermediate_size"] = entry("expert_shared_feed_forward_length") or values["intermediate_size"]
+    _add_granite_scales(entry, values)
+
+
+def _by_layer(value: Any, values: Values) -> list[Any]:
+    """Return an entry that states one value, or one for each layer, as the latter."""
+    return value if isinstance(value, list) else [value] * values["num_hidden_layers"]
+
+
+def _add_granite_scales(entry: Entry, values: Values) -> None:
     values |= {
         "attention_multiplier": _needed(entry, "attention.scale"),
         "embedding_multiplier": entry("embedding_scale") or 1.0,
@@ -176,7 +156,7 @@ def _granite(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
     }
 
 
-def _lfm2(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
+def lfm2(entry: Entry, _: Tensors, values: Values) -> None:
     heads = _needed(entry, "attention.head_count_kv")  # by layer: 0 where it is a convolution
     if not isinstance(heads, list) or len(heads) != values["num_hidden_layers"] or not any(heads):
         raise ValueError(f"attention.head_count_kv={heads}, expected a number for each layer")
@@ -190,24 +170,173 @@ def _lfm2(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
     }
 
 
-EXPERT_ENTRIES = r"expert_(count|used_count|feed_forward_length)"
-
-
-def _add_experts(entry: Entry, values: Values, count: str, width: str, chosen: str = "num_experts_per_tok") -> None:
-    """Add what ``EXPERT_ENTRIES`` state: ``count``, ``chosen`` and ``width`` are their names in the config."""
+def _add_experts(entry: Entry, values: Values, count: str, width: str = "", chosen: str = "num_experts_per_tok") -> None:
+    """Add the number of experts, of those chosen for a token, and their width: ``count`` ... are their names in the config."""
     names = {"count": count, "used_count": chosen, "feed_forward_length": width}
-    values |= {own: _needed(entry, f"expert_{name}") for name, own in names.items()}
+    values |= {own: _needed(entry, f"expert_{name}") for name, own in names.items() if own}
 
 
-def _qwen35(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
+def _add_deepseek_experts(entry: Entry, values: Values) -> None:
+    """Add what DeepSeek's and GLM's configs say about experts: routed ones in groups, shared ones, first layers without."""
+    _add_experts(entry, values, "n_routed_experts", "moe_intermediate_size")
+    values |= {
+        "n_shared_experts": entry("expert_shared_count") or 0,
+        "first_k_dense_replace": entry("leading_dense_block_count") or 0,
+        "routed_scaling_factor": entry("expert_weights_scale") or 1.0,
+        "norm_topk_prob": bool(entry("expert_weights_norm")),
+        "n_group": entry("expert_group_count") or 1,
+        "topk_group": entry("expert_group_used_count") or 1,
+    }
+
+
+SOFTMAX, SIGMOID = 1, 2  # llama.cpp's codes of what a router does with its scores
+
+
+def has_sigmoids(entry: Entry, tensors: Tensors) -> bool:
+    """Return whether a router takes sigmoids. Files that do not say so are known by the bias which only such routers have."""
+    kind = entry("expert_gating_func")
+    return kind == SIGMOID or (not kind and any(name.endswith("exp_probs_b.bias") for name in tensors))
+
+
+def _check_router(entry: Entry, expected: int) -> None:
+    kind = entry("expert_gating_func") or expected
+    if kind != expected:
+        raise ValueError(f"expert_gating_func={kind}, expected {expected}")
+
+
+def _add_partial_rotary(entry: Entry, values: Values) -> None:
+    """Add the part of a head's features that positions rotate."""
+    positions = values.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": values.pop("rope_theta", 1e4)})
+    positions["partial_rotary_factor"] = _needed(entry, "rope.dimension_count") / values["head_dim"]
+
+
+def _has_bias(tensors: Tensors) -> bool:
+    return "blk.0.attn_q.bias" in tensors
+
+
+def glm4(entry: Entry, tensors: Tensors, values: Values) -> None:
+    _add_partial_rotary(entry, values)
+    values["attention_bias"] = _has_bias(tensors)
+
+
+def glm4moe(entry: Entry, tensors: Tensors, values: Values) -> None:
+    glm4(entry, tensors, values)
+    _check_router(entry, SIGMOID)
+    _add_deepseek_experts(entry, values)
+    values["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
+
+
+def deepseek_v2(entry: Entry, tensors: Tensors, values: Values) -> None:
+    _add_deepseek(entry, values)
+    _check_router(entry, SOFTMAX)
+    values["topk_method"] = "greedy" if values["n_group"] == 1 else "group_limited_greedy"
+
+
+def deepseek_v3(entry: Entry, _: Tensors, values: Values) -> None:
+    _add_deepseek(entry, values)
+
+
+def _add_deepseek(entry: Entry, values: Values) -> None:
+    """Add the sizes of attention over a latent. Head sizes in files are those of one shared head over the latent."""
+    rotated, needed = _needed(entry, "rope.dimension_count"), partial(_needed, entry)
+    size = entry("attention.key_length_mla") or needed("attention.key_length")
+    values |= {
+        "num_key_value_heads": values["num_attention_heads"],
+        "head_dim": rotated,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": size - rotated,
+        "v_head_dim": entry("attention.value_length_mla") or needed("attention.value_length"),
+        "q_lora_rank": entry("attention.q_lora_rank"),
+        "kv_lora_rank": needed("attention.kv_lora_rank"),
+        "rope_interleave": True,
+    }
+    if values.get("rope_parameters", {}).get("rope_type") == "yarn":
+        scale = (entry("rope.scaling.yarn_log_multiplier") or 0.0) / 0.1  # the converter multiplies it by 0.1
+        values["rope_parameters"] |= {"mscale": scale, "mscale_all_dim": scale}
+    _add_deepseek_experts(entry, values)
+
+
+def ernie4_5_moe(entry: Entry, _: Tensors, values: Values) -> None:
+    _add_experts(entry, values, "moe_num_experts", "moe_intermediate_size", chosen="moe_k")
+    values |= {
+        "moe_num_shared_experts": entry("expert_shared_count") or 0,
+        "moe_layer_interval": entry("interleave_moe_layer_step") or 1,
+        "moe_layer_start_index": entry("leading_dense_block_count") or 0,
+        "moe_layer_end_index": values["num_hidden_layers"] - 1,
+    }
+    entry("expert_shared_feed_forward_length")  # the shared experts' width, which converters state wrong
+
+
+def minimax_m2(entry: Entry, _: Tensors, values: Values) -> None:
+    _add_partial_rotary(entry, values)
+    _check_router(entry, SIGMOID)
+    _add_experts(entry, values, "num_local_experts", "intermediate_size")
+
+
+def mixtral(entry: Entry, _: Tensors, values: Values) -> None:
+    _add_experts(entry, values, "num_local_experts")
+
+
+def granitemoe(entry: Entry, _: Tensors, values: Values) -> None:
+    _add_granite_scales(entry, values)
+    _add_experts(entry, values, "num_local_experts")
+
+
+def granitehybrid(entry: Entry, _: Tensors, values: Values) -> None:
+    """Granite 4: layers of Mamba 2 and of attention, with a dense network beside the experts, or without experts."""
+    needed = partial(_needed, entry)
+    _add_granite_scales(entry, values)
+    heads, inner, hidden = needed("ssm.time_step_rank"), needed("ssm.inner_size"), values["hidden_size"]
+    by_layer = _by_layer(needed("attention.head_count_kv"), values)  # 0 where a layer is recurrent
+    values |= {
+        "num_key_value_heads": max(by_layer),
+        "layer_types": ["attention" if number else "mamba" for number in by_layer],
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_d_state": needed("ssm.state_size"),
+        "mamba_n_groups": needed("ssm.group_count"),
+        "mamba_d_conv": needed("ssm.conv_kernel"),
+        "mamba_expand": inner // hidden,
+        "num_local_experts": entry("expert_count") or 0,
+        "num_experts_per_tok": entry("expert_used_count") or 0,
+        "shared_intermediate_size": needed("expert_shared_feed_forward_length"),
+        "position_embedding_type": "rope" if needed("rope.scaling.finetuned") else "nope",
+    }
+
+
+def exaone4(entry: Entry, _: Tensors, values: Values) -> None:
+    values["sliding_window"] = entry("attention.sliding_window") or None
+    pattern = entry("attention.sliding_window_pattern") or [False] * values["num_hidden_layers"]
+    values["layer_types"] = ["sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern]
+
+
+def seed_oss(_: Entry, tensors: Tensors, values: Values) -> None:
+    values["attention_bias"] = _has_bias(tensors)
+    values["attention_out_bias"] = "blk.0.attn_output.bias" in tensors
+
+
+def lfm2moe(entry: Entry, tensors: Tensors, values: Values) -> None:
+    _check_router(entry, SIGMOID)
+    width = values["intermediate_size"]
+    lfm2(entry, tensors, values)
+    _add_experts(entry, values, "num_experts", "moe_intermediate_size")
+    values |= {
+        "intermediate_size": width,
+        "num_dense_layers": entry("leading_dense_block_count") or 0,
+        "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in tensors),
+        "norm_topk_prob": True,  # in llama.cpp's code, like the next one
+        "routed_scaling_factor": 1.0,
+    }
+
+
+def qwen35(entry: Entry, _: Tensors, values: Values) -> None:
     needed = partial(_needed, entry)
     kinds = {True: "linear_attention", False: "full_attention"}
-    num_layers = values["num_hidden_layers"] - (entry("nextn_predict_layers") or 0)  # the last ones are an MTP head
+    num_layers = values["num_hidden_layers"]
     period = needed("full_attention_interval")
     recurrent = entry("attention.recurrent_layers") or [(layer + 1) % period > 0 for layer in range(num_layers)]
     heads = needed("ssm.time_step_rank")
     values |= {
-        "num_hidden_layers": num_layers,
         "layer_types": [kinds[bool(is_recurrent)] for is_recurrent in recurrent[:num_layers]],
         "linear_conv_kernel_dim": needed("ssm.conv_kernel"),
         "linear_key_head_dim": needed("ssm.state_size"),
@@ -224,64 +353,13 @@ def _qwen35(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
     }
 
 
-def _qwen35moe(entry: Entry, tensors: Mapping[str, Any], values: Values) -> None:
-    _qwen35(entry, tensors, values)
+def qwen35moe(entry: Entry, tensors: Tensors, values: Values) -> None:
+    qwen35(entry, tensors, values)
     _add_experts(entry, values, "num_experts", "moe_intermediate_size")
     values["shared_expert_intermediate_size"] = _needed(entry, "expert_shared_feed_forward_length")
 
 
-def _restore_qwen35(rows: Array, name: str, config: Any) -> Array:
-    """Undo what llama.cpp's converter does: it adds 1 to norms, stores A instead of its logarithm, and separates the value
-    heads of a key head (see ``_by_key_head``). Those of ``ssm_out`` are columns; in quantised rows they stay where they are.
-    """
-    part, size = re.sub(r"^blk\.\d+\.", "", name), config.linear_value_head_dim
-    by_key_head = partial(_by_key_head, config=config)
-    if part.endswith("norm.weight") and part != "ssm_norm.weight":
-        return np.subtract(rows, 1, dtype=rows.dtype)
-    if part == "ssm_a":
-        return by_key_head(np.log(-rows), 1)
-    if part in ("ssm_dt.bias", "ssm_alpha.weight", "ssm_beta.weight"):
-        return by_key_head(rows, 1)
-    if part == "attn_gate.weight":
-        return by_key_head(rows, size)
-    if part in ("attn_qkv.weight", "ssm_conv1d.weight"):
-        num_other = 2 * config.linear_key_head_dim * config.linear_num_key_heads  # rows of queries and keys
-        turned = np.concatenate([rows[:num_other], by_key_head(rows[num_other:], size)])
-        return turned[:, None] if part == "ssm_conv1d.weight" else turned
-    if part == "ssm_out.weight":
-        inputs = config.linear_num_value_heads * size
-        numbers = rows.view(np.uint16) if rows.shape[1] == 2 * inputs else rows  # bfloat16 comes in bytes
-        is_plain = numbers.shape[1] == inputs  # otherwise in blocks
-        return np.ascontiguousarray(by_key_head(numbers.T, size).T).view(rows.dtype) if is_plain else rows
-    return rows.reshape(1, -1) if part == "ffn_gate_inp_shexp.weight" else rows
-
-
-def _by_key_head(rows: Array, size: int, config: Any) -> Array:
-    """Order value heads of ``size`` rows by their key head: files have the first of every key head, then the second ..."""
-    turned = rows.reshape(-1, config.linear_num_key_heads, size, *rows.shape[1:]).swapaxes(0, 1)
-    return np.ascontiguousarray(turned).reshape(rows.shape)
-
-
-def _inputs_of_qwen35(name: str, config: Any) -> Array | None:
-    heads, keys, size = config.linear_num_value_heads, config.linear_num_key_heads, config.linear_value_head_dim
-    if not name.endswith("ssm_out.weight") or heads == keys:
-        return None
-    return np.arange(heads * size).reshape(keys, heads // keys, size).swapaxes(0, 1).reshape(-1)
-
-
-QWEN35 = (
-    r"full_attention_interval|ssm\.(conv_kernel|state_size|group_count|time_step_rank|inner_size)|nextn_predict_layers"
-    r"|rope\.dimension_sections|attention\.recurrent_layers"
-)
-QWEN35_CHANGES: dict[str, Any] = {
-    "scalings": (),
-    "renamed": {r"blk\.(\d+)\.ssm_dt\.bias": r"model.layers.\1.linear_attn.dt_bias"},
-    "restore": _restore_qwen35,
-    "input_order": _inputs_of_qwen35,
-}
-
-
-def _gpt_oss(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
+def gpt_oss(entry: Entry, _: Tensors, values: Values) -> None:
     _add_experts(entry, values, "num_local_experts", "intermediate_size")
     values["sliding_window"] = _needed(entry, "attention.sliding_window")
     # The config class defaults to YaRN. The public models set ``truncate`` to false, which files do not state.
@@ -289,46 +367,6 @@ def _gpt_oss(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
     values["rope_parameters"] = values.get("rope_parameters", plain) | {"truncate": False}
 
 
-def _qwen3moe(entry: Entry, _: Mapping[str, Any], values: Values) -> None:
+def qwen3moe(entry: Entry, _: Tensors, values: Values) -> None:
     _add_experts(entry, values, "num_experts", "moe_intermediate_size")
     values["norm_topk_prob"] = True  # llama.cpp's code makes the shares of the chosen experts add up to 1
-
-
-ARCHITECTURES = {
-    "llama": Architecture("llama"),
-    "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3"),
-    "qwen3moe": Architecture("qwen3_moe", EXPERT_ENTRIES, _qwen3moe),
-    "gemma2": Architecture("gemma2", r"(attn|final)_logit_softcapping|attention\.sliding_window", _gemma2),
-    "gemma3": Architecture("gemma3_text", r"final_logit_softcapping|attention\.sliding_window|rope\.freq_base_swa", _gemma3),
-    "gemma4": Architecture(
-        "gemma4_text",
-        r"attention\.(sliding_window(_pattern)?|(key|value)_length_swa|shared_kv_layers)|embedding_length_per_layer_input"
-        rf"|rope\.(freq_base_swa|dimension_count_swa)|final_logit_softcapping|{EXPERT_ENTRIES}",
-        _gemma4,
-        scalings=(),
-        renamed={
-            r"blk\.(\d+)\.ffn_gate_inp\.scale": r"model.layers.\1.router.scale",
-            r"blk\.(\d+)\.ffn_down_exps\.scale": r"model.layers.\1.router.per_expert_scale",
-        },
-    ),
-    "phi3": Architecture(
-        "phi3",
-        r"attention\.sliding_window|rope\.scaling\.attn_factor",
-        _phi3,
-        tuple(PHI3_FACTORS.values()),
-        ("longrope",),
-    ),
-    "mistral3": Architecture(
-        "ministral3", r"attention\.temperature_scale|rope\.scaling\.yarn_log_multiplier", _mistral3, changes_like="llama"
-    ),
-    "granite": Architecture("granite", r"attention\.scale|(embedding|residual|logit)_scale", _granite, changes_like="llama"),
-    "smollm3": Architecture("smollm3", changes_like="llama"),
-    "olmo2": Architecture("olmo2"),
-    "lfm2": Architecture("lfm2", r"shortconv\.l_cache", _lfm2, scalings=()),
-    "qwen35": Architecture("qwen3_5_text", QWEN35, _qwen35, **QWEN35_CHANGES),
-    "qwen35moe": Architecture(
-        "qwen3_5_moe_text", rf"{QWEN35}|{EXPERT_ENTRIES}|expert_shared_feed_forward_length", _qwen35moe, **QWEN35_CHANGES
-    ),
-    "gpt-oss": Architecture("gpt_oss", rf"{EXPERT_ENTRIES}|attention\.sliding_window", _gpt_oss),
-}

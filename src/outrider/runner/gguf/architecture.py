@@ -1,0 +1,52 @@
+"""What a supported architecture of llama.cpp is: where its files differ from the model that transformers has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+EXPERT_TENSOR = re.compile(r"(blk\.\d+\.ffn_)(gate|up|down)_exps\.(weight|bias)")
+Array = np.ndarray[Any, Any]
+Values = dict[str, Any]  # arguments of a config class of transformers
+Entry = Callable[[str], Any]  # name without the architecture -> its value, or None
+Tensors = Mapping[str, Any]  # gguf.gguf_reader.ReaderTensor by name
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One of llama.cpp's architectures."""
+
+    model_type: str  # transformers' name
+    complete: Callable[[Entry, Tensors, Values], None] | None = None  # (entries, tensors, values): adds values
+    ignored: str = "(?!)"  # pattern of entries that do not affect text and that ``complete`` does not read; none by default
+    config_tensors: tuple[str, ...] = ()  # tensors that belong to the config
+    scalings: tuple[str, ...] = ("linear", "yarn")  # the supported kinds of scaled rotary positions
+    none_if_missing: tuple[str, ...] = ()  # values that are None, not the config class's default, where the file has none
+    changes_like: str = ""  # the architecture whose changes of tensors transformers undoes, if not its own
+    renamed: Mapping[str, str] = field(default_factory=dict)  # patterns of tensors that transformers does not map -> names
+    joined: str = "(?!)"  # pattern of tensors of which two, besides those of experts, are a parameter: its first rows, its last
+    decoded: str = "(?!)"  # pattern of tensors whose values are read, and blocks are not: ``restore`` moves their columns
+    shape_of: Callable[[str, Any], list[int] | None] = lambda *_: None  # (tensor, config): its shape, if not the parameter's
+    restore: Callable[[Array, str, Any], Array] | None = None  # (rows, tensor, config): undoes changes instead of transformers
+    input_order: Callable[[str, Any], Array | None] = lambda *_: None  # (tensor, config): the input of each column
+    variant: Callable[[Entry, Tensors], Architecture | None] = lambda *_: None  # another record for some files
+
+    def own_name(self, name: str, known: Mapping[str, str]) -> str:
+        """Return the model's name of a tensor, "" for an unknown tensor. ``known``: the names that transformers maps."""
+        for pattern, own in self.renamed.items():
+            if re.fullmatch(pattern, name):
+                return re.sub(pattern, own, name)
+        expert = EXPERT_TENSOR.fullmatch(name)
+        if expert and f"{expert[1]}down_exps" in known:  # the only one of them that transformers maps
+            part, ending = "down" if expert[2] == "down" else "gate_up", "_bias" if expert[3] == "bias" else ""
+            return f"{known[f'{expert[1]}down_exps'].removesuffix('down_proj')}{part}_proj{ending}"
+        return known.get(name) or known.get(name.removesuffix(".weight")) or ""  # a buffer's name has no such ending
+
+    def is_half(self, name: str) -> bool:
+        """Return whether a parameter consists of two tensors of which this is one."""
+        expert = EXPERT_TENSOR.fullmatch(name)
+        return bool(expert and expert[2] != "down") or re.fullmatch(self.joined, name) is not None

@@ -1,0 +1,110 @@
+"""The supported architectures of llama.cpp, by its names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.runner.gguf import changes, configs
+from outrider.runner.gguf.architecture import Architecture
+
+
+def _experts_at(module: str) -> dict[str, str]:
+    """Return the names of a layer's experts, which are in this module of the layer."""
+    return {
+        r"blk\.(\d+)\.ffn_(?:gate|up)_exps\.weight": rf"model.layers.\1.{module}.gate_up_proj",
+        r"blk\.(\d+)\.ffn_down_exps\.weight": rf"model.layers.\1.{module}.down_proj",
+    }
+
+
+def _bias_at(name: str) -> dict[str, str]:
+    """Return the name of the bias that a layer's router adds to choose experts."""
+    return {r"blk\.(\d+)\.exp_probs_b\.bias": rf"model.layers.\1.{name}"}
+
+
+QWEN35: dict[str, Any] = {
+    "scalings": (),
+    "renamed": {r"blk\.(\d+)\.ssm_dt\.bias": r"model.layers.\1.linear_attn.dt_bias"},
+    "restore": changes.restore_qwen35,
+    "input_order": changes.inputs_of_qwen35,
+}
+DEEPSEEK_BIAS = _bias_at("mlp.gate.e_score_correction_bias")
+DEEPSEEK: dict[str, Any] = {
+    "renamed": DEEPSEEK_BIAS | {r"blk\.(\d+)\.attn_[kv]_b\.weight": r"model.layers.\1.self_attn.kv_b_proj.weight"},
+    "joined": r"blk\.\d+\.attn_[kv]_b\.weight",
+    "none_if_missing": ("q_lora_rank",),
+    "decoded": r"blk\.\d+\.attn_[kv]_b\.weight",
+    "shape_of": changes.shape_of_deepseek,
+    "restore": changes.restore_deepseek,
+}
+DEEPSEEK_V2 = Architecture("deepseek_v2", configs.deepseek_v2, **DEEPSEEK)
+MIXTRAL = Architecture("mixtral", configs.mixtral, changes_like="llama")
+GRANITE_EXPERTS = {
+    r"blk\.(\d+)\.ffn_gate_inp\.weight": r"model.layers.\1.block_sparse_moe.router.weight",
+    **_experts_at("block_sparse_moe.experts"),
+}
+GRANITE_HYBRID = {
+    r"blk\.(\d+)\.ffn_(?:gate|up)(?:_shexp)?\.weight": r"model.layers.\1.shared_mlp.input_linear.weight",
+    r"blk\.(\d+)\.ffn_down(?:_shexp)?\.weight": r"model.layers.\1.shared_mlp.output_linear.weight",
+    r"blk\.(\d+)\.ssm_dt\.bias": r"model.layers.\1.mamba.dt_bias",
+}
+ONLY_IMAGES = r"n_deepstack_layers|rope\.dimension_sections"  # entries about features and positions of images
+
+ARCHITECTURES = {
+    "llama": Architecture("llama", variant=lambda entry, _: MIXTRAL if entry("expert_count") else None),
+    "qwen2": Architecture("qwen2"),
+    "qwen2vl": Architecture("qwen2", ignored=ONLY_IMAGES),
+    "qwen3": Architecture("qwen3"),
+    "qwen3moe": Architecture("qwen3_moe", configs.qwen3moe),
+    "qwen3vl": Architecture("qwen3", ignored=ONLY_IMAGES),
+    "qwen3vlmoe": Architecture("qwen3_moe", configs.qwen3moe, ignored=ONLY_IMAGES),
+    "qwen35": Architecture("qwen3_5_text", configs.qwen35, **QWEN35),
+    "qwen35moe": Architecture("qwen3_5_moe_text", configs.qwen35moe, **QWEN35),
+    "gemma2": Architecture("gemma2", configs.gemma2),
+    "gemma3": Architecture("gemma3_text", configs.gemma3),
+    "gemma4": Architecture(
+        "gemma4_text",
+        configs.gemma4,
+        scalings=(),
+        renamed={
+            r"blk\.(\d+)\.ffn_gate_inp\.scale": r"model.layers.\1.router.scale",
+            r"blk\.(\d+)\.ffn_down_exps\.scale": r"model.layers.\1.router.per_expert_scale",
+        },
+    ),
+    "phi3": Architecture("phi3", configs.phi3, config_tensors=tuple(configs.PHI3_FACTORS.values()), scalings=("longrope",)),
+    "mistral3": Architecture("ministral3", configs.mistral3, changes_like="llama"),
+    "granite": Architecture("granite", configs.granite, ignored=r"ssm\..*|expert_used_count", changes_like="llama"),
+    "granitemoe": Architecture("granitemoe", configs.granitemoe, changes_like="llama", renamed=GRANITE_EXPERTS),
+    "granitehybrid": Architecture(
+        "granitemoehybrid",
+        configs.granitehybrid,
+        renamed=GRANITE_EXPERTS | GRANITE_HYBRID,
+        joined=r"blk\.\d+\.ffn_(gate|up)(_shexp)?\.weight",
+        restore=changes.restore_granitehybrid,
+    ),
+    "smollm3": Architecture("smollm3", changes_like="llama"),
+    "olmo2": Architecture("olmo2"),
+    "exaone4": Architecture("exaone4", configs.exaone4, none_if_missing=("sliding_window",)),
+    "seed_oss": Architecture("seed_oss", configs.seed_oss),
+    "glm4": Architecture("glm4", configs.glm4),
+    "glm4moe": Architecture("glm4_moe", configs.glm4moe, renamed=DEEPSEEK_BIAS),
+    "deepseek2": Architecture(
+        "deepseek_v3",
+        configs.deepseek_v3,
+        variant=lambda *file: None if configs.has_sigmoids(*file) else DEEPSEEK_V2,
+        **DEEPSEEK,
+    ),
+    "ernie4_5": Architecture("ernie4_5"),
+    "ernie4_5-moe": Architecture(
+        "ernie4_5_moe", configs.ernie4_5_moe, renamed=_bias_at("mlp.gate.moe_statics.e_score_correction_bias")
+    ),
+    "minimax-m2": Architecture("minimax_m2", configs.minimax_m2, renamed=_bias_at("mlp.e_score_correction_bias")),
+    "lfm2": Architecture("lfm2", configs.lfm2, scalings=()),
+    "lfm2moe": Architecture(
+        "lfm2_moe",
+        configs.lfm2moe,
+        scalings=(),
+        changes_like="lfm2",
+        renamed=_bias_at("feed_forward.expert_bias") | _experts_at("feed_forward.experts"),
+    ),
+    "gpt-oss": Architecture("gpt_oss", configs.gpt_oss),
+}

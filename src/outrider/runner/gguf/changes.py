@@ -1,0 +1,81 @@
+"""Undo what llama.cpp's converter changes in tensors, where transformers does not."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from outrider.runner.gguf.architecture import Array
+
+
+def restore_qwen35(rows: Array, name: str, config: Any) -> Array:
+    """Undo what llama.cpp's converter does: it adds 1 to norms, stores A instead of its logarithm, and separates the value
+    heads of a key head (see ``_by_key_head``). Those of ``ssm_out`` are columns; in quantised rows they stay where they are.
+    """
+    part, size = re.sub(r"^blk\.\d+\.", "", name), config.linear_value_head_dim
+    by_key_head = partial(_by_key_head, config=config)
+    if part.endswith("norm.weight") and part != "ssm_norm.weight":
+        return np.subtract(rows, 1, dtype=rows.dtype)
+    if part == "ssm_a":
+        return by_key_head(np.log(-rows), 1)
+    if part in ("ssm_dt.bias", "ssm_alpha.weight", "ssm_beta.weight"):
+        return by_key_head(rows, 1)
+    if part == "attn_gate.weight":
+        return by_key_head(rows, size)
+    if part in ("attn_qkv.weight", "ssm_conv1d.weight"):
+        num_other = 2 * config.linear_key_head_dim * config.linear_num_key_heads  # rows of queries and keys
+        turned = np.concatenate([rows[:num_other], by_key_head(rows[num_other:], size)])
+        return turned[:, None] if part == "ssm_conv1d.weight" else turned
+    if part == "ssm_out.weight":
+        inputs = config.linear_num_value_heads * size
+        numbers = rows.view(np.uint16) if rows.shape[1] == 2 * inputs else rows  # bfloat16 comes in bytes
+        is_plain = numbers.shape[1] == inputs  # otherwise in blocks
+        return np.ascontiguousarray(by_key_head(numbers.T, size).T).view(rows.dtype) if is_plain else rows
+    return rows.reshape(1, -1) if part == "ffn_gate_inp_shexp.weight" else rows
+
+
+def _by_key_head(rows: Array, size: int, config: Any) -> Array:
+    """Order value heads of ``size`` rows by their key head: files have the first of every key head, then the second ..."""
+    turned = rows.reshape(-1, config.linear_num_key_heads, size, *rows.shape[1:]).swapaxes(0, 1)
+    return np.ascontiguousarray(turned).reshape(rows.shape)
+
+
+def inputs_of_qwen35(name: str, config: Any) -> Array | None:
+    heads, keys, size = config.linear_num_value_heads, config.linear_num_key_heads, config.linear_value_head_dim
+    if not name.endswith("ssm_out.weight") or heads == keys:
+        return None
+    return np.arange(heads * size).reshape(keys, heads // keys, size).swapaxes(0, 1).reshape(-1)
+
+
+def shape_of_deepseek(name: str, config: Any) -> list[int] | None:
+    """Return the shape of the projections of DeepSeek's latent to keys and to values, which files hold apart.
+
+    The former is [heads, latent, size], the latter [heads, size, latent].
+    """
+    heads, latent = config.num_attention_heads, config.kv_lora_rank
+    if name.endswith("attn_k_b.weight"):
+        return [heads, latent, config.qk_nope_head_dim]
+    return [heads, config.v_head_dim, latent] if name.endswith("attn_v_b.weight") else None
+
+
+def restore_deepseek(rows: Array, name: str, _: Any) -> Array:
+    """Return both of these projections as [heads, size, latent], and other tensors as they are."""
+    return rows.swapaxes(1, 2) if name.endswith("attn_k_b.weight") else rows
+
+
+def restore_granitehybrid(rows: Array, name: str, config: Any) -> Array:
+    """Undo changes of Mamba 2's tensors (shapes; A in place of its logarithm), and of queries and keys as in Llama's files."""
+    part = re.sub(r"^blk\.\d+\.", "", name)
+    if part == "ssm_a":
+        return np.log(-rows).reshape(-1)
+    if part in ("ssm_d", "ssm_norm.weight"):
+        return rows.reshape(-1)
+    if part == "ssm_conv1d.weight":
+        return rows[:, None]
+    if part in ("attn_q.weight", "attn_k.weight"):
+        heads = config.num_attention_heads if part == "attn_q.weight" else config.num_key_value_heads
+        return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+    return rows

@@ -1,0 +1,300 @@
+"""GGUF files: their headers, the configs that these state, and the names of their tensors."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
+
+from outrider.runner.gguf import codes
+from outrider.runner.gguf.architecture import EXPERT_TENSOR, Architecture
+from outrider.runner.gguf.architectures import ARCHITECTURES
+from outrider.runner.gguf.configs import add_scaling
+from outrider.types import OutriderError, first_line, how_to_install
+
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FACTORS = "rope_freqs.weight"  # Llama 3's divisors of rotary frequencies: a tensor instead of config entries
+# Entries of every architecture that do not affect a supported model, or only together with others.
+UNDERSTOOD = (
+    r"context_length|embedding_length|block_count|feed_forward_length|vocab_size|nextn_predict_layers"
+    r"|rope\.(dimension_count(_swa)?|freq_base|scaling\.(type|factor|finetuned|original_context_length|yarn_beta_(fast|slow)))"
+    r"|attention\.(head_count|head_count_kv|layer_norm_rms_epsilon|(key|value)_length(_swa)?|causal)"
+)
+NEEDED = ("block_count", "embedding_length", "attention.head_count")
+STRING, LIST = 8, 9  # codes of types in a header
+
+
+def _quick(reader: Any) -> Any:
+    """Return a subclass of gguf.GGUFReader that reads a list of strings as its length and a list of numbers as one array.
+
+    gguf's own class reads the lists of a vocabulary of 150,000 in 7 s. Entries beyond the end of the file raise ``ValueError``:
+    otherwise a damaged length such as 2^60 takes hours.
+    """
+
+    class Quick(reader):  # type: ignore[misc]
+        def _get(self, offset: int, dtype: Any, count: int = 1, *more: Any, **options: Any) -> Any:
+            if offset + int(count) * np.dtype(dtype).itemsize > len(self.data):
+                raise ValueError("an entry of its header goes beyond the end")
+            return super()._get(offset, dtype, count, *more, **options)
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[int]]:
+            if raw_type != LIST or self.byte_order != "I":
+                return super()._get_field_parts(orig_offs, raw_type)  # type: ignore[no-any-return]
+            kind, length = self._get(orig_offs, np.uint32)[0], self._get(orig_offs + 4, np.uint64)
+            start = end = orig_offs + 12
+            if kind == LIST:
+                raise ValueError("a list of lists, which is not supported")
+            if kind != STRING:
+                numbers = self._get(start, self.gguf_scalar_to_np[kind], length[0])
+                return 12 + numbers.nbytes, [numbers], [0], [LIST, kind]
+            self._get(start, np.uint64, length[0])  # each string begins with its length
+            raw = memoryview(self.data)
+            for _ in range(length[0]):
+                end += 8 + int.from_bytes(raw[end : end + 8], sys.byteorder)
+                if end > len(raw):
+                    raise ValueError("an entry of its header goes beyond the end")
+            return end - orig_offs, [length], [0], [LIST, STRING]
+
+    return Quick
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """An open GGUF file: a parsed header and memory-mapped tensors."""
+
+    path: Path
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, Any]  # gguf.gguf_reader.ReaderTensor by name
+
+    @staticmethod
+    def open(path: Path) -> GgufFile:
+        """Raise ``OutriderError`` if the package gguf is missing, or if the file is truncated, damaged or not a GGUF file."""
+        try:
+            with path.open("rb") as opened:
+                is_gguf, status = opened.read(4) == b"GGUF", path.stat()
+        except OSError as error:
+            raise OutriderError(f"cannot read {path}: {first_line(error)}") from error
+        if not is_gguf:
+            raise OutriderError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
+        return _parsed(path, status.st_ino, status.st_mtime_ns, status.st_size)
+
+    def entry(self, name: str) -> Any:
+        """Return an entry of the header; None if it is missing. Raises ``OutriderError`` for a list of strings."""
+        num_strings = self.num_strings(name)
+        if num_strings is not None:
+            raise OutriderError(f"{self.path}: {name} is a list of {num_strings} strings, which is not supported")
+        field = self.fields.get(name)
+        return None if field is None else field.contents()
+
+    def num_strings(self, name: str) -> int | None:
+        """Return the length of a list of strings, whose strings are not read; None if the entry is something else."""
+        field = self.fields.get(name)
+        return int(field.parts[-1][0]) if field is not None and field.types == [LIST, STRING] else None
+
+    @property
+    def architecture(self) -> str:
+        """Return llama.cpp's name of the model's architecture."""
+        return str(self.entry("general.architecture"))
+
+    def model_entry(self, name: str) -> Any:
+        """Return an entry of the model, whose name is given without the architecture; see ``entry``."""
+        return self.entry(f"{self.architecture}.{name}")
+
+    @property
+    def record(self) -> Architecture:
+        """Return the record of the architecture, which is supported (see ``refuse_unsupported``)."""
+        record = ARCHITECTURES[self.architecture]
+        return record.variant(self.model_entry, self.tensors) or record
+
+    @property
+    def is_quantized(self) -> bool:
+        """Return whether any tensor is quantised."""
+        return any(tensor.tensor_type.name in codes.FORMATS for tensor in self.tensors.values())
+
+    @property
+    def plain_dtype(self) -> torch.dtype:
+        """Return the dtype of unquantised tensors: the smallest one present, because norms are float32 in all files."""
+        found = {tensor.tensor_type.name for tensor in self.tensors.values()}
+        return PLAIN["BF16"] if "BF16" in found else PLAIN["F16"] if "F16" in found else PLAIN["F32"]
+
+    def refuse_unsupported(self) -> None:
+        """Raise ``OutriderError`` for a part of a split file, and for an unsupported architecture or type of tensor."""
+        if int(self.entry("split.count") or 1) > 1:
+            raise OutriderError(f"{self.path} is a part of a split file: merge the parts with llama.cpp's llama-gguf-split")
+        if self.architecture not in ARCHITECTURES:
+            raise OutriderError(
+                f"{self.path} is a model of architecture {self.architecture}: supported in GGUF files are"
+                f" {', '.join(ARCHITECTURES)}; other models load from their Hugging Face folder"
+            )
+        for name, tensor in self.tensors.items():
+            kind = tensor.tensor_type.name
+            if kind not in PLAIN and kind not in codes.FORMATS:
+                known = ", ".join([*PLAIN, *codes.FORMATS])
+                raise OutriderError(f"{self.path}: tensor {name} is of type {kind}: supported are {known}")
+
+    def refuse_unknown_entries(self, read: Collection[str]) -> None:
+        """Raise ``OutriderError`` for an entry that may change the model and is not among those ``read``."""
+        understood = re.compile(f"{UNDERSTOOD}|{self.record.ignored}")
+        advice = "put the model's config.json into the file's folder and pass the folder"
+        for field in self.fields:
+            architecture, _, name = field.partition(".")
+            if architecture == self.architecture and name not in read and not understood.fullmatch(name):
+                raise OutriderError(f"{self.path}: {field}={self.entry(field)} is not supported: {advice}")
+        scaling = self.model_entry("rope.scaling.type")
+        if scaling not in (None, "none", *self.record.scalings):
+            raise OutriderError(f"{self.path}: rope scaling {scaling} is not supported: {advice}")
+
+    def config(self) -> PreTrainedConfig:
+        """Return the config that the entries state. Raises ``OutriderError`` for entries that are unknown or implausible."""
+        architecture, read = self.record, set()
+
+        def entry(name: str) -> Any:
+            read.add(name)
+            return self.model_entry(name)
+
+        for name in NEEDED:
+            if not isinstance(entry(name), int) or entry(name) < 1:
+                raise OutriderError(
+                    f"{self.path}: its header says {self.architecture}.{name}={entry(name)}, expected a positive integer"
+                )
+        num_layers = entry("block_count")
+        if num_layers > len(self.tensors):  # the config makes lists of that length
+            raise OutriderError(
+                f"{self.path}: its header says block_count={num_layers}, but it has {len(self.tensors)} tensors"
+            )
+        values: dict[str, Any] = {
+            "name_or_path": str(self.path.parent),
+            "tie_word_embeddings": "output.weight" not in self.tensors,
+            "vocab_size": self.num_strings("tokenizer.ggml.tokens"),
+        }
+        for prefix in ("general", self.architecture, "tokenizer"):
+            model_type = architecture.model_type.removesuffix("_text") if prefix == self.architecture else prefix
+            names: Mapping[str, str | None] = GGUF_CONFIG_MAPPING.get(model_type, GGUF_CONFIG_MAPPING["qwen3"])  # type: ignore[assignment]
+            for name, own in names.items():
+                value = entry(name) if prefix == self.architecture else self.entry(f"{prefix}.{name}")
+                if own is not None and value is not None:
+                    values[own] = value
+        values.pop("model_type", None)  # llama.cpp's name of the architecture
+        values["num_hidden_layers"] = num_layers - self.num_mtp_layers
+        # entries that transformers ignores
+        values["head_dim"] = entry("attention.key_length") or values.get("head_dim")
+        ends = [self.entry(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+        known = list(dict.fromkeys(token_id for token_id in ends if token_id is not None))
+        values["eos_token_id"] = known if len(known) > 1 else known[0] if known else None
+        try:
+            add_scaling(entry, values)
+            if architecture.complete is not None:
+                architecture.complete(entry, self.tensors, values)
+            given = {name: value for name, value in values.items() if value is not None}
+            given = dict.fromkeys(architecture.none_if_missing) | given
+            config: PreTrainedConfig = CONFIG_MAPPING[architecture.model_type].from_dict(given)
+        except Exception as error:  # a header may say anything, and config classes check their values in their own ways
+            said = f"lacks {error}" if isinstance(error, KeyError) else f"is not that of a model ({first_line(error)})"
+            raise OutriderError(f"{self.path}: its header {said}") from error
+        self.refuse_unknown_entries(read)
+        return config
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """Return the number of layers after the model's own, which are an MTP head."""
+        return self.model_entry("nextn_predict_layers") or 0
+
+    def _check_parts(self, names: Mapping[str, str]) -> None:
+        """Raise ``OutriderError`` unless every parameter has its one tensor, or its two halves of one type."""
+        record = self.record
+        for own, parts in by_parameter(names).items():
+            expected = 2 if record.is_half(parts[0]) else 1
+            if len(parts) < expected:
+                raise OutriderError(f"{self.path} has {parts[0]} without the other half of {own}")
+            if len(parts) > expected:
+                raise OutriderError(f"{self.path}: tensors {' and '.join(parts)} are the same parameter {own}")
+            kinds = [self.tensors[name].tensor_type.name for name in parts]
+            if len({*kinds}) > 1 and not re.fullmatch(record.decoded, parts[0]):
+                raise OutriderError(
+                    f"{self.path}: tensors {' and '.join(parts)} are of types {' and '.join(kinds)}: expected one type for both"
+                )
+
+    def known_names(self, model: PreTrainedModel) -> dict[str, str]:
+        """Return the names that transformers maps to the model's, for ``Architecture.own_name``."""
+        try:
+            known: dict[str, str] = get_gguf_hf_weights_map(model, TensorProcessor(), self.architecture)
+        except NotImplementedError as error:
+            raise OutriderError(f"{self.path} needs a newer version of the package gguf: pip install -U gguf") from error
+        return known
+
+    def names(self, model: PreTrainedModel) -> dict[str, str]:
+        """Return the model's name of each tensor. Raises ``OutriderError`` if tensors do not match the model."""
+        known = self.known_names(model)
+        parameters = model.state_dict(keep_vars=True)
+        names = {}
+        architecture = self.record
+        of_config, num_layers = (FACTORS, *architecture.config_tensors), model.config.num_hidden_layers
+        mtp = tuple(f"blk.{num_layers + index}." for index in range(self.num_mtp_layers))  # not part of the model
+        for name, tensor in self.tensors.items():
+            if name in of_config or name.startswith(mtp):
+                continue
+            own = architecture.own_name(name, known)
+            if own not in parameters:
+                raise OutriderError(f"{self.path}: unexpected tensor {name} for a {model.config.model_type} model")
+            shape = list(reversed(tensor.shape.tolist()))
+            wanted = architecture.shape_of(name, model.config) or self._shape_of(name, own, model, parameters[own])
+            if [size for size in shape if size > 1] != [size for size in wanted if size > 1]:
+                raise OutriderError(f"{self.path}: tensor {name} is {shape}, expected {wanted} by the config")
+            names[name] = own
+        self._check_parts(names)
+        given = {id(parameters[name]) for name in names.values()}
+        missing = [name for name, parameter in parameters.items() if id(parameter) not in given]
+        if missing:
+            raise OutriderError(f"{self.path} lacks {len(missing)} tensors of the model, the first {missing[0]}")
+        return names
+
+    def _shape_of(self, name: str, own: str, model: PreTrainedModel, parameter: Tensor) -> list[int]:
+        """Return the shape of the tensor that is a parameter, or half of its rows."""
+        wanted = list(parameter.shape)
+        if EXPERT_TENSOR.fullmatch(name) and len(wanted) == 3 and model.get_submodule(own.rpartition(".")[0]).is_transposed:
+            wanted[1:] = wanted[:0:-1]
+        if self.record.is_half(name):
+            wanted[1 if EXPERT_TENSOR.fullmatch(name) else 0] //= 2
+        return wanted
+
+
+@lru_cache(maxsize=1)  # parsing takes 0.1 s, and tokenizer, config and weights are read one after another
+def _parsed(path: Path, *_version: int) -> GgufFile:
+    """See ``GgufFile.open``. ``_version``: numbers that change with the file."""
+    try:
+        reader_of = import_module("gguf").GGUFReader
+    except ImportError as error:
+        raise OutriderError(f"{path} needs the package gguf: {how_to_install('gguf')}") from error
+    try:
+        reader = _quick(reader_of)(path)
+        fields = dict(reader.fields)
+    except Exception as error:  # broken files fail in more ways than can be listed
+        raise OutriderError(f"cannot read {path}: the file is truncated or damaged ({first_line(error)})") from error
+    if reader.byte_order != "I":
+        raise OutriderError(f"{path} has the byte order of another machine: convert it to this machine's byte order")
+    return GgufFile(path, fields, {tensor.name: tensor for tensor in reader.tensors})
+
+
+def by_parameter(names: Mapping[str, str]) -> dict[str, list[str]]:
+    """Group a file's tensors by the model's parameter. Where there are two, those of the first rows come first."""
+    found: dict[str, list[str]] = {}
+    for name, own in sorted(names.items()):
+        found.setdefault(own, []).append(name)
+    return found
+
+
+def forget() -> None:
+    """Release the file that was opened last, which would stay mapped."""
+    _parsed.cache_clear()

@@ -1,0 +1,94 @@
+"""Find GGUF files, and load the config and the tokenizer that a file holds."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    CONFIG_MAPPING,
+    TOKENIZER_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    TokenizersBackend,
+)
+
+from outrider.files import expanded
+from outrider.memory import weight_files
+from outrider.runner.gguf.architectures import ARCHITECTURES
+from outrider.runner.gguf.file import GgufFile
+from outrider.types import OutriderError
+
+logger = logging.getLogger(__name__)
+
+PART = re.compile(r"-\d{5}-of-\d{5}$")  # end of the name of a split file's part
+# Rules for which GPT-2's gives the same tokens: merges learned from single digits never join two of them.
+SPLIT_LIKE_GPT2 = ("gpt-2", "smollm")
+
+
+def find(source: object) -> Path | None:
+    """Return the GGUF file of a source: the file itself, or the only one in a folder without other weights; otherwise None.
+
+    Raises ``OutriderError`` for a folder with several GGUF files.
+    """
+    if not isinstance(source, (str, Path)) or not str(source):
+        return None
+    path = expanded(source)
+    files = weight_files(path)
+    if not files or files[0].suffix != ".gguf":
+        return None
+    if len(files) > 1 and not PART.search(files[0].stem):
+        raise OutriderError(f"{source} holds {len(files)} GGUF files: name one of them, such as {files[0]}")
+    return files[0]
+
+
+def load_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder, hub id or GGUF file, as ``AutoTokenizer`` does."""
+    path = find(source)
+    if path is None or _beside(source, path, "tokenizer.json", "tokenizer_config.json"):
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    file = GgufFile.open(path)
+    _warn_of_an_unknown_split(file)
+    if file.architecture in ARCHITECTURES:  # not by from_pretrained, which would prefer a tokenizer.json beside the file
+        kind: Any = TOKENIZER_MAPPING.get(CONFIG_MAPPING[file.record.model_type], TokenizersBackend)
+        return kind(gguf_file=path.name, name_or_path=str(path.parent))  # type: ignore[no-any-return]
+    return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)  # reads the whole header with gguf's own class
+
+
+def _beside(source: str | Path, file: Path, *names: str) -> bool:
+    """Return whether any of these files is next to a GGUF file. They count only if the folder was given."""
+    return expanded(source).is_dir() and any((file.parent / name).exists() for name in names)
+
+
+def load_config(source: str | Path, path: Path) -> PreTrainedConfig:
+    """Read a model's config from config.json in the folder ``source``, else from the file.
+
+    Raises ``OutriderError`` for a broken or unsupported file.
+    """
+    file = GgufFile.open(path)
+    file.refuse_unsupported()
+    config: PreTrainedConfig = (
+        AutoConfig.from_pretrained(path.parent) if _beside(source, path, "config.json") else file.config()
+    )
+    if file.is_quantized:
+        config.quantization_config = {"quant_method": "gguf"}
+    return config
+
+
+def _warn_of_an_unknown_split(file: GgufFile) -> None:
+    """Log a warning if transformers splits text before BPE by GPT-2's rule in place of the one that the file names."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    name = file.entry("tokenizer.ggml.pre")
+    is_known = name in GGUF_PRE_TOKENIZER_SPLITS or name in SPLIT_LIKE_GPT2
+    if file.entry("tokenizer.ggml.model") == "gpt2" and not is_known:
+        logger.warning(
+            "%s: its tokenizer splits text by the rule %r, which transformers does not know: text is split by GPT-2's"
+            " rule and may give other token ids; pass the original model's folder as the tokenizer (--tokenizer)",
+            file.path,
+            name,
+        )

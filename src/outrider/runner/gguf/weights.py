@@ -1,0 +1,175 @@
+"""Load the tensors of a GGUF file into a model. Quantised tensors keep their values, in blocks.
+
+Tensors are read one after another, so that loading takes little more memory than the file's size.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
+
+from outrider import native
+from outrider.runner.checkpoints.mxfp4 import WEIGHTS
+from outrider.runner.checkpoints.weight import dtype_name
+from outrider.runner.experts import PackedExperts, pack_experts, sizes_of
+from outrider.runner.gguf import codes
+from outrider.runner.gguf.architecture import Array
+from outrider.runner.gguf.file import FACTORS, PLAIN, GgufFile, by_parameter, forget
+from outrider.runner.linear import PackedEmbedding, PackedLinear, is_plain_embedding
+from outrider.types import OutriderError
+
+logger = logging.getLogger(__name__)
+
+
+def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: torch.device) -> None:
+    """Load the weights of a file into a model on the meta device, in place.
+
+    With ``dtype="auto"`` on a CPU with Outrider's kernels, quantised linear layers and embeddings become packed ones with the
+    values of the file, and the other tensors keep their type. Otherwise every tensor is converted to ``dtype``, "auto" being
+    bfloat16 for a quantised file, else the file's own type.
+    """
+    file = GgufFile.open(path)
+    record = file.record
+    forget()
+    names = file.names(model)
+    keeps = dtype == "auto" and native.serves(device)
+    if file.is_quantized and not keeps:
+        to = torch.bfloat16 if dtype == "auto" else _dtype(dtype)
+        why = "dtype was specified" if dtype != "auto" else "quantised weights need a CPU with Outrider's kernels"
+        logger.warning("the weights of %s are dequantised to %s: %s", path, dtype_name(to), why)
+    else:
+        to = file.plain_dtype if dtype == "auto" else _dtype(dtype)
+    _fill_buffers(model, file)
+    read, places = partial(rows_of, restorer(model.config, file)), _places(model, set(names.values()))
+    packed: dict[str, Tensor] = {}
+    for own, same in by_parameter(names).items():
+        tensors, module = [file.tensors[name] for name in same], model.get_submodule(own.rpartition(".")[0])
+        is_decoded = re.fullmatch(record.decoded, same[0]) is not None
+        if keeps and _is_packable(module, own) and tensors[0].tensor_type.name in codes.FORMATS and not is_decoded:
+            packed[own] = _packed(file, same, read)
+            continue
+        values = values_of([read(tensor) for tensor in tensors], module)
+        parameter = nn.Parameter(values if keeps else values.to(to), requires_grad=False)
+        for place in places[own]:
+            _set(model, place, parameter)
+    for own in packed:  # after the biases, which the packed layers copy
+        for place in places[own]:
+            _set_packed(model, place.rpartition(".")[0], own, packed)
+    _set_orders(model, file, {name: own for name, own in names.items() if own in packed})
+
+
+def _is_packable(module: nn.Module, parameter: str) -> bool:
+    """Return whether a packed layer can replace the module of a parameter."""
+    is_expert = sizes_of(module) is not None and parameter.endswith("_proj")
+    return is_expert or type(module) is nn.Linear or is_plain_embedding(module)
+
+
+def _packed(file: GgufFile, names: list[str], read: Callable[..., Tensor]) -> Tensor:
+    """Return the packed weight of one parameter, stored in the tensors of these names. Raises ``OutriderError``."""
+    tensors = [file.tensors[name] for name in names]
+    rows = torch.cat([read(tensor, in_blocks=True) for tensor in tensors], -2)  # of experts the gate comes first
+    try:
+        return codes.pack(rows.flatten(0, -2), tensors[0].tensor_type.name)
+    except OutriderError as error:
+        raise OutriderError(f"{file.path}: tensor {names[0]}: {error}") from error
+
+
+def _set_packed(model: PreTrainedModel, layer: str, own: str, packed: Mapping[str, Tensor]) -> None:
+    """Replace a layer of the model by a packed one. ``own``: the parameter whose packed weight it gets."""
+    module = model.get_submodule(layer)
+    if isinstance(module, nn.Embedding):
+        _set(model, layer, PackedEmbedding(packed[own], module))
+    elif isinstance(module, nn.Linear):
+        _set(model, layer, PackedLinear(module.weight, module.bias, packed=packed[own]))
+    elif not isinstance(module, PackedExperts):  # otherwise both weights are placed already
+        given = {name: packed[f"{layer}.{name}"] for name in WEIGHTS if f"{layer}.{name}" in packed}
+        _set(model, layer, pack_experts(module, None, given))
+
+
+def values_of(parts: list[Tensor], module: Any) -> Tensor:
+    """Return a parameter from its tensor or its two halves, in transformers' layout."""
+    whole = parts[0]
+    if len(parts) == 2:
+        is_mixed = not getattr(module, "is_concatenated", True)  # rows of gate and up projection alternate
+        whole = torch.stack(parts, 2).flatten(1, 2) if is_mixed else torch.cat(parts, -2)
+    if isinstance(module, nn.Linear) and whole.dim() > 2:
+        return whole.flatten(0, -2)  # of all heads
+    return whole.transpose(1, 2).contiguous() if whole.dim() == 3 and getattr(module, "is_transposed", False) else whole
+
+
+def _set_orders(model: PreTrainedModel, file: GgufFile, packed: Mapping[str, str]) -> None:
+    """Tell packed layers the order of their inputs where it is not the model's. ``packed``: the model's names by the file's."""
+    for name, own in packed.items():
+        order = file.record.input_order(name, model.config)
+        if order is not None:
+            model.get_submodule(own.removesuffix(".weight")).order = torch.from_numpy(order)
+
+
+def restorer(config: PreTrainedConfig, file: GgufFile) -> Callable[[Array, str], Array]:
+    """Return what undoes llama.cpp's changes of a tensor's rows, such as the order of those of queries and keys."""
+    architecture = file.record
+    found: Any = TENSOR_PROCESSORS.get(architecture.changes_like or file.architecture)
+    if found is None or architecture.restore is not None:
+        return lambda rows, name: rows if architecture.restore is None else architecture.restore(rows, name, config)
+    heads = {name: getattr(config, name) for name in ("num_attention_heads", "num_key_value_heads")}
+    processor = found(config=heads)
+    return lambda rows, name: processor.process(weights=rows, name=name).weights
+
+
+def _places(model: PreTrainedModel, given: set[str]) -> dict[str, list[str]]:
+    """Map each given parameter to the names it fills: its own, and those of tied parameters that are not given."""
+    parameters = model.state_dict(keep_vars=True)
+    return {
+        own: [name for name, same in parameters.items() if name == own or (same is parameters[own] and name not in given)]
+        for own in given
+    }
+
+
+def rows_of(restore: Callable[[Array, str], Array], tensor: Any, in_blocks: bool = False) -> Tensor:
+    """Return a tensor's values, or the bytes of its blocks, as a copy that does not keep the file mapped."""
+    kind, data = tensor.tensor_type.name, tensor.data
+    if kind not in PLAIN and not in_blocks:
+        data = import_module("gguf").dequantize(data, tensor.tensor_type)
+    rows = torch.from_numpy(restore(data, tensor.name).copy())
+    return rows.view(torch.bfloat16) if kind == "BF16" else rows  # numpy has no bfloat16: the library returns bytes
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return found
+
+
+def _set(model: PreTrainedModel, name: str, value: nn.Module | nn.Parameter) -> None:
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, value)
+
+
+def _fill_buffers(model: PreTrainedModel, file: GgufFile) -> None:
+    """Compute the buffers of a model on the meta device: rotary frequencies, and the factors of scaled embeddings."""
+    stored = model.state_dict().keys()
+    for name, module in list(model.named_modules()):
+        buffers = module.named_buffers(name, recurse=False)
+        if not any(buffer.is_meta and own not in stored for own, buffer in buffers):
+            continue
+        if isinstance(module, nn.Embedding):
+            module.embed_scale = torch.tensor(module.scalar_embed_scale)
+            continue
+        rotary: Any = type(module)(module.config)
+        if FACTORS in file.tensors and rotary.rope_type == "default":
+            factors = torch.from_numpy(file.tensors[FACTORS].data.copy()).float()
+            if factors.shape != rotary.inv_freq.shape:
+                raise OutriderError(
+                    f"{file.path}: tensor {FACTORS} is {list(factors.shape)}, expected {list(rotary.inv_freq.shape)}"
+                )
+            rotary.inv_freq = rotary.inv_freq / factors
+        _set(model, name, rotary)

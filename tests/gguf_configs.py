@@ -1,0 +1,226 @@
+"""Tiny configs of the architectures that GGUF files may have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Ernie4_5_MoeConfig,
+    Ernie4_5Config,
+    Exaone4Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    Glm4Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    GraniteConfig,
+    GraniteMoeConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
+    LlamaConfig,
+    MiniMaxM2Config,
+    Ministral3Config,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
+)
+
+SHAPE = {
+    "vocab_size": 320,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+}
+RECURRENT = {
+    "head_dim": 64,
+    "num_hidden_layers": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+YARN = {"rope_type": "yarn", "rope_theta": 2e4, "factor": 8.0, "original_max_position_embeddings": 32}
+HALF = {"rope_type": "default", "rope_theta": 2e4, "partial_rotary_factor": 0.5}
+EXPERTS = {"num_experts_per_tok": 2}
+DEEPSEEK_EXPERTS = {
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 256,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "pad_token_id": 0,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 256,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+GRANITE = {"attention_multiplier": 0.1, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
+CONFIGS: Mapping[str, Callable[..., Any]] = {
+    "llama": lambda **more: LlamaConfig(**SHAPE | {"head_dim": 64, "rope_theta": 5e5} | more),
+    "qwen2": lambda **more: Qwen2Config(**SHAPE | {"rope_theta": 2e4} | more),
+    "qwen3": lambda **more: Qwen3Config(**SHAPE | {"head_dim": 64, "rope_theta": 1e6} | more),
+    "gemma2": lambda **more: Gemma2Config(
+        **SHAPE | {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 8, "attn_logit_softcapping": 20.0} | more
+    ),
+    "gemma3": lambda **more: Gemma3TextConfig(
+        **SHAPE | {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 8, "num_hidden_layers": 6} | more
+    ),
+    "gemma4": lambda **more: Gemma4TextConfig(
+        **SHAPE
+        | {"head_dim": 64, "global_head_dim": 128, "sliding_window": 8, "num_hidden_layers": 6, "num_kv_shared_layers": 2}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2, "use_double_wide_mlp": True}
+        | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": SHAPE["vocab_size"]}
+        | more
+    ),
+    "gemma4 with experts": lambda **more: CONFIGS["gemma4"](
+        **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 256} | more
+    ),
+    "phi3": lambda **more: Phi3Config(
+        **SHAPE | {"pad_token_id": 0, "sliding_window": 8, "partial_rotary_factor": 0.75, "rope_theta": 2e4} | more
+    ),
+    "qwen3moe": lambda **more: Qwen3MoeConfig(
+        **SHAPE
+        | {"head_dim": 64, "rope_theta": 1e6, "norm_topk_prob": True}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+        | more
+    ),
+    "qwen35": lambda **more: Qwen3_5TextConfig(**SHAPE | RECURRENT | more),
+    "qwen35moe": lambda **more: Qwen3_5MoeTextConfig(
+        **SHAPE
+        | RECURRENT
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+        | more
+    ),
+    "mistral3": lambda **more: Ministral3Config(
+        **SHAPE
+        | {"head_dim": 64}
+        | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.125}}
+        | more
+    ),
+    "granite": lambda **more: GraniteConfig(
+        **SHAPE
+        | {"rope_theta": 2e4, "attention_multiplier": 0.1, "embedding_multiplier": 3.0}
+        | {"residual_multiplier": 0.5, "logits_scaling": 2.0}
+        | more
+    ),
+    "smollm3": lambda **more: SmolLM3Config(**SHAPE | {"pad_token_id": 0, "num_hidden_layers": 4, "rope_theta": 2e4} | more),
+    "olmo2": lambda **more: Olmo2Config(**SHAPE | {"pad_token_id": 0, "rope_theta": 2e4} | more),
+    "lfm2": lambda **more: Lfm2Config(
+        **SHAPE
+        | {"pad_token_id": 0, "num_hidden_layers": 3, "block_auto_adjust_ff_dim": False}
+        | {"layer_types": ["conv", "full_attention", "conv"], "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}
+        | more
+    ),
+    "gpt-oss": lambda **more: GptOssConfig(
+        **SHAPE
+        | {"head_dim": 64, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"rope_parameters": YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}}
+        | more
+    ),
+    "mixtral": lambda **more: MixtralConfig(**SHAPE | EXPERTS | {"num_local_experts": 4, "rope_theta": 2e4} | more),
+    "granitemoe": lambda **more: GraniteMoeConfig(
+        **SHAPE | EXPERTS | GRANITE | {"pad_token_id": 0, "num_local_experts": 4, "rope_theta": 2e4} | more
+    ),
+    "granitehybrid": lambda **more: GraniteMoeHybridConfig(
+        **SHAPE
+        | EXPERTS
+        | GRANITE
+        | {"num_local_experts": 4, "shared_intermediate_size": 256, "position_embedding_type": "nope", "pad_token_id": 0}
+        | {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64}
+        | more
+    ),
+    "exaone4": lambda **more: Exaone4Config(
+        **SHAPE
+        | {"head_dim": 64, "sliding_window": 8, "pad_token_id": 0, "rope_theta": 2e4}
+        | {"layer_types": ["sliding_attention", "full_attention"]}
+        | more
+    ),
+    "seed_oss": lambda **more: SeedOssConfig(**SHAPE | {"head_dim": 64, "pad_token_id": 0, "rope_theta": 2e4} | more),
+    "glm4": lambda **more: Glm4Config(
+        **SHAPE | {"head_dim": 64, "attention_bias": True, "pad_token_id": 0, "rope_parameters": HALF} | more
+    ),
+    "glm4moe": lambda **more: Glm4MoeConfig(
+        **SHAPE
+        | EXPERTS
+        | DEEPSEEK_EXPERTS
+        | {"head_dim": 64, "attention_bias": True, "use_qk_norm": True, "rope_parameters": HALF}
+        | more
+    ),
+    "deepseek2": lambda **more: DeepseekV3Config(
+        **SHAPE
+        | EXPERTS
+        | DEEPSEEK_EXPERTS
+        | LATENT
+        | {"n_group": 2, "topk_group": 1, "q_lora_rank": 256, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}
+        | more
+    ),
+    "deepseek2 with softmax": lambda **more: DeepseekV2Config(
+        **SHAPE
+        | EXPERTS
+        | DEEPSEEK_EXPERTS
+        | LATENT
+        | {"norm_topk_prob": False, "q_lora_rank": None, "topk_method": "greedy", "rope_theta": 2e4}
+        | more
+    ),
+    "ernie4_5": lambda **more: Ernie4_5Config(**SHAPE | {"head_dim": 64, "pad_token_id": 0, "rope_theta": 2e4} | more),
+    "ernie4_5-moe": lambda **more: Ernie4_5_MoeConfig(
+        **SHAPE
+        | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 256, "moe_num_shared_experts": 2}
+        | {"pad_token_id": 0, "moe_layer_end_index": 1, "rope_theta": 2e4}
+        | more
+    ),
+    "minimax-m2": lambda **more: MiniMaxM2Config(
+        **SHAPE | EXPERTS | {"head_dim": 64, "num_local_experts": 4, "rope_parameters": HALF} | more
+    ),
+    "lfm2moe": lambda **more: Lfm2MoeConfig(
+        **SHAPE
+        | EXPERTS
+        | {"pad_token_id": 0, "num_hidden_layers": 3, "num_experts": 4, "moe_intermediate_size": 256, "num_dense_layers": 1}
+        | {"layer_types": ["conv", "full_attention", "conv"], "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}
+        | more
+    ),
+}
+ARCHITECTURES = {  # llama.cpp's names where they differ
+    "qwen3_moe": "qwen3moe",
+    "ministral3": "mistral3",
+    "gpt_oss": "gpt-oss",
+    "qwen3_5": "qwen35",
+    "qwen3_5_moe": "qwen35moe",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "glm4_moe": "glm4moe",
+    "granitemoehybrid": "granitehybrid",
+    "lfm2_moe": "lfm2moe",
+    "minimax_m2": "minimax-m2",
+    "mixtral": "llama",
+}
