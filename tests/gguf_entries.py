@@ -86,16 +86,6 @@ def add_experts(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None
     """Add what describes a mixture's layers."""
     told = config.to_dict()
     chosen = told.get("num_experts_per_tok") or told.get("top_k_experts") or told.get("moe_k")
-    if chosen is None:
-        return
-    writer.add_expert_used_count(chosen)
-    kinds = ("num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts")
-    writer.add_expert_count(next(told[name] for name in kinds if told.get(name)))
-    width = told.get("moe_intermediate_size") or config.intermediate_size
-    if architecture not in ("llama", "granitemoe", "granitehybrid"):
-        writer.add_expert_feed_forward_length(width)
-    if architecture in ("glm4moe", "minimax-m2", "lfm2moe"):  # and newer files of deepseek2, see test_gguf.py
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     for name, add in {
         "n_shared_experts": writer.add_expert_shared_count,
         "moe_num_shared_experts": writer.add_expert_shared_count,
@@ -110,6 +100,16 @@ def add_experts(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None
     }.items():
         if told.get(name) is not None:
             add(told[name])
+    if chosen is None:
+        return
+    writer.add_expert_used_count(chosen)
+    kinds = ("num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts")
+    writer.add_expert_count(next(told[name] for name in kinds if told.get(name)))
+    width = told.get("moe_intermediate_size") or config.intermediate_size
+    if architecture not in ("llama", "granitemoe", "granitehybrid"):
+        writer.add_expert_feed_forward_length(width)
+    if architecture in ("glm4moe", "minimax-m2", "lfm2moe"):  # and newer files of deepseek2, see test_gguf.py
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if architecture in ("glm4moe", "deepseek2"):
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_weights_norm(bool(config.norm_topk_prob))

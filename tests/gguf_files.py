@@ -52,14 +52,17 @@ def write(
     kind_of: Callable[[str], Kind],
     change: Callable[[gguf.GGUFWriter], None] | None = None,
     without: tuple[str, ...] = (),
+    architecture: str = "",
+    tensors_a_part: int = 0,
 ) -> PreTrainedModel:
     """Write a model, each matrix in the type given by ``kind_of`` its name. Returns a copy with the values of the file.
 
     K types have random codes, because the package cannot quantise to them. ``change`` adds entries or tensors before writing.
+    ``architecture``: llama.cpp's name, if it is not the usual one of such a model. ``tensors_a_part``: 0 for one file.
     """
     config, model_type = model.config, model.config.model_type.removesuffix("_text")
-    architecture = ARCHITECTURES.get(model_type, model_type)
-    writer = gguf.GGUFWriter(path, architecture)
+    architecture = architecture or ARCHITECTURES.get(model_type, model_type)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_a_part)
     add_entries(writer, architecture, config)
     if change is not None:
         change(writer)

@@ -22,7 +22,7 @@ from tiny_hybrids import noisy  # noqa: E402
 from torch import nn  # noqa: E402
 from toy import outputs_of  # noqa: E402
 
-from outrider import LLM, SamplingParams, native  # noqa: E402
+from outrider import LLM, SamplingParams, memory, native  # noqa: E402
 from outrider.engine.config import load_tokenizer  # noqa: E402
 from outrider.runner import ModelRunner, RunnerConfig, blocks, linear  # noqa: E402
 from outrider.runner import gguf as gguf_reader  # noqa: E402
@@ -143,6 +143,9 @@ def tokens_of(llm, params=PARAMS):
         ("gemma4", "mixed"),
         ("gemma4 with experts", "Q8_0"),
         ("qwen3moe", "mixed"),
+        ("deepseek2", "mixed"),
+        ("granitehybrid", "mixed"),
+        ("lfm2moe", "Q8_0"),
     ],
 )
 def test_drafts_do_not_change_the_output(architecture, kinds, tmp_path):
@@ -281,6 +284,10 @@ OTHER_CONFIGS = {
         {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
         | {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 20.0},
     ),
+    "exaone4 without windows": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "granite 4 without experts": ("granitehybrid", {"num_local_experts": 0, "num_experts_per_tok": 0}),
+    "glm4moe without norms of queries": ("glm4moe", {"use_qk_norm": False, "attention_bias": False}),
+    "deepseek2 with groups and without YaRN": ("deepseek2", {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}),
     "gemma3, capped logits": ("gemma3", {"final_logit_softcapping": 15.0}),
     "phi3 without a window": ("phi3", {"sliding_window": None, "partial_rotary_factor": 1.0}),
     "phi3, longrope": (
@@ -367,7 +374,7 @@ def test_unsupported_files_are_rejected_before_weights_are_read(unread, tmp_path
         gguf_files.write(path, model, lambda _: kind, change)
         return refusal(path)
 
-    assert "part of a split file: merge the parts" in changed(lambda w: w.add_uint16("split.count", 2))
+    assert "split.count=2, but of its parts its folder holds 1: put all" in changed(lambda w: w.add_uint16("split.count", 2))
     said = changed(lambda w: w.add_float32("llama.logit_scale", 0.5))
     assert "llama.logit_scale=0.5 is not supported: put the model's config.json into" in said
     assert "llama.attention.sliding_window=16" in changed(lambda w: w.add_sliding_window(16))
@@ -382,7 +389,7 @@ def test_unsupported_files_are_rejected_before_weights_are_read(unread, tmp_path
     writer.add_tensor("token_embd.weight", np.zeros((2, 32), np.float32))
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         step()
-    assert "architecture mamba: supported in GGUF files are llama, qwen2, qwen3, qwen3moe, gemma2" in refusal(path)
+    assert "architecture mamba: supported in GGUF files are llama, qwen2, qwen2vl, qwen3, qwen3moe, qwen3vl" in refusal(path)
     path.write_bytes(b"not a model at all")
     assert "is not a GGUF file" in refusal(path)
     path.write_bytes(b"")
@@ -470,6 +477,36 @@ def test_tensors_that_do_not_belong_to_the_model_are_named(tmp_path):
     )
     said = written(lambda w: w.add_tensor("blk.0.attn_q.weight", np.zeros((8, 256), np.float32)), ("blk.0.attn_q.weight",))
     assert "tensor blk.0.attn_q.weight is [8, 256], expected [256, 256] by the config" in said
+
+
+def test_a_file_in_parts_is_loaded_by_any_of_them(tmp_path):
+    model, whole, folder = gguf_files.make_model("qwen3"), tmp_path / "whole.gguf", tmp_path / "parts"
+    folder.mkdir()
+    gguf_files.write(whole, model, KINDS["Q8_0"])
+    gguf_files.write(folder / "model.gguf", model, KINDS["Q8_0"], tensors_a_part=10)
+    parts = sorted(folder.iterdir())
+    assert [part.name for part in parts] == [f"model-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    text = make_text(30, 1)
+    expected = load(whole).extend(["a"], [text])[0]
+    for source in (folder, parts[0], parts[2]):
+        assert torch.equal(load(source).extend(["a"], [text])[0], expected)
+        assert memory.weight_bytes(source) == sum(part.stat().st_size for part in parts)
+    assert load_tokenizer(parts[1]).encode("def add") == make_tokenizer().encode("def add")
+    parts[1].rename(folder / "model.gguf")
+    assert "holds 3 GGUF files: name one of them" in refusal(folder)
+    assert "split.count=3, but of its parts its folder holds 2" in refusal(parts[0])
+
+
+@pytest.mark.parametrize("name, like", [("qwen2vl", "qwen2"), ("qwen3vl", "qwen3"), ("qwen3vlmoe", "qwen3moe")])
+def test_the_language_model_of_one_that_sees_images(name, like, tmp_path):
+    def add(writer):
+        writer.add_rope_dimension_sections([24, 20, 20, 0])
+        writer.add_num_deepstack_layers(2)
+
+    model, text = gguf_files.make_model(like), make_text(30, 1)
+    exact = gguf_files.write(tmp_path / "model.gguf", model, KINDS["F16"], add, architecture=name)
+    got = load(tmp_path / "model.gguf", dtype="float32").extend(["a"], [text])[0]
+    torch.testing.assert_close(got, plain_logits(exact, text)[-1], rtol=1e-3, atol=1e-3)
 
 
 def test_the_mtp_head_of_a_file_is_not_a_layer_of_the_model(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 from outrider.errors import OutriderError, first_line
@@ -13,6 +14,7 @@ from outrider.files import expanded
 GROUPS = Path("/sys/fs/cgroup")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WEIGHT_NAMES = ("model.safetensors", INDEXES[0], "pytorch_model.bin", INDEXES[1])  # transformers' order of preference
+GGUF_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})")  # name without ending of a part of a split GGUF file: stem, number of parts
 UNLIMITED = 1 << 60  # control groups version 1 report a larger number if there is no limit
 
 
@@ -77,10 +79,10 @@ def on_this_machine(source: str | Path) -> Path | None:
 
 
 def weight_files(source: str | Path) -> list[Path]:
-    """Return the weight files that are loaded from a folder (of one format only), a cached hub id, or a GGUF file."""
+    """Return the weight files that are loaded from a folder (of one format only), a cached hub id, or a GGUF file or part."""
     path = expanded(source)
     if path.suffix == ".gguf" and path.is_file():
-        return [path]
+        return gguf_parts(path)
     folder = on_this_machine(source)
     if folder is None:
         return []
@@ -89,6 +91,15 @@ def weight_files(source: str | Path) -> list[Path]:
     files = [file for file in folder.glob("*") if file.is_file()]  # not links to files that were deleted from a cache
     kinds = (sorted(file for file in files if file.suffix == suffix) for suffix in (".safetensors", ".bin", ".pt", ".gguf"))
     return next((found for found in kinds if found), [])
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """Return a GGUF file, or, for a part of one that llama.cpp split, all parts that exist beside it, in order."""
+    part = GGUF_PART.fullmatch(path.stem)
+    if part is None:
+        return [path]
+    own = {file: GGUF_PART.fullmatch(file.stem) for file in path.parent.glob("*.gguf")}
+    return sorted(file for file, found in own.items() if found and found.groups() == part.groups())
 
 
 def _named_files(folder: Path) -> list[Path]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import gguf_entries  # noqa: E402
+import gguf_entries
 import gguf_files
 import numpy as np
 import pytest
@@ -61,7 +61,7 @@ def add_head(writer: gguf.GGUFWriter, head: MtpHead, kind: Kind, without: str = 
 
     found = [
         (name.replace(f"blk.{LAYERS - 1}.", f"blk.{LAYERS}."), weight, place)
-        for _, name, weight, place in gguf_files.file_tensors(names, layer(head.state_dict()), layer(values))
+        for _, name, weight, place in gguf_files.file_tensors(names, layer(head.state_dict()), layer(values), {})
     ]
     found += [(f"blk.{LAYERS}.{name}", head.state_dict()[own], values[own]) for own, name in PARTS.items()]
     for name, weight, place in found:

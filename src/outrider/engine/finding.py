@@ -16,7 +16,7 @@ from typing import Any
 from huggingface_hub import constants, snapshot_download
 
 from outrider.files import expanded
-from outrider.memory import on_this_machine, size, weight_files
+from outrider.memory import gguf_parts, on_this_machine, size, weight_files
 from outrider.method_text import join_method
 from outrider.proposers.method import MethodSpec
 from outrider.proposers.recognition import TargetFiles, find_folder, kind_of, loose_files
@@ -235,7 +235,7 @@ def _examined(
             found.append(replace(each, what=recognised.what, share=recognised.share))
     if not found:
         return None
-    files = [source] if source.is_file() else weight_files(source)
+    files = gguf_parts(source) if source.is_file() else weight_files(source)
     best = max(found, key=lambda each: (not each.misfit, each.precedence))
     return replace(best, num_bytes=sum(file.stat().st_size for file in files))
 

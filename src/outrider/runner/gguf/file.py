@@ -18,6 +18,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
+from outrider.memory import gguf_parts
 from outrider.runner.gguf import codes
 from outrider.runner.gguf.architecture import EXPERT_TENSOR, Architecture
 from outrider.runner.gguf.architectures import ARCHITECTURES
@@ -81,14 +82,16 @@ class GgufFile:
     @staticmethod
     def open(path: Path) -> GgufFile:
         """Raise ``OutriderError`` if the package gguf is missing, or if the file is truncated, damaged or not a GGUF file."""
+        parts = gguf_parts(path)
         try:
             with path.open("rb") as opened:
-                is_gguf, status = opened.read(4) == b"GGUF", path.stat()
+                is_gguf = opened.read(4) == b"GGUF"
+            versions = [part.stat() for part in parts]
         except OSError as error:
             raise OutriderError(f"cannot read {path}: {first_line(error)}") from error
         if not is_gguf:
             raise OutriderError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
-        return _parsed(path, status.st_ino, status.st_mtime_ns, status.st_size)
+        return _parsed(tuple(parts), *(number for each in versions for number in (each.st_ino, each.st_mtime_ns, each.st_size)))
 
     def entry(self, name: str) -> Any:
         """Return an entry of the header; None if it is missing. Raises ``OutriderError`` for a list of strings."""
@@ -130,9 +133,7 @@ class GgufFile:
         return PLAIN["BF16"] if "BF16" in found else PLAIN["F16"] if "F16" in found else PLAIN["F32"]
 
     def refuse_unsupported(self) -> None:
-        """Raise ``OutriderError`` for a part of a split file, and for an unsupported architecture or type of tensor."""
-        if int(self.entry("split.count") or 1) > 1:
-            raise OutriderError(f"{self.path} is a part of a split file: merge the parts with llama.cpp's llama-gguf-split")
+        """Raise ``OutriderError`` for an unsupported architecture or type of tensor."""
         if self.architecture not in ARCHITECTURES:
             raise OutriderError(
                 f"{self.path} is a model of architecture {self.architecture}: supported in GGUF files are"
@@ -271,20 +272,33 @@ class GgufFile:
 
 
 @lru_cache(maxsize=1)  # parsing takes 0.1 s, and tokenizer, config and weights are read one after another
-def _parsed(path: Path, *_version: int) -> GgufFile:
-    """See ``GgufFile.open``. ``_version``: numbers that change with the file."""
+def _parsed(paths: tuple[Path, ...], *_version: int) -> GgufFile:
+    """See ``GgufFile.open``. ``paths``: the file's parts in order. ``_version``: numbers that change with the files."""
+    readers = [_read(path) for path in paths]
+    tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+    file = GgufFile(paths[0], dict(readers[0].fields), tensors)
+    count = file.entry("split.count") or 1
+    if count != len(paths):
+        raise OutriderError(
+            f"{file.path}: its header says split.count={count}, but of its parts its folder holds {len(paths)}: put all parts"
+            " there, under the names that llama-gguf-split gives them"
+        )
+    return file
+
+
+def _read(path: Path) -> Any:
+    """Return an open gguf.GGUFReader. Raises ``OutriderError``."""
     try:
         reader_of = import_module("gguf").GGUFReader
     except ImportError as error:
         raise OutriderError(f"{path} needs the package gguf: {how_to_install('gguf')}") from error
     try:
         reader = _quick(reader_of)(path)
-        fields = dict(reader.fields)
     except Exception as error:  # broken files fail in more ways than can be listed
         raise OutriderError(f"cannot read {path}: the file is truncated or damaged ({first_line(error)})") from error
     if reader.byte_order != "I":
         raise OutriderError(f"{path} has the byte order of another machine: convert it to this machine's byte order")
-    return GgufFile(path, fields, {tensor.name: tensor for tensor in reader.tensors})
+    return reader
 
 
 def by_parameter(names: Mapping[str, str]) -> dict[str, list[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,21 @@ from transformers import (
 )
 
 from outrider.files import expanded
-from outrider.memory import weight_files
+from outrider.memory import gguf_parts, weight_files
 from outrider.runner.gguf.architectures import ARCHITECTURES
 from outrider.runner.gguf.file import GgufFile
 from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 
-PART = re.compile(r"-\d{5}-of-\d{5}$")  # end of the name of a split file's part
 # Rules for which GPT-2's gives the same tokens: merges learned from single digits never join two of them.
 SPLIT_LIKE_GPT2 = ("gpt-2", "smollm")
 
 
 def find(source: object) -> Path | None:
     """Return the GGUF file of a source: the file itself, or the only one in a folder without other weights; otherwise None.
+
+    Of a file in parts it is the first part, whichever is named.
 
     Raises ``OutriderError`` for a folder with several GGUF files.
     """
@@ -41,7 +41,7 @@ def find(source: object) -> Path | None:
     files = weight_files(path)
     if not files or files[0].suffix != ".gguf":
         return None
-    if len(files) > 1 and not PART.search(files[0].stem):
+    if len(gguf_parts(files[0])) != len(files):
         raise OutriderError(f"{source} holds {len(files)} GGUF files: name one of them, such as {files[0]}")
     return files[0]
 
