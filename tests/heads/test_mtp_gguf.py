@@ -32,14 +32,13 @@ PARTS = {
     "hidden_norm.weight": "nextn.hnorm.weight",
     "norm.weight": "nextn.shared_head_norm.weight",
 }
-LAYERS = 4  # of the models
 
 
 def make_head(model: PreTrainedModel, seed: int = 5) -> MtpHead:
     """Return a head with random matrices and norms."""
     torch.manual_seed(seed)
-    body = Body.of(model.config, type(model))
-    head = randomised(MtpHead(body, body.layer_for(model.config.model_type == "qwen3_5_moe_text")), std=0.3)
+    body, told = Body.of(model.config, type(model)), model.config.to_dict()
+    head = randomised(MtpHead(body, body.layer_for("n_routed_experts" in told or "num_experts" in told)), std=0.3)
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.dim() == 1:
@@ -47,31 +46,35 @@ def make_head(model: PreTrainedModel, seed: int = 5) -> MtpHead:
     return head
 
 
-def add_head(writer: gguf.GGUFWriter, head: MtpHead, kind: Kind, without: str = "") -> dict[str, torch.Tensor]:
-    """Add a head's tensors as llama.cpp's converter does; return its values as stored."""
-    architecture = "qwen35moe" if any("experts" in name for name in head.state_dict()) else "qwen35"
+def add_head(
+    writer: gguf.GGUFWriter, model: PreTrainedModel, kind: Kind, architecture: str = "qwen35", without: str = ""
+) -> dict[str, torch.Tensor]:
+    """Add the tensors of a head for this model as llama.cpp's converter does; return its values as stored."""
+    head, layers = make_head(model), model.config.num_hidden_layers
     enum = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names, values = gguf.get_tensor_name_map(enum, LAYERS), {name: each.clone() for name, each in head.state_dict().items()}
-    writer.add_block_count(LAYERS + 1)
+    names, values = gguf.get_tensor_name_map(enum, layers), {name: each.clone() for name, each in head.state_dict().items()}
+    writer.add_block_count(layers + 1)
     writer.add_nextn_predict_layers(1)
-    prefix = f"model.layers.{LAYERS - 1}."  # the package knows the names of the model's layers only
+    prefix = f"model.layers.{layers - 1}."  # the package knows the names of the model's layers only
 
     def layer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {prefix + name.removeprefix("layers.0."): each for name, each in tensors.items() if name.startswith("layers.")}
 
+    sizes = model.config.to_dict()
     found = [
-        (name.replace(f"blk.{LAYERS - 1}.", f"blk.{LAYERS}."), weight, place)
-        for _, name, weight, place in gguf_files.file_tensors(names, layer(head.state_dict()), layer(values), {})
+        (name.replace(f"blk.{layers - 1}.", f"blk.{layers}."), weight, place)
+        for _, name, weight, place in gguf_files.file_tensors(names, layer(head.state_dict()), layer(values), sizes)
     ]
-    found += [(f"blk.{LAYERS}.{name}", head.state_dict()[own], values[own]) for own, name in PARTS.items()]
+    found += [(f"blk.{layers}.{name}", head.state_dict()[own], values[own]) for own, name in PARTS.items()]
+    shift = np.float32(architecture.startswith("qwen35"))  # of norms that multiply by 1 + weight
     for name, weight, place in found:
         array = weight.contiguous().numpy()
         if name.endswith(without) and without:
             continue
         if array.ndim < 2 or "ffn_gate_inp" in name:
-            stored = array + np.float32("norm" in name)  # they multiply by 1 + weight
-            writer.add_tensor(name, stored)
-            place.copy_(torch.from_numpy(stored - np.float32("norm" in name)).view(place.shape))
+            change = shift if "norm" in name else np.float32(0)
+            writer.add_tensor(name, array + change)
+            place.copy_(torch.from_numpy(array + change - change).view(place.shape))
             continue
         data = gguf.quants.quantize(array, kind)
         writer.add_tensor(name, data, raw_dtype=kind)
@@ -82,8 +85,9 @@ def add_head(writer: gguf.GGUFWriter, head: MtpHead, kind: Kind, without: str = 
 def write(path: Path, architecture: str = "qwen35", kind: Kind = Kind.F32, **options: Any) -> dict[str, torch.Tensor]:
     """Write a model with a head; return the head's values."""
     model, values = gguf_files.make_model(architecture), {}
-    head = make_head(model)
-    gguf_files.write(path, model, lambda _: kind, lambda writer: values.update(add_head(writer, head, kind, **options)))
+    gguf_files.write(
+        path, model, lambda _: kind, lambda writer: values.update(add_head(writer, model, kind, architecture, **options))
+    )
     return values
 
 
@@ -92,7 +96,7 @@ def write_alone(path: Path, kind: Kind = Kind.F32) -> dict[str, torch.Tensor]:
     model = gguf_files.make_model("qwen35")
     writer = gguf.GGUFWriter(path, "qwen35")
     gguf_entries.add_entries(writer, "qwen35", model.config)
-    values = add_head(writer, make_head(model), kind)
+    values = add_head(writer, model, kind)
     for name in ("token_embd", "output"):
         writer.add_tensor(f"{name}.weight", np.zeros((320, 256), np.float32))
     writer.add_tensor("output_norm.weight", np.ones(256, np.float32))
@@ -111,7 +115,7 @@ def assert_equal(head: Any, values: Mapping[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0, Kind.BF16])
-@pytest.mark.parametrize("architecture", ["qwen35", "qwen35moe"])
+@pytest.mark.parametrize("architecture", ["qwen35", "qwen35moe", "glm4moe", "deepseek2"])
 def test_a_head_has_the_values_of_the_file(architecture: str, kind: Kind, tmp_path: Path) -> None:
     values = write(tmp_path / "model.gguf", architecture, kind)
     target = ModelRunner.load(tmp_path / "model.gguf", CONFIG)
@@ -119,9 +123,10 @@ def test_a_head_has_the_values_of_the_file(architecture: str, kind: Kind, tmp_pa
     assert_equal(mtp_formats.load_any(tmp_path, target), values)  # the folder holds this file only
 
 
+@pytest.mark.parametrize("architecture", ["qwen35", "glm4moe", "deepseek2"])
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
-def test_the_text_with_the_files_head_is_plain_decodings(kind: Kind, tmp_path: Path) -> None:
-    write(tmp_path / "model.gguf", kind=kind)
+def test_the_text_with_the_files_head_is_plain_decodings(kind: Kind, architecture: str, tmp_path: Path) -> None:
+    write(tmp_path / "model.gguf", architecture, kind)
     texts, prompts = [], [[7, 3, 11, 4], [5, 6]]
     for method in ("plain", "auto"):
         llm = LLM(str(tmp_path / "model.gguf"), method=method, num_draft_tokens=3, compile="never", max_batch=2)
@@ -185,7 +190,7 @@ def write_odd(path: Path, name: str) -> None:
     model = gguf_files.make_model("qwen35")
 
     def add(writer: gguf.GGUFWriter) -> None:
-        add_head(writer, make_head(model), Kind.F32)
+        add_head(writer, model, Kind.F32)
         writer.add_tensor(name, np.zeros((256, 256), np.float32))
 
     gguf_files.write(path, model, lambda _: Kind.F32, add)
@@ -197,7 +202,7 @@ def test_a_head_of_another_width_or_model_is_refused(tmp_path: Path) -> None:
     gguf_files.write(tmp_path / "narrow.gguf", narrow, lambda _: Kind.F32)
     with pytest.raises(OutriderError, match=r"has shape \[256, 512\], expected \[128, 256\] for this target"):
         mtp_formats.load_any(tmp_path / "head.gguf", ModelRunner.load(tmp_path / "narrow.gguf", CONFIG))
-    other = gguf_files.make_model("qwen3", num_hidden_layers=LAYERS)
+    other = gguf_files.make_model("qwen3", num_hidden_layers=4)
     gguf_files.write(tmp_path / "other.gguf", other, lambda _: Kind.F32)
     with pytest.raises(OutriderError, match=r"is of a qwen3_5_text model, but .*other\.gguf is a qwen3 model"):
         mtp_formats.load_any(tmp_path / "head.gguf", ModelRunner.load(tmp_path / "other.gguf", CONFIG))

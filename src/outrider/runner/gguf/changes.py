@@ -30,10 +30,8 @@ def restore_qwen35(rows: Array, name: str, config: Any) -> Array:
         turned = np.concatenate([rows[:num_other], by_key_head(rows[num_other:], size)])
         return turned[:, None] if part == "ssm_conv1d.weight" else turned
     if part == "ssm_out.weight":
-        inputs = config.linear_num_value_heads * size
-        numbers = rows.view(np.uint16) if rows.shape[1] == 2 * inputs else rows  # bfloat16 comes in bytes
-        is_plain = numbers.shape[1] == inputs  # otherwise in blocks
-        return np.ascontiguousarray(by_key_head(numbers.T, size).T).view(rows.dtype) if is_plain else rows
+        is_in_blocks = rows.shape[1] != config.linear_num_value_heads * size
+        return rows if is_in_blocks else by_key_head(rows.T, size).T
     return rows.reshape(1, -1) if part == "ffn_gate_inp_shexp.weight" else rows
 
 

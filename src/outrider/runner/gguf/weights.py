@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -140,8 +141,10 @@ def rows_of(restore: Callable[[Array, str], Array], tensor: Any, in_blocks: bool
     kind, data = tensor.tensor_type.name, tensor.data
     if kind not in PLAIN and not in_blocks:
         data = import_module("gguf").dequantize(data, tensor.tensor_type)
-    rows = torch.from_numpy(restore(data, tensor.name).copy())
-    return rows.view(torch.bfloat16) if kind == "BF16" else rows  # numpy has no bfloat16: the library returns bytes
+    if kind == "BF16":  # numpy has no bfloat16: the library returns bytes
+        data = data.view(np.uint16)
+    rows = torch.from_numpy(np.array(restore(data, tensor.name), order="C"))
+    return rows.view(torch.bfloat16) if kind == "BF16" else rows
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:
