@@ -26,6 +26,7 @@ from transformers import (
     MiniMaxM2Config,
     Ministral3Config,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Phi3Config,
     Qwen2Config,
@@ -200,6 +201,26 @@ CONFIGS: Mapping[str, Callable[..., Any]] = {
     ),
     "minimax-m2": lambda **more: MiniMaxM2Config(
         **SHAPE | EXPERTS | {"head_dim": 64, "num_local_experts": 4, "rope_parameters": HALF} | more
+    ),
+    "nemotron_h": lambda **more: CONFIGS["nemotron_h_moe"](
+        layer_types=["linear_attention", "mlp", "full_attention", "mlp"],
+        num_experts_per_tok=0,
+        n_routed_experts=0,
+        **more,
+    ),
+    "nemotron_h_moe": lambda **more: NemotronHConfig(
+        **{name: value for name, value in SHAPE.items() if name != "num_hidden_layers"}
+        | EXPERTS
+        | {
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 256,
+            "moe_shared_expert_intermediate_size": 512,
+            "n_shared_experts": 1,
+        }
+        | {"routed_scaling_factor": 2.5, "norm_topk_prob": True, "moe_latent_size": 256, "head_dim": 64, "pad_token_id": 0}
+        | {"mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 64, "n_groups": 2, "chunk_size": 16}
+        | {"layer_types": ["linear_attention", "moe", "full_attention", "moe"]}
+        | more
     ),
     "lfm2moe": lambda **more: Lfm2MoeConfig(
         **SHAPE

@@ -11,6 +11,8 @@ import numpy as np
 from tiny_folder import CHAT_TEMPLATE, make_tokenizer
 from transformers import Gemma4TextConfig
 
+NO_POSITIONS = {"rope_type": "default"}
+
 
 def add_entries(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None:
     """Add a model's config and the tokenizer of ``tiny_folder``."""
@@ -23,9 +25,13 @@ def add_entries(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None
         writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(1 if architecture == "deepseek2" else told["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(told.get("rms_norm_eps") or config.norm_eps)
-    rotary = config.rope_parameters.get("full_attention", config.rope_parameters)
-    if architecture != "gemma2":  # llama.cpp's converter leaves it out
+    if architecture.startswith("nemotron_h"):
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    else:
+        writer.add_layer_norm_rms_eps(told.get("rms_norm_eps") or config.norm_eps)
+    rotary = told.get("rope_parameters") or NO_POSITIONS
+    rotary = rotary.get("full_attention", rotary)
+    if architecture != "gemma2" and "rope_theta" in rotary:  # llama.cpp's converter leaves it out
         writer.add_rope_freq_base(rotary["rope_theta"])
     writer.add_rope_dimension_count(int(head_dim * rotary.get("partial_rotary_factor", 1)))
     if rotary["rope_type"] in ("linear", "yarn"):
@@ -85,10 +91,13 @@ def add_recurrent(writer: gguf.GGUFWriter, config: Any) -> None:
 def add_experts(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None:
     """Add what describes a mixture's layers."""
     told = config.to_dict()
+    if architecture == "nemotron_h":  # its config class has experts by default
+        return
     chosen = told.get("num_experts_per_tok") or told.get("top_k_experts") or told.get("moe_k")
     for name, add in {
         "n_shared_experts": writer.add_expert_shared_count,
         "moe_num_shared_experts": writer.add_expert_shared_count,
+        "moe_shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
         "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
         "shared_intermediate_size": writer.add_expert_shared_feed_forward_length,
         "first_k_dense_replace": writer.add_leading_dense_block_count,
@@ -110,7 +119,7 @@ def add_experts(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None
         writer.add_expert_feed_forward_length(width)
     if architecture in ("glm4moe", "minimax-m2", "lfm2moe"):  # and newer files of deepseek2, see test_gguf.py
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if architecture in ("glm4moe", "deepseek2"):
+    if architecture in ("glm4moe", "deepseek2", "nemotron_h_moe"):
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_weights_norm(bool(config.norm_topk_prob))
 
@@ -139,6 +148,22 @@ def add_latent(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_rope_dimension_count(rotated)
     if config.rope_parameters["rope_type"] == "yarn":  # the converter multiplies this one
         writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
+
+
+def add_nemotron(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Add what each layer of Nemotron is, and the sizes of the recurrent ones."""
+    is_mixture, kinds = bool(config.to_dict().get("num_experts_per_tok")), config.layer_types
+    width = config.moe_intermediate_size if is_mixture else config.intermediate_size
+    writer.add_head_count_kv([config.num_key_value_heads * (kind == "full_attention") for kind in kinds])
+    writer.add_feed_forward_length([width * (kind in ("moe", "mlp")) for kind in kinds])
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_state_size(config.ssm_state_size)
+    writer.add_ssm_group_count(config.n_groups)
+    writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
+    writer.add_ssm_time_step_rank(config.mamba_num_heads)
+    writer.add_rope_scaling_finetuned(False)
+    if is_mixture and config.moe_latent_size:
+        writer.add_moe_latent_size(config.moe_latent_size)
 
 
 def add_mamba(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -195,6 +220,7 @@ OWN_ENTRIES = {
     ("granitehybrid",): add_mamba,
     ("deepseek2",): add_latent,
     ("exaone4",): add_windows,
+    ("nemotron_h", "nemotron_h_moe"): add_nemotron,
     ("lfm2", "lfm2moe"): add_convolutions,
     ("gemma4",): add_gemma4,
     ("qwen35", "qwen35moe"): add_recurrent,

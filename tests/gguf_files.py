@@ -62,6 +62,8 @@ def write(
     """
     config, model_type = model.config, model.config.model_type.removesuffix("_text")
     architecture = architecture or ARCHITECTURES.get(model_type, model_type)
+    if architecture == "nemotron_h" and config.to_dict().get("n_routed_experts"):
+        architecture = "nemotron_h_moe"
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_a_part)
     add_entries(writer, architecture, config)
     if change is not None:
@@ -93,7 +95,7 @@ def write(
             shift = np.float32(adds_one)  # these multiply by 1 + weight
             stored = -np.exp(array) if name.endswith("ssm_a") else array + shift
             written = stored.squeeze(1) if "conv" in name and stored.ndim == 3 else stored
-            if ".mamba." in own and name.endswith(("ssm_a", "ssm_d", "ssm_norm.weight")):
+            if (".mamba." in own or ".mixer." in own) and name.endswith(("ssm_a", "ssm_d", "ssm_norm.weight")):
                 written = written.reshape(-1, 1) if written.ndim == 1 and "norm" not in name else written.reshape(1, -1)
             writer.add_tensor(name, written)
             back = np.log(-stored) if name.endswith("ssm_a") else stored - shift
@@ -126,12 +128,32 @@ OWN_NAMES = {  # names in a block of tensors that the package does not map
 }
 
 
+MIXER = {  # of Nemotron's layers
+    "in_proj": "ssm_in",
+    "out_proj": "ssm_out",
+    "conv1d": "ssm_conv1d",
+    "norm": "ssm_norm",
+    **{f"{part}_proj": f"attn_{part}" for part in "qkv"},
+    "o_proj": "attn_output",
+    "gate": "ffn_gate_inp",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+    "fc1_latent_proj": "ffn_latent_down",
+    "fc2_latent_proj": "ffn_latent_up",
+}
+
+
 def unmapped(own: str, block: str, sizes: Mapping[str, Any]) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     """Return the names of a parameter's tensors that the package does not map, each with its view of the parameter."""
     base, _, suffix = own.rpartition(".")
     module = base.rpartition(".")[2]
     if suffix in OWN_NAMES:
         return {block + OWN_NAMES[suffix]: lambda whole: whole}
+    if ".mixer." in own:
+        group = own.partition(".mixer.")[2].split(".")
+        ending = {"experts": "_exps", "shared_experts": "_shexp"}.get(group[0], "")
+        name = MIXER[group[1] if ending else group[0]]
+        return {f"{block}{name}{ending}.{'bias' if suffix == 'bias' else 'weight'}": lambda whole: whole}
     if module == "router" and "block_sparse_moe" in base:
         return {f"{block}ffn_gate_inp.weight": lambda whole: whole}
     if module == "kv_b_proj":  # of each head a part for keys, whose columns are rows in files, and one for values

@@ -30,6 +30,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 64},
     "phimoe": {"num_local_experts": 8},
     "gpt_oss": {"num_local_experts": 8},
+    "nemotron_h": {
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+        "layer_types": ["full_attention", "moe", "linear_attention", "moe"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 16,
+    },
     "deepseek_v3": {
         "n_routed_experts": 8,
         "moe_intermediate_size": 32,
@@ -62,8 +73,11 @@ def reference(x: Tensor, chosen: Tensor, shares: Tensor, activation: str, *parts
     out = torch.zeros(x.shape, dtype=torch.float64)
     for row in range(len(x)):
         for expert, share in zip(chosen[row].tolist(), shares[row].double(), strict=True):
-            gate, through = (up[expert] @ x[row].double() + up_bias[expert]).chunk(2)
-            if activation == "swish_clamped":
+            wide = up[expert] @ x[row].double() + up_bias[expert]
+            gate, through = (wide, 1.0) if activation == "relu_squared" else wide.chunk(2)
+            if activation == "relu_squared":  # without gates
+                gate = gate.clamp(min=0.0) ** 2
+            elif activation == "swish_clamped":
                 gate, through = gate.clamp(max=7.0), through.clamp(-7.0, 7.0) + 1
                 gate = gate * torch.sigmoid(1.702 * gate)
             else:
@@ -72,7 +86,7 @@ def reference(x: Tensor, chosen: Tensor, shares: Tensor, activation: str, *parts
     return out
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swish_clamped"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swish_clamped", "relu_squared"])
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("rows", [1, 2, 40])
 def test_the_operator_computes_the_formula(rows: int, bits: int | None, activation: str, monkeypatch) -> None:
@@ -80,8 +94,11 @@ def test_the_operator_computes_the_formula(rows: int, bits: int | None, activati
     up, down, up_bias, down_bias = weights()
     if activation == "swish_clamped":  # numbers beyond the limits
         up = up * 20
+    has_gate = activation != "relu_squared"
+    if not has_gate:
+        up, up_bias = up[:, :INNER], up_bias[:, :INNER]
     layers = [ExpertLinears(each.flatten(0, 1), bias.flatten(), bits) for each, bias in ((up, up_bias), (down, down_bias))]
-    packed = PackedExperts(layers[0], layers[1], NUM, activation)
+    packed = PackedExperts(layers[0], layers[1], NUM, activation, has_gate)
     values = [
         linear.weight_of(layer).float().view(NUM, *shape)
         for layer, shape in zip(layers, (up.shape[1:], down.shape[1:]), strict=True)

@@ -36,16 +36,16 @@ at::Tensor multiply(const at::Tensor& x, const at::Tensor& packed, const std::op
 
 }  // namespace
 
-// x [rows, inputs] -> [rows, outputs] in x's type: sum over j of shares[r][j] * down(gate(up(x[r]))) of expert chosen[r][j], where
-// `up` has twice the inputs of `down` as outputs, those of the gate first. Weights are packed for `linear` or `linear_blocks`, all experts' panels
-// one after the other; biases are [experts * outputs].
+// x [rows, inputs] -> [rows, outputs] in x's type: sum over j of shares[r][j] * down(inner(up(x[r]))) of expert chosen[r][j]. `inner` is
+// the activation; with `has_gate`, `up` has twice the inputs of `down` as outputs, and the activation of the first ones multiplies the
+// others. Weights are packed for `linear` or `linear_blocks`, all experts' panels one after the other; biases are [experts * outputs].
 at::Tensor experts(const at::Tensor& x, const at::Tensor& up, const at::Tensor& down, const std::optional<at::Tensor>& up_bias,
                    const std::optional<at::Tensor>& down_bias, const at::Tensor& chosen, const at::Tensor& shares, int64_t num_experts,
-                   std::string_view activation, int64_t activation_bits) {
+                   std::string_view activation, bool has_gate, int64_t activation_bits) {
   const int64_t rows = x.size(0), inputs = x.size(1), each = chosen.size(1), outputs = down.size(0) / num_experts * kPanel;
   TORCH_CHECK(x.dim() == 2 && chosen.dim() == 2 && chosen.size(0) == rows && shares.sizes() == chosen.sizes(), "experts: rows ", x.sizes(),
               ", choices ", chosen.sizes(), ", shares ", shares.sizes());
-  TORCH_CHECK(num_experts > 0 && up.size(0) % (2 * num_experts) == 0 && down.size(0) % num_experts == 0, "experts: panels ", up.size(0),
+  TORCH_CHECK(num_experts > 0 && up.size(0) % ((has_gate ? 2 : 1) * num_experts) == 0 && down.size(0) % num_experts == 0, "experts: panels ", up.size(0),
               " and ", down.size(0), " of ", num_experts, " experts");
   const at::Tensor source = x.to(at::kFloat).contiguous(), choices = chosen.to(at::kLong).contiguous(),
                    factors = shares.to(at::kFloat).contiguous();
@@ -65,9 +65,9 @@ at::Tensor experts(const at::Tensor& x, const at::Tensor& up, const at::Tensor& 
     const at::Tensor collected = at::empty({count, inputs}, source.options());
     float* row = collected.mutable_data_ptr<float>();
     for (int64_t i = 0; i < count; ++i) std::memcpy(row + i * inputs, from + own[i] / each * inputs, inputs * sizeof(float));
-    const at::Tensor both = multiply(collected, part(up, expert, num_experts), part(up_bias, expert, num_experts), activation_bits);
-    const at::Tensor result =
-        multiply(gate_halves(both, activation), part(down, expert, num_experts), part(down_bias, expert, num_experts), activation_bits);
+    const at::Tensor wide = multiply(collected, part(up, expert, num_experts), part(up_bias, expert, num_experts), activation_bits),
+                     inner = has_gate ? gate_halves(wide, activation) : activate(wide, activation),
+                     result = multiply(inner, part(down, expert, num_experts), part(down_bias, expert, num_experts), activation_bits);
     const float* found = result.const_data_ptr<float>();
     const int64_t vectors = outputs / kLanes;
     parallel_for(0, vectors, 8192 / count + 1, [&](int64_t begin, int64_t end) {

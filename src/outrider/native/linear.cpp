@@ -314,16 +314,18 @@ void check_scales(const at::Tensor& packed, const at::Tensor& scales) {
 // numbers to 7, multiplies the gate by the sigmoid of 1.702 times itself, and adds 1 to the other.
 struct Gate {
   static constexpr int64_t panels = 2;
-  enum Kind { kSilu, kGeluTanh, kGelu, kSwishClamped } kind;
+  enum Kind { kSilu, kGeluTanh, kGelu, kSwishClamped, kReluSquared } kind;
   explicit Gate(std::string_view activation)
       : kind(activation == "silu"            ? kSilu
              : activation == "gelu"          ? kGelu
              : activation == "swish_clamped" ? kSwishClamped
+             : activation == "relu_squared"  ? kReluSquared
                                              : kGeluTanh) {
     TORCH_CHECK(kind != kGeluTanh || activation == "gelu_tanh", "no activation ", activation);
   }
   vec operator()(vec x) const {
     if (kind == kGelu) return x * normal(x);
+    if (kind == kReluSquared) return x < splat(0.f) ? splat(0.f) : x * x;
     const vec y = kind == kGeluTanh ? fused(x * x * x, splat(0.0713548163f), x * 1.5957691216f) : kind == kSwishClamped ? x * 1.702f : x;
     const vec small = exp_nonpositive(y < splat(0.f) ? y : -y);
     return x * ((y < splat(0.f) ? small : splat(1.f)) / (1.f + small));

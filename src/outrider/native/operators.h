@@ -32,7 +32,7 @@ void pack_blocks(const at::Tensor& weight, int64_t bits, at::Tensor packed);
 // experts.cpp
 at::Tensor experts(const at::Tensor& x, const at::Tensor& up, const at::Tensor& down, const std::optional<at::Tensor>& up_bias,
                    const std::optional<at::Tensor>& down_bias, const at::Tensor& chosen, const at::Tensor& shares, int64_t num_experts,
-                   std::string_view activation, int64_t activation_bits);
+                   std::string_view activation, bool has_gate, int64_t activation_bits);
 
 // attention.cpp
 at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& keys,

@@ -35,10 +35,14 @@ class ExpertLinears(PackedLinear):
 class PackedExperts(nn.Module):
     """The experts of one layer, for ``outrider::experts``."""
 
-    def __init__(self, up: ExpertLinears, down: ExpertLinears, num_experts: int, activation: str) -> None:
-        """``up``: [experts * 2 N, H], each expert's gate before its up projection. ``down``: [experts * H, N]."""
+    def __init__(
+        self, up: ExpertLinears, down: ExpertLinears, num_experts: int, activation: str, has_gate: bool = True
+    ) -> None:
+        """``up``: [experts * 2 N, H], each expert's gate before its up projection; without gates [experts * N, H].
+        ``down``: [experts * H, N].
+        """
         super().__init__()
-        self.up, self.down, self.num_experts, self.activation = up, down, num_experts, activation
+        self.up, self.down, self.num_experts, self.activation, self.has_gate = up, down, num_experts, activation, has_gate
 
     def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """Map x [..., H] to [..., H]; ``chosen`` int64 and ``shares``, [T, k] each, are the router's experts and weights."""
@@ -47,16 +51,21 @@ class PackedExperts(nn.Module):
             x.reshape(-1, x.shape[-1]),
             *(up.packed, down.packed, up.bias, down.bias),
             *(chosen.reshape(-1, k), shares.reshape(-1, k)),
-            *(self.num_experts, self.activation, blocks.activation_bits()),
+            *(self.num_experts, self.activation, self.has_gate, blocks.activation_bits()),
         )
         return out.reshape(x.shape)
+
+
+def weights_of(module: nn.Module) -> tuple[str, str]:
+    """Return the names of the weights of a layer's experts; the first has the gate's rows, too, if there is one."""
+    return ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"), "down_proj"
 
 
 def sizes_of(module: nn.Module) -> tuple[int, int, int] | None:
     """Return experts, inputs and N of a module that ``PackedExperts`` can replace; None for other modules."""
     if isinstance(module, StoredExperts):
         return module.sizes
-    up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    up, down = (getattr(module, name, None) for name in weights_of(module))
     if not (isinstance(up, nn.Parameter) and isinstance(down, nn.Parameter) and up.dim() == 3 and _activation(module)):
         return None
     is_turned: Any = module.is_transposed
@@ -69,10 +78,10 @@ def _activation(module: Any) -> str | None:
     """Return the C++ name of the activation of experts that transformers' integration of experts computes."""
     if isinstance(module, StoredExperts):
         return "swish_clamped"
-    is_common = getattr(module, "has_gate", False) and hasattr(type(module).forward, "__wrapped__")  # by the interface
+    is_common = hasattr(module, "has_gate") and hasattr(type(module).forward, "__wrapped__")  # by the interface
     if not is_common or module.has_post_expert_norm or module._is_expert_parallel:
         return None
-    if type(module)._apply_gate is moe._default_apply_gate:
+    if not module.has_gate or type(module)._apply_gate is moe._default_apply_gate:
         return activation_of(module.act_fn)
     is_clamped = type(module).__name__ == "GptOssExperts" and all(getattr(module, key) == CLAMPED[key] for key in CLAMPED)
     return "swish_clamped" if is_clamped else None
@@ -86,6 +95,7 @@ def pack_experts(module: Any, bits: int | None, given: Mapping[str, Tensor] | No
     activation, sizes, is_stored = _activation(module), sizes_of(module), isinstance(module, StoredExperts)
     assert activation is not None and sizes is not None
     num_experts, inputs, inner = sizes
+    has_gate = is_stored or module.has_gate
     is_turned = not is_stored and module.is_transposed
     alternate = is_stored or not module.is_concatenated  # rows of gate and up projection
     given = module.pack() if is_stored else given or {}
@@ -104,8 +114,9 @@ def pack_experts(module: Any, bits: int | None, given: Mapping[str, Tensor] | No
         setattr(module, name, None)
         return layer
 
-    up, down = packed("gate_up_proj", (2 * inner, inputs)), packed("down_proj", (inputs, inner))
-    return PackedExperts(up, down, num_experts, activation)
+    wide, narrow = weights_of(module)
+    up, down = packed(wide, ((1 + has_gate) * inner, inputs)), packed(narrow, (inputs, inner))
+    return PackedExperts(up, down, num_experts, activation, has_gate)
 
 
 class _OwnProduct(TorchFunctionMode):
@@ -171,10 +182,11 @@ def source_of(code: Any) -> str | None:
         return None
 
 
-# x [T, H]: sum over j of shares [T, k] * down(gate(up(x))) of expert chosen [T, k], in x's dtype. Inputs are rounded as by
+# x [T, H]: sum over j of shares [T, k] * down(inner(up(x))) of expert chosen [T, k], in x's dtype, where ``inner`` is the
+# activation, or its product with the other half of the outputs if there is a gate. Inputs are rounded as by
 # linear and linear_blocks.
 kernels.define(
     "experts(Tensor x, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor chosen, Tensor shares,"
-    " int num_experts, str activation, int activation_bits)",
+    " int num_experts, str activation, bool has_gate, int activation_bits)",
     lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
 )

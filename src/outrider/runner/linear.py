@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
+from transformers.activations import GELUActivation, GELUTanh, ReLUSquaredActivation, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
 from outrider.runner import blocks, huge_pages, kernels
@@ -202,7 +202,13 @@ class Activation(nn.Module):
         return out
 
 
-ACTIVATIONS = {nn.SiLU: "silu", SiLUActivation: "silu", GELUActivation: "gelu", GELUTanh: "gelu_tanh"}  # of ``Activation``
+ACTIVATIONS = {  # of ``Activation``
+    nn.SiLU: "silu",
+    SiLUActivation: "silu",
+    GELUActivation: "gelu",
+    GELUTanh: "gelu_tanh",
+    ReLUSquaredActivation: "relu_squared",
+}
 
 
 def activation_of(module: object) -> str | None:

@@ -28,6 +28,7 @@ class Architecture:
     none_if_missing: tuple[str, ...] = ()  # values that are None, not the config class's default, where the file has none
     changes_like: str = ""  # the architecture whose changes of tensors transformers undoes, if not its own
     renamed: Mapping[str, str] = field(default_factory=dict)  # patterns of tensors that transformers does not map -> names
+    has_gates: bool = True  # experts have a gate projection
     joined: str = "(?!)"  # pattern of tensors of which two, besides those of experts, are a parameter: its first rows, its last
     decoded: str = "(?!)"  # pattern of tensors whose values are read, and blocks are not: ``restore`` moves their columns
     shape_of: Callable[[str, Any], list[int] | None] = lambda *_: None  # (tensor, config): its shape, if not the parameter's
@@ -42,11 +43,12 @@ class Architecture:
                 return re.sub(pattern, own, name)
         expert = EXPERT_TENSOR.fullmatch(name)
         if expert and f"{expert[1]}down_exps" in known:  # the only one of them that transformers maps
-            part, ending = "down" if expert[2] == "down" else "gate_up", "_bias" if expert[3] == "bias" else ""
+            wide, ending = "gate_up" if self.has_gates else "up", "_bias" if expert[3] == "bias" else ""
+            part = "down" if expert[2] == "down" else wide
             return f"{known[f'{expert[1]}down_exps'].removesuffix('down_proj')}{part}_proj{ending}"
         return known.get(name) or known.get(name.removesuffix(".weight")) or ""  # a buffer's name has no such ending
 
     def is_half(self, name: str) -> bool:
         """Return whether a parameter consists of two tensors of which this is one."""
         expert = EXPERT_TENSOR.fullmatch(name)
-        return bool(expert and expert[2] != "down") or re.fullmatch(self.joined, name) is not None
+        return bool(expert and expert[2] != "down" and self.has_gates) or re.fullmatch(self.joined, name) is not None

@@ -47,6 +47,26 @@ GRANITE_HYBRID = {
     r"blk\.(\d+)\.ffn_down(?:_shexp)?\.weight": r"model.layers.\1.shared_mlp.output_linear.weight",
     r"blk\.(\d+)\.ssm_dt\.bias": r"model.layers.\1.mamba.dt_bias",
 }
+NEMOTRON_H: dict[str, Any] = {
+    "has_gates": False,
+    "restore": changes.restore_mamba2,
+    "renamed": {
+        r"blk\.(\d+)\.ssm_dt\.bias": r"model.layers.\1.mixer.dt_bias",
+        r"blk\.(\d+)\.ssm_a": r"model.layers.\1.mixer.A_log",
+        r"blk\.(\d+)\.ssm_d": r"model.layers.\1.mixer.D",
+        r"blk\.(\d+)\.ssm_(conv1d|norm)(\.weight|\.bias)": r"model.layers.\1.mixer.\2\3",
+        r"blk\.(\d+)\.ssm_(in|out)(\.weight)": r"model.layers.\1.mixer.\2_proj\3",
+        r"blk\.(\d+)\.attn_([qkv])(\.weight)": r"model.layers.\1.mixer.\2_proj\3",
+        r"blk\.(\d+)\.attn_output(\.weight)": r"model.layers.\1.mixer.o_proj\2",
+        r"blk\.(\d+)\.ffn_gate_inp(\.weight)": r"model.layers.\1.mixer.gate\2",
+        r"blk\.(\d+)\.exp_probs_b\.bias": r"model.layers.\1.mixer.gate.e_score_correction_bias",
+        r"blk\.(\d+)\.ffn_(up|down)(\.weight)": r"model.layers.\1.mixer.\2_proj\3",
+        r"blk\.(\d+)\.ffn_(up|down)_exps\.weight": r"model.layers.\1.mixer.experts.\2_proj",
+        r"blk\.(\d+)\.ffn_(up|down)_shexp(\.weight)": r"model.layers.\1.mixer.shared_experts.\2_proj\3",
+        r"blk\.(\d+)\.ffn_latent_down(\.weight)": r"model.layers.\1.mixer.fc1_latent_proj\2",
+        r"blk\.(\d+)\.ffn_latent_up(\.weight)": r"model.layers.\1.mixer.fc2_latent_proj\2",
+    },
+}
 ONLY_IMAGES = r"n_deepstack_layers|rope\.dimension_sections"  # entries about features and positions of images
 
 ARCHITECTURES = {
@@ -106,5 +126,7 @@ ARCHITECTURES = {
         changes_like="lfm2",
         renamed=_bias_at("feed_forward.expert_bias") | _experts_at("feed_forward.experts"),
     ),
+    "nemotron_h": Architecture("nemotron_h", configs.nemotron_h, **NEMOTRON_H),
+    "nemotron_h_moe": Architecture("nemotron_h", configs.nemotron_h, **NEMOTRON_H),
     "gpt-oss": Architecture("gpt_oss", configs.gpt_oss),
 }

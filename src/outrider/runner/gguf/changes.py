@@ -64,8 +64,8 @@ def restore_deepseek(rows: Array, name: str, _: Any) -> Array:
     return rows.swapaxes(1, 2) if name.endswith("attn_k_b.weight") else rows
 
 
-def restore_granitehybrid(rows: Array, name: str, config: Any) -> Array:
-    """Undo changes of Mamba 2's tensors (shapes; A in place of its logarithm), and of queries and keys as in Llama's files."""
+def restore_mamba2(rows: Array, name: str, _: Any) -> Array:
+    """Undo changes of Mamba 2's tensors: shapes, and A in place of its logarithm."""
     part = re.sub(r"^blk\.\d+\.", "", name)
     if part == "ssm_a":
         return np.log(-rows).reshape(-1)
@@ -73,7 +73,13 @@ def restore_granitehybrid(rows: Array, name: str, config: Any) -> Array:
         return rows.reshape(-1)
     if part == "ssm_conv1d.weight":
         return rows[:, None]
+    return rows
+
+
+def restore_granitehybrid(rows: Array, name: str, config: Any) -> Array:
+    """Undo changes of Mamba 2's tensors, and of queries and keys as in Llama's files."""
+    part = re.sub(r"^blk\.\d+\.", "", name)
     if part in ("attn_q.weight", "attn_k.weight"):
         heads = config.num_attention_heads if part == "attn_q.weight" else config.num_key_value_heads
         return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-    return rows
+    return restore_mamba2(rows, name, config)

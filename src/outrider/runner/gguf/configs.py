@@ -304,6 +304,32 @@ def granitehybrid(entry: Entry, _: Tensors, values: Values) -> None:
     }
 
 
+def nemotron_h(entry: Entry, _: Tensors, values: Values) -> None:
+    """Nemotron: each layer is one of Mamba 2, attention, experts, or a dense network."""
+    needed, num_layers = partial(_needed, entry), values.pop("num_hidden_layers")
+    heads, widths = _by_layer(needed("attention.head_count_kv"), values), _by_layer(needed("feed_forward_length"), values)
+    dense = "moe" if entry("expert_count") else "mlp"
+    kinds = zip(heads[:num_layers], widths[:num_layers], strict=True)
+    num_heads = needed("ssm.time_step_rank")
+    values |= {
+        "layer_types": ["full_attention" if number else dense if width else "linear_attention" for number, width in kinds],
+        "num_key_value_heads": max(heads),
+        "intermediate_size": max(widths),
+        "layer_norm_epsilon": entry("attention.layer_norm_epsilon") or needed("attention.layer_norm_rms_epsilon"),
+        "mamba_num_heads": num_heads,
+        "mamba_head_dim": needed("ssm.inner_size") // num_heads,
+        "ssm_state_size": needed("ssm.state_size"),
+        "n_groups": needed("ssm.group_count"),
+        "conv_kernel": needed("ssm.conv_kernel"),
+    }
+    entry("rope.scaling.finetuned")  # False: attention has no rotary positions, which llama.cpp's code fixes, too
+    if dense == "moe":
+        _check_router(entry, SIGMOID)
+        _add_deepseek_experts(entry, values)
+        values["moe_shared_expert_intermediate_size"] = needed("expert_shared_feed_forward_length")
+        values["moe_latent_size"] = entry("moe_latent_size")
+
+
 def exaone4(entry: Entry, _: Tensors, values: Values) -> None:
     values["sliding_window"] = entry("attention.sliding_window") or None
     pattern = entry("attention.sliding_window_pattern") or [False] * values["num_hidden_layers"]

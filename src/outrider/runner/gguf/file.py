@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,8 @@ class GgufFile:
                 raise OutriderError(f"{self.path}: unexpected tensor {name} for a {model.config.model_type} model")
             shape = list(reversed(tensor.shape.tolist()))
             wanted = architecture.shape_of(name, model.config) or self._shape_of(name, own, model, parameters[own])
+            if len(wanted) == 1:  # Mamba 2's norm is stored in groups
+                shape = [prod(shape)]
             if [size for size in shape if size > 1] != [size for size in wanted if size > 1]:
                 raise OutriderError(f"{self.path}: tensor {name} is {shape}, expected {wanted} by the config")
             names[name] = own

@@ -20,9 +20,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
 
 from outrider import native
-from outrider.runner.checkpoints.mxfp4 import WEIGHTS
 from outrider.runner.checkpoints.weight import dtype_name
-from outrider.runner.experts import PackedExperts, pack_experts, sizes_of
+from outrider.runner.experts import PackedExperts, pack_experts, sizes_of, weights_of
 from outrider.runner.gguf import codes
 from outrider.runner.gguf.architecture import Array
 from outrider.runner.gguf.file import FACTORS, PLAIN, GgufFile, by_parameter, forget
@@ -93,7 +92,7 @@ def _set_packed(model: PreTrainedModel, layer: str, own: str, packed: Mapping[st
     elif isinstance(module, nn.Linear):
         _set(model, layer, PackedLinear(module.weight, module.bias, packed=packed[own]))
     elif not isinstance(module, PackedExperts):  # otherwise both weights are placed already
-        given = {name: packed[f"{layer}.{name}"] for name in WEIGHTS if f"{layer}.{name}" in packed}
+        given = {name: packed[f"{layer}.{name}"] for name in weights_of(module) if f"{layer}.{name}" in packed}
         _set(model, layer, pack_experts(module, None, given))
 
 
