@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import sys
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from outrider import LLM, SamplingParams, memory, native  # noqa: E402
 from outrider.engine.config import load_tokenizer  # noqa: E402
 from outrider.runner import ModelRunner, RunnerConfig, blocks, linear  # noqa: E402
 from outrider.runner import gguf as gguf_reader  # noqa: E402
-from outrider.runner.gguf import codes  # noqa: E402
+from outrider.runner.gguf import architectures, codes  # noqa: E402
 from outrider.types import OutriderError  # noqa: E402
 
 needs_kernels = pytest.mark.skipif(not native.load(), reason="no C++ compiler")
@@ -124,6 +125,11 @@ def test_logits_equal_those_of_the_dequantised_model(architecture, kinds, precis
     else:
         # Gemma 4's attention has no scale, so that rounded activations change a random model's scores more.
         assert (got - expected).norm() < (0.2 if architecture.startswith("gemma4") else 0.05) * expected.norm()
+
+
+def test_the_documentation_names_every_architecture():
+    text = (Path(__file__).parent.parent / "docs/methods.md").read_text().partition("## GGUF files")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`([a-z0-9_-]+)`", text)) >= architectures.ARCHITECTURES.keys()
 
 
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -287,6 +293,10 @@ OTHER_CONFIGS = {
     ),
     "exaone4 without windows": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "granite 4 without experts": ("granitehybrid", {"num_local_experts": 0, "num_experts_per_tok": 0}),
+    "deepseek2 with softmax, YaRN": (
+        "deepseek2 with softmax",
+        {"rope_parameters": gguf_configs.YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+    ),
     "glm4moe without norms of queries": ("glm4moe", {"use_qk_norm": False, "attention_bias": False}),
     "deepseek2 with groups and without YaRN": ("deepseek2", {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}),
     "gemma3, capped logits": ("gemma3", {"final_logit_softcapping": 15.0}),
