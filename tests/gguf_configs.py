@@ -34,6 +34,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -119,6 +120,14 @@ CONFIGS: Mapping[str, Callable[..., Any]] = {
         **SHAPE
         | RECURRENT
         | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+        | more
+    ),
+    "qwen3next": lambda **more: Qwen3NextConfig(
+        **SHAPE
+        | RECURRENT
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+        | {"norm_topk_prob": True}
         | more
     ),
     "mistral3": lambda **more: Ministral3Config(
@@ -244,4 +253,5 @@ ARCHITECTURES = {  # llama.cpp's names where they differ
     "lfm2_moe": "lfm2moe",
     "minimax_m2": "minimax-m2",
     "mixtral": "llama",
+    "qwen3_next": "qwen3next",
 }

@@ -85,7 +85,8 @@ def add_recurrent(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_ssm_time_step_rank(config.linear_num_value_heads)
     writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
     writer.add_full_attention_interval(4)
-    writer.add_rope_dimension_sections([*config.rope_parameters["mrope_section"], 0])
+    if "mrope_section" in config.rope_parameters:
+        writer.add_rope_dimension_sections([*config.rope_parameters["mrope_section"], 0])
 
 
 def add_experts(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None:
@@ -223,5 +224,5 @@ OWN_ENTRIES = {
     ("nemotron_h", "nemotron_h_moe"): add_nemotron,
     ("lfm2", "lfm2moe"): add_convolutions,
     ("gemma4",): add_gemma4,
-    ("qwen35", "qwen35moe"): add_recurrent,
+    ("qwen3next", "qwen35", "qwen35moe"): add_recurrent,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def write(
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(base.rpartition(".")[2])
         turned = getattr(config, heads) if heads and architecture in TURNED else None
         array = weight.contiguous().numpy()
-        order = value_heads(own, array, config)
+        order = None if architecture == "qwen3next" else value_heads(own, array, config)
         if order is not None:
             array = np.take(array, *order)
         if (
@@ -90,7 +91,9 @@ def write(
             or "conv" in name.rpartition(".")[0].rpartition(".")[2]
         ):
             adds_one = (
-                architecture in ("gemma2", "gemma3", "qwen35", "qwen35moe") and "norm" in own and "linear_attn" not in own
+                architecture in ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
+                and "norm" in own
+                and "linear_attn" not in own
             )
             shift = np.float32(adds_one)  # these multiply by 1 + weight
             stored = -np.exp(array) if name.endswith("ssm_a") else array + shift
@@ -128,6 +131,19 @@ OWN_NAMES = {  # names in a block of tensors that the package does not map
 }
 
 
+class Rows:
+    """Rows of a tensor that are no view of it."""
+
+    def __init__(self, whole: torch.Tensor, index: np.ndarray) -> None:
+        self._whole, self._index = whole, torch.from_numpy(index)
+
+    def contiguous(self) -> torch.Tensor:
+        return self._whole[self._index]
+
+    def copy_(self, values: torch.Tensor) -> None:
+        self._whole[self._index] = values
+
+
 MIXER = {  # of Nemotron's layers
     "in_proj": "ssm_in",
     "out_proj": "ssm_out",
@@ -161,6 +177,17 @@ def unmapped(own: str, block: str, sizes: Mapping[str, Any]) -> dict[str, Callab
         return {
             f"{block}attn_k_b.weight": lambda whole: whole.unflatten(0, (heads, -1))[:, :keys].transpose(1, 2),
             f"{block}attn_v_b.weight": lambda whole: whole.unflatten(0, (heads, -1))[:, keys:],
+        }
+    if module == "in_proj_qkvz":  # of each key head queries, keys, values and gates; files have all of the first three
+        heads, size = sizes["linear_num_key_heads"], sizes["linear_key_head_dim"]
+        rows = np.arange(2 * heads * size + 2 * sizes["linear_num_value_heads"] * sizes["linear_value_head_dim"]).reshape(
+            heads, -1
+        )
+        width = (rows.shape[1] - 2 * size) // 2
+        kinds = np.split(rows, [size, 2 * size, 2 * size + width], 1)
+        return {
+            f"{block}attn_qkv.weight": partial(Rows, index=np.concatenate([kind.reshape(-1) for kind in kinds[:3]])),
+            f"{block}attn_gate.weight": partial(Rows, index=kinds[3].reshape(-1)),
         }
     ending = "_shexp.weight" if sizes.get("num_local_experts") else ".weight"  # of Granite 4 with and without experts
     if module == "input_linear":

@@ -108,7 +108,11 @@ def test_a_loaded_model_has_the_values_of_the_file(architecture, tied, kinds, tm
 @pytest.mark.parametrize(
     "architecture, precision",
     # Without 8: a random recurrent state amplifies rounded activations, and a router chooses other experts.
-    [(name, bits) for name in ARCHITECTURES for bits in ([32] if name.startswith(("qwen35", "gemma4 with")) else [8, 32])],
+    [
+        (name, bits)
+        for name in ARCHITECTURES
+        for bits in ([32] if name.startswith(("qwen3next", "qwen35", "gemma4 with")) else [8, 32])
+    ],
 )
 def test_logits_equal_those_of_the_dequantised_model(architecture, kinds, precision, tmp_path, monkeypatch):
     if precision == 32:
@@ -488,6 +492,28 @@ def test_tensors_that_do_not_belong_to_the_model_are_named(tmp_path):
     )
     said = written(lambda w: w.add_tensor("blk.0.attn_q.weight", np.zeros((8, 256), np.float32)), ("blk.0.attn_q.weight",))
     assert "tensor blk.0.attn_q.weight is [8, 256], expected [256, 256] by the config" in said
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "architecture, first, second", [("qwen3next", "attn_qkv", "attn_gate"), ("granitehybrid", "gate_sh", "up_sh")]
+)
+def test_the_two_tensors_of_a_parameter_may_have_different_types(architecture, first, second, tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "activation_bits", lambda: 32)
+    monkeypatch.setattr(linear.kernels, "prefers_pairs", lambda: False)
+
+    def kind(name):
+        return Kind.Q8_0 if first in name else Kind.Q4_0 if second in name else Kind.Q6_K
+
+    model, text = gguf_files.make_model(architecture), make_text(30, 1)
+    exact = gguf_files.write(tmp_path / "model.gguf", model, kind)
+    runner = load(tmp_path / "model.gguf")
+    joined = {name for name, module in runner.model.named_modules() if isinstance(module, linear.JoinedLinear)}
+    assert joined and all(
+        torch.equal(linear.weight_of(runner.model.get_submodule(name)), exact.get_submodule(name).weight) for name in joined
+    )
+    expected = plain_logits(exact, text)[-1]
+    torch.testing.assert_close(runner.extend(["a"], [text])[0], expected, rtol=2e-4, atol=2e-4 * float(expected.abs().max()))
 
 
 def test_a_file_in_parts_is_loaded_by_any_of_them(tmp_path):

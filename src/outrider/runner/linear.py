@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,6 +74,29 @@ class PackedLinear(nn.Module):
         return out
 
 
+class JoinedLinear(nn.Module):
+    """One linear layer whose rows are those of several packed ones, because they are of different types."""
+
+    order: Tensor | None
+
+    def __init__(self, parts: Sequence[PackedLinear], order: Tensor | None) -> None:
+        """``order`` int64 [outputs]: the row of all parts together that is each output; None if they are in order."""
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.in_features, self.out_features = parts[0].in_features, sum(part.out_features for part in parts)
+        self.register_buffer("order", order, persistent=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """Empty tensor with dtype and device, which some models read from their layers."""
+        return torch.empty(0, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [..., inputs] to [..., outputs]."""
+        out = torch.cat([part(x) for part in self.parts], -1)
+        return out if self.order is None else out.index_select(-1, self.order)
+
+
 class PackedEmbedding(nn.Module):
     """Embedding that reads rows of a packed weight: its tied output head's, or its own in 8 bits."""
 
@@ -103,6 +127,9 @@ class PackedEmbedding(nn.Module):
 
 def weight_of(module: nn.Module) -> Tensor:
     """Return the weight [outputs, inputs] of a linear layer or an embedding, packed or not."""
+    if isinstance(module, JoinedLinear):
+        rows = torch.cat([weight_of(part) for part in module.parts])
+        return rows if module.order is None else rows[module.order]
     packed = getattr(module, "packed", None)
     if packed is None:
         weight: Any = module.weight

@@ -30,6 +30,8 @@ class Architecture:
     renamed: Mapping[str, str] = field(default_factory=dict)  # patterns of tensors that transformers does not map -> names
     has_gates: bool = True  # experts have a gate projection
     joined: str = "(?!)"  # pattern of tensors of which two, besides those of experts, are a parameter: its first rows, its last
+    # (parameter, config): the row of these two tensors together that is each row of the parameter, if they are not in order
+    row_order: Callable[[str, Any], Array | None] = lambda *_: None
     decoded: str = "(?!)"  # pattern of tensors whose values are read, and blocks are not: ``restore`` moves their columns
     shape_of: Callable[[str, Any], list[int] | None] = lambda *_: None  # (tensor, config): its shape, if not the parameter's
     restore: Callable[[Array, str, Any], Array] | None = None  # (rows, tensor, config): undoes changes instead of transformers

@@ -17,22 +17,18 @@ def restore_qwen35(rows: Array, name: str, config: Any) -> Array:
     """
     part, size = re.sub(r"^blk\.\d+\.", "", name), config.linear_value_head_dim
     by_key_head = partial(_by_key_head, config=config)
-    if part.endswith("norm.weight") and part != "ssm_norm.weight":
-        return np.subtract(rows, 1, dtype=rows.dtype)
-    if part == "ssm_a":
-        return by_key_head(np.log(-rows), 1)
-    if part in ("ssm_dt.bias", "ssm_alpha.weight", "ssm_beta.weight"):
-        return by_key_head(rows, 1)
+    if part in ("ssm_a", "ssm_dt.bias", "ssm_alpha.weight", "ssm_beta.weight"):
+        return by_key_head(np.log(-rows) if part == "ssm_a" else rows, 1)
     if part == "attn_gate.weight":
         return by_key_head(rows, size)
     if part in ("attn_qkv.weight", "ssm_conv1d.weight"):
         num_other = 2 * config.linear_key_head_dim * config.linear_num_key_heads  # rows of queries and keys
-        turned = np.concatenate([rows[:num_other], by_key_head(rows[num_other:], size)])
-        return turned[:, None] if part == "ssm_conv1d.weight" else turned
+        rows = np.concatenate([rows[:num_other], by_key_head(rows[num_other:], size)])
+        return restore_qwen3next(rows, name, config)
     if part == "ssm_out.weight":
         is_in_blocks = rows.shape[1] != config.linear_num_value_heads * size
         return rows if is_in_blocks else by_key_head(rows.T, size).T
-    return rows.reshape(1, -1) if part == "ffn_gate_inp_shexp.weight" else rows
+    return restore_qwen3next(rows, name, config)
 
 
 def _by_key_head(rows: Array, size: int, config: Any) -> Array:
@@ -46,6 +42,44 @@ def inputs_of_qwen35(name: str, config: Any) -> Array | None:
     if not name.endswith("ssm_out.weight") or heads == keys:
         return None
     return np.arange(heads * size).reshape(keys, heads // keys, size).swapaxes(0, 1).reshape(-1)
+
+
+def restore_qwen3next(rows: Array, name: str, _: Any) -> Array:
+    """Undo changes of values and shapes: the converter adds 1 to norms and stores A instead of its logarithm."""
+    part = re.sub(r"^blk\.\d+\.", "", name)
+    if part.endswith("norm.weight") and part != "ssm_norm.weight":
+        return np.subtract(rows, 1, dtype=rows.dtype)
+    if part == "ssm_a":
+        return np.log(-rows)
+    if part == "ssm_conv1d.weight":
+        return rows[:, None]
+    return rows.reshape(1, -1) if part == "ffn_gate_inp_shexp.weight" else rows
+
+
+def rows_of_qwen3next(parameter: str, config: Any) -> Array | None:
+    """Return the order of the rows of queries, keys, values and gates, which the model has key head by key head.
+
+    Files have gates in one tensor, which comes first, and all queries, all keys and all values in the other.
+    """
+    if not parameter.endswith("in_proj_qkvz.weight"):
+        return None
+    heads, size = config.linear_num_key_heads, config.linear_key_head_dim
+    width = config.linear_num_value_heads // heads * config.linear_value_head_dim  # rows of a head's values
+    starts = np.cumsum([0, heads * width, heads * size, heads * size])
+    gates, queries, keys, values = (
+        np.arange(start, start + heads * rows).reshape(heads, rows)
+        for start, rows in zip(starts, (width, size, size, width), strict=True)
+    )
+    return np.concatenate([queries, keys, values, gates], 1).reshape(-1)
+
+
+def shape_of_qwen3next(name: str, config: Any) -> list[int] | None:
+    """Return the shapes of these two tensors."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    if name.endswith("attn_qkv.weight"):
+        return [2 * keys + values, config.hidden_size]
+    return [values, config.hidden_size] if name.endswith("attn_gate.weight") else None
 
 
 def shape_of_deepseek(name: str, config: Any) -> list[int] | None:

@@ -356,6 +356,13 @@ def lfm2moe(entry: Entry, tensors: Tensors, values: Values) -> None:
 
 
 def qwen35(entry: Entry, _: Tensors, values: Values) -> None:
+    _add_delta(entry, values)
+    sections = [section for section in _needed(entry, "rope.dimension_sections") if section]
+    values["rope_parameters"] |= {"mrope_section": sections, "mrope_interleaved": True}
+
+
+def _add_delta(entry: Entry, values: Values) -> None:
+    """Add the layers of Qwen3-Next and 3.5: those with the delta rule, and those of attention."""
     needed = partial(_needed, entry)
     kinds = {True: "linear_attention", False: "full_attention"}
     num_layers = values["num_hidden_layers"]
@@ -369,20 +376,20 @@ def qwen35(entry: Entry, _: Tensors, values: Values) -> None:
         "linear_num_key_heads": needed("ssm.group_count"),
         "linear_num_value_heads": heads,
         "linear_value_head_dim": needed("ssm.inner_size") // heads,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": values.pop("rope_theta", 1e7),
-            "partial_rotary_factor": needed("rope.dimension_count") / values["head_dim"],
-            "mrope_section": [section for section in needed("rope.dimension_sections") if section],
-            "mrope_interleaved": True,
-        },
     }
+    _add_partial_rotary(entry, values)
 
 
 def qwen35moe(entry: Entry, tensors: Tensors, values: Values) -> None:
     qwen35(entry, tensors, values)
     _add_experts(entry, values, "num_experts", "moe_intermediate_size")
     values["shared_expert_intermediate_size"] = _needed(entry, "expert_shared_feed_forward_length")
+
+
+def qwen3next(entry: Entry, _: Tensors, values: Values) -> None:
+    _add_delta(entry, values)
+    _add_experts(entry, values, "num_experts", "moe_intermediate_size")
+    values |= {"shared_expert_intermediate_size": _needed(entry, "expert_shared_feed_forward_length"), "norm_topk_prob": True}
 
 
 def gpt_oss(entry: Entry, _: Tensors, values: Values) -> None:

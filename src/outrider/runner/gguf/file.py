@@ -214,7 +214,7 @@ class GgufFile:
         return self.model_entry("nextn_predict_layers") or 0
 
     def _check_parts(self, names: Mapping[str, str]) -> None:
-        """Raise ``OutriderError`` unless every parameter has its one tensor, or its two halves of one type."""
+        """Raise ``OutriderError`` unless every parameter has its one tensor, or its two halves; experts' are of one type."""
         record = self.record
         for own, parts in by_parameter(names).items():
             expected = 2 if record.is_half(parts[0]) else 1
@@ -223,7 +223,7 @@ class GgufFile:
             if len(parts) > expected:
                 raise OutriderError(f"{self.path}: tensors {' and '.join(parts)} are the same parameter {own}")
             kinds = [self.tensors[name].tensor_type.name for name in parts]
-            if len({*kinds}) > 1 and not re.fullmatch(record.decoded, parts[0]):
+            if len({*kinds}) > 1 and EXPERT_TENSOR.fullmatch(parts[0]):
                 raise OutriderError(
                     f"{self.path}: tensors {' and '.join(parts)} are of types {' and '.join(kinds)}: expected one type for both"
                 )
@@ -270,7 +270,7 @@ class GgufFile:
         if EXPERT_TENSOR.fullmatch(name) and len(wanted) == 3 and model.get_submodule(own.rpartition(".")[0]).is_transposed:
             wanted[1:] = wanted[:0:-1]
         if self.record.is_half(name):
-            wanted[1 if EXPERT_TENSOR.fullmatch(name) else 0] //= 2
+            wanted[-2] //= 2
         return wanted
 
 

@@ -25,7 +25,7 @@ from outrider.runner.experts import PackedExperts, pack_experts, sizes_of, weigh
 from outrider.runner.gguf import codes
 from outrider.runner.gguf.architecture import Array
 from outrider.runner.gguf.file import FACTORS, PLAIN, GgufFile, by_parameter, forget
-from outrider.runner.linear import PackedEmbedding, PackedLinear, is_plain_embedding
+from outrider.runner.linear import JoinedLinear, PackedEmbedding, PackedLinear, is_plain_embedding
 from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
@@ -52,16 +52,23 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
     _fill_buffers(model, file)
     read, places = partial(rows_of, restorer(model.config, file)), _places(model, set(names.values()))
     packed: dict[str, Tensor] = {}
+    joined: dict[str, JoinedLinear] = {}
     for own, same in by_parameter(names).items():
         tensors, module = [file.tensors[name] for name in same], model.get_submodule(own.rpartition(".")[0])
         is_decoded = re.fullmatch(record.decoded, same[0]) is not None
-        if keeps and _is_packable(module, own) and tensors[0].tensor_type.name in codes.FORMATS and not is_decoded:
-            packed[own] = _packed(file, same, read)
+        kinds, order = {tensor.tensor_type.name for tensor in tensors}, record.row_order(own, model.config)
+        if keeps and _is_packable(module, own) and kinds <= codes.FORMATS.keys() and not is_decoded:
+            if len(kinds) > 1:
+                joined[own] = _joined(file, same, read, order)
+            else:
+                packed[own] = _packed(file, same, read, order)
             continue
-        values = values_of([read(tensor) for tensor in tensors], module)
+        values = values_of([read(tensor) for tensor in tensors], module, order)
         parameter = nn.Parameter(values if keeps else values.to(to), requires_grad=False)
         for place in places[own]:
             _set(model, place, parameter)
+    for own, layer in joined.items():
+        _set(model, own.rpartition(".")[0], layer)
     for own in packed:  # after the biases, which the packed layers copy
         for place in places[own]:
             _set_packed(model, place.rpartition(".")[0], own, packed)
@@ -74,12 +81,22 @@ def _is_packable(module: nn.Module, parameter: str) -> bool:
     return is_expert or type(module) is nn.Linear or is_plain_embedding(module)
 
 
-def _packed(file: GgufFile, names: list[str], read: Callable[..., Tensor]) -> Tensor:
+def _joined(file: GgufFile, names: list[str], read: Callable[..., Tensor], order: Array | None) -> JoinedLinear:
+    """Return a layer without a bias from the tensors of these names, which are of different types. Raises ``OutriderError``."""
+    shapes = [file.tensors[name].shape.tolist()[::-1] for name in names]
+    parts = [
+        PackedLinear(torch.empty(shape, device="meta"), None, packed=_packed(file, [name], read, None))
+        for name, shape in zip(names, shapes, strict=True)
+    ]
+    return JoinedLinear(parts, None if order is None else torch.from_numpy(order))
+
+
+def _packed(file: GgufFile, names: list[str], read: Callable[..., Tensor], order: Array | None) -> Tensor:
     """Return the packed weight of one parameter, stored in the tensors of these names. Raises ``OutriderError``."""
     tensors = [file.tensors[name] for name in names]
-    rows = torch.cat([read(tensor, in_blocks=True) for tensor in tensors], -2)  # of experts the gate comes first
+    rows = torch.cat([read(tensor, in_blocks=True) for tensor in tensors], -2).flatten(0, -2)  # of experts the gate comes first
     try:
-        return codes.pack(rows.flatten(0, -2), tensors[0].tensor_type.name)
+        return codes.pack(rows if order is None else rows[torch.from_numpy(order)], tensors[0].tensor_type.name)
     except OutriderError as error:
         raise OutriderError(f"{file.path}: tensor {names[0]}: {error}") from error
 
@@ -96,12 +113,13 @@ def _set_packed(model: PreTrainedModel, layer: str, own: str, packed: Mapping[st
         _set(model, layer, pack_experts(module, None, given))
 
 
-def values_of(parts: list[Tensor], module: Any) -> Tensor:
-    """Return a parameter from its tensor or its two halves, in transformers' layout."""
+def values_of(parts: list[Tensor], module: Any, order: Array | None = None) -> Tensor:
+    """Return a parameter from its tensor or its two halves, in transformers' layout. ``order``: ``Architecture.row_order``."""
     whole = parts[0]
     if len(parts) == 2:
         is_mixed = not getattr(module, "is_concatenated", True)  # rows of gate and up projection alternate
         whole = torch.stack(parts, 2).flatten(1, 2) if is_mixed else torch.cat(parts, -2)
+    whole = whole if order is None else whole[torch.from_numpy(order)]
     if isinstance(module, nn.Linear) and whole.dim() > 2:
         return whole.flatten(0, -2)  # of all heads
     return whole.transpose(1, 2).contiguous() if whole.dim() == 3 and getattr(module, "is_transposed", False) else whole
