@@ -1,7 +1,8 @@
-"""Values of transformers' configs from the entries of GGUF files, for each architecture.
+"""Values of transformers' configs from the entries of GGUF files: one function for each architecture.
 
-transformers maps most entries by name. Here are the entries that it ignores, and values that files leave out because
-llama.cpp's code fixes them.
+transformers maps most entries by name. These functions (``Architecture.complete``) add the entries that it ignores, and values
+that files leave out because llama.cpp's code fixes them. They raise ``KeyError`` for a missing entry and ``ValueError`` for one
+that is not supported. An entry that they read counts as understood.
 """
 
 from __future__ import annotations
@@ -264,7 +265,7 @@ def ernie4_5_moe(entry: Entry, _: Tensors, values: Values) -> None:
         "moe_layer_start_index": entry("leading_dense_block_count") or 0,
         "moe_layer_end_index": values["num_hidden_layers"] - 1,
     }
-    entry("expert_shared_feed_forward_length")  # the shared experts' width, which converters state wrong
+    entry("expert_shared_feed_forward_length")  # the shared experts' width, which the converter computes in its own way
 
 
 def minimax_m2(entry: Entry, _: Tensors, values: Values) -> None:
@@ -300,7 +301,7 @@ def granitehybrid(entry: Entry, _: Tensors, values: Values) -> None:
         "num_local_experts": entry("expert_count") or 0,
         "num_experts_per_tok": entry("expert_used_count") or 0,
         "shared_intermediate_size": needed("expert_shared_feed_forward_length"),
-        "position_embedding_type": "rope" if needed("rope.scaling.finetuned") else "nope",
+        "position_embedding_type": "nope" if entry("rope.scaling.finetuned") is False else "rope",  # llama.cpp's switch
     }
 
 
@@ -322,7 +323,6 @@ def nemotron_h(entry: Entry, _: Tensors, values: Values) -> None:
         "n_groups": needed("ssm.group_count"),
         "conv_kernel": needed("ssm.conv_kernel"),
     }
-    entry("rope.scaling.finetuned")  # False: attention has no rotary positions, which llama.cpp's code fixes, too
     if dense == "moe":
         _check_router(entry, SIGMOID)
         _add_deepseek_experts(entry, values)
@@ -343,11 +343,9 @@ def seed_oss(_: Entry, tensors: Tensors, values: Values) -> None:
 
 def lfm2moe(entry: Entry, tensors: Tensors, values: Values) -> None:
     _check_router(entry, SIGMOID)
-    width = values["intermediate_size"]
     lfm2(entry, tensors, values)
     _add_experts(entry, values, "num_experts", "moe_intermediate_size")
     values |= {
-        "intermediate_size": width,
         "num_dense_layers": entry("leading_dense_block_count") or 0,
         "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in tensors),
         "norm_topk_prob": True,  # in llama.cpp's code, like the next one

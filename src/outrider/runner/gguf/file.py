@@ -270,7 +270,7 @@ class GgufFile:
         if EXPERT_TENSOR.fullmatch(name) and len(wanted) == 3 and model.get_submodule(own.rpartition(".")[0]).is_transposed:
             wanted[1:] = wanted[:0:-1]
         if self.record.is_half(name):
-            wanted[-2] //= 2
+            wanted[1 if EXPERT_TENSOR.fullmatch(name) else 0] //= 2
         return wanted
 
 

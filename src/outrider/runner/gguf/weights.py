@@ -52,14 +52,15 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
     _fill_buffers(model, file)
     read, places = partial(rows_of, restorer(model.config, file)), _places(model, set(names.values()))
     packed: dict[str, Tensor] = {}
-    joined: dict[str, JoinedLinear] = {}
     for own, same in by_parameter(names).items():
-        tensors, module = [file.tensors[name] for name in same], model.get_submodule(own.rpartition(".")[0])
+        layer = own.rpartition(".")[0]
+        tensors, module = [file.tensors[name] for name in same], model.get_submodule(layer)
         is_decoded = re.fullmatch(record.decoded, same[0]) is not None
         kinds, order = {tensor.tensor_type.name for tensor in tensors}, record.row_order(own, model.config)
         if keeps and _is_packable(module, own) and kinds <= codes.FORMATS.keys() and not is_decoded:
             if len(kinds) > 1:
-                joined[own] = _joined(file, same, read, order)
+                assert getattr(module, "bias", None) is None
+                _set(model, layer, _joined(file, same, read, order))
             else:
                 packed[own] = _packed(file, same, read, order)
             continue
@@ -67,8 +68,6 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
         parameter = nn.Parameter(values if keeps else values.to(to), requires_grad=False)
         for place in places[own]:
             _set(model, place, parameter)
-    for own, layer in joined.items():
-        _set(model, own.rpartition(".")[0], layer)
     for own in packed:  # after the biases, which the packed layers copy
         for place in places[own]:
             _set_packed(model, place.rpartition(".")[0], own, packed)
