@@ -28,6 +28,7 @@ from transformers import (
     MixtralConfig,
     NemotronHConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     Qwen2Config,
     Qwen3_5MoeTextConfig,
@@ -144,6 +145,17 @@ CONFIGS: Mapping[str, Callable[..., Any]] = {
     ),
     "smollm3": lambda **more: SmolLM3Config(**SHAPE | {"pad_token_id": 0, "num_hidden_layers": 4, "rope_theta": 2e4} | more),
     "olmo2": lambda **more: Olmo2Config(**SHAPE | {"pad_token_id": 0, "rope_theta": 2e4} | more),
+    "olmo3": lambda **more: Olmo3Config(
+        **SHAPE
+        | {"pad_token_id": 0, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+        | {
+            "rope_parameters": {
+                "full_attention": YARN | {"attention_factor": 1.3},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+            }
+        }
+        | more
+    ),
     "lfm2": lambda **more: Lfm2Config(
         **SHAPE
         | {"pad_token_id": 0, "num_hidden_layers": 3, "block_auto_adjust_ff_dim": False}
@@ -253,5 +265,6 @@ ARCHITECTURES = {  # llama.cpp's names where they differ
     "lfm2_moe": "lfm2moe",
     "minimax_m2": "minimax-m2",
     "mixtral": "llama",
+    "olmo3": "olmo2",
     "qwen3_next": "qwen3next",
 }

@@ -69,6 +69,7 @@ def add_yarn(writer: gguf.GGUFWriter, rotary: Mapping[str, Any]) -> None:
     for name, add in {
         "original_max_position_embeddings": writer.add_rope_scaling_orig_ctx_len,
         "beta_fast": writer.add_rope_scaling_yarn_beta_fast,
+        "attention_factor": writer.add_rope_scaling_yarn_attn_factor,
         "beta_slow": writer.add_rope_scaling_yarn_beta_slow,
         "mscale_all_dim": writer.add_rope_scaling_yarn_log_mul,
         "llama_4_scaling_beta": writer.add_attn_temperature_scale,
@@ -126,8 +127,9 @@ def add_experts(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None
 
 
 def add_windows(writer: gguf.GGUFWriter, config: Any) -> None:
-    """Add which layers have a window."""
-    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    """Add which layers have a window, if any."""
+    if hasattr(config, "layer_types"):
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
 
 
 def add_convolutions(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -220,7 +222,7 @@ OWN_ENTRIES = {
     ("granite", "granitemoe", "granitehybrid"): add_scales,
     ("granitehybrid",): add_mamba,
     ("deepseek2",): add_latent,
-    ("exaone4",): add_windows,
+    ("exaone4", "olmo2"): add_windows,
     ("nemotron_h", "nemotron_h_moe"): add_nemotron,
     ("lfm2", "lfm2moe"): add_convolutions,
     ("gemma4",): add_gemma4,

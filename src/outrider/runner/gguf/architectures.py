@@ -37,6 +37,7 @@ DEEPSEEK: dict[str, Any] = {
     "restore": changes.restore_deepseek,
 }
 DEEPSEEK_V2 = Architecture("deepseek_v2", configs.deepseek_v2, **DEEPSEEK)
+OLMO3 = Architecture("olmo3", configs.olmo3)
 MIXTRAL = Architecture("mixtral", configs.mixtral, changes_like="llama")
 GRANITE_EXPERTS = {
     r"blk\.(\d+)\.ffn_gate_inp\.weight": r"model.layers.\1.block_sparse_moe.router.weight",
@@ -115,7 +116,7 @@ ARCHITECTURES = {
         restore=changes.restore_granitehybrid,
     ),
     "smollm3": Architecture("smollm3", changes_like="llama"),
-    "olmo2": Architecture("olmo2"),
+    "olmo2": Architecture("olmo2", variant=lambda entry, _: OLMO3 if entry("attention.sliding_window") else None),
     "exaone4": Architecture("exaone4", configs.exaone4, none_if_missing=("sliding_window",)),
     "seed_oss": Architecture("seed_oss", configs.seed_oss),
     "glm4": Architecture("glm4", configs.glm4),

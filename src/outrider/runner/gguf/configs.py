@@ -29,8 +29,9 @@ def add_scaling(entry: Entry, values: Values) -> None:
     values["rope_parameters"] = scaling = {"rope_type": kind, "factor": _needed(entry, "rope.scaling.factor"), **theta}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = _needed(entry, "rope.scaling.original_context_length")
-        betas = {name: entry(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
-        scaling |= {name: value for name, value in betas.items() if value is not None}
+        names = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_attn_factor": "attention_factor"}
+        found = {own: entry(f"rope.scaling.{name}") for name, own in names.items()}
+        scaling |= {own: value for own, value in found.items() if value is not None}
 
 
 def gemma2(entry: Entry, _: Tensors, values: Values) -> None:
@@ -331,9 +332,22 @@ def nemotron_h(entry: Entry, _: Tensors, values: Values) -> None:
 
 
 def exaone4(entry: Entry, _: Tensors, values: Values) -> None:
+    _add_windows(entry, values)
+
+
+def _add_windows(entry: Entry, values: Values) -> None:
+    """Add which layers have a window, by default none."""
     values["sliding_window"] = entry("attention.sliding_window") or None
     pattern = entry("attention.sliding_window_pattern") or [False] * values["num_hidden_layers"]
     values["layer_types"] = ["sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern]
+
+
+def olmo3(entry: Entry, _: Tensors, values: Values) -> None:
+    _add_windows(entry, values)
+    theta = values.pop("rope_theta", 5e5)
+    full = {"rope_type": "default", "rope_theta": theta} | values.get("rope_parameters", {})
+    sliding = {"rope_type": "default", "rope_theta": entry("rope.freq_base_swa") or full["rope_theta"]}
+    values["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
 
 
 def seed_oss(_: Entry, tensors: Tensors, values: Values) -> None:
