@@ -392,6 +392,9 @@ def test_unsupported_files_are_rejected_before_weights_are_read(unread, tmp_path
     assert "split.count=2, but of its parts its folder holds 1: put all" in changed(lambda w: w.add_uint16("split.count", 2))
     said = changed(lambda w: w.add_float32("llama.logit_scale", 0.5))
     assert "llama.logit_scale=0.5 is not supported: put the model's config.json into" in said
+    for number in (2, 1 << 20):
+        said = changed(lambda w, number=number: w.add_nextn_predict_layers(number))
+        assert f"nextn_predict_layers={number}, expected a number below block_count=2" in said
     assert "llama.attention.sliding_window=16" in changed(lambda w: w.add_sliding_window(16))
     said = changed(lambda w: w.kv_data[0].pop("llama.attention.head_count"))
     assert "its header says llama.attention.head_count=None, expected a positive integer" in said

@@ -171,10 +171,14 @@ class GgufFile:
                 raise OutriderError(
                     f"{self.path}: its header says {self.architecture}.{name}={entry(name)}, expected a positive integer"
                 )
-        num_layers = entry("block_count")
+        num_layers, num_mtp = entry("block_count"), self.num_mtp_layers
         if num_layers > len(self.tensors):  # the config makes lists of that length
             raise OutriderError(
                 f"{self.path}: its header says block_count={num_layers}, but it has {len(self.tensors)} tensors"
+            )
+        if not isinstance(num_mtp, int) or not 0 <= num_mtp < num_layers:
+            raise OutriderError(
+                f"{self.path}: its header says nextn_predict_layers={num_mtp}, expected a number below block_count={num_layers}"
             )
         values: dict[str, Any] = {
             "name_or_path": str(self.path.parent),
@@ -189,7 +193,7 @@ class GgufFile:
                 if own is not None and value is not None:
                     values[own] = value
         values.pop("model_type", None)  # llama.cpp's name of the architecture
-        values["num_hidden_layers"] = num_layers - self.num_mtp_layers
+        values["num_hidden_layers"] = num_layers - num_mtp
         # entries that transformers ignores
         values["head_dim"] = entry("attention.key_length") or values.get("head_dim")
         ends = [self.entry(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
