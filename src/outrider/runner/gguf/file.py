@@ -166,20 +166,7 @@ class GgufFile:
             read.add(name)
             return self.model_entry(name)
 
-        for name in NEEDED:
-            if not isinstance(entry(name), int) or entry(name) < 1:
-                raise OutriderError(
-                    f"{self.path}: its header says {self.architecture}.{name}={entry(name)}, expected a positive integer"
-                )
-        num_layers, num_mtp = entry("block_count"), self.num_mtp_layers
-        if num_layers > len(self.tensors):  # the config makes lists of that length
-            raise OutriderError(
-                f"{self.path}: its header says block_count={num_layers}, but it has {len(self.tensors)} tensors"
-            )
-        if not isinstance(num_mtp, int) or not 0 <= num_mtp < num_layers:
-            raise OutriderError(
-                f"{self.path}: its header says nextn_predict_layers={num_mtp}, expected a number below block_count={num_layers}"
-            )
+        self._check_sizes()
         values: dict[str, Any] = {
             "name_or_path": str(self.path.parent),
             "tie_word_embeddings": "output.weight" not in self.tensors,
@@ -193,7 +180,7 @@ class GgufFile:
                 if own is not None and value is not None:
                     values[own] = value
         values.pop("model_type", None)  # llama.cpp's name of the architecture
-        values["num_hidden_layers"] = num_layers - num_mtp
+        values["num_hidden_layers"] = entry("block_count") - self.num_mtp_layers
         # entries that transformers ignores
         values["head_dim"] = entry("attention.key_length") or values.get("head_dim")
         ends = [self.entry(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
@@ -211,6 +198,23 @@ class GgufFile:
             raise OutriderError(f"{self.path}: its header {said}") from error
         self.refuse_unknown_entries(read)
         return config
+
+    def _check_sizes(self) -> None:
+        """Raise ``OutriderError`` unless the numbers that every model has are plausible."""
+        for name in NEEDED:
+            if not isinstance(self.model_entry(name), int) or self.model_entry(name) < 1:
+                raise OutriderError(
+                    f"{self.path}: its header says {self.architecture}.{name}={self.model_entry(name)}, expected a positive integer"
+                )
+        num_layers, num_mtp = self.model_entry("block_count"), self.num_mtp_layers
+        if num_layers > len(self.tensors):  # the config makes lists of that length
+            raise OutriderError(
+                f"{self.path}: its header says block_count={num_layers}, but it has {len(self.tensors)} tensors"
+            )
+        if not isinstance(num_mtp, int) or not 0 <= num_mtp < num_layers:
+            raise OutriderError(
+                f"{self.path}: its header says nextn_predict_layers={num_mtp}, expected a number below block_count={num_layers}"
+            )
 
     @property
     def num_mtp_layers(self) -> int:
