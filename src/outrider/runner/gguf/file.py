@@ -202,9 +202,10 @@ class GgufFile:
     def _check_sizes(self) -> None:
         """Raise ``OutriderError`` unless the numbers that every model has are plausible."""
         for name in NEEDED:
-            if not isinstance(self.model_entry(name), int) or self.model_entry(name) < 1:
+            value = self.model_entry(name)
+            if not isinstance(value, int) or value < 1:
                 raise OutriderError(
-                    f"{self.path}: its header says {self.architecture}.{name}={self.model_entry(name)}, expected a positive integer"
+                    f"{self.path}: its header says {self.architecture}.{name}={value}, expected a positive integer"
                 )
         num_layers, num_mtp = self.model_entry("block_count"), self.num_mtp_layers
         if num_layers > len(self.tensors):  # the config makes lists of that length
