@@ -79,8 +79,13 @@ def experts_in_file_layout(module):
 
 
 @needs_kernels
-@pytest.mark.parametrize("kinds", KINDS)
-@pytest.mark.parametrize("architecture, tied", [*((name, True) for name in TIED), *((name, False) for name in UNTIED)])
+@pytest.mark.parametrize(
+    "architecture, tied, kinds",
+    [
+        *((name, True, kinds) for name in TIED for kinds in (["mixed"] if name in UNTIED else KINDS)),
+        *((name, False, kinds) for name in UNTIED for kinds in KINDS),
+    ],
+)
 def test_a_loaded_model_has_the_values_of_the_file(architecture, tied, kinds, tmp_path):
     model = gguf_files.make_model(architecture, tie_word_embeddings=tied)
     exact = gguf_files.write(tmp_path / "model.gguf", model, KINDS[kinds])
