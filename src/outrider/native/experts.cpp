@@ -45,8 +45,8 @@ at::Tensor experts(const at::Tensor& x, const at::Tensor& up, const at::Tensor& 
   const int64_t rows = x.size(0), inputs = x.size(1), each = chosen.size(1), outputs = down.size(0) / num_experts * kPanel;
   TORCH_CHECK(x.dim() == 2 && chosen.dim() == 2 && chosen.size(0) == rows && shares.sizes() == chosen.sizes(), "experts: rows ", x.sizes(),
               ", choices ", chosen.sizes(), ", shares ", shares.sizes());
-  TORCH_CHECK(num_experts > 0 && up.size(0) % ((has_gate ? 2 : 1) * num_experts) == 0 && down.size(0) % num_experts == 0, "experts: panels ", up.size(0),
-              " and ", down.size(0), " of ", num_experts, " experts");
+  TORCH_CHECK(num_experts > 0 && up.size(0) % ((has_gate ? 2 : 1) * num_experts) == 0 && down.size(0) % num_experts == 0,
+              "experts: panels ", up.size(0), " and ", down.size(0), " of ", num_experts, " experts");
   const at::Tensor source = x.to(at::kFloat).contiguous(), choices = chosen.to(at::kLong).contiguous(),
                    factors = shares.to(at::kFloat).contiguous();
   const int64_t* of = choices.const_data_ptr<int64_t>();
