@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+BLOCK = re.compile(r"blk\.(\d+)\.(.+)")  # a layer's tensor: number of the layer, name in it
 EXPERT_TENSOR = re.compile(r"(blk\.\d+\.ffn_)(gate|up|down)_exps\.(weight|bias)")
 Array = np.ndarray[Any, Any]
 Values = dict[str, Any]  # arguments of a config class of transformers
@@ -27,7 +28,8 @@ class Architecture:
     scalings: tuple[str, ...] = ("linear", "yarn")  # the supported kinds of scaled rotary positions
     none_if_missing: tuple[str, ...] = ()  # values that are None, not the config class's default, where the file has none
     changes_like: str = ""  # the architecture whose changes of tensors transformers undoes, if not its own
-    renamed: Mapping[str, str] = field(default_factory=dict)  # patterns of tensors that transformers does not map -> names
+    # Patterns of tensors that transformers does not map -> names. These and the next patterns are of names in a layer.
+    renamed: Mapping[str, str] = field(default_factory=dict)
     has_gates: bool = True  # experts have a gate projection
     joined: str = "(?!)"  # pattern of tensors of which two, besides those of experts, are a parameter: its first rows, its last
     # (parameter, config): the row of these two tensors together that is each row of the parameter, if they are not in order
@@ -40,9 +42,10 @@ class Architecture:
 
     def own_name(self, name: str, known: Mapping[str, str]) -> str:
         """Return the model's name of a tensor, "" for an unknown tensor. ``known``: the names that transformers maps."""
+        block = BLOCK.fullmatch(name)
         for pattern, own in self.renamed.items():
-            if re.fullmatch(pattern, name):
-                return re.sub(pattern, own, name)
+            if block and (found := re.fullmatch(pattern, block[2])):
+                return f"model.layers.{block[1]}.{found.expand(own)}"
         expert = EXPERT_TENSOR.fullmatch(name)
         if expert and f"{expert[1]}down_exps" in known:  # the only one of them that transformers maps
             wide, ending = "gate_up" if self.has_gates else "up", "_bias" if expert[3] == "bias" else ""
@@ -53,4 +56,14 @@ class Architecture:
     def is_half(self, name: str) -> bool:
         """Return whether a parameter consists of two tensors of which this is one."""
         expert = EXPERT_TENSOR.fullmatch(name)
-        return bool(expert and expert[2] != "down" and self.has_gates) or re.fullmatch(self.joined, name) is not None
+        return bool(expert and expert[2] != "down" and self.has_gates) or bool(re.fullmatch(self.joined, name_in_layer(name)))
+
+    def is_decoded(self, name: str) -> bool:
+        """Return whether a tensor's values are read even if the model could hold its blocks."""
+        return re.fullmatch(self.decoded, name_in_layer(name)) is not None
+
+
+def name_in_layer(name: str) -> str:
+    """Return the name of a layer's tensor without the layer; other names as they are."""
+    block = BLOCK.fullmatch(name)
+    return block[2] if block else name

@@ -11,28 +11,28 @@ from outrider.runner.gguf.architecture import Architecture
 def _experts_at(module: str) -> dict[str, str]:
     """Return the names of a layer's experts, which are in this module of the layer."""
     return {
-        r"blk\.(\d+)\.ffn_(?:gate|up)_exps\.weight": rf"model.layers.\1.{module}.gate_up_proj",
-        r"blk\.(\d+)\.ffn_down_exps\.weight": rf"model.layers.\1.{module}.down_proj",
+        r"ffn_(?:gate|up)_exps\.weight": f"{module}.gate_up_proj",
+        r"ffn_down_exps\.weight": f"{module}.down_proj",
     }
 
 
 def _bias_at(name: str) -> dict[str, str]:
     """Return the name of the bias that a layer's router adds to choose experts."""
-    return {r"blk\.(\d+)\.exp_probs_b\.bias": rf"model.layers.\1.{name}"}
+    return {r"exp_probs_b\.bias": name}
 
 
 QWEN35: dict[str, Any] = {
     "scalings": (),
-    "renamed": {r"blk\.(\d+)\.ssm_dt\.bias": r"model.layers.\1.linear_attn.dt_bias"},
+    "renamed": {r"ssm_dt\.bias": "linear_attn.dt_bias"},
     "restore": changes.restore_qwen35,
     "input_order": changes.inputs_of_qwen35,
 }
 DEEPSEEK_BIAS = _bias_at("mlp.gate.e_score_correction_bias")
 DEEPSEEK: dict[str, Any] = {
-    "renamed": DEEPSEEK_BIAS | {r"blk\.(\d+)\.attn_[kv]_b\.weight": r"model.layers.\1.self_attn.kv_b_proj.weight"},
-    "joined": r"blk\.\d+\.attn_[kv]_b\.weight",
+    "renamed": DEEPSEEK_BIAS | {r"attn_[kv]_b\.weight": "self_attn.kv_b_proj.weight"},
+    "joined": r"attn_[kv]_b\.weight",
     "none_if_missing": ("q_lora_rank",),
-    "decoded": r"blk\.\d+\.attn_[kv]_b\.weight",
+    "decoded": r"attn_[kv]_b\.weight",
     "shape_of": changes.shape_of_deepseek,
     "restore": changes.restore_deepseek,
 }
@@ -40,32 +40,32 @@ DEEPSEEK_V2 = Architecture("deepseek_v2", configs.deepseek_v2, **DEEPSEEK)
 OLMO3 = Architecture("olmo3", configs.olmo3)
 MIXTRAL = Architecture("mixtral", configs.mixtral, changes_like="llama")
 GRANITE_EXPERTS = {
-    r"blk\.(\d+)\.ffn_gate_inp\.weight": r"model.layers.\1.block_sparse_moe.router.weight",
+    r"ffn_gate_inp\.weight": "block_sparse_moe.router.weight",
     **_experts_at("block_sparse_moe.experts"),
 }
 GRANITE_HYBRID = {
-    r"blk\.(\d+)\.ffn_(?:gate|up)(?:_shexp)?\.weight": r"model.layers.\1.shared_mlp.input_linear.weight",
-    r"blk\.(\d+)\.ffn_down(?:_shexp)?\.weight": r"model.layers.\1.shared_mlp.output_linear.weight",
-    r"blk\.(\d+)\.ssm_dt\.bias": r"model.layers.\1.mamba.dt_bias",
+    r"ffn_(?:gate|up)(?:_shexp)?\.weight": "shared_mlp.input_linear.weight",
+    r"ffn_down(?:_shexp)?\.weight": "shared_mlp.output_linear.weight",
+    r"ssm_dt\.bias": "mamba.dt_bias",
 }
 NEMOTRON_H: dict[str, Any] = {
     "has_gates": False,
     "restore": changes.restore_mamba2,
     "renamed": {
-        r"blk\.(\d+)\.ssm_dt\.bias": r"model.layers.\1.mixer.dt_bias",
-        r"blk\.(\d+)\.ssm_a": r"model.layers.\1.mixer.A_log",
-        r"blk\.(\d+)\.ssm_d": r"model.layers.\1.mixer.D",
-        r"blk\.(\d+)\.ssm_(conv1d|norm)(\.weight|\.bias)": r"model.layers.\1.mixer.\2\3",
-        r"blk\.(\d+)\.ssm_(in|out)(\.weight)": r"model.layers.\1.mixer.\2_proj\3",
-        r"blk\.(\d+)\.attn_([qkv])(\.weight)": r"model.layers.\1.mixer.\2_proj\3",
-        r"blk\.(\d+)\.attn_output(\.weight)": r"model.layers.\1.mixer.o_proj\2",
-        r"blk\.(\d+)\.ffn_gate_inp(\.weight)": r"model.layers.\1.mixer.gate\2",
-        r"blk\.(\d+)\.exp_probs_b\.bias": r"model.layers.\1.mixer.gate.e_score_correction_bias",
-        r"blk\.(\d+)\.ffn_(up|down)(\.weight)": r"model.layers.\1.mixer.\2_proj\3",
-        r"blk\.(\d+)\.ffn_(up|down)_exps\.weight": r"model.layers.\1.mixer.experts.\2_proj",
-        r"blk\.(\d+)\.ffn_(up|down)_shexp(\.weight)": r"model.layers.\1.mixer.shared_experts.\2_proj\3",
-        r"blk\.(\d+)\.ffn_latent_down(\.weight)": r"model.layers.\1.mixer.fc1_latent_proj\2",
-        r"blk\.(\d+)\.ffn_latent_up(\.weight)": r"model.layers.\1.mixer.fc2_latent_proj\2",
+        r"ssm_dt\.bias": "mixer.dt_bias",
+        r"ssm_a": "mixer.A_log",
+        r"ssm_d": "mixer.D",
+        r"ssm_(conv1d|norm)(\.weight|\.bias)": r"mixer.\1\2",
+        r"ssm_(in|out)(\.weight)": r"mixer.\1_proj\2",
+        r"attn_([qkv])(\.weight)": r"mixer.\1_proj\2",
+        r"attn_output(\.weight)": r"mixer.o_proj\1",
+        r"ffn_gate_inp(\.weight)": r"mixer.gate\1",
+        r"exp_probs_b\.bias": "mixer.gate.e_score_correction_bias",
+        r"ffn_(up|down)(\.weight)": r"mixer.\1_proj\2",
+        r"ffn_(up|down)_exps\.weight": r"mixer.experts.\1_proj",
+        r"ffn_(up|down)_shexp(\.weight)": r"mixer.shared_experts.\1_proj\2",
+        r"ffn_latent_down(\.weight)": r"mixer.fc1_latent_proj\1",
+        r"ffn_latent_up(\.weight)": r"mixer.fc2_latent_proj\1",
     },
 }
 ONLY_IMAGES = r"n_deepstack_layers|rope\.dimension_sections"  # entries about features and positions of images
@@ -83,10 +83,10 @@ ARCHITECTURES = {
         configs.qwen3next,
         scalings=(),
         renamed={
-            r"blk\.(\d+)\.ssm_dt\.bias": r"model.layers.\1.linear_attn.dt_bias",
-            r"blk\.(\d+)\.attn_(?:qkv|gate)\.weight": r"model.layers.\1.linear_attn.in_proj_qkvz.weight",
+            r"ssm_dt\.bias": "linear_attn.dt_bias",
+            r"attn_(?:qkv|gate)\.weight": "linear_attn.in_proj_qkvz.weight",
         },
-        joined=r"blk\.\d+\.attn_(qkv|gate)\.weight",
+        joined=r"attn_(qkv|gate)\.weight",
         row_order=changes.rows_of_qwen3next,
         shape_of=changes.shape_of_qwen3next,
         restore=changes.restore_qwen3next,
@@ -100,8 +100,8 @@ ARCHITECTURES = {
         configs.gemma4,
         scalings=(),
         renamed={
-            r"blk\.(\d+)\.ffn_gate_inp\.scale": r"model.layers.\1.router.scale",
-            r"blk\.(\d+)\.ffn_down_exps\.scale": r"model.layers.\1.router.per_expert_scale",
+            r"ffn_gate_inp\.scale": "router.scale",
+            r"ffn_down_exps\.scale": "router.per_expert_scale",
         },
     ),
     "phi3": Architecture("phi3", configs.phi3, config_tensors=tuple(configs.PHI3_FACTORS.values()), scalings=("longrope",)),
@@ -112,7 +112,7 @@ ARCHITECTURES = {
         "granitemoehybrid",
         configs.granitehybrid,
         renamed=GRANITE_EXPERTS | GRANITE_HYBRID,
-        joined=r"blk\.\d+\.ffn_(gate|up)(_shexp)?\.weight",
+        joined=r"ffn_(gate|up)(_shexp)?\.weight",
         restore=changes.restore_granitehybrid,
     ),
     "smollm3": Architecture("smollm3", changes_like="llama"),

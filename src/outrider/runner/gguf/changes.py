@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from outrider.runner.gguf.architecture import Array
+from outrider.runner.gguf.architecture import Array, name_in_layer
 
 
 def restore_qwen35(rows: Array, name: str, config: Any) -> Array:
     """Undo what llama.cpp's converter does: it adds 1 to norms, stores A instead of its logarithm, and separates the value
     heads of a key head (see ``_by_key_head``). Those of ``ssm_out`` are columns; in quantised rows they stay where they are.
     """
-    part, size = re.sub(r"^blk\.\d+\.", "", name), config.linear_value_head_dim
+    part, size = name_in_layer(name), config.linear_value_head_dim
     by_key_head = partial(_by_key_head, config=config)
     if part in ("ssm_a", "ssm_dt.bias", "ssm_alpha.weight", "ssm_beta.weight"):
         return by_key_head(np.log(-rows) if part == "ssm_a" else rows, 1)
@@ -46,7 +45,7 @@ def inputs_of_qwen35(name: str, config: Any) -> Array | None:
 
 def restore_qwen3next(rows: Array, name: str, _: Any) -> Array:
     """Undo changes of values and shapes: the converter adds 1 to norms and stores A instead of its logarithm."""
-    part = re.sub(r"^blk\.\d+\.", "", name)
+    part = name_in_layer(name)
     if part.endswith("norm.weight") and part != "ssm_norm.weight":
         return np.subtract(rows, 1, dtype=rows.dtype)
     if part == "ssm_a":
@@ -100,7 +99,7 @@ def restore_deepseek(rows: Array, name: str, _: Any) -> Array:
 
 def restore_mamba2(rows: Array, name: str, _: Any) -> Array:
     """Undo changes of Mamba 2's tensors: shapes, and A in place of its logarithm."""
-    part = re.sub(r"^blk\.\d+\.", "", name)
+    part = name_in_layer(name)
     if part == "ssm_a":
         return np.log(-rows).reshape(-1)
     if part in ("ssm_d", "ssm_norm.weight"):
@@ -112,7 +111,7 @@ def restore_mamba2(rows: Array, name: str, _: Any) -> Array:
 
 def restore_granitehybrid(rows: Array, name: str, config: Any) -> Array:
     """Undo changes of Mamba 2's tensors, and of queries and keys as in Llama's files."""
-    part = re.sub(r"^blk\.\d+\.", "", name)
+    part = name_in_layer(name)
     if part in ("attn_q.weight", "attn_k.weight"):
         heads = config.num_attention_heads if part == "attn_q.weight" else config.num_key_value_heads
         return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)

@@ -34,6 +34,19 @@ def add_scaling(entry: Entry, values: Values) -> None:
         scaling |= {own: value for own, value in found.items() if value is not None}
 
 
+def _unscaled(values: Values, theta: float) -> Values:
+    """Return rotary positions without scaling. ``theta``: the base where the file states none."""
+    return {"rope_type": "default", "rope_theta": values.pop("rope_theta", theta)}
+
+
+def _by_layer(entry: Entry, name: str) -> list[Any]:
+    """Return a needed entry that states a number for each layer, or one for all. Raises ``ValueError`` for another length."""
+    value, num_layers = _needed(entry, name), _needed(entry, "block_count")
+    if isinstance(value, list) and len(value) != num_layers:
+        raise ValueError(f"{name} has {len(value)} numbers, expected {num_layers}")
+    return value if isinstance(value, list) else [value] * num_layers
+
+
 def gemma2(entry: Entry, _: Tensors, values: Values) -> None:
     values["query_pre_attn_scalar"] = _gemma_scale(values, layers_of_the_largest=46)
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -45,7 +58,7 @@ def gemma3(entry: Entry, _: Tensors, values: Values) -> None:
     values["final_logit_softcapping"] = entry("final_logit_softcapping")
     if not entry("attention.sliding_window"):
         values["layer_types"] = ["full_attention"] * values["num_hidden_layers"]
-    full = {"rope_type": "default", "rope_theta": values.pop("rope_theta", 1e6)}
+    full = _unscaled(values, 1e6)
     values["rope_parameters"] = {
         "full_attention": full | values.get("rope_parameters", {}),
         "sliding_attention": {"rope_type": "default", "rope_theta": entry("rope.freq_base_swa") or 1e4},
@@ -64,15 +77,9 @@ def _gemma_scale(values: Values, layers_of_the_largest: int) -> int | None:
 def gemma4(entry: Entry, tensors: Tensors, values: Values) -> None:
     needed = partial(_needed, entry)
 
-    def by_layer(name: str) -> list[int]:
-        value = needed(name)
-        if isinstance(value, list) and len(value) != len(kinds):
-            raise ValueError(f"{name} has {len(value)} numbers, expected {len(kinds)}")
-        return value if isinstance(value, list) else [value] * len(kinds)
-
     pattern = needed("attention.sliding_window_pattern")
     kinds = ["sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern]
-    heads, widths = by_layer("attention.head_count_kv"), by_layer("feed_forward_length")
+    heads, widths = _by_layer(entry, "attention.head_count_kv"), _by_layer(entry, "feed_forward_length")
     full = kinds.index("full_attention")
     sliding = kinds.index("sliding_attention") if "sliding_attention" in kinds else full
     # Of each pair of rotated features the factor is 1, of the others 1e30.
@@ -114,8 +121,7 @@ def phi3(entry: Entry, tensors: Tensors, values: Values) -> None:
         raise ValueError(f"rope.dimension_count is {rotated:g} times the head size")
     values["sliding_window"] = entry("attention.sliding_window") or None  # 0 means none
     values["original_max_position_embeddings"] = entry("rope.scaling.original_context_length")
-    theta = values.pop("rope_theta", 1e4)
-    values["rope_parameters"] = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": rotated}
+    values["rope_parameters"] = _unscaled(values, 1e4) | {"partial_rotary_factor": rotated}
     if entry("rope.scaling.type") == "longrope" or any(name in tensors for name in PHI3_FACTORS.values()):
         values["rope_parameters"] |= {
             "rope_type": "longrope",
@@ -126,7 +132,7 @@ def phi3(entry: Entry, tensors: Tensors, values: Values) -> None:
 
 
 def mistral3(entry: Entry, _: Tensors, values: Values) -> None:
-    positions = values.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": values.pop("rope_theta", 1e4)})
+    positions = values.setdefault("rope_parameters", _unscaled(values, 1e4))
     positions["llama_4_scaling_beta"] = entry("attention.temperature_scale") or 0.0  # 0 in Mistral Small 3
     positions.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
     if positions["rope_type"] == "yarn":
@@ -138,15 +144,10 @@ def granite(entry: Entry, _: Tensors, values: Values) -> None:
         raise ValueError("attention without rotary positions, which is not supported")
     if entry("expert_count"):
         raise ValueError("experts, which are not supported in this architecture")
-    values["num_key_value_heads"] = max(_by_layer(entry("attention.head_count_kv"), values))
+    values["num_key_value_heads"] = max(_by_layer(entry, "attention.head_count_kv"))
     # Granite 4 without recurrent layers states the width as that of an expert which all tokens share.
     values["intermediate_size"] = entry("expert_shared_feed_forward_length") or values["intermediate_size"]
     _add_granite_scales(entry, values)
-
-
-def _by_layer(value: Any, values: Values) -> list[Any]:
-    """Return an entry that states one value, or one for each layer, as the latter."""
-    return value if isinstance(value, list) else [value] * values["num_hidden_layers"]
 
 
 def _add_granite_scales(entry: Entry, values: Values) -> None:
@@ -168,7 +169,7 @@ def lfm2(entry: Entry, _: Tensors, values: Values) -> None:
         "conv_L_cache": _needed(entry, "shortconv.l_cache"),
         "norm_eps": values.pop("rms_norm_eps"),
         "block_auto_adjust_ff_dim": False,  # the file states the width after the adjustment
-        "rope_parameters": {"rope_type": "default", "rope_theta": values.pop("rope_theta", 1e6)},
+        "rope_parameters": _unscaled(values, 1e6),
     }
 
 
@@ -206,9 +207,9 @@ def _check_router(entry: Entry, expected: int) -> None:
         raise ValueError(f"expert_gating_func={kind}, expected {expected}")
 
 
-def _add_partial_rotary(entry: Entry, values: Values) -> None:
-    """Add the part of a head's features that positions rotate."""
-    positions = values.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": values.pop("rope_theta", 1e4)})
+def _add_partial_rotary(entry: Entry, values: Values, theta: float = 1e4) -> None:
+    """Add the part of a head's features that positions rotate. ``theta``: the base where the file states none."""
+    positions = values.setdefault("rope_parameters", _unscaled(values, theta))
     positions["partial_rotary_factor"] = _needed(entry, "rope.dimension_count") / values["head_dim"]
 
 
@@ -228,17 +229,7 @@ def glm4moe(entry: Entry, tensors: Tensors, values: Values) -> None:
     values["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
 
 
-def deepseek_v2(entry: Entry, tensors: Tensors, values: Values) -> None:
-    _add_deepseek(entry, values)
-    _check_router(entry, SOFTMAX)
-    values["topk_method"] = "greedy" if values["n_group"] == 1 else "group_limited_greedy"
-
-
 def deepseek_v3(entry: Entry, _: Tensors, values: Values) -> None:
-    _add_deepseek(entry, values)
-
-
-def _add_deepseek(entry: Entry, values: Values) -> None:
     """Add the sizes of attention over a latent. Head sizes in files are those of one shared head over the latent."""
     rotated, needed = _needed(entry, "rope.dimension_count"), partial(_needed, entry)
     size = entry("attention.key_length_mla") or needed("attention.key_length")
@@ -256,6 +247,12 @@ def _add_deepseek(entry: Entry, values: Values) -> None:
         scale = (entry("rope.scaling.yarn_log_multiplier") or 0.0) / 0.1  # the converter multiplies it by 0.1
         values["rope_parameters"] |= {"mscale": scale, "mscale_all_dim": scale}
     _add_deepseek_experts(entry, values)
+
+
+def deepseek_v2(entry: Entry, tensors: Tensors, values: Values) -> None:
+    deepseek_v3(entry, tensors, values)
+    _check_router(entry, SOFTMAX)
+    values["topk_method"] = "greedy" if values["n_group"] == 1 else "group_limited_greedy"
 
 
 def ernie4_5_moe(entry: Entry, _: Tensors, values: Values) -> None:
@@ -289,7 +286,7 @@ def granitehybrid(entry: Entry, _: Tensors, values: Values) -> None:
     needed = partial(_needed, entry)
     _add_granite_scales(entry, values)
     heads, inner, hidden = needed("ssm.time_step_rank"), needed("ssm.inner_size"), values["hidden_size"]
-    by_layer = _by_layer(needed("attention.head_count_kv"), values)  # 0 where a layer is recurrent
+    by_layer = _by_layer(entry, "attention.head_count_kv")  # 0 where a layer is recurrent
     values |= {
         "num_key_value_heads": max(by_layer),
         "layer_types": ["attention" if number else "mamba" for number in by_layer],
@@ -309,7 +306,7 @@ def granitehybrid(entry: Entry, _: Tensors, values: Values) -> None:
 def nemotron_h(entry: Entry, _: Tensors, values: Values) -> None:
     """Nemotron: each layer is one of Mamba 2, attention, experts, or a dense network."""
     needed, num_layers = partial(_needed, entry), values.pop("num_hidden_layers")
-    heads, widths = _by_layer(needed("attention.head_count_kv"), values), _by_layer(needed("feed_forward_length"), values)
+    heads, widths = _by_layer(entry, "attention.head_count_kv"), _by_layer(entry, "feed_forward_length")
     dense = "moe" if entry("expert_count") else "mlp"
     kinds = zip(heads[:num_layers], widths[:num_layers], strict=True)
     num_heads = needed("ssm.time_step_rank")
@@ -332,20 +329,15 @@ def nemotron_h(entry: Entry, _: Tensors, values: Values) -> None:
 
 
 def exaone4(entry: Entry, _: Tensors, values: Values) -> None:
-    _add_windows(entry, values)
-
-
-def _add_windows(entry: Entry, values: Values) -> None:
     """Add which layers have a window, by default none."""
     values["sliding_window"] = entry("attention.sliding_window") or None
     pattern = entry("attention.sliding_window_pattern") or [False] * values["num_hidden_layers"]
     values["layer_types"] = ["sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern]
 
 
-def olmo3(entry: Entry, _: Tensors, values: Values) -> None:
-    _add_windows(entry, values)
-    theta = values.pop("rope_theta", 5e5)
-    full = {"rope_type": "default", "rope_theta": theta} | values.get("rope_parameters", {})
+def olmo3(entry: Entry, tensors: Tensors, values: Values) -> None:
+    exaone4(entry, tensors, values)
+    full = _unscaled(values, 5e5) | values.get("rope_parameters", {})
     sliding = {"rope_type": "default", "rope_theta": entry("rope.freq_base_swa") or full["rope_theta"]}
     values["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
 
@@ -389,26 +381,30 @@ def _add_delta(entry: Entry, values: Values) -> None:
         "linear_num_value_heads": heads,
         "linear_value_head_dim": needed("ssm.inner_size") // heads,
     }
-    _add_partial_rotary(entry, values)
+    _add_partial_rotary(entry, values, 1e7)
 
 
 def qwen35moe(entry: Entry, tensors: Tensors, values: Values) -> None:
     qwen35(entry, tensors, values)
-    _add_experts(entry, values, "num_experts", "moe_intermediate_size")
-    values["shared_expert_intermediate_size"] = _needed(entry, "expert_shared_feed_forward_length")
+    _add_qwen_experts(entry, values)
 
 
 def qwen3next(entry: Entry, _: Tensors, values: Values) -> None:
     _add_delta(entry, values)
+    _add_qwen_experts(entry, values)
+    values["norm_topk_prob"] = True
+
+
+def _add_qwen_experts(entry: Entry, values: Values) -> None:
     _add_experts(entry, values, "num_experts", "moe_intermediate_size")
-    values |= {"shared_expert_intermediate_size": _needed(entry, "expert_shared_feed_forward_length"), "norm_topk_prob": True}
+    values["shared_expert_intermediate_size"] = _needed(entry, "expert_shared_feed_forward_length")
 
 
 def gpt_oss(entry: Entry, _: Tensors, values: Values) -> None:
     _add_experts(entry, values, "num_local_experts", "intermediate_size")
     values["sliding_window"] = _needed(entry, "attention.sliding_window")
     # The config class defaults to YaRN. The public models set ``truncate`` to false, which files do not state.
-    plain = {"rope_type": "default", "rope_theta": values.pop("rope_theta", 1.5e5)}
+    plain = _unscaled(values, 1.5e5)
     values["rope_parameters"] = values.get("rope_parameters", plain) | {"truncate": False}
 
 

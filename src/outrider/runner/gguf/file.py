@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -116,7 +116,7 @@ class GgufFile:
         """Return an entry of the model, whose name is given without the architecture; see ``entry``."""
         return self.entry(f"{self.architecture}.{name}")
 
-    @property
+    @cached_property
     def record(self) -> Architecture:
         """Return the record of the architecture, which is supported (see ``refuse_unsupported``)."""
         record = ARCHITECTURES[self.architecture]

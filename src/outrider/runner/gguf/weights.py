@@ -6,7 +6,6 @@ Tensors are read one after another, so that loading takes little more memory tha
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
@@ -55,9 +54,8 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
     for own, same in by_parameter(names).items():
         layer = own.rpartition(".")[0]
         tensors, module = [file.tensors[name] for name in same], model.get_submodule(layer)
-        is_decoded = re.fullmatch(record.decoded, same[0]) is not None
         kinds, order = {tensor.tensor_type.name for tensor in tensors}, record.row_order(own, model.config)
-        if keeps and _is_packable(module, own) and kinds <= codes.FORMATS.keys() and not is_decoded:
+        if keeps and _is_packable(module, own) and kinds <= codes.FORMATS.keys() and not record.is_decoded(same[0]):
             if len(kinds) > 1:
                 assert getattr(module, "bias", None) is None
                 _set(model, layer, _joined(file, same, read, order))
