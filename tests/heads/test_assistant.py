@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from functools import partial
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from architectures.tiny import randomised
@@ -14,7 +17,7 @@ from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemm
 
 from outrider import SamplingParams
 from outrider.engine.finding import choices, known_drafters
-from outrider.heads import assistant
+from outrider.heads import assistant, mtp_formats
 from outrider.heads.assistant import AssistantRunner
 from outrider.heads.checkpoint import MTP, kinds_of
 from outrider.proposers.recognition import TargetFiles
@@ -39,6 +42,23 @@ SHARED = {
 }
 KINDS = ["sliding_attention", "full_attention"]
 ORDERED = {"use_ordered_embeddings": True, "num_centroids": 12, "centroid_intermediate_top_k": 4}
+STORED = {  # parts of names -> those in a GGUF file
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "layer_scalar": "layer_output_scale.weight",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "pre_projection": "nextn.pre_projection",
+    "post_projection": "nextn.post_projection",
+}
 CONFIG = RunnerConfig(compile="never", max_batch=4)
 
 
@@ -86,6 +106,68 @@ def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("assistant")
     drafter(**ORDERED).save_pretrained(place)
     return place
+
+
+def converted(folder):
+    """Write the folder's assistant as llama.cpp's converter does, and return the file."""
+    config = json.loads((folder / "config.json").read_text())
+    text, tensors = config["text_config"], load_file(folder / "model.safetensors")
+    writer = gguf.GGUFWriter(folder / "assistant.gguf", "gemma4-assistant")
+    writer.add_token_list([f"t{index}" for index in range(VOCAB)])
+    numbers = {
+        "block_count": text["num_hidden_layers"],
+        "nextn_predict_layers": text["num_hidden_layers"],
+        "context_length": text["max_position_embeddings"],
+        "embedding_length": text["hidden_size"],
+        "embedding_length_out": config["backbone_hidden_size"],
+        "embedding_length_per_layer_input": 0,
+        "feed_forward_length": text["intermediate_size"],
+        "attention.head_count": text["num_attention_heads"],
+        "attention.head_count_kv": text["num_key_value_heads"],
+        "attention.key_length": SHARED["global_head_dim"],
+        "attention.key_length_swa": text["head_dim"],
+        "attention.sliding_window": text["sliding_window"],
+        "attention.shared_kv_layers": text["num_kv_shared_layers"],
+    }
+    for name, number in numbers.items():
+        writer.add_uint32(f"gemma4-assistant.{name}", number)
+    writer.add_layer_norm_rms_eps(text["rms_norm_eps"])
+    writer.add_rope_freq_base(text["rope_parameters"]["full_attention"]["rope_theta"])
+    writer.add_float32("gemma4-assistant.rope.freq_base_swa", text["rope_parameters"]["sliding_attention"]["rope_theta"])
+    writer.add_array("gemma4-assistant.attention.sliding_window_pattern", [kind == KINDS[0] for kind in text["layer_types"]])
+    pairs = SHARED["global_head_dim"] // 2
+    turned = int(pairs * text["rope_parameters"]["full_attention"]["partial_rotary_factor"])
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * turned + [1e30] * (pairs - turned), np.float32))
+    for own, tensor in tensors.items():
+        if own.startswith("masked_embedding."):  # llama.cpp leaves them out
+            continue
+        name = re.sub(r"^model\.layers\.", "blk.", own)
+        for part, stored in STORED.items():
+            name = name.replace(part, stored)
+        writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return folder / "assistant.gguf"
+
+
+@pytest.mark.parametrize("changes", [{}, ORDERED], ids=["plain", "ordered"])
+def test_a_gguf_file_holds_the_same_assistant(changes, target, tmp_path):
+    drafter(**changes).save_pretrained(tmp_path)
+    file, expected = converted(tmp_path), assistant.load(tmp_path, target)
+    found = mtp_formats.load_any(file, target)
+    values = expected.state_dict()
+    if changes:  # ordered embeddings only restrict which logits are computed
+        values["lm_head.weight"] = values.pop("table")
+        del values["centroids.weight"], values["token_ordering"]
+    assert found.state_dict().keys() == values.keys()
+    assert all(torch.equal(value, values[name]) for name, value in found.state_dict().items())
+    for (_, one), (_, other) in zip(found.rotary_emb.named_buffers(), expected.rotary_emb.named_buffers(), strict=True):
+        assert torch.equal(one, other)
+    assert [str(layer) for layer in found.layers] == [str(layer) for layer in expected.layers]
+    assert [layer.self_attn.sliding_window for layer in found.layers] == [WINDOW + 2, None] * 2
+    assert kinds_of(file) == [MTP]
 
 
 def read(target, request_id, text):

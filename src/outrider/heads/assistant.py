@@ -31,7 +31,7 @@ from outrider.heads.checkpoint import (
 )
 from outrider.heads.feature_head import RolloutHead, Rotation
 from outrider.heads.head_runner import RolloutRunner, Step
-from outrider.runner import ModelRunner, attention
+from outrider.runner import ModelRunner, attention, gguf
 from outrider.runner.attention import PassLayout, active_pass
 from outrider.runner.kv_cache import CacheShape, LayerShape
 from outrider.runner.loading import load_config, text_config
@@ -181,7 +181,8 @@ def load(source: str | Path, target: ModelRunner) -> AssistantHead:
     folder = find_folder(source)
     _, tensors = read_folder(folder)
     refuse_quantised(tensors, source, ORDERING)
-    config = load_config(folder)
+    file = gguf.find(folder)
+    config = load_config(folder) if file is None else gguf.GgufFile.open(file).config()
     own, other = text_config(config).model_type, text_config(target.model).model_type
     if not hasattr(config, "backbone_hidden_size") or own != other:
         raise OutriderError(f"{source} reads the KV cache of a {own} model, but {target.name} is a {other} model")

@@ -1,6 +1,7 @@
 """Read and write folders of heads: config.json and tensors in any of the usual files.
 
-A path may also name a single weights file; its config is the one in the same folder. Under ``torch.device("meta")`` only file
+A path may also name a single weights file; its config is the one in the same folder, except of a GGUF file, which holds both
+(``gguf_heads``). Under ``torch.device("meta")`` only file
 headers are read: tensors have shapes and dtypes, but no values.
 """
 
@@ -23,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider.files import expanded, write_whole
-from outrider.memory import INDEXES, weight_map
+from outrider.memory import INDEXES, weight_files, weight_map
 from outrider.types import OutriderError, first_line, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -146,7 +147,12 @@ def tensor_names(folder: Path) -> Iterator[str]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json. Raises ``OutriderError`` if it is missing or not an object."""
+    """Read config.json, or the header of a GGUF file. Raises ``OutriderError`` if it is missing or not an object."""
+    file = _gguf(folder)
+    if file is not None:
+        from outrider.heads import gguf_heads  # which imports transformers
+
+        return gguf_heads.read_config(file)
     folder = folder.parent if folder.is_file() else folder
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -186,9 +192,9 @@ def _readable(file: Path, read: Callable[[Path], Result]) -> Result:
 
 def _names(file: Path) -> list[str]:
     if file.suffix == ".gguf":
-        from outrider.runner.gguf import GgufFile  # which imports transformers
+        from outrider.heads import gguf_heads
 
-        return list(GgufFile.open(file).tensors)
+        return gguf_heads.names(file)
     if file.suffix != ".safetensors":
         return list(_named(torch.load(file, "cpu", weights_only=True, mmap=True)))
     with safe_open(file, framework="pt") as opened:
@@ -196,6 +202,10 @@ def _names(file: Path) -> list[str]:
 
 
 def _tensors(file: Path, prefix: str) -> dict[str, Tensor]:
+    if file.suffix == ".gguf":
+        from outrider.heads import gguf_heads
+
+        return {name: tensor for name, tensor in gguf_heads.read_tensors(file).items() if name.startswith(prefix)}
     by_header = torch.get_default_device().type == "meta"
     if file.suffix != ".safetensors":
         found = torch.load(file, "meta" if by_header else "cpu", weights_only=True, mmap=by_header or bool(prefix))
@@ -256,8 +266,9 @@ def measured_acceptance(folder: Path) -> tuple[float, ...] | None:
 
 def _weight_files(folder: Path, prefix: str = "") -> list[Path]:
     """Return the files that hold tensors whose names begin with ``prefix``."""
-    if folder.is_file():
-        return [folder]
+    file = folder if folder.is_file() else _gguf(folder)
+    if file is not None:
+        return [file]
     for name in INDEXES:
         index = folder / name
         if index.exists():
@@ -270,6 +281,12 @@ def _weight_files(folder: Path, prefix: str = "") -> list[Path]:
     if not found:
         raise OutriderError(f"{folder} has no weights: expected one of {', '.join(FILES)}")
     return found[:1]
+
+
+def _gguf(folder: Path) -> Path | None:
+    """Return a GGUF file, or the only one in a folder without other weights; otherwise None."""
+    files = weight_files(folder)
+    return files[0] if len(files) == 1 and files[0].suffix == ".gguf" else None
 
 
 def loose_files(folder: Path) -> list[Path]:

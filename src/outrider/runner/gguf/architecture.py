@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 BLOCK = re.compile(r"blk\.(\d+)\.(.+)")  # a layer's tensor: number of the layer, name in it
+FACTORS = "rope_freqs.weight"  # Llama 3's divisors of rotary frequencies: a tensor instead of config entries
 EXPERT_TENSOR = re.compile(r"(blk\.\d+\.ffn_)(gate|up|down)_exps\.(weight|bias)")
 Array = np.ndarray[Any, Any]
 Values = dict[str, Any]  # arguments of a config class of transformers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import import_module
@@ -21,13 +21,12 @@ from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_h
 
 from outrider.memory import gguf_parts
 from outrider.runner.gguf import codes
-from outrider.runner.gguf.architecture import EXPERT_TENSOR, Architecture
-from outrider.runner.gguf.architectures import ARCHITECTURES
+from outrider.runner.gguf.architecture import EXPERT_TENSOR, FACTORS, Architecture
+from outrider.runner.gguf.architectures import ARCHITECTURES, HEADS
 from outrider.runner.gguf.configs import add_scaling
 from outrider.types import OutriderError, first_line, how_to_install
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-FACTORS = "rope_freqs.weight"  # Llama 3's divisors of rotary frequencies: a tensor instead of config entries
 # Entries of every architecture that do not affect a supported model, or only together with others.
 UNDERSTOOD = (
     r"context_length|embedding_length|block_count|feed_forward_length|vocab_size|nextn_predict_layers"
@@ -112,14 +111,19 @@ class GgufFile:
         """Return llama.cpp's name of the model's architecture."""
         return str(self.entry("general.architecture"))
 
+    @property
+    def is_head(self) -> bool:
+        """Return whether the file is a head for drafting, and no model."""
+        return self.architecture in HEADS
+
     def model_entry(self, name: str) -> Any:
         """Return an entry of the model, whose name is given without the architecture; see ``entry``."""
         return self.entry(f"{self.architecture}.{name}")
 
     @cached_property
     def record(self) -> Architecture:
-        """Return the record of the architecture, which is supported (see ``refuse_unsupported``)."""
-        record = ARCHITECTURES[self.architecture]
+        """Return the record of the architecture, which is supported (see ``refuse_unsupported``) or a head's."""
+        record = HEADS.get(self.architecture) or ARCHITECTURES[self.architecture]
         return record.variant(self.model_entry, self.tensors) or record
 
     @property
@@ -134,14 +138,20 @@ class GgufFile:
         return PLAIN["BF16"] if "BF16" in found else PLAIN["F16"] if "F16" in found else PLAIN["F32"]
 
     def refuse_unsupported(self) -> None:
-        """Raise ``OutriderError`` for an unsupported architecture or type of tensor."""
+        """Raise ``OutriderError`` for a head, an unsupported architecture or an unsupported type of tensor."""
+        if self.is_head:
+            raise OutriderError(f"{self.path} is a head for drafting ({self.architecture}), not a model: give it as the draft")
         if self.architecture not in ARCHITECTURES:
             raise OutriderError(
                 f"{self.path} is a model of architecture {self.architecture}: supported in GGUF files are"
                 f" {', '.join(ARCHITECTURES)}; other models load from their Hugging Face folder"
             )
-        for name, tensor in self.tensors.items():
-            kind = tensor.tensor_type.name
+        self.refuse_unsupported_types(self.tensors)
+
+    def refuse_unsupported_types(self, names: Iterable[str]) -> None:
+        """Raise ``OutriderError`` if one of these tensors is of an unsupported type."""
+        for name in names:
+            kind = self.tensors[name].tensor_type.name
             if kind not in PLAIN and kind not in codes.FORMATS:
                 known = ", ".join([*PLAIN, *codes.FORMATS])
                 raise OutriderError(f"{self.path}: tensor {name} is of type {kind}: supported are {known}")
@@ -150,6 +160,8 @@ class GgufFile:
         """Raise ``OutriderError`` for an entry that may change the model and is not among those ``read``."""
         understood = re.compile(f"{UNDERSTOOD}|{self.record.ignored}")
         advice = "put the model's config.json into the file's folder and pass the folder"
+        if self.is_head:
+            advice = "draft with the folder that the file was converted from"
         for field in self.fields:
             architecture, _, name = field.partition(".")
             if architecture == self.architecture and name not in read and not understood.fullmatch(name):
@@ -220,7 +232,7 @@ class GgufFile:
     @property
     def num_mtp_layers(self) -> int:
         """Return the number of layers after the model's own, which are an MTP head."""
-        return self.model_entry("nextn_predict_layers") or 0
+        return 0 if self.is_head else self.model_entry("nextn_predict_layers") or 0
 
     def _check_parts(self, names: Mapping[str, str]) -> None:
         """Raise ``OutriderError`` unless every parameter has its one tensor, or its two halves; experts' are of one type."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,25 @@ from transformers import (
 
 from outrider.files import expanded
 from outrider.memory import gguf_parts, weight_files
-from outrider.runner.gguf.architectures import ARCHITECTURES
+from outrider.runner.gguf.architectures import ARCHITECTURES, HEADS
 from outrider.runner.gguf.file import GgufFile
 from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 
+IMAGES = "clip"  # architecture of files with the encoder of images that belongs to a model (mmproj-*.gguf)
+# The beginning of every file of llama.cpp: version, numbers of tensors and entries, and the first entry, a string.
+FIRST_ENTRY = re.compile(rb"GGUF.{20}\x14\0{7}general\.architecture\x08\0{3}(.{8})(.*)", re.DOTALL)
 # Rules for which GPT-2's gives the same tokens: merges learned from single digits never join two of them.
 SPLIT_LIKE_GPT2 = ("gpt-2", "smollm")
 
 
 def find(source: object) -> Path | None:
-    """Return the GGUF file of a source: the file itself, or the only one in a folder without other weights; otherwise None.
+    """Return the GGUF file of a source: the file itself, or the only model in a folder without other weights; otherwise None.
 
-    Of a file in parts it is the first part, whichever is named.
+    Of a file in parts it is the first part, whichever is named. Heads and encoders of images are not models.
 
-    Raises ``OutriderError`` for a folder with several GGUF files.
+    Raises ``OutriderError`` for a folder with several models in GGUF files.
     """
     if not isinstance(source, (str, Path)) or not str(source):
         return None
@@ -41,9 +45,25 @@ def find(source: object) -> Path | None:
     files = weight_files(path)
     if not files or files[0].suffix != ".gguf":
         return None
+    files = [each for each in files if _architecture(each) not in (*HEADS, IMAGES)] or files
     if len(gguf_parts(files[0])) != len(files):
         raise OutriderError(f"{source} holds {len(files)} GGUF files: name one of them, such as {files[0]}")
     return files[0]
+
+
+def is_head(path: Path) -> bool:
+    """Return whether a GGUF file is a head for drafting."""
+    return _architecture(path) in HEADS
+
+
+def _architecture(path: Path) -> str:
+    """Return the architecture of a GGUF file, by the first entry of its header; "" for other files."""
+    try:
+        with path.open("rb") as opened:
+            found = FIRST_ENTRY.match(opened.read(256))
+    except OSError:  # reported when the file is loaded
+        return ""
+    return found[2][: int.from_bytes(found[1], "little")].decode(errors="replace") if found else ""
 
 
 def load_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:

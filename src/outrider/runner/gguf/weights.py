@@ -22,8 +22,8 @@ from outrider import native
 from outrider.runner.checkpoints.weight import dtype_name
 from outrider.runner.experts import PackedExperts, pack_experts, sizes_of, weights_of
 from outrider.runner.gguf import codes
-from outrider.runner.gguf.architecture import Array
-from outrider.runner.gguf.file import FACTORS, PLAIN, GgufFile, by_parameter, forget
+from outrider.runner.gguf.architecture import FACTORS, Array
+from outrider.runner.gguf.file import PLAIN, GgufFile, by_parameter, forget
 from outrider.runner.linear import JoinedLinear, PackedEmbedding, PackedLinear, is_plain_embedding
 from outrider.types import OutriderError
 
