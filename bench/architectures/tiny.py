@@ -78,6 +78,8 @@ HALF_ROTATED = {"text_config": {"rope_parameters": {**ROPE, "partial_rotary_fact
 COHERE = {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), ROPE), "layer_types": SLIDING}
 LLAMA_4 = {"layer_types": ["chunked_attention", "full_attention"] * 2, "no_rope_layers": [1, 0, 1, 0]}
 GEMMA_4 = {"global_head_dim": 32, "layer_types": SLIDING}
+QWEN_4 = {"hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8}
+QWEN_4["indexer_compress_ratio"] = 4
 CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "chameleon": {"vocabulary_map": {"<image>": 5}},
@@ -109,6 +111,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "llama4_text": {**LLAMA_4, "floor_scale": 8},
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": HEAD_DIM},
+    "mistral4": {"head_dim": 16},
     "moshi": {"sliding_window": LENGTH},  # as in the checkpoints: transformers' cache cuts at it, its forward does not
     "nemotron": {"head_dim": HEAD_DIM, "num_key_value_heads": KV_HEADS},
     "paddleocr_vl": IN_TEXT_SECTIONS,
@@ -116,6 +119,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": IN_TEXT_SECTIONS,
     "qwen2_vl": IN_TEXT_SECTIONS,
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 2},
+    "qwen4_exp": {"text_config": QWEN_4},
+    "qwen4_exp_text": QWEN_4,
     "whisper": {"is_encoder_decoder": False},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},

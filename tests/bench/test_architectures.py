@@ -40,6 +40,7 @@ REFUSED = {
     "cpmant": "gives different logits with Outrider's cache than without a cache",
     "deepseek_v4": "their own cache (heavily_compressed_attention)",
     "deepseek_v32": "a separate index",
+    "qwen4_exp_text": "a separate index",
     "inkling_text": "position_bias",
     "openai-gpt": "its own attention code",
     "rwkv": "a recurrent state",

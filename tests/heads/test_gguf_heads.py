@@ -365,7 +365,7 @@ def test_a_head_that_is_not_supported_is_refused_in_one_line(case: str, small: N
 def test_a_head_is_no_model_and_a_model_no_head(target: Path, small: None, tmp_path: Path) -> None:
     HEADS["eagle3"](tmp_path / "head")
     file = convert(tmp_path / "head")
-    with pytest.raises(OutriderError, match=r"is a head for drafting \(eagle3\), not a model: give it as the draft"):
+    with pytest.raises(OutriderError, match=r"drafts for another model \(eagle3\): give it as the draft"):
         ModelRunner.load(file, RunnerConfig(compile="never"))
     with pytest.raises(OutriderError, match="is a model of architecture llama, not a head"):
         read_config(target / "model.gguf")

@@ -19,9 +19,8 @@ from outrider.files import expanded
 from outrider.memory import gguf_parts, on_this_machine, size, weight_files
 from outrider.method_text import join_method
 from outrider.proposers.method import MethodSpec
-from outrider.proposers.recognition import TargetFiles, find_folder, kind_of, loose_files
+from outrider.proposers.recognition import TargetFiles, find_folder, is_gguf_head, kind_of, loose_files
 from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT, DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS
-from outrider.runner import gguf
 from outrider.runner.tokenizers import DifferentVocabulary
 from outrider.types import OutriderError, first_line
 
@@ -172,11 +171,11 @@ def _nearby(target: TargetFiles) -> Iterator[Candidate]:
     Heads may be GGUF files in the folder. Next to a target in a GGUF file drafts may also be GGUF files named after a method.
     """
     folder = target.folder.absolute()
-    inside = [*_folders(folder), *loose_files(folder), *filter(gguf.is_head, _gguf_files(folder))]
+    inside = [*_folders(folder), *loose_files(folder), *filter(is_gguf_head, _gguf_files(folder))]
     prefixes = tuple(f"{folder.name.removesuffix('.gguf')}{mark}" for mark in "-_.")
     outside = [each for each in _folders(folder.parent) if each.name.startswith(prefixes) or _says_it_drafts(each)]
     if folder.is_file():
-        outside += [each for each in _gguf_files(folder.parent) if _says_it_drafts(each) or gguf.is_head(each)]
+        outside += [each for each in _gguf_files(folder.parent) if _says_it_drafts(each) or is_gguf_head(each)]
     for source, where in [*((each, INSIDE) for each in inside), *((each, NEXT_TO) for each in outside if each != folder)]:
         found = _examined(target, source, where)
         if found is not None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from outrider.heads import gguf_heads
 from outrider.heads.checkpoint import (
     ASSISTANT_TENSOR,
     TargetSizes,
@@ -182,7 +183,7 @@ def load(source: str | Path, target: ModelRunner) -> AssistantHead:
     _, tensors = read_folder(folder)
     refuse_quantised(tensors, source, ORDERING)
     file = gguf.find(folder)
-    config = load_config(folder) if file is None else gguf.GgufFile.open(file).config()
+    config = load_config(folder) if file is None else gguf_heads.opened(file).config()
     own, other = text_config(config).model_type, text_config(target.model).model_type
     if not hasattr(config, "backbone_hidden_size") or own != other:
         raise OutriderError(f"{source} reads the KV cache of a {own} model, but {target.name} is a {other} model")

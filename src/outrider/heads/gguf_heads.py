@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.runner import gguf
+from outrider.runner.gguf.architecture import FACTORS, Architecture, Entry, Tensors, Values
+from outrider.runner.gguf.configs import _needed as needed
+from outrider.runner.gguf.configs import gemma4
 from outrider.types import OutriderError
 
 MAPPING = "d2t"
@@ -63,8 +69,84 @@ OWN_PARTS = {  # the same by architecture
         "layer_output_scale": "layer_scalar",
     },
 }
-UNUSED = (gguf.FACTORS, "masked_embd_centroids.weight", "masked_embd_ordering")  # the first is part of the config
+UNUSED = (FACTORS, "masked_embd_centroids.weight", "masked_embd_ordering")  # the first is part of the config
 NAME = re.compile(r"(?:blk\.(\d+)\.)?(.+?)(\.weight|\.bias)?")
+# llama.cpp stores Llama 3's scaled rotary positions as divisors of the frequencies. All of its models were scaled with these.
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def eagle3(entry: Entry, tensors: Tensors, values: Values) -> None:
+    """Read an EAGLE-3 head. Whether it has a norm before fc is known from its tensors."""
+    entry("norm_before_fc")
+    values |= {
+        "eagle_aux_hidden_state_layer_ids": needed(entry, "target_layers"),
+        "target_hidden_size": needed(entry, "target_hidden_size"),
+        "norm_before_residual": bool(entry("norm_before_residual")),
+    }
+    _add_llama3_scaling(tensors, values)
+
+
+def dflash(entry: Entry, tensors: Tensors, values: Values) -> None:
+    """Read a block drafter: DFlash, DFlash 2 or DSpark."""
+    rotated = entry("rope.dimension_count")
+    if rotated not in (None, values["head_dim"]):
+        raise ValueError(f"rotary positions of {rotated} of {values['head_dim']} features, expected all")
+    pattern = entry("attention.sliding_window_pattern") or [False] * values["num_hidden_layers"]
+    values |= {
+        "aux_hidden_state_layer_ids": needed(entry, "target_layers"),
+        "layer_types": ["sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern],
+        "sliding_window": entry("attention.sliding_window"),
+        "use_sliding_window": any(pattern),
+        "is_causal": entry("attention.causal"),
+        "output_multiplier": entry("logit_scale"),
+        "input_embedding_scale": entry("embedding_scale"),
+    }
+    for name in ("block_size", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "sample_from_anchor"):
+        values[name] = entry(name)
+    values["final_logit_softcapping"] = entry("final_logit_softcapping")
+    _add_llama3_scaling(tensors, values)
+
+
+def gemma4_assistant(entry: Entry, tensors: Tensors, values: Values) -> None:
+    """Read one of Gemma 4's assistants. llama.cpp leaves out ordered embeddings: logits are those of all tokens."""
+    gemma4(entry, tensors, values)
+    values["sliding_window"] = needed(entry, "attention.sliding_window")
+    none = {"attention_k_eq_v": False, "vocab_size_per_layer_input": 0}  # its layers have neither keys nor inputs of their own
+    text = {name: value for name, value in (values | none).items() if value is not None}
+    values.clear()
+    values |= {
+        "text_config": text,
+        "backbone_hidden_size": needed(entry, "embedding_length_out"),
+    }
+
+
+def _add_llama3_scaling(tensors: Tensors, values: Values) -> None:
+    """Add Llama 3's scaling if the file has divisors of frequencies. Raises ``ValueError`` if they are others than its."""
+    if FACTORS not in tensors:
+        return
+    found = torch.from_numpy(tensors[FACTORS].data.copy())
+    plain: Values = {"rope_type": "default", "rope_theta": values.pop("rope_theta", 1e4)}
+    scaled = plain | LLAMA3 | {"rope_type": "llama3", "factor": float(found.max())}
+    sizes = {"head_dim": values["head_dim"], "max_position_embeddings": 1 << 20}
+    with torch.device("cpu"):  # also where only headers are read
+        before, after = (
+            LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=dict(each))).inv_freq for each in (plain, scaled)
+        )
+    if found.shape != before.shape or not torch.allclose(found, before / after, rtol=1e-4):
+        raise ValueError(f"{FACTORS} holds other divisors than Llama 3's")
+    values["rope_parameters"] = scaled
+
+
+HEADS = {  # by llama.cpp's name of the architecture
+    "eagle3": Architecture("llama", eagle3, changes_like="llama"),
+    "dflash": Architecture("qwen3", dflash, ignored=r"has_confidence_head|rope\.dimension_sections"),
+    "gemma4-assistant": Architecture("gemma4_assistant", gemma4_assistant, scalings=()),
+}
+
+
+def is_head(path: Path) -> bool:
+    """Return whether a GGUF file is a head. Only the beginning of the file is read."""
+    return gguf.architecture_of(path) in HEADS
 
 
 def names(path: Path) -> list[str]:
@@ -72,13 +154,12 @@ def names(path: Path) -> list[str]:
 
     Raises ``OutriderError`` for an unknown tensor of a head.
     """
-    file = gguf.GgufFile.open(path)
-    return list(_names(file).values()) if file.is_head else list(file.tensors)
+    return list(_names(opened(path)).values()) if is_head(path) else list(gguf.GgufFile.open(path).tensors)
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return the config that a head's header states. Raises ``OutriderError`` for an entry that is not supported."""
-    file = _opened(path)
+    file = opened(path)
     config: dict[str, Any] = file.config().to_dict()
     config.pop("attention_bias", None)  # the tensors say it
     config["mask_token_id"] = file.entry("tokenizer.ggml.mask_token_id")
@@ -87,7 +168,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Return a head's tensors, under ``torch.device("meta")`` without their values. Raises ``OutriderError``."""
-    file = _opened(path)
+    file = opened(path)
     found = _names(file)
     file.refuse_unsupported_types(name for name in found if name != MAPPING)
     if torch.get_default_device().type == "meta":
@@ -96,11 +177,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return {own: _values(file, name, restore) for name, own in found.items()}
 
 
-def _opened(path: Path) -> gguf.GgufFile:
+def opened(path: Path) -> gguf.GgufFile:
+    """Open a head. Raises ``OutriderError`` for other files."""
     file = gguf.GgufFile.open(path)
-    if not file.is_head:
+    if file.architecture not in HEADS:
         raise OutriderError(f"{path} is a model of architecture {file.architecture}, not a head")
-    return file
+    return replace(file, head=HEADS[file.architecture])
 
 
 def _names(file: gguf.GgufFile) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.heads import assistant, mtp_gguf
+from outrider.heads import assistant, gguf_heads, mtp_gguf
 from outrider.heads.assistant import AssistantHead
 from outrider.heads.checkpoint import (
     MTP,
@@ -93,7 +93,7 @@ def load(source: str | Path, target: ModelRunner) -> MtpHead:
 def load_any(folder: Path, target: ModelRunner) -> MtpHead | AssistantHead:
     """Read an MTP head or one of Gemma 4's assistants. Raises ``OutriderError`` if it does not fit the target."""
     file = gguf.find(folder)
-    if file is not None and not gguf.is_head(file):
+    if file is not None and not gguf_heads.is_head(file):
         return mtp_gguf.load(file, target)
     return (assistant.load if assistant.is_assistant(folder) else load)(folder, target)
 
@@ -104,7 +104,7 @@ def is_head(folder: Path, target: TargetSizes) -> bool:
     Raises ``OutriderError`` for a head that lacks ``fc``, has another width than the target, or is quantised.
     """
     file = gguf.find(folder)
-    if file is not None and not gguf.is_head(file):
+    if file is not None and not gguf_heads.is_head(file):
         return mtp_gguf.is_head(file, target)
     if MTP not in kinds_of(folder):
         return False

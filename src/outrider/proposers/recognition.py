@@ -9,9 +9,10 @@ from typing import NamedTuple
 from transformers import PreTrainedConfig
 
 from outrider.heads.checkpoint import MODEL, find_folder, kind_of, loose_files
+from outrider.heads.gguf_heads import is_head as is_gguf_head
 from outrider.runner.loading import load_config, num_layers, text_config
 
-__all__ = ["MODEL", "Recognised", "TargetFiles", "find_folder", "kind_of", "loose_files"]
+__all__ = ["MODEL", "Recognised", "TargetFiles", "find_folder", "is_gguf_head", "kind_of", "loose_files"]
 
 
 class Recognised(NamedTuple):

@@ -23,6 +23,7 @@ from outrider.types import OutriderError
 
 SHARED = 16  # minimum common prefix worth reusing, in tokens
 TEMPORARY = itertools.count()  # numbers of temporary rows
+INDEXED = "its layers select tokens by a separate index, which Outrider's cache does not store"
 SLACK = 64  # slots after max_len for padding and for drafts beyond the end; more only when needed
 
 
@@ -115,7 +116,7 @@ class PassThrough(Cache):
         return False
 
     def update_indexer(self, *_: object, **__: object) -> NoReturn:
-        raise OutriderError("its layers select tokens by a separate index, which Outrider's cache does not store")
+        raise OutriderError(INDEXED)
 
 
 class KVCache(PassThrough):

@@ -20,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from outrider.runner import attention, recurrence
 from outrider.runner.attention import OwnAttention
 from outrider.runner.checkpoints.stored import without_quantization
-from outrider.runner.kv_cache import CacheShape, LayerShape, PassThrough
+from outrider.runner.kv_cache import INDEXED, CacheShape, LayerShape, PassThrough
 from outrider.runner.loading import find_decoder_layers, keeps_logits, pass_arguments, quiet, reason, text_config
 from outrider.runner.state_cache import StateKey, StateShape, StateShapes
 from outrider.types import OutriderError, first_line
@@ -104,10 +104,12 @@ def _survey_attention(model: PreTrainedModel) -> CacheShape:
 
 
 def _refuse_own_caches(model: PreTrainedModel) -> None:
-    """Raise ``OutriderError`` for layers whose cache class belongs to the architecture and selects the tokens to attend to."""
+    """Raise ``OutriderError`` for layers whose cache selects the tokens to attend to, or belongs to the architecture."""
     config = text_config(model)
     caches: dict[str, type] = cache_utils.DYNAMIC_LAYER_TYPE_MAPPING
     for kind in getattr(config, "layer_types", None) or ():
+        if kind == "indexed_attention":
+            raise OutriderError(f"{config.model_type}: {INDEXED}; {INSTEAD}")
         if kind in caches and caches[kind].__module__ != cache_utils.__name__:
             raise OutriderError(f"{config.model_type}: its layers need their own cache ({kind}); {INSTEAD}")
 

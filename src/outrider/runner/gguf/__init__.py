@@ -4,19 +4,17 @@ transformers maps most names of tensors and of config entries; ``architectures``
 before weights are read.
 """
 
-from outrider.runner.gguf.architecture import FACTORS
 from outrider.runner.gguf.file import PLAIN, GgufFile, by_parameter
-from outrider.runner.gguf.source import find, is_head, load_config, load_tokenizer
+from outrider.runner.gguf.source import architecture_of, find, load_config, load_tokenizer
 from outrider.runner.gguf.weights import fill, restorer, rows_of, values_of
 
 __all__ = [
-    "FACTORS",
     "PLAIN",
     "GgufFile",
+    "architecture_of",
     "by_parameter",
     "fill",
     "find",
-    "is_head",
     "load_config",
     "load_tokenizer",
     "restorer",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.runner.gguf import changes, configs, head_configs
+from outrider.runner.gguf import changes, configs
 from outrider.runner.gguf.architecture import Architecture
 
 
@@ -143,11 +143,4 @@ ARCHITECTURES = {
     "nemotron_h": Architecture("nemotron_h", configs.nemotron_h, **NEMOTRON_H),
     "nemotron_h_moe": Architecture("nemotron_h", configs.nemotron_h, **NEMOTRON_H),
     "gpt-oss": Architecture("gpt_oss", configs.gpt_oss),
-}
-
-# Heads: drafts for a target's features instead of models. outrider.heads.gguf_heads reads them.
-HEADS = {
-    "eagle3": Architecture("llama", head_configs.eagle3, changes_like="llama"),
-    "dflash": Architecture("qwen3", head_configs.dflash, ignored=r"has_confidence_head|rope\.dimension_sections"),
-    "gemma4-assistant": Architecture("gemma4_assistant", head_configs.gemma4_assistant, scalings=()),
 }

@@ -22,7 +22,7 @@ from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_h
 from outrider.memory import gguf_parts
 from outrider.runner.gguf import codes
 from outrider.runner.gguf.architecture import EXPERT_TENSOR, FACTORS, Architecture
-from outrider.runner.gguf.architectures import ARCHITECTURES, HEADS
+from outrider.runner.gguf.architectures import ARCHITECTURES
 from outrider.runner.gguf.configs import add_scaling
 from outrider.types import OutriderError, first_line, how_to_install
 
@@ -33,6 +33,7 @@ UNDERSTOOD = (
     r"|rope\.(dimension_count(_swa)?|freq_base|scaling\.(type|factor|finetuned|original_context_length|yarn_beta_(fast|slow)))"
     r"|attention\.(head_count|head_count_kv|layer_norm_rms_epsilon|(key|value)_length(_swa)?|causal)"
 )
+OF_HEADS = ("target_layers", "embedding_length_out")  # entries about the target of a head
 NEEDED = ("block_count", "embedding_length", "attention.head_count")
 STRING, LIST = 8, 9  # codes of types in a header
 
@@ -78,6 +79,7 @@ class GgufFile:
     path: Path
     fields: Mapping[str, Any]
     tensors: Mapping[str, Any]  # gguf.gguf_reader.ReaderTensor by name
+    head: Architecture | None = None  # if the file is not of a model, but of a head (see heads/gguf_heads.py)
 
     @staticmethod
     def open(path: Path) -> GgufFile:
@@ -111,19 +113,16 @@ class GgufFile:
         """Return llama.cpp's name of the model's architecture."""
         return str(self.entry("general.architecture"))
 
-    @property
-    def is_head(self) -> bool:
-        """Return whether the file is a head for drafting, and no model."""
-        return self.architecture in HEADS
-
     def model_entry(self, name: str) -> Any:
         """Return an entry of the model, whose name is given without the architecture; see ``entry``."""
         return self.entry(f"{self.architecture}.{name}")
 
     @cached_property
     def record(self) -> Architecture:
-        """Return the record of the architecture, which is supported (see ``refuse_unsupported``) or a head's."""
-        record = HEADS.get(self.architecture) or ARCHITECTURES[self.architecture]
+        """Return the record of the architecture, which is supported (see ``refuse_unsupported``)."""
+        if self.head is not None:
+            return self.head
+        record = ARCHITECTURES[self.architecture]
         return record.variant(self.model_entry, self.tensors) or record
 
     @property
@@ -138,9 +137,9 @@ class GgufFile:
         return PLAIN["BF16"] if "BF16" in found else PLAIN["F16"] if "F16" in found else PLAIN["F32"]
 
     def refuse_unsupported(self) -> None:
-        """Raise ``OutriderError`` for a head, an unsupported architecture or an unsupported type of tensor."""
-        if self.is_head:
-            raise OutriderError(f"{self.path} is a head for drafting ({self.architecture}), not a model: give it as the draft")
+        """Raise ``OutriderError`` for an unsupported architecture or type of tensor."""
+        if any(self.model_entry(name) is not None for name in OF_HEADS):
+            raise OutriderError(f"{self.path} drafts for another model ({self.architecture}): give it as the draft")
         if self.architecture not in ARCHITECTURES:
             raise OutriderError(
                 f"{self.path} is a model of architecture {self.architecture}: supported in GGUF files are"
@@ -160,7 +159,7 @@ class GgufFile:
         """Raise ``OutriderError`` for an entry that may change the model and is not among those ``read``."""
         understood = re.compile(f"{UNDERSTOOD}|{self.record.ignored}")
         advice = "put the model's config.json into the file's folder and pass the folder"
-        if self.is_head:
+        if self.head is not None:
             advice = "draft with the folder that the file was converted from"
         for field in self.fields:
             architecture, _, name = field.partition(".")
@@ -232,7 +231,7 @@ class GgufFile:
     @property
     def num_mtp_layers(self) -> int:
         """Return the number of layers after the model's own, which are an MTP head."""
-        return 0 if self.is_head else self.model_entry("nextn_predict_layers") or 0
+        return 0 if self.head else self.model_entry("nextn_predict_layers") or 0
 
     def _check_parts(self, names: Mapping[str, str]) -> None:
         """Raise ``OutriderError`` unless every parameter has its one tensor, or its two halves; experts' are of one type."""

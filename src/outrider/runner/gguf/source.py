@@ -19,13 +19,12 @@ from transformers import (
 
 from outrider.files import expanded
 from outrider.memory import gguf_parts, weight_files
-from outrider.runner.gguf.architectures import ARCHITECTURES, HEADS
+from outrider.runner.gguf.architectures import ARCHITECTURES
 from outrider.runner.gguf.file import GgufFile
 from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 
-IMAGES = "clip"  # architecture of files with the encoder of images that belongs to a model (mmproj-*.gguf)
 # The beginning of every file of llama.cpp: version, numbers of tensors and entries, and the first entry, a string.
 FIRST_ENTRY = re.compile(rb"GGUF.{20}\x14\0{7}general\.architecture\x08\0{3}(.{8})(.*)", re.DOTALL)
 # Rules for which GPT-2's gives the same tokens: merges learned from single digits never join two of them.
@@ -35,7 +34,7 @@ SPLIT_LIKE_GPT2 = ("gpt-2", "smollm")
 def find(source: object) -> Path | None:
     """Return the GGUF file of a source: the file itself, or the only model in a folder without other weights; otherwise None.
 
-    Of a file in parts it is the first part, whichever is named. Heads and encoders of images are not models.
+    Of a file in parts it is the first part, whichever is named. Models are files of supported architectures, or all if none is.
 
     Raises ``OutriderError`` for a folder with several models in GGUF files.
     """
@@ -45,18 +44,14 @@ def find(source: object) -> Path | None:
     files = weight_files(path)
     if not files or files[0].suffix != ".gguf":
         return None
-    files = [each for each in files if _architecture(each) not in (*HEADS, IMAGES)] or files
-    if len(gguf_parts(files[0])) != len(files):
-        raise OutriderError(f"{source} holds {len(files)} GGUF files: name one of them, such as {files[0]}")
-    return files[0]
+    models = [each for each in files if architecture_of(each) in ARCHITECTURES] or files
+    others = {*models}.difference(gguf_parts(models[0]))
+    if others:
+        raise OutriderError(f"{source} holds {len(models)} models in GGUF files: name one of them, such as {models[0]}")
+    return models[0]
 
 
-def is_head(path: Path) -> bool:
-    """Return whether a GGUF file is a head for drafting."""
-    return _architecture(path) in HEADS
-
-
-def _architecture(path: Path) -> str:
+def architecture_of(path: Path) -> str:
     """Return the architecture of a GGUF file, by the first entry of its header; "" for other files."""
     try:
         with path.open("rb") as opened:
