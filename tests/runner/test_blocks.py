@@ -55,7 +55,7 @@ def test_4_bits_have_a_smaller_error_than_scaling_by_the_largest_weight(outputs,
     packed = blocks.pack(weight, 4)
     assert blocks.bits_of(packed) == 4 and packed.nbytes == blocks.num_bytes(outputs, inputs, 4)
     parts = functional.pad(weight, (0, -inputs % 32)).unflatten(1, (-1, 32))
-    values = torch.tensor(native.CODES4) / 127
+    values = torch.tensor(native.CODES4["table4"]) / 127
     nearest = (parts[..., None] - parts.abs().amax(-1, keepdim=True)[..., None] * values).abs().amin(-1)
     error = blocks.unpack(packed, outputs, inputs) - weight
     assert error.square().sum() <= nearest.square().sum() + 1e-9

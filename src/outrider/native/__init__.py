@@ -7,6 +7,7 @@ against a reference in torch. Those of attention, recurrent layers and the sampl
 from __future__ import annotations
 
 import logging
+import re
 import os
 import threading
 from functools import cache
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _loading = threading.Lock()
 
-# Values of the 4-bit codes of weights in blocks, before the scale: IQ4_NL of llama.cpp, and twice the numbers of OCP's E2M1.
-CODES4, FLOAT4 = (tuple(map(int, (build.FOLDER / f"{name}.inc").read_text().split(","))) for name in ("codes4", "float4"))
+# Numbers of the 4-bit codes of weights in blocks, before the scale, by kind.
+CODES4 = {
+    kind: tuple(map(int, numbers.split(",")))
+    for numbers, kind in re.findall(r"^\{(.+)\},  // (\w+)", (build.FOLDER / "codes4.inc").read_text(), re.MULTILINE)
+}
 
 
 def load() -> bool:

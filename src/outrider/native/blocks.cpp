@@ -47,21 +47,13 @@ constexpr int64_t kAhead = 2048;
 #endif
 
 // Numbers of codes, and dtypes of scales and offsets. Python's names for them are in runner/blocks.py.
-enum Codes : uint8_t { kInt8, kTable4, kInt4, kUint4, kFloat4, kNumCodes };
+enum Codes : uint8_t { kInt8, kTable4, kInt4, kUint4, kFloat4, kIq3S, kIq3Xxs, kIq2, kIq1, kNumCodes };
 enum Numbers : uint8_t { kNone, kBfloat16, kFloat16, kFloat32, kZeros, kProducts, kNumNumbers };
 constexpr int64_t kWidths[kNumNumbers] = {0, 2, 2, 4, 1, 1};  // bytes
 
-// Numbers of the 4-bit codes.
 constexpr int8_t kTables[kNumCodes][16] = {
     {},
-    {
 #include "codes4.inc"
-    },
-    {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
-    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
-    {
-#include "float4.inc"
-    },
 };
 constexpr const int8_t* kNumbers = kTables[kTable4];
 

@@ -28,7 +28,7 @@ from outrider.types import OutriderError
 BLOCK = 32  # inputs of an output in a block
 HEADER = 64  # bytes at the start of a packed weight's panel; the form comes first
 SPAN = 256  # inputs that share a base
-CODES = ("int8", "table4", "int4", "uint4", "float4")  # meaning of codes: integers, or indices into a table of values
+CODES = ("int8", *native.CODES4)  # meaning of codes: integers, or indices into a table of values
 NUMBERS = ("none", "bfloat16", "float16", "float32", "zeros", "products")  # storage formats of scales and offsets
 WIDTHS = dict(zip(NUMBERS, (0, 2, 2, 4, 1, 1), strict=True))  # bytes per number
 CHUNK = 1 << 22  # weights packed at a time
@@ -134,7 +134,7 @@ def pack_codes(
     ``group`` inputs each, a multiple of 16 or at least all inputs; zeros also one integer for all. A value is
     scale * code + offset, or scale * (code - zero) with integers as zeros, computed in float32 in this order. Scales and
     offsets are stored as ``Products`` if they are given so, else in the narrowest of bfloat16, float16 and float32 that holds
-    them all. ``kind``: "float4" if the codes are such; otherwise they are integers.
+    them all. ``kind``: one of ``CODES`` if the codes are not integers.
 
     Raises ``OutriderError`` for groups of another size, for numbers that are not finite, for codes above 127 with offsets, and
     for zeros that do not fit 8 bits.
@@ -276,8 +276,7 @@ def unpack(packed: Tensor, outputs: int, inputs: int) -> Tensor:
     if form.bits == 8:
         numbers = words.view(torch.int8).float()
     else:
-        tables = {"table4": native.CODES4, "int4": range(-8, 8), "uint4": range(16), "float4": native.FLOAT4}
-        table = torch.tensor(list(tables[form.codes]), dtype=torch.float32, device=packed.device)
+        table = torch.tensor(native.CODES4[form.codes], dtype=torch.float32, device=packed.device)
         numbers = table[torch.cat([words & 15, words >> 4], -1).long()]
     numbers = numbers.permute(0, 1, 2, 4, 3).reshape(panels, blocks, form.groups, -1, PANEL)
 

@@ -29,7 +29,7 @@ def read(layer: LayerTensors) -> Tensor:
     exponents = layer.get("weight_scale", (torch.uint8,), [layer.outputs, layer.inputs // GROUP])
     if packed.is_meta:
         return packed.new_empty(layer.outputs, layer.inputs, dtype=torch.bfloat16)
-    numbers = torch.tensor(native.FLOAT4) / 2
+    numbers = torch.tensor(native.CODES4["float4"]) / 2
     values = numbers[torch.stack([packed & 15, packed >> 4], -1).flatten(1).int()]
     values = values * exponents.view(torch.float8_e8m0fnu).float().repeat_interleave(GROUP, 1)  # 2^(exponent - 127)
     if not torch.isfinite(values).all():

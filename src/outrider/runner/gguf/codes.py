@@ -2,13 +2,19 @@
 
 A row is a sequence of ggml's blocks of 32 or 256 weights. The layouts are those of ggml's ``ggml-common.h``; the values are
 bit for bit those of ``gguf.quants.dequantize``, because products of these scales and codes are exact in float32.
+
+In the formats with few bits (IQ1 to IQ3) a number of the file stands for 4 or 8 weights: a row of a grid, which the package gguf
+has. Blocks hold 4-bit codes of those weights: the place of the magnitude among the grid's, plus 8 for a negative sign.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,8 +31,7 @@ Parts = tuple[Tensor, ...]
 class Format:
     """One of ggml's formats: weights and bytes per block, bits per code, weights per scale, zero code and decoder.
 
-    ``zero`` is subtracted from codes; None for formats with offsets. Scales of blocks of 256 weights are products.
-    ``kind``: one of ``blocks.CODES`` if codes are not integers.
+    ``zero`` is subtracted from codes; None for formats with offsets. ``kind``: one of ``blocks.CODES`` if codes are not integers.
     """
 
     weights: int
@@ -53,8 +58,9 @@ def pack(data: Tensor, kind: str) -> Tensor:
         codes[at : at + step] = part.view(-1, inputs)
         found.append([number.reshape(-1, per_row * number.shape[1]) for number in numbers])
     whole = [torch.cat(each) for each in zip(*found, strict=True)]
-    pairs = zip(whole[::2], whole[1::2], strict=True)
-    scales, *offsets = [blocks.Products(*pair) for pair in pairs] if form.weights == blocks.SPAN else whole
+    if whole[0].dtype == torch.int8:
+        whole = [blocks.Products(*pair) for pair in zip(whole[::2], whole[1::2], strict=True)]
+    scales, *offsets = whole
     return blocks.pack_codes(codes, form.bits, scales, *offsets, group=form.group, zeros=form.zero, kind=form.kind)
 
 
@@ -129,6 +135,107 @@ def _mxfp4(raw: Tensor) -> Parts:
     return _planes(raw[:, 1:], 16, 4), blocks.float4_scales(raw[:, :1])
 
 
+def _iq4_nl(raw: Tensor) -> Parts:
+    return _planes(raw[:, 2:], 16, 4), _half(raw[:, :2])
+
+
+def _iq4_xs(raw: Tensor) -> Parts:
+    scales = _planes(raw[:, 4:8], 1, 4) | _planes(raw[:, 2:4], 1, 2) << 4
+    return _planes(raw[:, 8:], 16, 4), scales.view(torch.int8) - 32, _half(raw[:, :2])
+
+
+def _iq3_s(raw: Tensor) -> Parts:
+    rows = raw[:, 2:66].int() | _planes(raw[:, 66:74], 1, 1).int() << 8
+    codes = _grid("IQ3_S")[rows].flatten(1) | _planes(raw[:, 74:106], 1, 1) << 3
+    return codes, (2 * _planes(raw[:, 106:], 1, 4) + 1).view(torch.int8), _half(raw[:, :2])
+
+
+def _iq3_xxs(raw: Tensor) -> Parts:
+    words = _words(raw[:, 66:])
+    codes = _grid("IQ3_XXS")[raw[:, 2:66].int()].flatten(1) | _paired_signs(words).flatten(1) << 3
+    return codes, _half(raw[:, :2]).float() * (0.5 + (words >> 28 & 15)) * 0.5
+
+
+def _iq2_xxs(raw: Tensor) -> Parts:
+    pairs = raw[:, 2:].unflatten(1, (8, 8))  # of four rows of the grid, and of signs and a scale
+    words = _words(pairs[..., 4:].flatten(1))
+    codes = _grid("IQ2_XXS")[pairs[..., :4].int()].flatten(1) | _paired_signs(words).flatten(1) << 3
+    return codes, _half(raw[:, :2]).float() * (0.5 + (words >> 28 & 15)) * 0.25
+
+
+def _iq2_xs(raw: Tensor) -> Parts:
+    words = _shorts(raw[:, 2:66])
+    codes = _grid("IQ2_XS")[words & 511].flatten(1) | _signs()[words >> 9].flatten(1) << 3
+    return codes, _half(raw[:, :2]).float() * (0.5 + _planes(raw[:, 66:], 1, 4)) * 0.25
+
+
+def _iq2_s(raw: Tensor) -> Parts:
+    rows = raw[:, 2:34].int() | _planes(raw[:, 66:74], 1, 2).int() << 8
+    codes = _grid("IQ2_S")[rows].flatten(1) | _planes(raw[:, 34:66], 1, 1) << 3
+    return codes, _half(raw[:, :2]).float() * (0.5 + _planes(raw[:, 74:], 1, 4)) * 0.25
+
+
+def _iq1_s(raw: Tensor) -> Parts:
+    words = _shorts(raw[:, 34:])[:, :, None]
+    rows = raw[:, 2:34].int().view(-1, 8, 4) | (words >> torch.tensor([0, 3, 6, 9]) & 7) << 8
+    codes = _grid("IQ1_S")[rows] | (words >> 15 << 3).to(torch.uint8)[..., None]
+    return codes.flatten(1), _half(raw[:, :2]).float() * (2 * (words[:, :, 0] >> 12 & 7) + 1) * 0.125
+
+
+def _iq1_m(raw: Tensor) -> Parts:
+    high = _planes(raw[:, 32:48], 1, 4).int()  # for each row of the grid, three bits of its number and a sign
+    codes = _grid("IQ1_M")[raw[:, :32].int() | (high & 7) << 8] | (high & 8).to(torch.uint8)[..., None]
+    words = _shorts(raw[:, 48:])
+    base = (words >> 12 << torch.tensor([0, 4, 8, 12], dtype=torch.int32)).sum(1, dtype=torch.int32, keepdim=True)
+    scales = (words[:, :, None] >> torch.tensor([0, 3, 6, 9]) & 7).flatten(1)
+    return codes.flatten(1), base.to(torch.int16).view(torch.float16).float() * (2 * scales + 1) * 0.125
+
+
+def _tq1_0(raw: Tensor) -> Parts:
+    def digits(packed: Tensor, count: int) -> Tensor:  # five digits to base 3 in a byte; those of all bytes that come first, first
+        powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8)[:count, None]
+        return ((packed[:, None] * powers).int() * 3 >> 8).flatten(1)  # the product wraps around at 256
+
+    found = torch.cat([digits(raw[:, :32], 5), digits(raw[:, 32:48], 5), digits(raw[:, 48:52], 4)], 1)
+    return found.to(torch.uint8) + 7, _half(raw[:, 52:])
+
+
+def _tq2_0(raw: Tensor) -> Parts:
+    return _planes(raw[:, :64], 32, 2) + 7, _half(raw[:, 64:])
+
+
+def _words(raw: Tensor) -> Tensor:
+    """Return the 32-bit words of bytes [n, m], as int64."""
+    return raw.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+
+
+def _shorts(raw: Tensor) -> Tensor:
+    """Return the 16-bit words of bytes [n, m], as int32."""
+    return raw.contiguous().view(torch.int16).int() & 0xFFFF
+
+
+def _paired_signs(words: Tensor) -> Tensor:
+    """Return the signs of the 32 weights of each word [n, m], in four numbers of 7 bits."""
+    return _signs()[words[..., None] >> torch.tensor([0, 7, 14, 21]) & 127]
+
+
+@cache
+def _signs() -> Tensor:
+    """Return the signs of 8 weights [128, 8] for each number of 7 bits: the last sign makes the negative ones even."""
+    raw = np.frombuffer(import_module("gguf").quants.IQ2_XXS.ksigns, np.uint8)
+    return _planes(torch.from_numpy(raw.copy())[:, None], 1, 1)
+
+
+@cache
+def _grid(name: str) -> Tensor:
+    """Return a format's grid [rows, 4 or 8] as uint8 places among its magnitudes."""
+    form = getattr(import_module("gguf").quants, name)
+    form.init_grid()
+    values = torch.from_numpy(form.grid.copy()).flatten(0, -2).long()
+    magnitudes = torch.tensor(form.grid_map)
+    return torch.searchsorted(magnitudes, values).to(torch.uint8)
+
+
 FORMATS = {
     "Q8_0": Format(32, 34, 8, 32, 128, _q8_0),
     "Q4_0": Format(32, 18, 4, 32, 8, _q4_0),
@@ -141,4 +248,15 @@ FORMATS = {
     "Q5_K": Format(256, 176, 5, 32, None, _q5_k),
     "Q6_K": Format(256, 210, 6, 16, 32, _q6_k),
     "MXFP4": Format(32, 17, 4, 32, None, _mxfp4, "float4"),
+    "IQ4_NL": Format(32, 18, 4, 32, None, _iq4_nl, "table4"),
+    "IQ4_XS": Format(256, 136, 4, 32, None, _iq4_xs, "table4"),
+    "IQ3_S": Format(256, 110, 4, 32, None, _iq3_s, "iq3_s"),
+    "IQ3_XXS": Format(256, 98, 4, 32, None, _iq3_xxs, "iq3_xxs"),
+    "IQ2_S": Format(256, 82, 4, 16, None, _iq2_s, "iq2"),
+    "IQ2_XS": Format(256, 74, 4, 16, None, _iq2_xs, "iq2"),
+    "IQ2_XXS": Format(256, 66, 4, 32, None, _iq2_xxs, "iq2"),
+    "IQ1_M": Format(256, 56, 4, 16, None, _iq1_m, "iq1"),
+    "IQ1_S": Format(256, 50, 4, 32, None, _iq1_s, "iq1"),
+    "TQ2_0": Format(256, 66, 4, 256, None, _tq2_0, "int4"),
+    "TQ1_0": Format(256, 54, 4, 256, None, _tq1_0, "int4"),
 }
