@@ -6,20 +6,29 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import (
+    AfmoeConfig,
+    ArceeConfig,
+    Cohere2Config,
+    CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
     GraniteMoeHybridConfig,
+    HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
@@ -29,8 +38,10 @@ from transformers import (
     NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -38,6 +49,7 @@ from transformers import (
     Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
+    Starcoder2Config,
 )
 
 SHAPE = {
@@ -250,8 +262,56 @@ CONFIGS: Mapping[str, Callable[..., Any]] = {
         | {"layer_types": ["conv", "full_attention", "conv"], "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}
         | more
     ),
+    "gemma": lambda **more: GemmaConfig(**SHAPE | {"head_dim": 64, "rms_norm_eps": 1e-3} | more),
+    "hunyuan-dense": lambda **more: HunYuanDenseV1Config(
+        **SHAPE | {"head_dim": 64, "pad_token_id": 0, "rope_theta": 2e4} | more
+    ),
+    "hunyuan-moe": lambda **more: HunYuanMoEV1Config(
+        **SHAPE | {"head_dim": 64, "pad_token_id": 0, "rope_theta": 2e4, "num_experts": 4, "moe_topk": 2} | more
+    ),
+    "command-r": lambda **more: CohereConfig(
+        **SHAPE | {"pad_token_id": 0, "logit_scale": 0.25, "layer_norm_eps": 1e-3, "rope_theta": 2e4} | more
+    ),
+    "cohere2": lambda **more: Cohere2Config(
+        **SHAPE
+        | {"pad_token_id": 0, "logit_scale": 0.25, "layer_norm_eps": 1e-3, "rope_theta": 2e4}
+        | {"num_hidden_layers": 5, "sliding_window": 8}
+        | more
+    ),
+    "starcoder2": lambda **more: Starcoder2Config(
+        **SHAPE | {"norm_epsilon": 1e-3, "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}} | more
+    ),
+    "arcee": lambda **more: ArceeConfig(**SHAPE | {"head_dim": 64, "rope_theta": 2e4} | more),
+    "olmoe": lambda **more: OlmoeConfig(**SHAPE | EXPERTS | {"pad_token_id": 0, "num_experts": 4, "rope_theta": 2e4} | more),
+    "qwen2moe": lambda **more: Qwen2MoeConfig(
+        **SHAPE
+        | EXPERTS
+        | {"num_experts": 4, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 512, "rope_theta": 2e4}
+        | more
+    ),
+    "dots1": lambda **more: Dots1Config(
+        **SHAPE | EXPERTS | DEEPSEEK_EXPERTS | {"head_dim": 64, "rope_theta": 2e4, "n_group": 2, "topk_group": 1} | more
+    ),
+    "afmoe": lambda **more: AfmoeConfig(
+        **SHAPE
+        | EXPERTS
+        | {"head_dim": 64, "rope_theta": 2e4, "num_hidden_layers": 5, "sliding_window": 8, "mup_enabled": True}
+        | {"num_experts": 4, "moe_intermediate_size": 256, "num_shared_experts": 2, "num_dense_layers": 1, "route_scale": 2.5}
+        | more
+    ),
+    "falcon-h1": lambda **more: FalconH1Config(
+        **SHAPE
+        | {"head_dim": 64, "pad_token_id": 0, "rope_theta": 2e4, "mamba_rms_norm": True, "mamba_norm_before_gate": False}
+        | {"mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_state": 64, "mamba_n_groups": 2, "mamba_chunk_size": 16}
+        | more
+    ),
 }
 ARCHITECTURES = {  # llama.cpp's names where they differ
+    "cohere": "command-r",
+    "falcon_h1": "falcon-h1",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "ministral3": "mistral3",
     "gpt_oss": "gpt-oss",

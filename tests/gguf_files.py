@@ -25,6 +25,7 @@ TURNED = (
     "granitemoe",
     "granitehybrid",
     "smollm3",
+    "arcee",
 )  # llama.cpp interleaves the halves of their heads
 # Offsets of the float16 scales in the bytes of a block, and their size for weights of usual magnitude.
 SCALES = {
@@ -91,7 +92,7 @@ def write(
             or "conv" in name.rpartition(".")[0].rpartition(".")[2]
         ):
             adds_one = (
-                architecture in ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
+                architecture in ("gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
                 and "norm" in own
                 and "linear_attn" not in own
             )
@@ -170,6 +171,8 @@ def unmapped(own: str, block: str, sizes: Mapping[str, Any]) -> dict[str, Callab
         ending = {"experts": "_exps", "shared_experts": "_shexp"}.get(group[0], "")
         name = MIXER[group[1] if ending else group[0]]
         return {f"{block}{name}{ending}.{'bias' if suffix == 'bias' else 'weight'}": lambda whole: whole}
+    if module == "pre_ff_layernorm":
+        return {f"{block}ffn_norm": lambda whole: whole}
     if module == "router" and "block_sparse_moe" in base:
         return {f"{block}ffn_gate_inp.weight": lambda whole: whole}
     if module == "kv_b_proj":  # of each head a part for keys, whose columns are rows in files, and one for values

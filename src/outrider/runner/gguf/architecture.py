@@ -27,6 +27,8 @@ class Architecture:
     config_tensors: tuple[str, ...] = ()  # tensors that belong to the config
     scalings: tuple[str, ...] = ("linear", "yarn")  # the supported kinds of scaled rotary positions
     none_if_missing: tuple[str, ...] = ()  # values that are None, not the config class's default, where the file has none
+    # Values of a config, also of one beside the file, whose effect is in the file's tensors.
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     changes_like: str = ""  # the architecture whose changes of tensors transformers undoes, if not its own
     # Patterns of tensors that transformers does not map -> names. These and the next patterns are of names in a layer.
     renamed: Mapping[str, str] = field(default_factory=dict)

@@ -68,6 +68,13 @@ NEMOTRON_H: dict[str, Any] = {
         r"ffn_latent_up(\.weight)": r"mixer.fc2_latent_proj\1",
     },
 }
+FALCON_FACTORS = dict.fromkeys(("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out"), 1.0)
+FALCON_H1: dict[str, Any] = {  # Files hold products of weights and factors. Embeddings and output head have different factors.
+    "fixed": {f"{name}_multiplier": factor for name, factor in FALCON_FACTORS.items()}
+    | {"mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5, "tie_word_embeddings": False},
+    "renamed": {r"ssm_dt\.bias": "mamba.dt_bias", r"ffn_norm": "pre_ff_layernorm.weight"},
+    "restore": changes.restore_mamba2,
+}
 ONLY_IMAGES = r"n_deepstack_layers|rope\.dimension_sections"  # entries about features and positions of images
 
 ARCHITECTURES = {
@@ -78,6 +85,7 @@ ARCHITECTURES = {
     "qwen3moe": Architecture("qwen3_moe", configs.qwen3moe),
     "qwen3vl": Architecture("qwen3", ignored=ONLY_IMAGES),
     "qwen3vlmoe": Architecture("qwen3_moe", configs.qwen3moe, ignored=ONLY_IMAGES),
+    "qwen2moe": Architecture("qwen2_moe", configs.qwen2moe),
     "qwen3next": Architecture(
         "qwen3_next",
         configs.qwen3next,
@@ -93,6 +101,7 @@ ARCHITECTURES = {
     ),
     "qwen35": Architecture("qwen3_5_text", configs.qwen35, **QWEN35),
     "qwen35moe": Architecture("qwen3_5_moe_text", configs.qwen35moe, **QWEN35),
+    "gemma": Architecture("gemma", changes_like="gemma2"),
     "gemma2": Architecture("gemma2", configs.gemma2),
     "gemma3": Architecture("gemma3_text", configs.gemma3),
     "gemma4": Architecture(
@@ -117,10 +126,20 @@ ARCHITECTURES = {
     ),
     "smollm3": Architecture("smollm3", changes_like="llama"),
     "olmo2": Architecture("olmo2", variant=lambda entry, _: OLMO3 if entry("attention.sliding_window") else None),
+    "olmoe": Architecture("olmoe", configs.olmoe),
     "exaone4": Architecture("exaone4", configs.exaone4, none_if_missing=("sliding_window",)),
     "seed_oss": Architecture("seed_oss", configs.seed_oss),
     "glm4": Architecture("glm4", configs.glm4),
     "glm4moe": Architecture("glm4_moe", configs.glm4moe, renamed=DEEPSEEK_BIAS),
+    "command-r": Architecture("cohere", configs.cohere),
+    "cohere2": Architecture("cohere2", configs.cohere2),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", configs.hunyuan),
+    "hunyuan-moe": Architecture("hunyuan_v1_moe", configs.hunyuan_moe),
+    "arcee": Architecture("arcee", changes_like="llama"),
+    "afmoe": Architecture("afmoe", configs.afmoe, renamed=_bias_at("mlp.expert_bias")),
+    "starcoder2": Architecture("starcoder2", configs.starcoder2, scalings=()),
+    "dots1": Architecture("dots1", configs.dots1, renamed=DEEPSEEK_BIAS),
+    "falcon-h1": Architecture("falcon_h1", configs.falcon_h1, **FALCON_H1),
     "deepseek2": Architecture(
         "deepseek_v3",
         configs.deepseek_v3,

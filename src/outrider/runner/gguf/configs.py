@@ -47,6 +47,14 @@ def _by_layer(entry: Entry, name: str) -> list[Any]:
     return value if isinstance(value, list) else [value] * num_layers
 
 
+def _windows(entry: Entry, values: Values, period: int) -> list[str]:
+    """Return the kinds of layers. ``period``: without an entry, every layer but the last of so many has a window."""
+    pattern = entry("attention.sliding_window_pattern") or period
+    if not isinstance(pattern, list):
+        pattern = [(layer + 1) % pattern > 0 for layer in range(values["num_hidden_layers"])]
+    return ["sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern]
+
+
 def gemma2(entry: Entry, _: Tensors, values: Values) -> None:
     values["query_pre_attn_scalar"] = _gemma_scale(values, layers_of_the_largest=46)
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -283,23 +291,30 @@ def granitemoe(entry: Entry, _: Tensors, values: Values) -> None:
 
 def granitehybrid(entry: Entry, _: Tensors, values: Values) -> None:
     """Granite 4: layers of Mamba 2 and of attention, with a dense network beside the experts, or without experts."""
-    needed = partial(_needed, entry)
     _add_granite_scales(entry, values)
-    heads, inner, hidden = needed("ssm.time_step_rank"), needed("ssm.inner_size"), values["hidden_size"]
+    _add_mamba(entry, values)
     by_layer = _by_layer(entry, "attention.head_count_kv")  # 0 where a layer is recurrent
     values |= {
         "num_key_value_heads": max(by_layer),
         "layer_types": ["attention" if number else "mamba" for number in by_layer],
+        "mamba_expand": entry("ssm.inner_size") // values["hidden_size"],
+        "num_local_experts": entry("expert_count") or 0,
+        "num_experts_per_tok": entry("expert_used_count") or 0,
+        "shared_intermediate_size": _needed(entry, "expert_shared_feed_forward_length"),
+        "position_embedding_type": "nope" if entry("rope.scaling.finetuned") is False else "rope",  # llama.cpp's switch
+    }
+
+
+def _add_mamba(entry: Entry, values: Values) -> None:
+    """Add the sizes of Mamba 2."""
+    needed = partial(_needed, entry)
+    heads = needed("ssm.time_step_rank")
+    values |= {
         "mamba_n_heads": heads,
-        "mamba_d_head": inner // heads,
+        "mamba_d_head": needed("ssm.inner_size") // heads,
         "mamba_d_state": needed("ssm.state_size"),
         "mamba_n_groups": needed("ssm.group_count"),
         "mamba_d_conv": needed("ssm.conv_kernel"),
-        "mamba_expand": inner // hidden,
-        "num_local_experts": entry("expert_count") or 0,
-        "num_experts_per_tok": entry("expert_used_count") or 0,
-        "shared_intermediate_size": needed("expert_shared_feed_forward_length"),
-        "position_embedding_type": "nope" if entry("rope.scaling.finetuned") is False else "rope",  # llama.cpp's switch
     }
 
 
@@ -331,8 +346,7 @@ def nemotron_h(entry: Entry, _: Tensors, values: Values) -> None:
 def exaone4(entry: Entry, _: Tensors, values: Values) -> None:
     """Add which layers have a window, by default none."""
     values["sliding_window"] = entry("attention.sliding_window") or None
-    pattern = entry("attention.sliding_window_pattern") or [False] * values["num_hidden_layers"]
-    values["layer_types"] = ["sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern]
+    values["layer_types"] = _windows(entry, values, period=1)
 
 
 def olmo3(entry: Entry, tensors: Tensors, values: Values) -> None:
@@ -404,10 +418,83 @@ def gpt_oss(entry: Entry, _: Tensors, values: Values) -> None:
     _add_experts(entry, values, "num_local_experts", "intermediate_size")
     values["sliding_window"] = _needed(entry, "attention.sliding_window")
     # The config class defaults to YaRN. The public models set ``truncate`` to false, which files do not state.
-    plain = _unscaled(values, 1.5e5)
-    values["rope_parameters"] = values.get("rope_parameters", plain) | {"truncate": False}
+    values["rope_parameters"] = values.get("rope_parameters", _unscaled(values, 1.5e5)) | {"truncate": False}
 
 
 def qwen3moe(entry: Entry, _: Tensors, values: Values) -> None:
     _add_experts(entry, values, "num_experts", "moe_intermediate_size")
     values["norm_topk_prob"] = True  # llama.cpp's code makes the shares of the chosen experts add up to 1
+
+
+def hunyuan(_: Entry, tensors: Tensors, values: Values) -> None:
+    values["attention_bias"] = _has_bias(tensors)
+
+
+def cohere(entry: Entry, tensors: Tensors, values: Values) -> None:
+    head_dim = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
+    if entry("rope.dimension_count") not in (None, head_dim):
+        raise ValueError(f"rope.dimension_count={entry('rope.dimension_count')}, expected the head size {head_dim}")
+    values |= {
+        "layer_norm_eps": _needed(entry, "attention.layer_norm_epsilon"),
+        "logit_scale": entry("logit_scale") or 1.0,
+        "attention_bias": _has_bias(tensors),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
+    }
+    values.setdefault("rope_parameters", _unscaled(values, 1e4))
+
+
+def cohere2(entry: Entry, tensors: Tensors, values: Values) -> None:
+    cohere(entry, tensors, values)
+    values["sliding_window"] = _needed(entry, "attention.sliding_window")
+    values["layer_types"] = _windows(entry, values, period=4)
+
+
+def starcoder2(entry: Entry, tensors: Tensors, values: Values) -> None:
+    values["rope_parameters"] = {"rope_type": "default", "rope_theta": entry("rope.freq_base") or 1e4}
+    values["use_bias"] = _has_bias(tensors)
+
+
+def olmoe(entry: Entry, _: Tensors, values: Values) -> None:
+    _add_experts(entry, values, "num_experts")
+
+
+def qwen2moe(entry: Entry, tensors: Tensors, values: Values) -> None:
+    _add_qwen_experts(entry, values)
+    values["qkv_bias"] = _has_bias(tensors)
+
+
+def hunyuan_moe(entry: Entry, tensors: Tensors, values: Values) -> None:
+    hunyuan(entry, tensors, values)
+    _add_experts(entry, values, "num_experts", chosen="moe_topk")
+    shared, widths = entry("expert_shared_count"), [entry(f"expert_{kind}feed_forward_length") for kind in ("", "shared_")]
+    if shared != 1 or widths != [values["intermediate_size"]] * 2:
+        raise ValueError(f"{shared} shared experts, widths of experts {widths}: expected one, all as wide as a dense layer")
+
+
+def dots1(entry: Entry, _: Tensors, values: Values) -> None:
+    _check_router(entry, SIGMOID)
+    _add_deepseek_experts(entry, values)
+
+
+def afmoe(entry: Entry, _: Tensors, values: Values) -> None:
+    _check_router(entry, SIGMOID)
+    if not entry("expert_weights_norm"):
+        raise ValueError("expert_weights_norm is not set, expected shares of experts that add up to 1")
+    _add_experts(entry, values, "num_experts", "moe_intermediate_size")
+    values |= {
+        "num_shared_experts": entry("expert_shared_count") or 0,
+        "num_dense_layers": entry("leading_dense_block_count") or 0,
+        "route_scale": entry("expert_weights_scale") or 1.0,
+        "sliding_window": _needed(entry, "attention.sliding_window"),
+        "layer_types": _windows(entry, values, period=4),
+        "mup_enabled": True,  # in llama.cpp's code
+    }
+
+
+def falcon_h1(entry: Entry, tensors: Tensors, values: Values) -> None:
+    _add_mamba(entry, values)
+    values |= {
+        "mamba_d_ssm": entry("ssm.inner_size"),
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in tensors,
+        "mamba_norm_before_gate": False,  # in llama.cpp's code
+    }

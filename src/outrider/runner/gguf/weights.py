@@ -172,7 +172,7 @@ def _set(model: PreTrainedModel, name: str, value: nn.Module | nn.Parameter) -> 
 
 
 def _fill_buffers(model: PreTrainedModel, file: GgufFile) -> None:
-    """Compute the buffers of a model on the meta device: rotary frequencies, and the factors of scaled embeddings."""
+    """Compute the buffers of a model on the meta device: rotary frequencies, and factors of embeddings and projections."""
     stored = model.state_dict().keys()
     for name, module in list(model.named_modules()):
         buffers = module.named_buffers(name, recurse=False)
@@ -180,6 +180,9 @@ def _fill_buffers(model: PreTrainedModel, file: GgufFile) -> None:
             continue
         if isinstance(module, nn.Embedding):
             module.embed_scale = torch.tensor(module.scalar_embed_scale)
+            continue
+        if hasattr(module, "mup_vector"):  # factors of Falcon H1, which are in the weights
+            module.mup_vector = torch.ones(())
             continue
         rotary: Any = type(module)(module.config)
         if FACTORS in file.tensors and rotary.rope_type == "default":
