@@ -18,6 +18,7 @@ from transformers import (
     Exaone4Config,
     FalconH1Config,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GemmaConfig,
@@ -108,6 +109,20 @@ CONFIGS: Mapping[str, Callable[..., Any]] = {
     ),
     "gemma3": lambda **more: Gemma3TextConfig(
         **SHAPE | {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 8, "num_hidden_layers": 6} | more
+    ),
+    "gemma3n": lambda **more: Gemma3nTextConfig(
+        **SHAPE
+        | {"head_dim": 64, "sliding_window": 8, "num_hidden_layers": 6, "num_kv_shared_layers": 2, "laurel_rank": 256}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2, "rms_norm_eps": 1e-3}
+        | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": SHAPE["vocab_size"], "altup_active_idx": 1}
+        | {"activation_sparsity_pattern": [0.95, 0.8] + [0.0] * 4, "final_logit_softcapping": 20.0}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+            }
+        }
+        | more
     ),
     "gemma4": lambda **more: Gemma4TextConfig(
         **SHAPE
@@ -262,7 +277,7 @@ CONFIGS: Mapping[str, Callable[..., Any]] = {
         | {"layer_types": ["conv", "full_attention", "conv"], "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}
         | more
     ),
-    "gemma": lambda **more: GemmaConfig(**SHAPE | {"head_dim": 64, "rms_norm_eps": 1e-3} | more),
+    "gemma": lambda **more: GemmaConfig(**SHAPE | {"head_dim": 64, "rms_norm_eps": 0.1} | more),
     "hunyuan-dense": lambda **more: HunYuanDenseV1Config(
         **SHAPE | {"head_dim": 64, "pad_token_id": 0, "rope_theta": 2e4} | more
     ),

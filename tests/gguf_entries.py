@@ -8,6 +8,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from tiny_folder import CHAT_TEMPLATE, make_tokenizer
 from transformers import Gemma4TextConfig
 
@@ -221,6 +222,18 @@ def add_gemma4(writer: gguf.GGUFWriter, config: Gemma4TextConfig) -> None:
     writer.add_tensor("rope_freqs.weight", np.array([1.0] * num_rotated + [1e30] * (full // 2 - num_rotated), np.float32))
 
 
+def add_gemma3n(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Add what only Gemma 3n's files have."""
+    normal = torch.distributions.Normal(0, 1)
+    writer.add_altup_active_idx(config.altup_active_idx)
+    writer.add_altup_num_inputs(config.altup_num_inputs)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_activation_sparsity_scale(normal.icdf(torch.tensor(config.activation_sparsity_pattern)).tolist())
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    add_windows(writer, config)
+
+
 def add_tokenizer(writer: gguf.GGUFWriter) -> None:
     """Add the tokenizer of ``tiny_folder``."""
     tokenizer = make_tokenizer()
@@ -245,6 +258,7 @@ OWN_ENTRIES = {
     ("cohere2", "afmoe"): add_other_windows,
     ("nemotron_h", "nemotron_h_moe"): add_nemotron,
     ("lfm2", "lfm2moe"): add_convolutions,
+    ("gemma3n",): add_gemma3n,
     ("gemma4",): add_gemma4,
     ("qwen3next", "qwen35", "qwen35moe"): add_recurrent,
 }

@@ -75,7 +75,7 @@ def write(
     enum = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(enum, config.num_hidden_layers)
     rng = np.random.default_rng(0)
-    for own, name, weight, value in file_tensors(names, model.state_dict(), values, config.to_dict()):
+    for own, name, weight, value in file_tensors(names, stacked(model.state_dict()), stacked(values), config.to_dict()):
         base = own.rpartition(".")[0]
         if (own == "lm_head.weight" and config.tie_word_embeddings) or name in without:
             continue
@@ -89,6 +89,8 @@ def write(
             array.ndim < 2
             or name.endswith(".bias")
             or "ffn_gate_inp" in name
+            or "altup_correct" in name
+            or "altup_predict" in name
             or "conv" in name.rpartition(".")[0].rpartition(".")[2]
         ):
             adds_one = (
@@ -143,6 +145,28 @@ class Rows:
 
     def copy_(self, values: torch.Tensor) -> None:
         self._whole[self._index] = values
+
+
+class Stack(list[torch.Tensor]):
+    """Parameters that are one tensor of a file."""
+
+    def contiguous(self) -> torch.Tensor:
+        return torch.stack(self)
+
+    def copy_(self, values: torch.Tensor) -> None:
+        for part, value in zip(self, values, strict=True):
+            part.copy_(value)
+
+
+def stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return tensors by name, each of Gemma 3n's lists of matrices as one."""
+    found: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if part := re.fullmatch(r"(model\.altup_\w+)\.\d+(\.weight)", name):
+            found.setdefault(part[1] + part[2], Stack()).append(tensor)
+        else:
+            found[name] = tensor
+    return found
 
 
 MIXER = {  # of Nemotron's layers
@@ -217,7 +241,7 @@ def file_tensors(
                 yield own, name, view(weight), view(values[own])
             continue
         if ".experts." not in own:
-            is_buffer = suffix in ("layer_scalar", "sinks")
+            is_buffer = suffix in ("layer_scalar", "sinks", "correct_output_scale")
             yield own, f"{names.get_name(own)}.weight" if is_buffer else f"{names.get_name(base)}.{suffix}", weight, values[own]
             continue
         if base.endswith("layers." + block[4:] + "experts"):  # Gemma 4's: gate and up projection are one tensor

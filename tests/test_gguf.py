@@ -132,8 +132,8 @@ def test_logits_equal_those_of_the_dequantised_model(architecture, kinds, precis
     if precision == 32:
         torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-4 * float(expected.abs().max()))
     else:
-        # Gemma 4's attention has no scale, so that rounded activations change a random model's scores more.
-        assert (got - expected).norm() < (0.2 if architecture.startswith("gemma4") else 0.05) * expected.norm()
+        # Attention of Gemma 3n and 4 has no scale, so that rounded activations change a random model's scores more.
+        assert (got - expected).norm() < (0.2 if architecture.startswith(("gemma3n", "gemma4")) else 0.05) * expected.norm()
 
 
 def test_the_documentation_names_every_architecture():
@@ -686,3 +686,18 @@ def test_the_factors_of_falcon_h1_are_in_the_weights(tmp_path):
     path.unlink()
     gguf_files.write(path, model, KINDS["F16"], without=("output.weight",))
     assert "lacks 1 tensors of the model, the first lm_head.weight" in refusal(path)
+
+
+def test_keys_and_values_that_gemma_3n_does_not_use_are_left_out(tmp_path):
+    def add(writer):
+        for part, rows in (("attn_k", 128), ("attn_v", 128)):
+            writer.add_tensor(f"blk.5.{part}.weight", np.full((rows, 256), np.nan, np.float32))
+        writer.add_tensor("blk.5.attn_k_norm.weight", np.full(64, np.nan, np.float32))
+
+    model, text = gguf_files.make_model("gemma3n"), make_text(30, 1)
+    exact = gguf_files.write(tmp_path / "model.gguf", model, KINDS["F16"], add)
+    got = load(tmp_path / "model.gguf", dtype="float32").extend(["a"], [text])[0]
+    torch.testing.assert_close(got, plain_logits(exact, text)[-1], rtol=1e-3, atol=1e-3)
+    (tmp_path / "model.gguf").unlink()
+    gguf_files.write(tmp_path / "model.gguf", model, KINDS["F16"], without=("blk.3.attn_k.weight",))
+    assert "lacks 1 tensors of the model, the first model.layers.3.self_attn.k_proj.weight" in refusal(tmp_path / "model.gguf")

@@ -30,7 +30,11 @@ class Architecture:
     # Values of a config, also of one beside the file, whose effect is in the file's tensors.
     fixed: Mapping[str, Any] = field(default_factory=dict)
     changes_like: str = ""  # the architecture whose changes of tensors transformers undoes, if not its own
-    # Patterns of tensors that transformers does not map -> names. These and the next patterns are of names in a layer.
+    # Tensors that are parameters of the model one after another: A.weight becomes A.0.weight, A.1.weight ...
+    stacked: tuple[str, ...] = ()
+    is_unused: Callable[[str, Any], bool] = lambda *_: False  # (tensor, config): the model does without it
+    # Patterns of tensors that transformers does not map -> names. These and the next patterns are of names in a layer, or of
+    # tensors that are in no layer.
     renamed: Mapping[str, str] = field(default_factory=dict)
     has_gates: bool = True  # experts have a gate projection
     joined: str = "(?!)"  # pattern of tensors of which two, besides those of experts, are a parameter: its first rows, its last
@@ -46,8 +50,8 @@ class Architecture:
         """Return the model's name of a tensor, "" for an unknown tensor. ``known``: the names that transformers maps."""
         block = BLOCK.fullmatch(name)
         for pattern, own in self.renamed.items():
-            if block and (found := re.fullmatch(pattern, block[2])):
-                return f"model.layers.{block[1]}.{found.expand(own)}"
+            if found := re.fullmatch(pattern, name_in_layer(name)):
+                return f"model.layers.{block[1]}.{found.expand(own)}" if block else f"model.{found.expand(own)}"
         expert = EXPERT_TENSOR.fullmatch(name)
         if expert and f"{expert[1]}down_exps" in known:  # the only one of them that transformers maps
             wide, ending = "gate_up" if self.has_gates else "up", "_bias" if expert[3] == "bias" else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.runner.gguf import changes, configs
+from outrider.runner.gguf import changes, configs, configs_gemma
 from outrider.runner.gguf.architecture import Architecture
 
 
@@ -102,11 +102,22 @@ ARCHITECTURES = {
     "qwen35": Architecture("qwen3_5_text", configs.qwen35, **QWEN35),
     "qwen35moe": Architecture("qwen3_5_moe_text", configs.qwen35moe, **QWEN35),
     "gemma": Architecture("gemma", changes_like="gemma2"),
-    "gemma2": Architecture("gemma2", configs.gemma2),
-    "gemma3": Architecture("gemma3_text", configs.gemma3),
+    "gemma2": Architecture("gemma2", configs_gemma.gemma2),
+    "gemma3": Architecture("gemma3_text", configs_gemma.gemma3),
+    "gemma3n": Architecture(
+        "gemma3n_text",
+        configs_gemma.gemma3n,
+        scalings=(),
+        stacked=("altup_proj.weight", "altup_unembd_proj.weight"),
+        renamed={
+            r"altup_proj\.(\d+)\.weight": r"altup_projections.\1.weight",
+            r"altup_unembd_proj\.(\d+)\.weight": r"altup_unembed_projections.\1.weight",
+        },
+        is_unused=changes.is_unused_gemma3n,
+    ),
     "gemma4": Architecture(
         "gemma4_text",
-        configs.gemma4,
+        configs_gemma.gemma4,
         scalings=(),
         renamed={
             r"ffn_gate_inp\.scale": "router.scale",

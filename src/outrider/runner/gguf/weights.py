@@ -175,7 +175,7 @@ def _fill_buffers(model: PreTrainedModel, file: GgufFile) -> None:
     """Compute the buffers of a model on the meta device: rotary frequencies, and factors of embeddings and projections."""
     stored = model.state_dict().keys()
     for name, module in list(model.named_modules()):
-        buffers = module.named_buffers(name, recurse=False)
+        buffers = list(module.named_buffers(name, recurse=False))
         if not any(buffer.is_meta and own not in stored for own, buffer in buffers):
             continue
         if isinstance(module, nn.Embedding):
@@ -183,6 +183,9 @@ def _fill_buffers(model: PreTrainedModel, file: GgufFile) -> None:
             continue
         if hasattr(module, "mup_vector"):  # factors of Falcon H1, which are in the weights
             module.mup_vector = torch.ones(())
+            continue
+        if not any(own.endswith("inv_freq") for own, _ in buffers):
+            _init_buffers(model, module)
             continue
         rotary: Any = type(module)(module.config)
         if FACTORS in file.tensors and rotary.rope_type == "default":
@@ -193,3 +196,11 @@ def _fill_buffers(model: PreTrainedModel, file: GgufFile) -> None:
                 )
             rotary.inv_freq = rotary.inv_freq / factors
         _set(model, name, rotary)
+
+
+def _init_buffers(model: PreTrainedModel, module: nn.Module) -> None:
+    """Let transformers compute a module's buffers. Its parameters are on the meta device, where this changes nothing."""
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        setattr(module, name, torch.full_like(buffer, torch.nan, device="cpu"))
+    (module if isinstance(module, PreTrainedModel) else model)._init_weights(module)
+    assert not any(buffer.isnan().any() for buffer in module.buffers(recurse=False)), type(module)
