@@ -36,11 +36,13 @@ from transformers import (
     MiniMaxM2Config,
     Ministral3Config,
     MixtralConfig,
+    NemotronConfig,
     NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
     Phi3Config,
+    PhiConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
@@ -50,6 +52,7 @@ from transformers import (
     Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
+    StableLmConfig,
     Starcoder2Config,
 )
 
@@ -296,6 +299,13 @@ CONFIGS: Mapping[str, Callable[..., Any]] = {
     "starcoder2": lambda **more: Starcoder2Config(
         **SHAPE | {"norm_epsilon": 1e-3, "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}} | more
     ),
+    "nemotron": lambda **more: NemotronConfig(
+        **SHAPE | {"head_dim": 64, "norm_eps": 1e-3, "pad_token_id": 0, "rope_parameters": HALF} | more
+    ),
+    "stablelm": lambda **more: StableLmConfig(
+        **SHAPE | {"layer_norm_eps": 1e-3, "use_qkv_bias": True, "rope_parameters": HALF | {"rope_theta": 1e4}} | more
+    ),
+    "phi2": lambda **more: PhiConfig(**SHAPE | {"layer_norm_eps": 1e-3, "rope_parameters": HALF | {"rope_theta": 1e4}} | more),
     "arcee": lambda **more: ArceeConfig(**SHAPE | {"head_dim": 64, "rope_theta": 2e4} | more),
     "olmoe": lambda **more: OlmoeConfig(**SHAPE | EXPERTS | {"pad_token_id": 0, "num_experts": 4, "rope_theta": 2e4} | more),
     "qwen2moe": lambda **more: Qwen2MoeConfig(
@@ -326,6 +336,7 @@ ARCHITECTURES = {  # llama.cpp's names where they differ
     "falcon_h1": "falcon-h1",
     "hunyuan_v1_dense": "hunyuan-dense",
     "hunyuan_v1_moe": "hunyuan-moe",
+    "phi": "phi2",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "ministral3": "mistral3",

@@ -26,14 +26,17 @@ def add_entries(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None
         writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(1 if architecture == "deepseek2" else told["num_key_value_heads"])
-    eps = [told[name] for name in ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon") if name in told]
+    names = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", *(("norm_eps",) if architecture == "nemotron" else ()))
+    eps = [told[name] for name in names if name in told]
     if eps:
         writer.add_layer_norm_eps(eps[0])
     else:
         writer.add_layer_norm_rms_eps(told.get("rms_norm_eps") or config.norm_eps)
     rotary = told.get("rope_parameters") or NO_POSITIONS
     rotary = rotary.get("full_attention", rotary)
-    if architecture not in ("gemma", "gemma2") and "rope_theta" in rotary:  # llama.cpp's converter leaves it out
+    if (
+        architecture not in ("gemma", "gemma2", "phi2", "stablelm") and "rope_theta" in rotary
+    ):  # llama.cpp's converter leaves it out
         writer.add_rope_freq_base(rotary["rope_theta"])
     writer.add_rope_dimension_count(int(head_dim * rotary.get("partial_rotary_factor", 1)))
     if rotary["rope_type"] in ("linear", "yarn"):
@@ -259,6 +262,7 @@ OWN_ENTRIES = {
     ("nemotron_h", "nemotron_h_moe"): add_nemotron,
     ("lfm2", "lfm2moe"): add_convolutions,
     ("gemma3n",): add_gemma3n,
+    ("stablelm",): lambda writer, config: writer.add_parallel_residual(True),  # whatever the model does
     ("gemma4",): add_gemma4,
     ("qwen3next", "qwen35", "qwen35moe"): add_recurrent,
 }

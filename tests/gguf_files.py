@@ -94,8 +94,8 @@ def write(
             or "conv" in name.rpartition(".")[0].rpartition(".")[2]
         ):
             adds_one = (
-                architecture in ("gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
-                and "norm" in own
+                architecture in ("nemotron", "gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
+                and re.search(r"norm\w*\.weight", own) is not None
                 and "linear_attn" not in own
             )
             shift = np.float32(adds_one)  # these multiply by 1 + weight

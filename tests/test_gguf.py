@@ -34,7 +34,7 @@ needs_kernels = pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 KINDS = {"mixed": gguf_files.mixed} | {kind.name: lambda _, kind=kind: kind for kind in (Kind.Q8_0, Kind.Q4_0, Kind.F16)}
 KINDS["MXFP4"] = lambda name: Kind.MXFP4 if "_exps" in name else Kind.Q8_0  # as in gpt-oss's files
 ARCHITECTURES = tuple(gguf_configs.CONFIGS)
-TIED = tuple(name for name in ARCHITECTURES if not name.startswith(("nemotron", "falcon")))
+TIED = tuple(name for name in ARCHITECTURES if not name.startswith(("nemotron_h", "falcon")))
 UNTIED = tuple(  # may have an output head
     name for name in ARCHITECTURES if not name.startswith(("gemma", "lfm2moe", "command-r", "cohere2"))
 )
@@ -316,6 +316,7 @@ OTHER_CONFIGS = {
         {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"]},
     ),
     "afmoe with other windows": ("afmoe", {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"]}),
+    "stablelm, parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": False}),
     "starcoder2 without biases": ("starcoder2", {"use_bias": False}),
     "falcon-h1 without norms of Mamba": ("falcon-h1", {"mamba_rms_norm": False, "mamba_n_groups": 1}),
     "gemma3, capped logits": ("gemma3", {"final_logit_softcapping": 15.0}),

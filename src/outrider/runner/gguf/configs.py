@@ -434,3 +434,25 @@ def falcon_h1(entry: Entry, tensors: Tensors, values: Values) -> None:
         "mamba_rms_norm": "blk.0.ssm_norm.weight" in tensors,
         "mamba_norm_before_gate": False,  # in llama.cpp's code
     }
+
+
+def nemotron(entry: Entry, _: Tensors, values: Values) -> None:
+    values["norm_eps"] = required(entry, "attention.layer_norm_epsilon")
+    values["head_dim"] = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
+    _add_partial_rotary(entry, values)
+
+
+def stablelm(entry: Entry, tensors: Tensors, values: Values) -> None:
+    rotated = required(entry, "rope.dimension_count") * values["num_attention_heads"] / values["hidden_size"]
+    theta = entry("rope.freq_base") or 1e4
+    values |= {
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in tensors,  # like llama.cpp, which does not read the entry
+        "use_qkv_bias": _has_bias(tensors),
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": rotated},
+    }
+
+
+def phi2(entry: Entry, _: Tensors, values: Values) -> None:
+    values["layer_norm_eps"] = required(entry, "attention.layer_norm_epsilon")
+    rotated = required(entry, "rope.dimension_count") * values["num_attention_heads"] / values["hidden_size"]
+    values["rope_parameters"] = unscaled(values, 1e4) | {"partial_rotary_factor": rotated}
