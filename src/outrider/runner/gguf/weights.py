@@ -175,8 +175,9 @@ def _fill_buffers(model: PreTrainedModel, file: GgufFile) -> None:
     """Compute the buffers of a model on the meta device: rotary frequencies, and factors of embeddings and projections."""
     stored = model.state_dict().keys()
     for name, module in list(model.named_modules()):
-        buffers = list(module.named_buffers(name, recurse=False))
-        if not any(buffer.is_meta and own not in stored for own, buffer in buffers):
+        buffers = module.named_buffers(name, recurse=False)
+        computed = [own.rpartition(".")[2] for own, buffer in buffers if buffer.is_meta and own not in stored]
+        if not computed:
             continue
         if isinstance(module, nn.Embedding):
             module.embed_scale = torch.tensor(module.scalar_embed_scale)
@@ -184,8 +185,8 @@ def _fill_buffers(model: PreTrainedModel, file: GgufFile) -> None:
         if hasattr(module, "mup_vector"):  # factors of Falcon H1, which are in the weights
             module.mup_vector = torch.ones(())
             continue
-        if not any(own.endswith("inv_freq") for own, _ in buffers):
-            _init_buffers(model, module)
+        if not any(own.endswith("inv_freq") for own in computed):
+            _init_buffers(model, module, computed)
             continue
         rotary: Any = type(module)(module.config)
         if FACTORS in file.tensors and rotary.rope_type == "default":
@@ -198,9 +199,9 @@ def _fill_buffers(model: PreTrainedModel, file: GgufFile) -> None:
         _set(model, name, rotary)
 
 
-def _init_buffers(model: PreTrainedModel, module: nn.Module) -> None:
+def _init_buffers(model: PreTrainedModel, module: nn.Module, names: list[str]) -> None:
     """Let transformers compute a module's buffers. Its parameters are on the meta device, where this changes nothing."""
-    for name, buffer in list(module.named_buffers(recurse=False)):
-        setattr(module, name, torch.full_like(buffer, torch.nan, device="cpu"))
+    for name in names:
+        setattr(module, name, torch.full_like(module.get_buffer(name), torch.nan, device="cpu"))
     (module if isinstance(module, PreTrainedModel) else model)._init_weights(module)
-    assert not any(buffer.isnan().any() for buffer in module.buffers(recurse=False)), type(module)
+    assert not any(module.get_buffer(name).isnan().any() for name in names), type(module)
