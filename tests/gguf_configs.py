@@ -6,31 +6,45 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import (
+    AfmoeConfig,
+    ArceeConfig,
+    Cohere2Config,
+    CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    FalconH1Config,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
     GraniteMoeHybridConfig,
+    HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
     MixtralConfig,
+    NemotronConfig,
     NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
+    PhiConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -38,6 +52,8 @@ from transformers import (
     Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
 )
 
 SHAPE = {
@@ -96,6 +112,20 @@ CONFIGS: Mapping[str, Callable[..., Any]] = {
     ),
     "gemma3": lambda **more: Gemma3TextConfig(
         **SHAPE | {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 8, "num_hidden_layers": 6} | more
+    ),
+    "gemma3n": lambda **more: Gemma3nTextConfig(
+        **SHAPE
+        | {"head_dim": 64, "sliding_window": 8, "num_hidden_layers": 6, "num_kv_shared_layers": 2, "laurel_rank": 256}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2, "rms_norm_eps": 1e-3}
+        | {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": SHAPE["vocab_size"], "altup_active_idx": 1}
+        | {"activation_sparsity_pattern": [0.95, 0.8] + [0.0] * 4, "final_logit_softcapping": 20.0}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+            }
+        }
+        | more
     ),
     "gemma4": lambda **more: Gemma4TextConfig(
         **SHAPE
@@ -250,8 +280,64 @@ CONFIGS: Mapping[str, Callable[..., Any]] = {
         | {"layer_types": ["conv", "full_attention", "conv"], "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}
         | more
     ),
+    "gemma": lambda **more: GemmaConfig(**SHAPE | {"head_dim": 64, "rms_norm_eps": 0.1} | more),
+    "hunyuan-dense": lambda **more: HunYuanDenseV1Config(
+        **SHAPE | {"head_dim": 64, "pad_token_id": 0, "rope_theta": 2e4} | more
+    ),
+    "hunyuan-moe": lambda **more: HunYuanMoEV1Config(
+        **SHAPE | {"head_dim": 64, "pad_token_id": 0, "rope_theta": 2e4, "num_experts": 4, "moe_topk": 2} | more
+    ),
+    "command-r": lambda **more: CohereConfig(
+        **SHAPE | {"pad_token_id": 0, "logit_scale": 0.25, "layer_norm_eps": 1e-3, "rope_theta": 2e4} | more
+    ),
+    "cohere2": lambda **more: Cohere2Config(
+        **SHAPE
+        | {"pad_token_id": 0, "logit_scale": 0.25, "layer_norm_eps": 1e-3, "rope_theta": 2e4}
+        | {"num_hidden_layers": 5, "sliding_window": 8}
+        | more
+    ),
+    "starcoder2": lambda **more: Starcoder2Config(
+        **SHAPE | {"norm_epsilon": 1e-3, "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}} | more
+    ),
+    "nemotron": lambda **more: NemotronConfig(
+        **SHAPE | {"head_dim": 64, "norm_eps": 1e-3, "pad_token_id": 0, "rope_parameters": HALF} | more
+    ),
+    "stablelm": lambda **more: StableLmConfig(
+        **SHAPE | {"layer_norm_eps": 1e-3, "use_qkv_bias": True, "rope_parameters": HALF | {"rope_theta": 1e4}} | more
+    ),
+    "phi2": lambda **more: PhiConfig(**SHAPE | {"layer_norm_eps": 1e-3, "rope_parameters": HALF | {"rope_theta": 1e4}} | more),
+    "arcee": lambda **more: ArceeConfig(**SHAPE | {"head_dim": 64, "rope_theta": 2e4} | more),
+    "olmoe": lambda **more: OlmoeConfig(**SHAPE | EXPERTS | {"pad_token_id": 0, "num_experts": 4, "rope_theta": 2e4} | more),
+    "qwen2moe": lambda **more: Qwen2MoeConfig(
+        **SHAPE
+        | EXPERTS
+        | {"num_experts": 4, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 512, "rope_theta": 2e4}
+        | more
+    ),
+    "dots1": lambda **more: Dots1Config(
+        **SHAPE | EXPERTS | DEEPSEEK_EXPERTS | {"head_dim": 64, "rope_theta": 2e4, "n_group": 2, "topk_group": 1} | more
+    ),
+    "afmoe": lambda **more: AfmoeConfig(
+        **SHAPE
+        | EXPERTS
+        | {"head_dim": 64, "rope_theta": 2e4, "num_hidden_layers": 5, "sliding_window": 8, "mup_enabled": True}
+        | {"num_experts": 4, "moe_intermediate_size": 256, "num_shared_experts": 2, "num_dense_layers": 1, "route_scale": 2.5}
+        | more
+    ),
+    "falcon-h1": lambda **more: FalconH1Config(
+        **SHAPE
+        | {"head_dim": 64, "pad_token_id": 0, "rope_theta": 2e4, "mamba_rms_norm": True, "mamba_norm_before_gate": False}
+        | {"mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_state": 64, "mamba_n_groups": 2, "mamba_chunk_size": 16}
+        | more
+    ),
 }
 ARCHITECTURES = {  # llama.cpp's names where they differ
+    "cohere": "command-r",
+    "falcon_h1": "falcon-h1",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "phi": "phi2",
+    "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "ministral3": "mistral3",
     "gpt_oss": "gpt-oss",

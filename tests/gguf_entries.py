@@ -8,6 +8,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from tiny_folder import CHAT_TEMPLATE, make_tokenizer
 from transformers import Gemma4TextConfig
 
@@ -25,13 +26,17 @@ def add_entries(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None
         writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(1 if architecture == "deepseek2" else told["num_key_value_heads"])
-    if architecture.startswith("nemotron_h"):
-        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    names = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", *(("norm_eps",) if architecture == "nemotron" else ()))
+    eps = [told[name] for name in names if name in told]
+    if eps:
+        writer.add_layer_norm_eps(eps[0])
     else:
         writer.add_layer_norm_rms_eps(told.get("rms_norm_eps") or config.norm_eps)
     rotary = told.get("rope_parameters") or NO_POSITIONS
     rotary = rotary.get("full_attention", rotary)
-    if architecture != "gemma2" and "rope_theta" in rotary:  # llama.cpp's converter leaves it out
+    if (
+        architecture not in ("gemma", "gemma2", "phi2", "stablelm") and "rope_theta" in rotary
+    ):  # llama.cpp's converter leaves it out
         writer.add_rope_freq_base(rotary["rope_theta"])
     writer.add_rope_dimension_count(int(head_dim * rotary.get("partial_rotary_factor", 1)))
     if rotary["rope_type"] in ("linear", "yarn"):
@@ -95,9 +100,10 @@ def add_experts(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None
     told = config.to_dict()
     if architecture == "nemotron_h":  # its config class has experts by default
         return
-    chosen = told.get("num_experts_per_tok") or told.get("top_k_experts") or told.get("moe_k")
+    chosen = told.get("num_experts_per_tok") or told.get("top_k_experts") or told.get("moe_k") or told.get("moe_topk")
     for name, add in {
         "n_shared_experts": writer.add_expert_shared_count,
+        "num_shared_experts": writer.add_expert_shared_count,
         "moe_num_shared_experts": writer.add_expert_shared_count,
         "moe_shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
         "shared_expert_intermediate_size": writer.add_expert_shared_feed_forward_length,
@@ -117,19 +123,30 @@ def add_experts(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None
     kinds = ("num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts")
     writer.add_expert_count(next(told[name] for name in kinds if told.get(name)))
     width = told.get("moe_intermediate_size") or config.intermediate_size
-    if architecture not in ("llama", "granitemoe", "granitehybrid"):
+    if architecture not in ("llama", "granitemoe", "granitehybrid", "olmoe"):
         writer.add_expert_feed_forward_length(width)
-    if architecture in ("glm4moe", "minimax-m2", "lfm2moe"):  # and newer files of deepseek2, see test_gguf.py
+    if architecture in ("glm4moe", "minimax-m2", "lfm2moe", "dots1", "afmoe"):  # and newer files of deepseek2, see test_gguf.py
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if architecture in ("glm4moe", "deepseek2", "nemotron_h_moe"):
-        writer.add_expert_weights_scale(config.routed_scaling_factor)
-        writer.add_expert_weights_norm(bool(config.norm_topk_prob))
+    if architecture in ("glm4moe", "deepseek2", "nemotron_h_moe", "dots1", "afmoe"):
+        writer.add_expert_weights_scale(told.get("route_scale") or config.routed_scaling_factor)
+        writer.add_expert_weights_norm(bool(told.get("norm_topk_prob", True)))
+    if architecture == "hunyuan-moe":
+        writer.add_expert_shared_count(1)
+        writer.add_expert_shared_feed_forward_length(width)
 
 
 def add_windows(writer: gguf.GGUFWriter, config: Any) -> None:
     """Add which layers have a window, if any."""
     if hasattr(config, "layer_types"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+
+
+def add_other_windows(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Add which layers have a window, unless these are all but each fourth one."""
+    if config.layer_types != [
+        ("full" if layer % 4 == 3 else "sliding") + "_attention" for layer in range(config.num_hidden_layers)
+    ]:
+        add_windows(writer, config)
 
 
 def add_convolutions(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -170,12 +187,16 @@ def add_nemotron(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def add_mamba(writer: gguf.GGUFWriter, config: Any) -> None:
-    """Add the sizes of Granite 4's recurrent layers, and which layers these are."""
+    """Add the sizes of Mamba 2 in Granite 4 and Falcon H1."""
     writer.add_ssm_conv_kernel(config.mamba_d_conv)
     writer.add_ssm_state_size(config.mamba_d_state)
     writer.add_ssm_group_count(config.mamba_n_groups)
     writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
     writer.add_ssm_time_step_rank(config.mamba_n_heads)
+
+
+def add_kinds(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Add which of Granite 4's layers are recurrent, and whether the others rotate."""
     writer.add_head_count_kv([config.num_key_value_heads * (kind == "full_attention") for kind in config.layer_types])
     writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
 
@@ -204,6 +225,18 @@ def add_gemma4(writer: gguf.GGUFWriter, config: Gemma4TextConfig) -> None:
     writer.add_tensor("rope_freqs.weight", np.array([1.0] * num_rotated + [1e30] * (full // 2 - num_rotated), np.float32))
 
 
+def add_gemma3n(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Add what only Gemma 3n's files have."""
+    normal = torch.distributions.Normal(0, 1)
+    writer.add_altup_active_idx(config.altup_active_idx)
+    writer.add_altup_num_inputs(config.altup_num_inputs)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_activation_sparsity_scale(normal.icdf(torch.tensor(config.activation_sparsity_pattern)).tolist())
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    add_windows(writer, config)
+
+
 def add_tokenizer(writer: gguf.GGUFWriter) -> None:
     """Add the tokenizer of ``tiny_folder``."""
     tokenizer = make_tokenizer()
@@ -220,11 +253,16 @@ def add_tokenizer(writer: gguf.GGUFWriter) -> None:
 
 OWN_ENTRIES = {
     ("granite", "granitemoe", "granitehybrid"): add_scales,
-    ("granitehybrid",): add_mamba,
+    ("granitehybrid", "falcon-h1"): add_mamba,
+    ("granitehybrid",): add_kinds,
+    ("command-r", "cohere2"): lambda writer, config: writer.add_logit_scale(config.logit_scale),
     ("deepseek2",): add_latent,
     ("exaone4", "olmo2"): add_windows,
+    ("cohere2", "afmoe"): add_other_windows,
     ("nemotron_h", "nemotron_h_moe"): add_nemotron,
     ("lfm2", "lfm2moe"): add_convolutions,
+    ("gemma3n",): add_gemma3n,
+    ("stablelm",): lambda writer, config: writer.add_parallel_residual(True),  # whatever the model does
     ("gemma4",): add_gemma4,
     ("qwen3next", "qwen35", "qwen35moe"): add_recurrent,
 }

@@ -25,6 +25,7 @@ TURNED = (
     "granitemoe",
     "granitehybrid",
     "smollm3",
+    "arcee",
 )  # llama.cpp interleaves the halves of their heads
 # Offsets of the float16 scales in the bytes of a block, and their size for weights of usual magnitude.
 SCALES = {
@@ -74,7 +75,7 @@ def write(
     enum = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(enum, config.num_hidden_layers)
     rng = np.random.default_rng(0)
-    for own, name, weight, value in file_tensors(names, model.state_dict(), values, config.to_dict()):
+    for own, name, weight, value in file_tensors(names, stacked(model.state_dict()), stacked(values), config.to_dict()):
         base = own.rpartition(".")[0]
         if (own == "lm_head.weight" and config.tie_word_embeddings) or name in without:
             continue
@@ -88,11 +89,13 @@ def write(
             array.ndim < 2
             or name.endswith(".bias")
             or "ffn_gate_inp" in name
+            or "altup_correct" in name
+            or "altup_predict" in name
             or "conv" in name.rpartition(".")[0].rpartition(".")[2]
         ):
             adds_one = (
-                architecture in ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
-                and "norm" in own
+                architecture in ("nemotron", "gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
+                and re.search(r"norm\w*\.weight", own) is not None
                 and "linear_attn" not in own
             )
             shift = np.float32(adds_one)  # these multiply by 1 + weight
@@ -144,6 +147,28 @@ class Rows:
         self._whole[self._index] = values
 
 
+class Stack(list[torch.Tensor]):
+    """Parameters that are one tensor of a file."""
+
+    def contiguous(self) -> torch.Tensor:
+        return torch.stack(self)
+
+    def copy_(self, values: torch.Tensor) -> None:
+        for part, value in zip(self, values, strict=True):
+            part.copy_(value)
+
+
+def stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return tensors by name, each of Gemma 3n's lists of matrices as one."""
+    found: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if part := re.fullmatch(r"(model\.altup_\w+)\.\d+(\.weight)", name):
+            found.setdefault(part[1] + part[2], Stack()).append(tensor)
+        else:
+            found[name] = tensor
+    return found
+
+
 MIXER = {  # of Nemotron's layers
     "in_proj": "ssm_in",
     "out_proj": "ssm_out",
@@ -170,6 +195,8 @@ def unmapped(own: str, block: str, sizes: Mapping[str, Any]) -> dict[str, Callab
         ending = {"experts": "_exps", "shared_experts": "_shexp"}.get(group[0], "")
         name = MIXER[group[1] if ending else group[0]]
         return {f"{block}{name}{ending}.{'bias' if suffix == 'bias' else 'weight'}": lambda whole: whole}
+    if module == "pre_ff_layernorm":
+        return {f"{block}ffn_norm": lambda whole: whole}
     if module == "router" and "block_sparse_moe" in base:
         return {f"{block}ffn_gate_inp.weight": lambda whole: whole}
     if module == "kv_b_proj":  # of each head a part for keys, whose columns are rows in files, and one for values
@@ -214,7 +241,7 @@ def file_tensors(
                 yield own, name, view(weight), view(values[own])
             continue
         if ".experts." not in own:
-            is_buffer = suffix in ("layer_scalar", "sinks")
+            is_buffer = suffix in ("layer_scalar", "sinks", "correct_output_scale")
             yield own, f"{names.get_name(own)}.weight" if is_buffer else f"{names.get_name(base)}.{suffix}", weight, values[own]
             continue
         if base.endswith("layers." + block[4:] + "experts"):  # Gemma 4's: gate and up projection are one tensor

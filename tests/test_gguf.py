@@ -35,8 +35,10 @@ needs_kernels = pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 KINDS = {"mixed": gguf_files.mixed} | {kind.name: lambda _, kind=kind: kind for kind in (Kind.Q8_0, Kind.Q4_0, Kind.F16)}
 KINDS["MXFP4"] = lambda name: Kind.MXFP4 if "_exps" in name else Kind.Q8_0  # as in gpt-oss's files
 ARCHITECTURES = tuple(gguf_configs.CONFIGS)
-TIED = tuple(name for name in ARCHITECTURES if not name.startswith("nemotron"))
-UNTIED = tuple(name for name in ARCHITECTURES if not name.startswith("gemma") and name != "lfm2moe")  # may have an output head
+TIED = tuple(name for name in ARCHITECTURES if not name.startswith(("nemotron_h", "falcon")))
+UNTIED = tuple(  # may have an output head
+    name for name in ARCHITECTURES if not name.startswith(("gemma", "lfm2moe", "command-r", "cohere2"))
+)
 
 
 def load(path, **options):
@@ -115,7 +117,7 @@ def test_a_loaded_model_has_the_values_of_the_file(architecture, tied, kinds, tm
     [
         (name, bits)
         for name in ARCHITECTURES
-        for bits in ([32] if name.startswith(("qwen3next", "qwen35", "gemma4 with")) else [8, 32])
+        for bits in ([32] if name.startswith(("qwen3next", "qwen35", "gemma4 with", "afmoe")) else [8, 32])
     ],
 )
 def test_logits_equal_those_of_the_dequantised_model(architecture, kinds, precision, tmp_path, monkeypatch):
@@ -131,8 +133,8 @@ def test_logits_equal_those_of_the_dequantised_model(architecture, kinds, precis
     if precision == 32:
         torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-4 * float(expected.abs().max()))
     else:
-        # Gemma 4's attention has no scale, so that rounded activations change a random model's scores more.
-        assert (got - expected).norm() < (0.2 if architecture.startswith("gemma4") else 0.05) * expected.norm()
+        # Attention of Gemma 3n and 4 has no scale, so that rounded activations change a random model's scores more.
+        assert (got - expected).norm() < (0.2 if architecture.startswith(("gemma3n", "gemma4")) else 0.05) * expected.norm()
 
 
 def test_the_documentation_names_every_architecture():
@@ -307,6 +309,17 @@ OTHER_CONFIGS = {
     ),
     "glm4moe without norms of queries": ("glm4moe", {"use_qk_norm": False, "attention_bias": False}),
     "deepseek2 with groups and without YaRN": ("deepseek2", {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}),
+    "command-r with norms of queries, and biases": ("command-r", {"use_qk_norm": True, "attention_bias": True}),
+    "hunyuan-dense with biases": ("hunyuan-dense", {"attention_bias": True}),
+    "qwen2moe without biases": ("qwen2moe", {"qkv_bias": False}),
+    "cohere2 with other windows": (
+        "cohere2",
+        {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"]},
+    ),
+    "afmoe with other windows": ("afmoe", {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"]}),
+    "stablelm, parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": False}),
+    "starcoder2 without biases": ("starcoder2", {"use_bias": False}),
+    "falcon-h1 without norms of Mamba": ("falcon-h1", {"mamba_rms_norm": False, "mamba_n_groups": 1}),
     "gemma3, capped logits": ("gemma3", {"final_logit_softcapping": 15.0}),
     "phi3 without a window": ("phi3", {"sliding_window": None, "partial_rotary_factor": 1.0}),
     "phi3, longrope": (
@@ -635,3 +648,58 @@ def test_entries_that_change_granite_or_lfm2_are_refused(tmp_path):
     path.unlink()
     gguf_files.write(path, gguf_files.make_model("lfm2"), KINDS["F16"], lambda w: w.add_head_count_kv(2))
     assert "attention.head_count_kv=2, expected a number for each layer" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    "architecture, change, said",
+    [
+        ("cohere2", lambda w: w.add_rope_dimension_count(32), "rope.dimension_count=32, expected the head size 64"),
+        ("afmoe", lambda w: w.add_expert_weights_norm(False), "expert_weights_norm is not set"),
+        ("afmoe", lambda w: w.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX), "expert_gating_func=1, expected 2"),
+        ("dots1", lambda w: w.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX), "expert_gating_func=1, expected 2"),
+        ("hunyuan-moe", lambda w: w.add_expert_shared_count(2), "2 shared experts, widths of experts [512, 512]: expected one"),
+        (
+            "hunyuan-moe",
+            lambda w: w.add_expert_shared_feed_forward_length(256),
+            "1 shared experts, widths of experts [512, 256]: expected one, all as wide as a dense layer",
+        ),
+        ("olmoe", lambda w: w.add_clamp_kqv(8.0), "olmoe.attention.clamp_kqv=8.0 is not supported"),
+        ("starcoder2", lambda w: w.add_sliding_window(16), "starcoder2.attention.sliding_window=16 is not supported"),
+    ],
+)
+def test_what_the_model_of_an_architecture_cannot_do_is_refused(architecture, change, said, unread, tmp_path):
+    gguf_files.write(tmp_path / "model.gguf", gguf_files.make_model(architecture), KINDS["F16"], change)
+    assert said in refusal(tmp_path / "model.gguf")
+
+
+def test_the_factors_of_falcon_h1_are_in_the_weights(tmp_path):
+    """Also if the config beside the file has them. Embeddings and output head have different ones."""
+    model, path, text = gguf_files.make_model("falcon-h1"), tmp_path / "model.gguf", make_text(30, 1)
+    exact = gguf_files.write(path, model, KINDS["F16"])
+    factors = {"embedding_multiplier": 5.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.5, "attention_in_multiplier": 0.5}
+    factors |= {"attention_out_multiplier": 0.5, "ssm_in_multiplier": 0.5, "ssm_out_multiplier": 0.5}
+    gguf_configs.CONFIGS["falcon-h1"](
+        **factors, mlp_multipliers=[0.5, 0.25], ssm_multipliers=[0.5, 0.25, 0.7, 0.8, 0.9]
+    ).save_pretrained(tmp_path)
+    expected = plain_logits(exact, text)[-1]
+    for source in (path, tmp_path):
+        got = load(source, dtype="float32").extend(["a"], [text])[0]
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+    path.unlink()
+    gguf_files.write(path, model, KINDS["F16"], without=("output.weight",))
+    assert "lacks 1 tensors of the model, the first lm_head.weight" in refusal(path)
+
+
+def test_keys_and_values_that_gemma_3n_does_not_use_are_left_out(tmp_path):
+    def add(writer):
+        for part, rows in (("attn_k", 128), ("attn_v", 128)):
+            writer.add_tensor(f"blk.5.{part}.weight", np.full((rows, 256), np.nan, np.float32))
+        writer.add_tensor("blk.5.attn_k_norm.weight", np.full(64, np.nan, np.float32))
+
+    model, text = gguf_files.make_model("gemma3n"), make_text(30, 1)
+    exact = gguf_files.write(tmp_path / "model.gguf", model, KINDS["F16"], add)
+    got = load(tmp_path / "model.gguf", dtype="float32").extend(["a"], [text])[0]
+    torch.testing.assert_close(got, plain_logits(exact, text)[-1], rtol=1e-3, atol=1e-3)
+    (tmp_path / "model.gguf").unlink()
+    gguf_files.write(tmp_path / "model.gguf", model, KINDS["F16"], without=("blk.3.attn_k.weight",))
+    assert "lacks 1 tensors of the model, the first model.layers.3.self_attn.k_proj.weight" in refusal(tmp_path / "model.gguf")

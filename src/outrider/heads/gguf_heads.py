@@ -21,8 +21,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.runner import gguf
 from outrider.runner.gguf.architecture import FACTORS, Architecture, Entry, Tensors, Values
-from outrider.runner.gguf.configs import _needed as needed
-from outrider.runner.gguf.configs import gemma4
+from outrider.runner.gguf.configs import required
+from outrider.runner.gguf.configs_gemma import gemma4
 from outrider.types import OutriderError
 
 MAPPING = "d2t"
@@ -79,8 +79,8 @@ def eagle3(entry: Entry, tensors: Tensors, values: Values) -> None:
     """Read an EAGLE-3 head. Whether it has a norm before fc is known from its tensors."""
     entry("norm_before_fc")
     values |= {
-        "eagle_aux_hidden_state_layer_ids": needed(entry, "target_layers"),
-        "target_hidden_size": needed(entry, "target_hidden_size"),
+        "eagle_aux_hidden_state_layer_ids": required(entry, "target_layers"),
+        "target_hidden_size": required(entry, "target_hidden_size"),
         "norm_before_residual": bool(entry("norm_before_residual")),
     }
     _add_llama3_scaling(tensors, values)
@@ -93,7 +93,7 @@ def dflash(entry: Entry, tensors: Tensors, values: Values) -> None:
         raise ValueError(f"rotary positions of {rotated} of {values['head_dim']} features, expected all")
     pattern = entry("attention.sliding_window_pattern") or [False] * values["num_hidden_layers"]
     values |= {
-        "aux_hidden_state_layer_ids": needed(entry, "target_layers"),
+        "aux_hidden_state_layer_ids": required(entry, "target_layers"),
         "layer_types": ["sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern],
         "sliding_window": entry("attention.sliding_window"),
         "use_sliding_window": any(pattern),
@@ -110,13 +110,13 @@ def dflash(entry: Entry, tensors: Tensors, values: Values) -> None:
 def gemma4_assistant(entry: Entry, tensors: Tensors, values: Values) -> None:
     """Read one of Gemma 4's assistants. llama.cpp leaves out ordered embeddings: logits are those of all tokens."""
     gemma4(entry, tensors, values)
-    values["sliding_window"] = needed(entry, "attention.sliding_window")
+    values["sliding_window"] = required(entry, "attention.sliding_window")
     none = {"attention_k_eq_v": False, "vocab_size_per_layer_input": 0}  # its layers have neither keys nor inputs of their own
     text = {name: value for name, value in (values | none).items() if value is not None}
     values.clear()
     values |= {
         "text_config": text,
-        "backbone_hidden_size": needed(entry, "embedding_length_out"),
+        "backbone_hidden_size": required(entry, "embedding_length_out"),
     }
 
 

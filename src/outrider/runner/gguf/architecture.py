@@ -28,14 +28,20 @@ class Architecture:
     config_tensors: tuple[str, ...] = ()  # tensors that belong to the config
     scalings: tuple[str, ...] = ("linear", "yarn")  # the supported kinds of scaled rotary positions
     none_if_missing: tuple[str, ...] = ()  # values that are None, not the config class's default, where the file has none
+    # Values of a config, also of one beside the file, whose effect is in the file's tensors.
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     changes_like: str = ""  # the architecture whose changes of tensors transformers undoes, if not its own
-    # Patterns of tensors that transformers does not map -> names. These and the next patterns are of names in a layer.
+    # Tensors that are parameters of the model one after another: A.weight becomes A.0.weight, A.1.weight ...
+    stacked: tuple[str, ...] = ()
+    is_unused: Callable[[str, Any], bool] = lambda *_: False  # (tensor, config): the model does without it
+    # Patterns of tensors that transformers does not map -> names. These and the next patterns are of names in a layer, or of
+    # tensors that are in no layer.
     renamed: Mapping[str, str] = field(default_factory=dict)
     has_gates: bool = True  # experts have a gate projection
-    joined: str = "(?!)"  # pattern of tensors of which two, besides those of experts, are a parameter: its first rows, its last
-    # (parameter, config): the row of these two tensors together that is each row of the parameter, if they are not in order
+    joined: str = "(?!)"  # pattern of tensors that come in pairs and form one parameter, its upper and its lower rows; experts do anyway
+    # (parameter, config) -> order of a pair's rows, if it is another: row i of the parameter is row order[i] of the pair
     row_order: Callable[[str, Any], Array | None] = lambda *_: None
-    decoded: str = "(?!)"  # pattern of tensors whose values are read, and blocks are not: ``restore`` moves their columns
+    decoded: str = "(?!)"  # pattern of tensors that are dequantised, because ``restore`` moves columns, which blocks do not allow
     shape_of: Callable[[str, Any], list[int] | None] = lambda *_: None  # (tensor, config): its shape, if not the parameter's
     restore: Callable[[Array, str, Any], Array] | None = None  # (rows, tensor, config): undoes changes instead of transformers
     input_order: Callable[[str, Any], Array | None] = lambda *_: None  # (tensor, config): the input of each column
@@ -45,8 +51,8 @@ class Architecture:
         """Return the model's name of a tensor, "" for an unknown tensor. ``known``: the names that transformers maps."""
         block = BLOCK.fullmatch(name)
         for pattern, own in self.renamed.items():
-            if block and (found := re.fullmatch(pattern, block[2])):
-                return f"model.layers.{block[1]}.{found.expand(own)}"
+            if found := re.fullmatch(pattern, name_in_layer(name)):
+                return f"model.layers.{block[1]}.{found.expand(own)}" if block else f"model.{found.expand(own)}"
         expert = EXPERT_TENSOR.fullmatch(name)
         if expert and f"{expert[1]}down_exps" in known:  # the only one of them that transformers maps
             wide, ending = "gate_up" if self.has_gates else "up", "_bias" if expert[3] == "bias" else ""

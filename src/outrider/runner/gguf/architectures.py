@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.runner.gguf import changes, configs
+from outrider.runner.gguf import changes, configs, configs_gemma
 from outrider.runner.gguf.architecture import Architecture
 
 
@@ -68,6 +68,13 @@ NEMOTRON_H: dict[str, Any] = {
         r"ffn_latent_up(\.weight)": r"mixer.fc2_latent_proj\1",
     },
 }
+FALCON_FACTORS = dict.fromkeys(("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out"), 1.0)
+FALCON_H1: dict[str, Any] = {  # Files hold products of weights and factors. Embeddings and output head have different factors.
+    "fixed": {f"{name}_multiplier": factor for name, factor in FALCON_FACTORS.items()}
+    | {"mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5, "tie_word_embeddings": False},
+    "renamed": {r"ssm_dt\.bias": "mamba.dt_bias", r"ffn_norm": "pre_ff_layernorm.weight"},
+    "restore": changes.restore_mamba2,
+}
 ONLY_IMAGES = r"n_deepstack_layers|rope\.dimension_sections"  # entries about features and positions of images
 
 ARCHITECTURES = {
@@ -78,6 +85,7 @@ ARCHITECTURES = {
     "qwen3moe": Architecture("qwen3_moe", configs.qwen3moe),
     "qwen3vl": Architecture("qwen3", ignored=ONLY_IMAGES),
     "qwen3vlmoe": Architecture("qwen3_moe", configs.qwen3moe, ignored=ONLY_IMAGES),
+    "qwen2moe": Architecture("qwen2_moe", configs.qwen2moe),
     "qwen3next": Architecture(
         "qwen3_next",
         configs.qwen3next,
@@ -93,17 +101,30 @@ ARCHITECTURES = {
     ),
     "qwen35": Architecture("qwen3_5_text", configs.qwen35, **QWEN35),
     "qwen35moe": Architecture("qwen3_5_moe_text", configs.qwen35moe, **QWEN35),
-    "gemma2": Architecture("gemma2", configs.gemma2),
-    "gemma3": Architecture("gemma3_text", configs.gemma3),
+    "gemma": Architecture("gemma", changes_like="gemma2"),
+    "gemma2": Architecture("gemma2", configs_gemma.gemma2),
+    "gemma3": Architecture("gemma3_text", configs_gemma.gemma3),
+    "gemma3n": Architecture(
+        "gemma3n_text",
+        configs_gemma.gemma3n,
+        scalings=(),
+        stacked=("altup_proj.weight", "altup_unembd_proj.weight"),
+        renamed={
+            r"altup_proj\.(\d+)\.weight": r"altup_projections.\1.weight",
+            r"altup_unembd_proj\.(\d+)\.weight": r"altup_unembed_projections.\1.weight",
+        },
+        is_unused=changes.is_unused_gemma3n,
+    ),
     "gemma4": Architecture(
         "gemma4_text",
-        configs.gemma4,
+        configs_gemma.gemma4,
         scalings=(),
         renamed={
             r"ffn_gate_inp\.scale": "router.scale",
             r"ffn_down_exps\.scale": "router.per_expert_scale",
         },
     ),
+    "phi2": Architecture("phi", configs.phi2, scalings=()),
     "phi3": Architecture("phi3", configs.phi3, config_tensors=tuple(configs.PHI3_FACTORS.values()), scalings=("longrope",)),
     "mistral3": Architecture("ministral3", configs.mistral3, changes_like="llama"),
     "granite": Architecture("granite", configs.granite, ignored=r"ssm\..*|expert_used_count", changes_like="llama"),
@@ -117,10 +138,20 @@ ARCHITECTURES = {
     ),
     "smollm3": Architecture("smollm3", changes_like="llama"),
     "olmo2": Architecture("olmo2", variant=lambda entry, _: OLMO3 if entry("attention.sliding_window") else None),
+    "olmoe": Architecture("olmoe", configs.olmoe),
     "exaone4": Architecture("exaone4", configs.exaone4, none_if_missing=("sliding_window",)),
     "seed_oss": Architecture("seed_oss", configs.seed_oss),
     "glm4": Architecture("glm4", configs.glm4),
     "glm4moe": Architecture("glm4_moe", configs.glm4moe, renamed=DEEPSEEK_BIAS),
+    "command-r": Architecture("cohere", configs.cohere),
+    "cohere2": Architecture("cohere2", configs.cohere2),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", configs.hunyuan),
+    "hunyuan-moe": Architecture("hunyuan_v1_moe", configs.hunyuan_moe),
+    "arcee": Architecture("arcee", changes_like="llama"),
+    "afmoe": Architecture("afmoe", configs.afmoe, renamed=_bias_at("mlp.expert_bias")),
+    "starcoder2": Architecture("starcoder2", configs.starcoder2, scalings=()),
+    "dots1": Architecture("dots1", configs.dots1, renamed=DEEPSEEK_BIAS),
+    "falcon-h1": Architecture("falcon_h1", configs.falcon_h1, **FALCON_H1),
     "deepseek2": Architecture(
         "deepseek_v3",
         configs.deepseek_v3,
@@ -140,6 +171,8 @@ ARCHITECTURES = {
         changes_like="lfm2",
         renamed=_bias_at("feed_forward.expert_bias") | _experts_at("feed_forward.experts"),
     ),
+    "nemotron": Architecture("nemotron", configs.nemotron),
+    "stablelm": Architecture("stablelm", configs.stablelm, ignored="use_parallel_residual", scalings=()),
     "nemotron_h": Architecture("nemotron_h", configs.nemotron_h, **NEMOTRON_H),
     "nemotron_h_moe": Architecture("nemotron_h", configs.nemotron_h, **NEMOTRON_H),
     "gpt-oss": Architecture("gpt_oss", configs.gpt_oss),

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from outrider.runner.gguf.architecture import Array, name_in_layer
+from outrider.runner.gguf.architecture import BLOCK, Array, name_in_layer
 
 
 def restore_qwen35(rows: Array, name: str, config: Any) -> Array:
@@ -116,3 +116,10 @@ def restore_granitehybrid(rows: Array, name: str, config: Any) -> Array:
         heads = config.num_attention_heads if part == "attn_q.weight" else config.num_key_value_heads
         return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
     return restore_mamba2(rows, name, config)
+
+
+def is_unused_gemma3n(name: str, config: Any) -> bool:
+    """Return whether a tensor belongs to keys or values of one of the last layers, which read those of earlier layers."""
+    block = BLOCK.fullmatch(name)
+    first = config.num_hidden_layers - config.num_kv_shared_layers
+    return block is not None and int(block[1]) >= first and block[2] in ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")

@@ -13,7 +13,7 @@ from typing import Any
 from outrider.runner.gguf.architecture import Entry, Tensors, Values
 
 
-def _needed(entry: Entry, name: str) -> Any:
+def required(entry: Entry, name: str) -> Any:
     value = entry(name)
     if value is None:
         raise KeyError(name)
@@ -26,89 +26,33 @@ def add_scaling(entry: Entry, values: Values) -> None:
     if kind not in ("linear", "yarn"):
         return
     theta = {"rope_theta": values.pop("rope_theta")} if "rope_theta" in values else {}
-    values["rope_parameters"] = scaling = {"rope_type": kind, "factor": _needed(entry, "rope.scaling.factor"), **theta}
+    values["rope_parameters"] = scaling = {"rope_type": kind, "factor": required(entry, "rope.scaling.factor"), **theta}
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = _needed(entry, "rope.scaling.original_context_length")
+        scaling["original_max_position_embeddings"] = required(entry, "rope.scaling.original_context_length")
         names = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_attn_factor": "attention_factor"}
         found = {own: entry(f"rope.scaling.{name}") for name, own in names.items()}
         scaling |= {own: value for own, value in found.items() if value is not None}
 
 
-def _unscaled(values: Values, theta: float) -> Values:
+def unscaled(values: Values, theta: float) -> Values:
     """Return rotary positions without scaling. ``theta``: the base where the file states none."""
     return {"rope_type": "default", "rope_theta": values.pop("rope_theta", theta)}
 
 
-def _by_layer(entry: Entry, name: str) -> list[Any]:
+def by_layer(entry: Entry, name: str) -> list[Any]:
     """Return a needed entry that states a number for each layer, or one for all. Raises ``ValueError`` for another length."""
-    value, num_layers = _needed(entry, name), _needed(entry, "block_count")
+    value, num_layers = required(entry, name), required(entry, "block_count")
     if isinstance(value, list) and len(value) != num_layers:
         raise ValueError(f"{name} has {len(value)} numbers, expected {num_layers}")
     return value if isinstance(value, list) else [value] * num_layers
 
 
-def gemma2(entry: Entry, _: Tensors, values: Values) -> None:
-    values["query_pre_attn_scalar"] = _gemma_scale(values, layers_of_the_largest=46)
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        values[name] = entry(name)
-
-
-def gemma3(entry: Entry, _: Tensors, values: Values) -> None:
-    values["query_pre_attn_scalar"] = _gemma_scale(values, layers_of_the_largest=62)
-    values["final_logit_softcapping"] = entry("final_logit_softcapping")
-    if not entry("attention.sliding_window"):
-        values["layer_types"] = ["full_attention"] * values["num_hidden_layers"]
-    full = _unscaled(values, 1e6)
-    values["rope_parameters"] = {
-        "full_attention": full | values.get("rope_parameters", {}),
-        "sliding_attention": {"rope_type": "default", "rope_theta": entry("rope.freq_base_swa") or 1e4},
-    }
-
-
-def _gemma_scale(values: Values, layers_of_the_largest: int) -> int | None:
-    """Return the number whose inverse square root scales attention scores. Files do not state it: llama.cpp takes the head
-    size, except in the models of 27B, which it recognises by their number of layers.
-    """
-    if values["num_hidden_layers"] != layers_of_the_largest:
-        return values.get("head_dim")
-    return int(values["hidden_size"] // values["num_attention_heads"])
-
-
-def gemma4(entry: Entry, tensors: Tensors, values: Values) -> None:
-    needed = partial(_needed, entry)
-
-    pattern = needed("attention.sliding_window_pattern")
-    kinds = ["sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern]
-    heads, widths = _by_layer(entry, "attention.head_count_kv"), _by_layer(entry, "feed_forward_length")
-    full = kinds.index("full_attention")
-    sliding = kinds.index("sliding_attention") if "sliding_attention" in kinds else full
-    # Of each pair of rotated features the factor is 1, of the others 1e30.
-    factors = tensors["rope_freqs.weight"].data
-    values |= {
-        "layer_types": kinds,
-        "head_dim": needed("attention.key_length_swa"),
-        "global_head_dim": needed("attention.key_length"),
-        "num_key_value_heads": heads[sliding],
-        "num_global_key_value_heads": heads[full],
-        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in tensors,
-        "num_kv_shared_layers": entry("attention.shared_kv_layers"),
-        "intermediate_size": min(widths),
-        "use_double_wide_mlp": len({*widths}) > 1,
-        "hidden_size_per_layer_input": entry("embedding_length_per_layer_input"),
-        "vocab_size_per_layer_input": values["vocab_size"],
-        "final_logit_softcapping": entry("final_logit_softcapping"),
-        "rope_parameters": {
-            "full_attention": {
-                "rope_type": "proportional",
-                "rope_theta": needed("rope.freq_base"),
-                "partial_rotary_factor": float((factors == 1).mean()),
-            },
-            "sliding_attention": {"rope_type": "default", "rope_theta": needed("rope.freq_base_swa")},
-        },
-    }
-    if entry("expert_count"):
-        _add_experts(entry, values, "num_experts", "moe_intermediate_size", chosen="top_k_experts")
-        values["enable_moe_block"] = True
+def _windows(entry: Entry, values: Values, period: int) -> list[str]:
+    """Return the kinds of layers. ``period``: without an entry, every layer but the last of so many has a window."""
+    pattern = entry("attention.sliding_window_pattern") or period
+    if not isinstance(pattern, list):
+        pattern = [(layer + 1) % pattern > 0 for layer in range(values["num_hidden_layers"])]
+    return ["sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern]
 
 
 PHI3_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
@@ -121,7 +65,7 @@ def phi3(entry: Entry, tensors: Tensors, values: Values) -> None:
         raise ValueError(f"rope.dimension_count is {rotated:g} times the head size")
     values["sliding_window"] = entry("attention.sliding_window") or None  # 0 means none
     values["original_max_position_embeddings"] = entry("rope.scaling.original_context_length")
-    values["rope_parameters"] = _unscaled(values, 1e4) | {"partial_rotary_factor": rotated}
+    values["rope_parameters"] = unscaled(values, 1e4) | {"partial_rotary_factor": rotated}
     if entry("rope.scaling.type") == "longrope" or any(name in tensors for name in PHI3_FACTORS.values()):
         values["rope_parameters"] |= {
             "rope_type": "longrope",
@@ -132,7 +76,7 @@ def phi3(entry: Entry, tensors: Tensors, values: Values) -> None:
 
 
 def mistral3(entry: Entry, _: Tensors, values: Values) -> None:
-    positions = values.setdefault("rope_parameters", _unscaled(values, 1e4))
+    positions = values.setdefault("rope_parameters", unscaled(values, 1e4))
     positions["llama_4_scaling_beta"] = entry("attention.temperature_scale") or 0.0  # 0 in Mistral Small 3
     positions.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
     if positions["rope_type"] == "yarn":
@@ -144,7 +88,7 @@ def granite(entry: Entry, _: Tensors, values: Values) -> None:
         raise ValueError("attention without rotary positions, which is not supported")
     if entry("expert_count"):
         raise ValueError("experts, which are not supported in this architecture")
-    values["num_key_value_heads"] = max(_by_layer(entry, "attention.head_count_kv"))
+    values["num_key_value_heads"] = max(by_layer(entry, "attention.head_count_kv"))
     # Granite 4 without recurrent layers states the width as that of an expert which all tokens share.
     values["intermediate_size"] = entry("expert_shared_feed_forward_length") or values["intermediate_size"]
     _add_granite_scales(entry, values)
@@ -152,7 +96,7 @@ def granite(entry: Entry, _: Tensors, values: Values) -> None:
 
 def _add_granite_scales(entry: Entry, values: Values) -> None:
     values |= {
-        "attention_multiplier": _needed(entry, "attention.scale"),
+        "attention_multiplier": required(entry, "attention.scale"),
         "embedding_multiplier": entry("embedding_scale") or 1.0,
         "residual_multiplier": entry("residual_scale") or 1.0,
         "logits_scaling": entry("logit_scale") or 1.0,
@@ -160,28 +104,28 @@ def _add_granite_scales(entry: Entry, values: Values) -> None:
 
 
 def lfm2(entry: Entry, _: Tensors, values: Values) -> None:
-    heads = _needed(entry, "attention.head_count_kv")  # by layer: 0 where it is a convolution
+    heads = required(entry, "attention.head_count_kv")  # by layer: 0 where it is a convolution
     if not isinstance(heads, list) or len(heads) != values["num_hidden_layers"] or not any(heads):
         raise ValueError(f"attention.head_count_kv={heads}, expected a number for each layer")
     values |= {
         "num_key_value_heads": max(heads),
         "layer_types": ["full_attention" if number else "conv" for number in heads],
-        "conv_L_cache": _needed(entry, "shortconv.l_cache"),
+        "conv_L_cache": required(entry, "shortconv.l_cache"),
         "norm_eps": values.pop("rms_norm_eps"),
         "block_auto_adjust_ff_dim": False,  # the file states the width after the adjustment
-        "rope_parameters": _unscaled(values, 1e6),
+        "rope_parameters": unscaled(values, 1e6),
     }
 
 
-def _add_experts(entry: Entry, values: Values, count: str, width: str = "", chosen: str = "num_experts_per_tok") -> None:
+def add_experts(entry: Entry, values: Values, count: str, width: str = "", chosen: str = "num_experts_per_tok") -> None:
     """Add the number of experts, of those chosen for a token, and their width: ``count`` ... are their names in the config."""
     names = {"count": count, "used_count": chosen, "feed_forward_length": width}
-    values |= {own: _needed(entry, f"expert_{name}") for name, own in names.items() if own}
+    values |= {own: required(entry, f"expert_{name}") for name, own in names.items() if own}
 
 
 def _add_deepseek_experts(entry: Entry, values: Values) -> None:
     """Add what DeepSeek's and GLM's configs say about experts: routed ones in groups, shared ones, first layers without."""
-    _add_experts(entry, values, "n_routed_experts", "moe_intermediate_size")
+    add_experts(entry, values, "n_routed_experts", "moe_intermediate_size")
     values |= {
         "n_shared_experts": entry("expert_shared_count") or 0,
         "first_k_dense_replace": entry("leading_dense_block_count") or 0,
@@ -209,8 +153,8 @@ def _check_router(entry: Entry, expected: int) -> None:
 
 def _add_partial_rotary(entry: Entry, values: Values, theta: float = 1e4) -> None:
     """Add the part of a head's features that positions rotate. ``theta``: the base where the file states none."""
-    positions = values.setdefault("rope_parameters", _unscaled(values, theta))
-    positions["partial_rotary_factor"] = _needed(entry, "rope.dimension_count") / values["head_dim"]
+    positions = values.setdefault("rope_parameters", unscaled(values, theta))
+    positions["partial_rotary_factor"] = required(entry, "rope.dimension_count") / values["head_dim"]
 
 
 def _has_bias(tensors: Tensors) -> bool:
@@ -231,7 +175,7 @@ def glm4moe(entry: Entry, tensors: Tensors, values: Values) -> None:
 
 def deepseek_v3(entry: Entry, _: Tensors, values: Values) -> None:
     """Add the sizes of attention over a latent. Head sizes in files are those of one shared head over the latent."""
-    rotated, needed = _needed(entry, "rope.dimension_count"), partial(_needed, entry)
+    rotated, needed = required(entry, "rope.dimension_count"), partial(required, entry)
     size = entry("attention.key_length_mla") or needed("attention.key_length")
     values |= {
         "num_key_value_heads": values["num_attention_heads"],
@@ -256,7 +200,7 @@ def deepseek_v2(entry: Entry, tensors: Tensors, values: Values) -> None:
 
 
 def ernie4_5_moe(entry: Entry, _: Tensors, values: Values) -> None:
-    _add_experts(entry, values, "moe_num_experts", "moe_intermediate_size", chosen="moe_k")
+    add_experts(entry, values, "moe_num_experts", "moe_intermediate_size", chosen="moe_k")
     values |= {
         "moe_num_shared_experts": entry("expert_shared_count") or 0,
         "moe_layer_interval": entry("interleave_moe_layer_step") or 1,
@@ -269,44 +213,51 @@ def ernie4_5_moe(entry: Entry, _: Tensors, values: Values) -> None:
 def minimax_m2(entry: Entry, _: Tensors, values: Values) -> None:
     _add_partial_rotary(entry, values)
     _check_router(entry, SIGMOID)
-    _add_experts(entry, values, "num_local_experts", "intermediate_size")
+    add_experts(entry, values, "num_local_experts", "intermediate_size")
 
 
 def mixtral(entry: Entry, _: Tensors, values: Values) -> None:
-    _add_experts(entry, values, "num_local_experts")
+    add_experts(entry, values, "num_local_experts")
 
 
 def granitemoe(entry: Entry, _: Tensors, values: Values) -> None:
     _add_granite_scales(entry, values)
-    _add_experts(entry, values, "num_local_experts")
+    add_experts(entry, values, "num_local_experts")
 
 
 def granitehybrid(entry: Entry, _: Tensors, values: Values) -> None:
     """Granite 4: layers of Mamba 2 and of attention, with a dense network beside the experts, or without experts."""
-    needed = partial(_needed, entry)
     _add_granite_scales(entry, values)
-    heads, inner, hidden = needed("ssm.time_step_rank"), needed("ssm.inner_size"), values["hidden_size"]
-    by_layer = _by_layer(entry, "attention.head_count_kv")  # 0 where a layer is recurrent
+    _add_mamba(entry, values)
+    heads = by_layer(entry, "attention.head_count_kv")  # 0 where a layer is recurrent
     values |= {
-        "num_key_value_heads": max(by_layer),
-        "layer_types": ["attention" if number else "mamba" for number in by_layer],
+        "num_key_value_heads": max(heads),
+        "layer_types": ["attention" if number else "mamba" for number in heads],
+        "mamba_expand": entry("ssm.inner_size") // values["hidden_size"],
+        "num_local_experts": entry("expert_count") or 0,
+        "num_experts_per_tok": entry("expert_used_count") or 0,
+        "shared_intermediate_size": required(entry, "expert_shared_feed_forward_length"),
+        "position_embedding_type": "nope" if entry("rope.scaling.finetuned") is False else "rope",  # llama.cpp's switch
+    }
+
+
+def _add_mamba(entry: Entry, values: Values) -> None:
+    """Add the sizes of Mamba 2."""
+    needed = partial(required, entry)
+    heads = needed("ssm.time_step_rank")
+    values |= {
         "mamba_n_heads": heads,
-        "mamba_d_head": inner // heads,
+        "mamba_d_head": needed("ssm.inner_size") // heads,
         "mamba_d_state": needed("ssm.state_size"),
         "mamba_n_groups": needed("ssm.group_count"),
         "mamba_d_conv": needed("ssm.conv_kernel"),
-        "mamba_expand": inner // hidden,
-        "num_local_experts": entry("expert_count") or 0,
-        "num_experts_per_tok": entry("expert_used_count") or 0,
-        "shared_intermediate_size": needed("expert_shared_feed_forward_length"),
-        "position_embedding_type": "nope" if entry("rope.scaling.finetuned") is False else "rope",  # llama.cpp's switch
     }
 
 
 def nemotron_h(entry: Entry, _: Tensors, values: Values) -> None:
     """Nemotron: each layer is one of Mamba 2, attention, experts, or a dense network."""
-    needed, num_layers = partial(_needed, entry), values.pop("num_hidden_layers")
-    heads, widths = _by_layer(entry, "attention.head_count_kv"), _by_layer(entry, "feed_forward_length")
+    needed, num_layers = partial(required, entry), values.pop("num_hidden_layers")
+    heads, widths = by_layer(entry, "attention.head_count_kv"), by_layer(entry, "feed_forward_length")
     dense = "moe" if entry("expert_count") else "mlp"
     kinds = zip(heads[:num_layers], widths[:num_layers], strict=True)
     num_heads = needed("ssm.time_step_rank")
@@ -331,13 +282,12 @@ def nemotron_h(entry: Entry, _: Tensors, values: Values) -> None:
 def exaone4(entry: Entry, _: Tensors, values: Values) -> None:
     """Add which layers have a window, by default none."""
     values["sliding_window"] = entry("attention.sliding_window") or None
-    pattern = entry("attention.sliding_window_pattern") or [False] * values["num_hidden_layers"]
-    values["layer_types"] = ["sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern]
+    values["layer_types"] = _windows(entry, values, period=1)
 
 
 def olmo3(entry: Entry, tensors: Tensors, values: Values) -> None:
     exaone4(entry, tensors, values)
-    full = _unscaled(values, 5e5) | values.get("rope_parameters", {})
+    full = unscaled(values, 5e5) | values.get("rope_parameters", {})
     sliding = {"rope_type": "default", "rope_theta": entry("rope.freq_base_swa") or full["rope_theta"]}
     values["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
 
@@ -350,7 +300,7 @@ def seed_oss(_: Entry, tensors: Tensors, values: Values) -> None:
 def lfm2moe(entry: Entry, tensors: Tensors, values: Values) -> None:
     _check_router(entry, SIGMOID)
     lfm2(entry, tensors, values)
-    _add_experts(entry, values, "num_experts", "moe_intermediate_size")
+    add_experts(entry, values, "num_experts", "moe_intermediate_size")
     values |= {
         "num_dense_layers": entry("leading_dense_block_count") or 0,
         "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in tensors),
@@ -361,13 +311,13 @@ def lfm2moe(entry: Entry, tensors: Tensors, values: Values) -> None:
 
 def qwen35(entry: Entry, _: Tensors, values: Values) -> None:
     _add_delta(entry, values)
-    sections = [section for section in _needed(entry, "rope.dimension_sections") if section]
+    sections = [section for section in required(entry, "rope.dimension_sections") if section]
     values["rope_parameters"] |= {"mrope_section": sections, "mrope_interleaved": True}
 
 
 def _add_delta(entry: Entry, values: Values) -> None:
     """Add the layers of Qwen3-Next and 3.5: those with the delta rule, and those of attention."""
-    needed = partial(_needed, entry)
+    needed = partial(required, entry)
     kinds = {True: "linear_attention", False: "full_attention"}
     num_layers = values["num_hidden_layers"]
     period = needed("full_attention_interval")
@@ -396,18 +346,113 @@ def qwen3next(entry: Entry, _: Tensors, values: Values) -> None:
 
 
 def _add_qwen_experts(entry: Entry, values: Values) -> None:
-    _add_experts(entry, values, "num_experts", "moe_intermediate_size")
-    values["shared_expert_intermediate_size"] = _needed(entry, "expert_shared_feed_forward_length")
+    add_experts(entry, values, "num_experts", "moe_intermediate_size")
+    values["shared_expert_intermediate_size"] = required(entry, "expert_shared_feed_forward_length")
 
 
 def gpt_oss(entry: Entry, _: Tensors, values: Values) -> None:
-    _add_experts(entry, values, "num_local_experts", "intermediate_size")
-    values["sliding_window"] = _needed(entry, "attention.sliding_window")
+    add_experts(entry, values, "num_local_experts", "intermediate_size")
+    values["sliding_window"] = required(entry, "attention.sliding_window")
     # The config class defaults to YaRN. The public models set ``truncate`` to false, which files do not state.
-    plain = _unscaled(values, 1.5e5)
-    values["rope_parameters"] = values.get("rope_parameters", plain) | {"truncate": False}
+    values["rope_parameters"] = values.get("rope_parameters", unscaled(values, 1.5e5)) | {"truncate": False}
 
 
 def qwen3moe(entry: Entry, _: Tensors, values: Values) -> None:
-    _add_experts(entry, values, "num_experts", "moe_intermediate_size")
+    add_experts(entry, values, "num_experts", "moe_intermediate_size")
     values["norm_topk_prob"] = True  # llama.cpp's code makes the shares of the chosen experts add up to 1
+
+
+def hunyuan(_: Entry, tensors: Tensors, values: Values) -> None:
+    values["attention_bias"] = _has_bias(tensors)
+
+
+def cohere(entry: Entry, tensors: Tensors, values: Values) -> None:
+    head_dim = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
+    if entry("rope.dimension_count") not in (None, head_dim):
+        raise ValueError(f"rope.dimension_count={entry('rope.dimension_count')}, expected the head size {head_dim}")
+    values |= {
+        "layer_norm_eps": required(entry, "attention.layer_norm_epsilon"),
+        "logit_scale": entry("logit_scale") or 1.0,
+        "attention_bias": _has_bias(tensors),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
+    }
+    values.setdefault("rope_parameters", unscaled(values, 1e4))
+
+
+def cohere2(entry: Entry, tensors: Tensors, values: Values) -> None:
+    cohere(entry, tensors, values)
+    values["sliding_window"] = required(entry, "attention.sliding_window")
+    values["layer_types"] = _windows(entry, values, period=4)
+
+
+def starcoder2(entry: Entry, tensors: Tensors, values: Values) -> None:
+    values["rope_parameters"] = {"rope_type": "default", "rope_theta": entry("rope.freq_base") or 1e4}
+    values["use_bias"] = _has_bias(tensors)
+
+
+def olmoe(entry: Entry, _: Tensors, values: Values) -> None:
+    add_experts(entry, values, "num_experts")
+
+
+def qwen2moe(entry: Entry, tensors: Tensors, values: Values) -> None:
+    _add_qwen_experts(entry, values)
+    values["qkv_bias"] = _has_bias(tensors)
+
+
+def hunyuan_moe(entry: Entry, tensors: Tensors, values: Values) -> None:
+    hunyuan(entry, tensors, values)
+    add_experts(entry, values, "num_experts", chosen="moe_topk")
+    shared, widths = entry("expert_shared_count"), [entry(f"expert_{kind}feed_forward_length") for kind in ("", "shared_")]
+    if shared != 1 or widths != [values["intermediate_size"]] * 2:
+        raise ValueError(f"{shared} shared experts, widths of experts {widths}: expected one, all as wide as a dense layer")
+
+
+def dots1(entry: Entry, _: Tensors, values: Values) -> None:
+    _check_router(entry, SIGMOID)
+    _add_deepseek_experts(entry, values)
+
+
+def afmoe(entry: Entry, _: Tensors, values: Values) -> None:
+    _check_router(entry, SIGMOID)
+    if not entry("expert_weights_norm"):
+        raise ValueError("expert_weights_norm is not set, expected shares of experts that add up to 1")
+    add_experts(entry, values, "num_experts", "moe_intermediate_size")
+    values |= {
+        "num_shared_experts": entry("expert_shared_count") or 0,
+        "num_dense_layers": entry("leading_dense_block_count") or 0,
+        "route_scale": entry("expert_weights_scale") or 1.0,
+        "sliding_window": required(entry, "attention.sliding_window"),
+        "layer_types": _windows(entry, values, period=4),
+        "mup_enabled": True,  # in llama.cpp's code
+    }
+
+
+def falcon_h1(entry: Entry, tensors: Tensors, values: Values) -> None:
+    _add_mamba(entry, values)
+    values |= {
+        "mamba_d_ssm": entry("ssm.inner_size"),
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in tensors,
+        "mamba_norm_before_gate": False,  # in llama.cpp's code
+    }
+
+
+def nemotron(entry: Entry, _: Tensors, values: Values) -> None:
+    values["norm_eps"] = required(entry, "attention.layer_norm_epsilon")
+    values["head_dim"] = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
+    _add_partial_rotary(entry, values)
+
+
+def stablelm(entry: Entry, tensors: Tensors, values: Values) -> None:
+    rotated = required(entry, "rope.dimension_count") * values["num_attention_heads"] / values["hidden_size"]
+    theta = entry("rope.freq_base") or 1e4
+    values |= {
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in tensors,  # like llama.cpp, which does not read the entry
+        "use_qkv_bias": _has_bias(tensors),
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": rotated},
+    }
+
+
+def phi2(entry: Entry, _: Tensors, values: Values) -> None:
+    values["layer_norm_eps"] = required(entry, "attention.layer_norm_epsilon")
+    rotated = required(entry, "rope.dimension_count") * values["num_attention_heads"] / values["hidden_size"]
+    values["rope_parameters"] = unscaled(values, 1e4) | {"partial_rotary_factor": rotated}

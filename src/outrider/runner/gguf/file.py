@@ -265,7 +265,7 @@ class GgufFile:
         of_config, num_layers = (FACTORS, *architecture.config_tensors), model.config.num_hidden_layers
         mtp = tuple(f"blk.{num_layers + index}." for index in range(self.num_mtp_layers))  # not part of the model
         for name, tensor in self.tensors.items():
-            if name in of_config or name.startswith(mtp):
+            if name in of_config or name.startswith(mtp) or architecture.is_unused(name, model.config):
                 continue
             own = architecture.own_name(name, known)
             if own not in parameters:
@@ -300,6 +300,9 @@ def _parsed(paths: tuple[Path, ...], *_version: int) -> GgufFile:
     readers = [_read(path) for path in paths]
     tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
     file = GgufFile(paths[0], dict(readers[0].fields), tensors)
+    for name in ARCHITECTURES[file.architecture].stacked if file.architecture in ARCHITECTURES else ():
+        if name in tensors:
+            tensors |= _unstacked(tensors.pop(name))
     count = file.entry("split.count") or 1
     if count != len(paths):
         raise OutriderError(
@@ -307,6 +310,13 @@ def _parsed(paths: tuple[Path, ...], *_version: int) -> GgufFile:
             " there, under the names that llama-gguf-split gives them"
         )
     return file
+
+
+def _unstacked(tensor: Any) -> dict[str, Any]:
+    """Return the tensors of which one consists. See ``Architecture.stacked``."""
+    names = [f"{tensor.name.removesuffix('weight')}{index}.weight" for index in range(len(tensor.data))]
+    shape = tensor.shape[:-1]  # the outermost size is the last one
+    return {name: tensor._replace(name=name, shape=shape, data=data) for name, data in zip(names, tensor.data, strict=True)}
 
 
 def _read(path: Path) -> Any:

@@ -89,6 +89,8 @@ def load_config(source: str | Path, path: Path) -> PreTrainedConfig:
     config: PreTrainedConfig = (
         AutoConfig.from_pretrained(path.parent) if _beside(source, path, "config.json") else file.config()
     )
+    for name, value in file.record.fixed.items():
+        setattr(config, name, value)
     if file.is_quantized:
         config.quantization_config = {"quant_method": "gguf"}
     return config

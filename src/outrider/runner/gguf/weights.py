@@ -172,14 +172,21 @@ def _set(model: PreTrainedModel, name: str, value: nn.Module | nn.Parameter) -> 
 
 
 def _fill_buffers(model: PreTrainedModel, file: GgufFile) -> None:
-    """Compute the buffers of a model on the meta device: rotary frequencies, and the factors of scaled embeddings."""
+    """Compute the buffers of a model on the meta device: rotary frequencies, and factors of embeddings and projections."""
     stored = model.state_dict().keys()
     for name, module in list(model.named_modules()):
         buffers = module.named_buffers(name, recurse=False)
-        if not any(buffer.is_meta and own not in stored for own, buffer in buffers):
+        computed = [own.rpartition(".")[2] for own, buffer in buffers if buffer.is_meta and own not in stored]
+        if not computed:
             continue
         if isinstance(module, nn.Embedding):
             module.embed_scale = torch.tensor(module.scalar_embed_scale)
+            continue
+        if hasattr(module, "mup_vector"):  # factors of Falcon H1, which are in the weights
+            module.mup_vector = torch.ones(())
+            continue
+        if not any(own.endswith("inv_freq") for own in computed):
+            _init_buffers(model, module, computed)
             continue
         rotary: Any = type(module)(module.config)
         if FACTORS in file.tensors and rotary.rope_type == "default":
@@ -190,3 +197,11 @@ def _fill_buffers(model: PreTrainedModel, file: GgufFile) -> None:
                 )
             rotary.inv_freq = rotary.inv_freq / factors
         _set(model, name, rotary)
+
+
+def _init_buffers(model: PreTrainedModel, module: nn.Module, names: list[str]) -> None:
+    """Let transformers compute a module's buffers. Its parameters are on the meta device, where this changes nothing."""
+    for name in names:
+        setattr(module, name, torch.full_like(module.get_buffer(name), torch.nan, device="cpu"))
+    (module if isinstance(module, PreTrainedModel) else model)._init_weights(module)
+    assert not any(module.get_buffer(name).isnan().any() for name in names), type(module)
