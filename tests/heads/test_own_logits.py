@@ -120,6 +120,6 @@ def test_an_exported_head_embeds_as_the_target_does(tmp_path):
     runner = runner_of(model_of("gemma3_text"))
     head = shapes.new_eagle(runner, 1, (2,), None)
     eagle_formats.export(head, tmp_path)
-    again: EagleHead = eagle_formats.load(tmp_path, 2, VOCAB, 32)
+    again: EagleHead = eagle_formats.load(tmp_path, runner)
     ids = torch.arange(VOCAB)
     torch.testing.assert_close(again.embed_tokens(ids), runner.model.get_input_embeddings()(ids))

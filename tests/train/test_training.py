@@ -253,7 +253,7 @@ def test_a_trained_head_is_written_with_measurements_and_drafts(kind, folder, ll
     if kind == "eagle3":
         places.append(tmp_path / "out-speculators")
         for place in places:
-            assert eagle_formats.load(place, LAYERS, llm.runner.vocab_size, 32).shape.hidden_states == (1, 2, 3)
+            assert eagle_formats.load(place, llm.runner).shape.hidden_states == (1, 2, 3)
     for place in places:
         drafted = LLM(str(folder), method=kind.rstrip("13"), draft=str(place), num_draft_tokens=2, compile="never")
         assert drafted.generate([prompt], params)[0].outputs[0].token_ids == wanted

@@ -26,8 +26,7 @@ SAME = 0.1  # maximum relative distance of copied embeddings, rounding included
 def of_eagle(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterator[Finding]:
     """Check an EAGLE head. ``sample``: token ids of a text. Raises ``OutriderError`` for unreadable or invalid files."""
     config, tensors = read_folder(folder)
-    head = eagle_formats.load(folder, target.num_layers, target.vocab_size, target.hidden_size, target.model)
-    head.check_fit(target)
+    head = eagle_formats.load(folder, target, target.model)
     yield Finding("ok", "hidden size", f"both have {target.hidden_size} features")
     if not head.shape.own_embedding and any(name.endswith("embed_tokens.weight") for name in tensors):
         yield Finding("ok", "embedding", "the target's")  # the number of padding rows may differ

@@ -238,8 +238,7 @@ def train_eagle(bench: Bench, out: Path, how: HeadPlan, kind: EagleRun = EagleRu
     """
     runner, head = bench.runner, None
     if kind.start is not None:
-        head = eagle_formats.load(kind.start, runner.num_layers, runner.vocab_size, runner.hidden_size, runner.model)
-        head.check_fit(runner)
+        head = eagle_formats.load(kind.start, runner, runner.model)
         head, generation = shapes.trainable(head, runner), head.shape.generation
         kind = replace(kind, generation=generation, layers=head.hidden_states if generation == 3 else None)
     layers, steps, vocab = kind.settled(runner, bench.seq_len)
