@@ -17,9 +17,9 @@ from outrider.engine.config import build_verifiers
 from outrider.engine.llm import LLM
 from outrider.proposers.base import Proposer
 from outrider.proposers.plain import PlainProposer
+from outrider.registry import PLAIN
 from outrider.types import SamplingParams
 
-PLAIN = PlainProposer.name
 COST_PROMPTS, COST_REPEATS = 6, 3  # of each cost measurement, at the first batch size
 
 Say = Callable[[str], None]
