@@ -38,7 +38,7 @@ from outrider.heads.checkpoint import (
 )
 from outrider.heads.eagle import EagleHead
 from outrider.proposers.recognition import TargetFiles
-from outrider.types import OutriderError
+from outrider.types import OutriderError, dtype_name
 
 FORMAT = 2  # part of the cache key: increment it when the same head and target give other weights
 SEED = 1  # seed of the random weights, different from the target's
@@ -205,7 +205,7 @@ class _WideLayers(_Widener):
     def __init__(self, config: Mapping[str, Any], target: InflatedTarget) -> None:
         super().__init__(config, target, target.copies)
         self.num_kernels = 2 * (config.get("dflash_config") or {}).get("conv_kernel_size", 0)
-        self.sizes = self.wide.sizes | {"dtype": str(target.dtype).removeprefix("torch.")}
+        self.sizes = self.wide.sizes | {"dtype": dtype_name(target.dtype)}
 
     def tensor(self, name: str, weight: Tensor) -> Tensor:
         """Return one inflated tensor."""

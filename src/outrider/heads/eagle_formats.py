@@ -34,7 +34,7 @@ from outrider.heads.checkpoint import (
 from outrider.heads.eagle import EagleHead, EagleShape, default_hidden_states
 from outrider.heads.own_tables import has_own_table
 from outrider.runner.loading import check_sizes
-from outrider.types import OutriderError
+from outrider.types import OutriderError, dtype_name
 
 IGNORED = (r"^t2d$", r"^verifier_", r"rotary_emb\.", r"^mask_hidden$")
 OUT_BIAS = "layers.0.self_attn.o_proj.bias"
@@ -200,7 +200,7 @@ def _layer_config(head: EagleHead) -> dict[str, Any]:
         "mlp_bias": config.mlp_bias,
         "attention_bias": config.attention_bias and head.shape.out_bias,
         **({"qkv_bias": True} if config.attention_bias else {}),
-        "torch_dtype": str(head.fc.weight.dtype).removeprefix("torch."),
+        "torch_dtype": dtype_name(head.fc.weight.dtype),
     }
 
 

@@ -16,7 +16,7 @@ from outrider.heads.eagle import EagleHead
 from outrider.heads.feature_head import FeatureHead
 from outrider.runner import ModelRunner
 from outrider.runner.loading import text_config
-from outrider.types import Finding
+from outrider.types import Finding, dtype_name
 
 ENOUGH, FEW = 0.95, 0.85  # share of a text's tokens that a reduced vocabulary should cover, and below which it is suspicious
 LARGE = 0.25  # share of the target's weights above which drafting is expensive
@@ -179,7 +179,7 @@ def _rope(head: EagleHead | BlockHead, target: ModelRunner) -> Iterator[Finding]
 
 
 def _dtype(tensors: Mapping[str, Tensor], target: ModelRunner) -> Iterator[Finding]:
-    kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values() if tensor.is_floating_point()}
+    kinds = {dtype_name(tensor.dtype) for tensor in tensors.values() if tensor.is_floating_point()}
     wanted = str(getattr(text_config(target.model), "dtype", None) or "").removeprefix("torch.")
     if wanted and kinds != {wanted}:
         yield Finding("note", "dtype", f"weights are {', '.join(sorted(kinds))}; they run in the target's {wanted}")
