@@ -100,6 +100,11 @@ class FeatureHead(nn.Module):
         if vocab_size != target.vocab_size:
             raise OutriderError(f"the head was made for {vocab_size} tokens, but {target.name} has {target.vocab_size}")
 
+    def check_borrowing(self, hidden_size: int, target: TargetSizes) -> None:
+        """Raise ``OutriderError`` if a head of this size cannot use the target's embedding or output head."""
+        if hidden_size != target.hidden_size:
+            raise OutriderError(f"the head has hidden size {hidden_size} but no embedding or output head of that size")
+
 
 class RolloutHead(FeatureHead):
     """A head that drafts one token after another: its output replaces the target's next feature.
@@ -116,9 +121,12 @@ class RolloutHead(FeatureHead):
         ``rotation``: cosines and sines at these positions [B, W, D], if available.
         """
 
-    @abstractmethod
+    def fuse(self, features: Sequence[Tensor]) -> Tensor:
+        return features[0]
+
     def feedback(self, out: Tensor) -> Tensor:
         """Return the input of the next step that replaces the target's feature."""
+        return out
 
     def step(self, out: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
         """Return the feedback [..., H] of outputs, and their logits float32 [..., V] over the target's vocabulary."""
