@@ -168,14 +168,15 @@ def why_slower(plain: GenerationStats, speculative: GenerationStats) -> str | No
 
 def verdict(tokenizer: Any, plain: list[int], speculative: list[int], is_greedy: bool, same_text: bool) -> str:
     """Return a sentence on whether two token sequences are equal and, if not, where they differ and why."""
+    from outrider.bench.race import first_difference
+
     if plain == speculative:
         kind = "" if is_greedy else "sampled "
         return f"Same text: yes, all {len(plain)} {kind}tokens are equal."
     if not is_greedy and not same_text:
         return "Same text: no, as expected: both are samples of the same distribution (--same-text makes them equal)."
-    at = next(
-        (i for i, (a, b) in enumerate(zip(plain, speculative, strict=False)) if a != b), min(len(plain), len(speculative))
-    )
+    at = first_difference(plain, speculative)
+    at = min(len(plain), len(speculative)) if at is None else at
 
     def word(ids: list[int]) -> str:
         return repr(tokenizer.decode(ids[at : at + 1])) if tokenizer is not None and at < len(ids) else "the end"
