@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cut import cut_after
 from safetensors.torch import load_file, save_file
 from tiny_folder import make_folder, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, GemmaConfig, GPT2Config, LlamaConfig
@@ -325,7 +326,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(kind, folder, rows, tmp_p
     assert train("whole")
     whole = Trainer.run
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "run", lambda self: whole(self, max_steps=3))
+        patch.setattr(Trainer, "run", lambda self: whole(cut_after(3, self)))
         assert not train("cut")
     assert not (tmp_path / "cut").exists()
     assert train("cut")
@@ -368,7 +369,7 @@ def test_matrices_of_layers_are_trained_by_muon_and_embeddings_are_not(kind):
 def test_a_resumed_run_has_the_learning_rates_of_its_command(folder, rows, tmp_path, monkeypatch):
     used = []
     whole = Trainer.run
-    monkeypatch.setattr(Trainer, "run", lambda self: (used.append(self), whole(self, max_steps=2))[1])
+    monkeypatch.setattr(Trainer, "run", lambda self: (used.append(self), whole(cut_after(2, self)))[1])
     for muon_lr in (0.02, 0.005):
         at = bench_of(folder, tmp_path / "work", rows)
         assert not train_early_exit(at, tmp_path / "out", replace(FAST, muon_lr=muon_lr), LayerSkip())

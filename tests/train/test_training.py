@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cut import cut_after
 from heads.mtp_checkpoints import tiny_target
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -210,7 +211,7 @@ def run_of(kind, runner, cache, folder, steps=6):
 def test_an_interrupted_run_ends_with_the_same_weights(kind, runner, cache, tmp_path):
     whole = run_of(kind, runner, cache, tmp_path / "whole")
     assert whole.run()
-    assert not run_of(kind, runner, cache, tmp_path / "cut").run(max_steps=2)
+    assert not cut_after(2, run_of(kind, runner, cache, tmp_path / "cut")).run()
     resumed = run_of(kind, runner, cache, tmp_path / "cut")
     assert resumed.step == 2 and resumed.run()
     for name, tensor in whole.model.state_dict().items():
@@ -398,7 +399,7 @@ def test_features_larger_than_the_disk_are_rejected_before_capture(runner, rows,
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_checkpoint(runner, cache, tmp_path):
     trainer = run_of("medusa", runner, cache, tmp_path)
-    assert not trainer.run(max_steps=2)
+    assert not cut_after(2, trainer).run()
     kept = trainer.checkpoint.read_bytes()
     again = run_of("medusa", runner, cache, tmp_path)
     again.model.lm_heads[0].weight.data.fill_(float("nan"))
@@ -409,7 +410,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_checkpoint(runner,
 
 def test_a_full_disk_keeps_the_last_checkpoint_and_leaves_no_part_of_the_next(runner, cache, tmp_path, monkeypatch):
     trainer = run_of("medusa", runner, cache, tmp_path)
-    assert not trainer.run(max_steps=2)
+    assert not cut_after(2, trainer).run()
     kept, files = trainer.checkpoint.read_bytes(), sorted(trainer.folder.iterdir())
 
     def stop_half_way(state: object, path: Path) -> None:
