@@ -50,7 +50,7 @@ class Grid:
 class SameText:
     """Run a grid cell by cell; plain decoding runs once per temperature."""
 
-    def __init__(self, llm: LLM, grid: Grid, proposers: Mapping[str, Proposer], done: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, llm: LLM, grid: Grid, proposers: Mapping[str, Proposer], done: Sequence[Mapping[str, Any]]) -> None:
         """``proposers``: method -> proposer; ``done``: finished cells of an earlier run of the same grid."""
         self.llm, self.grid, self.rig = llm, grid, Rig(llm.runner)
         self.results: list[dict[str, Any]] = [dict(cell) for cell in done]
