@@ -20,12 +20,12 @@ import contextlib
 import itertools
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import hostile
@@ -33,6 +33,7 @@ import httpx
 from outcome import count, finish, parsed, parser_of
 from processes import children, resident
 
+from outrider.bench.load.own_server import OwnServer, own_server
 from outrider.bench.provenance import origin
 from outrider.bench.statistics import percentiles
 
@@ -63,7 +64,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--target", help="folder or hub id (default: the embedded target)")
     parser.add_argument("--draft")
     parser.add_argument("--method")
-    parser.add_argument("--port", type=int, default=8123)
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)  # of the server process
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hostile", type=share, default=0.0, help="share of requests designed to stall the server")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
@@ -113,9 +114,8 @@ def serve(args: argparse.Namespace) -> None:
 class Soak:
     """The clients and their findings."""
 
-    def __init__(self, args: argparse.Namespace, wanted: dict[tuple[str, int], str], pid: int) -> None:
-        self._args, self._wanted, self._pid = args, wanted, pid
-        self._url = f"http://127.0.0.1:{args.port}"
+    def __init__(self, args: argparse.Namespace, wanted: dict[tuple[str, int], str], server: OwnServer) -> None:
+        self._args, self._wanted, self._url, self._pid = args, wanted, server.url, server.process.pid
         self._end = time.monotonic() + 60 * args.minutes
         self.counts: dict[str, int] = {}
         self.wrong: list[str] = []
@@ -250,7 +250,7 @@ class Soak:
     async def _hostile(self, http: httpx.AsyncClient, choose: random.Random) -> None:
         """Send a hostile request. It may be rejected, answered or disconnected; a failing server is a finding."""
         if choose.random() < 0.25:
-            kind, status = await hostile.connection(self._args.port, choose.choice(list(hostile.CONNECTIONS)))
+            kind, status = await hostile.connection(int(self._url.rpartition(":")[2]), choose.choice(list(hostile.CONNECTIONS)))
         else:
             kind, body = choose.choice((hostile.schema, hostile.text, hostile.value, hostile.malformed))(choose)
             answer = await http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
@@ -279,29 +279,6 @@ def expected(args: argparse.Namespace) -> dict[tuple[str, int], str]:
     return {
         (prompt, count): llm.generate(prompt, SamplingParams(max_tokens=count))[0].outputs[0].text for prompt, count in pairs
     }
-
-
-def check_port(port: int) -> None:
-    """Exit if another server uses the port, because the clients would talk to it."""
-    from outrider.server.run import listen
-    from outrider.types import OutriderError
-
-    try:
-        listen("127.0.0.1", port).close()
-    except OutriderError as error:
-        raise SystemExit(f"error: {error}") from None
-
-
-def ready_seconds(server: subprocess.Popen[bytes], url: str, log: Path) -> float:
-    """Wait until the server is ready. Returns the seconds that this took."""
-    started = time.monotonic()
-    while True:
-        if server.poll() is not None or time.monotonic() - started > STUCK_SECONDS:
-            raise SystemExit(f"error: the server did not start: see {log}")
-        with contextlib.suppress(httpx.HTTPError):
-            httpx.get(f"{url}/ready", timeout=1).raise_for_status()
-            return time.monotonic() - started
-        time.sleep(0.1)
 
 
 def ended(server: subprocess.Popen[bytes]) -> list[str]:
@@ -343,21 +320,15 @@ def main() -> int:
     if args.serve:
         serve(args)
         return 0
-    check_port(args.port)
-    wanted, url = expected(args), f"http://127.0.0.1:{args.port}"
-    log = Path("soak-server.log")
-    with log.open("w") as errors:
-        server = subprocess.Popen([sys.executable, __file__, "--serve", *sys.argv[1:]], stderr=errors)
-    try:
-        seconds = ready_seconds(server, url, log)
+    wanted, started = expected(args), time.monotonic()
+    with own_server(sys.argv[1:], (sys.executable, __file__, "--serve")) as server:
+        seconds = time.monotonic() - started
         hostile.texts()
-        soak = Soak(args, wanted, server.pid)
+        soak = Soak(args, wanted, server)
         asyncio.run(soak.run())
-        page, left = settled(url)
-    except BaseException:
-        ended(server)
-        raise
-    wrong = [*soak.wrong, *left, *ended(server)]
+        page, left = settled(server.url)
+        wrong = [*soak.wrong, *left, *ended(server.process)]
+        shutil.copy(server.log, "soak-server.log")
     grown, faults = growth(soak.rss, args.minutes), metric(page, "outrider:proposer_faults_total")
     late, usual = percentiles(soak.first_tokens[True]), percentiles(soak.first_tokens[False])
     delayed = late["p95"] / usual["p95"] if late and usual else None

@@ -23,13 +23,14 @@ from typing import Any
 from outcome import count, finish, parsed, parser_of
 
 from outrider import LLM, SamplingParams
-from outrider.bench.contenders import PLAIN, Contender
+from outrider.bench.contenders import Contender
 from outrider.bench.grid import PLAIN_CONTENDER, warm_up
 from outrider.bench.measure import generate
 from outrider.bench.provenance import provenance
 from outrider.engine.methods import ALL, chosen_methods, fitting_proposers
 from outrider.family import DRAFT
 from outrider.method_text import split_methods
+from outrider.registry import PLAIN
 from outrider.search import Question, Search
 from outrider.search.choice import Choice
 from outrider.search.journal import Journal

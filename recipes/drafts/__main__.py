@@ -18,7 +18,7 @@ from recipes import PACKAGE, exit_unless, run, work_folder
 from recipes.drafts import foreign as foreign_draft
 from recipes.family import model, report, tokenizer
 from recipes.family.config import PRESETS, SEED
-from recipes.heads.rows import COUNT, bench
+from recipes.heads.rows import COUNT, workspace
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -49,7 +49,7 @@ def distilled(  # noqa: PLR0913 - one parameter an option
     out: Out = Path("build/drafts/distilled"),
 ) -> None:
     """Distil a draft of the family draft's size for longer, and compare the two. Run again to resume."""
-    at = replace(bench(family / "target", tokens, work, rows), target=trainable(str(family / "target")))
+    at = replace(workspace(family / "target", tokens, work, rows), target=trainable(str(family / "target")))
     shape = DraftShape(PRESETS["cpu"].draft.layers, PRESETS["cpu"].draft.hidden, FROM_LAYERS)
     muon, adam = FRESH if fresh else LEARNED
     kind = DraftRun(shape, None if fresh else str(family / "draft"), Distillation(loss=loss), name="distilled")
@@ -84,7 +84,7 @@ def parallel(
     muon, adam = LEARNED
     kind = DraftRun(start=str(family / "draft"), parallel=Parallel(depths=8), name="parallel")
     how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=muon, adam_lr=adam, seed=SEED, compiled=True)
-    at = replace(bench(family / "target", tokens, work, rows), target=trainable(str(family / "target")))
+    at = replace(workspace(family / "target", tokens, work, rows), target=trainable(str(family / "target")))
     exit_unless(train_draft(at, out, how, kind))
 
 
@@ -108,7 +108,7 @@ def foreign(  # noqa: PLR0913 - one parameter an option
     out.mkdir(parents=True, exist_ok=True)
     written: list[str] = []
     if rows and not (work / "tokens" / "tokens.json").exists():
-        learned, at = tokenizer.load(family / "target"), bench(family / "target", tokens, rows_work, rows)
+        learned, at = tokenizer.load(family / "target"), workspace(family / "target", tokens, rows_work, rows)
         written = [str(learned.decode(row)) for row in at.training_rows().tolist()]
     foreign_draft.prepare(work, corpus, megabytes, vocab, written)
     exit_unless(foreign_draft.train(work, family, minutes, out))

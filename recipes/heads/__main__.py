@@ -11,12 +11,12 @@ import typer
 
 from outrider.cli.options import flag, with_groups
 from outrider.train.runs import (
-    Bench,
     BlockRun,
     EagleRun,
     HeadPlan,
     MedusaRun,
     MtpRun,
+    Workspace,
     train_block,
     train_eagle,
     train_medusa,
@@ -26,7 +26,7 @@ from recipes import PACKAGE, exit_unless, run
 from recipes.family.config import SEED
 from recipes.family.stages import hardware
 from recipes.heads.card import publish
-from recipes.heads.rows import COUNT, SEQ_LEN, bench
+from recipes.heads.rows import COUNT, SEQ_LEN, workspace
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -52,7 +52,7 @@ def hidden_states(num_layers: int) -> tuple[int, int, int]:
     return 2, num_layers // 2, num_layers - 1
 
 
-def train(name: str, at: Bench, how: Options) -> bool:
+def train(name: str, at: Workspace, how: Options) -> bool:
     """Train one head. Returns False if interrupted."""
     layers = hidden_states(at.runner.num_layers)
     at.features([*layers, at.runner.num_layers])  # what all of them read, captured once
@@ -75,7 +75,7 @@ def train(name: str, at: Bench, how: Options) -> bool:
 
 def train_all(names: Sequence[str], how: Options) -> None:
     """Train heads in order, each to its end. Exits if one is interrupted."""
-    at = bench(how.target, how.tokens, how.work, how.rows)
+    at = workspace(how.target, how.tokens, how.work, how.rows)
     for name in names:
         exit_unless(train(name, at, how))
 

@@ -11,7 +11,7 @@ from outrider.heads.checkpoint import replaced
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.train.claims import claim, fingerprint
 from outrider.train.progress import reporting
-from outrider.train.runs import Bench
+from outrider.train.runs import Workspace
 from outrider.train.text import regenerate
 from outrider.types import OutriderError
 from recipes import work_folder
@@ -21,13 +21,13 @@ from recipes.family.config import SEED
 SEQ_LEN, PROMPT_LEN, COUNT = 256, 96, 12000
 
 
-def bench(target: Path, tokens: Path, work: Path, count: int) -> Bench:
+def workspace(target: Path, tokens: Path, work: Path, count: int) -> Workspace:
     """Return target, tokenizer and rows. Recipes with the same ``work`` share them."""
     data.check_tokens(tokens)
     work_folder(work)
     runner = ModelRunner.load(target, RunnerConfig(max_batch=128, compile="auto"))
     learned = tokenizer.load(target)
-    return Bench(runner, learned, work, rows=training_rows(runner, learned, tokens, work, count))
+    return Workspace(runner, learned, work, rows=training_rows(runner, learned, tokens, work, count))
 
 
 def training_rows(runner: ModelRunner, learned: PreTrainedTokenizerFast, tokens: Path, work: Path, count: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.bench.contenders import PLAIN, Contender, Contenders
+from outrider.bench.contenders import Contender, Contenders
 from outrider.bench.measure import Run, generate
 from outrider.bench.workloads import builtin, encode
 from outrider.engine.finding import candidates, target_files
@@ -19,7 +19,7 @@ from outrider.engine.stats import expected_tau
 from outrider.memory import free_memory, size, weight_bytes
 from outrider.method_text import join_method, split_method
 from outrider.proposers.method import Setting
-from outrider.registry import PROPOSERS
+from outrider.registry import PLAIN, PROPOSERS
 from outrider.runner.loading import text_config
 from outrider.types import Finding, OutriderError, SamplingParams
 

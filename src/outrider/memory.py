@@ -131,7 +131,7 @@ def weight_map(index: Path) -> dict[str, str]:
     return files
 
 
-def refuse_too_large(source: str | Path, growth: int = 1) -> None:
+def refuse_too_large(source: str | Path, growth: int) -> None:
     """Raise ``OutriderError`` if the weights in a local folder exceed the memory of this process.
 
     ``growth``: bytes in memory per byte in the files.

@@ -9,6 +9,7 @@ from typing import Any
 from outrider.errors import OutriderError
 
 PLAIN = "plain"  # the method without drafts
+SPECULATIVE = "speculative"  # in comparisons with it: any other method
 AUTO = "auto"  # choose the method, or the number of drafts, automatically
 
 

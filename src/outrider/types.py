@@ -27,6 +27,11 @@ from outrider.sampling_params import SamplingParams as SamplingParams
 IMPOSSIBLE_LOGIT = -1e30
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as ``"int32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
 class RequestFault(OutriderError):
     """Failure that concerns only some requests of a batch."""
 

@@ -58,10 +58,3 @@ def test_a_check_without_methods_does_not_hold(script) -> None:  # type: ignore[
     assert holds({"plain": good, "medusa": {"skipped": "no heads"}})
     assert not holds({"magic": {"skipped": "unknown method"}})
     assert not holds({"plain": good | {"invalid": 1}}) and not holds({"ngram": good | {"forbidden_drafts": 1}})
-
-
-def test_an_occupied_port_ends_the_soak_test(script) -> None:  # type: ignore[no-untyped-def]
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit, match="choose another --port"):
-        script("soak").check_port(taken.getsockname()[1])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tiny_folder import make_folder
 
 from outrider import LLM
-from outrider.bench import cells
+from outrider.bench import cells, loops
 from outrider.bench.contenders import Contender, Contenders
 from outrider.bench.documents import headline, loop_warnings
 from outrider.bench.grid import PLAIN_CONTENDER, Group, Plan
@@ -35,7 +35,10 @@ def by_definition(tokens: Sequence[int], max_period: int, min_repeats: int) -> l
 
 @given(st.lists(st.integers(0, 2), max_size=24), st.integers(1, 5), st.integers(2, 4))
 def test_loops_match_the_definition(tokens: list[int], max_period: int, min_repeats: int) -> None:
-    assert in_loops(tokens, max_period, min_repeats) == by_definition(tokens, max_period, min_repeats)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loops, "MAX_PERIOD", max_period)
+        patch.setattr(loops, "MIN_REPEATS", min_repeats)
+        assert in_loops(tokens) == by_definition(tokens, max_period, min_repeats)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from outrider.export.vllm_adapter import KEY, TextProposer
 from outrider.export.wanted import wanted
 from outrider.heads import block_formats, eagle_formats
 from outrider.heads.block import BlockHead, BlockShape
+from outrider.proposers.recognition import TargetFiles
 from outrider.registry import PROPOSERS
 from outrider.types import OutriderError
 
@@ -236,10 +237,11 @@ def test_text_based_proposers_are_exported_to_vllm(method: str, own_code: bool, 
 def test_a_head_that_an_engine_would_misread_is_converted(to: str, source: str, export: Any, models: Path) -> None:
     folder, _ = export(to, method=f"eagle:draft={models / source}:top_k=1", num_draft_tokens=3, dtype="float32")
     written = json.loads((folder / "heads" / "config.json").read_text())
-    before = eagle_formats.load(models / source, 6, VOCAB, writers.HIDDEN)
+    target = TargetFiles.read("target", models / "target")
+    before = eagle_formats.load(models / source, target)
     assert written["eagle_aux_hidden_state_layer_ids"] == list(before.shape.hidden_states) == [1, 2, 3]
     assert written["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
-    again = eagle_formats.load(folder / "heads", 6, VOCAB, writers.HIDDEN)
+    again = eagle_formats.load(folder / "heads", target)
     assert again.shape.norm_before_residual == before.shape.norm_before_residual == (source == "speculators")
     for name, tensor in before.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name]), name
@@ -249,7 +251,7 @@ def test_a_head_that_an_engine_would_misread_is_converted(to: str, source: str, 
 
 
 def test_a_head_with_both_layer_numberings_is_not_converted(export: Any, models: Path, tmp_path: Path) -> None:
-    head = eagle_formats.load(models / "eagle3", 6, VOCAB, writers.HIDDEN)
+    head = eagle_formats.load(models / "eagle3", TargetFiles.read("target", models / "target"))
     eagle_formats.export(head.half(), tmp_path / "head")
     folder, _ = export("vllm", method=f"eagle:draft={tmp_path / 'head'}", num_draft_tokens=3)
     assert vllm_settings(folder)["speculative-config"]["model"] == str(tmp_path / "head")

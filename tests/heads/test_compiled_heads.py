@@ -55,7 +55,7 @@ def made(kind: str, folder: Path) -> tuple[ModelRunner, RolloutHead, int | None]
         write_eagle1(folder, vocab)
     else:
         write_eagle3(folder, vocab, 23)
-    return target, eagle_formats.load(folder, target.num_layers, vocab, HIDDEN, target.model), 8 if kind == "eagle3" else None
+    return target, eagle_formats.load(folder, target, target.model), 8 if kind == "eagle3" else None
 
 
 def drafted(runner: RolloutRunner, vocab: int, num_states: int) -> list[Step]:
@@ -105,7 +105,7 @@ def test_a_cap_of_the_targets_logits_is_part_of_the_key(tmp_path: Path) -> None:
         model = model_of("gemma2", hidden_size=HIDDEN, head_dim=8, final_logit_softcapping=cap)
         target, vocab = ModelRunner.load(model, RunnerConfig(compile="never")), model.config.vocab_size
         write_eagle1(tmp_path, vocab)
-        head = eagle_formats.load(tmp_path, target.num_layers, vocab, HIDDEN, target.model)
+        head = eagle_formats.load(tmp_path, target, target.model)
         keys.append(compiled._key(RolloutRunner(head, target)._program()))
     assert keys[0] == keys[1] != keys[2]
 

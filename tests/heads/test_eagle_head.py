@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from outrider.heads.checkpoint import measured_acceptance
 from outrider.heads.eagle import default_hidden_states
 from outrider.heads.head_runner import RolloutRunner
 from outrider.proposers.head_trees import HeadProposer
+from outrider.proposers.recognition import TargetFiles
 from outrider.runner import ModelRunner, RunnerConfig, blocks
 from outrider.runner.linear import PackedEmbedding
 from outrider.types import OutriderError
@@ -42,8 +44,12 @@ def target(model):
     return ModelRunner.load(model, RunnerConfig(compile="never", max_batch=3))
 
 
+def sizes(num_layers=LAYERS):
+    return TargetFiles("target", Path(), LlamaConfig(vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=num_layers))
+
+
 def load(folder):
-    return eagle_formats.load(folder, LAYERS, VOCAB, HIDDEN)
+    return eagle_formats.load(folder, sizes())
 
 
 KINDS = [
@@ -142,7 +148,7 @@ def test_layer_ids_are_counted_as_each_place_in_the_config_counts_them(tmp_path)
 
 def test_a_config_without_layers_is_guessed_with_a_warning(tmp_path, caplog):
     write_eagle3(tmp_path, VOCAB, DRAFT_VOCAB, config={"eagle_config": None})
-    assert eagle_formats.load(tmp_path, 32, VOCAB, HIDDEN).shape.hidden_states == (2, 16, 29)
+    assert eagle_formats.load(tmp_path, sizes(32)).shape.hidden_states == (2, 16, 29)
     assert "assuming" in caplog.text
     with pytest.raises(OutriderError, match="name three of them"):
         load(tmp_path)
@@ -324,11 +330,10 @@ def test_a_broken_head_gives_a_one_line_error(case, tmp_path):
 )
 def test_a_head_for_another_target_is_rejected(change, message, tmp_path, target):
     write_eagle3(tmp_path, VOCAB, DRAFT_VOCAB)
-    head = load(tmp_path)
     for name, value in change.items():
         setattr(target, name, value)
     with pytest.raises(OutriderError, match=message):
-        head.check_fit(target)
+        eagle_formats.load(tmp_path, target)
 
 
 def test_a_medusa_folder_is_not_an_eagle_head(tmp_path):
@@ -344,7 +349,7 @@ def test_a_copy_of_the_targets_embedding_is_not_kept(num_rows, tmp_path, model, 
     embedding = model.get_input_embeddings()
 
     def loaded():
-        return eagle_formats.load(tmp_path, LAYERS, VOCAB, HIDDEN, model)
+        return eagle_formats.load(tmp_path, target, model)
 
     tensors = write_eagle1(tmp_path, VOCAB)
     assert loaded().shape.own_embedding
@@ -353,7 +358,6 @@ def test_a_copy_of_the_targets_embedding_is_not_kept(num_rows, tmp_path, model, 
     torch.save(tensors | {"embed_tokens.weight": stored}, tmp_path / "pytorch_model.bin")
     head = loaded()
     assert not head.shape.own_embedding
-    head.check_fit(target)
     head.lend(embedding, model.get_output_embeddings())
     assert torch.equal(head.embedding_table(), embedding.weight)
 

@@ -11,7 +11,7 @@ from runner.test_architectures import small_config
 
 from outrider.heads import eagle_formats
 from outrider.heads.eagle import EagleHead
-from outrider.heads.own_logits import finish_of
+from outrider.heads.own_logits import postprocess_of
 from outrider.proposers.eagle import EagleConfig, EagleProposer
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.sampling import Sampler
@@ -38,10 +38,10 @@ def test_the_targets_own_code_transforms_its_logits(kind):
     model = model_of(kind)
     ids = torch.tensor([make_text(SEQ, 1), make_text(SEQ, 2)])
     said = model(ids, output_hidden_states=True, use_cache=False)
-    numbers = model.get_output_embeddings()(said.hidden_states[-1])
-    finish = finish_of(model)
-    assert (finish is None) == (kind not in SHAPED)
-    torch.testing.assert_close(numbers if finish is None else finish(numbers), said.logits)
+    values = model.get_output_embeddings()(said.hidden_states[-1])
+    postprocess = postprocess_of(model)
+    assert (postprocess is None) == (kind not in SHAPED)
+    torch.testing.assert_close(values if postprocess is None else postprocess(values), said.logits)
     torch.testing.assert_close(model(ids, use_cache=False).logits, said.logits)  # the model is unchanged
 
 
@@ -120,6 +120,6 @@ def test_an_exported_head_embeds_as_the_target_does(tmp_path):
     runner = runner_of(model_of("gemma3_text"))
     head = shapes.new_eagle(runner, 1, (2,), None)
     eagle_formats.export(head, tmp_path)
-    again: EagleHead = eagle_formats.load(tmp_path, 2, VOCAB, 32)
+    again: EagleHead = eagle_formats.load(tmp_path, runner)
     ids = torch.arange(VOCAB)
     torch.testing.assert_close(again.embed_tokens(ids), runner.model.get_input_embeddings()(ids))

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider.bench.contenders import PLAIN
+from outrider.registry import PLAIN
 from outrider.search import halving
 from outrider.search.halving import Rung, Standing
 from outrider.search.measurements import Group, Measurements

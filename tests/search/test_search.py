@@ -12,14 +12,14 @@ import pytest
 from tiny_folder import make_folder
 
 from outrider import LLM
-from outrider.bench.contenders import PLAIN, Contender, Contenders
+from outrider.bench.contenders import Contender, Contenders
 from outrider.engine.methods import chosen_methods, fitting_proposers
 from outrider.progress import Progress
 from outrider.proposers.base import Proposer
 from outrider.proposers.combined import CombinedProposer
 from outrider.proposers.degraded import Degraded
 from outrider.proposers.ngram import NgramConfig, NgramProposer
-from outrider.registry import PROPOSERS
+from outrider.registry import PLAIN, PROPOSERS
 from outrider.search import Question, Search
 from outrider.search import journal as journal_module
 from outrider.search import search as search_module

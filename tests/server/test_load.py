@@ -17,9 +17,10 @@ import pytest
 from outrider.bench.load import own_server
 from outrider.bench.load.arrivals import Load
 from outrider.bench.load.cells import Objective, cells
-from outrider.bench.load.sweep import PLAIN, SPECULATIVE, Mode, Sweep, Traffic
+from outrider.bench.load.sweep import Mode, Sweep, Traffic
 from outrider.cli import main
 from outrider.engine.plan import Plan
+from outrider.registry import PLAIN, SPECULATIVE
 from outrider.types import OutriderError
 
 from .served import Served

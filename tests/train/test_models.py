@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cut import cut_after
 from safetensors.torch import load_file, save_file
 from tiny_folder import make_folder, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, GemmaConfig, GPT2Config, LlamaConfig
@@ -24,7 +25,7 @@ from outrider.train.layer_skip import EarlyExitLoss, LayerSkip, drop_rates, exit
 from outrider.train.model_runs import DraftRun, train_draft, train_early_exit
 from outrider.train.parallel import Parallel
 from outrider.train.plan import Plan
-from outrider.train.runs import Bench, EagleRun, HeadPlan, MedusaRun, train_eagle, train_medusa
+from outrider.train.runs import EagleRun, HeadPlan, MedusaRun, Workspace, train_eagle, train_medusa
 from outrider.train.shrink import can_shrink
 from outrider.train.trainer import Trainer
 from outrider.types import OutriderError
@@ -49,13 +50,13 @@ def rows():
     return torch.stack([pattern.roll(shift)[:SEQ] for shift in range(60)]).int()
 
 
-def bench_of(folder, work, rows):
-    return Bench(model_runs.trainable(str(folder)), None, work, rows=rows)
+def workspace_of(folder, work, rows):
+    return Workspace(model_runs.trainable(str(folder)), None, work, rows=rows)
 
 
 @pytest.fixture
-def bench(folder, rows, tmp_path):
-    return bench_of(folder, tmp_path / "work", rows)
+def workspace(folder, rows, tmp_path):
+    return workspace_of(folder, tmp_path / "work", rows)
 
 
 def tiny(kind):
@@ -152,9 +153,9 @@ def test_layers_with_additional_outputs_are_rejected_in_one_line():
     assert "\n" not in str(error.value)
 
 
-def test_early_exit_training_improves_exits_and_writes_a_model_folder(bench, rows, tmp_path):
+def test_early_exit_training_improves_exits_and_writes_a_model_folder(workspace, rows, tmp_path):
     out = tmp_path / "out"
-    assert train_early_exit(bench, out, replace(FAST, epochs=6.0), LayerSkip(exit_scale=3.0, rotation=1))
+    assert train_early_exit(workspace, out, replace(FAST, epochs=6.0), LayerSkip(exit_scale=3.0, rotation=1))
     measured = json.loads((out / "measured.json").read_text())
     before, after = measured["before"], measured["after"]
     assert after["loss"] < 0.5 * before["loss"]
@@ -244,9 +245,9 @@ def test_per_layer_config_entries_follow_the_chosen_layers():
         (DraftShape(layers=1), Distillation(on_policy=0.5, prompt_len=6)),
     ],
 )
-def test_a_draft_learns_from_its_target(shape, teaching, folder, bench, rows, tmp_path):
+def test_a_draft_learns_from_its_target(shape, teaching, folder, workspace, rows, tmp_path):
     out = tmp_path / "out"
-    assert train_draft(bench, out, replace(FAST, epochs=6.0), DraftRun(shape, teaching=teaching))
+    assert train_draft(workspace, out, replace(FAST, epochs=6.0), DraftRun(shape, teaching=teaching))
     losses = [point[teaching.loss] for point in json.loads((out / "draft_curve.json").read_text())]
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5]) and (out / "draft_curve.png").exists()
     measured = json.loads((out / "measured.json").read_text())
@@ -258,9 +259,9 @@ def test_a_draft_learns_from_its_target(shape, teaching, folder, bench, rows, tm
     assert drafted.generate([prompt], params)[0].outputs[0].token_ids == wanted and drafted.stats.num_drafts > 0
 
 
-def test_an_existing_draft_continues_training(bench, tmp_path):
+def test_an_existing_draft_continues_training(workspace, tmp_path):
     start = make_folder(tmp_path / "start", seed=4, num_hidden_layers=1, hidden_size=32)
-    assert train_draft(bench, tmp_path / "out", FAST, DraftRun(start=str(start)))
+    assert train_draft(workspace, tmp_path / "out", FAST, DraftRun(start=str(start)))
     measured = json.loads((tmp_path / "out" / "measured.json").read_text())
     assert measured["after"]["sampled"]["acceptance"] > measured["before"]["sampled"]["acceptance"]
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.num_hidden_layers == 1
@@ -277,11 +278,13 @@ def test_the_on_policy_share_holds_over_steps_of_few_rows(share, wanted, monkeyp
     assert sum(written) == wanted and max(written) - min(written) <= 1
 
 
-def test_drafts_with_names_of_their_own_share_a_work_folder(bench, tmp_path):
+def test_drafts_with_names_of_their_own_share_a_work_folder(workspace, tmp_path):
     how = replace(FAST, epochs=0.1)
     for run in (DraftRun(name="distilled"), DraftRun(name="parallel", parallel=Parallel(3))):
-        assert train_draft(bench, tmp_path / run.name, how, run)
-        assert (bench.work / run.name / "checkpoint.pt").exists() and (tmp_path / run.name / f"{run.name}_curve.json").exists()
+        assert train_draft(workspace, tmp_path / run.name, how, run)
+        assert (workspace.work / run.name / "checkpoint.pt").exists() and (
+            tmp_path / run.name / f"{run.name}_curve.json"
+        ).exists()
 
 
 def test_the_draft_generates_its_own_rows_with_the_steps_noise():
@@ -317,7 +320,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(kind, folder, rows, tmp_p
         folder = make_folder(tmp_path / "dropping", num_hidden_layers=3, hidden_size=32, attention_dropout=0.4)
 
     def train(name):
-        at = bench_of(folder, tmp_path / f"{name}-work", rows)
+        at = workspace_of(folder, tmp_path / f"{name}-work", rows)
         if kind == "draft":
             return train_draft(at, tmp_path / name, FAST, DraftRun(teaching=Distillation(on_policy=0.4, prompt_len=5)))
         return train_early_exit(at, tmp_path / name, FAST, LayerSkip(max_drop=0.4))
@@ -325,7 +328,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(kind, folder, rows, tmp_p
     assert train("whole")
     whole = Trainer.run
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "run", lambda self: whole(self, max_steps=3))
+        patch.setattr(Trainer, "run", lambda self: whole(cut_after(3, self)))
         assert not train("cut")
     assert not (tmp_path / "cut").exists()
     assert train("cut")
@@ -338,7 +341,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(kind, folder, rows, tmp_p
 @pytest.mark.parametrize("kind", ["early-exit", "draft", "eagle", "medusa"])
 def test_compiled_training_equals_eager_training(kind, folder, runner, rows, tmp_path):
     def losses(how):
-        at = bench_of(folder, tmp_path / str(how.compiled), rows)
+        at = workspace_of(folder, tmp_path / str(how.compiled), rows)
         at = at if kind in ("draft", "early-exit") else replace(at, target=runner)
         name, out = kind, tmp_path / f"{how.compiled}-out"
         if kind == "draft":
@@ -368,15 +371,15 @@ def test_matrices_of_layers_are_trained_by_muon_and_embeddings_are_not(kind):
 def test_a_resumed_run_has_the_learning_rates_of_its_command(folder, rows, tmp_path, monkeypatch):
     used = []
     whole = Trainer.run
-    monkeypatch.setattr(Trainer, "run", lambda self: (used.append(self), whole(self, max_steps=2))[1])
+    monkeypatch.setattr(Trainer, "run", lambda self: (used.append(self), whole(cut_after(2, self)))[1])
     for muon_lr in (0.02, 0.005):
-        at = bench_of(folder, tmp_path / "work", rows)
+        at = workspace_of(folder, tmp_path / "work", rows)
         assert not train_early_exit(at, tmp_path / "out", replace(FAST, muon_lr=muon_lr), LayerSkip())
     assert [trainer.optimizers[0].param_groups[0]["base_lr"] for trainer in used] == [0.02, 0.005]
     assert used[1].step == 4
 
 
-def test_models_that_cannot_be_trained_are_refused(folder, bench, tmp_path):
+def test_models_that_cannot_be_trained_are_refused(folder, workspace, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     make_folder(tmp_path / "cut", num_hidden_layers=LAYERS, hidden_size=32)
     del tensors["model.layers.4.mlp.up_proj.weight"]
@@ -389,33 +392,33 @@ def test_models_that_cannot_be_trained_are_refused(folder, bench, tmp_path):
     for name, message in wrong.items():
         with pytest.raises(OutriderError, match=message):
             model_runs.trainable(str(tmp_path / name))
-    long = replace(bench, rows=torch.zeros(4, 10**6, dtype=torch.int))
+    long = replace(workspace, rows=torch.zeros(4, 10**6, dtype=torch.int))
     runs = (lambda: train_draft(long, tmp_path / "o", FAST), lambda: train_early_exit(long, tmp_path / "o", FAST, LayerSkip()))
     for train in runs:
         with pytest.raises(OutriderError, match=r"rows of 1000000 tokens exceed the context of .* give a lower --seq-len"):
             train()
 
 
-def test_a_draft_needs_memory_for_its_gradients_and_optimizer_state(bench, tmp_path, monkeypatch):
-    weights = 4 * bench.model.num_parameters()  # the draft is smaller, but its training takes three times its weights
+def test_a_draft_needs_memory_for_its_gradients_and_optimizer_state(workspace, tmp_path, monkeypatch):
+    weights = 4 * workspace.model.num_parameters()  # the draft is smaller, but its training takes three times its weights
     monkeypatch.setattr("outrider.memory.total_memory", lambda: 3 * weights // 2)
     with pytest.raises(OutriderError, match=r"the draft's with gradients and optimizer state, take .* of memory"):
-        train_draft(bench, tmp_path / "out", FAST)
-    assert not bench.work.exists()
+        train_draft(workspace, tmp_path / "out", FAST)
+    assert not workspace.work.exists()
 
 
 def test_models_whose_norms_store_their_scale_minus_one_are_not_shrunk():
     assert can_shrink(tiny("llama")) and not can_shrink(tiny("gemma"))
 
 
-def test_invalid_training_gives_a_one_line_error(rows, bench, tmp_path):
+def test_invalid_training_gives_a_one_line_error(rows, workspace, tmp_path):
     make_folder(tmp_path / "flat", num_hidden_layers=2)
-    flat = bench_of(tmp_path / "flat", tmp_path / "w", rows)
+    flat = workspace_of(tmp_path / "flat", tmp_path / "w", rows)
     make_folder(tmp_path / "foreign", tokenizer=make_tokenizer(300))
-    spoken = replace(bench, tokenizer=make_tokenizer(), work=tmp_path / "spoken")
-    assert train_draft(bench, tmp_path / "out", replace(FAST, epochs=0.1))
+    spoken = replace(workspace, tokenizer=make_tokenizer(), work=tmp_path / "spoken")
+    assert train_draft(workspace, tmp_path / "out", replace(FAST, epochs=0.1))
 
-    def draft(at=bench, start=None, **options):
+    def draft(at=workspace, start=None, **options):
         names = DraftShape.__dataclass_fields__
         shape = DraftShape(**{name: value for name, value in options.items() if name in names})
         teaching = {name: value for name, value in options.items() if name not in names}
@@ -429,13 +432,13 @@ def test_invalid_training_gives_a_one_line_error(rows, bench, tmp_path):
         (draft(on_policy=0.5, prompt_len=SEQ), "nothing to generate after prompts"),
         (draft(spoken, start=str(tmp_path / "foreign")), "different vocabularies"),
         (
-            lambda: new_draft(bench.model, DraftShape(layers=5)),
+            lambda: new_draft(workspace.model, DraftShape(layers=5)),
             "invalid number of layers 5 for a target with 5: expected 1 to 4",
         ),
         (lambda: chosen_layers(DraftShape(), 1), "the target has one layer: a draft needs fewer layers"),
-        (lambda: new_draft(bench.model, DraftShape(from_layers=(0, 9))), "layers 0 to 4"),
+        (lambda: new_draft(workspace.model, DraftShape(from_layers=(0, 9))), "layers 0 to 4"),
         (
-            lambda: new_draft(bench.model, DraftShape(width=64)),
+            lambda: new_draft(workspace.model, DraftShape(width=64)),
             "invalid width 64 for a target of width 32: expected 1 to 32",
         ),
         (lambda: new_draft(tiny("gpt2"), DraftShape(width=16)), "leave the width at 32"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cut import cut_after
 from safetensors.torch import load_file
 from tiny_folder import make_folder, make_tokenizer
 from tiny_hybrids import hybrid
@@ -20,7 +21,7 @@ from outrider.train.distillation import Distillation, DistillationLoss
 from outrider.train.draft_model import DraftShape
 from outrider.train.model_runs import DraftRun, train_draft, trainable
 from outrider.train.parallel import Entries, Masks, Parallel, mask_token, spare_token
-from outrider.train.runs import Bench, HeadPlan
+from outrider.train.runs import HeadPlan, Workspace
 from outrider.train.trainer import Trainer
 from outrider.types import OutriderError
 
@@ -42,8 +43,8 @@ def rows():
 
 
 @pytest.fixture
-def bench(folder, rows, tmp_path):
-    return Bench(trainable(str(folder)), None, tmp_path / "work", rows=rows)
+def workspace(folder, rows, tmp_path):
+    return Workspace(trainable(str(folder)), None, tmp_path / "work", rows=rows)
 
 
 def drawn(seq_len, how, step=0):
@@ -192,8 +193,8 @@ def test_acceptance_is_measured_in_rounds_of_k_drafts():
     assert found["sampled"]["expected_tau"][3] == pytest.approx(float(tau), abs=2e-3)
 
 
-def test_a_draft_learns_every_depth_and_drafts_in_one_pass(folder, bench, rows, tmp_path):
-    many = replace(bench, rows=rows.repeat(4, 1))  # acceptance of few rows is noise
+def test_a_draft_learns_every_depth_and_drafts_in_one_pass(folder, workspace, rows, tmp_path):
+    many = replace(workspace, rows=rows.repeat(4, 1))  # acceptance of few rows is noise
     out, how = tmp_path / "out", Parallel(4, least=0.3)
     plan = replace(FAST, epochs=4.0)
     assert train_draft(many, out, plan, DraftRun(DraftShape(layers=2), parallel=how))
@@ -218,9 +219,9 @@ def test_a_draft_learns_every_depth_and_drafts_in_one_pass(folder, bench, rows, 
     assert drafted.generate([prompt], params)[0].outputs[0].token_ids == plain.token_ids and drafted.stats.num_drafts > 0
 
 
-def test_an_existing_draft_becomes_parallel_and_a_parallel_one_continues(bench, tmp_path):
+def test_an_existing_draft_becomes_parallel_and_a_parallel_one_continues(workspace, tmp_path):
     start = make_folder(tmp_path / "start", seed=4, num_hidden_layers=1, hidden_size=32, vocab_size=336)
-    spoken = replace(bench, tokenizer=make_tokenizer(), work=tmp_path / "first")
+    spoken = replace(workspace, tokenizer=make_tokenizer(), work=tmp_path / "first")
     how = Parallel(3)
     assert train_draft(spoken, tmp_path / "out", FAST, DraftRun(start=str(start), parallel=how))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["pard_token"] == 320
@@ -232,27 +233,27 @@ def test_an_existing_draft_becomes_parallel_and_a_parallel_one_continues(bench, 
         train_draft(replace(spoken, work=tmp_path / "third"), tmp_path / "no", FAST, DraftRun(start=str(tmp_path / "out")))
 
 
-def test_an_interrupted_run_ends_with_the_same_weights(bench, tmp_path, monkeypatch):
+def test_an_interrupted_run_ends_with_the_same_weights(workspace, tmp_path, monkeypatch):
     def train(name):
-        at = replace(bench, work=tmp_path / f"{name}-work")
+        at = replace(workspace, work=tmp_path / f"{name}-work")
         kind = DraftRun(parallel=Parallel(3), teaching=Distillation(on_policy=0.4, prompt_len=5))
         return train_draft(at, tmp_path / name, FAST, kind)
 
     assert train("whole")
     whole = Trainer.run
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "run", lambda self: whole(self, max_steps=3))
+        patch.setattr(Trainer, "run", lambda self: whole(cut_after(3, self)))
         assert not train("cut")
     assert train("cut")
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
 
 
-def test_invalid_training_gives_a_one_line_error(bench, tmp_path):
-    assert train_draft(bench, tmp_path / "out", replace(FAST, epochs=0.1))
+def test_invalid_training_gives_a_one_line_error(workspace, tmp_path):
+    assert train_draft(workspace, tmp_path / "out", replace(FAST, epochs=0.1))
 
     def train(*values):
-        return lambda: train_draft(bench, tmp_path / "out", FAST, DraftRun(parallel=Parallel(*values)))
+        return lambda: train_draft(workspace, tmp_path / "out", FAST, DraftRun(parallel=Parallel(*values)))
 
     cases = [
         (train(1), "invalid number of parallel drafts 1: expected at least 2"),

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cut import cut_after
 from heads.mtp_checkpoints import tiny_target
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -34,13 +35,13 @@ from outrider.train.medusa import MedusaLoss
 from outrider.train.progress import reporting
 from outrider.train.rollout_loss import RolloutLoss
 from outrider.train.runs import (
-    Bench,
     BlockRun,
     EagleRun,
     HeadPlan,
     MedusaRun,
     MtpRun,
     Source,
+    Workspace,
     train_block,
     train_eagle,
     train_medusa,
@@ -210,7 +211,7 @@ def run_of(kind, runner, cache, folder, steps=6):
 def test_an_interrupted_run_ends_with_the_same_weights(kind, runner, cache, tmp_path):
     whole = run_of(kind, runner, cache, tmp_path / "whole")
     assert whole.run()
-    assert not run_of(kind, runner, cache, tmp_path / "cut").run(max_steps=2)
+    assert not cut_after(2, run_of(kind, runner, cache, tmp_path / "cut")).run()
     resumed = run_of(kind, runner, cache, tmp_path / "cut")
     assert resumed.step == 2 and resumed.run()
     for name, tensor in whole.model.state_dict().items():
@@ -229,14 +230,14 @@ def test_a_head_learns_the_targets_distribution(kind, runner, rows, cache, tmp_p
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp", "dflash"])
 def test_a_trained_head_is_written_with_measurements_and_drafts(kind, folder, llm, rows, tmp_path):
-    bench = Bench(ModelRunner.load(str(folder), RunnerConfig(compile="never")), None, tmp_path / "work", rows=rows)
+    workspace = Workspace(ModelRunner.load(str(folder), RunnerConfig(compile="never")), None, tmp_path / "work", rows=rows)
     how = HeadPlan(epochs=0.2, batch_tokens=6 * SEQ)
     if kind == "medusa":
-        assert train_medusa(bench, tmp_path / "out", how, MedusaRun(2))
+        assert train_medusa(workspace, tmp_path / "out", how, MedusaRun(2))
     elif kind == "mtp":
-        assert train_mtp(bench, tmp_path / "out", how, MtpRun(2))
+        assert train_mtp(workspace, tmp_path / "out", how, MtpRun(2))
     elif kind == "dflash":
-        assert train_block(bench, tmp_path / "out", how, BlockRun(4, layers=2, selector_rank=4))
+        assert train_block(workspace, tmp_path / "out", how, BlockRun(4, layers=2, selector_rank=4))
         config = json.loads((tmp_path / "out" / "config.json").read_text())
         assert len(config["outrider"]["acceptance_by_position"]) == 3
         assert config["architectures"] == ["DFlash2DraftModel"] and config["dflash_config"]["selector_rank"] == 4
@@ -244,7 +245,7 @@ def test_a_trained_head_is_written_with_measurements_and_drafts(kind, folder, ll
     else:
         formats = ("native",) if kind == "eagle1" else ("native", "speculators")
         run = EagleRun(int(kind[-1]), 2, (1, 2, 3), 60 if kind == "eagle3" else None, formats)
-        assert train_eagle(bench, tmp_path / "out", how, run)
+        assert train_eagle(workspace, tmp_path / "out", how, run)
     measured = json.loads((tmp_path / "out" / "measured.json").read_text())
     assert measured and (tmp_path / "out" / f"{kind}_curve.json").exists() and (tmp_path / "out" / f"{kind}_curve.png").exists()
     prompt, params = rows[3, :10].tolist(), SamplingParams(max_tokens=16, ignore_eos=True)
@@ -253,7 +254,7 @@ def test_a_trained_head_is_written_with_measurements_and_drafts(kind, folder, ll
     if kind == "eagle3":
         places.append(tmp_path / "out-speculators")
         for place in places:
-            assert eagle_formats.load(place, LAYERS, llm.runner.vocab_size, 32).shape.hidden_states == (1, 2, 3)
+            assert eagle_formats.load(place, llm.runner).shape.hidden_states == (1, 2, 3)
     for place in places:
         drafted = LLM(str(folder), method=kind.rstrip("13"), draft=str(place), num_draft_tokens=2, compile="never")
         assert drafted.generate([prompt], params)[0].outputs[0].token_ids == wanted
@@ -263,7 +264,9 @@ def test_a_trained_head_is_written_with_measurements_and_drafts(kind, folder, ll
 @pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp", "dflash"])
 def test_a_head_is_continued_with_its_sizes(kind, folder, rows, tmp_path):
     def trained(name, rate, *, start=None):
-        bench = Bench(ModelRunner.load(str(folder), RunnerConfig(compile="never")), None, tmp_path / f"{name}-work", rows=rows)
+        workspace = Workspace(
+            ModelRunner.load(str(folder), RunnerConfig(compile="never")), None, tmp_path / f"{name}-work", rows=rows
+        )
         how = HeadPlan(epochs=0.1, batch_tokens=6 * SEQ, muon_lr=rate, adam_lr=rate)
         train, first, later = {
             "medusa": (train_medusa, MedusaRun(2, 2), MedusaRun(start=start)),
@@ -272,7 +275,7 @@ def test_a_head_is_continued_with_its_sizes(kind, folder, rows, tmp_path):
             "mtp": (train_mtp, MtpRun(2), MtpRun(2, start)),
             "dflash": (train_block, BlockRun(4, 2, (1, 3), selector_rank=4), BlockRun(start=start)),
         }[kind]
-        assert train(bench, tmp_path / name, how, later if start else first)
+        assert train(workspace, tmp_path / name, how, later if start else first)
         return load_file(tmp_path / name / "model.safetensors")
 
     first = trained("first", 0.01)
@@ -307,9 +310,9 @@ def test_an_mtp_head_is_trained_for_targets_of_other_kinds_and_continued(family,
     how, config = HeadPlan(epochs=0.5, batch_tokens=4 * SEQ), RunnerConfig(compile="never")
 
     def trained(name, **options):
-        bench = Bench(ModelRunner.load(str(tmp_path / "target"), config), None, tmp_path / f"{name}-work", rows=rows)
-        assert train_mtp(bench, tmp_path / name, how, MtpRun(2, **options))
-        return mtp_formats.load(tmp_path / name, bench.runner)
+        workspace = Workspace(ModelRunner.load(str(tmp_path / "target"), config), None, tmp_path / f"{name}-work", rows=rows)
+        assert train_mtp(workspace, tmp_path / name, how, MtpRun(2, **options))
+        return mtp_formats.load(tmp_path / name, workspace.runner)
 
     first = trained("first")
     assert json.loads((tmp_path / "first" / "config.json").read_text())["model_type"] == kind
@@ -398,7 +401,7 @@ def test_features_larger_than_the_disk_are_rejected_before_capture(runner, rows,
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_checkpoint(runner, cache, tmp_path):
     trainer = run_of("medusa", runner, cache, tmp_path)
-    assert not trainer.run(max_steps=2)
+    assert not cut_after(2, trainer).run()
     kept = trainer.checkpoint.read_bytes()
     again = run_of("medusa", runner, cache, tmp_path)
     again.model.lm_heads[0].weight.data.fill_(float("nan"))
@@ -409,7 +412,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_checkpoint(runner,
 
 def test_a_full_disk_keeps_the_last_checkpoint_and_leaves_no_part_of_the_next(runner, cache, tmp_path, monkeypatch):
     trainer = run_of("medusa", runner, cache, tmp_path)
-    assert not trainer.run(max_steps=2)
+    assert not cut_after(2, trainer).run()
     kept, files = trainer.checkpoint.read_bytes(), sorted(trainer.folder.iterdir())
 
     def stop_half_way(state: object, path: Path) -> None:
@@ -463,19 +466,19 @@ def test_a_reduced_vocabulary_is_counted_without_held_out_rows(runner, rows, tmp
 
     monkeypatch.setattr(shapes, "frequent_tokens", stop)
     with pytest.raises(KeyboardInterrupt):
-        train_eagle(Bench(runner, None, tmp_path, rows=rows), tmp_path, HeadPlan(), EagleRun(3, 2, (1, 2, 3), 60))
+        train_eagle(Workspace(runner, None, tmp_path, rows=rows), tmp_path, HeadPlan(), EagleRun(3, 2, (1, 2, 3), 60))
     assert torch.equal(counted[0], rows[:-3])
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle3"])
 def test_a_run_with_other_settings_is_not_resumed(kind, runner, rows, tmp_path, monkeypatch):
-    bench = Bench(runner, None, tmp_path / "work", rows=rows)
+    workspace = Workspace(runner, None, tmp_path / "work", rows=rows)
     how = HeadPlan(epochs=0.1, batch_tokens=6 * SEQ)
 
     def train(changed):
         if kind == "medusa":
-            return train_medusa(bench, tmp_path / "out", how, MedusaRun(3 if changed else 2))
-        return train_eagle(bench, tmp_path / "out", how, EagleRun(3, 2, (3, 2, 1) if changed else (1, 2, 3)))
+            return train_medusa(workspace, tmp_path / "out", how, MedusaRun(3 if changed else 2))
+        return train_eagle(workspace, tmp_path / "out", how, EagleRun(3, 2, (3, 2, 1) if changed else (1, 2, 3)))
 
     assert train(changed=False)
     with pytest.raises(OutriderError, match=r"other (heads|layers): give another folder") as error:
@@ -504,15 +507,15 @@ def test_invalid_training_is_reported_before_the_target_generates_text(runner, t
     def never(*_):
         raise AssertionError("text was generated")
 
-    monkeypatch.setattr(Bench, "training_rows", never)
-    bench = Bench(runner, None, tmp_path / "work", Source(seq_len=SEQ))
+    monkeypatch.setattr(Workspace, "training_rows", never)
+    workspace = Workspace(runner, None, tmp_path / "work", Source(seq_len=SEQ))
     how = HeadPlan()
     cases = [
-        (lambda: train_medusa(bench, tmp_path, how, MedusaRun(SEQ)), "too short for 24 heads"),
-        (lambda: train_eagle(bench, tmp_path, how, EagleRun(3, layers=(1, 2, 9))), "has 0 to 6"),
-        (lambda: train_eagle(bench, tmp_path, how, EagleRun(3, steps=40)), "too short for 40 steps"),
-        (lambda: train_eagle(bench, tmp_path, how, EagleRun(3, draft_vocab=10**6)), "draft vocabulary of 1000000"),
-        (lambda: train_eagle(bench, tmp_path, how, EagleRun(1, formats=("speculators",))), "native format only"),
+        (lambda: train_medusa(workspace, tmp_path, how, MedusaRun(SEQ)), "too short for 24 heads"),
+        (lambda: train_eagle(workspace, tmp_path, how, EagleRun(3, layers=(1, 2, 9))), "has 0 to 6"),
+        (lambda: train_eagle(workspace, tmp_path, how, EagleRun(3, steps=40)), "too short for 40 steps"),
+        (lambda: train_eagle(workspace, tmp_path, how, EagleRun(3, draft_vocab=10**6)), "draft vocabulary of 1000000"),
+        (lambda: train_eagle(workspace, tmp_path, how, EagleRun(1, formats=("speculators",))), "native format only"),
     ]
     for run, message in cases:
         with pytest.raises(OutriderError, match=message):
@@ -613,18 +616,21 @@ def test_a_line_that_cannot_be_read_is_named(entry, message, llm, tmp_path):
 
 
 def test_invalid_training_gives_a_one_line_error(runner, llm, rows, tmp_path):
-    def bench(**source):
-        return Bench(runner, llm.tokenizer, tmp_path / "work", Source(**source))
+    def workspace(**source):
+        return Workspace(runner, llm.tokenizer, tmp_path / "work", Source(**source))
 
     how = HeadPlan()
     (tmp_path / "short.txt").write_text("one two")
     (tmp_path / "odd.jsonl").write_text('{"body": 1}\n')
     cases = [
-        (lambda: train_medusa(bench(paths=(tmp_path / "none.txt",)), tmp_path, how), "does not exist"),
-        (lambda: train_medusa(bench(paths=(tmp_path / "short.txt",)), tmp_path, how), "at least two rows of 256"),
-        (lambda: train_medusa(bench(paths=(tmp_path / "odd.jsonl",)), tmp_path, how), "odd.jsonl, line 1: expected JSON with"),
+        (lambda: train_medusa(workspace(paths=(tmp_path / "none.txt",)), tmp_path, how), "does not exist"),
+        (lambda: train_medusa(workspace(paths=(tmp_path / "short.txt",)), tmp_path, how), "at least two rows of 256"),
+        (
+            lambda: train_medusa(workspace(paths=(tmp_path / "odd.jsonl",)), tmp_path, how),
+            "odd.jsonl, line 1: expected JSON with",
+        ),
     ]
-    from_rows = Bench(runner, None, tmp_path / "work", rows=rows)
+    from_rows = Workspace(runner, None, tmp_path / "work", rows=rows)
     cases += [
         (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(2)), "invalid generation 2"),
         (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(3, layers=(1, 2, 9))), "has 0 to 6"),

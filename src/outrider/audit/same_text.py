@@ -17,9 +17,9 @@ from outrider.engine.config import build_verifiers
 from outrider.engine.llm import LLM
 from outrider.proposers.base import Proposer
 from outrider.proposers.plain import PlainProposer
+from outrider.registry import PLAIN
 from outrider.types import SamplingParams
 
-PLAIN = PlainProposer.name
 COST_PROMPTS, COST_REPEATS = 6, 3  # of each cost measurement, at the first batch size
 
 Say = Callable[[str], None]
@@ -50,7 +50,7 @@ class Grid:
 class SameText:
     """Run a grid cell by cell; plain decoding runs once per temperature."""
 
-    def __init__(self, llm: LLM, grid: Grid, proposers: Mapping[str, Proposer], done: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, llm: LLM, grid: Grid, proposers: Mapping[str, Proposer], done: Sequence[Mapping[str, Any]]) -> None:
         """``proposers``: method -> proposer; ``done``: finished cells of an earlier run of the same grid."""
         self.llm, self.grid, self.rig = llm, grid, Rig(llm.runner)
         self.results: list[dict[str, Any]] = [dict(cell) for cell in done]

@@ -15,6 +15,7 @@ from rich.table import Table
 from outrider.bench.documents import KEY, Cell, condition, is_plain, label
 from outrider.bench.statistics import Change, change
 from outrider.bench.tables import add_row, bare_table
+from outrider.registry import PLAIN
 
 FALSE_ALARMS = 0.05  # probability per comparison
 SETTINGS = ("target", "dtype", "weights", "device", "threads", "max_tokens", "same_text_mode")  # settings that should be equal
@@ -117,7 +118,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:
 
 
 def _key(cell: Cell) -> tuple[Any, ...]:
-    return ("plain", 0, *(cell[name] for name in KEY[2:])) if is_plain(cell) else tuple(cell[name] for name in KEY)
+    return (PLAIN, 0, *(cell[name] for name in KEY[2:])) if is_plain(cell) else tuple(cell[name] for name in KEY)
 
 
 def _name(cell: Cell) -> str:

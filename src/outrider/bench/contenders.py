@@ -12,15 +12,12 @@ from outrider.engine.engine import Engine, Observation
 from outrider.engine.policy import FixedLength, LengthPolicy
 from outrider.method_text import split_method
 from outrider.proposers.base import Proposer
-from outrider.proposers.plain import PlainProposer
-from outrider.registry import PROPOSERS
+from outrider.registry import PLAIN, PROPOSERS
 from outrider.types import Round
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
     from outrider.engine.options import ModelSource
-
-PLAIN = PlainProposer.name
 
 
 @dataclass(frozen=True)

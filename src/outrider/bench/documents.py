@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from outrider.registry import PLAIN
 from outrider.types import OutriderError
 
 Cell = Mapping[str, Any]
@@ -19,7 +20,7 @@ FIELDS |= {"time_to_first_token_ms", "prediction_error_percent"}
 
 def is_plain(cell: Cell) -> bool:
     """Return whether the cell is of plain decoding, by method or by K = 0."""
-    return bool(cell["method"] == "plain" or cell["k"] == 0)
+    return bool(cell["method"] == PLAIN or cell["k"] == 0)
 
 
 def headline(cell: Cell) -> Cell:
@@ -45,7 +46,7 @@ def loop_warnings(cells: Sequence[Cell]) -> list[str]:
 
 def label(cell: Cell) -> str:
     """Return method and draft length as a label."""
-    return "plain" if is_plain(cell) else f"{cell['method']} k={cell['k']}"
+    return PLAIN if is_plain(cell) else f"{cell['method']} k={cell['k']}"
 
 
 def condition(cell: Cell) -> str:

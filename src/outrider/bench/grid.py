@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from itertools import product
 from time import perf_counter
 
-from outrider.bench.contenders import PLAIN, Contender, Contenders
+from outrider.bench.contenders import Contender, Contenders
 from outrider.bench.measure import Run, generate
 from outrider.progress import Progress
+from outrider.registry import PLAIN
 from outrider.types import SamplingParams
 
 WARMUP_TOKENS = 24  # tokens of the untimed warm-up before a contender's first run

@@ -14,20 +14,18 @@ from outrider.bench.pooling import at, distinct
 from outrider.bench.tables import number, reason, span
 from outrider.types import OutriderError, how_to_install
 
-NEEDED = ("matplotlib", "jinja2")
 FACTS = ("target", "device", "dtype", "weights", "threads", "command", "date", "commit", "version", "max_tokens", "repeat")
 Rows = list[list[str]]
 
 
 def check_installed() -> None:
-    """Raise ``OutriderError`` if a library for reports is missing, before measuring."""
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        raise OutriderError(f"an HTML report needs {' and '.join(missing)}: {how_to_install('report')}")
+    """Raise ``OutriderError`` if the library for reports is missing, before measuring."""
+    if find_spec("matplotlib") is None:
+        raise OutriderError(f"an HTML report needs matplotlib: {how_to_install('report')}")
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """Return the HTML report of a benchmark document. Raises ``OutriderError`` if a library is missing."""
+    """Return the HTML report of a benchmark document. Raises ``OutriderError`` if matplotlib is missing."""
     check_installed()
     from outrider.bench.plots import plots
 
@@ -52,7 +50,7 @@ def render(**parts: Any) -> str:
 
 
 def filled(package: str, name: str, parts: Mapping[str, Any]) -> str:
-    """Fill a package's template of a page. Needs jinja2, which torch brings along."""
+    """Fill a package's template of a page. Needs jinja2, which torch requires."""
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)

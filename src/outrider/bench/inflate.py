@@ -173,7 +173,7 @@ def _write_config(out: Path, config: Mapping[str, Any], inflater: Inflater, para
     (out / "config.json").write_text(json.dumps(new, indent=2) + "\n")
 
 
-def inflated(source: str | Path, size: str = "1b") -> Path:
+def inflated(source: str | Path, size: str) -> Path:
     """Return the cached folder of ``source`` inflated to ``size``, built if missing; keyed by content, size and format."""
     source = Path(source)
     num_params(size)

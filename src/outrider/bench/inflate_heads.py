@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig
 
 from outrider.bench.inflate import built_once, cache_folder, new_folder
 from outrider.bench.shapes import Shape, source_shape
@@ -36,7 +37,8 @@ from outrider.heads.checkpoint import (
     write_folder,
 )
 from outrider.heads.eagle import EagleHead
-from outrider.types import OutriderError
+from outrider.proposers.recognition import TargetFiles
+from outrider.types import OutriderError, dtype_name
 
 FORMAT = 2  # part of the cache key: increment it when the same head and target give other weights
 SEED = 1  # seed of the random weights, different from the target's
@@ -63,6 +65,13 @@ class InflatedTarget:
         dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
         layers, copies = tuple(note["real_layers"]), int(note["feature_copies"])
         return cls(Shape(**note["source"]), source_shape(config), config["vocab_size"], layers, copies, dtype)
+
+    @property
+    def small_target(self) -> TargetFiles:
+        """Return the sizes of the small target."""
+        small = self.small
+        config = LlamaConfig(hidden_size=small.hidden, num_hidden_layers=small.layers, vocab_size=self.vocab_size)
+        return TargetFiles("the small target", Path(), config)
 
     def hidden_state(self, index: int) -> int:
         """Return the large target's index of the small target's hidden state."""
@@ -140,7 +149,6 @@ class _WideEagle(_Widener):
     def __init__(self, head: EagleHead, target: InflatedTarget) -> None:
         super().__init__(head.shape.config.to_dict(), target, 1 if head.shape.generation == 1 else target.copies)
         self.head, self.shape = head, head.shape
-        check_width(head.shape.target_hidden_size, target)
         reads_last = target.small.layers in head.shape.hidden_states
         norms_features = head.shape.norm_before_fc or head.shape.fc_norm
         lends_normed = head.shape.norm_output and not head.shape.own_output
@@ -197,7 +205,7 @@ class _WideLayers(_Widener):
     def __init__(self, config: Mapping[str, Any], target: InflatedTarget) -> None:
         super().__init__(config, target, target.copies)
         self.num_kernels = 2 * (config.get("dflash_config") or {}).get("conv_kernel_size", 0)
-        self.sizes = self.wide.sizes | {"dtype": str(target.dtype).removeprefix("torch.")}
+        self.sizes = self.wide.sizes | {"dtype": dtype_name(target.dtype)}
 
     def tensor(self, name: str, weight: Tensor) -> Tensor:
         """Return one inflated tensor."""
@@ -275,7 +283,7 @@ def inflate_head(source: str | Path, target: Path, out: Path) -> Path:
             heads, accuracies = medusa.load(folder, facts.vocab_size)
             medusa.export(wide_medusa(heads, facts), part, facts.vocab_size, accuracies)
         else:
-            head = eagle_formats.load(folder, facts.small.layers, facts.vocab_size, facts.small.hidden)
+            head = eagle_formats.load(folder, facts.small_target)
             acceptance = measured_acceptance(folder)
             made = _WideEagle(head, facts).made()
             eagle_formats.export(made, part, verifier=str(target), acceptance=list(acceptance) if acceptance else None)

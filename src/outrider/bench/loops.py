@@ -13,15 +13,15 @@ MAX_PERIOD = 32
 MIN_REPEATS = 3
 
 
-def in_loops(token_ids: Sequence[int], max_period: int = MAX_PERIOD, min_repeats: int = MIN_REPEATS) -> list[bool]:
+def in_loops(token_ids: Sequence[int]) -> list[bool]:
     """Return for each token whether it is in a loop."""
     found = [False] * len(token_ids)
-    for period in range(1, min(max_period, len(token_ids) // min_repeats) + 1):
+    for period in range(1, min(MAX_PERIOD, len(token_ids) // MIN_REPEATS) + 1):
         begin = 0  # start of the run with this period that contains ``at``
         for at in range(period, len(token_ids) + 1):
             if at < len(token_ids) and token_ids[at] == token_ids[at - period]:
                 continue
-            if at - begin >= min_repeats * period:
+            if at - begin >= MIN_REPEATS * period:
                 found[begin:at] = [True] * (at - begin)
             begin = at - period + 1
     return found

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider import __version__
 from outrider.native.build import cpu_flags
+from outrider.types import dtype_name
 
 if TYPE_CHECKING:
     from outrider.runner import ModelRunner
@@ -41,7 +42,7 @@ def provenance(runner: ModelRunner) -> dict[str, Any]:
 
     return origin() | {
         "device": device_name(runner.device),
-        "dtype": str(runner.dtype).removeprefix("torch."),
+        "dtype": dtype_name(runner.dtype),
         "weights": runner.config.weights,
         "threads": torch.get_num_threads(),
     }

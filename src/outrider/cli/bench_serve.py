@@ -183,7 +183,8 @@ def modes(url: str, plain_url: str | None, headers: dict[str, str]) -> list[Mode
 
     Raises ``OutriderError`` if the server does not answer.
     """
-    from outrider.bench.load.sweep import PLAIN, SPECULATIVE, Mode
+    from outrider.bench.load.sweep import Mode
+    from outrider.registry import PLAIN, SPECULATIVE
 
     owner = owner_of(url, headers)
     if plain_url is not None:

@@ -12,7 +12,7 @@ import typer
 from outrider.cli.console import err, painter_for, say, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, ReadableOptions, given, with_groups
 from outrider.cli.race_view import RaceView, shown_rounds
-from outrider.registry import AUTO, VERIFIERS
+from outrider.registry import AUTO, PLAIN, SPECULATIVE, VERIFIERS
 from outrider.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def command(
     if sampling.temperature is None and is_lossless:  # equal outputs are easier to compare
         models = replace(models, same_text=True)
     llm = load(models, methods, max_batch=2, compile=models.compile or "always")
-    from outrider.bench.contenders import PLAIN, Contender
+    from outrider.bench.contenders import Contender
     from outrider.bench.race import Race
     from outrider.bench.workloads import Prompt, encode
 
@@ -92,14 +92,13 @@ def command(
 
 def engines(llm: LLM) -> dict[str, Engine]:
     """Return lane -> engine, plain decoding first, with an untrained policy."""
-    from outrider.bench.contenders import PLAIN
     from outrider.bench.race import engine_for
     from outrider.engine.config import build_policy
     from outrider.engine.policy import FixedLength
     from outrider.proposers.plain import PlainProposer
 
     policy = build_policy(llm.speculation, llm.runner, llm.proposer)
-    return {PLAIN: engine_for(llm, PlainProposer(), FixedLength(0)), "speculative": engine_for(llm, llm.proposer, policy)}
+    return {PLAIN: engine_for(llm, PlainProposer(), FixedLength(0)), SPECULATIVE: engine_for(llm, llm.proposer, policy)}
 
 
 def warm_up(llm: LLM, prompt_ids: list[int], params: SamplingParams) -> None:
@@ -169,14 +168,15 @@ def why_slower(plain: GenerationStats, speculative: GenerationStats) -> str | No
 
 def verdict(tokenizer: Any, plain: list[int], speculative: list[int], is_greedy: bool, same_text: bool) -> str:
     """Return a sentence on whether two token sequences are equal and, if not, where they differ and why."""
+    from outrider.bench.race import first_difference
+
     if plain == speculative:
         kind = "" if is_greedy else "sampled "
         return f"Same text: yes, all {len(plain)} {kind}tokens are equal."
     if not is_greedy and not same_text:
         return "Same text: no, as expected: both are samples of the same distribution (--same-text makes them equal)."
-    at = next(
-        (i for i, (a, b) in enumerate(zip(plain, speculative, strict=False)) if a != b), min(len(plain), len(speculative))
-    )
+    at = first_difference(plain, speculative)
+    at = min(len(plain), len(speculative)) if at is None else at
 
     def word(ids: list[int]) -> str:
         return repr(tokenizer.decode(ids[at : at + 1])) if tokenizer is not None and at < len(ids) else "the end"

@@ -60,6 +60,7 @@ class LimitOptions:
     max_batch: int | None = given(RunnerConfig, more=f"(default: {MAX_BATCH}).")
     kv_memory: float | None = given(RunnerConfig)
     max_queue: int | None = given(ServerConfig)
+    max_choices: int | None = given(ServerConfig)
     max_body: int | None = given(ServerConfig)
     request_timeout: float | None = given(ServerConfig)
     stream_interval: float | None = given(ServerConfig)

@@ -19,7 +19,7 @@ from outrider.files import expanded
 from outrider.options import flag_name, path_or_text
 
 if TYPE_CHECKING:
-    from outrider.train.runs import Bench, HeadPlan
+    from outrider.train.runs import HeadPlan, Workspace
 
 HELP = "Train drafts and heads for a target. Repeat the command to resume an interrupted run."
 EXAMPLES = """Examples:
@@ -100,7 +100,7 @@ def medusa(
     check_counts(heads=heads, layers=layers)
     run = MedusaRun(start=start, **sizes_given(start, heads=heads, layers=layers))
     how = plan_of(length, {} if start is None else MODEL_RATES)
-    done(train_medusa(bench_of(text, out, start=start), out, how, run), f"--method medusa --draft {out}")
+    done(train_medusa(workspace_of(text, out, start=start), out, how, run), f"--method medusa --draft {out}")
 
 
 @training
@@ -126,7 +126,7 @@ def eagle(  # noqa: PLR0913 - one parameter an option
     sizes = sizes_given(start, generation=generation, layers=states, draft_vocab=draft_vocab)
     run = EagleRun(steps=steps, formats=parse_list("--format", formats, str), start=start, **sizes)
     how = plan_of(length, {} if start is None else MODEL_RATES)
-    done(train_eagle(bench_of(text, out, start=start), out, how, run), f"--method eagle --draft {out}")
+    done(train_eagle(workspace_of(text, out, start=start), out, how, run), f"--method eagle --draft {out}")
 
 
 @training
@@ -144,7 +144,7 @@ def mtp(
 
     check_counts(steps=steps)
     how, run = plan_of(length, {} if start is None else MODEL_RATES), MtpRun(steps, start, layout)
-    done(train_mtp(bench_of(text, out, start=start), out, how, run), f"--method mtp --draft {out}")
+    done(train_mtp(workspace_of(text, out, start=start), out, how, run), f"--method mtp --draft {out}")
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def dflash(  # noqa: PLR0913 - one parameter an option
     ranks = values_given(pairs)
     run = BlockRun(start=start, **sizes_given(start, block_size=block_size, layers=layers, hidden_states=states, **ranks))
     how = plan_of(length, {} if start is None else MODEL_RATES)
-    done(train_block(bench_of(text, out, start=start), out, how, run), f"--method dflash --draft {out}")
+    done(train_block(workspace_of(text, out, start=start), out, how, run), f"--method dflash --draft {out}")
 
 
 @training
@@ -220,8 +220,8 @@ def draft(  # noqa: PLR0913 - one parameter an option
     run = DraftRun(DraftShape(layers, width, chosen), start, teaching, masks)
     rates = MODEL_RATES if parallel is None else MASK_RATES
     how = plan_of(length, {} if start is None else rates)
-    bench = bench_of(text, out, start=start, uses_prompts=on_policy > 0, copies=1)
-    done(train_draft(bench, out, how, run), f"--draft {out}")
+    workspace = workspace_of(text, out, start=start, uses_prompts=on_policy > 0, copies=1)
+    done(train_draft(workspace, out, how, run), f"--draft {out}")
 
 
 @training
@@ -245,7 +245,7 @@ def early_exit(
         )
     skip = LayerSkip(max_drop=max_drop, exit_scale=exit_scale, rotation=rotation)
     how = plan_of(length, MODEL_RATES)
-    done(train_early_exit(bench_of(text, out, copies=COPIES), out, how, skip), f"--target {out} --method early-exit")
+    done(train_early_exit(workspace_of(text, out, copies=COPIES), out, how, skip), f"--target {out} --method early-exit")
 
 
 COMMANDS = {"medusa": medusa, "eagle": eagle, "mtp": mtp, "dflash": dflash, "draft": draft, "early-exit": early_exit}
@@ -270,7 +270,9 @@ def plan_of(length: LengthOptions, rates: dict[str, float]) -> HeadPlan:
     return HeadPlan(**(rates | found))
 
 
-def bench_of(text: TextOptions, out: Path, *, start: str | None = None, uses_prompts: bool = False, copies: int = 0) -> Bench:
+def workspace_of(
+    text: TextOptions, out: Path, *, start: str | None = None, uses_prompts: bool = False, copies: int = 0
+) -> Workspace:
     """Check the options, then load the target, then create the folders.
 
     ``start``: a checkpoint that the run reads besides the target. ``uses_prompts``: --prompt-len has a use without
@@ -278,7 +280,7 @@ def bench_of(text: TextOptions, out: Path, *, start: str | None = None, uses_pro
     """
     from outrider.cli.session import check_source, loading
     from outrider.train.model_runs import check_trainable, trainable
-    from outrider.train.runs import Bench, Source
+    from outrider.train.runs import Source, Workspace
     from outrider.train.text import check_continuation, check_text_file
 
     target = path_or_text(text.target or TARGET)
@@ -315,7 +317,7 @@ def bench_of(text: TextOptions, out: Path, *, start: str | None = None, uses_pro
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutriderError(f"cannot create the folder {error.filename}: {error.strerror}") from None
-    return Bench(loaded, tokenizer, work, source)
+    return Workspace(loaded, tokenizer, work, source)
 
 
 def check_out(out: Path, models: Sequence[str | Path]) -> None:

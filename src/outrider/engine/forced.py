@@ -5,10 +5,10 @@ sampler's settings: as a draft it is accepted at any temperature, for one more r
 not always a forced token: where the masks allow several tokenizations of the text, the target chooses, and nothing is drafted.
 
 ``ForcedDrafts`` stands between the round and the guarded proposer. Forced tokens come before the proposer's drafts, which it
-makes as if they were committed, and after a chain of drafts. A proposer that cannot draft after tokens that the target has not
-read drafts through a forced span shorter than its K, and does not draft in a round that begins with a longer one. Its own
-drafts that are forced are marked too, so that they do not count as accepted. The proposer receives the verdict on its own
-drafts only.
+makes as if they were committed, and after a chain of drafts. A proposer without ``drafts_ahead`` cannot continue after forced
+tokens. If the forced span is shorter than K, the proposer drafts it itself (the masks leave no choice); otherwise it makes no
+drafts in this round. Its own drafts that are forced are marked too, so that they do not count as accepted. The proposer
+receives the verdict on its own drafts only.
 """
 
 from __future__ import annotations

@@ -35,9 +35,7 @@ class _Drafting:
 class GuardedProposer:
     """Calls a proposer for requests that are not paused, validates its proposals and catches its exceptions."""
 
-    def __init__(
-        self, proposer: Proposer, vocab_size: int, report: Callable[[Sequence[str]], None], takes_trees: bool = True
-    ) -> None:
+    def __init__(self, proposer: Proposer, vocab_size: int, report: Callable[[Sequence[str]], None], takes_trees: bool) -> None:
         """``report`` is called with the ids of requests for which the proposer failed.
 
         ``takes_trees``: whether the target scores trees. If not, each tree is reduced to its first path.

@@ -13,11 +13,15 @@ from typing import ClassVar
 
 from outrider.export.wanted import Wanted
 from outrider.files import write_whole
-from outrider.proposers.portable import Portable
+from outrider.proposers import portable
 from outrider.types import OutriderError
 
 SCRIPT = "run.sh"
-ONE_BY_ONE = "let it make one draft in a pass, with the method's option parallel=false, or export to vLLM"
+INSTEAD: Mapping[type[portable.Portable], str] = {  # of methods that an engine does not support, unless it says otherwise
+    portable.TextDrafts: "use n-grams, or export to vLLM, which takes Outrider's own proposer",
+    portable.ParallelModel: "let it make one draft in a pass, with the method's option parallel=false, or export to vLLM",
+    portable.Pair: "name one of the two",
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Engine(ABC):
     program: ClassVar[str | None] = None  # its server command; None: `outrider serve` cannot run it
     entry: ClassVar[Sequence[str]] = ()  # the server as a module with arguments
     nameless_entry: ClassVar[Sequence[str]] = ()  # for builds whose package name differs from the module's
-    instead: ClassVar[Mapping[type[Portable], str]]  # unsupported method -> what to use instead
+    instead: ClassVar[Mapping[type[portable.Portable], str]]  # unsupported method -> what to use instead, besides INSTEAD
     rules: ClassVar[Sequence[str]] = ("rejection", "exact")  # supported verifiers, by Outrider's names
     takes_code: ClassVar[bool] = False  # whether it supports custom proposers
 
@@ -65,7 +69,7 @@ class Engine(ABC):
 
     def refuse(self, wanted: Wanted) -> OutriderError:
         """Return the error for an unsupported method."""
-        advice = self.instead.get(type(wanted.kind), "serve the plan with `outrider serve`")
+        advice = {**INSTEAD, **self.instead}.get(type(wanted.kind), "serve the plan with `outrider serve`")
         return OutriderError(f"{self.name} cannot draft with {wanted.kind.what} (method {wanted.method!r}): {advice}")
 
 

@@ -27,8 +27,7 @@ def feature_head(kind: portable.FeatureHead, wanted: Wanted, folder: Path) -> tu
     A native head whose config names its layers in both numbering conventions is not converted; otherwise engines guess or
     misread them. Raises ``OutriderError`` for a head that does not fit the target.
     """
-    config = wanted.config
-    head = eagle_formats.load(kind.source, config.num_hidden_layers, config.vocab_size, config.hidden_size)
+    head = eagle_formats.load(kind.source, _files(wanted))
     written = read_config(find_folder(kind.source))
     if head.shape.generation == 1:
         return kind.source, 1
@@ -57,7 +56,7 @@ def block_drafter(kind: portable.BlockDrafter, wanted: Wanted, folder: Path, rea
     It is converted to z-lab's layout for engines that do not read speculators'. Raises ``OutriderError`` for a head that does
     not fit the target, or has what the layout lacks.
     """
-    source, sizes = find_folder(kind.source), TargetFiles(wanted.target, Path(wanted.target), wanted.config)
+    source, sizes = find_folder(kind.source), _files(wanted)
     with torch.device("meta"):
         shape = block_formats.load(source, sizes).shape
     if reads_speculators or "speculators_model_type" not in read_config(source):
@@ -74,6 +73,10 @@ def parallel_heads(kind: portable.ParallelHeads, wanted: Wanted, folder: Path) -
         return kind.source, heads.shape.num_heads
     medusa.export(_as_stored(heads, kind.source), folder / FOLDER, wanted.config.vocab_size)
     return FOLDER, heads.shape.num_heads
+
+
+def _files(wanted: Wanted) -> TargetFiles:
+    return TargetFiles(wanted.target, Path(wanted.target), wanted.config)
 
 
 def _as_stored(heads: Heads, source: str) -> Heads:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from outrider.export import heads
-from outrider.export.engine import ONE_BY_ONE, Engine, Export, gpu_environment
+from outrider.export.engine import Engine, Export, gpu_environment
 from outrider.export.wanted import Wanted
 from outrider.proposers import portable
 from outrider.types import OutriderError
@@ -29,9 +29,6 @@ class Sglang(Engine):
         portable.FirstLayers: SMALLER,
         portable.FewerBits: SMALLER,
         portable.ParallelHeads: "train an EAGLE head, or export to vLLM",
-        portable.TextDrafts: "use n-grams, or export to vLLM, which takes Outrider's own proposer",
-        portable.ParallelModel: ONE_BY_ONE,
-        portable.Pair: "name one of the two",
     }
 
     def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from outrider.export.engine import ONE_BY_ONE, Engine, Export
+from outrider.export.engine import Engine, Export
 from outrider.export.wanted import Wanted
 from outrider.proposers import portable
 from outrider.types import OutriderError
@@ -45,9 +45,6 @@ class Transformers(Engine):
         portable.FeatureHead: HEADS,
         portable.OwnHead: HEADS,
         portable.BlockDrafter: HEADS,
-        portable.TextDrafts: "use n-grams, or export to vLLM, which takes Outrider's own proposer",
-        portable.ParallelModel: ONE_BY_ONE,
-        portable.Pair: "name one of the two",
     }
 
     def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:

@@ -40,7 +40,6 @@ class Vllm(Engine):
     instead: ClassVar[Mapping[type[portable.Portable], str]] = {
         portable.FirstLayers: SMALLER,
         portable.FewerBits: SMALLER,
-        portable.Pair: "name one of the two",
     }
     rules: ClassVar[Sequence[str]] = tuple(RULES)
     takes_code: ClassVar[bool] = True

@@ -288,9 +288,7 @@ class BlockHead(FeatureHead):
         super().check_fit(target)
         shape, name = self.shape, target.name
         self.check_vocabulary(shape.config.vocab_size, target)
-        if shape.config.hidden_size != target.hidden_size and not (shape.own_embedding and shape.own_output):
-            raise OutriderError(
-                f"the head has hidden size {shape.config.hidden_size} but no embedding or output head of that size"
-            )
+        if not (shape.own_embedding and shape.own_output):
+            self.check_borrowing(shape.config.hidden_size, target)
         if not 0 <= shape.mask_token_id < target.vocab_size:
             raise OutriderError(f"the head's mask token is {shape.mask_token_id}, but {name} has {target.vocab_size} tokens")

@@ -37,7 +37,7 @@ from outrider.heads.checkpoint import (
 )
 from outrider.heads.own_tables import has_own_table
 from outrider.runner.loading import check_sizes
-from outrider.types import OutriderError
+from outrider.types import OutriderError, dtype_name
 
 # A confidence head estimates how many drafts to verify. Here the policy does, from measured acceptance.
 IGNORED = (r"^t2d$", r"^verifier_", r"rotary_emb\.", r"^confidence_head\.")
@@ -292,7 +292,7 @@ def export(head: BlockHead, folder: Path, num_target_layers: int, acceptance: Se
             **{key: value for key, (value, usual) in changed.items() if value != usual},
         },
         **({"is_causal": False} if window and not shape.causal_windows else {}),
-        "dtype": str(head.fc.weight.dtype).removeprefix("torch."),
+        "dtype": dtype_name(head.fc.weight.dtype),
     }
     if shape.markov_rank:
         written |= {

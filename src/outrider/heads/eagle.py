@@ -160,11 +160,8 @@ class EagleHead(RolloutHead):
     def check_fit(self, target: TargetSizes) -> None:
         super().check_fit(target)
         shape, name = self.shape, target.name
-        lends = not shape.own_embedding or self.uses_targets_output
-        if lends and shape.config.hidden_size != target.hidden_size:
-            raise OutriderError(
-                f"the head has hidden size {shape.config.hidden_size} but no embedding or output head of that size"
-            )
+        if not shape.own_embedding or self.uses_targets_output:
+            self.check_borrowing(shape.config.hidden_size, target)
         if shape.own_embedding and shape.config.vocab_size < target.vocab_size:
             raise OutriderError(f"the head has {shape.config.vocab_size} embeddings, but {name} has {target.vocab_size} tokens")
 

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from outrider.heads.checkpoint import (
     LAYER_KEYS,
+    TargetSizes,
     check_dims,
     check_sections,
     config_integer,
@@ -33,7 +34,7 @@ from outrider.heads.checkpoint import (
 from outrider.heads.eagle import EagleHead, EagleShape, default_hidden_states
 from outrider.heads.own_tables import has_own_table
 from outrider.runner.loading import check_sizes
-from outrider.types import OutriderError
+from outrider.types import OutriderError, dtype_name
 
 IGNORED = (r"^t2d$", r"^verifier_", r"rotary_emb\.", r"^mask_hidden$")
 OUT_BIAS = "layers.0.self_attn.o_proj.bias"
@@ -43,10 +44,8 @@ SECTIONS = ("transformer_layer_config", "model", "eagle_config", "outrider")  # 
 FORMATS = ("native", "speculators")
 
 
-def load(
-    source: str | Path, num_layers: int, vocab_size: int, target_hidden_size: int, model: PreTrainedModel | None = None
-) -> EagleHead:
-    """Read a head for a target of these sizes, in float32. ``model``: the target, whose embedding replaces a stored copy.
+def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None = None) -> EagleHead:
+    """Read a head for this target, in float32. ``model``: the target, whose embedding replaces a stored copy.
 
     Raises ``OutriderError`` if parts are missing or do not fit.
     """
@@ -66,18 +65,21 @@ def load(
     check_sizes(f"{source}/config.json", layer)
     if model is not None:
         has_own_table(tensors, "embed_tokens.weight", model.get_input_embeddings())
-    llama = _llama(layer, tensors, vocab_size, str(source))
+    llama = _llama(layer, tensors, target.vocab_size, str(source))
     if "layers.0.hidden_norm.weight" in tensors:
-        shape = _shape_of_generation_3(config, tensors, llama, num_layers, target_hidden_size, str(source))
+        shape = _shape_of_generation_3(config, tensors, llama, target.num_layers, str(source))
     else:
-        shape = _shape_of_generation_1(tensors, llama, num_layers)
+        shape = _shape_of_generation_1(tensors, llama, target.num_layers)
         # The output head is the target's; a stored one is a copy.
         tensors = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
     head = made(lambda: EagleHead(shape), source)
-    if not shape.reduced and shape.draft_vocab_size < vocab_size:
-        raise OutriderError(f"{source} drafts {shape.draft_vocab_size} of {vocab_size} tokens, but the mapping d2t is missing")
+    if not shape.reduced and shape.draft_vocab_size < target.vocab_size:
+        drafted = f"{shape.draft_vocab_size} of {target.vocab_size} tokens"
+        raise OutriderError(f"{source} drafts {drafted}, but the mapping d2t is missing")
     offsets_to_ids(tensors)
-    return fill(head, tensors, source, IGNORED)
+    fill(head, tensors, source, IGNORED)
+    head.check_fit(target)
+    return head
 
 
 def _plain_name(name: str) -> str:
@@ -114,7 +116,7 @@ def _shape_of_generation_1(tensors: dict[str, Tensor], llama: LlamaConfig, num_l
 
 
 def _shape_of_generation_3(
-    config: dict[str, Any], tensors: dict[str, Tensor], llama: LlamaConfig, num_layers: int, hidden_size: int, source: str
+    config: dict[str, Any], tensors: dict[str, Tensor], llama: LlamaConfig, num_layers: int, source: str
 ) -> EagleShape:
     is_speculators = "speculators_model_type" in config
     given = {"target_hidden_size": config.get("target_hidden_size") or llama.hidden_size}
@@ -198,7 +200,7 @@ def _layer_config(head: EagleHead) -> dict[str, Any]:
         "mlp_bias": config.mlp_bias,
         "attention_bias": config.attention_bias and head.shape.out_bias,
         **({"qkv_bias": True} if config.attention_bias else {}),
-        "torch_dtype": str(head.fc.weight.dtype).removeprefix("torch."),
+        "torch_dtype": dtype_name(head.fc.weight.dtype),
     }
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from outrider.heads.checkpoint import TargetSizes, check_ids
-from outrider.heads.own_logits import Finish
+from outrider.heads.own_logits import Postprocess
 from outrider.runner.kv_cache import CacheShape
 from outrider.types import IMPOSSIBLE_LOGIT, OutriderError
 
@@ -43,7 +43,7 @@ class FeatureHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lent: list[nn.Module] = []  # embedding and output head; in a list, so that the target's modules are not registered
-        self._finish: Finish | None = None
+        self._postprocess: Postprocess | None = None
         self._columns = torch.empty(0, dtype=torch.long)  # [V] column of the padded logits per target token
 
     def check_fit(self, target: TargetSizes) -> None:
@@ -66,14 +66,14 @@ class FeatureHead(nn.Module):
     def logits(self, out: Tensor) -> Tensor:
         """Map [..., H] to logits [..., Vd] over the head's vocabulary."""
 
-    def lend(self, embedding: nn.Module, output: nn.Module, finish: Finish | None = None) -> None:
+    def lend(self, embedding: nn.Module, output: nn.Module, postprocess: Postprocess | None = None) -> None:
         """Set the target's embedding, output head and logit post-processing."""
-        self.lent, self._finish = [embedding, output], finish
+        self.lent, self._postprocess = [embedding, output], postprocess
 
     def target_logits(self, features: Tensor) -> Tensor:
         """Return the target's logits of its last features: [..., H] -> [..., V]."""
-        numbers: Tensor = self.lent[1](features)
-        return numbers if self._finish is None else self._finish(numbers)
+        values: Tensor = self.lent[1](features)
+        return values if self._postprocess is None else self._postprocess(values)
 
     def embed(self, token_ids: Tensor, like: Tensor) -> Tensor:
         """Return the embeddings [..., H] of tokens, the head's own or the target's, in the dtype of ``like``."""
@@ -100,6 +100,11 @@ class FeatureHead(nn.Module):
         if vocab_size != target.vocab_size:
             raise OutriderError(f"the head was made for {vocab_size} tokens, but {target.name} has {target.vocab_size}")
 
+    def check_borrowing(self, hidden_size: int, target: TargetSizes) -> None:
+        """Raise ``OutriderError`` if a head of this size cannot use the target's embedding or output head."""
+        if hidden_size != target.hidden_size:
+            raise OutriderError(f"the head has hidden size {hidden_size} but no embedding or output head of that size")
+
 
 class RolloutHead(FeatureHead):
     """A head that drafts one token after another: its output replaces the target's next feature.
@@ -116,9 +121,12 @@ class RolloutHead(FeatureHead):
         ``rotation``: cosines and sines at these positions [B, W, D], if available.
         """
 
-    @abstractmethod
+    def fuse(self, features: Sequence[Tensor]) -> Tensor:
+        return features[0]
+
     def feedback(self, out: Tensor) -> Tensor:
         """Return the input of the next step that replaces the target's feature."""
+        return out
 
     def step(self, out: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
         """Return the feedback [..., H] of outputs, and their logits float32 [..., V] over the target's vocabulary."""

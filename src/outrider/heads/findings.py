@@ -16,7 +16,7 @@ from outrider.heads.eagle import EagleHead
 from outrider.heads.feature_head import FeatureHead
 from outrider.runner import ModelRunner
 from outrider.runner.loading import text_config
-from outrider.types import Finding
+from outrider.types import Finding, dtype_name
 
 ENOUGH, FEW = 0.95, 0.85  # share of a text's tokens that a reduced vocabulary should cover, and below which it is suspicious
 LARGE = 0.25  # share of the target's weights above which drafting is expensive
@@ -26,8 +26,7 @@ SAME = 0.1  # maximum relative distance of copied embeddings, rounding included
 def of_eagle(folder: Path, target: ModelRunner, sample: Sequence[int]) -> Iterator[Finding]:
     """Check an EAGLE head. ``sample``: token ids of a text. Raises ``OutriderError`` for unreadable or invalid files."""
     config, tensors = read_folder(folder)
-    head = eagle_formats.load(folder, target.num_layers, target.vocab_size, target.hidden_size, target.model)
-    head.check_fit(target)
+    head = eagle_formats.load(folder, target, target.model)
     yield Finding("ok", "hidden size", f"both have {target.hidden_size} features")
     if not head.shape.own_embedding and any(name.endswith("embed_tokens.weight") for name in tensors):
         yield Finding("ok", "embedding", "the target's")  # the number of padding rows may differ
@@ -180,7 +179,7 @@ def _rope(head: EagleHead | BlockHead, target: ModelRunner) -> Iterator[Finding]
 
 
 def _dtype(tensors: Mapping[str, Tensor], target: ModelRunner) -> Iterator[Finding]:
-    kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values() if tensor.is_floating_point()}
+    kinds = {dtype_name(tensor.dtype) for tensor in tensors.values() if tensor.is_floating_point()}
     wanted = str(getattr(text_config(target.model), "dtype", None) or "").removeprefix("torch.")
     if wanted and kinds != {wanted}:
         yield Finding("note", "dtype", f"weights are {', '.join(sorted(kinds))}; they run in the target's {wanted}")

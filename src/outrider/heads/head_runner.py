@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.heads.feature_head import FeatureHead, RolloutHead, Rotation
-from outrider.heads.own_logits import finish_of
+from outrider.heads.own_logits import postprocess_of
 from outrider.runner import ModelRunner, linear, quantized
 from outrider.runner.attention import PassLayout, active_pass
 from outrider.runner.forward import ExampleLayout, Program, described
@@ -99,9 +99,9 @@ class HeadRunner(ABC, Generic[Head]):
         self.head, self.dtype = head, quantized.place_head(head, target.model, bits)
         rotary: Any = head.rotary_emb  # built anew: frequencies rounded to 16 bits give wrong angles after a hundred tokens
         head.rotary_emb = type(rotary)(rotary.config).to(target.device)
-        model, finish = target.model, finish_of(target.model) if head.uses_targets_output else None
+        model, postprocess = target.model, postprocess_of(target.model) if head.uses_targets_output else None
         self._target = model
-        head.lend(model.get_input_embeddings(), model.get_output_embeddings(), finish)
+        head.lend(model.get_input_embeddings(), model.get_output_embeddings(), postprocess)
         self.device, self._max_len, self._vocab_size = target.device, target.max_len, target.vocab_size
         cache_dtype = linear.arithmetic(head)
         self.cache = KVCache(head.cache_shape, target.max_batch, target.max_len, cache_dtype, target.device)

@@ -27,7 +27,7 @@ from outrider.heads.checkpoint import (
     read_folder,
     write_folder,
 )
-from outrider.types import IMPOSSIBLE_LOGIT, OutriderError
+from outrider.types import IMPOSSIBLE_LOGIT, OutriderError, dtype_name
 
 Accuracies = tuple[tuple[float, ...], ...]  # [head][rank]: probability that the candidate of that rank is the target's token
 
@@ -153,7 +153,7 @@ def export(heads: MedusaHeads, folder: Path, vocab_size: int, accuracies: Sequen
         "truncated_vocab_size": shape.vocab_size,
         "medusa_fc_bias": shape.bias,
         "original_lm_head": False,
-        "torch_dtype": str(heads.lm_heads[0].weight.dtype).removeprefix("torch."),
+        "torch_dtype": dtype_name(next(heads.lm_heads.parameters()).dtype),
     }
     write_folder(folder, config, heads.state_dict(), accuracies=accuracies)
 

@@ -9,7 +9,6 @@ with modules for several depths is used as most engines use it: its first module
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,16 +126,10 @@ class MtpHead(RolloutHead):
                 f"the head was made for {self.hidden_states[0]} layers, but {target.name} has {target.num_layers}"
             )
 
-    def fuse(self, features: Sequence[Tensor]) -> Tensor:
-        return features[0]
-
     def forward(self, token_ids: Tensor, hidden: Tensor, position_ids: Tensor, rotation: Rotation | None = None) -> Tensor:
         joined = torch.cat((self.embed_norm(self.embed(token_ids, hidden)), self.hidden_norm(hidden)), -1)
         rotation = rotation or self.rotary_emb(hidden, position_ids)
         out: Tensor = self.norm(run_layer(self.layers[0], self.fc(joined), position_ids, rotation))
-        return out
-
-    def feedback(self, out: Tensor) -> Tensor:
         return out
 
     def logits(self, out: Tensor) -> Tensor:

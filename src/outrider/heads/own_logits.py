@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
-Finish = Callable[[Tensor], Tensor]  # [..., V] -> [..., V]
+Postprocess = Callable[[Tensor], Tensor]  # [..., V] -> [..., V]
 
 
 class InPlaceOf(nn.Module):
@@ -61,7 +61,7 @@ class _LastHidden(tuple[Tensor]):
         return self[0] if name == "last_hidden_state" else None
 
 
-def finish_of(model: PreTrainedModel) -> Finish | None:
+def postprocess_of(model: PreTrainedModel) -> Postprocess | None:
     """Return the element-wise function from output-head values to logits; None if it is the identity."""
     own: Any = copy.copy(model)  # shallow copy: own module list, shared weights
     own._modules = dict(model._modules)
@@ -71,14 +71,14 @@ def finish_of(model: PreTrainedModel) -> Finish | None:
     setattr(own, model.base_model_prefix, _Body(body))
     own.set_output_embeddings(_OutputHead(output))
 
-    def finish(numbers: Tensor) -> Tensor:
-        flat = numbers.reshape(1, -1, numbers.shape[-1])  # [1, T, V], as models return logits
+    def postprocess(values: Tensor) -> Tensor:
+        flat = values.reshape(1, -1, values.shape[-1])  # [1, T, V], as models return logits
         logits: Tensor = own(inputs_embeds=flat, use_cache=False).logits
-        return logits.reshape(numbers.shape)
+        return logits.reshape(values.shape)
 
     probe = torch.linspace(-60, 60, 61, device=model.device)
     try:
-        return None if torch.equal(finish(probe), probe) else finish
+        return None if torch.equal(postprocess(probe), probe) else postprocess
     except Exception:  # model code can fail in this reduced form
         logger.debug("cannot determine the logit post-processing of %s", type(model).__name__, exc_info=True)
         return None

@@ -51,9 +51,7 @@ class EagleMethod(HeadMethod):
     check_files = staticmethod(findings.of_eagle)
 
     def load(self, folder: Path, target: ModelRunner | TargetFiles) -> Loaded:
-        sizes = (target.num_layers, target.vocab_size, target.hidden_size)
-        head = eagle_formats.load(folder, *sizes, getattr(target, "model", None))
-        head.check_fit(target)
+        head = eagle_formats.load(folder, target, getattr(target, "model", None))
         return Loaded(head, f"EAGLE-{head.shape.generation} head", {"acceptance": measured_acceptance(folder)})
 
     def portable(self, setting: Setting) -> FeatureHead:

@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.heads import findings
 from outrider.heads.checkpoint import MEDUSA
 from outrider.heads.medusa import Accuracies, MedusaHeads, check_fit, load
-from outrider.heads.own_logits import finish_of
+from outrider.heads.own_logits import postprocess_of
 from outrider.proposers.base import Proposer
 from outrider.proposers.head_method import HeadMethod, Loaded
 from outrider.proposers.method import Setting, check_counts
@@ -72,7 +72,7 @@ class MedusaProposer(Proposer):
         measured = [row[: heads.shape.vocab_size] for row in config.accuracies or typical]
         self._rates = {is_drawn: SiblingRates(measured) for is_drawn in (False, True)}
         self.max_drafts = min(count, len(measured))
-        self._finish, self._vocab_size = finish_of(target.model), target.vocab_size
+        self._postprocess, self._vocab_size = postprocess_of(target.model), target.vocab_size
         self._drafted: dict[str, Drafted] = {}  # trees of this round, until the verdict
         self._sizes = TreeSizes(target, config.max_nodes, self.needs_hidden)
 
@@ -111,10 +111,10 @@ class MedusaProposer(Proposer):
 
     def _distributions(self, last: Tensor, able: list[int], batch: int, depth: int) -> Tensor:
         """Map last hidden states [A, H] to logits [D, B, V] of the first D heads."""
-        numbers = self.heads(last, depth)
-        if self._finish is not None:
-            numbers = self._finish(numbers)
-        logits = self.heads.spread(numbers, self._vocab_size)  # [D, A, V]
+        values = self.heads(last, depth)
+        if self._postprocess is not None:
+            values = self._postprocess(values)
+        logits = self.heads.spread(values, self._vocab_size)  # [D, A, V]
         return spread(logits.transpose(0, 1), able, batch).transpose(0, 1)
 
     def commit(self, context: Context, verdict: Verdict) -> None:

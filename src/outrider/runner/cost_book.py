@@ -174,7 +174,10 @@ class MethodCosts:
         self._draft.setdefault(num_drafting, Line()).add(k, seconds)
 
     def record_drafted_round(self, batch: int, outside: float, first_layer: int | None) -> None:
-        """Record verifier and host of a round with drafts, and its pass's first layer; None: no method made the drafts."""
+        """Record ``outside``, the seconds of verifier and host in a round with drafts.
+
+        ``first_layer``: where its pass began; None if a grammar forced all drafts.
+        """
         if first_layer is not None:
             self._first_layer = first_layer
         _average(self._outside, batch, outside)

@@ -42,9 +42,13 @@ class Program(nn.Module, ABC):
 
 def described(model: PreTrainedModel) -> str:
     """Return a model's class and config, without names and versions."""
+    return type(model).__name__ + json.dumps(nameless_config(model), sort_keys=True, default=str)
+
+
+def nameless_config(model: PreTrainedModel) -> dict[str, Any]:
+    """Return a model's config without names and versions."""
     config = model.config.to_dict()
-    named = {name: value for name, value in config.items() if name not in ("_name_or_path", "transformers_version")}
-    return type(model).__name__ + json.dumps(named, sort_keys=True, default=str)
+    return {name: value for name, value in config.items() if name not in ("_name_or_path", "transformers_version")}
 
 
 class ExampleLayout(NamedTuple):

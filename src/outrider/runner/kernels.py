@@ -152,7 +152,7 @@ def reference_attend(  # noqa: PLR0913 - an operator's signature, shared with C+
     return out.transpose(1, 2)[row, place][None]
 
 
-def _visible_slots(bases: Tensor, positions: Tensor, visible: Tensor, capacity: int, window: int, chunk: int = 0) -> Tensor:
+def _visible_slots(bases: Tensor, positions: Tensor, visible: Tensor, capacity: int, window: int, chunk: int) -> Tensor:
     """Return the visibility of slots, bool [B, W, S]. Slot s < base has position s; slot base + j has positions[:, j]."""
     width, reach = visible.shape[1:]
     slot = torch.arange(capacity, device=positions.device)

@@ -166,7 +166,7 @@ def layers_beyond(keys: Iterable[str], config: PreTrainedConfig) -> list[str]:
     return [key for key, layer in found if int(layer) >= num_layers(config) and layer not in heads]
 
 
-def adopt(model: PreTrainedModel, by_request: bool = False) -> PreTrainedModel:
+def adopt(model: PreTrainedModel, by_request: bool) -> PreTrainedModel:
     """Switch a surveyed model to Outrider's attention and remove its image and audio encoders, in place.
 
     ``by_request``: it keeps its own attention. Raises ``OutriderError`` for a model without a language model head, or with
@@ -305,7 +305,7 @@ def model_class(config: PreTrainedConfig) -> Any:
     return found[0] if isinstance(found, (list, tuple)) else found
 
 
-def pass_arguments(model: PreTrainedModel, past: Cache, positions: Tensor, by_request: bool = False) -> dict[str, Any]:
+def pass_arguments(model: PreTrainedModel, past: Cache, positions: Tensor, by_request: bool) -> dict[str, Any]:
     """Return the keyword arguments with which ``forward`` takes the cache and the positions [1, T], without a padding mask.
 
     ``by_request``: the model creates its own masks, which are correct for a single request.

@@ -368,7 +368,7 @@ class ModelRunner:
     def _continued(
         self, partial: PartialPass, request_ids: Sequence[str], tokens: Sequence[list[int]], wanted: tuple[int, ...]
     ) -> tuple[list[Tensor] | None, LayerSpan]:
-        """Return the remaining span, and each request's hidden states [n_b, H] of uncached tokens where it begins.
+        """Return each request's hidden states [n_b, H] of uncached tokens after the partial pass, and the span that remains.
 
         Tokens that drafting did not process go through the first layers now. Returns None and the whole span if no partial
         pass applies, or if a hidden state of a skipped layer is ``wanted``.

@@ -63,7 +63,7 @@ def check_head_bits(bits: int | None) -> None:
         raise OutriderError(f"invalid bits {bits} for a head: expected 8 or none")
 
 
-def place_head(head: nn.Module, model: PreTrainedModel, bits: int | None = None) -> torch.dtype:
+def place_head(head: nn.Module, model: PreTrainedModel, bits: int | None) -> torch.dtype:
     """Move a head to its target's device; pack it if the target is packed, in 8 bits or in the target's weight type.
 
     Return its compute dtype. Raises ``OutriderError`` if 8 bits are not supported.

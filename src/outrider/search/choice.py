@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from outrider.bench.contenders import PLAIN, Contender
+from outrider.bench.contenders import Contender
 from outrider.bench.grid import PLAIN_CONTENDER
 from outrider.method_text import split_method
 from outrider.proposers.base import Proposer
-from outrider.registry import PROPOSERS
+from outrider.registry import PLAIN, PROPOSERS
 from outrider.search.measurements import Ratio
 
 MAX_LOSS = 0.03  # largest loss of speed accepted for a simpler method

@@ -11,7 +11,7 @@ from math import ceil, log, log1p, sqrt
 
 import numpy as np
 
-from outrider.bench.contenders import PLAIN
+from outrider.registry import PLAIN
 from outrider.search.measurements import Array, Group, Measurements
 
 FIRST_SHARE = 1 / 8  # share of the traffic in the first rung; later rungs double it

@@ -9,8 +9,8 @@ from statistics import geometric_mean, median
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.bench.contenders import PLAIN
 from outrider.bench.statistics import Interval, Timings, speedup_interval
+from outrider.registry import PLAIN
 
 Array = NDArray[np.float64]
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from outrider.bench.contenders import PLAIN, Contender
+from outrider.bench.contenders import Contender
 from outrider.bench.provenance import provenance
 from outrider.bench.tables import add_row, bare_table, number, span
+from outrider.registry import PLAIN
 from outrider.search.search import Passed, Search
 
 if TYPE_CHECKING:

@@ -13,14 +13,14 @@ from statistics import fmean
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from outrider.bench.contenders import PLAIN, Contender, Contenders
+from outrider.bench.contenders import Contender, Contenders
 from outrider.bench.grid import PLAIN_CONTENDER, warm_up
 from outrider.bench.measure import generate
 from outrider.engine.config import in_one_line
 from outrider.method_text import in_turn, split_method
 from outrider.progress import Progress
 from outrider.proposers.base import Proposer
-from outrider.registry import AUTO, PROPOSERS
+from outrider.registry import AUTO, PLAIN, PROPOSERS
 from outrider.search import choice, halving, oracle
 from outrider.search.choice import Choice
 from outrider.search.halving import Rung, Standing

@@ -174,7 +174,7 @@ class EngineBridge:
         return len(self._streams) + self._preparing.total()
 
     @contextmanager
-    def room(self, count: int, client: Client = ANYONE) -> Iterator[None]:
+    def room(self, count: int, client: Client) -> Iterator[None]:
         """Context manager that reserves queue space for ``count`` requests while they are prepared; ``submit`` them inside it.
 
         If there are several clients, one holds at most as many places as are free before its call: it cannot fill the queue

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from outrider.engine.options import Speculation
 from outrider.options import declared
+from outrider.registry import PLAIN
 from outrider.types import Grammar, OutriderError, SamplingParams
 
 MAX_LOGPROBS = 20
@@ -18,7 +19,6 @@ MAX_SAMPLES = 128
 MAX_FIELDS = 128  # fields per object: each wrong one adds an error
 MAX_BIASES = 4096
 MAX_MESSAGES = 4096  # of a conversation, and parts of a message
-PLAIN = "plain"
 # Parts of an error location that pydantic adds for unions of types, such as function-after[_unicode(), constrained-str].
 PYDANTIC_TYPE = re.compile(r"^(constrained|function|nullable|tagged|lax|json)-|^[a-z-]+\[.*\]$")
 MAX_DETAIL = 200  # characters of one of pydantic's errors, which may quote the client's value

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.files import write_whole
+from outrider.runner.forward import nameless_config
 from outrider.types import OutriderError
 
 SAMPLED = 64  # sampled values per tensor that identify a target
@@ -19,11 +20,10 @@ SAMPLED = 64  # sampled values per tensor that identify a target
 
 def fingerprint(model: PreTrainedModel) -> str:
     """Return a fingerprint of a target: its config, and sampled values of every tensor, because a fine-tune may change any."""
-    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     tensors = [tensor.detach().flatten() for tensor in (*model.parameters(), *model.buffers())]  # quantised ones hold integers
     samples = [flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED] for flat in tensors]
     weights = [(each.float() if each.is_floating_point() else each).tolist() for each in samples]
-    return hashlib.sha256(json.dumps([config, weights], sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([nameless_config(model), weights], sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def digest(rows: Tensor) -> str:

@@ -31,7 +31,7 @@ from outrider.train.distillation import Distillation, DistillationLoss
 from outrider.train.draft_model import DraftShape, new_draft
 from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
 from outrider.train.parallel import Masks, Parallel
-from outrider.train.runs import Bench, HeadPlan, checkpoint_dtype, finish, run_job
+from outrider.train.runs import HeadPlan, Workspace, checkpoint_dtype, finish, run_job
 from outrider.train.text import TextRows, check_continuation
 from outrider.types import OutriderError, first_line
 
@@ -42,35 +42,35 @@ COPIES = 3  # of the weights in float32 while a model is trained: themselves, gr
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 
 
-def train_early_exit(bench: Bench, out: Path, how: HeadPlan, skip: LayerSkip) -> bool:
+def train_early_exit(workspace: Workspace, out: Path, how: HeadPlan, skip: LayerSkip) -> bool:
     """Continue training the target for early exit and write it. Return False if interrupted.
 
     Raises ``OutriderError`` for a target with fewer than three layers, or one whose layers do not run one by one.
     """
-    model = bench.model
+    model = workspace.model
     decoder = Decoder(model)
     if len(decoder.layers) < 3:
         raise OutriderError(
             f"early-exit training needs a target with at least three layers; this one has {len(decoder.layers)}"
         )
-    _check_rows(bench, model, str(model.name_or_path))
+    _check_rows(workspace, model, str(model.name_or_path))
     decoder.check()
-    bench.claim("early-exit", **asdict(skip))
-    rows = TextRows(bench.training_rows())
+    workspace.claim("early-exit", **asdict(skip))
+    rows = TextRows(workspace.training_rows())
 
     def measure(final: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         found = measure_exits(decoder, rows.held_out if final else rows.held_out[:ROWS])
         return {f"held_exit_{depth}": each["greedy"]["acceptance"] for depth, each in found["exits"].items()}, found
 
-    before = once(bench.work / "early-exit" / "before.json", lambda: measure_exits(decoder, rows.held_out))
+    before = once(workspace.work / "early-exit" / "before.json", lambda: measure_exits(decoder, rows.held_out))
     for layer in decoder.layers if how.compiled else ():
         layer.compile()  # for any number of rows, because dropout skips some
-    loss = EarlyExitLoss(decoder, skip, bench.dtype("early-exit"), how.seed)
-    after = run_job(bench, "early-exit", model, rows, loss, how, measure)
+    loss = EarlyExitLoss(decoder, skip, workspace.dtype("early-exit"), how.seed)
+    after = run_job(workspace, "early-exit", model, rows, loss, how, measure)
     if after is None:
         return False
-    _save(bench, model, out)
-    finish(bench, "early-exit", out, {"before": before, "after": after})
+    _save(workspace, model, out)
+    finish(workspace, "early-exit", out, {"before": before, "after": after})
     return True
 
 
@@ -100,50 +100,50 @@ class DraftRun:
     name: str = "draft"  # subfolder of the work folder
 
 
-def train_draft(bench: Bench, out: Path, how: HeadPlan, kind: DraftRun = DraftRun()) -> bool:
+def train_draft(workspace: Workspace, out: Path, how: HeadPlan, kind: DraftRun = DraftRun()) -> bool:
     """Train a small model on the target's logits and write it. Return False if interrupted.
 
     Raises ``OutriderError`` for invalid sizes and for a draft with another vocabulary.
     """
     teaching = kind.teaching
     if teaching.on_policy:
-        check_continuation(teaching.prompt_len, bench.seq_len)
-    target = bench.model.requires_grad_(False).eval()
-    _check_rows(bench, target, str(target.name_or_path))
+        check_continuation(teaching.prompt_len, workspace.seq_len)
+    target = workspace.model.requires_grad_(False).eval()
+    _check_rows(workspace, target, str(target.name_or_path))
     torch.manual_seed(how.seed)
     if kind.start is None:
         draft, origin = new_draft(target, kind.shape)
     else:
-        draft, origin = _existing(kind.start, bench, kind.parallel is not None), f"continuing {kind.start}"
-    _check_rows(bench, draft, "the draft")
+        draft, origin = _existing(kind.start, workspace, kind.parallel is not None), f"continuing {kind.start}"
+    _check_rows(workspace, draft, "the draft")
     if target.device.type == "cpu":
         needed = FLOAT32 * (target.num_parameters() + COPIES * draft.num_parameters())
         what = "the target's weights, and the draft's with gradients and optimizer state, take at least"
         require_memory(needed, what, "choose a smaller draft")
-    masks = None if kind.parallel is None else Masks.prepare(draft, bench.tokenizer, kind.parallel, bench.seq_len)
+    masks = None if kind.parallel is None else Masks.prepare(draft, workspace.tokenizer, kind.parallel, workspace.seq_len)
     origin += "" if masks is None else f"; mask token {masks.token}"
     share = draft.num_parameters() / target.num_parameters()
     logger.info("draft with %.1fM parameters, %.0f%% of the target's; %s", draft.num_parameters() / 1e6, 100 * share, origin)
     shape, parallel = asdict(kind.shape), kind.parallel and asdict(kind.parallel)
-    bench.claim(kind.name, shape=shape, start=kind.start, teaching=asdict(teaching), parallel=parallel)
-    rows = TextRows(bench.training_rows())
+    workspace.claim(kind.name, shape=shape, start=kind.start, teaching=asdict(teaching), parallel=parallel)
+    rows = TextRows(workspace.training_rows())
     on_text = partial(measure_draft, draft, target) if masks is None else partial(masks.measure, target)
 
     def measure(final: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         found = on_text(rows.held_out if final else rows.held_out[: 4 * ROWS])
         return {f"held_{name}": found[name]["acceptance"] for name in ("greedy", "sampled")}, found
 
-    before = once(bench.work / kind.name / "before.json", lambda: on_text(rows.held_out))
-    loss = DistillationLoss(draft, target, teaching, bench.dtype(kind.name), how.seed, masks)
+    before = once(workspace.work / kind.name / "before.json", lambda: on_text(rows.held_out))
+    loss = DistillationLoss(draft, target, teaching, workspace.dtype(kind.name), how.seed, masks)
     if how.compiled:
         for layer in (*decoder_layers(draft), *decoder_layers(target)):
             layer.compile(dynamic=False)
         loss.divergence = torch.compile(loss.divergence, dynamic=False)
-    after = run_job(bench, kind.name, draft, rows, loss, how, measure)
+    after = run_job(workspace, kind.name, draft, rows, loss, how, measure)
     if after is None:
         return False
-    _save(bench, draft, out)
-    finish(bench, kind.name, out, {"parameters": draft.num_parameters(), "before": before, "after": after})
+    _save(workspace, draft, out)
+    finish(workspace, kind.name, out, {"parameters": draft.num_parameters(), "before": before, "after": after})
     return True
 
 
@@ -186,26 +186,26 @@ def check_trainable(source: str, copies: int = 1) -> None:
         require_memory(copies * growth * weight_bytes(source), what, "choose a smaller model")
 
 
-def _check_rows(bench: Bench, model: PreTrainedModel, name: str) -> None:
+def _check_rows(workspace: Workspace, model: PreTrainedModel, name: str) -> None:
     """Raise ``OutriderError`` if rows are longer than a model's context."""
     most = getattr(text_config(model), "max_position_embeddings", None)
-    if most is not None and bench.seq_len > most:
+    if most is not None and workspace.seq_len > most:
         raise OutriderError(
-            f"rows of {bench.seq_len} tokens exceed the context of {name}, {most} tokens: give a lower --seq-len"
+            f"rows of {workspace.seq_len} tokens exceed the context of {name}, {most} tokens: give a lower --seq-len"
         )
 
 
-def _existing(source: str, bench: Bench, is_parallel: bool) -> PreTrainedModel:
+def _existing(source: str, workspace: Workspace, is_parallel: bool) -> PreTrainedModel:
     """Load an existing draft. Raises ``OutriderError`` if its vocabulary differs from the target's.
 
     Also raises it for a parallel draft without --parallel, because training would remove the ability.
     """
-    if bench.tokenizer is not None:
+    if workspace.tokenizer is not None:
         try:
             tokenizer = AutoTokenizer.from_pretrained(source)
         except (OSError, ValueError, KeyError) as error:
             raise OutriderError(f"cannot load a tokenizer from {source}: {first_line(error)}") from error
-        check_same_vocabulary(bench.tokenizer, tokenizer)
+        check_same_vocabulary(workspace.tokenizer, tokenizer)
     draft = trainable(source)
     token = mask_token_of(draft.config)
     if token is not None and not is_parallel:
@@ -213,14 +213,14 @@ def _existing(source: str, bench: Bench, is_parallel: bool) -> PreTrainedModel:
     return draft
 
 
-def _save(bench: Bench, model: Any, out: Path) -> None:
+def _save(workspace: Workspace, model: Any, out: Path) -> None:
     """Write the model in the target's dtype, with unchanged files of the target's tokenizer, if any."""
-    model.generation_config = bench.model.generation_config
+    model.generation_config = workspace.model.generation_config
     with named_errors(out):
-        model.to(checkpoint_dtype(bench.model)).save_pretrained(out)
-    source = Path(str(bench.model.name_or_path))
+        model.to(checkpoint_dtype(workspace.model)).save_pretrained(out)
+    source = Path(str(workspace.model.name_or_path))
     files = [path for pattern in TOKENIZER_FILES for path in source.glob(pattern) if path.is_file()]
     for path in files:
         shutil.copyfile(path, out / path.name)
-    if not files and bench.tokenizer is not None:
-        bench.tokenizer.save_pretrained(out)
+    if not files and workspace.tokenizer is not None:
+        workspace.tokenizer.save_pretrained(out)

@@ -62,7 +62,7 @@ class Muon(torch.optim.Optimizer):
     "original" scaling.
     """
 
-    def __init__(self, params: Iterable[Tensor], lr: float, dtype: torch.dtype, weight_decay: float = 0.0) -> None:
+    def __init__(self, params: Iterable[Tensor], lr: float, dtype: torch.dtype, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         self.dtype = dtype  # of the products
 

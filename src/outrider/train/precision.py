@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from outrider.train.claims import once
+from outrider.types import dtype_name
 
 
 @cache
@@ -33,7 +34,7 @@ def run_dtype(folder: Path, device: torch.device) -> torch.dtype:
     """Return the dtype of the products of the run in this folder: measured at its start, and kept when it is resumed,
     because a second measurement can differ.
     """
-    measured = once(folder / "arithmetic.json", lambda: {"dtype": str(autocast_dtype(device)).removeprefix("torch.")})
+    measured = once(folder / "arithmetic.json", lambda: {"dtype": dtype_name(autocast_dtype(device))})
     dtype: torch.dtype = getattr(torch, measured["dtype"])
     return dtype
 

@@ -36,7 +36,7 @@ from outrider.train.text import RowOrder, held_out, regenerate, token_rows
 from outrider.train.trainer import Loss, Trainer
 from outrider.types import OutriderError
 
-Measure = Callable[[bool], tuple[dict[str, Any], Any]]  # the final one? -> values for the curve, everything that was measured
+Measure = Callable[[bool], tuple[dict[str, Any], Any]]  # whether training has ended -> values for the curve, all measurements
 NAME_OF_MTP, NAME_OF_BLOCK = "mtp", "dflash"  # subfolders of the work folder
 
 
@@ -89,8 +89,8 @@ class HeadPlan:
 
 
 @dataclass
-class Bench:
-    """One target with the data shared by all its training runs."""
+class Workspace:
+    """What the training runs of one target share: the target, its text and features, and the work folder."""
 
     target: ModelRunner | PreTrainedModel  # heads read a runner's features; a model is trained, or teaches a draft
     tokenizer: PreTrainedTokenizerBase | None
@@ -157,12 +157,12 @@ class MedusaRun:
     start: str | None = None  # heads to continue, which determine both numbers; None: new ones
 
 
-def train_medusa(bench: Bench, out: Path, how: HeadPlan, kind: MedusaRun = MedusaRun()) -> bool:
+def train_medusa(workspace: Workspace, out: Path, how: HeadPlan, kind: MedusaRun = MedusaRun()) -> bool:
     """Train heads and write them in vLLM's format with their measured accuracies. Return False if interrupted.
 
     Raises ``OutriderError`` for invalid settings before any text is generated or read.
     """
-    runner = bench.runner
+    runner = workspace.runner
     torch.manual_seed(how.seed)
     if kind.start is None:
         heads = shapes.new_medusa(runner, kind.heads, kind.layers)
@@ -172,23 +172,23 @@ def train_medusa(bench: Bench, out: Path, how: HeadPlan, kind: MedusaRun = Medus
     shape = heads.shape
     if shape.mapped:
         raise OutriderError(f"{kind.start} drafts a part of the vocabulary: only heads for all tokens can be continued")
-    if bench.seq_len < shape.num_heads + 3:
-        raise OutriderError(f"rows of {bench.seq_len} tokens are too short for {shape.num_heads} heads")
-    check_captured(runner, [runner.num_layers], bench.seq_len)
-    bench.claim("medusa", heads=shape.num_heads, layers=shape.num_layers, start=kind.start)
-    cache = bench.features([runner.num_layers])
+    if workspace.seq_len < shape.num_heads + 3:
+        raise OutriderError(f"rows of {workspace.seq_len} tokens are too short for {shape.num_heads} heads")
+    check_captured(runner, [runner.num_layers], workspace.seq_len)
+    workspace.claim("medusa", heads=shape.num_heads, layers=shape.num_layers, start=kind.start)
+    cache = workspace.features([runner.num_layers])
     output = shapes.output_layer(runner)
-    loss = MedusaLoss(heads, output, cache, runner.num_layers, dtype=bench.dtype("medusa"), entropy=how.entropy)
+    loss = MedusaLoss(heads, output, cache, runner.num_layers, dtype=workspace.dtype("medusa"), entropy=how.entropy)
 
     def measure(final: bool) -> tuple[dict[str, Any], medusa_heads.Accuracies]:
         found = loss.measure()
         return {f"held_{head}": row[0] for head, row in enumerate(found, 1)}, found
 
-    accuracies = run_job(bench, "medusa", heads, cache, loss, how, measure)
+    accuracies = run_job(workspace, "medusa", heads, cache, loss, how, measure)
     if accuracies is None:
         return False
     medusa_heads.export(heads.to(checkpoint_dtype(runner.model)), out, runner.vocab_size, accuracies)
-    finish(bench, "medusa", out, {"accuracies": accuracies})
+    finish(workspace, "medusa", out, {"accuracies": accuracies})
     return True
 
 
@@ -231,35 +231,34 @@ class EagleRun:
         return layers, steps, vocab
 
 
-def train_eagle(bench: Bench, out: Path, how: HeadPlan, kind: EagleRun = EagleRun()) -> bool:
+def train_eagle(workspace: Workspace, out: Path, how: HeadPlan, kind: EagleRun = EagleRun()) -> bool:
     """Train a head and write it in the requested formats, the first to ``out`` itself. Return False if interrupted.
 
     Raises ``OutriderError`` like ``EagleRun.settled`` and ``eagle_formats.load``, before any text is generated or read.
     """
-    runner, head = bench.runner, None
+    runner, head = workspace.runner, None
     if kind.start is not None:
-        head = eagle_formats.load(kind.start, runner.num_layers, runner.vocab_size, runner.hidden_size, runner.model)
-        head.check_fit(runner)
+        head = eagle_formats.load(kind.start, runner, runner.model)
         head, generation = shapes.trainable(head, runner), head.shape.generation
         kind = replace(kind, generation=generation, layers=head.hidden_states if generation == 3 else None)
-    layers, steps, vocab = kind.settled(runner, bench.seq_len)
+    layers, steps, vocab = kind.settled(runner, workspace.seq_len)
     name = f"eagle{kind.generation}"
-    bench.claim(name, layers=layers, steps=steps, **{"draft vocabulary": vocab}, start=kind.start)
+    workspace.claim(name, layers=layers, steps=steps, **{"draft vocabulary": vocab}, start=kind.start)
     draft_ids = None
     if vocab is not None:
-        rows = bench.training_rows()
+        rows = workspace.training_rows()
         draft_ids = shapes.frequent_tokens(rows[: -held_out(len(rows))], runner.vocab_size, vocab)
-    cache = bench.features([*layers, runner.num_layers])
+    cache = workspace.features([*layers, runner.num_layers])
     torch.manual_seed(how.seed)
     if head is None:
         head = shapes.new_eagle(runner, kind.generation, layers, draft_ids)
-    found = _train_rollout(bench, name, head, cache, how, steps)
+    found = _train_rollout(workspace, name, head, cache, how, steps)
     if found is None:
         return False
     for index, form in enumerate(kind.formats):
         folder = out if index == 0 else out.with_name(f"{out.name}-{form}")
         eagle_formats.export(head, folder, form, runner.name, found["acceptance_by_rank"])
-    finish(bench, name, out, found)
+    finish(workspace, name, out, found)
     return True
 
 
@@ -277,22 +276,22 @@ class MtpRun:
             raise OutriderError(f"unknown layout {self.layout!r}: expected {', '.join(mtp_formats.LAYOUTS)}")
 
 
-def train_mtp(bench: Bench, out: Path, how: HeadPlan, kind: MtpRun = MtpRun()) -> bool:
+def train_mtp(workspace: Workspace, out: Path, how: HeadPlan, kind: MtpRun = MtpRun()) -> bool:
     """Train an MTP head, new or continued, and write it to ``out``. Return False if interrupted.
 
     Raises ``OutriderError`` like ``check_steps`` and ``mtp_formats.load``, before any text is generated or read.
     """
-    runner = bench.runner
-    check_steps(runner, [runner.num_layers], kind.steps, bench.seq_len)
+    runner = workspace.runner
+    check_steps(runner, [runner.num_layers], kind.steps, workspace.seq_len)
     torch.manual_seed(how.seed)
     head = shapes.new_mtp(runner) if kind.start is None else shapes.trainable(mtp_formats.load(kind.start, runner), runner)
-    bench.claim(NAME_OF_MTP, steps=kind.steps, start=kind.start)
-    cache = bench.features([runner.num_layers])
-    found = _train_rollout(bench, NAME_OF_MTP, head, cache, how, kind.steps)
+    workspace.claim(NAME_OF_MTP, steps=kind.steps, start=kind.start)
+    cache = workspace.features([runner.num_layers])
+    found = _train_rollout(workspace, NAME_OF_MTP, head, cache, how, kind.steps)
     if found is None:
         return False
     mtp_formats.export(head, out, kind.layout, found["acceptance_by_rank"])
-    finish(bench, NAME_OF_MTP, out, found)
+    finish(workspace, NAME_OF_MTP, out, found)
     return True
 
 
@@ -334,39 +333,39 @@ class BlockRun:
         return shapes.BlockSizes(states, layers, self.block_size, self.markov_rank, self.selector_rank)
 
 
-def train_block(bench: Bench, out: Path, how: HeadPlan, kind: BlockRun = BlockRun()) -> bool:
+def train_block(workspace: Workspace, out: Path, how: HeadPlan, kind: BlockRun = BlockRun()) -> bool:
     """Train a block drafter and write it to ``out`` with its acceptance by position. Return False if interrupted.
 
     Raises ``OutriderError`` like ``BlockRun.settled`` and ``block_formats.load``, before any text is generated or read.
     """
-    runner, head = bench.runner, None
+    runner, head = workspace.runner, None
     if kind.start is not None:
         head = shapes.trainable(block_formats.load(kind.start, runner, runner.model), runner)
         shape = head.shape
         kind = BlockRun(
             shape.block_size, len(head.layers), shape.hidden_states, shape.markov_rank, shape.selector_rank, kind.start
         )
-    sizes = kind.settled(runner, bench.seq_len)
-    bench.claim(NAME_OF_BLOCK, **asdict(sizes), start=kind.start)
-    cache = bench.features([*sizes.hidden_states, runner.num_layers])
+    sizes = kind.settled(runner, workspace.seq_len)
+    workspace.claim(NAME_OF_BLOCK, **asdict(sizes), start=kind.start)
+    cache = workspace.features([*sizes.hidden_states, runner.num_layers])
     torch.manual_seed(how.seed)
     if head is None:
-        head = shapes.new_block(runner, sizes, shapes.mask_token(bench.training_rows(), runner))
+        head = shapes.new_block(runner, sizes, shapes.mask_token(workspace.training_rows(), runner))
     if how.compiled:
         for module in head.modules():
             if isinstance(module, Qwen3MLP):
                 module.compile(dynamic=False)
-    loss = BlockLoss(head, cache, runner.num_layers, seed=how.seed, dtype=bench.dtype(NAME_OF_BLOCK), entropy=how.entropy)
+    loss = BlockLoss(head, cache, runner.num_layers, seed=how.seed, dtype=workspace.dtype(NAME_OF_BLOCK), entropy=how.entropy)
 
     def measure(final: bool) -> tuple[dict[str, Any], dict[str, list[float]]]:
         found = loss.measure()
         return by_draft("held", found["greedy"]), found
 
-    found = run_job(bench, NAME_OF_BLOCK, head, cache, loss, how, measure)
+    found = run_job(workspace, NAME_OF_BLOCK, head, cache, loss, how, measure)
     if found is None:
         return False
     block_formats.export(head.to(checkpoint_dtype(runner.model)), out, runner.num_layers, found["sampled"])
-    finish(bench, NAME_OF_BLOCK, out, {"acceptance_by_position": found})
+    finish(workspace, NAME_OF_BLOCK, out, {"acceptance_by_position": found})
     return True
 
 
@@ -380,7 +379,7 @@ def check_steps(runner: ModelRunner, layers: Sequence[int], steps: int, seq_len:
 
 
 def _train_rollout(
-    bench: Bench, name: str, head: RolloutHead, cache: FeatureCache, how: HeadPlan, steps: int
+    workspace: Workspace, name: str, head: RolloutHead, cache: FeatureCache, how: HeadPlan, steps: int
 ) -> dict[str, Any] | None:
     """Train a head over this many depths and convert it to its target's dtype. Return what was measured.
 
@@ -389,22 +388,24 @@ def _train_rollout(
     if how.compiled:
         for layer in head.layers:
             layer.compile(dynamic=False)
-    last = bench.runner.num_layers
-    loss = RolloutLoss(head, cache, last, steps, seed=how.seed, dtype=bench.dtype(name), entropy=how.entropy)
+    last = workspace.runner.num_layers
+    loss = RolloutLoss(head, cache, last, steps, seed=how.seed, dtype=workspace.dtype(name), entropy=how.entropy)
 
     def measure(final: bool) -> tuple[dict[str, float], dict[str, float]]:
         found = loss.evaluate()
         return found, found
 
-    found = run_job(bench, name, head, cache, loss, how, measure)
+    found = run_job(workspace, name, head, cache, loss, how, measure)
     if found is None:
         return None
     ranks = loss.sibling_acceptance()
-    head.to(checkpoint_dtype(bench.model))
+    head.to(checkpoint_dtype(workspace.model))
     return {"held_out": found, "acceptance_by_rank": ranks}
 
 
-def run_job(bench: Bench, name: str, model: nn.Module, rows: RowOrder, loss: Loss, how: HeadPlan, measure: Measure) -> Any:
+def run_job(
+    workspace: Workspace, name: str, model: nn.Module, rows: RowOrder, loss: Loss, how: HeadPlan, measure: Measure
+) -> Any:
     """Train ``model`` in this part of the work folder, resuming if interrupted.
 
     Return what the final measurement found; None if interrupted.
@@ -416,7 +417,7 @@ def run_job(bench: Bench, name: str, model: nn.Module, rows: RowOrder, loss: Los
         last[:] = [found]
         return values
 
-    finished = Trainer(name, model, rows, loss, how.plan(rows), bench.work / name, evaluate).run()
+    finished = Trainer(name, model, rows, loss, how.plan(rows), workspace.work / name, evaluate).run()
     model.eval().requires_grad_(False)
     if not finished:
         return None
@@ -429,7 +430,7 @@ def checkpoint_dtype(model: PreTrainedModel) -> torch.dtype:
     return named if isinstance(named, torch.dtype) and named.is_floating_point else torch.float32
 
 
-def finish(bench: Bench, name: str, out: Path, found: dict[str, Any]) -> None:
+def finish(workspace: Workspace, name: str, out: Path, found: dict[str, Any]) -> None:
     """Write the curve and the measurements to the output folder."""
-    plots.draw(name, bench.work / name, out)
+    plots.draw(name, workspace.work / name, out)
     (out / "measured.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -17,7 +17,7 @@ from outrider.heads.eagle import EagleHead, EagleShape
 from outrider.heads.feature_head import FeatureHead
 from outrider.heads.medusa import MedusaHeads, MedusaShape
 from outrider.heads.mtp import Body, MtpHead
-from outrider.heads.own_logits import Finish, finish_of
+from outrider.heads.own_logits import Postprocess, postprocess_of
 from outrider.runner import ModelRunner, loading
 from outrider.runner.linear import weight_of
 from outrider.train import rollout_attention
@@ -35,30 +35,30 @@ class OutputLayer(nn.Linear):
     Includes the target's logit post-processing (cap, scale): features [..., H] -> logits [..., V].
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, finish: Finish | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, postprocess: Postprocess | None) -> None:
         super().__init__(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
         self.weight = nn.Parameter(weight, requires_grad=False)
         if bias is not None:
             self.bias = nn.Parameter(bias, requires_grad=False)
-        self.finish = finish
+        self.postprocess = postprocess
 
     def forward(self, features: Tensor) -> Tensor:
-        numbers = super().forward(features)
-        return numbers if self.finish is None else self.finish(numbers)
+        values = super().forward(features)
+        return values if self.postprocess is None else self.postprocess(values)
 
     def plain_weight(self) -> Tensor:
         """Return [V, H] of a nearly equivalent layer without post-processing: a scale is included, a cap omitted."""
-        if self.finish is None:
+        if self.postprocess is None:
             return self.weight
         small = torch.full((1,), 1e-3, device=self.weight.device)
-        return self.weight * (self.finish(small) / small)
+        return self.weight * (self.postprocess(small) / small)
 
 
 def output_layer(runner: ModelRunner) -> OutputLayer:
     """Return the target's output weight, packed or not."""
     module = runner.model.get_output_embeddings()
     bias = getattr(module, "bias", None)
-    return OutputLayer(weight_of(module).float(), None if bias is None else bias.float(), finish_of(runner.model))
+    return OutputLayer(weight_of(module).float(), None if bias is None else bias.float(), postprocess_of(runner.model))
 
 
 def final_scale(runner: ModelRunner) -> Tensor:

@@ -159,20 +159,18 @@ class Trainer:
         point = {key: round(float(value), 4) for key, value in parts.items()}
         return {"step": self.step, "tokens": self.tokens, "seconds": round(self.clock.elapsed, 1), **point}
 
-    def run(self, max_steps: int | None = None) -> bool:
-        """Train until done (True), or interrupted or out of steps (False); a checkpoint is written either way.
+    def run(self) -> bool:
+        """Train until done (True), or interrupted (False); a checkpoint is written either way.
 
         The final measurement follows the checkpoint, so that an interruption ends it at once and a resumed run repeats it.
         """
         previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-        steps_left = max_steps if max_steps is not None else -1
         evaluated = saved = self.clock.elapsed
         self.model.train()
         try:
             with reporting(self.name) as report:
-                while self.progress < 1.0 and not self.interrupted and steps_left != 0:
+                while self.progress < 1.0 and not self.interrupted:
                     point = self.train_step()
-                    steps_left -= 1
                     if self.clock.elapsed - evaluated > self.plan.eval_every_s:
                         point |= self._evaluate(final=False)
                         evaluated = self.clock.elapsed

@@ -62,10 +62,9 @@ class Track:
     num_free: float = 0.0
 
     def worths(self, expected: Sequence[float], most: int) -> list[float]:
-        """Return the accepted tokens that a draft at depth 1, 2, ... adds, if there is one; 0 below ``most``.
+        """Return, for each depth of ``expected``, the accepted tokens that a draft there adds; 0 for depths beyond ``most``.
 
-        As many as ``expected``. Drafts that a grammar forces add none, because those tokens come without drafts too: a depth
-        counts for the share that is free.
+        Drafts that a grammar forces add none: depths and values are scaled by the share of drafts that are free.
         """
         worths = list(accumulate(self.shared.request_rates(self.own, expected), mul))
         share = self.num_free / self.num_own if self.num_own else 1.0

@@ -30,11 +30,10 @@ class Shares:
         prices: RoundPrices,
         forced: float = 0.0,
     ) -> None:
-        """``worths`` [B][N]: accepted drafts added by depth i + 1, given drafts; ``made`` [B]: share of rounds with drafts.
+        """``worths`` [B][N]: accepted tokens that a draft at each depth adds; ``made`` [B]: share of rounds with drafts.
 
-        ``nodes`` [N]: tokens in the pass at each depth; ``reading`` [B]: seconds that a proposer owes for each emitted token,
-        because it has not seen the text before; ``forced``: rows of a grammar for each accepted draft, beyond those for the
-        one other token of each request, which ``prices`` include.
+        ``nodes`` [N]: rows of the pass for each depth; ``reading`` [B]: the proposer's seconds per emitted token to catch up
+        with the text; ``forced``: rows that a grammar adds for each accepted draft, beyond those in ``prices``.
         """
         self.batch, self._nodes, self._prices, self._forced = len(worths), nodes, prices, forced
         self._worths, self._made, self._reading = worths, made, reading

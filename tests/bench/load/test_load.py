@@ -21,9 +21,10 @@ from outrider.bench.load.cells import Objective, cells, worst
 from outrider.bench.load.client import Client, Sample
 from outrider.bench.load.counters import parse
 from outrider.bench.load.report import document, table, verdict
-from outrider.bench.load.sweep import PLAIN, SPECULATIVE, Mode, Sweep, Traffic
+from outrider.bench.load.sweep import Mode, Sweep, Traffic
 from outrider.cli import bench_serve, main
 from outrider.progress import Progress
+from outrider.registry import PLAIN, SPECULATIVE
 from outrider.types import OutriderError
 
 from .virtual import FakeServer, VirtualTime, run

@@ -8,8 +8,9 @@ from statistics import median
 from typing import Any
 
 from outrider.bench.load.counters import Counters
-from outrider.bench.load.sweep import PLAIN, Group, Run
+from outrider.bench.load.sweep import Group, Run
 from outrider.bench.statistics import percentiles
+from outrider.registry import PLAIN
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from outrider.server.config import KEYS_VARIABLE
 from outrider.types import OutriderError
 
 GRACE = 20.0  # seconds until a stopping server is killed
+SERVE = (sys.executable, "-m", "outrider", "serve")
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class OwnServer:
 
 
 @contextmanager
-def own_server(arguments: Sequence[str], **environment: str) -> Iterator[OwnServer]:
-    """Start ``outrider serve`` with these arguments on a free port, and stop it at the end.
+def own_server(arguments: Sequence[str], command: Sequence[str] = SERVE, **environment: str) -> Iterator[OwnServer]:
+    """Start a server with these arguments on a free port, and stop it at the end.
 
     ``environment``: additional variables. Raises ``OutriderError`` with the server's message if it does not start.
     """
@@ -39,7 +40,7 @@ def own_server(arguments: Sequence[str], **environment: str) -> Iterator[OwnServ
         log = Path(folder) / "server.log"
         with log.open("w") as errors:
             process = subprocess.Popen(
-                [sys.executable, "-m", "outrider", "serve", *arguments, "--port", "0"],
+                [*command, *arguments, "--port", "0"],
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 env={name: value for name, value in os.environ.items() if name != KEYS_VARIABLE} | environment,  # no API key

@@ -18,7 +18,6 @@ from outrider.bench.load.client import Client, Sample
 from outrider.bench.load.counters import Counters
 from outrider.progress import Progress
 
-PLAIN, SPECULATIVE = "plain", "speculative"
 WARMUP_TOKENS = 8
 TIMEOUT = httpx.Timeout(600.0, connect=30.0)
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from outrider import native
 from outrider.runner import blocks
-from outrider.runner.checkpoints.weight import LayerTensors, QuantizedWeight, dtype_name, exact_values
-from outrider.types import OutriderError
+from outrider.runner.checkpoints.weight import LayerTensors, QuantizedWeight, exact_values
+from outrider.types import OutriderError, dtype_name
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 GROUP = 32

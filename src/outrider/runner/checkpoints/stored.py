@@ -23,8 +23,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from outrider.runner.checkpoints import mxfp4
-from outrider.runner.checkpoints.weight import FLOATS, Format, LayerTensors, QuantizedWeight, dtype_name
-from outrider.types import OutriderError, first_line
+from outrider.runner.checkpoints.weight import FLOATS, Format, LayerTensors, QuantizedWeight
+from outrider.types import OutriderError, dtype_name, first_line
 
 METHOD = "outrider"
 DTYPES = str_to_torch_dtype | {"F8_E8M0": torch.float8_e8m0fnu}

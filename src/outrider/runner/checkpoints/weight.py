@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.types import OutriderError
+from outrider.types import dtype_name as dtype_name
 
 
 @dataclass(frozen=True)
@@ -146,11 +147,6 @@ class Format(Protocol):
 
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, such as ``"int32"``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:

@@ -16,7 +16,6 @@ from outrider.server.demo.distributions import places
 Event = dict[str, Any]  # one message to the page, with its kind under "type"
 MAX_SECONDS = 120.0  # duration of a race, both lanes together
 SLICE = 0.05  # seconds of rounds between two checks that the visitor is connected
-PLAIN, SPECULATIVE = "plain", "speculative"
 
 
 def figures(stats: GenerationStats, plain: GenerationStats) -> dict[str, float | None]:

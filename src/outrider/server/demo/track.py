@@ -16,8 +16,9 @@ from outrider.engine.engine import Engine
 from outrider.engine.methods import fitting_proposers
 from outrider.engine.policy import FixedLength
 from outrider.proposers.degraded import Degraded
+from outrider.registry import PLAIN, SPECULATIVE
 from outrider.server.answers import TokenTexts
-from outrider.server.demo.race import PLAIN, SPECULATIVE, Event, ShownRace
+from outrider.server.demo.race import Event, ShownRace
 from outrider.server.protocol import Body
 from outrider.types import OutriderError, SamplingParams
 
