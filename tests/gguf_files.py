@@ -34,6 +34,14 @@ SCALES = {
     Kind.Q4_K: {0: 2.5e-4, 2: 1.5e-3},
     Kind.Q5_K: {0: 1.2e-4, 2: 1.5e-3},
     Kind.Q6_K: {208: 3e-5},
+    Kind.IQ4_XS: {0: 1.2e-5},
+    Kind.IQ3_S: {0: 5e-5},
+    Kind.IQ3_XXS: {0: 1e-4},
+    Kind.IQ2_S: {0: 2e-4},
+    Kind.IQ2_XS: {0: 2e-4},
+    Kind.IQ2_XXS: {0: 2e-4},
+    Kind.IQ1_S: {0: 3e-3},
+    Kind.IQ4_NL: {0: 4e-4},
 }
 
 

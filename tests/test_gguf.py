@@ -48,7 +48,9 @@ def load(path, **options):
 @pytest.mark.parametrize("name", codes.FORMATS)
 def test_every_format_has_the_values_of_the_library(name):
     kind, rng = Kind[name], np.random.default_rng(0)
-    if kind in gguf_files.SCALES:
+    if kind is Kind.IQ1_M:
+        data = few_bits_without_a_place_for_the_scale((70, 512), rng)
+    elif kind in gguf_files.SCALES:
         data = gguf_files.random_codes((70, 512), kind, rng)
         for at in gguf_files.SCALES[kind]:  # scales of both signs, and 0
             data[:3, at : at + 2] = np.float16(-3e-3).reshape(1).view(np.uint8)
@@ -59,6 +61,45 @@ def test_every_format_has_the_values_of_the_library(name):
     packed = codes.pack(torch.from_numpy(data), name)
     assert torch.equal(blocks.unpack(packed, 70, 512), expected)
     assert torch.equal(torch.ops.outrider.embed_blocks(torch.arange(70), packed, 512), expected)
+    x = torch.randn(5, 512, generator=torch.Generator().manual_seed(0))
+    for bits, error in ((32, 1e-5), (blocks.activation_bits(), 0.02)):
+        found = torch.ops.outrider.linear_blocks(x, packed, None, 70, bits)
+        assert (found - x @ expected.T).norm() <= error * (x @ expected.T).norm()
+
+
+def few_bits_without_a_place_for_the_scale(shape, rng):
+    """Return bytes of IQ1_M, whose float16 scale is in the high halves of four bytes, with random codes."""
+    raw = rng.integers(0, 256, (shape[0], shape[1] // 256, 56), dtype=np.uint8)
+    scales = raw[..., 48:].copy().view(np.uint16)
+    halves = rng.uniform(-3e-3, 3e-3, scales.shape[:2]).astype(np.float16).view(np.uint16)
+    scales = scales & 0x0FFF | (halves[..., None] >> np.array([0, 4, 8, 12], np.uint16) & 15) << 12
+    raw[..., 48:] = scales.astype(np.uint16).view(np.uint8)
+    return raw.reshape(shape[0], -1)
+
+
+@needs_kernels
+def test_a_file_of_few_bits_runs_with_its_values(tmp_path):
+    """As llama-quantize mixes them in IQ3_M and similar files."""
+    kinds = {
+        "attn_v": Kind.IQ4_XS,
+        "attn_output": Kind.IQ4_NL,
+        "ffn_down": Kind.IQ3_S,
+        "ffn_up": Kind.IQ2_S,
+        "attn_q": Kind.IQ2_XXS,
+    }
+
+    def kind_of(name):
+        return next((kind for part, kind in kinds.items() if part in name), Kind.Q6_K if "embd" in name else Kind.IQ3_XXS)
+
+    exact = gguf_files.write(tmp_path / "model.gguf", gguf_files.make_model("llama"), kind_of)
+    runner, text = load(tmp_path / "model.gguf"), make_text(30, 1)
+    found, expected = runner.extend(["a"], [text])[0], plain_logits(exact, text)[-1]
+    assert (found - expected).norm() < 0.06 * expected.norm()  # activations have 8 bits on some CPUs
+    texts = [
+        LLM(tmp_path / "model.gguf", method=method, compile="never").generate([text], SamplingParams(max_tokens=20))
+        for method in ("plain", "ngram")
+    ]
+    assert outputs_of(texts[0])[0].token_ids == outputs_of(texts[1])[0].token_ids
 
 
 def own_weights(model, name):
@@ -412,11 +453,14 @@ def test_unsupported_files_are_rejected_before_weights_are_read(unread, tmp_path
     for number in (2, 1 << 20):
         said = changed(lambda w, number=number: w.add_nextn_predict_layers(number))
         assert f"nextn_predict_layers={number}, expected a number below block_count=2" in said
+    said = changed(lambda w: w.add_rope_dimension_count(16))
+    assert "llama.rope.dimension_count=16 is not supported, expected 64, the size of a head: put the model's" in said
+    assert "llama.attention.value_length=16 is not supported, expected" in changed(lambda w: w.add_value_length(16))
     assert "llama.attention.sliding_window=16" in changed(lambda w: w.add_sliding_window(16))
     said = changed(lambda w: w.kv_data[0].pop("llama.attention.head_count"))
     assert "its header says llama.attention.head_count=None, expected a positive integer" in said
-    said = changed(lambda w: w.add_tensor("blk.0.odd", np.zeros((2, 54), np.uint8), raw_dtype=Kind.TQ1_0))
-    assert "tensor blk.0.odd is of type TQ1_0: supported are F32, F16, BF16, Q8_0" in said
+    said = changed(lambda w: w.add_tensor("blk.0.odd", np.zeros((2, 36), np.uint8), raw_dtype=Kind.NVFP4))
+    assert "tensor blk.0.odd is of type NVFP4: supported are F32, F16, BF16, Q8_0" in said
     assert "weights=int8 needs a checkpoint in 16 or 32 bits or FP8, got one quantised by gguf" in (
         gguf_files.write(path, model, KINDS["Q8_0"]) and refusal(path, weights="int8")
     )

@@ -87,9 +87,6 @@ class AssistantHead(RolloutHead):
                     f" {target.name} in {own.layer_type} have {shape.num_kv_heads} of {shape.key_dim}"
                 )
 
-    def fuse(self, features: Sequence[Tensor]) -> Tensor:
-        return features[0]
-
     def forward(self, token_ids: Tensor, hidden: Tensor, position_ids: Tensor, rotation: Rotation | None = None) -> Tensor:
         out: Tensor = self.pre_projection(torch.cat((self.embed(token_ids, hidden), hidden), -1))
         rotations = {kind: self.rotary_emb(out, position_ids, kind) for kind in self._stored}

@@ -115,8 +115,7 @@ def _shape(
 ) -> BlockShape:
     own = _layers(layer, tensors, target.vocab_size, source)
     inner = config.get("dflash_config") or {}
-    given = {"target_hidden_size": config.get("target_hidden_size") or own.hidden_size}
-    width = config_integer(given, "target_hidden_size", source)
+    width = config_integer(config, "target_hidden_size", source, usual=own.hidden_size)
     ids = named_states(
         config.get("aux_hidden_state_layer_ids"),
         inner.get("target_layer_ids") or config.get("target_layer_ids"),
@@ -130,7 +129,7 @@ def _shape(
             f"names the hidden states {ids} of {width}"
         )
     markov, output = tensors.get("markov_head.markov_w1.weight"), tensors.get("lm_head.weight")
-    size = config_integer({"draft_vocab_size": config.get("draft_vocab_size") or own.vocab_size}, "draft_vocab_size", source)
+    size = config_integer(config, "draft_vocab_size", source, usual=own.vocab_size)
     if "d2t" in tensors:
         size = len(tensors["d2t"])
     elif size < target.vocab_size:

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider.files import expanded, write_whole
-from outrider.memory import INDEXES, weight_files, weight_map
+from outrider.memory import INDEXES, WEIGHT_NAMES, weight_files, weight_map
 from outrider.types import OutriderError, first_line, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -138,10 +138,10 @@ def tensor_names(folder: Path) -> Iterator[str]:
 
     Raises ``OutriderError`` for missing or broken files.
     """
-    for name in INDEXES:
-        if (folder / name).exists():
-            yield from weight_map(folder / name)
-            return
+    first = next((name for name in WEIGHT_NAMES if (folder / name).exists()), None)
+    if first in INDEXES:
+        yield from weight_map(folder / first)
+        return
     for file in _weight_files(folder):
         yield from _readable(file, _names)
 
@@ -229,9 +229,11 @@ def _header(opened: Any, name: str) -> Tensor:
     return torch.empty(shape, dtype=(entry[:0] if shape else opened.get_tensor(name)).dtype, device="meta")
 
 
-def config_integer(config: Mapping[str, Any], key: str, source: object, least: int = 1) -> int:
-    """Return a config's number. Raises ``OutriderError`` if it is missing, not whole, or too small."""
+def config_integer(config: Mapping[str, Any], key: str, source: object, least: int = 1, usual: int | None = None) -> int:
+    """Return a config's number, ``usual`` if it is missing. Raises ``OutriderError`` if there is none, or an invalid one."""
     value = config.get(key)
+    if not value and usual is not None:
+        value = usual
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise OutriderError(f"{source}: config.json says {key}={value!r}: expected a whole number of at least {least}")
     return value
@@ -269,18 +271,16 @@ def _weight_files(folder: Path, prefix: str = "") -> list[Path]:
     file = folder if folder.is_file() else _gguf(folder)
     if file is not None:
         return [file]
-    for name in INDEXES:
-        index = folder / name
-        if index.exists():
-            names = sorted({file for tensor, file in weight_map(index).items() if tensor.startswith(prefix)})
-            missing = [name for name in names if not (folder / name).exists()]
-            if missing:
-                raise OutriderError(f"{folder} has no {missing[0]}, which {index.name} lists")
-            return [folder / name for name in names]
-    found = [folder / name for name in FILES if (folder / name).exists()]
-    if not found:
+    first = next((folder / name for name in (*WEIGHT_NAMES, *FILES[2:]) if (folder / name).exists()), None)
+    if first is None:
         raise OutriderError(f"{folder} has no weights: expected one of {', '.join(FILES)}")
-    return found[:1]
+    if first.name not in INDEXES:
+        return [first]
+    names = sorted({file for tensor, file in weight_map(first).items() if tensor.startswith(prefix)})
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
+        raise OutriderError(f"{folder} has no {missing[0]}, which {first.name} lists")
+    return [folder / name for name in names]
 
 
 def _gguf(folder: Path) -> Path | None:

@@ -119,8 +119,7 @@ def _shape_of_generation_3(
     config: dict[str, Any], tensors: dict[str, Tensor], llama: LlamaConfig, num_layers: int, source: str
 ) -> EagleShape:
     is_speculators = "speculators_model_type" in config
-    given = {"target_hidden_size": config.get("target_hidden_size") or llama.hidden_size}
-    width = config_integer(given, "target_hidden_size", source)
+    width = config_integer(config, "target_hidden_size", source, usual=llama.hidden_size)
     num_features, rest = divmod(tensors["fc.weight"].shape[1], width)
     if rest or not num_features:
         raise OutriderError(f"{source}: the input width {tensors['fc.weight'].shape[1]} of fc is not a multiple of {width}")

@@ -7,8 +7,8 @@ against a reference in torch. Those of attention, recurrent layers and the sampl
 from __future__ import annotations
 
 import logging
-import re
 import os
+import re
 import threading
 from functools import cache
 from typing import TYPE_CHECKING

@@ -38,10 +38,14 @@ class Architecture:
     # tensors that are in no layer.
     renamed: Mapping[str, str] = field(default_factory=dict)
     has_gates: bool = True  # experts have a gate projection
-    joined: str = "(?!)"  # pattern of tensors that come in pairs and form one parameter, its upper and its lower rows; experts do anyway
+    joined: str = (
+        "(?!)"  # pattern of tensors that come in pairs and form one parameter, its upper and its lower rows; experts do anyway
+    )
     # (parameter, config) -> order of a pair's rows, if it is another: row i of the parameter is row order[i] of the pair
     row_order: Callable[[str, Any], Array | None] = lambda *_: None
-    decoded: str = "(?!)"  # pattern of tensors that are dequantised, because ``restore`` moves columns, which blocks do not allow
+    decoded: str = (
+        "(?!)"  # pattern of tensors that are dequantised, because ``restore`` moves columns, which blocks do not allow
+    )
     shape_of: Callable[[str, Any], list[int] | None] = lambda *_: None  # (tensor, config): its shape, if not the parameter's
     restore: Callable[[Array, str, Any], Array] | None = None  # (rows, tensor, config): undoes changes instead of transformers
     input_order: Callable[[str, Any], Array | None] = lambda *_: None  # (tensor, config): the input of each column

@@ -3,7 +3,7 @@
 A row is a sequence of ggml's blocks of 32 or 256 weights. The layouts are those of ggml's ``ggml-common.h``; the values are
 bit for bit those of ``gguf.quants.dequantize``, because products of these scales and codes are exact in float32.
 
-In the formats with few bits (IQ1 to IQ3) a number of the file stands for 4 or 8 weights: a row of a grid, which the package gguf
+In the formats with few bits (IQ1 to IQ3) a number in the file selects 4 or 8 weights: a row of a grid, which the package gguf
 has. Blocks hold 4-bit codes of those weights: the place of the magnitude among the grid's, plus 8 for a negative sign.
 """
 
@@ -31,7 +31,7 @@ Parts = tuple[Tensor, ...]
 class Format:
     """One of ggml's formats: weights and bytes per block, bits per code, weights per scale, zero code and decoder.
 
-    ``zero`` is subtracted from codes; None for formats with offsets. ``kind``: one of ``blocks.CODES`` if codes are not integers.
+    ``zero`` is subtracted from codes; None for formats with offsets. ``kind``: one of ``blocks.CODES``; None: integers.
     """
 
     weights: int
@@ -58,9 +58,9 @@ def pack(data: Tensor, kind: str) -> Tensor:
         codes[at : at + step] = part.view(-1, inputs)
         found.append([number.reshape(-1, per_row * number.shape[1]) for number in numbers])
     whole = [torch.cat(each) for each in zip(*found, strict=True)]
-    if whole[0].dtype == torch.int8:
-        whole = [blocks.Products(*pair) for pair in zip(whole[::2], whole[1::2], strict=True)]
-    scales, *offsets = whole
+    has_products = whole[0].dtype == torch.int8
+    pairs = zip(whole[::2], whole[1::2], strict=True)
+    scales, *offsets = [blocks.Products(*pair) for pair in pairs] if has_products else whole
     return blocks.pack_codes(codes, form.bits, scales, *offsets, group=form.group, zeros=form.zero, kind=form.kind)
 
 
@@ -192,7 +192,9 @@ def _iq1_m(raw: Tensor) -> Parts:
 
 
 def _tq1_0(raw: Tensor) -> Parts:
-    def digits(packed: Tensor, count: int) -> Tensor:  # five digits to base 3 in a byte; those of all bytes that come first, first
+    def digits(
+        packed: Tensor, count: int
+    ) -> Tensor:  # five digits to base 3 in a byte; those of all bytes that come first, first
         powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8)[:count, None]
         return ((packed[:, None] * powers).int() * 3 >> 8).flatten(1)  # the product wraps around at 256
 

@@ -177,12 +177,13 @@ def deepseek_v3(entry: Entry, _: Tensors, values: Values) -> None:
     """Add the sizes of attention over a latent. Head sizes in files are those of one shared head over the latent."""
     rotated, needed = required(entry, "rope.dimension_count"), partial(required, entry)
     size = entry("attention.key_length_mla") or needed("attention.key_length")
+    width = needed("attention.value_length")  # of the latent where the next entry is
     values |= {
         "num_key_value_heads": values["num_attention_heads"],
         "head_dim": rotated,
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": size - rotated,
-        "v_head_dim": entry("attention.value_length_mla") or needed("attention.value_length"),
+        "v_head_dim": entry("attention.value_length_mla") or width,
         "q_lora_rank": entry("attention.q_lora_rank"),
         "kv_lora_rank": needed("attention.kv_lora_rank"),
         "rope_interleave": True,

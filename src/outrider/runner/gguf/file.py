@@ -33,6 +33,7 @@ UNDERSTOOD = (
     r"|rope\.(dimension_count(_swa)?|freq_base|scaling\.(type|factor|finetuned|original_context_length|yarn_beta_(fast|slow)))"
     r"|attention\.(head_count|head_count_kv|layer_norm_rms_epsilon|(key|value)_length(_swa)?|causal)"
 )
+OF_HEAD_SIZE = ("rope.dimension_count", "attention.value_length")  # unless the architecture reads them
 OF_HEADS = ("target_layers", "embedding_length_out")  # entries about the target of a head
 NEEDED = ("block_count", "embedding_length", "attention.head_count")
 STRING, LIST = 8, 9  # codes of types in a header
@@ -166,8 +167,20 @@ class GgufFile:
             if architecture == self.architecture and name not in read and not understood.fullmatch(name):
                 raise OutriderError(f"{self.path}: {field}={self.entry(field)} is not supported: {advice}")
         scaling = self.model_entry("rope.scaling.type")
-        if scaling not in (None, "none", *self.record.scalings):
+        is_scaled = scaling not in (None, "none")
+        if is_scaled and scaling not in self.record.scalings:
             raise OutriderError(f"{self.path}: rope scaling {scaling} is not supported: {advice}")
+        if is_scaled and FACTORS in self.tensors:
+            raise OutriderError(
+                f"{self.path}: rope scaling {scaling} together with the tensor {FACTORS} is not supported: {advice}"
+            )
+        head_dim = self.model_entry("attention.key_length")
+        head_dim = head_dim or self.model_entry("embedding_length") // self.model_entry("attention.head_count")
+        for name in OF_HEAD_SIZE:
+            value = self.model_entry(name)
+            if name not in read and value not in (None, head_dim):
+                said = f"{self.architecture}.{name}={value} is not supported, expected {head_dim}, the size of a head"
+                raise OutriderError(f"{self.path}: {said}: {advice}")
 
     def config(self) -> PreTrainedConfig:
         """Return the config that the entries state. Raises ``OutriderError`` for entries that are unknown or implausible."""
@@ -187,9 +200,10 @@ class GgufFile:
             model_type = architecture.model_type.removesuffix("_text") if prefix == self.architecture else prefix
             names: Mapping[str, str | None] = GGUF_CONFIG_MAPPING.get(model_type, GGUF_CONFIG_MAPPING["qwen3"])  # type: ignore[assignment]
             for name, own in names.items():
-                value = entry(name) if prefix == self.architecture else self.entry(f"{prefix}.{name}")
-                if own is not None and value is not None:
-                    values[own] = value
+                if own is not None:
+                    value = entry(name) if prefix == self.architecture else self.entry(f"{prefix}.{name}")
+                    values |= {} if value is None else {own: value}
+        read.difference_update(OF_HEAD_SIZE)
         values.pop("model_type", None)  # llama.cpp's name of the architecture
         values["num_hidden_layers"] = entry("block_count") - self.num_mtp_layers
         # entries that transformers ignores
