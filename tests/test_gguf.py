@@ -60,6 +60,7 @@ def test_every_format_has_the_values_of_the_library(name):
     expected = torch.from_numpy(gguf.quants.dequantize(data, kind))
     packed = codes.pack(torch.from_numpy(data), name)
     assert torch.equal(blocks.unpack(packed, 70, 512), expected)
+    assert 8 * (packed[0].nbytes - blocks.HEADER) / (32 * 512) == codes.FORMATS[name].memory
     assert torch.equal(torch.ops.outrider.embed_blocks(torch.arange(70), packed, 512), expected)
     x = torch.randn(5, 512, generator=torch.Generator().manual_seed(0))
     for bits, error in ((32, 1e-5), (blocks.activation_bits(), 0.02)):
@@ -75,6 +76,18 @@ def few_bits_without_a_place_for_the_scale(shape, rng):
     scales = scales & 0x0FFF | (halves[..., None] >> np.array([0, 4, 8, 12], np.uint16) & 15) << 12
     raw[..., 48:] = scales.astype(np.uint16).view(np.uint8)
     return raw.reshape(shape[0], -1)
+
+
+@needs_kernels
+def test_a_file_whose_few_bits_take_more_in_memory_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "model.gguf"
+    gguf_files.write(path, gguf_files.make_model("llama"), lambda _: Kind.IQ2_S)
+    file, size = gguf_reader.GgufFile.open(path), path.stat().st_size
+    weights = sum(int(np.prod(tensor.shape)) for tensor in file.tensors.values() if tensor.tensor_type is Kind.IQ2_S)
+    assert 1.5 * size < file.num_bytes() and 6 * weights / 8 < file.num_bytes() < 6.1 * weights / 8
+    monkeypatch.setattr(memory, "total_memory", lambda: size + 1000)
+    with pytest.raises(OutriderError, match=r"the weights in .* take .* MB, but this process has .* choose a smaller model"):
+        load(path)
 
 
 @needs_kernels

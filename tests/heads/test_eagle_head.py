@@ -14,9 +14,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider import LLM, SamplingParams, native
 from outrider.heads import eagle_formats, own_tables
-from outrider.heads.checkpoint import measured_acceptance
+from outrider.heads.checkpoint import measured_acceptance, read_folder, tensor_names
 from outrider.heads.eagle import default_hidden_states
 from outrider.heads.head_runner import RolloutRunner
+from outrider.memory import INDEXES
 from outrider.proposers.head_trees import HeadProposer
 from outrider.proposers.recognition import TargetFiles
 from outrider.runner import ModelRunner, RunnerConfig, blocks
@@ -290,7 +291,13 @@ WRONG = {
         lambda folder: set_config(folder, eagle_config=[1]),
         "eagle_config in config.json must be an object, got a list",
     ),
-    "no index": (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "not a weight index"),
+    "no index": (
+        lambda folder: (
+            (folder / "model.safetensors").unlink(),
+            (folder / "model.safetensors.index.json").write_text("{}"),
+        ),
+        "not a weight index",
+    ),
     "no object": (lambda folder: (folder / "config.json").write_text("[]"), "must be an object, got a list"),
     "a trainer's checkpoint": (
         lambda folder: (
@@ -308,6 +315,14 @@ WRONG = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
     "no json": (lambda folder: (folder / "config.json").write_text("{"), "is not valid JSON"),
 }
+
+
+def test_an_index_beside_the_whole_file_is_ignored_as_by_transformers(tmp_path):
+    write_eagle3(tmp_path, VOCAB, DRAFT_VOCAB)
+    names = sorted(tensor_names(tmp_path))
+    for name in INDEXES:
+        (tmp_path / name).write_text('{"weight_map": {"fc.weight": "gone"}}')
+    assert sorted(tensor_names(tmp_path)) == names == sorted(read_folder(tmp_path)[1])
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -31,7 +31,8 @@ Parts = tuple[Tensor, ...]
 class Format:
     """One of ggml's formats: weights and bytes per block, bits per code, weights per scale, zero code and decoder.
 
-    ``zero`` is subtracted from codes; None for formats with offsets. ``kind``: one of ``blocks.CODES``; None: integers.
+    ``zero`` is subtracted from codes; None for formats with offsets. ``memory``: bits per weight in our blocks. ``kind``: one of
+    ``blocks.CODES``; None: integers.
     """
 
     weights: int
@@ -40,6 +41,7 @@ class Format:
     group: int
     zero: int | None
     decode: Callable[[Tensor], Parts]
+    memory: float
     kind: str | None = None
 
 
@@ -239,26 +241,26 @@ def _grid(name: str) -> Tensor:
 
 
 FORMATS = {
-    "Q8_0": Format(32, 34, 8, 32, 128, _q8_0),
-    "Q4_0": Format(32, 18, 4, 32, 8, _q4_0),
-    "Q4_1": Format(32, 20, 4, 32, None, _q4_1),
-    "Q5_0": Format(32, 22, 5, 32, 16, _q5_0),
-    "Q5_1": Format(32, 24, 5, 32, None, _q5_1),
-    "Q2_K": Format(256, 84, 2, 16, None, _q2_k),
-    "Q3_K": Format(256, 110, 3, 16, 4, _q3_k),
-    "Q4_K": Format(256, 144, 4, 32, None, _q4_k),
-    "Q5_K": Format(256, 176, 5, 32, None, _q5_k),
-    "Q6_K": Format(256, 210, 6, 16, 32, _q6_k),
-    "MXFP4": Format(32, 17, 4, 32, None, _mxfp4, "float4"),
-    "IQ4_NL": Format(32, 18, 4, 32, None, _iq4_nl, "table4"),
-    "IQ4_XS": Format(256, 136, 4, 32, None, _iq4_xs, "table4"),
-    "IQ3_S": Format(256, 110, 4, 32, None, _iq3_s, "iq3_s"),
-    "IQ3_XXS": Format(256, 98, 4, 32, None, _iq3_xxs, "iq3_xxs"),
-    "IQ2_S": Format(256, 82, 4, 16, None, _iq2_s, "iq2"),
-    "IQ2_XS": Format(256, 74, 4, 16, None, _iq2_xs, "iq2"),
-    "IQ2_XXS": Format(256, 66, 4, 32, None, _iq2_xxs, "iq2"),
-    "IQ1_M": Format(256, 56, 4, 16, None, _iq1_m, "iq1"),
-    "IQ1_S": Format(256, 50, 4, 32, None, _iq1_s, "iq1"),
-    "TQ2_0": Format(256, 66, 4, 256, None, _tq2_0, "int4"),
-    "TQ1_0": Format(256, 54, 4, 256, None, _tq1_0, "int4"),
+    "Q8_0": Format(32, 34, 8, 32, 128, _q8_0, 8.5),
+    "Q4_0": Format(32, 18, 4, 32, 8, _q4_0, 4.5),
+    "Q4_1": Format(32, 20, 4, 32, None, _q4_1, 5.0),
+    "Q5_0": Format(32, 22, 5, 32, 16, _q5_0, 8.5),
+    "Q5_1": Format(32, 24, 5, 32, None, _q5_1, 9.0),
+    "Q2_K": Format(256, 84, 2, 16, None, _q2_k, 5.125),
+    "Q3_K": Format(256, 110, 3, 16, 4, _q3_k, 4.5625),
+    "Q4_K": Format(256, 144, 4, 32, None, _q4_k, 4.625),
+    "Q5_K": Format(256, 176, 5, 32, None, _q5_k, 8.625),
+    "Q6_K": Format(256, 210, 6, 16, 32, _q6_k, 8.5625),
+    "MXFP4": Format(32, 17, 4, 32, None, _mxfp4, 4.5, "float4"),
+    "IQ4_NL": Format(32, 18, 4, 32, None, _iq4_nl, 4.5, "table4"),
+    "IQ4_XS": Format(256, 136, 4, 32, None, _iq4_xs, 4.3125, "table4"),
+    "IQ3_S": Format(256, 110, 4, 32, None, _iq3_s, 4.3125, "iq3_s"),
+    "IQ3_XXS": Format(256, 98, 4, 32, None, _iq3_xxs, 5.0, "iq3_xxs"),
+    "IQ2_S": Format(256, 82, 4, 16, None, _iq2_s, 6.0, "iq2"),
+    "IQ2_XS": Format(256, 74, 4, 16, None, _iq2_xs, 6.0, "iq2"),
+    "IQ2_XXS": Format(256, 66, 4, 32, None, _iq2_xxs, 5.0, "iq2"),
+    "IQ1_M": Format(256, 56, 4, 16, None, _iq1_m, 6.0, "iq1"),
+    "IQ1_S": Format(256, 50, 4, 32, None, _iq1_s, 5.0, "iq1"),
+    "TQ2_0": Format(256, 66, 4, 256, None, _tq2_0, 4.5, "int4"),
+    "TQ1_0": Format(256, 54, 4, 256, None, _tq1_0, 4.5, "int4"),
 }

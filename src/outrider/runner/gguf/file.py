@@ -131,6 +131,15 @@ class GgufFile:
         """Return whether any tensor is quantised."""
         return any(tensor.tensor_type.name in codes.FORMATS for tensor in self.tensors.values())
 
+    def num_bytes(self) -> int:
+        """Return the memory of the weights, if quantised ones are kept in blocks."""
+        bits = 0.0
+        for name, tensor in self.tensors.items():
+            kind = tensor.tensor_type.name
+            per_weight = 8 * PLAIN[kind].itemsize if kind in PLAIN else codes.FORMATS[kind].memory
+            bits += prod(tensor.shape.tolist()) * (32 if self.record.is_decoded(name) else per_weight)
+        return round(bits / 8)
+
     @property
     def plain_dtype(self) -> torch.dtype:
         """Return the dtype of unquantised tensors: the smallest one present, because norms are float32 in all files."""

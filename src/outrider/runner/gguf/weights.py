@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
 
 from outrider import native
+from outrider.memory import require_memory
 from outrider.runner.checkpoints.weight import dtype_name
 from outrider.runner.experts import PackedExperts, pack_experts, sizes_of, weights_of
 from outrider.runner.gguf import codes
@@ -36,12 +37,16 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
     With ``dtype="auto"`` on a CPU with Outrider's kernels, quantised linear layers and embeddings become packed ones with the
     values of the file, and the other tensors keep their type. Otherwise every tensor is converted to ``dtype``, "auto" being
     bfloat16 for a quantised file, else the file's own type.
+
+    Raises ``OutriderError`` for tensors that do not match the model, and for weights that exceed the memory.
     """
     file = GgufFile.open(path)
     record = file.record
     forget()
     names = file.names(model)
     keeps = dtype == "auto" and native.serves(device)
+    if keeps:  # few bits of a file take more in memory
+        require_memory(file.num_bytes(), f"the weights in {path} take", "choose a smaller model")
     if file.is_quantized and not keeps:
         to = torch.bfloat16 if dtype == "auto" else _dtype(dtype)
         why = "dtype was specified" if dtype != "auto" else "quantised weights need a CPU with Outrider's kernels"
