@@ -36,6 +36,7 @@ from processes import children, resident
 from outrider.bench.load.own_server import OwnServer, own_server
 from outrider.bench.provenance import origin
 from outrider.bench.statistics import percentiles
+from outrider.types import OutriderError
 
 PROMPTS = [
     "def quicksort(",
@@ -325,10 +326,12 @@ def main() -> int:
         seconds = time.monotonic() - started
         hostile.texts()
         soak = Soak(args, wanted, server)
-        asyncio.run(soak.run())
-        page, left = settled(server.url)
-        wrong = [*soak.wrong, *left, *ended(server.process)]
-        shutil.copy(server.log, "soak-server.log")
+        try:
+            asyncio.run(soak.run())
+            page, left = settled(server.url)
+            wrong = [*soak.wrong, *left, *ended(server.process)]
+        finally:
+            shutil.copy(server.log, "soak-server.log")
     grown, faults = growth(soak.rss, args.minutes), metric(page, "outrider:proposer_faults_total")
     late, usual = percentiles(soak.first_tokens[True]), percentiles(soak.first_tokens[False])
     delayed = late["p95"] / usual["p95"] if late and usual else None
@@ -356,4 +359,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except OutriderError as error:
+        raise SystemExit(f"error: {error}") from None

@@ -31,7 +31,7 @@ Parts = tuple[Tensor, ...]
 class Format:
     """One of ggml's formats: weights and bytes per block, bits per code, weights per scale, zero code and decoder.
 
-    ``zero`` is subtracted from codes; None for formats with offsets. ``memory``: bits per weight in our blocks. ``kind``: one of
+    ``zero`` is subtracted from codes; None for formats with offsets. ``memory``: bits per weight in blocks. ``kind``: one of
     ``blocks.CODES``; None: integers.
     """
 
