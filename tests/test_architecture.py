@@ -28,6 +28,7 @@ BELOW = {
     "disk_cache": {"errors"},
     "progress": set(),
     "files": set(),
+    "hub": {"errors", "files"},
     "memory": {"errors", "files"},
     "native": {"errors", "disk_cache", "memory", "progress"},
     "sampling": {"types", "native"},
@@ -41,6 +42,7 @@ BELOW = {
     "engine": {
         "errors",
         "files",
+        "hub",
         "options",
         "types",
         "method_text",

@@ -9,6 +9,8 @@ import shutil
 import socket
 from pathlib import Path
 
+import gguf
+import gguf_files
 import pytest
 import torch
 from heads import block_checkpoints
@@ -19,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from tiny_folder import make_folder, make_tokenizer
 from transformers import AutoModelForCausalLM
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, SamplingParams, hub
 from outrider.engine import finding
 from outrider.engine.methods import auto_choice
 from outrider.proposers.draft_model import DraftModelMethod, DraftModelProposer
@@ -247,6 +249,47 @@ def test_of_equal_sizes_the_most_similar_name_is_used(made):
     for name in ("Model-1.2-base", "Model-1.2-Instruct", "Zebra"):
         cached(made / "draft", f"Org/{name}")
     assert "Org/Model-1.2-Instruct" in chosen("Org/Model-1.1-Instruct").why
+
+
+def as_gguf(folder, path):
+    """Write a folder's model as a GGUF file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    gguf_files.write(path, AutoModelForCausalLM.from_pretrained(folder), lambda _: gguf.GGMLQuantizationType.F32)
+    return path
+
+
+def test_a_gguf_file_named_as_a_draft_drafts_for_one_beside_it(made, tmp_path):
+    target = as_gguf(made / "target", tmp_path / "models" / "model-Q8_0.gguf")
+    as_gguf(made / "draft", target.parent / "small.gguf")
+    assert chosen(target).method == DEFAULT_METHOD
+    draft = as_gguf(made / "draft", target.parent / "draft-small.gguf")
+    llm = loaded(target)
+    assert llm.drafter == f"drafts with draft model {draft} (found next to the target)"
+    assert greedy(llm) == greedy(loaded(target, method="plain")) and llm.stats.num_drafts > 0
+
+
+def test_a_model_of_the_family_and_a_known_drafter_are_found_for_a_gguf_file(made, monkeypatch, tmp_path, said):
+    target = as_gguf(made / "target", tmp_path / "models" / "Model-UD-Q4_K_XL.gguf")
+    cached(make_folder(tmp_path / "foreign", tokenizer=make_tokenizer(300)), "Org/foreign")
+    assert chosen(target).method == DEFAULT_METHOD
+    cached(made / "draft", "Org/model-small")
+    assert chosen(target).why == f"drafts with draft model Org/model-small ({finding.FAMILY})"
+    pairs = tmp_path / "pairs.toml"
+    pairs.write_text('["Org/Model"]\neagle = ["Other/head"]\n')
+    monkeypatch.setattr(finding, "PAIRS", pairs)
+    source = cached(made / "eagle3", "Other/head")
+    llm = loaded(target)
+    assert llm.drafter == "drafts with EAGLE-3 head Other/head (known for the target, in the download cache)"
+    assert greedy(llm) == greedy(loaded(target, method="plain")) and llm.stats.num_drafts > 0
+    assert str(source) == chosen(target).draft
+
+
+@pytest.mark.parametrize(
+    "ending",
+    ["", "-Q4_K_M", ".Q8_0", "-UD-Q4_K_XL", "-IQ3_XXS", "-BF16", "-f16", "-mxfp4_moe", "-Q8_0-00001-of-00003", "-TQ1_0"],
+)
+def test_the_name_of_a_gguf_file_without_its_quantisation_is_the_models(ending):
+    assert hub.QUANTISATION.sub("", f"Qwen2.5-7B-Instruct{ending}.gguf") == "Qwen2.5-7B-Instruct"
 
 
 @pytest.mark.parametrize("is_next_to", [False, True])

@@ -5,16 +5,14 @@ from __future__ import annotations
 import gc
 import json
 import os
-import socket
 import sys
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
+from outrider import hub
 from outrider.cli.console import show_notices, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, read_option, values_given
 from outrider.engine.options import Speculation
@@ -163,8 +161,8 @@ def check_source(model: str | None) -> None:
         raise OutriderError(f"{model} is a file: give the folder with config.json and the weights, or a .gguf file")
     if not model or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise OutriderError(f"no model folder {model!r}: expected a folder, or a Hugging Face id owner/name")
-    if not _hub_reachable():
-        _disable_hub()  # otherwise huggingface_hub retries every file six times
+    if not hub.is_reachable():
+        hub.disable()  # otherwise huggingface_hub retries every file six times
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
 
@@ -185,21 +183,6 @@ def check_draft(draft: str | None) -> None:
 
     if draft is None or not (expanded(draft).is_file() and expanded(draft).suffix in SUFFIXES):
         check_source(draft)
-
-
-@cache
-def _hub_reachable() -> bool:
-    """Return whether the hub is reachable. Behind a proxy this is unknown, so the answer is True."""
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        return False
-    if any(name.lower() in ("https_proxy", "all_proxy") for name in os.environ):
-        return True
-    url = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    try:
-        with socket.create_connection((url.hostname or "", url.port or 443), timeout=5.0):
-            return True
-    except OSError:
-        return False
 
 
 def load(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
@@ -233,15 +216,7 @@ def _stay_offline(models: ModelOptions, methods: Iterable[str]) -> None:
     sources = (models.target, models.draft, *named)
     is_set = "HF_HUB_OFFLINE" in os.environ
     if not is_set and not models.download_draft and all(source is None or expanded(source).is_dir() for source in sources):
-        _disable_hub()
-
-
-def _disable_hub() -> None:
-    """Disable hub access, also if huggingface_hub, which reads the variable when it is imported, is imported already."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    from huggingface_hub import constants
-
-    constants.HF_HUB_OFFLINE = True
+        hub.disable()
 
 
 def inflate_target(models: ModelOptions, size: str | None) -> tuple[ModelOptions, dict[str, Any]]:

@@ -16,6 +16,7 @@ from typing import Any
 from huggingface_hub import constants, snapshot_download
 
 from outrider.files import expanded
+from outrider.hub import QUANTISATION
 from outrider.memory import gguf_parts, on_this_machine, size, weight_files
 from outrider.method_text import join_method
 from outrider.proposers.method import MethodSpec
@@ -127,13 +128,13 @@ def candidates(target: TargetFiles, download: bool = False) -> Iterator[Candidat
 
 
 def known_drafters(target: TargetFiles) -> list[str]:
-    """Return the hub ids of the public drafters listed for a target's hub id or folder name.
+    """Return the hub ids of the public drafters listed for a target's hub id, or for the name of its folder or GGUF file.
 
     Those with another tokenizer are left out: the user must name them.
     """
     table = tomllib.loads(PAIRS.read_text(encoding="utf-8"))
     folder = target.folder.absolute()
-    name = _hub_id(folder.parents[1]) if folder.parent.name == "snapshots" else folder.name
+    name = _hub_id(folder.parents[1]) if folder.parent.name == "snapshots" else QUANTISATION.sub("", folder.name)
     for hub_id, by_method in table.items():
         if name.lower() in (hub_id.lower(), hub_id.rpartition("/")[2].lower()):
             automatic = [names for method, names in by_method.items() if method != DEFAULT_METHOD_WITH_FOREIGN_DRAFT]

@@ -175,14 +175,16 @@ class DraftModelMethod(MethodSpec):
         return DraftModelProposer(draft, setting.target.vocab_size)
 
     def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:
-        """Recognise a language model with the target's tokenizer."""
-        if not folder.is_dir() or kind_of(folder) is not MODEL:
+        """Recognise a language model with the target's tokenizer, in a folder or a GGUF file."""
+        is_gguf = gguf.find(folder) is not None
+        if not (is_gguf or folder.is_dir()) or kind_of(folder) is not MODEL:
             return None
         check_same_files(target.folder, folder)
         config = load_config(folder)
         what = "draft model" if mask_token_of(config) is None else "parallel draft model"
-        with torch.device("meta"):
-            read_folder(folder)
+        if not is_gguf:
+            with torch.device("meta"):
+                read_folder(folder)
         return Recognised(what, _num_weights(text_config(config)) / _num_weights(target.config))
 
     def portable(self, setting: Setting) -> SmallModel:

@@ -16,6 +16,7 @@ from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from outrider.runner import gguf
 from outrider.types import OutriderError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # compared: the first in both folders
@@ -61,15 +62,14 @@ def _check_learned(target: dict[str, int], draft: dict[str, int], added: Collect
 
 
 def check_same_files(target: Path, draft: Path) -> None:
-    """Raise ``DifferentVocabulary`` unless two folders' tokenizer files agree, without loading a tokenizer."""
+    """Raise ``DifferentVocabulary`` unless the tokenizers of two folders or GGUF files agree, without loading a tokenizer."""
     name = next((name for name in TOKENIZER_FILES if (target / name).exists() and (draft / name).exists()), None)
-    if name is None:
-        raise DifferentVocabulary("draft and target have no tokenizer files to compare")
-    if filecmp.cmp(target / name, draft / name, shallow=False):
-        return
-    if name != TOKENIZER_FILES[0]:
-        raise DifferentVocabulary(f"draft and target have different files {name}")
-    (target_vocab, added), (draft_vocab, added_to_draft) = _vocabulary(target / name), _vocabulary(draft / name)
+    if name is not None:
+        if filecmp.cmp(target / name, draft / name, shallow=False):
+            return
+        if name != TOKENIZER_FILES[0]:
+            raise DifferentVocabulary(f"draft and target have different files {name}")
+    (target_vocab, added), (draft_vocab, added_to_draft) = _vocabulary(target), _vocabulary(draft)
     _check_learned(target_vocab, draft_vocab, added | added_to_draft)
 
 
@@ -91,8 +91,16 @@ def check_merges(folder: Path) -> None:
         raise OutriderError(f"{file}: the merge {broken} must continue with the continuing_subword_prefix {prefix!r}")
 
 
-def _vocabulary(file: Path) -> tuple[dict[str, int], set[str]]:
-    """Return the id of each token in a tokenizer.json, and the added tokens."""
+def _vocabulary(source: Path) -> tuple[dict[str, int], set[str]]:
+    """Return the id of each token in a folder's tokenizer.json or in a GGUF file, and the added tokens.
+
+    Raises ``DifferentVocabulary`` if there is neither.
+    """
+    file, model = source / TOKENIZER_FILES[0], gguf.find(source)
+    if not file.exists():
+        if model is None:
+            raise DifferentVocabulary("draft and target have no tokenizer files to compare")
+        return gguf.GgufFile.open(model).vocabulary()
     content = json.loads(file.read_bytes())
     tokens = content["model"]["vocab"]
     ids = dict(tokens) if isinstance(tokens, dict) else {token: index for index, (token, _) in enumerate(tokens)}
