@@ -527,6 +527,13 @@ def test_a_truncated_file_is_rejected_wherever_it_is_cut(unread, tmp_path):
         assert "cut.gguf: the file is truncated or damaged" in refusal(cut), length
 
 
+def test_damaged_text_in_the_header_is_refused_in_one_line(unread, tmp_path):
+    whole, damaged = tmp_path / "model.gguf", tmp_path / "damaged.gguf"
+    gguf_files.write(whole, gguf_files.make_model("llama"), KINDS["Q8_0"])
+    damaged.write_bytes(whole.read_bytes().replace(b"llama", b"\xfflama", 1))
+    assert "damaged.gguf: the text of general.architecture is damaged ('utf-8' codec can't decode byte 0xff" in refusal(damaged)
+
+
 def test_a_list_longer_than_the_file_is_rejected_at_once(unread, tmp_path):
     whole, damaged = tmp_path / "model.gguf", tmp_path / "damaged.gguf"
     gguf_files.write(whole, gguf_files.make_model("llama"), KINDS["Q8_0"])

@@ -57,8 +57,8 @@ def file_names(repository: str) -> list[str]:
         folder = Path(snapshot_download(repository, local_files_only=True))
     except Exception as error:
         raise OutriderError(
-            f"no model {repository!r}: it is not in the download cache, and the Hugging Face hub is unreachable: check the name,"
-            f" or download a file first, with hf download {repository} FILE"
+            f"no model {repository!r}: it is not in the download cache, and the Hugging Face hub is unreachable: check the name"
+            f", or download a file first, with hf download {repository} FILE"
         ) from error
     return [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
 

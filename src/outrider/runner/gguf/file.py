@@ -98,12 +98,15 @@ class GgufFile:
         return _parsed(tuple(parts), *(number for each in versions for number in (each.st_ino, each.st_mtime_ns, each.st_size)))
 
     def entry(self, name: str) -> Any:
-        """Return an entry of the header; None if it is missing. Raises ``OutriderError`` for a list of strings."""
+        """Return an entry of the header; None if it is missing. Raises ``OutriderError`` for a list of strings or broken text."""
         num_strings = self.num_strings(name)
         if num_strings is not None:
             raise OutriderError(f"{self.path}: {name} is a list of {num_strings} strings, which is not supported")
         field = self.fields.get(name)
-        return None if field is None else field.contents()
+        try:
+            return None if field is None else field.contents()
+        except UnicodeDecodeError as error:
+            raise OutriderError(f"cannot read {self.path}: the text of {name} is damaged ({error})") from error
 
     def num_strings(self, name: str) -> int | None:
         """Return the length of a list of strings; None if the entry is something else."""
