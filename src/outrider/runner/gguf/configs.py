@@ -368,9 +368,6 @@ def hunyuan(_: Entry, tensors: Tensors, values: Values) -> None:
 
 
 def cohere(entry: Entry, tensors: Tensors, values: Values) -> None:
-    head_dim = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
-    if entry("rope.dimension_count") not in (None, head_dim):
-        raise ValueError(f"rope.dimension_count={entry('rope.dimension_count')}, expected the head size {head_dim}")
     values |= {
         "layer_norm_eps": required(entry, "attention.layer_norm_epsilon"),
         "logit_scale": entry("logit_scale") or 1.0,
