@@ -717,7 +717,11 @@ def test_entries_that_change_granite_or_lfm2_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "architecture, change, said",
     [
-        ("cohere2", lambda w: w.add_rope_dimension_count(32), "rope.dimension_count=32 is not supported, expected 64, the size of a head"),
+        (
+            "cohere2",
+            lambda w: w.add_rope_dimension_count(32),
+            "rope.dimension_count=32 is not supported, expected 64, the size of a head",
+        ),
         ("afmoe", lambda w: w.add_expert_weights_norm(False), "expert_weights_norm is not set"),
         ("afmoe", lambda w: w.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX), "expert_gating_func=1, expected 2"),
         ("dots1", lambda w: w.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX), "expert_gating_func=1, expected 2"),

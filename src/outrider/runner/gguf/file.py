@@ -98,7 +98,7 @@ class GgufFile:
         return _parsed(tuple(parts), *(number for each in versions for number in (each.st_ino, each.st_mtime_ns, each.st_size)))
 
     def entry(self, name: str) -> Any:
-        """Return an entry of the header; None if it is missing. Raises ``OutriderError`` for a list of strings and broken text."""
+        """Return an entry of the header, or None. Raises ``OutriderError`` for a list of strings and for broken text."""
         num_strings = self.num_strings(name)
         if num_strings is not None:
             raise OutriderError(f"{self.path}: {name} is a list of {num_strings} strings, which is not supported")
