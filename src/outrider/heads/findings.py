@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,7 @@ def _norms(head: EagleHead | BlockHead, target: ModelRunner) -> Iterator[Finding
     if empty:
         yield Finding("suspicious", "norms", f"the weights of {empty[0]} are all zero")
     own, other = float(head.shape.config.rms_norm_eps), getattr(text_config(target.model), "rms_norm_eps", None)
-    if other is not None and own != float(other):
+    if other is not None and not math.isclose(own, float(other), rel_tol=1e-6):  # a GGUF file states it in float32
         yield Finding("note", "norms", f"epsilon {own:g}, the target's {float(other):g}; each uses its own")
     elif not empty:
         yield Finding("ok", "norms", f"epsilon {own:g}")
