@@ -28,8 +28,7 @@ def asked(monkeypatch, tmp_path):
 
     def download(repository, allow_patterns=None, local_files_only=False):
         assert repository == "unsloth/Qwen3-8B-GGUF"
-        if local_files_only:
-            raise FileNotFoundError("not in the cache")
+        assert not local_files_only
         found.append(allow_patterns)
         return str(tmp_path)
 

@@ -36,7 +36,8 @@ def local_gguf(source: Source) -> Source | str:
     repository, quantisation = found.groups()
     parts = chosen(repository, file_names(repository), quantisation)
     try:
-        return str(Path(snapshot_download(repository, allow_patterns=parts)) / parts[0])
+        folder = snapshot_download(repository, allow_patterns=parts, local_files_only=not is_reachable())
+        return str(Path(folder) / parts[0])
     except Exception as error:  # the hub client raises many kinds of exceptions
         raise OutriderError(f"cannot download {parts[0]} of {repository}: {first_line(error)}") from error
 
@@ -73,12 +74,11 @@ def chosen(repository: str, names: Sequence[str], quantisation: str | None) -> l
         match, file = QUANTISATION.search(name), name.rpartition("/")[2]
         if match and not file.startswith(OTHERS):
             found.setdefault((match[1] or "").upper(), {}).setdefault(QUANTISATION.sub("", file), []).append(name)
-    wanted = (
-        (quantisation.upper(), f"UD-{quantisation.upper()}") if quantisation else (*USUAL, *(found if len(found) == 1 else ()))
-    )
+    usual = (*USUAL, *found) if len(found) == 1 else USUAL
+    wanted = (quantisation.upper(), f"UD-{quantisation.upper()}") if quantisation else usual
     models = next((found[each] for each in wanted if each in found), None)
     if models is None:
-        there = f"it has {', '.join(sorted(found))}" if found else "it has no GGUF files of models"
+        there = f"it has {', '.join(sorted(filter(None, found)))}" if found else "it has no GGUF files of models"
         said = f"no file of {quantisation}" if quantisation else f"none of {', '.join(USUAL)}: name one as {repository}:TYPE"
         raise OutriderError(f"{repository} has {said}; {there}")
     return models[min(models, key=len)]  # heads have longer names than their models
