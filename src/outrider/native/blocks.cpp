@@ -56,6 +56,8 @@ constexpr int8_t kTables[kNumCodes][16] = {
 #include "codes4.inc"
 };
 constexpr const int8_t* kNumbers = kTables[kTable4];
+// Factors of scales that are products, by the kind of the codes: in these formats scales are such parts of the stored ones.
+constexpr float kUnits[kNumCodes] = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f / 4, 1.0f / 8, 1.0f / 8};
 
 // Codes of a block are in groups of `together` inputs; a group has a 32-bit word per output. 8 bits: one input per byte. 4 bits:
 // inputs 0 to 3 in the low halves of the bytes, inputs 4 to 7 in the high halves.
@@ -144,7 +146,7 @@ inline float value_at(const Form& form, const Panel& panel, int64_t b, int64_t i
   const int64_t group = input * form.groups / kInputs;
   const float number = number_at(block, form.codes, input, output);
   float scale = stored_at(form.scales_of(block, group), form.scales, output);
-  if (form.scales == kProducts) scale *= stored_at(form.scale_bases(panel, b), kFloat16, output);
+  if (form.scales == kProducts) scale *= stored_at(form.scale_bases(panel, b), kFloat16, output) * kUnits[form.codes];
   if (form.offsets == kNone) return scale * number;
   float offset = stored_at(form.offsets_of(block, group), form.offsets, output);
   if (form.offsets == kProducts) offset *= stored_at(form.offset_bases(panel, b), kFloat16, output);
@@ -182,7 +184,7 @@ inline vec stored(const uint8_t* from, Numbers kind, int v) {
 
 inline vec scale_of(const Form& form, const Panel& panel, int64_t b, int64_t group, int v) {
   const vec scale = stored(form.scales_of(panel.blocks + b * form.bytes, group), form.scales, v);
-  return form.scales == kProducts ? scale * stored(form.scale_bases(panel, b), kFloat16, v) : scale;
+  return form.scales == kProducts ? scale * (stored(form.scale_bases(panel, b), kFloat16, v) * splat(kUnits[form.codes])) : scale;
 }
 
 // What an offset, or a zero, adds to a weight.

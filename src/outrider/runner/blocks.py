@@ -29,6 +29,7 @@ BLOCK = 32  # inputs of an output in a block
 HEADER = 64  # bytes at the start of a packed weight's panel; the form comes first
 SPAN = 256  # inputs that share a base
 CODES = ("int8", *native.CODES4)  # meaning of codes: integers, or indices into a table of values
+UNITS = {"iq3_xxs": 1 / 4, "iq2": 1 / 8, "iq1": 1 / 8}  # factors of scales that are products, by the kind of the codes
 NUMBERS = ("none", "bfloat16", "float16", "float32", "zeros", "products")  # storage formats of scales and offsets
 WIDTHS = dict(zip(NUMBERS, (0, 2, 2, 4, 1, 1), strict=True))  # bytes per number
 CHUNK = 1 << 22  # weights packed at a time
@@ -74,7 +75,10 @@ class Form:
 
 @dataclass(frozen=True)
 class Products:
-    """Scales or offsets as products: factors int8 [outputs, groups] times bases float16 [outputs, inputs / 256]."""
+    """Scales or offsets as products: factors int8 [outputs, groups] times bases float16 [outputs, inputs / 256].
+
+    Scales of some kinds of codes are a part of that (``UNITS``).
+    """
 
     factors: Tensor
     bases: Tensor
@@ -289,6 +293,7 @@ def unpack(packed: Tensor, outputs: int, inputs: int) -> Tensor:
         return found * bases.view(torch.float16).float().repeat_interleave(SPAN // BLOCK, 1)[:, :, None, None]
 
     scales, after = stored(form.scales, size, 0), size + form.groups * PANEL * WIDTHS[form.scales]
+    scales = scales * UNITS.get(form.codes, 1) if form.scales == "products" else scales
     offsets = None if form.offsets == "none" else stored(form.offsets, after, -1)
     if offsets is None:
         values = numbers * scales

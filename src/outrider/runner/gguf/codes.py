@@ -149,39 +149,39 @@ def _iq4_xs(raw: Tensor) -> Parts:
 def _iq3_s(raw: Tensor) -> Parts:
     rows = raw[:, 2:66].int() | _planes(raw[:, 66:74], 1, 1).int() << 8
     codes = _grid("IQ3_S")[rows].flatten(1) | _planes(raw[:, 74:106], 1, 1) << 3
-    return codes, (2 * _planes(raw[:, 106:], 1, 4) + 1).view(torch.int8), _half(raw[:, :2])
+    return codes, _odd(_planes(raw[:, 106:], 1, 4)), _half(raw[:, :2])
 
 
 def _iq3_xxs(raw: Tensor) -> Parts:
     words = _words(raw[:, 66:])
     codes = _grid("IQ3_XXS")[raw[:, 2:66].int()].flatten(1) | _paired_signs(words).flatten(1) << 3
-    return codes, _half(raw[:, :2]).float() * (0.5 + (words >> 28 & 15)) * 0.5
+    return codes, _odd(words >> 28 & 15), _half(raw[:, :2])
 
 
 def _iq2_xxs(raw: Tensor) -> Parts:
     pairs = raw[:, 2:].unflatten(1, (8, 8))  # of four rows of the grid, and of signs and a scale
     words = _words(pairs[..., 4:].flatten(1))
     codes = _grid("IQ2_XXS")[pairs[..., :4].int()].flatten(1) | _paired_signs(words).flatten(1) << 3
-    return codes, _half(raw[:, :2]).float() * (0.5 + (words >> 28 & 15)) * 0.25
+    return codes, _odd(words >> 28 & 15), _half(raw[:, :2])
 
 
 def _iq2_xs(raw: Tensor) -> Parts:
     words = _shorts(raw[:, 2:66])
     codes = _grid("IQ2_XS")[words & 511].flatten(1) | _signs()[words >> 9].flatten(1) << 3
-    return codes, _half(raw[:, :2]).float() * (0.5 + _planes(raw[:, 66:], 1, 4)) * 0.25
+    return codes, _odd(_planes(raw[:, 66:], 1, 4)), _half(raw[:, :2])
 
 
 def _iq2_s(raw: Tensor) -> Parts:
     rows = raw[:, 2:34].int() | _planes(raw[:, 66:74], 1, 2).int() << 8
     codes = _grid("IQ2_S")[rows].flatten(1) | _planes(raw[:, 34:66], 1, 1) << 3
-    return codes, _half(raw[:, :2]).float() * (0.5 + _planes(raw[:, 74:], 1, 4)) * 0.25
+    return codes, _odd(_planes(raw[:, 74:], 1, 4)), _half(raw[:, :2])
 
 
 def _iq1_s(raw: Tensor) -> Parts:
-    words = _shorts(raw[:, 34:])[:, :, None]
-    rows = raw[:, 2:34].int().view(-1, 8, 4) | (words >> torch.tensor([0, 3, 6, 9]) & 7) << 8
-    codes = _grid("IQ1_S")[rows] | (words >> 15 << 3).to(torch.uint8)[..., None]
-    return codes.flatten(1), _half(raw[:, :2]).float() * (2 * (words[:, :, 0] >> 12 & 7) + 1) * 0.125
+    words = _shorts(raw[:, 34:])
+    rows = raw[:, 2:34].int().view(-1, 8, 4) | (words[:, :, None] >> torch.tensor([0, 3, 6, 9]) & 7) << 8
+    codes = _grid("IQ1_S")[rows] | (words >> 15 << 3).to(torch.uint8)[..., None, None]
+    return codes.flatten(1), _odd(words >> 12 & 7), _half(raw[:, :2])
 
 
 def _iq1_m(raw: Tensor) -> Parts:
@@ -190,7 +190,12 @@ def _iq1_m(raw: Tensor) -> Parts:
     words = _shorts(raw[:, 48:])
     base = (words >> 12 << torch.tensor([0, 4, 8, 12], dtype=torch.int32)).sum(1, dtype=torch.int32, keepdim=True)
     scales = (words[:, :, None] >> torch.tensor([0, 3, 6, 9]) & 7).flatten(1)
-    return codes.flatten(1), base.to(torch.int16).view(torch.float16).float() * (2 * scales + 1) * 0.125
+    return codes.flatten(1), _odd(scales), base.to(torch.int16).view(torch.float16)
+
+
+def _odd(numbers: Tensor) -> Tensor:
+    """Return the factors 2n + 1 of scales."""
+    return (2 * numbers + 1).to(torch.int8)
 
 
 def _tq1_0(raw: Tensor) -> Parts:
@@ -255,12 +260,12 @@ FORMATS = {
     "IQ4_NL": Format(32, 18, 4, 32, None, _iq4_nl, 4.5, "table4"),
     "IQ4_XS": Format(256, 136, 4, 32, None, _iq4_xs, 4.3125, "table4"),
     "IQ3_S": Format(256, 110, 4, 32, None, _iq3_s, 4.3125, "iq3_s"),
-    "IQ3_XXS": Format(256, 98, 4, 32, None, _iq3_xxs, 5.0, "iq3_xxs"),
-    "IQ2_S": Format(256, 82, 4, 16, None, _iq2_s, 6.0, "iq2"),
-    "IQ2_XS": Format(256, 74, 4, 16, None, _iq2_xs, 6.0, "iq2"),
-    "IQ2_XXS": Format(256, 66, 4, 32, None, _iq2_xxs, 5.0, "iq2"),
-    "IQ1_M": Format(256, 56, 4, 16, None, _iq1_m, 6.0, "iq1"),
-    "IQ1_S": Format(256, 50, 4, 32, None, _iq1_s, 5.0, "iq1"),
+    "IQ3_XXS": Format(256, 98, 4, 32, None, _iq3_xxs, 4.3125, "iq3_xxs"),
+    "IQ2_S": Format(256, 82, 4, 16, None, _iq2_s, 4.5625, "iq2"),
+    "IQ2_XS": Format(256, 74, 4, 16, None, _iq2_xs, 4.5625, "iq2"),
+    "IQ2_XXS": Format(256, 66, 4, 32, None, _iq2_xxs, 4.3125, "iq2"),
+    "IQ1_M": Format(256, 56, 4, 16, None, _iq1_m, 4.5625, "iq1"),
+    "IQ1_S": Format(256, 50, 4, 32, None, _iq1_s, 4.3125, "iq1"),
     "TQ2_0": Format(256, 66, 4, 256, None, _tq2_0, 4.5, "int4"),
     "TQ1_0": Format(256, 54, 4, 256, None, _tq1_0, 4.5, "int4"),
 }
