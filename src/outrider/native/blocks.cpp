@@ -56,7 +56,7 @@ constexpr int8_t kTables[kNumCodes][16] = {
 #include "codes4.inc"
 };
 constexpr const int8_t* kNumbers = kTables[kTable4];
-// Factors of scales that are products, by the kind of the codes: in these formats scales are such parts of the stored ones.
+// The numbers of these kinds are fractions of the integers above. Passes multiply sums by them: products with a power of 2 are exact.
 constexpr float kUnits[kNumCodes] = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f / 4, 1.0f / 8, 1.0f / 8};
 
 // Codes of a block are in groups of `together` inputs; a group has a 32-bit word per output. 8 bits: one input per byte. 4 bits:
@@ -144,9 +144,9 @@ inline float number_at(const uint8_t* block, Codes codes, int64_t input, int64_t
 inline float value_at(const Form& form, const Panel& panel, int64_t b, int64_t input, int64_t output) {
   const uint8_t* block = panel.blocks + b * form.bytes;
   const int64_t group = input * form.groups / kInputs;
-  const float number = number_at(block, form.codes, input, output);
+  const float number = number_at(block, form.codes, input, output) * kUnits[form.codes];
   float scale = stored_at(form.scales_of(block, group), form.scales, output);
-  if (form.scales == kProducts) scale *= stored_at(form.scale_bases(panel, b), kFloat16, output) * kUnits[form.codes];
+  if (form.scales == kProducts) scale *= stored_at(form.scale_bases(panel, b), kFloat16, output);
   if (form.offsets == kNone) return scale * number;
   float offset = stored_at(form.offsets_of(block, group), form.offsets, output);
   if (form.offsets == kProducts) offset *= stored_at(form.offset_bases(panel, b), kFloat16, output);
@@ -184,7 +184,7 @@ inline vec stored(const uint8_t* from, Numbers kind, int v) {
 
 inline vec scale_of(const Form& form, const Panel& panel, int64_t b, int64_t group, int v) {
   const vec scale = stored(form.scales_of(panel.blocks + b * form.bytes, group), form.scales, v);
-  return form.scales == kProducts ? scale * (stored(form.scale_bases(panel, b), kFloat16, v) * splat(kUnits[form.codes])) : scale;
+  return form.scales == kProducts ? scale * stored(form.scale_bases(panel, b), kFloat16, v) : scale;
 }
 
 // What an offset, or a zero, adds to a weight.
@@ -530,14 +530,17 @@ void multiply(const Form& form, const float* x, int64_t count, int64_t inputs, c
 
 void multiply_any(const Form& form, const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, float* out,
                   int64_t bits) {
+  auto run = multiply<Floats>;
 #if defined(OUTRIDER_BYTES)
-  if (bits == 8) return multiply<Bytes>(form, x, count, inputs, packed, panels, out);
+  if (bits == 8) run = multiply<Bytes>;
 #endif
 #if defined(OUTRIDER_HALVES)
-  if (bits == 16) return multiply<Halves>(form, x, count, inputs, packed, panels, out);
+  if (bits == 16) run = multiply<Halves>;
 #endif
-  TORCH_CHECK(bits == 32, "linear_blocks: this CPU does not multiply activations of ", bits, " bits");
-  multiply<Floats>(form, x, count, inputs, packed, panels, out);
+  TORCH_CHECK(bits == 32 || run != multiply<Floats>, "linear_blocks: this CPU does not multiply activations of ", bits, " bits");
+  run(form, x, count, inputs, packed, panels, out);
+  if (kUnits[form.codes] != 1.0f)
+    for (int64_t i = 0; i < count * panels * kPanel; ++i) out[i] *= kUnits[form.codes];
 }
 
 // Read the form of a weight from the header of its first panel.

@@ -29,7 +29,7 @@ BLOCK = 32  # inputs of an output in a block
 HEADER = 64  # bytes at the start of a packed weight's panel; the form comes first
 SPAN = 256  # inputs that share a base
 CODES = ("int8", *native.CODES4)  # meaning of codes: integers, or indices into a table of values
-UNITS = {"iq3_xxs": 1 / 4, "iq2": 1 / 8, "iq1": 1 / 8}  # factors of scales that are products, by the kind of the codes
+UNITS = {"iq3_xxs": 1 / 4, "iq2": 1 / 8, "iq1": 1 / 8}  # fractions of the table's integers that are the numbers of these codes
 NUMBERS = ("none", "bfloat16", "float16", "float32", "zeros", "products")  # storage formats of scales and offsets
 WIDTHS = dict(zip(NUMBERS, (0, 2, 2, 4, 1, 1), strict=True))  # bytes per number
 CHUNK = 1 << 22  # weights packed at a time
@@ -75,10 +75,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Products:
-    """Scales or offsets as products: factors int8 [outputs, groups] times bases float16 [outputs, inputs / 256].
-
-    Scales of some kinds of codes are a part of that (``UNITS``).
-    """
+    """Scales or offsets as products: factors int8 [outputs, groups] times bases float16 [outputs, inputs / 256]."""
 
     factors: Tensor
     bases: Tensor
@@ -281,7 +278,7 @@ def unpack(packed: Tensor, outputs: int, inputs: int) -> Tensor:
         numbers = words.view(torch.int8).float()
     else:
         table = torch.tensor(native.CODES4[form.codes], dtype=torch.float32, device=packed.device)
-        numbers = table[torch.cat([words & 15, words >> 4], -1).long()]
+        numbers = table[torch.cat([words & 15, words >> 4], -1).long()] * UNITS.get(form.codes, 1)
     numbers = numbers.permute(0, 1, 2, 4, 3).reshape(panels, blocks, form.groups, -1, PANEL)
 
     def stored(kind: str, at: int, base: int) -> Tensor:
@@ -293,7 +290,6 @@ def unpack(packed: Tensor, outputs: int, inputs: int) -> Tensor:
         return found * bases.view(torch.float16).float().repeat_interleave(SPAN // BLOCK, 1)[:, :, None, None]
 
     scales, after = stored(form.scales, size, 0), size + form.groups * PANEL * WIDTHS[form.scales]
-    scales = scales * UNITS.get(form.codes, 1) if form.scales == "products" else scales
     offsets = None if form.offsets == "none" else stored(form.offsets, after, -1)
     if offsets is None:
         values = numbers * scales
