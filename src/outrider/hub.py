@@ -18,7 +18,7 @@ Source = TypeVar("Source")
 
 NAME = re.compile(r"(\w[\w.-]*/[\w.-]*GGUF)(?::([\w.-]+))?", re.IGNORECASE)  # hub id, quantisation
 # End of a file's name after the model's: quantisation, part. Qwen3-8B-Q4_K_M.gguf, Qwen3-8B-UD-Q4_K_XL-00001-of-00002.gguf
-QUANTISATION = re.compile(r"(?:[-.]((?:UD-)?(?:I?Q|TQ|BF|F|MXFP)\d\w*))?(?:-(\d{5})-of-\d{5})?\.gguf$", re.IGNORECASE)
+QUANTISATION = re.compile(r"(?:[-.]((?:UD-)?(?:I?Q|TQ|BF|F|MXFP)\d\w*))?(?:-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE)
 USUAL = ("Q4_K_M", "UD-Q4_K_XL", "Q8_0")  # the first of these that a repository has is used if none is named
 OTHERS = ("mmproj", "imatrix")  # names of files that hold no model
 

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.runner import gguf
 from outrider.runner.gguf.architecture import FACTORS, Architecture, Entry, Tensors, Values
-from outrider.runner.gguf.configs import required
+from outrider.runner.gguf.configs import required, windows
 from outrider.runner.gguf.configs_gemma import gemma4
 from outrider.types import OutriderError
 
@@ -71,7 +71,16 @@ OWN_PARTS = {  # the same by architecture
 }
 UNUSED = (FACTORS, "masked_embd_centroids.weight", "masked_embd_ordering")  # the first is part of the config
 NAME = re.compile(r"(?:blk\.(\d+)\.)?(.+?)(\.weight|\.bias)?")
-# llama.cpp stores Llama 3's scaled rotary positions as divisors of the frequencies. All of its models were scaled with these.
+SAME_IN_DFLASH = (  # entries that have the names of the config's keys
+    "block_size",
+    "sample_from_anchor",
+    "final_logit_softcapping",
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
+)
+# llama.cpp stores Llama 3's scaled rotary positions as divisors of the frequencies. All Llama 3 models were scaled with these.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -91,19 +100,17 @@ def dflash(entry: Entry, tensors: Tensors, values: Values) -> None:
     rotated = entry("rope.dimension_count")
     if rotated not in (None, values["head_dim"]):
         raise ValueError(f"rotary positions of {rotated} of {values['head_dim']} features, expected all")
-    pattern = entry("attention.sliding_window_pattern") or [False] * values["num_hidden_layers"]
+    kinds = windows(entry, values, period=1)
     values |= {
         "aux_hidden_state_layer_ids": required(entry, "target_layers"),
-        "layer_types": ["sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern],
+        "layer_types": kinds,
         "sliding_window": entry("attention.sliding_window"),
-        "use_sliding_window": any(pattern),
+        "use_sliding_window": "sliding_attention" in kinds,
         "is_causal": entry("attention.causal"),
         "output_multiplier": entry("logit_scale"),
         "input_embedding_scale": entry("embedding_scale"),
     }
-    for name in ("block_size", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "sample_from_anchor"):
-        values[name] = entry(name)
-    values["final_logit_softcapping"] = entry("final_logit_softcapping")
+    values |= {name: entry(name) for name in SAME_IN_DFLASH}
     _add_llama3_scaling(tensors, values)
 
 
@@ -121,7 +128,7 @@ def gemma4_assistant(entry: Entry, tensors: Tensors, values: Values) -> None:
 
 
 def _add_llama3_scaling(tensors: Tensors, values: Values) -> None:
-    """Add Llama 3's scaling if the file has divisors of frequencies. Raises ``ValueError`` if they are others than its."""
+    """Add Llama 3's scaling if the file has divisors of frequencies. Raises ``ValueError`` for any other divisors."""
     if FACTORS not in tensors:
         return
     found = torch.from_numpy(tensors[FACTORS].data.copy())

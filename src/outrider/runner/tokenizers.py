@@ -96,8 +96,9 @@ def _vocabulary(source: Path) -> tuple[dict[str, int], set[str]]:
 
     Raises ``DifferentVocabulary`` if there is neither.
     """
-    file, model = source / TOKENIZER_FILES[0], gguf.find(source)
+    file = source / TOKENIZER_FILES[0]
     if not file.exists():
+        model = gguf.find(source)
         if model is None:
             raise DifferentVocabulary("draft and target have no tokenizer files to compare")
         return gguf.GgufFile.open(model).vocabulary()

@@ -137,10 +137,6 @@ def _mxfp4(raw: Tensor) -> Parts:
     return _planes(raw[:, 1:], 16, 4), blocks.float4_scales(raw[:, :1])
 
 
-def _iq4_nl(raw: Tensor) -> Parts:
-    return _planes(raw[:, 2:], 16, 4), _half(raw[:, :2])
-
-
 def _iq4_xs(raw: Tensor) -> Parts:
     scales = _planes(raw[:, 4:8], 1, 4) | _planes(raw[:, 2:4], 1, 2) << 4
     return _planes(raw[:, 8:], 16, 4), scales.view(torch.int8) - 32, _half(raw[:, :2])
@@ -257,7 +253,7 @@ FORMATS = {
     "Q5_K": Format(256, 176, 5, 32, None, _q5_k, 8.625),
     "Q6_K": Format(256, 210, 6, 16, 32, _q6_k, 8.5625),
     "MXFP4": Format(32, 17, 4, 32, None, _mxfp4, 4.5, "float4"),
-    "IQ4_NL": Format(32, 18, 4, 32, None, _iq4_nl, 4.5, "table4"),
+    "IQ4_NL": Format(32, 18, 4, 32, None, _q4_0, 4.5, "table4"),
     "IQ4_XS": Format(256, 136, 4, 32, None, _iq4_xs, 4.3125, "table4"),
     "IQ3_S": Format(256, 110, 4, 32, None, _iq3_s, 4.3125, "iq3_s"),
     "IQ3_XXS": Format(256, 98, 4, 32, None, _iq3_xxs, 4.3125, "iq3_xxs"),

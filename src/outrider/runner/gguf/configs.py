@@ -47,7 +47,7 @@ def by_layer(entry: Entry, name: str) -> list[Any]:
     return value if isinstance(value, list) else [value] * num_layers
 
 
-def _windows(entry: Entry, values: Values, period: int) -> list[str]:
+def windows(entry: Entry, values: Values, period: int) -> list[str]:
     """Return the kinds of layers. ``period``: without an entry, every layer but the last of so many has a window."""
     pattern = entry("attention.sliding_window_pattern") or period
     if not isinstance(pattern, list):
@@ -283,7 +283,7 @@ def nemotron_h(entry: Entry, _: Tensors, values: Values) -> None:
 def exaone4(entry: Entry, _: Tensors, values: Values) -> None:
     """Add which layers have a window, by default none."""
     values["sliding_window"] = entry("attention.sliding_window") or None
-    values["layer_types"] = _windows(entry, values, period=1)
+    values["layer_types"] = windows(entry, values, period=1)
 
 
 def olmo3(entry: Entry, tensors: Tensors, values: Values) -> None:
@@ -380,7 +380,7 @@ def cohere(entry: Entry, tensors: Tensors, values: Values) -> None:
 def cohere2(entry: Entry, tensors: Tensors, values: Values) -> None:
     cohere(entry, tensors, values)
     values["sliding_window"] = required(entry, "attention.sliding_window")
-    values["layer_types"] = _windows(entry, values, period=4)
+    values["layer_types"] = windows(entry, values, period=4)
 
 
 def starcoder2(entry: Entry, tensors: Tensors, values: Values) -> None:
@@ -420,7 +420,7 @@ def afmoe(entry: Entry, _: Tensors, values: Values) -> None:
         "num_dense_layers": entry("leading_dense_block_count") or 0,
         "route_scale": entry("expert_weights_scale") or 1.0,
         "sliding_window": required(entry, "attention.sliding_window"),
-        "layer_types": _windows(entry, values, period=4),
+        "layer_types": windows(entry, values, period=4),
         "mup_enabled": True,  # in llama.cpp's code
     }
 

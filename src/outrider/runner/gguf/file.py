@@ -37,6 +37,7 @@ OF_HEAD_SIZE = ("rope.dimension_count", "attention.value_length")  # unless the 
 OF_HEADS = ("target_layers", "embedding_length_out")  # entries about the target of a head
 NEEDED = ("block_count", "embedding_length", "attention.head_count")
 STRING, LIST = 8, 9  # codes of types in a header
+TOKENS = "tokenizer.ggml.tokens"
 LEARNED = (1, 6)  # types of tokens: normal ones and bytes
 
 
@@ -115,9 +116,8 @@ class GgufFile:
 
     def vocabulary(self) -> tuple[dict[str, int], set[str]]:
         """Return the id of each token, and the tokens that training did not learn: special, added and padding ones."""
-        raw, count, at, tokens = memoryview(b""), self.num_strings("tokenizer.ggml.tokens") or 0, 0, []
-        if count:
-            raw = memoryview(self.fields["tokenizer.ggml.tokens"].parts[-1])
+        count, at, tokens = self.num_strings(TOKENS) or 0, 0, []
+        raw = memoryview(self.fields[TOKENS].parts[-1] if count else b"")
         for _ in range(count):
             end = at + 8 + int.from_bytes(raw[at : at + 8], "little")
             tokens.append(str(raw[at + 8 : end], errors="replace"))
@@ -220,7 +220,7 @@ class GgufFile:
         values: dict[str, Any] = {
             "name_or_path": str(self.path.parent),
             "tie_word_embeddings": "output.weight" not in self.tensors,
-            "vocab_size": self.num_strings("tokenizer.ggml.tokens"),
+            "vocab_size": self.num_strings(TOKENS),
         }
         for prefix in ("general", self.architecture, "tokenizer"):
             model_type = architecture.model_type.removesuffix("_text") if prefix == self.architecture else prefix
