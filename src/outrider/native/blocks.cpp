@@ -4,7 +4,7 @@
 // A pass over one row takes as long as reading the codes from memory. Codes are decoded in registers, once for all rows of a tile,
 // and multiplied with activations in one of three precisions:
 //
-// - 8 bits, one scale per row and block: integer products, four per lane and instruction (AVX-512 VNNI) or two (AVX2);
+// - 8 bits, one scale per row and block: integer products, four per lane and instruction (VNNI) or two (AVX2);
 // - 16 bits: bfloat16 products, two per lane and instruction, float32 sums (AVX-512 BF16);
 // - 32 bits: float32, on any CPU.
 //
@@ -35,9 +35,10 @@ namespace {
 constexpr int64_t kInputs = 32;   // inputs of a block; its outputs are kPanel
 constexpr int64_t kHeader = 64;   // bytes at the start of a panel
 constexpr int64_t kSpan = 8;      // blocks that share a base
-// Rows of a tile. 12 rows x 2 vectors of sums leave 8 of AVX-512's registers for weights; on AVX2 4 rows x 4 vectors are the fastest,
-// although not all of them are in registers.
-constexpr int kMaxRows = kLanes == 16 ? 12 : 4;
+// Rows of a tile, and vectors of a panel whose sums are computed at once: 12 rows x 2 vectors of sums leave 8 of AVX-512's registers
+// for weights, 8 rows x 1 vector leave 8 of AVX2's.
+constexpr int kMaxRows = kLanes == 16 ? 12 : 8;
+constexpr int kAtOnce = kLanes == 16 ? kVectors : 1;
 constexpr int64_t kStretch = 16;  // blocks whose weights stay in the L1 cache while all rows of a pass are multiplied
 // Bytes to prefetch ahead, because the hardware prefetcher stops at page ends: measured on AMD's Zen 5 and on Intel's Sapphire Rapids.
 #if defined(__AVX512BF16__) && !defined(__AMX_TILE__)
@@ -47,7 +48,7 @@ constexpr int64_t kAhead = 2048;
 #endif
 
 // Numbers of codes, and dtypes of scales and offsets. Python's names for them are in runner/blocks.py.
-enum Codes : uint8_t { kInt8, kTable4, kInt4, kUint4, kFloat4, kIq3S, kIq3Xxs, kIq2, kIq1, kNumCodes };
+enum Codes : uint8_t { kInt8, kTable4, kInt4, kUint4, kFloat4, kIq3S, kIq3Xxs, kIq2, kIq1, kRounded4, kNumCodes };
 enum Numbers : uint8_t { kNone, kBfloat16, kFloat16, kFloat32, kZeros, kProducts, kNumNumbers };
 constexpr int64_t kWidths[kNumNumbers] = {0, 2, 2, 4, 1, 1};  // bytes
 
@@ -55,9 +56,9 @@ constexpr int8_t kTables[kNumCodes][16] = {
     {},
 #include "codes4.inc"
 };
-constexpr const int8_t* kNumbers = kTables[kTable4];
+constexpr const int8_t* kNumbers = kTables[kRounded4];
 // The numbers of these kinds are fractions of the integers above. Passes multiply sums by them: products with a power of 2 are exact.
-constexpr float kUnits[kNumCodes] = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f / 4, 1.0f / 8, 1.0f / 8};
+constexpr float kUnits[kNumCodes] = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f / 4, 1.0f / 8, 1.0f / 8, 1.0f};
 
 // Codes of a block are in groups of `together` inputs; a group has a 32-bit word per output. 8 bits: one input per byte. 4 bits:
 // inputs 0 to 3 in the low halves of the bytes, inputs 4 to 7 in the high halves.
@@ -79,13 +80,17 @@ struct Form {
   Codes codes;
   Numbers scales, offsets;
   uint8_t groups;
+  int lowest, range;  // of numbers: the lowest one, and the difference of the highest one
   int64_t scales_at, offsets_at, bytes, base_bytes;
 
-  Form(uint8_t codes_, uint8_t scales_, uint8_t offsets_, uint8_t groups_)
+  // `lowest_`: of 8-bit codes; if it is not -128, they have at most 6 bits.
+  Form(uint8_t codes_, uint8_t scales_, uint8_t offsets_, uint8_t groups_, int8_t lowest_ = -128)
       : codes(static_cast<Codes>(codes_)),
         scales(static_cast<Numbers>(scales_)),
         offsets(static_cast<Numbers>(offsets_)),
         groups(groups_),
+        lowest(codes == kInt8 ? lowest_ : *std::ranges::min_element(kTables[codes])),
+        range(codes != kInt8 ? *std::ranges::max_element(kTables[codes]) - lowest : lowest == -128 ? 255 : 63),
         scales_at(codes == kInt8 ? Bits8::bytes : Bits4::bytes),
         offsets_at(scales_at + groups * kPanel * kWidths[scales]),
         bytes(offsets_at + groups * kPanel * kWidths[offsets]),
@@ -158,8 +163,7 @@ struct Rows {
   int64_t count, blocks, at_once;
   std::unique_ptr<int32_t[]> words;   // per tile of n rows: [words of a row][n]
   std::unique_ptr<float[]> scales;    // 8 bits only; per tile of n rows: [blocks][n]
-  // AVX-512 VNNI only: initial sums, -128 * (sum of a row's codes), because weights enter as code + 128
-  std::unique_ptr<int32_t[]> starts;
+  std::unique_ptr<int32_t[]> starts;  // 8 bits only: the initial sums, for weights that enter as numbers without a sign
   std::unique_ptr<float[]> sums;  // of a row's activations; starts and sums per tile of n rows: [blocks][groups][n]
 };
 
@@ -233,9 +237,18 @@ inline void round_to_bytes(const float* x, int64_t left, int32_t* to, int64_t st
   }
 }
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+// The next word of a row, in all lanes. Compilers would keep broadcast words of several vectors of a panel in memory.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+inline ivec broadcast(const int32_t* x) {
+  ivec found;
+  asm volatile("vpbroadcastd %1, %0" : "=x"(found) : "m"(*x));
+  return found;
+}
+#endif
+
+#if (defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
 #define OUTRIDER_BYTES
-// Integer products.
+// Integer products, four per lane and instruction.
 struct Bytes {
   using Sum = ivec;
   using Weights = ivec;
@@ -243,14 +256,14 @@ struct Bytes {
   static constexpr int64_t words = kInputs / 4;  // 32 bits each, of a row's block
 
   template <int groups>
-  static void prepare(const float* x, int64_t left, int32_t* to, int64_t stride, float* scale, int32_t* starts, float* sums) {
+  static void prepare(const Form&, const float* x, int64_t left, int32_t* to, int64_t stride, float* scale, int32_t* starts, float* sums) {
     int32_t totals[groups];
     round_to_bytes<groups>(x, left, to, stride, scale, totals, sums);
     for (int64_t g = 0; g < groups; ++g) starts[g * stride] = -128 * totals[g];
   }
   // Weights as numbers + 128: the instruction takes one unsigned factor.
   static ivec raised(ivec numbers) { return numbers ^ static_cast<int32_t>(0x80808080); }
-  static ivec table(Codes codes) { return raised(repeated(kTables[codes])); }
+  static ivec table(const Form& form) { return raised(repeated(kTables[form.codes])); }
   static void decode(const uint8_t* words_of, Bits8, ivec, ivec* weights) {
     weights[0] = raised(load(reinterpret_cast<const int32_t*>(words_of)));
   }
@@ -260,54 +273,75 @@ struct Bytes {
     weights[1] = look_up(table, codes >> 4 & 0x0f0f0f0f);
   }
   static Sum start(const int32_t* from) { return ivec{} + *from; }
-  static Sum add(Sum sum, ivec weights, const int32_t* x) {
+  static void add(Sum& sum, ivec weights, const int32_t* x, int64_t) {
+#if defined(__AVX512F__)
     asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*x));  // compilers would add a broadcast
-    return sum;
+#else
+    sum = reinterpret_cast<ivec>(_mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sum), reinterpret_cast<__m256i>(weights),
+                                                         reinterpret_cast<__m256i>(broadcast(x))));
+#endif
   }
-  static vec result(Sum sum, const float* scale) { return __builtin_convertvector(sum, vec) * splat(*scale); }
+  static vec result(Sum sum, const int32_t*, const float* scale) { return __builtin_convertvector(sum, vec) * splat(*scale); }
 };
 #elif defined(__AVX2__) && !defined(__AVX512F__)
 #define OUTRIDER_BYTES
-// Integer products of two bytes, one of them unsigned: the sizes of the weights, times activations with the weights' signs. Sums of two
-// products fit in 16 bits: at most 2 * 128 * 127. With AVX-VNNI one instruction sums four.
+// Integer products of two bytes, one of them unsigned, whose sums fit in 16 bits. If numbers have a small range, they enter without a
+// sign, as numbers minus the lowest one, and `at_once` products are added in 16 bits; two or four instead of five instructions
+// for four products. Else (`at_once` is 0) their sizes enter, with activations that have the numbers' signs.
+template <int at_once>
 struct Bytes {
-  using Sum = ivec;
+  struct Sum {
+    ivec wide, narrow;
+  };
   struct Weights {
-    __m256i sizes, numbers;
+    ivec sizes, numbers;
   };
   static constexpr int max_rows = kMaxRows;
   static constexpr int64_t words = kInputs / 4;  // 32 bits each, of a row's block
 
   template <int groups>
-  static void prepare(const float* x, int64_t left, int32_t* to, int64_t stride, float* scale, int32_t*, float* sums) {
+  static void prepare(const Form& form, const float* x, int64_t left, int32_t* to, int64_t stride, float* scale, int32_t* starts,
+                      float* sums) {
     int32_t totals[groups];
     round_to_bytes<groups>(x, left, to, stride, scale, totals, sums);
+    for (int64_t g = 0; g < groups; ++g) starts[g * stride] = at_once ? form.lowest * totals[g] : 0;
   }
-  static ivec table(Codes codes) { return repeated(kTables[codes]); }
+  static ivec table(const Form& form) {  // of 8-bit codes: what is subtracted from them
+    int8_t numbers[16];
+    for (int i = 0; i < 16; ++i) numbers[i] = static_cast<int8_t>((form.codes == kInt8 ? 0 : kTables[form.codes][i]) - (at_once ? form.lowest : 0));
+    return repeated(numbers);
+  }
   static Weights split(ivec numbers) {
-    const auto signed_numbers = reinterpret_cast<__m256i>(numbers);
-    return {_mm256_abs_epi8(signed_numbers), signed_numbers};
+    return {at_once ? numbers : reinterpret_cast<ivec>(_mm256_abs_epi8(reinterpret_cast<__m256i>(numbers))), numbers};
   }
-  static void decode(const uint8_t* words_of, Bits8, ivec, Weights* weights) {
-    weights[0] = split(load(reinterpret_cast<const int32_t*>(words_of)));
+  static void decode(const uint8_t* words_of, Bits8, ivec table, Weights* weights) {
+    const ivec codes = load(reinterpret_cast<const int32_t*>(words_of));
+    weights[0] = split(at_once ? reinterpret_cast<ivec>(_mm256_add_epi8(reinterpret_cast<__m256i>(codes), reinterpret_cast<__m256i>(table))) : codes);
   }
   static void decode(const uint8_t* words_of, Bits4, ivec table, Weights* weights) {
     const ivec codes = load(reinterpret_cast<const int32_t*>(words_of));
     weights[0] = split(look_up(table, codes & 0x0f0f0f0f));
     weights[1] = split(look_up(table, codes >> 4 & 0x0f0f0f0f));
   }
-  static Sum start(const int32_t*) { return ivec{}; }
-  static Sum add(Sum sum, const Weights& weights, const int32_t* x) {
-    const __m256i signed_x = _mm256_sign_epi8(_mm256_set1_epi32(*x), weights.numbers);
-#if defined(__AVXVNNI__)
-    return reinterpret_cast<ivec>(_mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sum), weights.sizes, signed_x));
-#else
-    const __m256i twos = _mm256_maddubs_epi16(weights.sizes, signed_x), fours = _mm256_madd_epi16(twos, _mm256_set1_epi16(1));
-    asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(fours));  // compilers would sum products as a tree, in memory
-    return sum;
-#endif
+  static Sum start(const int32_t*) { return {ivec{}, ivec{}}; }
+  // Add the products with a word of x, the `index`-th of its group.
+  static void add(Sum& sum, const Weights& weights, const int32_t* x, int64_t index) {
+    __m256i x_of = reinterpret_cast<__m256i>(broadcast(x));
+    if (at_once == 0) x_of = _mm256_sign_epi8(x_of, reinterpret_cast<__m256i>(weights.numbers));
+    __m256i twos = _mm256_maddubs_epi16(reinterpret_cast<__m256i>(weights.sizes), x_of), narrow = reinterpret_cast<__m256i>(sum.narrow);
+    constexpr int64_t run = at_once ? at_once : 1;
+    if (index % run == 0) narrow = twos;
+    else asm("vpaddw %1, %0, %0" : "+x"(narrow) : "x"(twos));  // compilers would sum products as a tree, in memory
+    sum.narrow = reinterpret_cast<ivec>(narrow);
+    if (index % run != run - 1) return;
+    const ivec fours = reinterpret_cast<ivec>(_mm256_madd_epi16(narrow, _mm256_set1_epi16(1)));
+    if (index == run - 1) sum.wide = fours;
+    else asm("vpaddd %1, %0, %0" : "+x"(sum.wide) : "x"(fours));
   }
-  static vec result(Sum sum, const float* scale) { return __builtin_convertvector(sum, vec) * splat(*scale); }
+  static vec result(Sum sum, const int32_t* start, const float* scale) {
+    const ivec total = at_once ? sum.wide + broadcast(start) : sum.wide;
+    return __builtin_convertvector(total, vec) * reinterpret_cast<vec>(broadcast(reinterpret_cast<const int32_t*>(scale)));
+  }
 };
 #endif
 
@@ -321,7 +355,7 @@ struct Halves {
   static constexpr int64_t words = kInputs / 2;
 
   template <int groups>
-  static void prepare(const float* x, int64_t left, int32_t* to, int64_t stride, float*, int32_t*, float* sums) {
+  static void prepare(const Form&, const float* x, int64_t left, int32_t* to, int64_t stride, float*, int32_t*, float* sums) {
     const Activations some(x, left);
     alignas(64) uint16_t rounded[kInputs];
     _mm512_store_si512(rounded, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(some.parts[1], some.parts[0])));
@@ -333,7 +367,7 @@ struct Halves {
     const float totals[2] = {sum(load(numbers)), sum(load(numbers + kLanes))};
     for (int64_t g = 0; g < groups; ++g) sums[g * stride] = groups == 1 ? totals[0] + totals[1] : totals[g];
   }
-  static ivec table(Codes codes) { return load(reinterpret_cast<const int32_t*>(kEntries[codes].entries)); }
+  static ivec table(const Form& form) { return load(reinterpret_cast<const int32_t*>(kEntries[form.codes].entries)); }
   static void decode(const uint8_t* words_of, Bits8, ivec, ivec* weights) {
     const ivec codes = load(reinterpret_cast<const int32_t*>(words_of));
     const auto number = [](ivec code) { return reinterpret_cast<uvec>(__builtin_convertvector(code >> 24, vec)); };
@@ -351,11 +385,10 @@ struct Halves {
     weights[3] = number(_mm512_srli_epi16(codes, 12));
   }
   static Sum start(const int32_t*) { return vec{}; }
-  static Sum add(Sum sum, ivec weights, const int32_t* x) {
+  static void add(Sum& sum, ivec weights, const int32_t* x, int64_t) {
     asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*x));
-    return sum;
   }
-  static vec result(Sum sum, const float*) { return sum; }
+  static vec result(Sum sum, const int32_t*, const float*) { return sum; }
 
   struct Table {
     alignas(64) uint16_t entries[32];
@@ -383,7 +416,7 @@ struct Floats {
   static constexpr int64_t words = kInputs;
 
   template <int groups>
-  static void prepare(const float* x, int64_t left, int32_t* to, int64_t stride, float*, int32_t*, float* sums) {
+  static void prepare(const Form&, const float* x, int64_t left, int32_t* to, int64_t stride, float*, int32_t*, float* sums) {
     const Activations some(x, left);
     for (int64_t g = 0; g < groups; ++g) sums[g * stride] = 0.0f;
     for (int64_t k = 0; k < kInputs; ++k) {
@@ -392,7 +425,7 @@ struct Floats {
       sums[k * groups / kInputs * stride] += number;
     }
   }
-  static ivec table(Codes codes) { return repeated(kTables[codes]); }
+  static ivec table(const Form& form) { return repeated(kTables[form.codes]); }
   static void widen(ivec numbers, vec* weights) {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) weights[i] = __builtin_convertvector(numbers << (24 - 8 * i) >> 24, vec);
@@ -406,11 +439,8 @@ struct Floats {
     widen(look_up(table, codes >> 4 & 0x0f0f0f0f), weights + 4);
   }
   static Sum start(const int32_t*) { return vec{}; }
-  static Sum add(Sum sum, vec weights, const int32_t* x) {
-    fused_at(weights, reinterpret_cast<const float*>(x), sum);
-    return sum;
-  }
-  static vec result(Sum sum, const float*) { return sum; }
+  static void add(Sum& sum, vec weights, const int32_t* x, int64_t) { fused_at(weights, reinterpret_cast<const float*>(x), sum); }
+  static vec result(Sum sum, const int32_t*, const float*) { return sum; }
 };
 
 // out[r][32] (+)= blocks [from, to) of one panel times `rows` rows.
@@ -418,58 +448,61 @@ template <typename Arithmetic, typename Bits, int groups, int rows>
 void tile(const Form& form, const Panel& panel, int64_t from, int64_t to, const Part& x, float* out, int64_t out_stride, int64_t ahead) {
   // Steps of a group; words of x in one.
   constexpr int64_t steps = kInputs / Bits::together / groups, words = Arithmetic::words / steps / groups;
-  const ivec table = Arithmetic::table(form.codes);
+  const ivec table = Arithmetic::table(form);
   const int64_t bytes = form.bytes;
   // float32 numbers have their zeros subtracted, so that each weight is the checkpoint's to the bit.
   const bool subtracts = std::is_same_v<Arithmetic, Floats> && form.offsets == kZeros, shifted = form.offsets != kNone && !subtracts;
-  vec totals[rows][kVectors];  // of all blocks, in float32
-#pragma GCC unroll 12
-  for (int r = 0; r < rows; ++r)
+  vec totals[kVectors][rows];  // of all blocks, in float32
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) totals[r][v] = from == 0 ? vec{} : load(out + r * out_stride + v * kLanes);
+  for (int v = 0; v < kVectors; ++v)
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; ++r) totals[v][r] = from == 0 ? vec{} : load(out + r * out_stride + v * kLanes);
   for (int64_t b = from; b < to; ++b) {
     const uint8_t* block = panel.blocks + b * bytes;
     if (ahead)
       for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(block + ahead + i);
-    for (int64_t group = 0; group < groups; ++group) {
-      const int64_t place = (b * groups + group) * rows;
-      const int32_t* x_of = x.words + place * steps * words;
-      typename Arithmetic::Sum sums[rows][kVectors];
+    for (int64_t group = 0; group < groups; ++group)
+#pragma GCC unroll 1
+      for (int first = 0; first < kVectors; first += kAtOnce) {
+        const int64_t place = (b * groups + group) * rows;
+        const int32_t *x_of = x.words + place * steps * words, *starts = x.starts + place;
+        const float *scales = x.scales + b * rows, *x_sums = x.sums + place;
+        opaque(x_of), opaque(starts), opaque(scales);
+        typename Arithmetic::Sum sums[kAtOnce][rows];
+#pragma GCC unroll 2
+        for (int v = 0; v < kAtOnce; ++v)
 #pragma GCC unroll 12
-      for (int r = 0; r < rows; ++r)
+          for (int r = 0; r < rows; ++r) sums[v][r] = Arithmetic::start(starts + r);
 #pragma GCC unroll 8
-        for (int v = 0; v < kVectors; ++v) sums[r][v] = Arithmetic::start(x.starts + place + r);
+        for (int64_t step = 0; step < steps; ++step)
+#pragma GCC unroll 2
+          for (int v = 0; v < kAtOnce; ++v) {
+            typename Arithmetic::Weights weights[words];
+            Arithmetic::decode(block + ((group * steps + step) * kPanel + (first + v) * kLanes) * 4, Bits{}, table, weights);
+            if constexpr (std::is_same_v<Arithmetic, Floats>)
+              if (subtracts) for (vec& numbers : weights) numbers -= stored(form.offsets_of(block, group), kZeros, first + v);
 #pragma GCC unroll 8
-      for (int64_t step = 0; step < steps; ++step) {
-#pragma GCC unroll 8
-        for (int v = 0; v < kVectors; ++v) {
-          typename Arithmetic::Weights weights[words];
-          Arithmetic::decode(block + ((group * steps + step) * kPanel + v * kLanes) * 4, Bits{}, table, weights);
-          if constexpr (std::is_same_v<Arithmetic, Floats>)
-            if (subtracts) for (vec& numbers : weights) numbers -= stored(form.offsets_of(block, group), kZeros, v);
-#pragma GCC unroll 8
-          for (int64_t i = 0; i < words; ++i)
+            for (int64_t i = 0; i < words; ++i)
 #pragma GCC unroll 12
-            for (int r = 0; r < rows; ++r) sums[r][v] = Arithmetic::add(sums[r][v], weights[i], x_of + (step * words + i) * rows + r);
+              for (int r = 0; r < rows; ++r) Arithmetic::add(sums[v][r], weights[i], x_of + (step * words + i) * rows + r, step * words + i);
+          }
+#pragma GCC unroll 2
+        for (int v = 0; v < kAtOnce; ++v) {
+          const vec scale = scale_of(form, panel, b, group, first + v);
+          const vec offset = shifted ? added(form, panel, b, group, first + v, scale) : vec{};
+#pragma GCC unroll 12
+          for (int r = 0; r < rows; ++r) {
+            vec before = totals[first + v][r];
+            if (shifted) before = fused(offset, splat(x_sums[r]), before);
+            totals[first + v][r] = fused(Arithmetic::result(sums[v][r], starts + r, scales + r), scale, before);
+          }
         }
       }
-#pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) {
-        const vec scale = scale_of(form, panel, b, group, v);
-        const vec offset = shifted ? added(form, panel, b, group, v, scale) : vec{};
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; ++r) {
-          vec before = totals[r][v];
-          if (shifted) before = fused(offset, splat(x.sums[place + r]), before);
-          totals[r][v] = fused(Arithmetic::result(sums[r][v], x.scales + b * rows + r), scale, before);
-        }
-      }
-    }
   }
-#pragma GCC unroll 12
-  for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) store(out + r * out_stride + v * kLanes, totals[r][v]);
+  for (int v = 0; v < kVectors; ++v)
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; ++r) store(out + r * out_stride + v * kLanes, totals[v][r]);
 }
 
 using Tile = void (*)(const Form&, const Panel&, int64_t, int64_t, const Part&, float*, int64_t, int64_t);
@@ -481,7 +514,7 @@ template <typename Arithmetic, typename Bits, int groups>
 constexpr auto kTiles = make_tiles<Arithmetic, Bits, groups>(std::make_index_sequence<Arithmetic::max_rows>{});  // [rows - 1]
 
 template <typename Arithmetic, int groups>
-Rows prepare(const float* x, int64_t count, int64_t inputs) {
+Rows prepare(const Form& form, const float* x, int64_t count, int64_t inputs) {
   const int64_t blocks = (inputs + kInputs - 1) / kInputs, tiles = (count + Arithmetic::max_rows - 1) / Arithmetic::max_rows;
   Rows rows{count, blocks, (count + tiles - 1) / tiles, {}, {}, {}, {}};
   rows.words.reset(new int32_t[count * blocks * Arithmetic::words]);
@@ -492,9 +525,9 @@ Rows prepare(const float* x, int64_t count, int64_t inputs) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t r = i / blocks, b = i % blocks, first = r / rows.at_once * rows.at_once, n = std::min(rows.at_once, count - first);
       const auto place = [&](int64_t size) { return (first * blocks + b * n) * size + r - first; };
-      Arithmetic::template prepare<groups>(x + r * inputs + b * kInputs, inputs - b * kInputs, rows.words.get() + place(Arithmetic::words), n,
-                                           rows.scales.get() + place(1), rows.starts.get() + place(groups),
-                                           rows.sums.get() + place(groups));
+      Arithmetic::template prepare<groups>(form, x + r * inputs + b * kInputs, inputs - b * kInputs,
+                                           rows.words.get() + place(Arithmetic::words), n, rows.scales.get() + place(1),
+                                           rows.starts.get() + place(groups), rows.sums.get() + place(groups));
     }
   });
   return rows;
@@ -502,42 +535,62 @@ Rows prepare(const float* x, int64_t count, int64_t inputs) {
 
 template <typename Arithmetic, typename Bits, int groups>
 void multiply(const Form& form, const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, float* out) {
-  const Rows rows = prepare<Arithmetic, groups>(x, count, inputs);
+  const Rows rows = prepare<Arithmetic, groups>(form, x, count, inputs);
   const int64_t blocks = rows.blocks, stride = panels * kPanel;
   const int64_t stretch = count == rows.at_once ? blocks : kStretch;
   const int64_t grain = std::max<int64_t>(1, 200'000 / (inputs * kPanel * (count + 4)));  // about 10 microseconds of work per thread
   parallel_for(0, panels, grain, [&](int64_t begin, int64_t end) {
+    // Sums of several stretches are in a buffer: rows of `out` are far apart, in the same sets of the caches.
+    const std::unique_ptr<float[]> buffer(stretch < blocks ? new float[count * kPanel] : nullptr);
     for (int64_t p = begin; p < end; ++p) {
       const Panel panel = form.panel(packed, p, blocks);
+      float* const to = out + p * kPanel;
       for (int64_t b = 0; b < blocks; b += stretch)
         for (int64_t r = 0; r < count; r += rows.at_once) {
           const int64_t n = std::min(rows.at_once, count - r), at = r * blocks;
           const Part part{rows.words.get() + at * Arithmetic::words, rows.scales.get() + at, rows.starts.get() + at * groups,
                           rows.sums.get() + at * groups};
-          kTiles<Arithmetic, Bits, groups>[n - 1](form, panel, b, std::min(blocks, b + stretch), part, out + r * stride + p * kPanel, stride,
+          kTiles<Arithmetic, Bits, groups>[n - 1](form, panel, b, std::min(blocks, b + stretch), part,
+                                                  buffer ? buffer.get() + r * kPanel : to + r * stride, buffer ? kPanel : stride,
                                                   r == 0 ? kAhead : 0);
         }
+      for (int64_t r = 0; buffer && r < count; ++r) std::copy_n(buffer.get() + r * kPanel, kPanel, to + r * stride);
     }
   });
 }
 
-template <typename Arithmetic>
-void multiply(const Form& form, const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, float* out) {
-  const auto run = form.codes == kInt8 ? (form.groups == 1 ? multiply<Arithmetic, Bits8, 1> : multiply<Arithmetic, Bits8, 2>)
-                                       : (form.groups == 1 ? multiply<Arithmetic, Bits4, 1> : multiply<Arithmetic, Bits4, 2>);
-  run(form, x, count, inputs, packed, panels, out);
+using Multiply = void (*)(const Form&, const float*, int64_t, int64_t, const uint8_t*, int64_t, float*);
+template <typename Arithmetic, typename Bits>
+Multiply grouped(const Form& form) {
+  return form.groups == 1 ? multiply<Arithmetic, Bits, 1> : multiply<Arithmetic, Bits, 2>;
 }
+template <typename Arithmetic>
+Multiply wide(const Form& form) {
+  return form.codes == kInt8 ? grouped<Arithmetic, Bits8>(form) : grouped<Arithmetic, Bits4>(form);
+}
+#if defined(OUTRIDER_BYTES)
+Multiply of_bytes(const Form& form) {
+#if defined(__AVX512F__) || defined(__AVXVNNI__)
+  return wide<Bytes>(form);
+#else
+  const int at_once = std::numeric_limits<int16_t>::max() / (2 * 127 * form.range);  // sums of two products that fit in 16 bits
+  if (at_once < 2) return wide<Bytes<0>>(form);
+  if (form.codes == kInt8) return grouped<Bytes<2>, Bits8>(form);
+  return at_once < 4 ? grouped<Bytes<2>, Bits4>(form) : grouped<Bytes<4>, Bits4>(form);
+#endif
+}
+#endif
 
 void multiply_any(const Form& form, const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, float* out,
                   int64_t bits) {
-  auto run = multiply<Floats>;
+  Multiply run = bits == 32 ? wide<Floats>(form) : nullptr;
 #if defined(OUTRIDER_BYTES)
-  if (bits == 8) run = multiply<Bytes>;
+  if (bits == 8) run = of_bytes(form);
 #endif
 #if defined(OUTRIDER_HALVES)
-  if (bits == 16) run = multiply<Halves>;
+  if (bits == 16) run = wide<Halves>(form);
 #endif
-  TORCH_CHECK(bits == 32 || run != multiply<Floats>, "linear_blocks: this CPU does not multiply activations of ", bits, " bits");
+  TORCH_CHECK(run, "linear_blocks: this CPU does not multiply activations of ", bits, " bits");
   run(form, x, count, inputs, packed, panels, out);
   if (kUnits[form.codes] != 1.0f)
     for (int64_t i = 0; i < count * panels * kPanel; ++i) out[i] *= kUnits[form.codes];
@@ -551,7 +604,7 @@ Form form_of(const at::Tensor& packed, int64_t inputs) {
   const uint8_t* said = packed.const_data_ptr<uint8_t>();
   TORCH_CHECK(said[0] < kNumCodes && said[1] > kNone && said[1] < kNumNumbers && said[1] != kZeros && said[2] < kNumNumbers && (said[3] == 1 || said[3] == 2),
               "linear_blocks: weights ", packed.sizes(), " are in blocks of an unknown form");
-  const Form form(said[0], said[1], said[2], said[3]);
+  const Form form(said[0], said[1], said[2], said[3], static_cast<int8_t>(said[4]));
   const int64_t blocks = (packed.size(1) - kHeader) / (form.bytes + form.base_bytes / kSpan);
   TORCH_CHECK(packed.size(1) == form.panel_bytes(blocks), "linear_blocks: weights ", packed.sizes(), " are not in blocks of ",
               form.bytes, " bytes");
@@ -616,7 +669,7 @@ inline uint16_t round_to(Bits4, const float* weights, uint8_t* codes) {
     const vec typical = splat(std::sqrt(sum(squares) / kInputs));
     float best = -1.0f, scale = 0.0f;
     for (int candidate = 0; candidate < 18; ++candidate) {
-      const float end = (candidate % 2 ? 1.0f : -1.0f) * (91.0f + 7.0f * static_cast<float>(candidate / 2));  // 91 to 147
+      const float end = (candidate % 2 ? 1.0f : -1.0f) * (25.0f + 2.0f * static_cast<float>(candidate / 2));  // 25 to 41
       vec dots{}, norms{};
       for (const vec part : parts) {
         const vec numbers = nearest_numbers(part * splat(end / most), kBorders);
@@ -640,7 +693,7 @@ inline uint16_t round_to(Bits4, const float* weights, uint8_t* codes) {
 
 template <typename Bits>
 void pack_panel(const Form& form, const float* rows, int64_t outputs, int64_t inputs, uint8_t* panel) {
-  const uint8_t said[] = {form.codes, form.scales, form.offsets, form.groups};
+  const uint8_t said[] = {form.codes, form.scales, form.offsets, form.groups, 128};  // -128: of the lowest number
   std::memset(panel, 0, kHeader);
   std::memcpy(panel, said, sizeof said);
   for (int64_t b = 0; b * kInputs < inputs; ++b) {
@@ -713,7 +766,7 @@ at::Tensor embed_blocks(const at::Tensor& token_ids, const at::Tensor& packed, i
 void pack_blocks(const at::Tensor& weight, int64_t bits, at::Tensor packed) {
   TORCH_CHECK(weight.dim() == 2 && (bits == 4 || bits == 8), "pack_blocks: weight ", weight.sizes(), " in ", bits, " bits");
   const int64_t outputs = weight.size(0), inputs = weight.size(1), panels = (outputs + kPanel - 1) / kPanel;
-  const Form form(bits == 8 ? kInt8 : kTable4, kBfloat16, kNone, 1);
+  const Form form(bits == 8 ? kInt8 : kRounded4, kBfloat16, kNone, 1);
   const int64_t panel_bytes = form.panel_bytes((inputs + kInputs - 1) / kInputs);
   TORCH_CHECK(packed.scalar_type() == at::kByte && packed.is_contiguous() && packed.sizes() == at::IntArrayRef({panels, panel_bytes}),
               "pack_blocks: weight ", weight.sizes(), " into ", packed.sizes());

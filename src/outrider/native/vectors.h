@@ -82,6 +82,10 @@ inline float sum(vec v) {
 }
 inline float largest(vec v) { float m = v[0]; for (int i = 1; i < kLanes; ++i) m = std::max(m, v[i]); return m; }
 
+// Compilers would otherwise keep an address per element of a tile, in memory.
+template <typename T>
+inline void opaque(T*& pointer) { asm volatile("" : "+r"(pointer)); }
+
 // a * b + c, rounded once if the processor can. Explicit, because compilers must not fuse products and sums: see build.py.
 #if defined(__AVX512F__)
 inline vec fused(vec a, vec b, vec c) {

@@ -39,7 +39,7 @@ CHUNK = 1 << 22  # weights packed at a time
 class Form:
     """Format of blocks: one of ``CODES``, one of ``NUMBERS`` each for scales and offsets, and the scales per 32 inputs.
 
-    Offsets of kind "zeros" are integers, subtracted from the codes before scaling. Numbers of kind "products" are integers
+    ``lowest``: the lowest number of "int8" codes; if it is not -128, the numbers have at most 6 bits. Offsets of kind "zeros" are integers, subtracted from the codes before scaling. Numbers of kind "products" are integers
     times a float16 base; each output has one base per 256 inputs, and the bases precede the blocks of a panel.
     """
 
@@ -47,6 +47,7 @@ class Form:
     scales: str
     offsets: str = "none"
     groups: int = 1
+    lowest: int = -128
 
     @property
     def bits(self) -> int:
@@ -69,8 +70,8 @@ class Form:
 
     def header(self) -> Tensor:
         """Return uint8 [64], which ``form_of`` and the C++ read."""
-        fields = (CODES.index(self.codes), NUMBERS.index(self.scales), NUMBERS.index(self.offsets), self.groups)
-        return functional.pad(torch.tensor(fields, dtype=torch.uint8), (0, HEADER - len(fields)))
+        fields = (CODES.index(self.codes), NUMBERS.index(self.scales), NUMBERS.index(self.offsets), self.groups, self.lowest)
+        return functional.pad(torch.tensor(fields, dtype=torch.int8), (0, HEADER - len(fields))).view(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Products:
     bases: Tensor
 
 
-ROUNDED = {8: Form("int8", "bfloat16"), 4: Form("table4", "bfloat16")}  # forms of ``pack``, by bits
+ROUNDED = {8: Form("int8", "bfloat16"), 4: Form("rounded4", "bfloat16")}  # forms of ``pack``, by bits
 
 
 @cache
@@ -154,7 +155,10 @@ def pack_codes(
         if checked is not None and not bool(torch.isfinite(checked).all()):
             raise OutriderError(f"{name} are NaN or infinite")
     kept = {name: "none" if each is None else _narrowest(each) for name, each in given.items()}
-    form = Form(kind, **kept, groups=2 if group % BLOCK and group < inputs else 1)
+    lowest = -(1 << bits - 1) if offsets is None and zeros is not None and integers is None else 0
+    form = Form(
+        kind, **kept, groups=2 if group % BLOCK and group < inputs else 1, lowest=lowest if kind == "int8" and bits <= 6 else -128
+    )
     if bases and inputs % SPAN:
         raise OutriderError(f"unsupported products of {inputs} inputs: expected a multiple of {SPAN}")
     panels, blocks = -(-outputs // PANEL), -(-inputs // BLOCK)
@@ -247,8 +251,8 @@ def is_blocks(packed: Tensor) -> bool:
 
 def form_of(packed: Tensor) -> Form:
     """Return the form of a weight in blocks."""
-    codes, scales, offsets, groups = packed[0, :4].tolist()
-    return Form(CODES[codes], NUMBERS[scales], NUMBERS[offsets], groups)
+    codes, scales, offsets, groups, lowest = packed[0, :5].view(torch.int8).tolist()
+    return Form(CODES[codes], NUMBERS[scales], NUMBERS[offsets], groups, lowest)
 
 
 def shape_of(packed: Tensor) -> tuple[int, int]:
