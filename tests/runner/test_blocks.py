@@ -119,6 +119,27 @@ def test_a_row_has_the_same_bits_in_passes_of_any_width(outputs, inputs, bits, p
         assert torch.equal(multiply(x[60 - rows :], packed, bias, outputs, precision), alone[60 - rows :]), rows
 
 
+@pytest.mark.parametrize("group", [16, 32])
+@pytest.mark.parametrize("kind", [*native.CODES4, "5", "6", "5 symmetric", "6 symmetric", "7", "8 symmetric"])
+def test_the_largest_sums_of_integers_are_exact(kind, group):
+    """Sums of products of the extreme numbers and activations, of equal and of alternating signs: none leaves 16 or 32 bits."""
+    inputs = 96
+    is_table, bits, is_symmetric = kind in native.CODES4, 4 if kind in native.CODES4 else int(kind[0]), "symmetric" in kind
+    middle = 1 << bits - 1 if is_symmetric else 0
+    table = torch.tensor(native.CODES4[kind]) if is_table else torch.arange(1 << bits) - middle
+    ends = torch.tensor([table.argmin(), table.argmax(), int(table.abs().argmin())])
+    codes = ends[torch.randint(3, (40, inputs))].to(torch.uint8)
+    codes[0], codes[1], codes[2, ::2], codes[2, 1::2] = ends[0], ends[1], ends[0], ends[1]
+    named = {"kind": kind} if is_table else {"zeros": middle} if is_symmetric else {}
+    packed = blocks.pack_codes(codes, bits, torch.ones(40, inputs // group), group=group, **named)
+    x = 127.0 * torch.tensor([[1.0, 1.0], [-1.0, -1.0], [1.0, -1.0], [-1.0, 1.0]]).repeat(3, inputs // 2)  # their codes' scale is 1
+    expected = x.double() @ (table[codes.long()].double() * blocks.UNITS.get(kind, 1)).T
+    for precision in PRECISIONS:
+        for rows in (1, 5, 12):
+            got = torch.ops.outrider.linear_blocks(x[:rows], packed, None, 40, precision)
+            assert torch.equal(got.double(), expected[:rows]), (precision, rows)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_an_embedding_reads_the_rows_of_a_weight_in_blocks(bits):
     packed, ids = blocks.pack(torch.randn(70, 100), bits), torch.tensor([[3, 69, 0], [40, 3, 31]])
@@ -135,7 +156,7 @@ def test_unsupported_weights_and_inputs_of_another_size_are_rejected():
         torch.ops.outrider.linear_blocks(torch.randn(2, 200), packed, None, 64, 32)
     with pytest.raises(RuntimeError, match="are not in blocks of 1088 bytes"):
         torch.ops.outrider.linear_blocks(torch.randn(2, 100), packed[..., :500].contiguous(), None, 64, 32)
-    packed[:, 0] = 9
+    packed[:, 0] = len(blocks.CODES)
     with pytest.raises(RuntimeError, match="are in blocks of an unknown form"):
         torch.ops.outrider.linear_blocks(torch.randn(2, 100), packed, None, 64, 32)
 

@@ -14,7 +14,8 @@ from outrider import native
 from outrider.native import build
 
 FOLDER = Path(__file__).parent
-LACKING = {"avx512f": "-mno-avx512f", "avx": "-mno-avx"}  # compiler option that disables a set and those that build on it
+# Compiler options that disable a set and those that build on it.
+LACKING = {"avx512f": ["-mno-avx512f"], "avx_vnni": ["-mno-avx512f", "-mno-avxvnni"], "avx": ["-mno-avx"]}
 
 
 @pytest.mark.skipif(not native.load(), reason="no C++ compiler")
@@ -24,7 +25,7 @@ def test_the_kernels_are_right_without(instructions: str) -> None:
         pytest.skip(f"this CPU has no {instructions}: its own kernels are those")
     compiler = build.find_compiler()
     assert compiler is not None
-    environment = {**os.environ, "CXX": shlex.join([*compiler, LACKING[instructions]])}
+    environment = {**os.environ, "CXX": shlex.join([*compiler, *LACKING[instructions]])}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not as_fast_as_torch"]
     tests = [str(FOLDER / name) for name in ("test_kernels.py", "test_blocks.py", "test_gates.py")]
     run = subprocess.run([*command, *tests], env=environment, capture_output=True, text=True, timeout=1500, check=False)
