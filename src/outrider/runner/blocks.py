@@ -4,8 +4,8 @@ A weight is scale * number(code) + offset, or scale * (number(code) - zero); 32 
 ``Form`` describes the blocks of a weight. Two functions create them:
 
 - ``pack`` rounds a weight to 8 or 4 bits. Rounding needs no data: 8-bit codes are integers; 4-bit codes index a table of 16
-  values that is denser around 0, where most weights are (the values of llama.cpp's IQ4_NL), and for 4 bits the scale with the
-  least squared error is searched for each block.
+  values that is denser around 0, where most weights are (llama.cpp's IQ4_NL has the idea; the integers are smaller here, so
+  that AVX2 adds two products in 16 bits), and the scale with the least squared error is searched for each block.
 - ``pack_codes`` takes the codes, scales and offsets of a quantised checkpoint and keeps its values exactly.
 
 ``native/blocks.cpp`` describes the layout of a block.
