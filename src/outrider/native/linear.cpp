@@ -60,7 +60,7 @@ inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t 
     for (int v = 0; v < vectors; ++v) acc[r][v] = vec{};
   for (int64_t k = 0; k < depth; ++k) {
     const Weight* coming = slices == 1 ? w + (k + ahead.by) * kPanel + (k < turn ? 0 : ahead.jump)
-                                       : next + (ahead.slice * depth + k) / slices * kPanel;
+                                       : next + (ahead.slice * depth + k) * (kPanel / slices);
     for (int j = 0; ahead.by && j < panels; ++j)
       for (int64_t i = 0; i < kPanel; i += line) __builtin_prefetch(coming + j * panel_stride + i);
     vec weights[vectors];
@@ -94,7 +94,7 @@ inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t 
 // additions is the same for all.
 constexpr int vectors_of_a_tile(int rows) {
   if (kLanes == 16) return kVectors * (rows <= 2 ? 4 : rows == 3 ? 3 : rows <= 7 ? 2 : 1);
-  return rows == 1 ? 8 : rows <= 3 ? 4 : 2;
+  return rows == 1 ? 8 : rows <= 3 ? 4 : rows <= 6 ? 2 : 1;
 }
 
 // `ahead_by`: 0 where all weights are in the caches, else how many inputs ahead they are fetched; of one panel after the other if `in_turn`.

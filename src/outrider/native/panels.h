@@ -8,8 +8,8 @@
 
 namespace outrider {
 
-// Rows of a tile: with 2 vectors of accumulators each they fill the registers, 32 of AVX-512, 16 of AVX2.
-constexpr int kMaxRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
+// Rows of a tile: with 2 vectors of accumulators each they fill AVX-512's 32 registers; AVX2's 16 hold 6 such rows, or 8 with 1 vector.
+constexpr int kMaxRows = kLanes == 16 ? 12 : kLanes == 8 ? 8 : 4;
 
 // See run_panels of linear.cpp.
 template <typename Weight>
@@ -40,7 +40,7 @@ inline void turn_rows(const float* x, int64_t stride, int64_t rows, int64_t dept
 
 // Rows per tile for this many rows: nearly equal tiles, because a tile with few rows waits for its own additions.
 inline int64_t rows_of_a_tile(int64_t rows) {
-  const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows;
+  const int64_t most = kLanes == 8 && rows > kMaxRows ? 6 : kMaxRows, tiles = (rows + most - 1) / most;
   return (rows + tiles - 1) / tiles;
 }
 
