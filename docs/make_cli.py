@@ -42,6 +42,13 @@ Options of `SamplingParams`, of the commands and of requests to the server, with
 `max_tokens` is OpenAI's (16 for a completion, all that fits for a chat), and `outrider chat` and `outrider compare` sample at
 temperature 0.7 and top-p 0.9 unless a temperature is given.
 """
+METHODS = """## Options of methods
+
+Given after the method's name, `--method eagle:max_nodes=24:hidden_states=2,4,6`, or in Python as
+`method_options={"max_nodes": 24, "hidden_states": (2, 4, 6)}`. As text, `auto` and `none` stand for None. Methods that use a draft
+also have the option `draft`, a folder or a hub id, which precedes `--draft`. Options of one of
+[two methods in turn](methods.md#two-methods-in-turn) have its name as a prefix: `suffix+draft:min_first=6:suffix.min_prob=0.2`.
+"""
 
 
 def commands() -> Iterator[tuple[list[str], Any]]:
@@ -122,6 +129,8 @@ def cli_page() -> str:
 def options_page() -> str:
     """Return docs/options.md."""
     from outrider.engine.options import Speculation
+    from outrider.proposers.combined import CombinedConfig
+    from outrider.registry import PROPOSERS
     from outrider.runner.config import RunnerConfig
     from outrider.sampling_params import SamplingParams
     from outrider.server.config import ServerConfig
@@ -150,12 +159,18 @@ def options_page() -> str:
         (f"`{name}`", flag(name), f"`{name}`" if name in asked else "", *rest) for name, _, rest in declarations(SamplingParams)
     ]
     server = [(f"`{name}`", flag(name), *rest) for name, _, rest in declarations(ServerConfig)]
+    methods: dict[tuple[str, ...], list[str]] = {}  # row without the methods -> methods with this option
+    for method, config in [(name, PROPOSERS.get(name).options) for name in PROPOSERS] + [("first+second", CombinedConfig)]:
+        for name, _, rest in declarations(config):
+            methods.setdefault((f"`{name}`", *rest), []).append(f"`{method}`")
     last = ("values", "default", "meaning")
     return "\n".join(
         [
             OPTIONS,
             "## Models and drafting\n\nOf `LLM(model, *, ...)`, of the commands and of a plan.\n",
             table(("Python", "command line", "plan", *last), models),
+            METHODS,
+            table(("option", "methods", *last), [(row[0], ", ".join(names), *row[1:]) for row, names in methods.items()]),
             SAMPLING,
             table(("Python", "command line", "request", *last), sampling),
             "## The server\n\nOf `ServerConfig` and of `outrider serve`.\n",

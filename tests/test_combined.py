@@ -213,7 +213,7 @@ def test_two_names_joined_by_a_plus_make_one_method():
         ("suffix+ngram", {"min_match": 3}, "no option min_match; it has min_first"),
         ("suffix+ngram", {"suffix.n": 3}, "no option n; it has min_match"),
         ("suffix+ngram", {"draft.n": 3}, "invalid option 'draft.n' of suffix.ngram: expected suffix.option or ngram.option"),
-        ("suffix+ngram", {"min_first": 0}, "invalid min_first 0: expected at least 1"),
+        ("suffix+ngram", {"min_first": 0}, "invalid min_first 0: expected a whole number, at least 1"),
         ("suffix+draft", {}, "needs a draft model"),
     ],
 )

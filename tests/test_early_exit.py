@@ -256,9 +256,12 @@ def test_a_target_without_a_useful_exit_is_reported(tmp_path, caplog):
     assert "is expected to be faster" in caplog.text
 
 
-@pytest.mark.parametrize("layers", [0, 4, 9, -1])
-def test_layers_that_the_target_lacks_are_rejected_in_one_line(layers):
-    with pytest.raises(OutriderError, match="expected 1 to 3") as error:
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [(0, "a whole number, at least 1"), (4, "1 to 3"), (9, "1 to 3"), (-1, "a whole number, at least 1")],
+)
+def test_layers_that_the_target_lacks_are_rejected_in_one_line(layers, expected):
+    with pytest.raises(OutriderError, match=f"expected {expected}") as error:
         LLM(make_model(four_layers()), method=f"early-exit:layers={layers}", compile="never")
     assert "\n" not in str(error.value)
 

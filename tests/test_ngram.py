@@ -110,7 +110,14 @@ def test_a_released_request_is_forgotten():
     assert proposer.propose(Context((second,), (9,), None), 1).lens.tolist() == [0]
 
 
-@pytest.mark.parametrize(("max_n", "min_n"), [(2, 3), (0, 0), (4, 0)])
-def test_invalid_sizes_are_rejected(max_n, min_n):
-    with pytest.raises(OutriderError, match="min_n"):
+@pytest.mark.parametrize(
+    ("max_n", "min_n", "message"),
+    [
+        (2, 3, "invalid min_n 3: expected at most max_n, which is 2"),
+        (0, 0, "invalid max_n 0: expected a whole number, at least 1"),
+        (4, 0, "invalid min_n 0: expected a whole number, at least 1"),
+    ],
+)
+def test_invalid_sizes_are_rejected(max_n, min_n, message):
+    with pytest.raises(OutriderError, match=message):
         NgramConfig(max_n, min_n)

@@ -78,10 +78,14 @@ def test_measured_values_are_only_defaults():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("eagle:hidden_states=2,x", "invalid hidden_states 'x': expected a whole number"),
-        ("eagle:acceptance=nan", "invalid acceptance nan: expected a finite number"),
+        (
+            "eagle:hidden_states=2,x",
+            r"invalid hidden_states \[2, 'x'\]: expected a list of whole numbers from 0 on \(2,4,6\) or None",
+        ),
+        ("eagle:acceptance=nan", r"invalid acceptance \[nan\]: expected a list of numbers from 0 to 1"),
+        ("eagle:bits=4", "invalid bits 4: expected 8 or None"),
         ("eagle:nodes=3", "the method has no option nodes"),
-        ("eagle:max_nodes=0", "invalid max_nodes 0: expected at least 1"),
+        ("eagle:max_nodes=0", "invalid max_nodes 0: expected a whole number, at least 1 or None"),
     ],
 )
 def test_an_unknown_or_invalid_option_is_rejected(text, message):

@@ -53,6 +53,10 @@ class Option:
         kind = self.kind.kind if isinstance(self.kind, Objects) else None
         return replace(self, kind=kind or self.kind, optional=False)
 
+    def from_text(self, text: str) -> Any:
+        """Convert text, as in ``--method name:option=text``, to a value for ``read``, which rejects text of another type."""
+        return None if self.optional and text.lower() in ("auto", "none") else _converted(self.kind, text)
+
     def read(self, name: str, value: Any) -> Any:
         """Validate and normalise a value. Raises ``OutriderError`` with the option, the value and what was expected."""
         if value is None and self.optional:
@@ -172,6 +176,38 @@ class Number:
             raise ValueError("out of bounds")
         _check_bounds(number, self.at_least, self.at_most)
         return number
+
+
+@dataclass(frozen=True)
+class IntChoice:
+    """One of a few integers."""
+
+    numbers: tuple[int, ...]
+
+    @property
+    def expected(self) -> str:
+        return " or ".join(map(str, self.numbers))
+
+    def read(self, value: Any) -> int:
+        number = whole_number(value)
+        if number not in self.numbers:
+            raise ValueError("not one of them")
+        return number
+
+
+@dataclass(frozen=True)
+class Several:
+    """A list of values of ``kind``, at least one. In a method's text ``separator`` stands between them."""
+
+    kind: Kind
+    expected: str
+    separator: str = ","
+
+    def read(self, values: Any) -> tuple[Any, ...]:
+        found = tuple(self.kind.read(value) for value in as_sequence(values))
+        if not found:
+            raise ValueError("empty")
+        return found
 
 
 @dataclass(frozen=True)
@@ -337,6 +373,18 @@ def path_or_text(value: Any) -> Any:
     if text.startswith("~"):
         text = str(expanded(text))
     return text if isinstance(value, str) else Path(text)
+
+
+def _converted(kind: Kind, text: str) -> Any:
+    """Return the number, boolean or list that the text stands for; text of another type unchanged."""
+    if isinstance(kind, Several):
+        return [_converted(kind.kind, each) for each in text.split(kind.separator)]
+    if isinstance(kind, Flag):
+        return {"true": True, "false": False}.get(text.lower(), text)
+    try:
+        return int(text) if isinstance(kind, (Whole, IntChoice)) else float(text) if isinstance(kind, Number) else text
+    except ValueError:
+        return text
 
 
 def _check_bounds(number: float, at_least: float | None, at_most: float | None) -> None:

@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from outrider.method_text import options_by_part
+from outrider.options import Whole, option
 from outrider.proposers.base import Proposer, merged
-from outrider.proposers.method import MethodSpec, Setting, check_counts
+from outrider.proposers.method import MethodConfig, MethodSpec, Setting
 from outrider.proposers.portable import Pair, Portable, TextDrafts
 from outrider.types import Context, Finding, OutriderError, Proposal, Request, Verdict
 
 
 @dataclass(frozen=True)
-class CombinedConfig:
+class CombinedConfig(MethodConfig):
     """The condition for using the first method's draft."""
 
-    min_first: int = 8  # number of drafts; a shorter draft is used only if the second method has none
-
-    def __post_init__(self) -> None:
-        check_counts(self, "min_first")
+    min_first: int = option(
+        Whole(1), 8, "Length from which the first method's draft is used; a shorter one only if the second has none."
+    )
 
 
 class _Part:

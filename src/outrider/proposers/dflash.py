@@ -9,7 +9,6 @@ one after another from the outputs of the one pass. In greedy and coupled rounds
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,23 +20,12 @@ from outrider.heads.block_runner import BlockRunner
 from outrider.heads.checkpoint import BLOCK
 from outrider.heads.head_runner import CHUNK
 from outrider.proposers.base import Proposer, pick
-from outrider.proposers.head_method import HeadMethod, Loaded
+from outrider.proposers.head_method import HeadConfig, HeadMethod, Loaded
 from outrider.proposers.method import Setting
 from outrider.proposers.portable import BlockDrafter
 from outrider.proposers.recognition import TargetFiles
 from outrider.runner import ModelRunner
-from outrider.runner.quantized import check_head_bits
 from outrider.types import Context, Proposal, spread
-
-
-@dataclass(frozen=True)
-class BlockConfig:
-    """The head's precision."""
-
-    bits: int | None = None  # 8: quantise the head's weights, and inputs on CPUs with 8-bit products; halves the memory traffic
-
-    def __post_init__(self) -> None:
-        check_head_bits(self.bits)
 
 
 class BlockProposer(Proposer):
@@ -45,7 +33,7 @@ class BlockProposer(Proposer):
 
     name = "dflash"
 
-    def __init__(self, head: BlockHead, target: ModelRunner, config: BlockConfig = BlockConfig()) -> None:
+    def __init__(self, head: BlockHead, target: ModelRunner, config: HeadConfig) -> None:
         """Raise ``OutriderError`` for a head that does not fit the target."""
         head.check_fit(target)
         self.needs_hidden = head.hidden_states
@@ -105,7 +93,6 @@ class BlockProposer(Proposer):
 
 class BlockMethod(HeadMethod):
     proposer = BlockProposer
-    options = BlockConfig
     heads = BlockHead
     drafts_with = BLOCK
     own_draft = "dflash"
@@ -117,7 +104,7 @@ class BlockMethod(HeadMethod):
 
     def portable(self, setting: Setting) -> BlockDrafter:
         setting = setting.of(self)
-        setting.config(BlockConfig)
+        setting.config(HeadConfig)
         return BlockDrafter(str(setting.draft))
 
 

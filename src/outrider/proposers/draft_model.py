@@ -17,9 +17,9 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.heads.checkpoint import MODEL, kind_of, read_folder
-from outrider.options import shown
+from outrider.options import Flag, option, shown
 from outrider.proposers.base import Proposer, pick
-from outrider.proposers.method import MethodSpec, Setting
+from outrider.proposers.method import MethodConfig, MethodSpec, Setting
 from outrider.proposers.portable import ParallelModel, SmallModel
 from outrider.proposers.recognition import Recognised, TargetFiles
 from outrider.runner import ModelRunner, gguf
@@ -143,15 +143,17 @@ class DraftModelProposer(Proposer):
 
 
 @dataclass(frozen=True)
-class DraftOptions:
+class DraftOptions(MethodConfig):
     """Options of drafting with a model."""
 
-    parallel: bool | None = None  # make all drafts in one pass; None: if the draft's config has a mask token
+    parallel: bool | None = option(
+        Flag("true or false"), None, "Make all drafts of a round in one pass (default: if the draft's config has a mask token)."
+    )
 
 
 class DraftModelMethod(MethodSpec):
     proposer: type[Proposer] = DraftModelProposer
-    options: type = DraftOptions
+    options = DraftOptions
     takes_draft = True
     own_draft = "draft"
     precedence = 3

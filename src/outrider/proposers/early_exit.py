@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from outrider.options import Whole, option
 from outrider.proposers.draft_model import DraftModelProposer
-from outrider.proposers.method import MethodSpec, Setting
+from outrider.proposers.method import MethodConfig, MethodSpec, Setting
 from outrider.proposers.portable import FirstLayers
 from outrider.proposers.sample_text import TEXT
 from outrider.runner import ModelRunner
@@ -31,10 +32,12 @@ NUM_TOKENS = 160  # tokens of the text on which exits are compared: resolves agr
 
 
 @dataclass(frozen=True)
-class EarlyExitConfig:
+class EarlyExitConfig(MethodConfig):
     """The exit layer."""
 
-    layers: int | None = None  # number of layers that draft; None: chosen by measured cost and agreement
+    layers: int | None = option(
+        Whole(1), None, "Number of layers that draft (default: the fastest by measured cost and agreement)."
+    )
 
 
 @dataclass(frozen=True)

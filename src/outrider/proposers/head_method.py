@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 
 from outrider.heads.checkpoint import find_folder, kind_of
-from outrider.proposers.method import MethodSpec, Setting
+from outrider.options import IntChoice, option
+from outrider.proposers.method import MethodConfig, MethodSpec, Setting
 from outrider.proposers.recognition import Recognised, TargetFiles
 from outrider.proposers.sample_text import TEXT
 from outrider.runner import ModelRunner
@@ -26,9 +28,21 @@ class Loaded(NamedTuple):
     measured: dict[str, Any]  # defaults of the method's options; None if training did not measure them
 
 
+@dataclass(frozen=True)
+class HeadConfig(MethodConfig):
+    """Precision of the head."""
+
+    bits: int | None = option(
+        IntChoice((8,)),
+        None,
+        "Bits per weight, and per input on CPUs with 8-bit products (default: 16); 8 halves the memory traffic.",
+    )
+
+
 class HeadMethod(MethodSpec):
     """A method whose draft is a head, in a folder or as an object."""
 
+    options: type[HeadConfig] = HeadConfig
     takes_draft = True
     heads: type[nn.Module] | tuple[type[nn.Module], ...]  # classes of its heads
 

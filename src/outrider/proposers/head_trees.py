@@ -19,39 +19,35 @@ from torch import Tensor
 
 from outrider.heads.feature_head import RolloutHead
 from outrider.heads.head_runner import RolloutRunner, Step
+from outrider.options import Whole, option
 from outrider.proposers.base import Proposer
-from outrider.proposers.method import check_counts
 from outrider.proposers.tree_chances import (
+    RATES,
     Calibration,
     Drafted,
     DrawnTree,
     Floats,
     GrownTree,
     SiblingRates,
-    check_rates,
     learn_from,
 )
-from outrider.proposers.tree_sizes import TreeCosts, TreeSizes
+from outrider.proposers.tree_sizes import TreeCosts, TreeSizeConfig, TreeSizes
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
-from outrider.runner.quantized import check_head_bits
 from outrider.types import Context, Proposal, Request, RequestFault, Verdict, spread
 
 
 @dataclass(frozen=True)
-class TreeConfig:
+class TreeConfig(TreeSizeConfig):
     """Shape of the trees, and precision of the head."""
 
-    top_k: int = 6  # children per node, and expanded nodes per level
-    max_depth: int = 12
-    max_nodes: int | None = None  # maximum drafts in a proposal; None: chosen by costs
-    acceptance: tuple[float, ...] = (0.72, 0.13, 0.05, 0.025, 0.01)  # of the first, second, ... sibling when sampling
-    bits: int | None = None  # 8: quantise the weights, and inputs on CPUs with 8-bit products; halves the memory traffic
-
-    def __post_init__(self) -> None:
-        check_counts(self, "top_k", "max_depth", "max_nodes")
-        check_rates("acceptance", self.acceptance)
-        check_head_bits(self.bits)
+    top_k: int = option(Whole(1), 6, "Children per node, and expanded nodes per level.")
+    max_depth: int = option(Whole(1), 12, "Maximum length of a path.")
+    acceptance: tuple[float, ...] = option(
+        RATES,
+        (0.72, 0.13, 0.05, 0.025, 0.01),
+        "Acceptance of the first, second, ... sibling when sampling; values stored with a head replace the default.",
+    )
 
 
 def tree_options(config: TreeConfig, options: Mapping[str, Any]) -> dict[str, Any]:

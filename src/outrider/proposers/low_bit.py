@@ -11,8 +11,9 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from outrider.options import IntChoice, option
 from outrider.proposers.draft_model import DraftModelProposer
-from outrider.proposers.method import MethodSpec, Setting
+from outrider.proposers.method import MethodConfig, MethodSpec, Setting
 from outrider.proposers.portable import FewerBits
 from outrider.runner.linear import is_packed
 from outrider.runner.passes import PassRunner
@@ -24,14 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class LowBitConfig:
+class LowBitConfig(MethodConfig):
     """Precision of the drafting weights."""
 
-    bits: int = 4  # 4 or 8
-
-    def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
-            raise OutriderError(f"invalid bits {self.bits}: expected 4 or 8")
+    bits: int = option(IntChoice((4, 8)), 4, "Bits per weight of the drafting weights.")
 
 
 class LowBitProposer(DraftModelProposer):

@@ -21,16 +21,17 @@ from outrider.heads import findings
 from outrider.heads.checkpoint import MEDUSA
 from outrider.heads.medusa import Accuracies, MedusaHeads, check_fit, load
 from outrider.heads.own_logits import postprocess_of
+from outrider.options import Several, option
 from outrider.proposers.base import Proposer
 from outrider.proposers.head_method import HeadMethod, Loaded
-from outrider.proposers.method import Setting, check_counts
+from outrider.proposers.method import Setting
 from outrider.proposers.portable import ParallelHeads
 from outrider.proposers.recognition import TargetFiles
-from outrider.proposers.tree_chances import Drafted, DrawnTree, SiblingRates, check_rates, learn_from
-from outrider.proposers.tree_sizes import TreeSizes
+from outrider.proposers.tree_chances import RATES, Drafted, DrawnTree, SiblingRates, learn_from
+from outrider.proposers.tree_sizes import TreeSizeConfig, TreeSizes
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
-from outrider.runner.quantized import check_head_bits, place_head
+from outrider.runner.quantized import place_head
 from outrider.types import Context, Proposal, Verdict, spread
 
 # For heads without measured accuracies: those of the first head by rank, and their ratio between successive heads.
@@ -39,19 +40,14 @@ ACCURACY_DECAY = 0.75
 
 
 @dataclass(frozen=True)
-class MedusaConfig:
+class MedusaConfig(TreeSizeConfig):
     """Shape of the trees, and precision of the heads."""
 
-    accuracies: Accuracies | None = None  # [head][rank]; None: typical values
-    max_nodes: int | None = None  # maximum drafts in a proposal; None: chosen by costs
-    bits: int | None = None  # 8: quantise the weights, and inputs on CPUs with 8-bit products; halves the memory traffic
-
-    def __post_init__(self) -> None:
-        check_counts(self, "max_nodes")
-        if self.accuracies is not None:
-            for row in self.accuracies or ((),):
-                check_rates("accuracies", row)
-        check_head_bits(self.bits)
+    accuracies: Accuracies | None = option(
+        Several(RATES, "a list of numbers from 0 to 1 for each head (0.6,0.2/0.5,0.1)", separator="/"),
+        None,
+        "Accuracies of each head's candidates by rank (default: those stored with the heads, else typical ones).",
+    )
 
 
 class MedusaProposer(Proposer):

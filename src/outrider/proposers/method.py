@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from outrider.heads.checkpoint import MODEL, DraftKind, kinds_of
 from outrider.memory import on_this_machine
-from outrider.options import Flag, Kind, Number, Option, Whole, path_or_text
+from outrider.options import check, declared, path_or_text
 from outrider.proposers.base import Proposer
 from outrider.proposers.portable import Portable
 from outrider.types import Finding, OutriderError
@@ -24,24 +24,18 @@ if TYPE_CHECKING:
     from outrider.proposers.recognition import Recognised, TargetFiles
     from outrider.runner import ModelRunner
 
-Config = TypeVar("Config")
-
-
-class Tuples:
-    """Tuples. ``_read`` converts lists and text to them; anything else is invalid."""
-
-    expected = "a list"
-
-    def read(self, value: Any) -> Any:
-        raise TypeError("not a list")
-
-
-KINDS: dict[type, Kind] = {bool: Flag("true or false"), int: Whole(), float: Number(), tuple: Tuples()}
+Config = TypeVar("Config", bound="MethodConfig")
 
 
 @dataclass(frozen=True)
-class NoOptions:
-    """Configuration of a method without options."""
+class MethodConfig:
+    """Base class of methods' options, each declared as a field by ``outrider.options.option``. It has none itself.
+
+    Raises ``OutriderError`` for a value of the wrong type or out of bounds.
+    """
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 @dataclass(frozen=True)
@@ -72,65 +66,17 @@ class Setting:
         return replace(self, draft=draft, options=options)
 
     def config(self, kind: type[Config], **measured: Any) -> Config:
-        """Return the options as an instance of ``kind``; text is converted to the types of its fields.
+        """Return the options as an instance of ``kind``; text is converted to the types of its options.
 
         ``measured``: values that replace the defaults of ``kind``, unless None. Raises ``OutriderError`` for an unknown option
         and for an invalid value.
         """
-        known = [each.name for each in fields(kind)]  # type: ignore[arg-type]
+        known = declared(kind)
         unknown = [name for name in self.options if name not in known]
         if unknown:
             raise OutriderError(f"the method has no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
-        hints = get_type_hints(kind)
-        given = {name: value for name, value in measured.items() if value is not None} | dict(self.options)
-        return kind(**{name: _read(name, value, hints[name]) for name, value in given.items()})
-
-
-def check_counts(config: object, *names: str) -> None:
-    """Raise ``OutriderError`` if one of these options is below 1. None passes."""
-    for name in names:
-        count = getattr(config, name)
-        if count is not None and count < 1:
-            raise OutriderError(f"invalid {name} {count}: expected at least 1")
-
-
-def _read(name: str, value: Any, hint: Any) -> Any:
-    """Convert the value of an option, or an element of its tuple, to a type hint. Raises ``OutriderError`` if that fails."""
-    kinds, inner = _kinds(hint), _element(hint)
-    is_optional, is_text = type(None) in kinds, isinstance(value, str) and str not in kinds
-    if is_text and is_optional and value.lower() in ("auto", "none"):
-        return None
-    if is_text:
-        value = _from_text(value, kinds, inner)
-    if inner is not None and isinstance(value, (list, tuple)):
-        return tuple(_read(name, each, inner) for each in value)
-    found = next((KINDS[base] for kind in kinds if (base := get_origin(kind) or kind) in KINDS), None)
-    return value if found is None else Option(found, "", optional=is_optional and not is_text).read(name, value)
-
-
-def _from_text(text: str, kinds: tuple[Any, ...], inner: Any) -> Any:
-    """Convert text to the number, boolean or list of a type hint; return text that is none unchanged.
-
-    Commas separate values of a tuple, slashes the rows of a tuple of tuples: ``0.6,0.2/0.5,0.1``.
-    """
-    if inner is not None:
-        return text.split("/" if get_origin(inner) is tuple else ",")
-    if bool in kinds:
-        return {"true": True, "false": False}.get(text.lower(), text)
-    try:
-        return int(text) if int in kinds else float(text)
-    except ValueError:
-        return text
-
-
-def _kinds(hint: Any) -> tuple[Any, ...]:
-    """Return the alternatives of a type hint."""
-    return get_args(hint) if get_origin(hint) is not tuple and get_args(hint) else (hint,)
-
-
-def _element(hint: Any) -> Any:
-    """Return the type of a tuple's elements, None for other hints."""
-    return next((get_args(kind)[0] for kind in _kinds(hint) if get_origin(kind) is tuple), None)
+        given = {name: known[name].from_text(v) if isinstance(v, str) else v for name, v in self.options.items()}
+        return kind(**{name: value for name, value in measured.items() if value is not None} | given)
 
 
 def chosen_draft(method: MethodSpec, named: object, general: object, drafts: Mapping[str, object]) -> object:
@@ -162,7 +108,7 @@ class MethodSpec(ABC):
     """A drafting method. The registry contains an instance; ``build`` creates its proposer for a target."""
 
     proposer: type[Proposer]
-    options: type = NoOptions  # the dataclass of its options
+    options: type[MethodConfig] = MethodConfig  # the dataclass of its options
     takes_draft: bool = False  # whether it uses a draft that the user can name
     drafts_with: DraftKind = MODEL  # the kind of draft that it uses
     comes_with_target: bool = False  # whether it uses the draft in the target's checkpoint if none is named

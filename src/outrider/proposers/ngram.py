@@ -9,22 +9,24 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from outrider.options import Whole, option
 from outrider.proposers.base import Proposer, chain_proposal
-from outrider.proposers.method import MethodSpec, Setting
+from outrider.proposers.method import MethodConfig, MethodSpec, Setting
 from outrider.proposers.portable import Lookup
 from outrider.types import Context, OutriderError, Proposal
 
 
 @dataclass(frozen=True)
-class NgramConfig:
-    """Lengths of matches in tokens. Longer matches are tried first."""
+class NgramConfig(MethodConfig):
+    """Lengths of matches. Longer matches are tried first."""
 
-    max_n: int = 4  # longer matches rarely change the continuation
-    min_n: int = 2  # drafts after a match of one token are mostly rejected
+    max_n: int = option(Whole(1), 4, "Longest match in tokens.")  # longer matches rarely change the continuation
+    min_n: int = option(Whole(1), 2, "Shortest match in tokens.")  # drafts after a match of one token are mostly rejected
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_n <= self.max_n:
-            raise OutriderError(f"invalid min_n={self.min_n}, max_n={self.max_n}: expected 1 <= min_n <= max_n")
+        super().__post_init__()
+        if self.min_n > self.max_n:
+            raise OutriderError(f"invalid min_n {self.min_n}: expected at most max_n, which is {self.max_n}")
 
 
 class NgramProposer(Proposer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.proposers.base import Proposer
-from outrider.proposers.method import MethodSpec, NoOptions, Setting
+from outrider.proposers.method import MethodConfig, MethodSpec, Setting
 from outrider.proposers.portable import NoDrafts
 from outrider.types import Context, Proposal
 
@@ -22,7 +22,7 @@ class PlainMethod(MethodSpec):
     proposer = PlainProposer
 
     def build(self, setting: Setting) -> PlainProposer:
-        setting.config(NoOptions)
+        setting.config(MethodConfig)
         return PlainProposer()
 
     def portable(self, setting: Setting) -> NoDrafts:

@@ -15,8 +15,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from outrider.options import Number, Whole, option
 from outrider.proposers.base import Proposer, chain_proposal
-from outrider.proposers.method import MethodSpec, Setting
+from outrider.proposers.method import MethodConfig, MethodSpec, Setting
 from outrider.proposers.portable import TextDrafts
 from outrider.types import Context, OutriderError, Proposal, Request
 
@@ -27,25 +28,20 @@ MAX_ENTRY = 64  # tokens that are matched against a block of earlier texts when 
 
 
 @dataclass(frozen=True)
-class SuffixConfig:
+class SuffixConfig(MethodConfig):
     """Settings of suffix drafts: matches, lengths, and the tokens of earlier requests that are stored."""
 
-    min_match: int = 1  # minimum length of a match in tokens; after a short match the draft is short, too
-    drafts_per_match: float = 2.0  # maximum number of drafts per matched token
-    min_prob: float = 0.1  # minimum probability of the whole draft, estimated from counts
-    earlier_tokens: int = 0  # number of tokens of earlier requests to store, prompts and outputs; 0: none
+    min_match: int = option(Whole(1), 1, "Minimum length of a match in tokens; after a short match the draft is short, too.")
+    drafts_per_match: float = option(Number(above=0), 2.0, "Maximum number of drafts per matched token.")
+    min_prob: float = option(Number(0, 1), 0.1, "Minimum probability of the whole draft, estimated from counts.")
+    earlier_tokens: int = option(
+        Whole(0), 0, f"Tokens of earlier requests to store, prompts and outputs; 0: none, otherwise at least {2 * NUM_BLOCKS}."
+    )
 
     def __post_init__(self) -> None:
-        smallest = 2 * NUM_BLOCKS
-        checks = {
-            "min_match": (self.min_match >= 1, "at least 1"),
-            "drafts_per_match": (self.drafts_per_match > 0, "above 0"),
-            "min_prob": (0 <= self.min_prob <= 1, "0 to 1"),
-            "earlier_tokens": (self.earlier_tokens == 0 or self.earlier_tokens >= smallest, f"0 or at least {smallest}"),
-        }
-        for name, (is_valid, expected) in checks.items():
-            if not is_valid:
-                raise OutriderError(f"invalid {name} {getattr(self, name)}: expected {expected}")
+        super().__post_init__()
+        if 0 < self.earlier_tokens < 2 * NUM_BLOCKS:
+            raise OutriderError(f"invalid earlier_tokens {self.earlier_tokens}: expected 0 or at least {2 * NUM_BLOCKS}")
 
 
 class SuffixAutomaton:

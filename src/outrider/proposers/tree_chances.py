@@ -15,11 +15,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.options import Number, Several
 from outrider.proposers.trees import TreeShape
-from outrider.types import Context, OutriderError, Verdict
+from outrider.types import Context, Verdict
 
 Floats = NDArray[np.float64]
 
+RATES = Several(Number(0, 1), "a list of numbers from 0 to 1 (0.6,0.2)")  # kind of an option: acceptance rates
 CENTRES = tuple(range(-6, 7))  # bin centres in log-odds of the confidence
 MIN_CONFIDENCE = 1 / (1 + math.exp(-CENTRES[0]))  # confidences are clamped to this and to 1 minus this
 CONFIDENCE_WEIGHT = 4.0  # weight of the head's own confidence as a prior, in drafts per bin
@@ -154,12 +156,6 @@ class DrawnTree:
             taken.append(None if node is None else siblings.index(node))
             at = -1 if node is None else node
         self.rates.learn(ranks, taken)
-
-
-def check_rates(name: str, rates: Sequence[float]) -> None:
-    """Raise ``OutriderError`` for acceptance rates that are not between 0 and 1, or if there are none."""
-    if not rates or not all(0 <= rate <= 1 for rate in rates):
-        raise OutriderError(f"invalid {name} {list(rates)}: expected numbers from 0 to 1, at least one")
 
 
 def learn_from(drafted: dict[str, Drafted], context: Context, verdict: Verdict) -> None:

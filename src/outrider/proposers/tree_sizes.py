@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from time import perf_counter
 
+from outrider.options import Whole, option
+from outrider.proposers.head_method import HeadConfig
 from outrider.proposers.trees import TreeShape, grown, shape_of
 from outrider.runner import ModelRunner
 from outrider.runner.cost_book import CACHE_BUCKET
@@ -18,6 +20,13 @@ from outrider.types import Context
 
 DECAY = 0.9  # weight of earlier rounds in moving averages
 REFRESH = 16  # rounds after which costs are read again from the cost book
+
+
+@dataclass(frozen=True)
+class TreeSizeConfig(HeadConfig):
+    """Precision of a head, and the size of its trees."""
+
+    max_nodes: int | None = option(Whole(1), None, "Maximum drafts in a tree (default: the fastest number).")
 
 
 @dataclass(frozen=True)

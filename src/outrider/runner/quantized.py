@@ -57,12 +57,6 @@ def _layers(model: PreTrainedModel, bits: int) -> list[tuple[PackedLinear, int]]
     return [(layer, width) for layer, width in wanted if width < blocks.bits_of(layer.packed)]
 
 
-def check_head_bits(bits: int | None) -> None:
-    """Raise ``OutriderError`` for unsupported bits of a head."""
-    if bits not in (None, 8):
-        raise OutriderError(f"invalid bits {bits} for a head: expected 8 or none")
-
-
 def place_head(head: nn.Module, model: PreTrainedModel, bits: int | None) -> torch.dtype:
     """Move a head to its target's device; pack it if the target is packed, in 8 bits or in the target's weight type.
 
