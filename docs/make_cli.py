@@ -45,8 +45,8 @@ temperature 0.7 and top-p 0.9 unless a temperature is given.
 METHODS = """## Options of methods
 
 Given after the method's name, `--method eagle:max_nodes=24:hidden_states=2,4,6`, or in Python as
-`method_options={"max_nodes": 24, "hidden_states": (2, 4, 6)}`. As text, `auto` and `none` stand for None. Methods that use a draft
-also have the option `draft`, a folder or a hub id, which precedes `--draft`. Options of one of
+`method_options={"max_nodes": 24, "hidden_states": (2, 4, 6)}`. As text, `auto` and `none` stand for None. Methods that use a
+draft also have the option `draft`, a folder or a hub id, which precedes `--draft`. Options of one of
 [two methods in turn](methods.md#two-methods-in-turn) have its name as a prefix: `suffix+draft:min_first=6:suffix.min_prob=0.2`.
 """
 

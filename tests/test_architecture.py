@@ -68,7 +68,7 @@ BELOW = {
         "family",
         "engine",
     },
-    "train": {"types", "files", "memory", "sampling", "runner", "heads", "proposers", "family"},
+    "train": {"errors", "options", "types", "files", "memory", "sampling", "runner", "heads", "proposers", "family"},
 }
 TOP = {
     "bench",

@@ -19,8 +19,9 @@ from cut import cut_after
 
 from outrider.train import optim
 from outrider.train.claims import claim, fingerprint
-from outrider.train.distillation import Distillation, DistillationLoss
-from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
+from outrider.train.distillation import DistillationLoss
+from outrider.train.layer_skip import EarlyExitLoss
+from outrider.train.options import Distillation, LayerSkip
 from outrider.train.plan import Plan
 from outrider.train.trainer import RunningClock, Trainer
 from outrider.types import OutriderError

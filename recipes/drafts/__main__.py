@@ -9,11 +9,9 @@ from typing import Annotated
 
 import typer
 
-from outrider.train.distillation import DIVERGENCES, Distillation
-from outrider.train.draft_model import DraftShape
 from outrider.train.model_runs import DraftRun, train_draft, trainable
+from outrider.train.options import DIVERGENCES, Distillation, DraftShape, HeadPlan
 from outrider.train.parallel import Parallel
-from outrider.train.runs import HeadPlan
 from recipes import PACKAGE, exit_unless, run, work_folder
 from recipes.drafts import foreign as foreign_draft
 from recipes.family import model, report, tokenizer
@@ -53,7 +51,7 @@ def distilled(  # noqa: PLR0913 - one parameter an option
     shape = DraftShape(PRESETS["cpu"].draft.layers, PRESETS["cpu"].draft.hidden, FROM_LAYERS)
     muon, adam = FRESH if fresh else LEARNED
     kind = DraftRun(shape, None if fresh else str(family / "draft"), Distillation(loss=loss), name="distilled")
-    how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=muon, adam_lr=adam, seed=SEED, compiled=True)
+    how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=muon, adam_lr=adam, seed=SEED, compile=True)
     exit_unless(train_draft(at, out, how, kind))
     compare(family, out, tokens)
 
@@ -83,7 +81,7 @@ def parallel(
     """Train the family's draft further so that it makes 8 drafts in one pass (PARD); run again to resume."""
     muon, adam = LEARNED
     kind = DraftRun(start=str(family / "draft"), parallel=Parallel(depths=8), name="parallel")
-    how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=muon, adam_lr=adam, seed=SEED, compiled=True)
+    how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=muon, adam_lr=adam, seed=SEED, compile=True)
     at = replace(workspace(family / "target", tokens, work, rows), target=trainable(str(family / "target")))
     exit_unless(train_draft(at, out, how, kind))
 

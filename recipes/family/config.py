@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 
-from outrider.train.distillation import Distillation
-from outrider.train.layer_skip import LayerSkip
+from outrider.train.options import Distillation, LayerSkip
 from outrider.train.plan import SEED as SEED
 from outrider.train.plan import Plan
 

@@ -18,7 +18,8 @@ from outrider.train.claims import claim, fingerprint
 from outrider.train.continuation import continue_rows
 from outrider.train.distillation import DistillationLoss
 from outrider.train.draft_model import copy_layers
-from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
+from outrider.train.layer_skip import EarlyExitLoss
+from outrider.train.options import LayerSkip
 from outrider.train.plan import Plan
 from outrider.train.precision import run_dtype
 from outrider.train.progress import reporting

@@ -56,7 +56,7 @@ def train(name: str, at: Workspace, how: Options) -> bool:
     """Train one head. Returns False if interrupted."""
     layers = hidden_states(at.runner.num_layers)
     at.features([*layers, at.runner.num_layers])  # what all of them read, captured once
-    plan = HeadPlan(minutes=how.minutes, epochs=40, batch_tokens=2048, muon_lr=0.01, adam_lr=0.001, seed=SEED, compiled=True)
+    plan = HeadPlan(minutes=how.minutes, epochs=40, batch_tokens=2048, muon_lr=0.01, adam_lr=0.001, seed=SEED, compile=True)
     out, start = how.package / name, None if how.start is None else str(how.start / name)
     if name == "medusa":
         finished = train_medusa(at, out, plan, MedusaRun(4, 3, start))

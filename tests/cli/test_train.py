@@ -85,7 +85,7 @@ def test_usage_errors_of_model_training_are_one_line(outrider: Run, target: Path
     def train(kind: str, *options: object) -> object:
         return outrider("train", kind, "--target", target, "--text", text, "--out", tmp_path / "made", *FAST, *options)
 
-    assert_one_line(train("draft", "--layers", 0), "--layers 0: expected at least 1")
+    assert_one_line(train("draft", "--layers", 0), "--layers 0: expected a whole number, at least 1")
     assert_one_line(train("draft", "--start", target, "--width", 8), "--start determines the sizes: omit --width")
     assert_one_line(train("eagle", "--start", target, "--generation", 1, "--layers", "1,2,3"), "--layers and --draft-vocab are")
     assert_one_line(train("eagle", "--start", target, "--draft-vocab", 40), "omit --draft-vocab")
@@ -102,13 +102,13 @@ def test_usage_errors_of_model_training_are_one_line(outrider: Run, target: Path
     assert_one_line(train("early-exit", "--max-drop", 1.5), "--max-drop 1.5")
     assert_one_line(train("early-exit", "--rotation", 0), "--rotation 0")
     assert_one_line(train("early-exit"), "at least three layers")
-    assert_one_line(train("dflash", "--block-size", 1), "invalid block size 1: expected at least 2")
-    assert_one_line(train("dflash", "--markov-rank", -1), "invalid Markov rank -1: expected at least 0")
+    assert_one_line(train("dflash", "--block-size", 1), "invalid --block-size 1: expected a whole number, at least 2")
+    assert_one_line(train("dflash", "--markov-rank", -1), "invalid --markov-rank -1: expected a whole number, at least 0")
     assert_one_line(train("dflash", "--hidden-states", "low"), "--hidden-states")
     assert_one_line(train("dflash", "--hidden-states", "1,7"), "has 0 to 2")
     assert_one_line(train("dflash", "--block-size", 23), "rows of 24 tokens are too short for blocks of 23")
     assert_one_line(train("mtp", "--steps", 0), "--steps 0")
-    assert_one_line(train("mtp", "--format", "gguf"), "unknown layout 'gguf': expected qwen, deepseek, mimo")
+    assert_one_line(train("mtp", "--format", "gguf"), "invalid format 'gguf': expected qwen, deepseek, mimo")
     assert_one_line(train("mtp", "--start", target), "holds no MTP head: none of mtp.fc.weight")
 
 
@@ -129,13 +129,13 @@ def test_usage_errors_of_model_training_are_one_line(outrider: Run, target: Path
         ("medusa", ("--minutes", "nan"), "invalid --minutes nan"),
         ("eagle", ("--minutes", "nan"), "invalid --minutes nan"),
         ("dflash", ("--minutes", "nan"), "invalid --minutes nan"),
-        ("dflash", ("--layers", 0), "invalid number of layers 0: expected at least 1"),
+        ("dflash", ("--layers", 0), "invalid --layers 0: expected a whole number, at least 1"),
         ("dflash", ("--markov-rank", 4, "--selector-rank", 4), "exclude each other"),
-        ("mtp", ("--format", "foo"), "unknown layout 'foo'"),
+        ("mtp", ("--format", "foo"), "invalid format 'foo'"),
         ("draft", ("--keep", 0.8), "--keep and --keep-least need --parallel"),
         ("draft", ("--keep-least", 0.3), "--keep and --keep-least need --parallel"),
         ("draft", ("--loss", "foo"), "kl or tv"),
-        ("draft", ("--on-policy", 2), "invalid on-policy share 2.0"),
+        ("draft", ("--on-policy", 2), "invalid --on-policy 2.0: expected a finite number, at least 0, at most 1"),
         ("draft", ("--on-policy", 0.5, "--prompt-len", 24), "nothing to generate after prompts of 24"),
         ("draft", ("--target", "packed"), "is quantised"),
         ("draft", ("--start", "packed"), "is quantised"),
@@ -193,10 +193,10 @@ def test_usage_errors_are_one_line(outrider: Run, target: Path, text: Path, tmp_
 
     assert_one_line(train(), "--text")
     assert_one_line(train("--text", tmp_path / "none.txt"), "does not exist")
-    assert_one_line(train("--text", text, "--generation", 2), "1 (EAGLE-1 and EAGLE-2) or 3")
+    assert_one_line(train("--text", text, "--generation", 2), "invalid --generation 2: expected 1 or 3")
     assert_one_line(train("--text", text, "--format", "gguf"), "native, speculators")
     assert_one_line(train("--text", text, "--steps", 0), "--steps 0")
-    assert_one_line(train("--text", text, "--epochs", "nan"), "invalid --epochs nan: expected a finite number above 0")
+    assert_one_line(train("--text", text, "--epochs", "nan"), "invalid --epochs nan: expected a finite number, above 0")
     assert_one_line(train("--text", text, "--seq-len", 24), "a target with 2 layers", "name three of them")
     assert_one_line(train("--text", text, "--seq-len", 24, "--layers", "0,1,7"), "has 0 to 2")
     assert_one_line(train("--text", text, "--layers", "low"), "--layers")

@@ -19,13 +19,14 @@ from outrider.train import model_runs, optim
 from outrider.train.acceptance import acceptance, mean_acceptance_length
 from outrider.train.continuation import continue_rows
 from outrider.train.decoder import Decoder
-from outrider.train.distillation import Distillation, DistillationLoss, divergence
-from outrider.train.draft_model import DraftShape, chosen_layers, draft_config, new_draft
-from outrider.train.layer_skip import EarlyExitLoss, LayerSkip, drop_rates, exit_weights
+from outrider.train.distillation import DistillationLoss, divergence
+from outrider.train.draft_model import chosen_layers, draft_config, new_draft
+from outrider.train.layer_skip import EarlyExitLoss, drop_rates, exit_weights
 from outrider.train.model_runs import DraftRun, train_draft, train_early_exit
+from outrider.train.options import Distillation, DraftShape, EagleRun, HeadPlan, LayerSkip, MedusaRun
 from outrider.train.parallel import Parallel
 from outrider.train.plan import Plan
-from outrider.train.runs import EagleRun, HeadPlan, MedusaRun, Workspace, train_eagle, train_medusa
+from outrider.train.runs import Workspace, train_eagle, train_medusa
 from outrider.train.shrink import can_shrink
 from outrider.train.trainer import Trainer
 from outrider.types import OutriderError
@@ -341,9 +342,9 @@ def test_an_interrupted_run_ends_with_the_same_weights(kind, folder, rows, tmp_p
 @pytest.mark.parametrize("kind", ["early-exit", "draft", "eagle", "medusa"])
 def test_compiled_training_equals_eager_training(kind, folder, runner, rows, tmp_path):
     def losses(how):
-        at = workspace_of(folder, tmp_path / str(how.compiled), rows)
+        at = workspace_of(folder, tmp_path / str(how.compile), rows)
         at = at if kind in ("draft", "early-exit") else replace(at, target=runner)
-        name, out = kind, tmp_path / f"{how.compiled}-out"
+        name, out = kind, tmp_path / f"{how.compile}-out"
         if kind == "draft":
             assert train_draft(at, out, how)
         elif kind == "early-exit":
@@ -356,7 +357,7 @@ def test_compiled_training_equals_eager_training(kind, folder, runner, rows, tmp
         points = json.loads((out / f"{name}_curve.json").read_text())
         return [point["loss" if kind != "draft" else "kl"] for point in points]
 
-    eager, compiled = (losses(replace(FAST, epochs=0.5, compiled=flag)) for flag in (False, True))
+    eager, compiled = (losses(replace(FAST, epochs=0.5, compile=flag)) for flag in (False, True))
     assert len(eager) > 2 and compiled == pytest.approx(eager, rel=0.02)
 
 
@@ -428,7 +429,8 @@ def test_invalid_training_gives_a_one_line_error(rows, workspace, tmp_path):
         (lambda: train_early_exit(flat, tmp_path / "out", FAST, LayerSkip()), "at least three layers; this one has 2"),
         (draft(layers=1), "other shape: give another folder"),
         (draft(loss="mse"), "kl or tv"),
-        (draft(on_policy=2.0), "a share from 0 to 1"),
+        (lambda: Distillation(on_policy=2.0), "invalid on_policy 2.0: expected a finite number, at least 0, at most 1"),
+        (lambda: Distillation(prompt_len=0), "invalid prompt_len 0: expected a whole number, at least 1"),
         (draft(on_policy=0.5, prompt_len=SEQ), "nothing to generate after prompts"),
         (draft(spoken, start=str(tmp_path / "foreign")), "different vocabularies"),
         (

@@ -17,11 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from outrider import LLM, SamplingParams
 from outrider.runner.parallel_draft import ParallelDraft, mask_token_of
 from outrider.train.acceptance import acceptance, chain_summary
-from outrider.train.distillation import Distillation, DistillationLoss
-from outrider.train.draft_model import DraftShape
+from outrider.train.distillation import DistillationLoss
 from outrider.train.model_runs import DraftRun, train_draft, trainable
+from outrider.train.options import Distillation, DraftShape, HeadPlan
 from outrider.train.parallel import Entries, Masks, Parallel, mask_token, spare_token
-from outrider.train.runs import HeadPlan, Workspace
+from outrider.train.runs import Workspace
 from outrider.train.trainer import Trainer
 from outrider.types import OutriderError
 

@@ -32,21 +32,10 @@ from outrider.train.block_loss import BlockLoss
 from outrider.train.capture import capture, read_rows
 from outrider.train.claims import fingerprint
 from outrider.train.medusa import MedusaLoss
+from outrider.train.options import BlockRun, EagleRun, HeadPlan, MedusaRun, MtpRun, Source
 from outrider.train.progress import reporting
 from outrider.train.rollout_loss import RolloutLoss
-from outrider.train.runs import (
-    BlockRun,
-    EagleRun,
-    HeadPlan,
-    MedusaRun,
-    MtpRun,
-    Source,
-    Workspace,
-    train_block,
-    train_eagle,
-    train_medusa,
-    train_mtp,
-)
+from outrider.train.runs import Workspace, plan_of, train_block, train_eagle, train_medusa, train_mtp
 from outrider.train.text import RowOrder, read_documents, regenerate, token_rows
 from outrider.train.trainer import RunningClock, Trainer
 from outrider.types import OutriderError
@@ -202,7 +191,7 @@ def run_of(kind, runner, cache, folder, steps=6):
         head = shapes.new_eagle(runner, int(kind[-1]), (0, 2, 3), ids)
         loss = RolloutLoss(head, cache, LAYERS, 2)
     order = RowOrder(cache.num_training, cache.seq_len)
-    plan = HeadPlan(batch_tokens=6 * SEQ, epochs=1.0).plan(order)
+    plan = plan_of(HeadPlan(batch_tokens=6 * SEQ, epochs=1.0), order)
     plan = replace(plan, max_tokens=steps * 6 * SEQ, save_every_s=1e9, eval_every_s=1e9)
     return Trainer(kind, head, order, loss, plan, folder)
 
@@ -317,7 +306,7 @@ def test_an_mtp_head_is_trained_for_targets_of_other_kinds_and_continued(family,
     first = trained("first")
     assert json.loads((tmp_path / "first" / "config.json").read_text())["model_type"] == kind
     assert any("experts" in name for name in first.state_dict()) is (family != "gpt2")
-    second = trained("second", start=str(tmp_path / "first"), layout="mimo")
+    second = trained("second", start=str(tmp_path / "first"), format="mimo")
     assert not torch.equal(first.fc.weight, second.fc.weight)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     texts = []
@@ -350,8 +339,8 @@ def test_regenerated_text_with_other_settings_is_not_reused(runner, rows, tmp_pa
         with pytest.raises(OutriderError, match=message):
             write()
     assert len(regenerate(runner, rows[:3], 5, 0.0, 1, tmp_path, silent)) == 3
-    with pytest.raises(OutriderError, match=r"temperature -1: expected a finite number"):
-        regenerate(runner, rows[:3], 5, -1.0, 1, tmp_path / "other", silent)
+    with pytest.raises(OutriderError, match=r"temperature -1.0: expected a finite number"):
+        Source(temperature=-1.0)
 
 
 def test_remaining_time_ignores_finished_work(runner, rows, tmp_path):
@@ -515,7 +504,7 @@ def test_invalid_training_is_reported_before_the_target_generates_text(runner, t
         (lambda: train_eagle(workspace, tmp_path, how, EagleRun(3, layers=(1, 2, 9))), "has 0 to 6"),
         (lambda: train_eagle(workspace, tmp_path, how, EagleRun(3, steps=40)), "too short for 40 steps"),
         (lambda: train_eagle(workspace, tmp_path, how, EagleRun(3, draft_vocab=10**6)), "draft vocabulary of 1000000"),
-        (lambda: train_eagle(workspace, tmp_path, how, EagleRun(1, formats=("speculators",))), "native format only"),
+        (lambda: train_eagle(workspace, tmp_path, how, EagleRun(1, format=("speculators",))), "native format only"),
     ]
     for run, message in cases:
         with pytest.raises(OutriderError, match=message):
@@ -623,10 +612,13 @@ def test_invalid_training_gives_a_one_line_error(runner, llm, rows, tmp_path):
     (tmp_path / "short.txt").write_text("one two")
     (tmp_path / "odd.jsonl").write_text('{"body": 1}\n')
     cases = [
-        (lambda: train_medusa(workspace(paths=(tmp_path / "none.txt",)), tmp_path, how), "does not exist"),
-        (lambda: train_medusa(workspace(paths=(tmp_path / "short.txt",)), tmp_path, how), "at least two rows of 256"),
+        (lambda: train_medusa(workspace(paths=(tmp_path / "none.txt",)), tmp_path, how, MedusaRun()), "does not exist"),
         (
-            lambda: train_medusa(workspace(paths=(tmp_path / "odd.jsonl",)), tmp_path, how),
+            lambda: train_medusa(workspace(paths=(tmp_path / "short.txt",)), tmp_path, how, MedusaRun()),
+            "at least two rows of 256",
+        ),
+        (
+            lambda: train_medusa(workspace(paths=(tmp_path / "odd.jsonl",)), tmp_path, how, MedusaRun()),
             "odd.jsonl, line 1: expected JSON with",
         ),
     ]
@@ -636,18 +628,24 @@ def test_invalid_training_gives_a_one_line_error(runner, llm, rows, tmp_path):
         (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(3, layers=(1, 2, 9))), "has 0 to 6"),
         (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(3, steps=40)), "too short for 40 steps"),
         (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(3, draft_vocab=10**6)), "draft vocabulary of 1000000"),
-        (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(1, formats=("speculators",))), "native format only"),
-        (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(3, steps=0)), "invalid number of steps 0: expected at least 1"),
+        (lambda: train_eagle(from_rows, tmp_path, how, EagleRun(1, format=("speculators",))), "native format only"),
+        (
+            lambda: train_eagle(from_rows, tmp_path, how, EagleRun(3, steps=0)),
+            "invalid steps 0: expected a whole number, at least 1",
+        ),
         (lambda: train_mtp(from_rows, tmp_path, how, MtpRun(steps=40)), "too short for 40 steps"),
-        (lambda: train_mtp(from_rows, tmp_path, how, MtpRun(steps=0)), "invalid number of steps 0: expected at least 1"),
+        (lambda: train_mtp(from_rows, tmp_path, how, MtpRun(steps=0)), "invalid steps 0: expected a whole number, at least 1"),
         (lambda: train_block(from_rows, tmp_path, how, BlockRun(40)), "too short for blocks of 40"),
         (
             lambda: train_block(from_rows, tmp_path, how, BlockRun(4, hidden_states=(0, 2))),
-            "reads outputs of layers: expected at least 1",
+            "invalid hidden_states .0, 2.: expected a list of whole numbers from 1 on",
         ),
         (lambda: train_block(from_rows, tmp_path, how, BlockRun(4, hidden_states=(1, 9))), "invalid hidden states"),
-        (lambda: train_block(from_rows, tmp_path, how, BlockRun(1)), "invalid block size"),
-        (lambda: train_mtp(from_rows, tmp_path, how, MtpRun(layout="gguf")), "unknown layout 'gguf': expected qwen, deepseek"),
+        (
+            lambda: train_block(from_rows, tmp_path, how, BlockRun(1)),
+            "invalid block_size 1: expected a whole number, at least 2",
+        ),
+        (lambda: train_mtp(from_rows, tmp_path, how, MtpRun(format="gguf")), "invalid format 'gguf': expected qwen, deepseek"),
         (lambda: train_mtp(from_rows, tmp_path, how, MtpRun(start=runner.name)), "holds no MTP head"),
         (lambda: default_hidden_states(4), "name three of them"),
     ]

@@ -19,14 +19,14 @@ import typer
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
 from outrider.hub import local_gguf
-from outrider.options import File, Flag, Number, Texts, Whole, declared, flag_name
+from outrider.options import OPTION, File, Flag, IntChoice, Number, Texts, Whole, declared, flag_name
 from outrider.registry import AUTO
 from outrider.runner.config import RunnerConfig
 from outrider.sampling_params import SamplingParams
 
 Result = TypeVar("Result")
 READABLE_TEMPERATURE, READABLE_TOP_P = 0.7, 0.9
-FLAG_TYPES = {Whole: int, Number: float, Flag: bool, Texts: list[str], File: Path}  # of other kinds: text
+FLAG_TYPES = {Whole: int, IntChoice: int, Number: float, Flag: bool, Texts: list[str], File: Path}  # of other kinds: text
 ARGUMENT = re.compile(r"(?<![\w:./=+-])(\w+)=(\.{3}|[\w.:]*\w)")  # max_len=512; not an option of a method (draft:top_k=2)
 FLAG = "flag"  # key of a Reference, or of typer's option, in a field's metadata
 
@@ -122,8 +122,8 @@ class ReadableOptions(SamplingOptions):
 def with_groups(command: Callable[..., Result], panel: str | None = None) -> Callable[..., Result]:
     """Let a command take option groups: each dataclass parameter becomes one option per field.
 
-    A class attribute ``panel`` of the dataclass is the heading of its options in the help; the argument ``panel`` is that of
-    the command's own options.
+    Fields are declared by ``given``, ``flag`` or ``outrider.options.option``; other fields are no options. A class attribute
+    ``panel`` of the dataclass is the heading of its options in the help; the argument ``panel`` is that of the command's own.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
@@ -132,26 +132,28 @@ def with_groups(command: Callable[..., Result], panel: str | None = None) -> Cal
         kind = hints[parameter.name]
         if not is_dataclass(kind):
             if isinstance(own := parameter.default, Field):
-                parameter, kind = parameter.replace(default=own.default), _annotation(own, kind, panel)
+                parameter = parameter.replace(default=own.default)
+                kind = _annotation(parameter.name, own.metadata[FLAG], own.default, kind, panel)
             parameters.append(parameter.replace(annotation=kind))
             continue
         groups[parameter.name] = kind
-        options = get_type_hints(kind, include_extras=True)
-        parameters += [
-            inspect.Parameter(
-                each.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=each.default,
-                annotation=_annotation(each, options[each.name], getattr(kind, "panel", None)),
+        types = get_type_hints(kind, include_extras=True)
+        for each in options_of(kind):
+            is_own = OPTION in each.metadata  # declared by the group itself
+            shared = Reference(hints[parameter.name], several=False, more="") if is_own else each.metadata[FLAG]
+            default = None if is_own else each.default
+            annotation = _annotation(each.name, shared, default, types[each.name], getattr(kind, "panel", None))
+            parameters.append(
+                inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
             )
-            for each in fields(kind)
-        ]
     parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
 
     @functools.wraps(command)
     def flat(**values: Any) -> Result:
         for name, kind in groups.items():
-            values[name] = kind(**{each.name: values.pop(each.name) for each in fields(kind)})
+            own = {each.name: values.pop(each.name) for each in options_of(kind)}
+            read = {key: read_option(kind, key, own.pop(key)) for key in declared(kind)}
+            values[name] = kind(**own, **{key: value for key, value in read.items() if value is not None})
         return command(**values)
 
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -159,21 +161,28 @@ def with_groups(command: Callable[..., Result], panel: str | None = None) -> Cal
     return flat
 
 
-def _annotation(own: Field[Any], kind: Any, panel: str | None) -> Any:
-    """Return typer's annotation of a field: its type, flags and help. ``panel``: its heading, if it declares none itself."""
-    shared = own.metadata[FLAG]
+def options_of(group: Any) -> list[Field[Any]]:
+    """Return the fields of a group that are options of the command line."""
+    return [each for each in fields(group) if FLAG in each.metadata or OPTION in each.metadata]
+
+
+def _annotation(name: str, shared: Any, own_default: Any, kind: Any, panel: str | None) -> Any:
+    """Return typer's annotation of an option: its type, flags and help. ``panel``: its heading, if it declares none itself.
+
+    ``shared``: a ``Reference`` or typer's option; ``own_default``: the command's default.
+    """
     if not isinstance(shared, Reference):
         shared.rich_help_panel = shared.rich_help_panel or panel
         return Annotated[kind, shared]
-    option = declared(shared.config)[own.name]
-    flags = [flag_name(own.name), *([f"-{option.letter}"] if option.letter else [])]
-    default = getattr(shared.config, own.name, None)
+    option = declared(shared.config)[name]
+    flags = [flag_name(name), *([f"-{option.letter}"] if option.letter else [])]
+    default = getattr(shared.config, name, None)
     if default is True:  # only to switch it off
-        flags = [f" /--no-{flag_name(own.name)[2:]}"]
+        flags = [f" /--no-{flag_name(name)[2:]}"]
     kind = str if shared.several else FLAG_TYPES.get(type(option.kind), str)
     help = option.help if default is not True else f"Do not {option.help[0].lower()}{option.help[1:]}"
     about = [help, "Several are separated by commas." if shared.several else "", shared.more]
-    is_said = "(default:" in "".join(about) or own.default is not None
+    is_said = "(default:" in "".join(about) or own_default is not None
     if not is_said and isinstance(default, (str, int, float)) and not isinstance(default, bool):
         about.append(f"(default: {default:g})." if isinstance(default, float) else f"(default: {default}).")
     text = " ".join(part for part in about if part).replace(". (default", " (default")
@@ -183,7 +192,10 @@ def _annotation(own: Field[Any], kind: Any, panel: str | None) -> Any:
 
 def read_option(config: type, name: str, value: Any) -> Any:
     """Return the parsed value of an option, or None if it was not given. Raises ``OutriderError`` for an invalid value."""
-    return None if value is None else declared(config)[name].in_text().read(flag_name(name), value)
+    if value is None:
+        return None
+    option = declared(config)[name].in_text()
+    return option.read(flag_name(name), option.from_text(value) if isinstance(value, str) else value)
 
 
 def in_flags(message: str) -> str:

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from outrider.runner.loading import decoder_layers, text_config
+from outrider.train.options import DraftShape
 from outrider.train.shrink import can_shrink, shrink
 from outrider.types import OutriderError
 
 LAYERS_SHARE, FEW = 8, 2  # an eighth of the target's layers, at least two: one layer cannot form induction heads
 NEURONS = 32  # the feed-forward width is a multiple
-
-
-@dataclass(frozen=True)
-class DraftShape:
-    """Size of a draft; None values are derived from the target."""
-
-    layers: int | None = None
-    width: int | None = None  # None: the target's
-    from_layers: tuple[int, ...] | None = None  # target layers, counted from 0, that initialise it; None: evenly spaced
 
 
 def chosen_layers(shape: DraftShape, total: int) -> tuple[int, ...]:

@@ -11,24 +11,8 @@ import torch
 from torch import Tensor
 
 from outrider.train.decoder import Decoder
+from outrider.train.options import LayerSkip
 from outrider.train.precision import arithmetic
-
-
-@dataclass(frozen=True)
-class LayerSkip:
-    """Settings of layer dropout, early-exit loss, and exits per step.
-
-    With ``grow_at`` only every second layer is trained until that share of the run, for a randomly initialised model. The
-    others start as the identity (zero output projections), so training needs half the work and adding them changes no output.
-    """
-
-    max_drop: float = 0.1  # dropout of the last layer (p_max)
-    exit_scale: float = 1.0  # e_scale of equation 6; larger values improve exits at the cost of the last layer
-    rotation: int | None = None  # train every R-th exit per step, in rotation (C_rot,R); None: one exit per step
-    exit_share: float = 1.0  # share of rows in the exit loss
-    from_scratch: bool = False  # dropout also grows over the run, for an untrained model
-    whole_steps: bool = False  # drop a layer for all rows of a step, so that compiled layers see one shape
-    grow_at: float = 0.0
 
 
 def drop_rates(layers: int, max_drop: float, progress: float | None = None) -> list[float]:

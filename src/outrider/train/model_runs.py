@@ -27,11 +27,12 @@ from outrider.runner.tokenizers import check_same_vocabulary
 from outrider.train.acceptance import ROWS, acceptance, summary
 from outrider.train.claims import once
 from outrider.train.decoder import Decoder, evaluating
-from outrider.train.distillation import Distillation, DistillationLoss
-from outrider.train.draft_model import DraftShape, new_draft
-from outrider.train.layer_skip import EarlyExitLoss, LayerSkip
+from outrider.train.distillation import DistillationLoss
+from outrider.train.draft_model import new_draft
+from outrider.train.layer_skip import EarlyExitLoss
+from outrider.train.options import Distillation, DraftShape, HeadPlan, LayerSkip
 from outrider.train.parallel import Masks, Parallel
-from outrider.train.runs import HeadPlan, Workspace, checkpoint_dtype, finish, run_job
+from outrider.train.runs import Workspace, checkpoint_dtype, finish, run_job
 from outrider.train.text import TextRows, check_continuation
 from outrider.types import OutriderError, first_line
 
@@ -63,7 +64,7 @@ def train_early_exit(workspace: Workspace, out: Path, how: HeadPlan, skip: Layer
         return {f"held_exit_{depth}": each["greedy"]["acceptance"] for depth, each in found["exits"].items()}, found
 
     before = once(workspace.work / "early-exit" / "before.json", lambda: measure_exits(decoder, rows.held_out))
-    for layer in decoder.layers if how.compiled else ():
+    for layer in decoder.layers if how.compile else ():
         layer.compile()  # for any number of rows, because dropout skips some
     loss = EarlyExitLoss(decoder, skip, workspace.dtype("early-exit"), how.seed)
     after = run_job(workspace, "early-exit", model, rows, loss, how, measure)
@@ -135,7 +136,7 @@ def train_draft(workspace: Workspace, out: Path, how: HeadPlan, kind: DraftRun =
 
     before = once(workspace.work / kind.name / "before.json", lambda: on_text(rows.held_out))
     loss = DistillationLoss(draft, target, teaching, workspace.dtype(kind.name), how.seed, masks)
-    if how.compiled:
+    if how.compile:
         for layer in (*decoder_layers(draft), *decoder_layers(target)):
             layer.compile(dynamic=False)
         loss.divergence = torch.compile(loss.divergence, dynamic=False)

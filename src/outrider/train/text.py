@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -160,14 +159,12 @@ class TextRows(RowOrder):
         return self.whole[super().batch(step, rows, seq_len)].long()
 
 
-def check_continuation(prompt_len: int, seq_len: int, temperature: float = 0.0) -> None:
-    """Raise ``OutriderError`` unless prompts of this length leave something to generate, and the temperature is valid."""
+def check_continuation(prompt_len: int, seq_len: int) -> None:
+    """Raise ``OutriderError`` unless prompts of this length leave something to generate."""
     if not 1 <= prompt_len < seq_len:
         raise OutriderError(
             f"rows of {seq_len} tokens leave nothing to generate after prompts of {prompt_len}: expected a lower --prompt-len"
         )
-    if not 0 <= temperature < math.inf:
-        raise OutriderError(f"invalid --temperature {temperature:g}: expected a finite number, at least 0 (greedy)")
 
 
 def regenerate(
@@ -178,7 +175,7 @@ def regenerate(
     Stored batch by batch in ``folder``, so that an interrupted run resumes. Raises ``OutriderError`` for invalid settings, and
     for a folder of another target, text or setting.
     """
-    check_continuation(prompt_len, rows.shape[1], temperature)
+    check_continuation(prompt_len, rows.shape[1])
     how = {"prompt length": prompt_len, "temperature": temperature, "seed": seed, "batch": runner.max_batch}
     claim(folder / "text.json", {"target": fingerprint(runner.model), "text": digest(rows), **how})
     written: list[Tensor] = []
