@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import typer
 
@@ -122,27 +122,29 @@ class ReadableOptions(SamplingOptions):
 def with_groups(command: Callable[..., Result], panel: str | None = None) -> Callable[..., Result]:
     """Let a command take option groups: each dataclass parameter becomes one option per field.
 
+    A parameter ``Annotated[dict[str, Any], Config]`` has the options of ``Config`` and receives those that were given.
     Fields are declared by ``given``, ``flag`` or ``outrider.options.option``; other fields are no options. A class attribute
     ``panel`` of the dataclass is the heading of its options in the help; the argument ``panel`` is that of the command's own.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
-    groups: dict[str, Any] = {}
+    groups: dict[str, tuple[Any, Any]] = {}  # parameter -> dataclass that declares the options, type of the value
     for parameter in inspect.signature(command).parameters.values():
         kind = hints[parameter.name]
-        if not is_dataclass(kind):
+        group = kind.__metadata__[0] if get_origin(kind) is Annotated else kind
+        if not isinstance(group, type) or not is_dataclass(group):
             if isinstance(own := parameter.default, Field):
                 parameter = parameter.replace(default=own.default)
                 kind = _annotation(parameter.name, own.metadata[FLAG], own.default, kind, panel)
             parameters.append(parameter.replace(annotation=kind))
             continue
-        groups[parameter.name] = kind
-        types = get_type_hints(kind, include_extras=True)
-        for each in options_of(kind):
+        groups[parameter.name] = group, dict if group is not kind else group
+        types = get_type_hints(group, include_extras=True)
+        for each in options_of(group):
             is_own = OPTION in each.metadata  # declared by the group itself
-            shared = Reference(hints[parameter.name], several=False, more="") if is_own else each.metadata[FLAG]
+            shared = Reference(group, several=False, more="") if is_own else each.metadata[FLAG]
             default = None if is_own else each.default
-            annotation = _annotation(each.name, shared, default, types[each.name], getattr(kind, "panel", None))
+            annotation = _annotation(each.name, shared, default, types[each.name], getattr(group, "panel", None))
             parameters.append(
                 inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
             )
@@ -150,9 +152,9 @@ def with_groups(command: Callable[..., Result], panel: str | None = None) -> Cal
 
     @functools.wraps(command)
     def flat(**values: Any) -> Result:
-        for name, kind in groups.items():
-            own = {each.name: values.pop(each.name) for each in options_of(kind)}
-            read = {key: read_option(kind, key, own.pop(key)) for key in declared(kind)}
+        for name, (group, kind) in groups.items():
+            own = {each.name: values.pop(each.name) for each in options_of(group)}
+            read = {key: read_option(group, key, own.pop(key)) for key in declared(group)}
             values[name] = kind(**own, **{key: value for key, value in read.items() if value is not None})
         return command(**values)
 

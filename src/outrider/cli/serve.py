@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn, TypeVar
 
@@ -14,7 +14,7 @@ from outrider.cli.options import MethodOptions, ModelOptions, flag, given, read_
 from outrider.engine.plan import KEYS, Plan, served_name
 from outrider.errors import OutriderError, how_to_install
 from outrider.export import ENGINES
-from outrider.options import LISTEN, declared, flag_name
+from outrider.options import LISTEN, flag_name
 from outrider.runner.config import RunnerConfig
 from outrider.server.config import KEYS_VARIABLE, KeyRing, ServerConfig
 
@@ -41,41 +41,14 @@ MAX_BATCH = 32  # default limit of concurrent sequences; the cache grows with th
 
 
 @dataclass(frozen=True)
-class ListenOptions:
-    """Address, keys and logging."""
+class LimitOptions:
+    """API keys and limits besides those of ``ServerConfig``."""
 
-    host: str | None = given(ServerConfig)
-    port: int | None = given(ServerConfig)
-    name: str | None = given(ServerConfig, more="(default: the target's folder or id).")
     api_keys: Path | None = flag(
         f"File of lines KEY [NAME [PRIORITY]] (default: {KEYS_VARIABLE}; without keys, everyone has access).", panel=LISTEN
     )
-    record: Path | None = given(ServerConfig)
-
-
-@dataclass(frozen=True)
-class LimitOptions:
-    """Limits of the server."""
-
     max_batch: int | None = given(RunnerConfig, more=f"(default: {MAX_BATCH}).")
     kv_memory: float | None = given(RunnerConfig)
-    max_queue: int | None = given(ServerConfig)
-    max_choices: int | None = given(ServerConfig)
-    max_body: int | None = given(ServerConfig)
-    request_timeout: float | None = given(ServerConfig)
-    stream_interval: float | None = given(ServerConfig)
-    shutdown_grace: float | None = given(ServerConfig)
-    header_timeout: float | None = given(ServerConfig)
-    body_timeout: float | None = given(ServerConfig)
-    idle_timeout: float | None = given(ServerConfig)
-    stall_timeout: float | None = given(ServerConfig)
-    workers: int | None = given(ServerConfig)
-    worker_memory: float | None = given(ServerConfig)
-    text_timeout: float | None = given(ServerConfig)
-    schema_timeout: float | None = given(ServerConfig)
-    max_schema_values: int | None = given(ServerConfig)
-    max_schema_depth: int | None = given(ServerConfig)
-    max_schema_choices: int | None = given(ServerConfig)
 
 
 @dataclass(frozen=True)
@@ -96,8 +69,8 @@ def command(
         list[str] | None, typer.Argument(help="With --engine, after --: options of that engine.", show_default=False)
     ] = None,
     elsewhere: EngineOptions,
-    listening: ListenOptions,
     limits: LimitOptions,
+    server: Annotated[dict[str, Any], ServerConfig],
     models: ModelOptions,
     methods: MethodOptions,
 ) -> None:
@@ -106,7 +79,7 @@ def command(
     if plan is not None and str(plan).startswith("-"):  # these are arguments after --, and there is no plan
         plan, passed = None, [str(plan), *passed]
     if elsewhere.engine is not None:
-        serve_elsewhere(plan, passed, elsewhere, listening, limits, (models, methods))
+        serve_elsewhere(plan, passed, elsewhere, server, limits, (models, methods))
     given = {"options after --": passed, "--engine-python": elsewhere.engine_python, "--own-code": elsewhere.own_code}
     what = next((name for name, value in given.items() if value), None)
     if what is not None:
@@ -118,9 +91,9 @@ def command(
         raise OutriderError(f"serve requires {error.name}: {how_to_install('serve')}") from error
     known = Plan() if plan is None else Plan.read(plan)
     models, methods, limits = filled(models, known), filled(methods, known), filled(limits, known)
-    config = server_config(models, listening, limits)
-    keys = KeyRing.load(listening.api_keys)
-    check_writable("--record", listening.record)
+    config = ServerConfig(**{"name": served_name(models.target), **server})
+    keys = KeyRing.load(limits.api_keys)
+    check_writable("--record", config.record)
     more = {
         "max_batch": read_option(RunnerConfig, "max_batch", limits.max_batch) or MAX_BATCH,
         "kv_memory": read_option(RunnerConfig, "kv_memory", limits.kv_memory),
@@ -148,7 +121,7 @@ def serve_elsewhere(
     plan: Path | None,
     passed: list[str],
     elsewhere: EngineOptions,
-    listening: ListenOptions,
+    server: dict[str, Any],
     limits: LimitOptions,
     drafting: tuple[ModelOptions, MethodOptions],
 ) -> NoReturn:
@@ -159,7 +132,7 @@ def serve_elsewhere(
     from outrider.export.wanted import wanted
 
     shared = {"host", "port", "name", "max_batch", "kv_memory"}
-    for name in {**values_given(listening), **values_given(limits)}:
+    for name in {**server, **values_given(limits)}:
         if name not in shared:
             raise OutriderError(
                 f"{flag_name(name)} is an option of Outrider's own server: give the engine's own options after --"
@@ -171,8 +144,8 @@ def serve_elsewhere(
     deployment = wanted(known, check_source)
     folder = working_folder(engine, deployment, elsewhere.own_code)
     export = write(engine, deployment, folder, elsewhere.own_code)
-    given = {"host": listening.host, "port": listening.port, "served-model-name": listening.name}
-    more = [part for name, value in given.items() if value is not None for part in (f"--{name}", str(value))]
+    flags = {"host": "--host", "port": "--port", "name": "--served-model-name"}
+    more = [part for name, value in server.items() for part in (flags[name], str(value))]
     become([*command, *export.options, *more, *passed], folder, export)
 
 
@@ -180,13 +153,6 @@ def refuse_own_code(models: ModelOptions) -> None:
     """Raise ``OutriderError`` if the model's own code is to run: a plan for another engine cannot say so."""
     if models.trust_remote_code:
         raise OutriderError("--trust-remote-code is not passed on to other engines: give them their own option instead")
-
-
-def server_config(models: ModelOptions, listening: ListenOptions, limits: LimitOptions) -> ServerConfig:
-    """Return the server's configuration. The default model name is the target's folder or hub id."""
-    given = {name: value for name, value in {**asdict(listening), **asdict(limits)}.items() if value is not None}
-    named = {name: read_option(ServerConfig, name, value) for name, value in given.items() if name in declared(ServerConfig)}
-    return ServerConfig(**({"name": served_name(models.target)} | named))
 
 
 def filled(options: Options, plan: Plan) -> Options:

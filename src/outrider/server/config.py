@@ -25,7 +25,12 @@ class ServerConfig:
 
     host: str = option(Text(), "127.0.0.1", "Address to listen on; 127.0.0.1 accepts only this machine.", panel=LISTEN)
     port: int = option(Whole(0, 65535), 8000, "Port; 0 selects a free one.", panel=LISTEN)
-    name: str = option(Text(), "outrider", "Model name that clients see.", panel=LISTEN)
+    name: str = option(
+        Text(),
+        "outrider",
+        "Model name that clients see (default: the target's folder or id; in Python, outrider).",
+        panel=LISTEN,
+    )
     max_queue: int = limit(COUNT, 256, "Maximum number of waiting sequences; beyond it the answer is 429.")
     max_choices: int = limit(COUNT, 64, "Maximum number of sequences per call: prompts times n.")
     max_body: int = limit(COUNT, 4 << 20, "Maximum bytes of a call's body.")
