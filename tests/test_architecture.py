@@ -68,7 +68,19 @@ BELOW = {
         "family",
         "engine",
     },
-    "train": {"errors", "options", "types", "files", "memory", "sampling", "runner", "heads", "proposers", "family"},
+    "train": {
+        "errors",
+        "options",
+        "progress",
+        "types",
+        "files",
+        "memory",
+        "sampling",
+        "runner",
+        "heads",
+        "proposers",
+        "family",
+    },
 }
 TOP = {
     "bench",

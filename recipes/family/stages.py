@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.heads.checkpoint import replaced
+from outrider.progress import reporting
 from outrider.train import distillation, plots
 from outrider.train.claims import claim, fingerprint
 from outrider.train.continuation import continue_rows
@@ -22,7 +23,6 @@ from outrider.train.layer_skip import EarlyExitLoss
 from outrider.train.options import LayerSkip
 from outrider.train.plan import Plan
 from outrider.train.precision import run_dtype
-from outrider.train.progress import reporting
 from outrider.train.shrink import shrink
 from outrider.train.trainer import Trainer
 

@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from outrider.heads.checkpoint import replaced
+from outrider.progress import reporting
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.train.claims import claim, fingerprint
-from outrider.train.progress import reporting
 from outrider.train.runs import Workspace
 from outrider.train.text import regenerate
 from outrider.types import OutriderError

@@ -26,6 +26,7 @@ from outrider.heads.block_runner import BlockRunner
 from outrider.heads.checkpoint import write_folder
 from outrider.heads.eagle import default_hidden_states
 from outrider.heads.head_runner import RolloutRunner
+from outrider.progress import reporting
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.train import precision, shapes
 from outrider.train.block_loss import BlockLoss
@@ -33,7 +34,6 @@ from outrider.train.capture import capture, read_rows
 from outrider.train.claims import fingerprint
 from outrider.train.medusa import MedusaLoss
 from outrider.train.options import BlockRun, EagleRun, HeadPlan, MedusaRun, MtpRun, Source
-from outrider.train.progress import reporting
 from outrider.train.rollout_loss import RolloutLoss
 from outrider.train.runs import Workspace, plan_of, train_block, train_eagle, train_medusa, train_mtp
 from outrider.train.text import RowOrder, read_documents, regenerate, token_rows
@@ -514,7 +514,7 @@ def test_invalid_training_is_reported_before_the_target_generates_text(runner, t
 def test_progress_in_a_log_is_a_line_now_and_then_with_the_remaining_time(capsys, monkeypatch):
     times = iter([0.0, 1.0, 11.0, 21.0, 22.0])
     clock = SimpleNamespace(monotonic=lambda: next(times), strftime=lambda _: "12:00:00")
-    monkeypatch.setattr("outrider.train.progress.time", clock)
+    monkeypatch.setattr("outrider.progress.time", clock)
     with reporting("draft") as report:
         for step, more in enumerate([{"kl": 1.5}, {"kl": 1.0}, {"hit": 0.5}, {"bpb": {"total": 2.0}}], start=1):
             report(0.1 * step, {"step": step, "loss": 3.0, **more})

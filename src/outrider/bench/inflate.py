@@ -28,8 +28,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -38,6 +36,7 @@ from outrider.bench.widening import Inflater, Noise
 from outrider.disk_cache import lasting_dir
 from outrider.heads.checkpoint import read_config, read_folder
 from outrider.memory import size as shown
+from outrider.progress import reporting
 from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
@@ -132,15 +131,13 @@ def _write_shards(tensors: Iterator[tuple[str, Tensor]], out: Path, total: int) 
         index.update(dict.fromkeys(shard, shards))
         shard = {}
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"building a {total / 1e9:.2f}B checkpoint", total=total)
+    with reporting(f"building a {total / 1e9:.2f}B checkpoint") as report:
         for name, tensor in tensors:
             if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
                 flush()
             shard[name] = tensor.contiguous()
             written, size = written + tensor.numel(), size + tensor.nbytes
-            bar.update(task, advance=tensor.numel())
+            report(written / total, {})
         flush()
     names = {i: f"model-{i:05d}-of-{shards:05d}.safetensors" for i in range(1, shards + 1)}
     for i, name in names.items():

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from outrider.cli.app import EXIT_CHECK_FAILED
 from outrider.cli.bench_documents import check_outputs, write_or_say
-from outrider.cli.console import err
+from outrider.cli.console import err, progress
 from outrider.cli.options import (
     ModelOptions,
     SamplingOptions,
@@ -28,6 +27,7 @@ from outrider.cli.options import (
 )
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
+from outrider.progress import Progress
 from outrider.registry import AUTO
 from outrider.sampling_params import SamplingParams
 
@@ -163,7 +163,7 @@ class Run:
                     question = Question(self.prompts, self.params, k, **sure, seed=seed or 0, max_samples=options.max_samples)
                     way = Way(proposer, verifier, k)
                     try:
-                        found.append(document(audit(rig, name, way, question, report(name))))
+                        found.append(document(audit(rig, name, way, question, stages(report, name))))
                     except OutriderError as error:
                         self.reasons[name] = str(error)
             is_over = True
@@ -209,7 +209,7 @@ class Run:
 
         try:
             with progress() as report:
-                say = report("same text")
+                say = stages(report, "same text")
                 for cell in left:
                     comparison.run(cell, lambda what: say(what, 0, len(left)))
                     say("", 1, len(left))
@@ -304,32 +304,18 @@ def settings_of(params: SamplingParams) -> dict[str, Any]:
     return {"temperature": params.temperature} | kept
 
 
-@contextmanager
-def progress() -> Iterator[Callable[[str], Callable[[str, int, float], None]]]:
-    """Yield a factory of progress callbacks per method: (description, steps since the last call, total steps)."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+def stages(report: Callable[[Progress], None], name: str) -> Callable[[str, int, float], None]:
+    """Return a function that reports a method's progress: description, steps since the last call, total (0, inf: unknown)."""
+    started, done = perf_counter(), 0
 
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+    def say(what: str, steps: int, total: float) -> None:
+        nonlocal done
+        done += steps
+        known = round(total) if math.isfinite(total) else 0
+        left = (perf_counter() - started) / done * max(known - done, 0) if done and known else None
+        report(Progress(done, known, left, f"{name}: {what}" if what else name))
 
-        def of(name: str) -> Callable[[str, int, float], None]:
-            task, last = bar.add_task(name, total=None), ""
-
-            def say(what: str, steps: int, total: float) -> None:
-                nonlocal last
-                bar.update(task, advance=steps, total=total or None, description=f"{name}: {what}" if what else name)
-                if not err.is_terminal and what and what != last:
-                    print(f"{name}: {what}", file=sys.stderr)
-                last = what
-
-            return say
-
-        yield of
+    return say
 
 
 def _parse_length(text: str) -> int:

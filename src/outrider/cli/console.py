@@ -95,19 +95,22 @@ class _Notices(logging.Handler):
 
 @contextmanager
 def progress() -> Iterator[Callable[[Progress], None]]:
-    """Show a progress bar on a terminal, or a line per run elsewhere. Yields the callback that updates it."""
+    """Show a progress bar on a terminal, elsewhere a line when the work changes. Yields the callback that updates it."""
     from rich import progress as rich_progress
 
-    text = rich_progress.TextColumn("{task.completed}/{task.total}  {task.fields[left]}  {task.description}", markup=False)
+    text = rich_progress.TextColumn("{task.fields[count]}  {task.fields[left]}  {task.description}", markup=False)
     bar_column = rich_progress.BarColumn(bar_width=24)
     with rich_progress.Progress(bar_column, text, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task("", total=None, left="")
+        task, last = bar.add_task("", total=None, count="", left=""), ""
 
         def report(state: Progress) -> None:
+            nonlocal last
             left = "" if state.seconds_left is None else f"{clock(state.seconds_left)} left"
-            bar.update(task, completed=state.done, total=state.total, left=left, description=state.what)
-            if not err.is_terminal:
-                err.print(f"{state.done}/{state.total} {left} {state.what}", markup=False, soft_wrap=True)
+            count = f"{state.done}/{state.total}" if state.total else str(state.done)
+            bar.update(task, completed=state.done, total=state.total or None, count=count, left=left, description=state.what)
+            if not err.is_terminal and state.what != last:
+                err.print(f"{count} {left} {state.what}", markup=False, soft_wrap=True)
+            last = state.what
 
         yield report
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from outrider.heads.checkpoint import save_tensors
 from outrider.heads.feature_head import FeatureHead
+from outrider.progress import Report
 from outrider.runner import ModelRunner
 from outrider.train.claims import digest, fingerprint, once
-from outrider.train.progress import Report
 from outrider.train.text import RowOrder, held_out
 from outrider.types import Context, OutriderError, Proposal, Request, SamplingParams
 

@@ -20,6 +20,7 @@ from outrider.heads import block_formats, eagle_formats, mtp_formats
 from outrider.heads import medusa as medusa_heads
 from outrider.heads.eagle import default_hidden_states
 from outrider.heads.feature_head import RolloutHead
+from outrider.progress import reporting
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.runner.linear import structural_copy
 from outrider.train import plots, shapes
@@ -30,7 +31,6 @@ from outrider.train.medusa import MedusaLoss
 from outrider.train.options import BlockRun, EagleRun, HeadPlan, MedusaRun, MtpRun, Source
 from outrider.train.plan import SEED, Plan
 from outrider.train.precision import run_dtype
-from outrider.train.progress import reporting
 from outrider.train.rollout_loss import RolloutLoss
 from outrider.train.soft_entropy import SoftEntropy, compiled, soft_entropy
 from outrider.train.text import RowOrder, held_out, regenerate, token_rows

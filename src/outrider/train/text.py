@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.files import READ_ERRORS, open_text
 from outrider.heads.checkpoint import save_tensors
+from outrider.progress import Report
 from outrider.runner import ModelRunner
 from outrider.train.claims import claim, digest, fingerprint
-from outrider.train.progress import Report
 from outrider.types import OutriderError, check_text, first_line
 
 ROLES = {"human": "user", "gpt": "assistant"}

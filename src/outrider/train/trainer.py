@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from outrider.files import write_whole
 from outrider.heads.checkpoint import replaced
+from outrider.progress import reporting
 from outrider.train import optim
 from outrider.train.plan import Plan, step_seed
 from outrider.train.precision import run_dtype
-from outrider.train.progress import reporting
 from outrider.types import OutriderError, first_line, is_out_of_memory
 
 logger = logging.getLogger(__name__)
