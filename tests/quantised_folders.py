@@ -245,27 +245,61 @@ def floats(per: str = "channel", dtype: torch.dtype = torch.bfloat16, library: s
     return _compressed("float-quantized", {"num_bits": 8, "type": "float", "symmetric": True, "strategy": per}), write_layer
 
 
+E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+
+
+def in_e2m1(weight: Tensor, each: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Return the nearest 4-bit floats, two to a byte, and their values. ``each``: the scale of each weight."""
+    codes = np.abs(weight.numpy()[..., None] / each[..., None] - E2M1).argmin(2)
+    pairs = (codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8)
+    return torch.from_numpy(pairs), torch.from_numpy((E2M1[codes] * each).astype(np.float32))
+
+
 def mxfp4():
     """Return those of compressed-tensors' ``mxfp4-pack-quantized``."""
-    numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
     def write_layer(weight: Tensor, rng: np.random.Generator) -> Stored:
-        outputs = len(weight)
-        parts = weight.view(outputs, -1, 32).numpy()
+        parts = weight.view(len(weight), -1, 32).numpy()
         exponents = np.ceil(np.log2(np.abs(parts).max(2) / 6)).astype(int)
-        table = np.array([*numbers, *(-n for n in numbers)])
-        each = np.exp2(exponents.astype(float)).repeat(32, 1)
-        codes = np.abs(weight.numpy()[..., None] / each[..., None] - table).argmin(2)
-        values = table[codes] * each
-        pairs = (codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8)
-        stored = {
-            "weight_packed": torch.from_numpy(pairs),
-            "weight_scale": torch.from_numpy((exponents + 127).astype(np.uint8)),
-        }
-        return stored, torch.from_numpy(values.astype(np.float32))
+        pairs, values = in_e2m1(weight, np.exp2(exponents.astype(float)).repeat(32, 1))
+        return {"weight_packed": pairs, "weight_scale": torch.from_numpy((exponents + 127).astype(np.uint8))}, values
 
     scheme = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
     return _compressed("mxfp4-pack-quantized", scheme), write_layer
+
+
+def nvfp4(library: str = "compressed-tensors", power: bool = False):
+    """Return those of NVFP4: compressed-tensors' or ModelOpt's. ``power``: the number of the whole weight is a power of two."""
+
+    def write_layer(weight: Tensor, rng: np.random.Generator) -> Stored:
+        largest = weight.view(len(weight), -1, 16).abs().amax(2)
+        factor = (largest.max() / (6 * 448)).reshape(1)
+        factor = torch.exp2(factor.log2().ceil()) if power else factor
+        scales = (largest / 6 / factor).to(torch.float8_e4m3fn)
+        number = factor if library == "modelopt" else 1 / factor
+        # The product or the quotient is rounded to float32, as in both libraries.
+        each = scales.float() * number if library == "modelopt" else scales.float() / number
+        pairs, values = in_e2m1(weight, each.double().numpy().repeat(16, 1))
+        if library == "modelopt":
+            scale = {"weight_scale_2": number.reshape(()), "input_scale": torch.tensor(0.01)}
+            return {"weight": pairs, "weight_scale": scales, **scale}, values
+        return {"weight_packed": pairs, "weight_scale": scales, "weight_global_scale": number}, values
+
+    if library == "modelopt":
+        return {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, write_layer
+    scheme = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+    return _compressed("nvfp4-pack-quantized", scheme), write_layer
+
+
+def modelopt_mixed():
+    """Return those of a ModelOpt checkpoint with layers in NVFP4 and in FP8, per tensor and per output."""
+    (_, in_4), (_, in_8), (_, by_output) = nvfp4("modelopt"), floats("tensor", torch.float32), floats("channel", torch.float32)
+
+    def write_layer(weight: Tensor, rng: np.random.Generator) -> Stored:
+        return (in_4, in_8, by_output)[rng.integers(0, 3)](weight, rng)
+
+    layers = {f"layer {n}": {"quant_algo": kind} for n, kind in enumerate(("NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN"))}
+    return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}, write_layer
 
 
 FORMATS = {
@@ -296,12 +330,15 @@ FORMATS = {
     "fp8-deepseek": floats("block", torch.float32, "fp8"),
     "fp8-powers": floats("block", torch.float32, "fp8", power=True),
     "mxfp4": mxfp4(),
+    "nvfp4": nvfp4(),
+    "nvfp4-powers": nvfp4(power=True),
+    "nvfp4-modelopt": nvfp4("modelopt"),
+    "modelopt-mixed": modelopt_mixed(),
 }
 
 
 def write_experts(folder: Path) -> Written:
     """Write a tiny gpt-oss whose experts are stored in MXFP4, as in the published checkpoints."""
-    numbers = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
     sizes = SIZES | {
         "hidden_size": 64,
         "intermediate_size": 64,
@@ -327,7 +364,7 @@ def write_experts(folder: Path) -> Written:
             2, (-1, 16)
         )
         tensors[f"{name}_scales"] = torch.from_numpy((exponents + 127).astype(np.uint8))
-        meant = numbers[codes] * np.exp2(exponents.astype(float)).repeat(32, 2)
+        meant = E2M1[codes] * np.exp2(exponents.astype(float)).repeat(32, 2)
         values[name] = torch.from_numpy(meant.astype(np.float32)).transpose(1, 2).contiguous()
         parameter.data = values[name].clone()
     quantization = {

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_folder import make_folder
@@ -13,7 +14,7 @@ from transformers import LlamaConfig
 
 from outrider import LLM, OutriderError, memory
 from outrider.runner import loading
-from outrider.runner.checkpoints.fp8 import Fp8
+from outrider.runner.checkpoints.formats import FORMATS
 
 GIB = 1 << 30
 
@@ -82,15 +83,23 @@ def test_an_unlimited_control_group_has_no_limit(limit: str | None, groups: Path
         ({"quant_method": "mxfp4"}, False, 4),
         ({"quant_method": "fp8"}, True, 4),
         ({"quant_method": "fp8", "scale_fmt": "ue8m0"}, True, 2),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, True, 6 / 4.5),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, True, 4),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4}}}}, True, 1),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 8, "type": "float"}}}},
+            True,
+            4,
+        ),
     ],
 )
 def test_weights_that_are_widened_need_more_memory_than_their_files(
-    quantization: dict[str, str] | None, has_reader: bool, growth: int
+    quantization: dict[str, Any] | None, has_reader: bool, growth: float
 ) -> None:
     config = LlamaConfig()
     if quantization is not None:
         config.quantization_config = quantization
-    reader = Fp8({}) if has_reader else None
+    reader = FORMATS[quantization["quant_method"]](quantization) if quantization is not None and has_reader else None
     assert loading.growth_of(config, reader, None) == growth
     assert loading.growth_of(config, reader, 8) == 1  # rounded tensor by tensor
 

@@ -131,13 +131,13 @@ def weight_map(index: Path) -> dict[str, str]:
     return files
 
 
-def refuse_too_large(source: str | Path, growth: int) -> None:
+def refuse_too_large(source: str | Path, growth: float) -> None:
     """Raise ``OutriderError`` if the weights in a local folder exceed the memory of this process.
 
     ``growth``: bytes in memory per byte in the files.
     """
     advice = "choose a smaller or a quantised checkpoint"
-    require_memory(growth * weight_bytes(source), f"the weights in {source} take", advice)
+    require_memory(round(growth * weight_bytes(source)), f"the weights in {source} take", advice)
 
 
 def weight_bytes(source: str | Path) -> int:

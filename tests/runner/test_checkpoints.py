@@ -49,7 +49,7 @@ def test_dequantised_values_equal_the_format_exactly(name, tmp_path):
         if isinstance(weight, QuantizedWeight):
             assert (weight.order is not None) == ("by-activation" in name or name == "gptq-8-asym")
         else:  # 16 bits only if they represent every value exactly
-            assert weight.dtype == (torch.bfloat16 if name in ("fp8-powers", "mxfp4") else torch.float32)
+            assert weight.dtype == (torch.bfloat16 if name == "fp8-powers" else torch.float32)
     assert model.lm_head.weight.dtype == torch.float16  # as in the file
     assert linear.is_plain(model) and not hasattr(model.config, "quantization_config")
 
@@ -62,6 +62,11 @@ def test_packed_layers_have_the_formats_values(name, tmp_path):
     assert found.keys() >= made.values.keys()
     for key, values in made.values.items():
         assert torch.equal(found[key], values), key
+    if "fp4" in name:  # float32 holds a product of scales, 16 bits a power of two and E4M3 times a power of two
+        layers = [layer for layer in linear.packed_layers(runner.model) if blocks.is_blocks(layer.packed)]
+        bits = {8 * (layer.packed[0].nbytes - blocks.HEADER) / (32 * blocks.shape_of(layer.packed)[1]) for layer in layers}
+        assert bits == {{"mxfp4": 4.5, "nvfp4-powers": 5.0}.get(name, 6.0)}
+        assert {blocks.form_of(layer.packed).codes for layer in layers} == {"float4"}
 
 
 def packed_values(model):
@@ -77,7 +82,9 @@ def packed_values(model):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("name", ["gptq-by-activation", "awq", "w4a16-asym", "w8a8", "fp8-qwen", "mxfp4"])
+@pytest.mark.parametrize(
+    "name", ["gptq-by-activation", "awq", "w4a16-asym", "w8a8", "fp8-qwen", "mxfp4", "nvfp4", "nvfp4-modelopt"]
+)
 def test_logits_equal_those_of_the_dequantised_model(name, kind, tmp_path):
     made = written(tmp_path, name, kind=kind)
     runner = ModelRunner.load(made.folder, EAGER)
@@ -95,7 +102,9 @@ def tokens_of(llm, params=PARAMS):
     return [completion.token_ids for completion in outputs_of(llm.generate(PROMPTS, params))]
 
 
-@pytest.mark.parametrize("name", ["gptq-by-activation", "awq", "w4a16-asym", "w8a8", "fp8-qwen", "mxfp4"])
+@pytest.mark.parametrize(
+    "name", ["gptq-by-activation", "awq", "w4a16-asym", "w8a8", "fp8-qwen", "mxfp4", "nvfp4", "nvfp4-modelopt"]
+)
 def test_drafts_do_not_change_the_output(name, tmp_path):
     folder = written(tmp_path, name).folder
     draft = written(tmp_path / "draft", name, num_hidden_layers=1).folder  # quantised in the same way
@@ -172,6 +181,46 @@ WRONG = {
     ),
     "fp8 NaN": ("fp8-qwen", changed("weight", lambda t: (t.float() * torch.nan).to(t.dtype)), f"{LAYER}.weight contains NaN"),
     "mxfp4 NaN": ("mxfp4", changed("weight_scale", lambda t: t | 255), f"{LAYER}.weight_scale contains NaN"),
+    "nvfp4 no number": ("nvfp4", missing("weight_global_scale"), f"the checkpoint lacks {LAYER}.weight_global_scale"),
+    "nvfp4 no scales": ("nvfp4", missing("weight_scale"), f"the checkpoint lacks {LAYER}.weight_scale"),
+    "nvfp4 zero": ("nvfp4", changed("weight_global_scale", lambda t: t * 0), "give scales that float32 cannot hold"),
+    "nvfp4 NaN": ("nvfp4", changed("weight_scale", lambda t: (t.float() * torch.nan).to(t.dtype)), "weight_scale contains NaN"),
+    "nvfp4 large": (
+        "nvfp4-modelopt",
+        changed("weight_scale_2", lambda t: t * 0 + 1e37),
+        "give scales that float32 cannot hold",
+    ),
+    "nvfp4 tiny": (
+        "nvfp4-modelopt",
+        lambda tensors: tensors.update(
+            {
+                f"{LAYER}.weight_scale": torch.ones(128, 16).to(torch.float8_e4m3fn),
+                f"{LAYER}.weight_scale_2": torch.tensor(2.0**-149),
+            }
+        ),
+        "give scales that float32 cannot hold",
+    ),
+    "nvfp4 cut": (
+        "nvfp4",
+        changed("weight_packed", lambda t: t[:, 1:]),
+        f"{LAYER}.weight_packed is [128, 127], expected [128, 128]",
+    ),
+    "nvfp4 zeros": (
+        "nvfp4",
+        lambda tensors: tensors.update({f"{LAYER}.weight_zero_point": torch.zeros(128, 16, dtype=torch.int8)}),
+        f"{LAYER}.weight_zero_point: zeros of 4-bit floats are not supported",
+    ),
+    "modelopt no scales": (
+        "nvfp4-modelopt",
+        missing("weight_scale"),
+        f"{LAYER}.weight is uint8, and the checkpoint lacks its weight_scale",
+    ),
+    "modelopt no number": ("nvfp4-modelopt", missing("weight_scale_2"), f"the checkpoint lacks {LAYER}.weight_scale_2"),
+    "modelopt inputs": (
+        "nvfp4-modelopt",
+        lambda tensors: tensors.update({f"{LAYER}.pre_quant_scale": torch.ones(256)}),
+        f"{LAYER}.pre_quant_scale changes the layer's inputs",
+    ),
     "an embedding": (
         "w8a8",
         lambda tensors: tensors.update(
@@ -208,9 +257,12 @@ REFUSED = {
     "gptq with 3 bits": {"quant_method": "gptq", "bits": 3},
     "GPTQ in the format marlin": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
     "AWQ in the version gemv": {"quant_method": "awq", "bits": 4, "version": "gemv"},
-    "compressed-tensors in the format nvfp4-pack-quantized": {
-        "quant_method": "compressed-tensors",
-        "format": "nvfp4-pack-quantized",
+    "compressed-tensors in the format mxfp8-quantized": {"quant_method": "compressed-tensors", "format": "mxfp8-quantized"},
+    "ModelOpt with the algorithm NVFP4_AWQ": {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
+    "ModelOpt with the algorithm W4A8_AWQ": {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {"a": {"quant_algo": "NVFP4"}, "b": {"quant_algo": "W4A8_AWQ"}},
     },
     "compressed-tensors with sparse weights": {
         "quant_method": "compressed-tensors",
@@ -232,7 +284,7 @@ def test_unsupported_formats_are_rejected_before_weights_are_read(what, tmp_path
         ModelRunner.load(made.folder, EAGER)
     said = str(caught.value)
     assert what.lower() in said.lower()
-    assert "\n" not in said and said.endswith("choose a checkpoint in 16 bits, GPTQ, AWQ, compressed-tensors or FP8")
+    assert "\n" not in said and said.endswith("choose a checkpoint in 16 bits, GPTQ, AWQ, compressed-tensors, ModelOpt or FP8")
 
 
 @pytest.mark.parametrize("name", ["fp8-qwen", "fp8-channel"])

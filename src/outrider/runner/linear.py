@@ -36,7 +36,7 @@ class PackedLinear(nn.Module):
     ) -> None:
         """``bits``: 8 or 4; None: the weight's own dtype. ``packed``: the packed weight; of ``weight`` only the shape is read.
 
-        Integer codes go into blocks with exactly their values. ``order`` int64 [inputs] is the input of each column, None where
+        Codes go into blocks with exactly their values. ``order`` int64 [inputs] is the input of each column, None where
         they are in order.
         """
         super().__init__()
@@ -44,7 +44,9 @@ class PackedLinear(nn.Module):
         if isinstance(weight, QuantizedWeight):
             self.out_features, self.in_features = weight.codes.shape
             zeros = 1 << (weight.bits - 1) if weight.zeros is None else weight.zeros
-            packed = blocks.pack_codes(weight.codes, weight.bits, weight.scales, group=weight.group, zeros=zeros)
+            packed = blocks.pack_codes(
+                weight.codes, weight.bits, weight.scales, group=weight.group, zeros=zeros, kind=weight.kind
+            )
             order = weight.order
         else:
             self.out_features, self.in_features = weight.shape

@@ -47,17 +47,14 @@ MAX_SIZES = dict.fromkeys(
 ) | {"num_hidden_layers": 10_000}
 
 
-def growth_of(config: PreTrainedConfig, reader: Format | None, bits: int | None) -> int:
-    """Return the bytes in memory per byte in a checkpoint's files, at most.
-
-    4-bit floating-point weights become 16 bits; 8-bit ones times scales of 16 bits need 32, times powers of two 16.
-    """
+def growth_of(config: PreTrainedConfig, reader: Format | None, bits: int | None) -> float:
+    """Return the bytes in memory per byte in a checkpoint's files, at most."""
     quantization = quantization_of(config)
-    if quantization is None or bits is not None or (reader is not None and reader.has_codes):
+    if quantization is None or bits is not None:
         return 1
-    if reader is None:  # transformers' own quantiser
-        return 4 if method_of(quantization) == "mxfp4" else 1
-    return 2 if quantization.get("scale_fmt") == "ue8m0" else 4
+    if reader is not None:
+        return reader.growth
+    return 4 if method_of(quantization) == "mxfp4" else 1  # transformers' own quantiser makes 16 bits of 4
 
 
 def load_model(

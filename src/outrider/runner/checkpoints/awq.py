@@ -23,6 +23,7 @@ class Awq:
 
     marks = ("qweight",)
     has_codes = True
+    growth = 1.0
     keys = ("qweight", "qzeros", "scales")
 
     def __init__(self, config: Mapping[str, Any]) -> None:

@@ -1,10 +1,11 @@
-"""Checkpoints of the compressed-tensors library (llm-compressor, vLLM): integers, FP8 and MXFP4.
+"""Checkpoints of the compressed-tensors library (llm-compressor, vLLM): integers, FP8, MXFP4 and NVFP4.
 
 The format of a layer is recognised by its tensors. ``pack-quantized``: ``weight_packed`` int32 [outputs, inputs * bits / 32]
 holds integers + 2^(bits - 1), consecutive inputs in a word; ``weight_zero_point`` int32 [outputs * bits / 32, groups] likewise,
 but consecutive outputs; ``weight_g_idx`` [inputs] names the group of each input where that is not in order.
-``int-quantized``: ``weight`` int8 [outputs, inputs]. ``float-quantized``: ``weight`` float8. ``mxfp4-pack-quantized``:
-``weight_packed`` uint8. Activations are not quantised, even if the checkpoint asks for it; weights keep the file's values.
+``int-quantized``: ``weight`` int8 [outputs, inputs]. ``float-quantized``: ``weight`` float8. ``mxfp4-pack-quantized`` and
+``nvfp4-pack-quantized``: ``weight_packed`` uint8. Activations are not quantised, even if the checkpoint asks for it; weights
+keep the file's values.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.runner.checkpoints import fp8, mxfp4
+from outrider.runner.checkpoints import fp8, mxfp4, nvfp4
 from outrider.runner.checkpoints.weight import FLOATS, LayerTensors, QuantizedWeight, unpack_words
 from outrider.types import OutriderError
 
@@ -25,6 +26,7 @@ FORMATS = (
     "float-quantized",
     "naive-quantized",
     "mxfp4-pack-quantized",
+    "nvfp4-pack-quantized",
     "dense",
     "mixed-precision",
 )
@@ -35,7 +37,7 @@ class CompressedTensors:
     """Reads the layers of a checkpoint of compressed-tensors."""
 
     marks = ("weight_packed", "weight_scale")
-    keys = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+    keys = ("weight", "weight_packed", "weight_scale", nvfp4.DIVISOR, "weight_zero_point", "weight_shape", "weight_g_idx")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Raises ``OutriderError`` for unsupported variants."""
@@ -51,17 +53,27 @@ class CompressedTensors:
         for bits in {each.get("num_bits") for each in weights} - {None, *BITS}:
             raise OutriderError(f"compressed-tensors with {bits} bits")
         self.group_sizes = {size for each in weights if isinstance(size := each.get("group_size"), int)}
-        self.has_codes = any(each.get("type", "int") == "int" for each in weights)
+        floats = [each.get("num_bits") for each in weights if each.get("type", "int") != "int"]
+        self.has_codes = 4 in floats or len(floats) < len(weights)
+        is_widened = not weights or any(bits != 4 for bits in floats)
+        self.growth = fp8.growth(config) if is_widened else nvfp4.GROWTH if floats else 1.0
         strategies = {each.get("strategy") for each in weights}
         self.strategy = strategies.pop() if len(strategies) == 1 else None  # else seen from the scales' shapes
         self.block = next(filter(None, (fp8.block_of(each.get("block_structure")) for each in weights)), fp8.BLOCK)
 
     def read(self, layer: LayerTensors) -> QuantizedWeight | Tensor:
         if "weight_packed" in layer.tensors:
-            return mxfp4.read(layer) if layer.tensors["weight_packed"].dtype == torch.uint8 else self._packed(layer)
+            return self._floats(layer) if layer.tensors["weight_packed"].dtype == torch.uint8 else self._packed(layer)
         if "weight" in layer.tensors and layer.tensors["weight"].dtype == torch.int8:
             return self._integers(layer)
         return fp8.read(layer, "weight_scale", self.strategy, self.block)
+
+    def _floats(self, layer: LayerTensors) -> QuantizedWeight:
+        if "weight_zero_point" in layer.tensors:
+            raise OutriderError(f"{layer.name}.weight_zero_point: zeros of 4-bit floats are not supported")
+        scales = layer.tensors.get("weight_scale")
+        is_mxfp4 = scales is not None and scales.dtype == torch.uint8
+        return mxfp4.read(layer) if is_mxfp4 else nvfp4.read(layer, "weight_packed", nvfp4.DIVISOR)
 
     def _packed(self, layer: LayerTensors) -> QuantizedWeight:
         bits = next((bits for bits in BITS if layer.columns("weight_packed") == -(-layer.inputs * bits // 32)), None)

@@ -20,6 +20,7 @@ from outrider.runner.checkpoints.awq import Awq
 from outrider.runner.checkpoints.compressed_tensors import CompressedTensors
 from outrider.runner.checkpoints.fp8 import Fp8
 from outrider.runner.checkpoints.gptq import Gptq
+from outrider.runner.checkpoints.modelopt import ModelOpt
 from outrider.runner.checkpoints.mxfp4 import Mxfp4
 from outrider.runner.checkpoints.stored import StoredConfig
 from outrider.runner.checkpoints.weight import Format
@@ -33,8 +34,9 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
     "compressed-tensors": CompressedTensors,
     "fp8": Fp8,
     "mxfp4": Mxfp4,
+    "modelopt": ModelOpt,
 }
-INSTEAD = "choose a checkpoint in 16 bits, GPTQ, AWQ, compressed-tensors or FP8"
+INSTEAD = "choose a checkpoint in 16 bits, GPTQ, AWQ, compressed-tensors, ModelOpt or FP8"
 
 
 def quantization_of(config: PreTrainedConfig) -> dict[str, Any] | None:

@@ -30,10 +30,16 @@ class Fp8:
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Raises ``OutriderError`` for unsupported variants."""
         self.block = block_of(config.get("weight_block_size"))
+        self.growth = growth(config)
 
     def read(self, layer: LayerTensors) -> Tensor:
         key = next((mark for mark in self.marks if mark in layer.tensors), self.marks[0])
         return read(layer, key, None if self.block is None else "block", self.block or BLOCK)
+
+
+def growth(config: Mapping[str, Any]) -> float:
+    """Return the bytes in memory per byte: 4 for scales of 16 bits, 2 for those that the config says are powers of two."""
+    return 2.0 if config.get("scale_fmt") == "ue8m0" else 4.0
 
 
 def block_of(stated: Any) -> tuple[int, int] | None:

@@ -24,6 +24,7 @@ class Gptq:
 
     marks = ("qweight",)
     has_codes = True
+    growth = 1.0
     keys = ("qweight", "qzeros", "scales", "g_idx")
 
     def __init__(self, config: Mapping[str, Any]) -> None:

@@ -1,9 +1,9 @@
 """MXFP4 (OCP Microscaling, version 1.0): 4-bit floats (E2M1), 32 inputs share a scale that is a power of two.
 
 Two layouts are read. compressed-tensors' linear layers: ``weight_packed`` uint8 [outputs, inputs / 2], the first of two inputs
-in the low bits; ``weight_scale`` uint8 [outputs, inputs / 32], exponents + 127. Every value is exact in bfloat16. gpt-oss's
-experts, which keep their codes: ``gate_up_proj_blocks`` uint8 [experts, outputs, inputs / 32, 16], ``gate_up_proj_scales``
-[experts, outputs, inputs / 32], and the same for ``down_proj``.
+in the low bits; ``weight_scale`` uint8 [outputs, inputs / 32], exponents + 127. gpt-oss's experts: ``gate_up_proj_blocks``
+uint8 [experts, outputs, inputs / 32, 16], ``gate_up_proj_scales`` [experts, outputs, inputs / 32], and the same for
+``down_proj``.
 """
 
 from __future__ import annotations
@@ -14,27 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider import native
 from outrider.runner import blocks
-from outrider.runner.checkpoints.weight import LayerTensors, QuantizedWeight, exact_values
+from outrider.runner.checkpoints.weight import LayerTensors, QuantizedWeight, unpack_pairs
 from outrider.types import OutriderError, dtype_name
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 GROUP = 32
+LARGEST = 252  # 6 * 2^(252 - 127) is the largest value in float32
 
 
-def read(layer: LayerTensors) -> Tensor:
-    """Return the values [outputs, inputs] bfloat16. Raises ``OutriderError``, naming the tensor."""
+def read(layer: LayerTensors) -> QuantizedWeight:
+    """Return the weight of a linear layer. Raises ``OutriderError``, naming the tensor."""
     packed = layer.get("weight_packed", (torch.uint8,), [layer.outputs, layer.inputs // 2])
     exponents = layer.get("weight_scale", (torch.uint8,), [layer.outputs, layer.inputs // GROUP])
-    if packed.is_meta:
-        return packed.new_empty(layer.outputs, layer.inputs, dtype=torch.bfloat16)
-    numbers = torch.tensor(native.CODES4["float4"]) / 2
-    values = numbers[torch.stack([packed & 15, packed >> 4], -1).flatten(1).int()]
-    values = values * exponents.view(torch.float8_e8m0fnu).float().repeat_interleave(GROUP, 1)  # 2^(exponent - 127)
-    if not torch.isfinite(values).all():
+    if not exponents.is_meta and bool((exponents > LARGEST).any()):
         raise OutriderError(f"{layer.name}.weight_scale contains NaN or exponents beyond float32")
-    return exact_values(values)
+    return QuantizedWeight(unpack_pairs(packed), 4, blocks.float4_scales(exponents), None, GROUP, kind="float4")
 
 
 class Mxfp4:
@@ -43,6 +38,7 @@ class Mxfp4:
     marks: tuple[str, ...] = ("weight_scale",)
     keys: tuple[str, ...] = ()
     has_codes = True
+    growth = 1.0
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """``config``: the checkpoint's quantisation, of which nothing matters."""
@@ -97,9 +93,7 @@ class StoredExperts(nn.Module):
             if key == "gate_up_proj":  # rows of gate and up projection alternate in the files
                 stored = [torch.cat([tensor[:, ::2], tensor[:, 1::2]], 1) for tensor in stored]
             raw, exponents = (tensor.flatten(0, 1) for tensor in stored)
-            codes = raw.new_empty(*raw.shape, 2)
-            torch.bitwise_and(raw, 15, out=codes[..., 0])
-            torch.bitwise_right_shift(raw, 4, out=codes[..., 1])
+            codes = unpack_pairs(raw)
             del stored, raw
             scales = blocks.float4_scales(exponents)
             packed[key] = blocks.pack_codes(codes.flatten(1), 4, scales, group=GROUP, kind="float4")

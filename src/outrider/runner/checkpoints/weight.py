@@ -9,17 +9,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from outrider import native
 from outrider.types import OutriderError
 from outrider.types import dtype_name as dtype_name
 
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight [outputs, inputs] of integer codes: value = (code - zero) * scale, with both per group of inputs.
+    """A weight [outputs, inputs] of codes: value = (code - zero) * scale, with both per group of inputs.
 
     ``codes`` uint8 [outputs, inputs]; ``scales`` float32 [outputs, groups]; ``zeros`` int32 [outputs, groups], or None where
     each is the middle code, 2^(bits - 1). ``order`` int64 [inputs]: column i of the codes belongs to input ``order[i]``; None
-    where inputs are in their own order.
+    where inputs are in their own order. ``kind``: the name in ``native.CODES4`` of codes that are no integers; a value is then
+    the code's number * scale.
     """
 
     codes: Tensor
@@ -28,6 +30,7 @@ class QuantizedWeight:
     zeros: Tensor | None
     group: int
     order: Tensor | None = None
+    kind: str | None = None
 
     def dequantize(self) -> Tensor:
         """Return the values [outputs, inputs] float32, inputs in their own order.
@@ -35,8 +38,13 @@ class QuantizedWeight:
         Exact for scales of at most 16 significant bits, which float16 and bfloat16 have; float32 scales round each value once.
         """
         inputs = self.codes.shape[1]
-        zeros = torch.tensor(1 << (self.bits - 1)) if self.zeros is None else spread(self.zeros, self.group, inputs)
-        values = (self.codes.int() - zeros).float() * spread(self.scales, self.group, inputs)
+        if self.kind is not None:
+            numbers = torch.tensor(native.CODES4[self.kind], dtype=torch.float32)[self.codes.int()]
+        elif self.zeros is not None:
+            numbers = (self.codes.int() - spread(self.zeros, self.group, inputs)).float()
+        else:
+            numbers = self.codes.float() - (1 << (self.bits - 1))
+        values = numbers * spread(self.scales, self.group, inputs)
         return values if self.order is None else torch.empty_like(values).index_copy_(1, self.order, values)
 
 
@@ -130,7 +138,12 @@ class Format(Protocol):
 
     @property
     def has_codes(self) -> bool:
-        """Whether weights are integer codes, which keep their 4 or 8 bits; False for floating-point numbers of 8 or 4 bits."""
+        """Whether weights are codes that keep their 4 or 8 bits; False for floating-point numbers of 8 bits."""
+        ...
+
+    @property
+    def growth(self) -> float:
+        """Bytes in memory per byte in the files, at most."""
         ...
 
     @property
@@ -154,9 +167,15 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
     if words.is_meta:
         return words.new_empty(words.shape[0], words.shape[1] * 32 // bits, dtype=torch.uint8)
     parts = words.contiguous().view(torch.uint8)  # least significant byte first, as on every CPU that torch supports
-    if bits == 8:
-        return parts
-    return torch.stack([parts & 15, parts >> 4], -1).flatten(1)
+    return parts if bits == 8 else unpack_pairs(parts)
+
+
+def unpack_pairs(raw: Tensor) -> Tensor:
+    """Return the codes [..., 2 n] of bytes uint8 [..., n]: the first of two codes is in the low bits."""
+    codes = raw.new_empty(*raw.shape, 2)
+    torch.bitwise_and(raw, 15, out=codes[..., 0])
+    torch.bitwise_right_shift(raw, 4, out=codes[..., 1])
+    return codes.flatten(-2)
 
 
 def exact_values(values: Tensor) -> Tensor:

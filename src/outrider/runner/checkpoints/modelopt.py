@@ -1,0 +1,41 @@
+"""Checkpoints of NVIDIA's ModelOpt: NVFP4 and FP8, which a layer's dtype tells apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.runner.checkpoints import fp8, nvfp4
+from outrider.runner.checkpoints.weight import LayerTensors, QuantizedWeight
+from outrider.types import OutriderError
+
+IN_4_BITS = ("NVFP4", "W4A16_NVFP4")
+IN_8_BITS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+SEVERAL = "MIXED_PRECISION"  # each layer states its own
+
+
+class ModelOpt:
+    """Reads the layers of a checkpoint of ModelOpt. Activations are not quantised, even if the checkpoint asks for it."""
+
+    marks = ("weight_scale",)
+    keys = ("weight", "weight_scale", nvfp4.FACTOR, "pre_quant_scale")
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Raises ``OutriderError`` for unsupported variants."""
+        stated = {config.get("quant_algo")}
+        if SEVERAL in stated:
+            stated = {layer.get("quant_algo") for layer in config["quantized_layers"].values()}
+        for algorithm in stated.difference(IN_4_BITS, IN_8_BITS):
+            raise OutriderError(f"ModelOpt with the algorithm {algorithm}")
+        self.has_codes = not stated.isdisjoint(IN_4_BITS)
+        self.growth = nvfp4.GROWTH if stated.isdisjoint(IN_8_BITS) else fp8.growth(config)
+
+    def read(self, layer: LayerTensors) -> QuantizedWeight | Tensor:
+        if "pre_quant_scale" in layer.tensors:
+            raise OutriderError(f"{layer.name}.pre_quant_scale changes the layer's inputs, which is not supported")
+        if "weight" in layer.tensors and layer.tensors["weight"].dtype == torch.uint8:
+            return nvfp4.read(layer, "weight", nvfp4.FACTOR)
+        return fp8.read(layer, "weight_scale", None)
