@@ -42,6 +42,7 @@ SCALES = {
     Kind.IQ2_XXS: {0: 2e-4},
     Kind.IQ1_S: {0: 3e-3},
     Kind.IQ4_NL: {0: 4e-4},
+    Kind.NVFP4: {},  # which has scales of 8 bits
 }
 
 
@@ -67,7 +68,8 @@ def write(
 ) -> PreTrainedModel:
     """Write a model, each matrix in the type given by ``kind_of`` its name. Returns a copy with the values of the file.
 
-    K types have random codes, because the package cannot quantise to them. ``change`` adds entries or tensors before writing.
+    K types and NVFP4 have random codes, because the package cannot quantise to them. ``change`` adds entries or tensors before
+    writing.
     ``architecture``: llama.cpp's name, if it is not the usual one of such a model. ``tensors_a_part``: 0 for one file.
     """
     config, model_type = model.config, model.config.model_type.removesuffix("_text")
@@ -294,4 +296,6 @@ def random_codes(shape: tuple[int, ...], kind: Kind, rng: np.random.Generator) -
         raw[..., at : at + 2] = rng.uniform(0.5, 1, (*raw.shape[:-1], 1)).astype(np.float16).view(np.uint8)
         half = raw[..., at : at + 2].copy().view(np.float16) * np.float16(largest * 16 / shape[-1] ** 0.5)
         raw[..., at : at + 2] = half.astype(np.float16).view(np.uint8)
+    if kind is Kind.NVFP4:
+        raw[..., :4] = rng.integers(8, 16, raw[..., :4].shape)  # 1/64 to 1/32
     return raw.reshape(*shape[:-1], -1)

@@ -50,6 +50,8 @@ def test_every_format_has_the_values_of_the_library(name):
     kind, rng = Kind[name], np.random.default_rng(0)
     if kind is Kind.IQ1_M:
         data = few_bits_without_a_place_for_the_scale((70, 512), rng)
+    elif kind is Kind.NVFP4:
+        data = rng.integers(0, 256, (70, 288), dtype=np.uint8)  # all scales, with signs and NaN, which ggml ignores
     elif kind in gguf_files.SCALES:
         data = gguf_files.random_codes((70, 512), kind, rng)
         for at in gguf_files.SCALES[kind]:  # scales of both signs, and 0
@@ -87,6 +89,86 @@ def test_a_file_whose_few_bits_take_more_in_memory_is_refused(tmp_path, monkeypa
     assert 1.3 * size < file.num_bytes() and 4.5 * weights / 8 < file.num_bytes() < 4.7 * weights / 8
     monkeypatch.setattr(memory, "total_memory", lambda: size + 1000)
     with pytest.raises(OutriderError, match=r"the weights in .* take .* MB, but this process has .* choose a smaller model"):
+        load(path)
+
+
+def test_factors_multiply_the_scales_of_nvfp4():
+    """In float32, before the codes: so do ModelOpt and compressed-tensors."""
+    rng = np.random.default_rng(0)
+    data, factors = gguf_files.random_codes((70, 512), Kind.NVFP4, rng), rng.uniform(1e-5, 1e-4, 70).astype(np.float32)
+    raw = data.reshape(70, 8, 36)
+    scales = gguf.quants.NVFP4.ue4m3_to_fp32(raw[..., :4]).astype(np.float32) * factors[:, None, None]
+    pairs = raw[..., 4:].reshape(70, 8, 4, 8)
+    numbers = np.array(gguf.quants.NVFP4.kvalues, np.float32)[np.concatenate([pairs & 15, pairs >> 4], -1)]
+    expected = torch.from_numpy((numbers * scales[..., None]).reshape(70, 512))
+    packed = codes.pack(torch.from_numpy(data), "NVFP4", torch.from_numpy(factors))
+    assert torch.equal(blocks.unpack(packed, 70, 512), expected)
+    assert 8 * (packed[0].nbytes - blocks.HEADER) / (32 * 512) == 6.0
+
+
+def in_nvfp4(name):
+    """Return the type of a tensor as in files of NVFP4."""
+    return Kind.Q8_0 if "embd" in name or name == "output.weight" else Kind.NVFP4
+
+
+def add_factors(writer, model, rng):
+    """Add factors of weights and inputs to each tensor in NVFP4, as llama.cpp's converter does. Returns those of weights."""
+    factors = {}
+    for layer in range(model.config.num_hidden_layers):
+        parts = ["attn_q", "attn_k", "attn_v", "attn_output"]
+        experts = getattr(model.config, "num_experts", 1)
+        parts += [f"ffn_{part}{'_exps' if experts > 1 else ''}" for part in ("gate", "up", "down")]
+        for part in parts:
+            count = experts if "_exps" in part else 1
+            factors[f"blk.{layer}.{part}"] = rng.uniform(0.2, 2, count).astype(np.float32)
+            writer.add_tensor(f"blk.{layer}.{part}.scale", factors[f"blk.{layer}.{part}"])
+            writer.add_tensor(f"blk.{layer}.{part}.input_scale", np.full(count, 3e-3, np.float32))
+    return factors
+
+
+@needs_kernels
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3moe"])
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_a_file_in_nvfp4_has_factors(architecture, dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "activation_bits", lambda: 32)
+    monkeypatch.setattr(linear.kernels, "prefers_pairs", lambda: False)
+    path, model, factors = tmp_path / "model.gguf", gguf_files.make_model(architecture), {}
+
+    def change(writer):
+        factors.update(add_factors(writer, model, np.random.default_rng(0)))
+
+    exact = gguf_files.write(path, model, in_nvfp4, change)
+    for number, layer in enumerate(exact.model.layers):
+        by_part = {name.rpartition(".")[2]: torch.from_numpy(each) for name, each in factors.items() if f".{number}." in name}
+        for part, module in {"q": "q_proj", "k": "k_proj", "v": "v_proj", "output": "o_proj"}.items():
+            getattr(layer.self_attn, module).weight.data *= by_part[f"attn_{part}"]
+        if architecture == "qwen3moe":
+            gates, ups = layer.mlp.experts.gate_up_proj.data.chunk(2, 1)
+            gates *= by_part["ffn_gate_exps"][:, None, None]
+            ups *= by_part["ffn_up_exps"][:, None, None]
+            layer.mlp.experts.down_proj.data *= by_part["ffn_down_exps"][:, None, None]
+        else:
+            for part in ("gate", "up", "down"):
+                getattr(layer.mlp, f"{part}_proj").weight.data *= by_part[f"ffn_{part}"]
+    text = make_text(30, 1)
+    runner, expected = load(path, dtype=dtype), plain_logits(exact, text)[-1]
+    got = runner.extend(["a"], [text])[0]
+    torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-4 * float(expected.abs().max()))
+    if dtype == "auto":
+        held = sum(layer.packed.nbytes for layer in linear.packed_layers(runner.model))
+        stated = gguf_reader.GgufFile.open(path).num_bytes()
+        assert 0.8 * stated < held < 1.3 * stated  # without the embedding, with headers of panels
+
+
+@pytest.mark.parametrize(
+    "factors", [np.ones(2, np.float32), np.ones(1, np.float16), np.full(1, np.nan, np.float32)], ids=["2", "float16", "NaN"]
+)
+def test_wrong_factors_of_nvfp4_are_named(factors, tmp_path):
+    path = tmp_path / "model.gguf"
+    gguf_files.write(
+        path, gguf_files.make_model("llama"), in_nvfp4, lambda writer: writer.add_tensor("blk.0.ffn_up.scale", factors)
+    )
+    with pytest.raises(OutriderError, match=r"tensor blk\.0\.ffn_up\.scale is not 1 float32 numbers"):
         load(path)
 
 
@@ -472,8 +554,8 @@ def test_unsupported_files_are_rejected_before_weights_are_read(unread, tmp_path
     assert "llama.attention.sliding_window=16" in changed(lambda w: w.add_sliding_window(16))
     said = changed(lambda w: w.kv_data[0].pop("llama.attention.head_count"))
     assert "its header says llama.attention.head_count=None, expected a positive integer" in said
-    said = changed(lambda w: w.add_tensor("blk.0.odd", np.zeros((2, 36), np.uint8), raw_dtype=Kind.NVFP4))
-    assert "tensor blk.0.odd is of type NVFP4: supported are F32, F16, BF16, Q8_0" in said
+    said = changed(lambda w: w.add_tensor("blk.0.odd", np.zeros((2, 40), np.uint8), raw_dtype=Kind.Q8_1))
+    assert "tensor blk.0.odd is of type Q8_1: supported are F32, F16, BF16, Q8_0" in said
     assert "weights=int8 needs a checkpoint in 16 or 32 bits or FP8, got one quantised by gguf" in (
         gguf_files.write(path, model, KINDS["Q8_0"]) and refusal(path, weights="int8")
     )

@@ -45,8 +45,10 @@ class Format:
     kind: str | None = None
 
 
-def pack(data: Tensor, kind: str) -> Tensor:
+def pack(data: Tensor, kind: str, factors: Tensor | None = None) -> Tensor:
     """Pack the rows of a tensor, uint8 [outputs, bytes], of a format of ``FORMATS``, into blocks (see blocks.py).
+
+    ``factors`` float32 [outputs] multiply the scales of a row, which are rounded to float32 and must not be products.
 
     Raises ``OutriderError`` for scales that are NaN or infinite.
     """
@@ -63,6 +65,9 @@ def pack(data: Tensor, kind: str) -> Tensor:
     has_products = whole[0].dtype == torch.int8
     pairs = zip(whole[::2], whole[1::2], strict=True)
     scales, *offsets = [blocks.Products(*pair) for pair in pairs] if has_products else whole
+    if factors is not None:
+        assert isinstance(scales, Tensor)
+        scales = scales.float() * factors[:, None]
     return blocks.pack_codes(codes, form.bits, scales, *offsets, group=form.group, zeros=form.zero, kind=form.kind)
 
 
@@ -135,6 +140,10 @@ def _q6_k(raw: Tensor) -> Parts:
 
 def _mxfp4(raw: Tensor) -> Parts:
     return _planes(raw[:, 1:], 16, 4), blocks.float4_scales(raw[:, :1])
+
+
+def _nvfp4(raw: Tensor) -> Parts:
+    return _planes(raw[:, 4:], 8, 4), _scales_of_8_bits()[raw[:, :4].int()]
 
 
 def _iq4_xs(raw: Tensor) -> Parts:
@@ -225,6 +234,13 @@ def _paired_signs(words: Tensor) -> Tensor:
 
 
 @cache
+def _scales_of_8_bits() -> Tensor:
+    """Return halves of the 256 numbers of 8 bits (E4M3), of which ggml ignores the sign and takes NaN as 0."""
+    numbers = np.arange(256, dtype=np.uint8)
+    return torch.from_numpy(import_module("gguf").quants.NVFP4.ue4m3_to_fp32(numbers).astype(np.float32))
+
+
+@cache
 def _signs() -> Tensor:
     """Return the signs of 8 weights [128, 8] for each number of 7 bits: the last sign makes the negative ones even."""
     raw = np.frombuffer(import_module("gguf").quants.IQ2_XXS.ksigns, np.uint8)
@@ -253,6 +269,7 @@ FORMATS = {
     "Q5_K": Format(256, 176, 5, 32, None, _q5_k, 8.625),
     "Q6_K": Format(256, 210, 6, 16, 32, _q6_k, 8.5625),
     "MXFP4": Format(32, 17, 4, 32, None, _mxfp4, 4.5, "float4"),
+    "NVFP4": Format(64, 36, 4, 16, None, _nvfp4, 5.0, "float4"),  # 6 with factors, see file.Scaled
     "IQ4_NL": Format(32, 18, 4, 32, None, _q4_0, 4.5, "table4"),
     "IQ4_XS": Format(256, 136, 4, 32, None, _iq4_xs, 4.3125, "table4"),
     "IQ3_S": Format(256, 110, 4, 32, None, _iq3_s, 4.3125, "iq3_s"),

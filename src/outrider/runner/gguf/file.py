@@ -21,7 +21,7 @@ from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_h
 
 from outrider.memory import gguf_parts
 from outrider.runner.gguf import codes
-from outrider.runner.gguf.architecture import EXPERT_TENSOR, FACTORS, Architecture
+from outrider.runner.gguf.architecture import EXPERT_TENSOR, FACTORS, Architecture, Array
 from outrider.runner.gguf.architectures import ARCHITECTURES
 from outrider.runner.gguf.configs import add_scaling
 from outrider.types import OutriderError, first_line, how_to_install
@@ -76,12 +76,26 @@ def _quick(reader: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class Scaled:
+    """A tensor of the type NVFP4 with numbers that multiply its values: one, or one for each expert.
+
+    The other fields are those of ``gguf.gguf_reader.ReaderTensor``.
+    """
+
+    name: str
+    tensor_type: Any
+    shape: Array
+    data: Array
+    factors: Array  # float32
+
+
+@dataclass(frozen=True)
 class GgufFile:
     """An open GGUF file: a parsed header and memory-mapped tensors."""
 
     path: Path
     fields: Mapping[str, Any]
-    tensors: Mapping[str, Any]  # gguf.gguf_reader.ReaderTensor by name
+    tensors: Mapping[str, Any]  # gguf.gguf_reader.ReaderTensor or ``Scaled`` by name
     head: Architecture | None = None  # if the file is not of a model, but of a head (see heads/gguf_heads.py)
 
     @staticmethod
@@ -154,6 +168,7 @@ class GgufFile:
         for name, tensor in self.tensors.items():
             kind = tensor.tensor_type.name
             per_weight = 8 * PLAIN[kind].itemsize if kind in PLAIN else codes.FORMATS[kind].memory
+            per_weight += isinstance(tensor, Scaled)  # a float32 scale instead of 16 bits, for 16 weights
             bits += prod(tensor.shape.tolist()) * (32 if self.record.is_decoded(name) else per_weight)
         return round(bits / 8)
 
@@ -340,9 +355,12 @@ def _parsed(paths: tuple[Path, ...], *_version: int) -> GgufFile:
     readers = [_read(path) for path in paths]
     tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
     file = GgufFile(paths[0], dict(readers[0].fields), tensors)
-    for name in ARCHITECTURES[file.architecture].stacked if file.architecture in ARCHITECTURES else ():
+    record = ARCHITECTURES.get(file.architecture)
+    for name in record.stacked if record else ():
         if name in tensors:
             tensors |= _unstacked(tensors.pop(name))
+    for name in [name for name, tensor in tensors.items() if tensor.tensor_type.name == "NVFP4"]:
+        tensors[name] = _scaled(paths[0], tensors, name, record)
     count = file.entry("split.count") or 1
     if count != len(paths):
         raise OutriderError(
@@ -357,6 +375,22 @@ def _unstacked(tensor: Any) -> dict[str, Any]:
     names = [f"{tensor.name.removesuffix('weight')}{index}.weight" for index in range(len(tensor.data))]
     shape = tensor.shape[:-1]  # the outermost size is the last one
     return {name: tensor._replace(name=name, shape=shape, data=data) for name, data in zip(names, tensor.data, strict=True)}
+
+
+def _scaled(path: Path, tensors: dict[str, Any], name: str, record: Architecture | None) -> Any:
+    """Return a tensor of the type NVFP4, with its factors if the file has any, and remove these and those of its inputs.
+
+    Raises ``OutriderError`` for factors of another type, size or value.
+    """
+    tensor, stem = tensors[name], name.removesuffix(".weight")
+    tensors.pop(f"{stem}.input_scale", None)  # for activations in 4 bits
+    if f"{stem}.scale" not in tensors or (record and record.own_name(f"{stem}.scale", {})):
+        return tensor
+    scale = tensors.pop(f"{stem}.scale")
+    wanted = {1, *tensor.shape.tolist()[2:]}
+    if scale.tensor_type.name != "F32" or scale.data.size not in wanted or not np.isfinite(scale.data).all():
+        raise OutriderError(f"{path}: tensor {scale.name} is not {' or '.join(map(str, sorted(wanted)))} float32 numbers")
+    return Scaled(tensor.name, tensor.tensor_type, tensor.shape, tensor.data, scale.data.copy().reshape(-1))
 
 
 def _read(path: Path) -> Any:

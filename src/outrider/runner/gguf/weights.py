@@ -24,7 +24,7 @@ from outrider.runner.checkpoints.weight import dtype_name
 from outrider.runner.experts import PackedExperts, pack_experts, sizes_of, weights_of
 from outrider.runner.gguf import codes
 from outrider.runner.gguf.architecture import FACTORS, Array
-from outrider.runner.gguf.file import PLAIN, GgufFile, by_parameter, forget
+from outrider.runner.gguf.file import PLAIN, GgufFile, Scaled, by_parameter, forget
 from outrider.runner.linear import JoinedLinear, PackedEmbedding, PackedLinear, is_plain_embedding
 from outrider.types import OutriderError
 
@@ -96,9 +96,17 @@ def _joined(file: GgufFile, names: list[str], read: Callable[..., Tensor], order
 def _packed(file: GgufFile, names: list[str], read: Callable[..., Tensor], order: Array | None) -> Tensor:
     """Return the packed weight of one parameter, stored in the tensors of these names. Raises ``OutriderError``."""
     tensors = [file.tensors[name] for name in names]
-    rows = torch.cat([read(tensor, in_blocks=True) for tensor in tensors], -2).flatten(0, -2)  # of experts the gate comes first
+    parts = [read(tensor, in_blocks=True) for tensor in tensors]
+    rows, factors = torch.cat(parts, -2).flatten(0, -2), None  # of experts the gate comes first
+    if any(isinstance(tensor, Scaled) for tensor in tensors):
+        each = [torch.from_numpy(getattr(tensor, "factors", np.ones(1, np.float32))) for tensor in tensors]
+        whole = [one.view(-1, *[1] * (part.dim() - 2)).expand(part.shape[:-1]) for one, part in zip(each, parts, strict=True)]
+        factors = torch.cat(whole, -1).flatten()
+    if order is not None:
+        index = torch.from_numpy(order)
+        rows, factors = rows[index], None if factors is None else factors[index]
     try:
-        return codes.pack(rows if order is None else rows[torch.from_numpy(order)], tensors[0].tensor_type.name)
+        return codes.pack(rows, tensors[0].tensor_type.name, factors)
     except OutriderError as error:
         raise OutriderError(f"{file.path}: tensor {names[0]}: {error}") from error
 
@@ -160,6 +168,8 @@ def rows_of(restore: Callable[[Array, str], Array], tensor: Any, in_blocks: bool
     kind, data = tensor.tensor_type.name, tensor.data
     if kind not in PLAIN and not in_blocks:
         data = import_module("gguf").dequantize(data, tensor.tensor_type)
+        if isinstance(tensor, Scaled):
+            data = data * tensor.factors.reshape(-1, *[1] * (data.ndim - 1))
     if kind == "BF16":  # numpy has no bfloat16: the library returns bytes
         data = data.view(np.uint16)
     rows = torch.from_numpy(np.array(restore(data, tensor.name), order="C"))
