@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import (
     AfmoeConfig,
+    ApertusConfig,
     ArceeConfig,
     Cohere2Config,
     CohereConfig,
@@ -16,6 +17,7 @@ from transformers import (
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    ExaoneMoeConfig,
     FalconH1Config,
     Gemma2Config,
     Gemma3nTextConfig,
@@ -30,6 +32,7 @@ from transformers import (
     GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
+    Jais2Config,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
@@ -43,6 +46,7 @@ from transformers import (
     OlmoeConfig,
     Phi3Config,
     PhiConfig,
+    PhimoeConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
@@ -306,6 +310,21 @@ CONFIGS: Mapping[str, Callable[..., Any]] = {
         **SHAPE | {"layer_norm_eps": 1e-3, "use_qkv_bias": True, "rope_parameters": HALF | {"rope_theta": 1e4}} | more
     ),
     "phi2": lambda **more: PhiConfig(**SHAPE | {"layer_norm_eps": 1e-3, "rope_parameters": HALF | {"rope_theta": 1e4}} | more),
+    "apertus": lambda **more: ApertusConfig(
+        **SHAPE | {"pad_token_id": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}} | more
+    ),
+    "phimoe": lambda **more: PhimoeConfig(
+        **SHAPE | EXPERTS | {"num_local_experts": 4, "rope_theta": 2e4, "attention_bias": True, "lm_head_bias": True} | more
+    ),
+    "jais2": lambda **more: Jais2Config(**SHAPE | {"head_dim": 64, "rope_theta": 2e4, "layer_norm_eps": 1e-3} | more),
+    "exaone-moe": lambda **more: ExaoneMoeConfig(
+        **SHAPE
+        | EXPERTS
+        | {"head_dim": 64, "rope_theta": 2e4, "num_hidden_layers": 5, "sliding_window": 8, "pad_token_id": 0}
+        | {"num_experts": 4, "moe_intermediate_size": 256, "num_shared_experts": 2, "routed_scaling_factor": 2.5}
+        | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+        | more
+    ),
     "arcee": lambda **more: ArceeConfig(**SHAPE | {"head_dim": 64, "rope_theta": 2e4} | more),
     "olmoe": lambda **more: OlmoeConfig(**SHAPE | EXPERTS | {"pad_token_id": 0, "num_experts": 4, "rope_theta": 2e4} | more),
     "qwen2moe": lambda **more: Qwen2MoeConfig(
@@ -332,6 +351,7 @@ CONFIGS: Mapping[str, Callable[..., Any]] = {
     ),
 }
 ARCHITECTURES = {  # llama.cpp's names where they differ
+    "exaone_moe": "exaone-moe",
     "cohere": "command-r",
     "falcon_h1": "falcon-h1",
     "hunyuan_v1_dense": "hunyuan-dense",

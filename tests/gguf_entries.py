@@ -51,7 +51,7 @@ def add_entries(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None
     }.items():
         if getattr(config, name, None) is not None:
             add(getattr(config, name))
-    if architecture == "phi3" or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+    if architecture in ("phi3", "phimoe") or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         writer.add_sliding_window(config.sliding_window or 0)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
@@ -123,13 +123,15 @@ def add_experts(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None
     kinds = ("num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts")
     writer.add_expert_count(next(told[name] for name in kinds if told.get(name)))
     width = told.get("moe_intermediate_size") or config.intermediate_size
-    if architecture not in ("llama", "granitemoe", "granitehybrid", "olmoe"):
+    if architecture not in ("llama", "granitemoe", "granitehybrid", "olmoe", "phimoe"):
         writer.add_expert_feed_forward_length(width)
     if architecture in ("glm4moe", "minimax-m2", "lfm2moe", "dots1", "afmoe"):  # and newer files of deepseek2, see test_gguf.py
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if architecture in ("glm4moe", "deepseek2", "nemotron_h_moe", "dots1", "afmoe"):
+    if architecture in ("glm4moe", "deepseek2", "nemotron_h_moe", "dots1", "afmoe", "exaone-moe"):
         writer.add_expert_weights_scale(told.get("route_scale") or config.routed_scaling_factor)
         writer.add_expert_weights_norm(bool(told.get("norm_topk_prob", True)))
+    if architecture == "exaone-moe":
+        writer.add_expert_shared_feed_forward_length(width * config.num_shared_experts)
     if architecture == "hunyuan-moe":
         writer.add_expert_shared_count(1)
         writer.add_expert_shared_feed_forward_length(width)
@@ -257,7 +259,7 @@ OWN_ENTRIES = {
     ("granitehybrid",): add_kinds,
     ("command-r", "cohere2"): lambda writer, config: writer.add_logit_scale(config.logit_scale),
     ("deepseek2",): add_latent,
-    ("exaone4", "olmo2"): add_windows,
+    ("exaone4", "exaone-moe", "olmo2"): add_windows,
     ("cohere2", "afmoe"): add_other_windows,
     ("nemotron_h", "nemotron_h_moe"): add_nemotron,
     ("lfm2", "lfm2moe"): add_convolutions,

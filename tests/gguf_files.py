@@ -54,7 +54,11 @@ def mixed(name: str) -> Kind:
 def make_model(architecture: str, seed: int = 0, **config: Any) -> PreTrainedModel:
     """Return a random float32 model whose greedy tokens vary."""
     torch.manual_seed(seed)
-    return randomised(AutoModelForCausalLM.from_config(CONFIGS[architecture](**config), dtype=torch.float32), std=0.8)
+    model = randomised(AutoModelForCausalLM.from_config(CONFIGS[architecture](**config), dtype=torch.float32), std=0.8)
+    for own, parameter in model.named_parameters():
+        if ".act_fn." in own:  # Apertus's activation, other in each layer
+            parameter.data += torch.rand(())
+    return model
 
 
 def write(
@@ -85,7 +89,8 @@ def write(
     enum = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(enum, config.num_hidden_layers)
     rng = np.random.default_rng(0)
-    for own, name, weight, value in file_tensors(names, stacked(model.state_dict()), stacked(values), config.to_dict()):
+    tensors = without_activations(writer, stacked(model.state_dict()))
+    for own, name, weight, value in file_tensors(names, tensors, stacked(values), config.to_dict()):
         base = own.rpartition(".")[0]
         if (own == "lm_head.weight" and config.tie_word_embeddings) or name in without:
             continue
@@ -177,6 +182,15 @@ def stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         else:
             found[name] = tensor
     return found
+
+
+def without_activations(writer: gguf.GGUFWriter, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Move the numbers of Apertus's activations into entries with a number for each layer."""
+    for part in ("alpha_n", "alpha_p", "beta", "eps"):
+        numbers = [float(tensors.pop(own)) for own in list(tensors) if own.endswith(f".act_fn.{part}")]
+        if numbers:
+            getattr(writer, f"add_xielu_{part}")(numbers)
+    return tensors
 
 
 MIXER = {  # of Nemotron's layers

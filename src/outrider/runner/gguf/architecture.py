@@ -33,6 +33,7 @@ class Architecture:
     changes_like: str = ""  # the architecture whose changes of tensors transformers undoes, if not its own
     # Tensors that are parameters of the model one after another: A.weight becomes A.0.weight, A.1.weight ...
     stacked: tuple[str, ...] = ()
+    layer_entries: tuple[str, ...] = ()  # entries with a number for each layer that are tensors: NAME becomes blk.0.NAME ...
     is_unused: Callable[[str, Any], bool] = lambda *_: False  # (tensor, config): the model does without it
     # Patterns of tensors that transformers does not map -> names. These and the next patterns are of names in a layer, or of
     # tensors that are in no layer.

@@ -123,7 +123,7 @@ def add_experts(entry: Entry, values: Values, count: str, width: str = "", chose
     values |= {own: required(entry, f"expert_{name}") for name, own in names.items() if own}
 
 
-def _add_deepseek_experts(entry: Entry, values: Values) -> None:
+def add_deepseek_experts(entry: Entry, values: Values) -> None:
     """Add what DeepSeek's and GLM's configs say about experts: routed ones in groups, shared ones, first layers without."""
     add_experts(entry, values, "n_routed_experts", "moe_intermediate_size")
     values |= {
@@ -145,7 +145,7 @@ def has_sigmoids(entry: Entry, tensors: Tensors) -> bool:
     return kind == SIGMOID or (not kind and any(name.endswith("exp_probs_b.bias") for name in tensors))
 
 
-def _check_router(entry: Entry, expected: int) -> None:
+def check_router(entry: Entry, expected: int) -> None:
     kind = entry("expert_gating_func") or expected
     if kind != expected:
         raise ValueError(f"expert_gating_func={kind}, expected {expected}")
@@ -157,19 +157,19 @@ def _add_partial_rotary(entry: Entry, values: Values, theta: float = 1e4) -> Non
     positions["partial_rotary_factor"] = required(entry, "rope.dimension_count") / values["head_dim"]
 
 
-def _has_bias(tensors: Tensors) -> bool:
+def has_bias(tensors: Tensors) -> bool:
     return "blk.0.attn_q.bias" in tensors
 
 
 def glm4(entry: Entry, tensors: Tensors, values: Values) -> None:
     _add_partial_rotary(entry, values)
-    values["attention_bias"] = _has_bias(tensors)
+    values["attention_bias"] = has_bias(tensors)
 
 
 def glm4moe(entry: Entry, tensors: Tensors, values: Values) -> None:
     glm4(entry, tensors, values)
-    _check_router(entry, SIGMOID)
-    _add_deepseek_experts(entry, values)
+    check_router(entry, SIGMOID)
+    add_deepseek_experts(entry, values)
     values["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
 
 
@@ -191,12 +191,12 @@ def deepseek_v3(entry: Entry, _: Tensors, values: Values) -> None:
     if values.get("rope_parameters", {}).get("rope_type") == "yarn":
         scale = (entry("rope.scaling.yarn_log_multiplier") or 0.0) / 0.1  # the converter multiplies it by 0.1
         values["rope_parameters"] |= {"mscale": scale, "mscale_all_dim": scale}
-    _add_deepseek_experts(entry, values)
+    add_deepseek_experts(entry, values)
 
 
 def deepseek_v2(entry: Entry, tensors: Tensors, values: Values) -> None:
     deepseek_v3(entry, tensors, values)
-    _check_router(entry, SOFTMAX)
+    check_router(entry, SOFTMAX)
     values["topk_method"] = "greedy" if values["n_group"] == 1 else "group_limited_greedy"
 
 
@@ -213,7 +213,7 @@ def ernie4_5_moe(entry: Entry, _: Tensors, values: Values) -> None:
 
 def minimax_m2(entry: Entry, _: Tensors, values: Values) -> None:
     _add_partial_rotary(entry, values)
-    _check_router(entry, SIGMOID)
+    check_router(entry, SIGMOID)
     add_experts(entry, values, "num_local_experts", "intermediate_size")
 
 
@@ -274,8 +274,8 @@ def nemotron_h(entry: Entry, _: Tensors, values: Values) -> None:
         "conv_kernel": needed("ssm.conv_kernel"),
     }
     if dense == "moe":
-        _check_router(entry, SIGMOID)
-        _add_deepseek_experts(entry, values)
+        check_router(entry, SIGMOID)
+        add_deepseek_experts(entry, values)
         values["moe_shared_expert_intermediate_size"] = needed("expert_shared_feed_forward_length")
         values["moe_latent_size"] = entry("moe_latent_size")
 
@@ -294,12 +294,12 @@ def olmo3(entry: Entry, tensors: Tensors, values: Values) -> None:
 
 
 def seed_oss(_: Entry, tensors: Tensors, values: Values) -> None:
-    values["attention_bias"] = _has_bias(tensors)
+    values["attention_bias"] = has_bias(tensors)
     values["attention_out_bias"] = "blk.0.attn_output.bias" in tensors
 
 
 def lfm2moe(entry: Entry, tensors: Tensors, values: Values) -> None:
-    _check_router(entry, SIGMOID)
+    check_router(entry, SIGMOID)
     lfm2(entry, tensors, values)
     add_experts(entry, values, "num_experts", "moe_intermediate_size")
     values |= {
@@ -364,14 +364,14 @@ def qwen3moe(entry: Entry, _: Tensors, values: Values) -> None:
 
 
 def hunyuan(_: Entry, tensors: Tensors, values: Values) -> None:
-    values["attention_bias"] = _has_bias(tensors)
+    values["attention_bias"] = has_bias(tensors)
 
 
 def cohere(entry: Entry, tensors: Tensors, values: Values) -> None:
     values |= {
         "layer_norm_eps": required(entry, "attention.layer_norm_epsilon"),
         "logit_scale": entry("logit_scale") or 1.0,
-        "attention_bias": _has_bias(tensors),
+        "attention_bias": has_bias(tensors),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
     }
     values.setdefault("rope_parameters", unscaled(values, 1e4))
@@ -385,7 +385,7 @@ def cohere2(entry: Entry, tensors: Tensors, values: Values) -> None:
 
 def starcoder2(entry: Entry, tensors: Tensors, values: Values) -> None:
     values["rope_parameters"] = {"rope_type": "default", "rope_theta": entry("rope.freq_base") or 1e4}
-    values["use_bias"] = _has_bias(tensors)
+    values["use_bias"] = has_bias(tensors)
 
 
 def olmoe(entry: Entry, _: Tensors, values: Values) -> None:
@@ -394,7 +394,7 @@ def olmoe(entry: Entry, _: Tensors, values: Values) -> None:
 
 def qwen2moe(entry: Entry, tensors: Tensors, values: Values) -> None:
     _add_qwen_experts(entry, values)
-    values["qkv_bias"] = _has_bias(tensors)
+    values["qkv_bias"] = has_bias(tensors)
 
 
 def hunyuan_moe(entry: Entry, tensors: Tensors, values: Values) -> None:
@@ -406,12 +406,12 @@ def hunyuan_moe(entry: Entry, tensors: Tensors, values: Values) -> None:
 
 
 def dots1(entry: Entry, _: Tensors, values: Values) -> None:
-    _check_router(entry, SIGMOID)
-    _add_deepseek_experts(entry, values)
+    check_router(entry, SIGMOID)
+    add_deepseek_experts(entry, values)
 
 
 def afmoe(entry: Entry, _: Tensors, values: Values) -> None:
-    _check_router(entry, SIGMOID)
+    check_router(entry, SIGMOID)
     if not entry("expert_weights_norm"):
         raise ValueError("expert_weights_norm is not set, expected shares of experts that add up to 1")
     add_experts(entry, values, "num_experts", "moe_intermediate_size")
@@ -445,7 +445,7 @@ def stablelm(entry: Entry, tensors: Tensors, values: Values) -> None:
     theta = entry("rope.freq_base") or 1e4
     values |= {
         "use_parallel_residual": "blk.0.ffn_norm.weight" not in tensors,  # like llama.cpp, which does not read the entry
-        "use_qkv_bias": _has_bias(tensors),
+        "use_qkv_bias": has_bias(tensors),
         "rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": rotated},
     }
 

@@ -76,16 +76,19 @@ def _quick(reader: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Scaled:
-    """A tensor of the type NVFP4 with numbers that multiply its values: one, or one for each expert.
-
-    The other fields are those of ``gguf.gguf_reader.ReaderTensor``.
-    """
+class FileTensor:
+    """A tensor with the fields of ``gguf.gguf_reader.ReaderTensor`` that are used here."""
 
     name: str
     tensor_type: Any
     shape: Array
     data: Array
+
+
+@dataclass(frozen=True)
+class Scaled(FileTensor):
+    """A tensor of the type NVFP4 with numbers that multiply its values: one, or one for each expert."""
+
     factors: Array  # float32
 
 
@@ -95,7 +98,7 @@ class GgufFile:
 
     path: Path
     fields: Mapping[str, Any]
-    tensors: Mapping[str, Any]  # gguf.gguf_reader.ReaderTensor or ``Scaled`` by name
+    tensors: Mapping[str, Any]  # gguf.gguf_reader.ReaderTensor or ``FileTensor`` by name
     head: Architecture | None = None  # if the file is not of a model, but of a head (see heads/gguf_heads.py)
 
     @staticmethod
@@ -359,6 +362,8 @@ def _parsed(paths: tuple[Path, ...], *_version: int) -> GgufFile:
     for name in record.stacked if record else ():
         if name in tensors:
             tensors |= _unstacked(tensors.pop(name))
+    for name in record.layer_entries if record else ():
+        tensors |= _per_layer(file, name)
     for name in [name for name, tensor in tensors.items() if tensor.tensor_type.name == "NVFP4"]:
         tensors[name] = _scaled(paths[0], tensors, name, record)
     count = file.entry("split.count") or 1
@@ -375,6 +380,19 @@ def _unstacked(tensor: Any) -> dict[str, Any]:
     names = [f"{tensor.name.removesuffix('weight')}{index}.weight" for index in range(len(tensor.data))]
     shape = tensor.shape[:-1]  # the outermost size is the last one
     return {name: tensor._replace(name=name, shape=shape, data=data) for name, data in zip(names, tensor.data, strict=True)}
+
+
+def _per_layer(file: GgufFile, name: str) -> dict[str, Any]:
+    """Return an entry of the header as tensors. See ``Architecture.layer_entries``. Raises ``OutriderError``."""
+    value, num_layers = file.entry(name), file.model_entry("block_count")
+    if not isinstance(num_layers, int) or value is None:  # refused later, as a missing number or a missing tensor
+        return {}
+    numbers = np.array(value, np.float32).reshape(-1)
+    if len(numbers) not in (1, num_layers):
+        raise OutriderError(f"{file.path}: its header says {name} for {len(numbers)} layers, expected {num_layers}")
+    kind = import_module("gguf").GGMLQuantizationType.F32
+    each = np.broadcast_to(numbers, num_layers)[:, None]
+    return {f"blk.{at}.{name}": FileTensor(f"blk.{at}.{name}", kind, np.array([1]), each[at]) for at in range(num_layers)}
 
 
 def _scaled(path: Path, tensors: dict[str, Any], name: str, record: Architecture | None) -> Any:
