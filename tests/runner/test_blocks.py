@@ -132,7 +132,8 @@ def test_the_largest_sums_of_integers_are_exact(kind, group):
     codes[0], codes[1], codes[2, ::2], codes[2, 1::2] = ends[0], ends[1], ends[0], ends[1]
     named = {"kind": kind} if is_table else {"zeros": middle} if is_symmetric else {}
     packed = blocks.pack_codes(codes, bits, torch.ones(40, inputs // group), group=group, **named)
-    x = 127.0 * torch.tensor([[1.0, 1.0], [-1.0, -1.0], [1.0, -1.0], [-1.0, 1.0]]).repeat(3, inputs // 2)  # their codes' scale is 1
+    # The scale of their codes is 1.
+    x = 127.0 * torch.tensor([[1.0, 1.0], [-1.0, -1.0], [1.0, -1.0], [-1.0, 1.0]]).repeat(3, inputs // 2)
     expected = x.double() @ (table[codes.long()].double() * blocks.UNITS.get(kind, 1)).T
     for precision in PRECISIONS:
         for rows in (1, 5, 12):

@@ -39,8 +39,9 @@ CHUNK = 1 << 22  # weights packed at a time
 class Form:
     """Format of blocks: one of ``CODES``, one of ``NUMBERS`` each for scales and offsets, and the scales per 32 inputs.
 
-    ``lowest``: the lowest number of "int8" codes; if it is not -128, the numbers have at most 6 bits. Offsets of kind "zeros" are integers, subtracted from the codes before scaling. Numbers of kind "products" are integers
-    times a float16 base; each output has one base per 256 inputs, and the bases precede the blocks of a panel.
+    ``lowest``: the lowest number of "int8" codes; if it is not -128, the numbers have at most 6 bits. Offsets of kind "zeros"
+    are integers, subtracted from the codes before scaling. Numbers of kind "products" are integers times a float16 base; each
+    output has one base per 256 inputs, and the bases precede the blocks of a panel.
     """
 
     codes: str
@@ -155,10 +156,8 @@ def pack_codes(
         if checked is not None and not bool(torch.isfinite(checked).all()):
             raise OutriderError(f"{name} are NaN or infinite")
     kept = {name: "none" if each is None else _narrowest(each) for name, each in given.items()}
-    lowest = -(1 << bits - 1) if offsets is None and zeros is not None and integers is None else 0
-    form = Form(
-        kind, **kept, groups=2 if group % BLOCK and group < inputs else 1, lowest=lowest if kind == "int8" and bits <= 6 else -128
-    )
+    is_symmetric = offsets is None and zeros is not None and integers is None
+    form = Form(kind, **kept, groups=2 if group % BLOCK and group < inputs else 1, lowest=_lowest(kind, bits, is_symmetric))
     if bases and inputs % SPAN:
         raise OutriderError(f"unsupported products of {inputs} inputs: expected a multiple of {SPAN}")
     panels, blocks = -(-outputs // PANEL), -(-inputs // BLOCK)
@@ -208,6 +207,13 @@ def _signed(codes: Tensor, bits: int, zeros: Tensor | int | None, has_offsets: b
     if not torch.equal(zeros.to(torch.int8).float(), zeros):
         raise OutriderError(f"unsupported zeros of {bits}-bit codes: expected integers up to {127 + shift}")
     return kind, codes - shift, zeros.to(torch.int8)
+
+
+def _lowest(kind: str, bits: int, is_symmetric: bool) -> int:
+    """Return the lowest number of codes of at most 6 bits that take 8; -128 for others."""
+    if kind != "int8" or bits > 6:
+        return -128
+    return -(1 << bits - 1) if is_symmetric else 0
 
 
 def _narrowest(numbers: Tensor | Products) -> str:
