@@ -24,10 +24,12 @@ LOOKED_UP = {
     "a rare copy": Text((0.2, 0.2, 0.97), (0.1, 0.1, 1.0), stretch=40),
     "mostly copies": Text((0.98, 0.3), (1.0, 0.2), stretch=64),
 }
+SHORT = {f"at most {longest}, rate {rate}": Text((rate,), longest=longest) for longest in (1, 2, 4) for rate in (0.5, 0.7, 0.9)}
 FAMILIES = {
     "embedded, draft": (Machine(1.4, 0.08, 0.4, 0.33, 0.042, 0.36, crowd=0.15), DRAFTED),
     "embedded, cheaper draft": (Machine(1.4, 0.05, 0.15, 0.25, 0.042, 0.3, crowd=0.1), DRAFTED),
     "embedded in cache, draft": (Machine(0.36, 0.05, 0.12, 0.11, 0.01, 0.1, crowd=0.1, cold=0.4, cold_outside=2.0), DRAFTED),
+    "embedded, short drafts": (Machine(2.9, 0.05, 3.0, 0.2, 0.05, 0.7), SHORT),
     "embedded, lookup": (Machine(1.4, 0.05, 0.11, 0.002, 0.003, 0.36, crowd=0.5), LOOKED_UP),
     "1B, draft": (Machine(98, 0.035, 0.6, 0.4, 0.042, 0.6, crowd=0.1), DRAFTED),
     "1B, lookup": (Machine(98, 0.035, 0.11, 0.002, 0.003, 0.6, crowd=0.5), LOOKED_UP),

@@ -73,6 +73,7 @@ class Text:
     made: tuple[float, ...] = (1.0,)  # probability that there is a draft
     decay: float = 1.0  # factor of the rate per position in the draft
     stretch: int = 48
+    longest: int = MAX_K  # the method makes no longer drafts, however many are requested
 
     def at(self, values: tuple[float, ...], position: int) -> float:
         return values[position // self.stretch % len(values)]
@@ -111,7 +112,7 @@ class _Row:
         text, first = self.text, self.request.num_output_tokens
         run = self._run(first, self.left - 1)
         at = first + run
-        wanted = min(k, self.left - run - 1)
+        wanted = min(k, self.left - run - 1, text.longest)
         if wanted <= 0 or self.makes[at] >= text.at(text.made, at):
             return _Drafts(run, run, 0, 0, 0)
         free = [not self.is_forced(at + i) for i in range(wanted)]

@@ -163,6 +163,14 @@ def test_if_drafts_never_paid_the_next_attempt_is_later():
     assert automatic(even) > 0.99 * plain(even)
 
 
+def test_drafts_that_the_proposer_never_makes_are_not_expected():
+    """It stops at the first draft however many are requested; three would pay, one does not."""
+    machine, _ = grid.FAMILIES["embedded, short drafts"]
+    cells = [Cell(machine, Text((0.9,), longest=1), lengths=(64,) * 12, seed=seed) for seed in range(6)]
+    assert best_fixed(cells[0]) == plain(cells[0])
+    assert grid.mean([grid.mean([k > 0 for k in recorded(cell).requested]) for cell in cells]) < 0.15
+
+
 def test_the_baseline_is_a_warm_plain_round_not_one_after_a_draft():
     """A small target whose passes take 50% longer after the draft model's, with a draft that barely pays."""
     small = Machine(0.42, 0.07, 0.12, 0.14, 0.0, 0.1, cold=0.5, cold_outside=2.0)

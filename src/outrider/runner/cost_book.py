@@ -43,7 +43,7 @@ class RoundPrices:
 
     plain: float  # a whole round without drafts
     outside: float  # verifier and host of a round with drafts
-    draft: Callable[[int, int], float]  # (k, requests drafted for) -> seconds
+    draft: Callable[[float, int], float]  # (k, requests drafted for) -> seconds
     score: Callable[[float], float]  # width -> seconds
     is_padded: bool  # each request of a pass is padded to the longest
 
@@ -196,7 +196,7 @@ class MethodCosts:
         self._last_catch_up = each
         return seconds
 
-    def draft(self, k: int, num_drafting: int, plain_pass: float) -> float:
+    def draft(self, k: float, num_drafting: int, plain_pass: float) -> float:
         """Return the seconds of drafting k tokens for this many requests, or for the nearest measured number."""
         if k == 0:
             return 0.0
@@ -353,7 +353,7 @@ class Line:
         self.weight = self._k = self._seconds = self._k_k = self._k_seconds = 0.0  # sums over the readings
         self._base = self._slope = 0.0
 
-    def at(self, k: int) -> float:
+    def at(self, k: float) -> float:
         return self._base + self._slope * k
 
     def add(self, k: int, seconds: float) -> None:

@@ -14,48 +14,45 @@ PRIOR_WEIGHT = 4.0  # weight, in rounds, of another temperature's counts as a pr
 
 @dataclass(slots=True)
 class Acceptance:
-    """Decaying counts by position: drafts reached and accepted; rounds in which drafts were
-    requested, and rounds with drafts.
+    """Decaying counts by position: drafts reached and accepted; rounds that requested a draft there and had one at each
+    position before, and rounds in which the proposer made it.
 
     Decay is implemented by growing the weight of new counts.
     """
 
     reached: list[float]
     accepted: list[float]
-    requested: float = 0.0
-    made: float = 0.0
+    requested: list[float]
+    made: list[float]
     unit: float = 1.0
     alike: float = 0.0  # log odds that requests hardly differ from these shared counts
 
     @classmethod
     def empty(cls, max_k: int) -> Acceptance:
-        return cls([0.0] * max_k, [0.0] * max_k)
+        return cls([0.0] * max_k, [0.0] * max_k, [0.0] * max_k, [0.0] * max_k)
 
     def as_prior(self) -> Acceptance:
         """Return the same rates with less weight, as a prior."""
-        scale = min(PRIOR_WEIGHT / max(self.requested, self.unit), 1 / self.unit)
-        reached, accepted = ([count * scale for count in counts] for counts in (self.reached, self.accepted))
-        return Acceptance(reached, accepted, self.requested * scale, self.made * scale)
+        scale = min(PRIOR_WEIGHT / max(self.requested[0], self.unit), 1 / self.unit)
+        return Acceptance(*self._scaled(scale))
 
     def fade(self, memory: float) -> None:
         """Reduce the weight of the counts so far."""
         self.alike *= memory
         self.unit /= memory
         if self.unit > 1e9:
-            self.reached = [count / self.unit for count in self.reached]
-            self.accepted = [count / self.unit for count in self.accepted]
-            self.requested, self.made, self.unit = self.requested / self.unit, self.made / self.unit, 1.0
+            (self.reached, self.accepted, self.requested, self.made), self.unit = self._scaled(1 / self.unit), 1.0
 
-    def add(self, num_drafts: int, num_accepted: int) -> None:
+    def add(self, num_requested: int, num_drafts: int, num_accepted: int) -> None:
         """Count a round."""
-        unit = self.unit
-        self.requested += unit
-        if num_drafts:
-            self.made += unit
-        for i in range(min(num_accepted + 1, num_drafts, len(self.reached))):
-            self.reached[i] += unit
-        for i in range(min(num_accepted, len(self.reached))):
-            self.accepted[i] += unit
+        for counts, depth in (
+            (self.reached, min(num_accepted + 1, num_drafts)),
+            (self.accepted, num_accepted),
+            (self.requested, min(num_drafts + 1, num_requested)),
+            (self.made, num_drafts),
+        ):
+            for i in range(min(depth, len(counts))):
+                counts[i] += self.unit
 
     def compare(self, own: Acceptance, is_accepted: bool) -> None:
         """Learn from a request's first draft how much requests differ: whether its own counts predict it better with a light
@@ -84,7 +81,17 @@ class Acceptance:
             rates.append(rate)
         return rates
 
-    def made_rate(self, expected: float) -> float:
-        """Return the share of rounds in which the proposer had a draft."""
+    def made_rates(self, expected: Sequence[float]) -> list[float]:
+        """Return the share of rounds in which the proposer made a requested draft, by position, given those before it.
+
+        A proposer that sizes its drafts itself may stop at the first however many are requested.
+        """
         weight = EXPECTED_WEIGHT * self.unit
-        return (weight * expected + self.made) / (weight + self.requested)
+        counts = zip(expected, self.made, self.requested, strict=False)
+        return [(weight * other + made) / (weight + requested) for other, made, requested in counts]
+
+    def _scaled(self, scale: float) -> tuple[list[float], list[float], list[float], list[float]]:
+        reached, accepted, requested, made = (
+            [count * scale for count in counts] for counts in (self.reached, self.accepted, self.requested, self.made)
+        )
+        return reached, accepted, requested, made

@@ -10,7 +10,7 @@ is taken from an exploration budget, to which a small share of all time is added
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from operator import mul
 
@@ -62,11 +62,13 @@ class Track:
     num_free: float = 0.0
 
     def worths(self, expected: Sequence[float], most: int) -> list[float]:
-        """Return, for each depth of ``expected``, the accepted tokens that a draft there adds; 0 for depths beyond ``most``.
+        """Return, for each depth of ``expected``, the accepted tokens that requesting a draft there adds, given that there is a
+        first one; 0 for depths beyond ``most``.
 
         Drafts that a grammar forces add none: depths and values are scaled by the share of drafts that are free.
         """
-        worths = list(accumulate(self.shared.request_rates(self.own, expected), mul))
+        rates = map(mul, self.shared.request_rates(self.own, expected), [1.0, *self.made_rates(len(expected))[1:]])
+        worths = list(accumulate(rates, mul))
         share = self.num_free / self.num_own if self.num_own else 1.0
         worths = [share * worths[int(share * depth)] for depth in range(len(worths))]
         most = max(most, 0)
@@ -85,8 +87,8 @@ class Track:
         self.num_own = DECAY * self.num_own + num_own
         self.num_free = DECAY * self.num_free + num_free
 
-    def made_rate(self) -> float:
-        return self.own.made_rate(self.shared.made_rate(1.0))
+    def made_rates(self, longest: int) -> list[float]:
+        return self.own.made_rates(self.shared.made_rates([1.0] * longest))
 
 
 class DraftLengthPolicy:
@@ -183,7 +185,7 @@ class DraftLengthPolicy:
                 self.costs.record_drafted_round(batch, times.verify + times.host, round_.first_layer)
             if num_unseen <= 0:  # otherwise the time includes catching up
                 self.costs.record_drafts(longest or round_.k, num_drafting, times.draft)
-        self._learn(drafted_for, round_)
+        self._learn(drafted_for, context, round_)
         self._book(round_, num_drafting, catch_up if self._is_probe else 0.0, is_prefill)
         if self._is_probe:
             self._judge_probe(round_, context)
@@ -255,7 +257,7 @@ class DraftLengthPolicy:
             self.costs.record_drafted_round(len(forced), round_.times.verify + round_.times.host, None)
         return forced
 
-    def _learn(self, drafted_for: Sequence[int], round_: Round) -> None:
+    def _learn(self, drafted_for: Sequence[int], context: Context, round_: Round) -> None:
         self._num_drafted += 1
         self._num_unchecked += 1
         self._reach = max(self._reach, *round_.proposed_depths)
@@ -270,8 +272,10 @@ class DraftLengthPolicy:
                 track.shared.compare(track.own, num_accepted > 0)
                 track.own.fade(DECAY)
                 track.shared.fade(SHARED_DECAY)
-            track.own.add(num_drafts, num_accepted)
-            track.shared.add(num_drafts, num_accepted)
+            # How long the proposer's drafts are is not known where a grammar forces some of them.
+            num_requested = max(num_drafts, 1) if round_.forced and round_.forced[b] else min(round_.k, context.limits[b])
+            track.own.add(num_requested, num_drafts, num_accepted)
+            track.shared.add(num_requested, num_drafts, num_accepted)
         self._judge_tries(round_)
 
     def _book(self, round_: Round, num_drafting: int, catch_up: float, is_prefill: bool) -> None:
@@ -312,9 +316,14 @@ class DraftLengthPolicy:
         for b, (track, request) in enumerate(zip(self._batch, self._requests, strict=True)):
             own, limit = request.num_draft_tokens, context.limits[b]
             worths.append(track.worths(expected, longest if own is None else own))  # at most its own K
-            made.append(track.made_rate())
+            made.append(track.made_rates(longest))
             reading.append(self.costs.catch_up(self._num_unseen(b)) / min(READ_HORIZON, 1 + limit))
-        shares = Shares(worths, made, self._nodes(longest), reading, prices, sum(rates) / batch)
+        # The mean draft is shorter than requested where the proposer stops early, and takes less time and rows.
+        lasting = [sum(chances) / batch for chances in zip(*[accumulate([1.0, *each[1:]], mul) for each in made], strict=True)]
+        depths, draft = list(accumulate(lasting, initial=0.0)), prices.draft
+        prices = replace(prices, draft=lambda k, num_drafting: draft(depths[int(k)], num_drafting))
+        nodes = [*map(mul, self._nodes(longest), lasting)]
+        shares = Shares(worths, [each[0] for each in made], nodes, reading, prices, sum(rates) / batch)
         lengths = [k for k in self._lengths if 0 < k <= longest]
         speed, lens = shares.best_together(lengths)
         if not shares.are_alike(ALIKE):

@@ -25,7 +25,7 @@ class Shares:
         self,
         worths: Sequence[Sequence[float]],
         made: Sequence[float],
-        nodes: Sequence[int],
+        nodes: Sequence[float],
         reading: Sequence[float],
         prices: RoundPrices,
         forced: float = 0.0,
@@ -128,4 +128,4 @@ class _Draft(NamedTuple):
     b: int
     depth: int  # from 1
     gain: float  # expected accepted drafts that it adds
-    nodes: int  # tokens in the pass that its depth adds
+    nodes: float  # tokens in the pass that its depth adds
