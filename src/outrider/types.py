@@ -42,7 +42,9 @@ class RequestFault(OutriderError):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One running generation. Only the scheduler appends to ``token_ids``; all other code only reads it."""
+    """One running generation. Only the scheduler appends to ``token_ids``, and only the draft-length policy clears
+    ``may_draft``; all other code only reads it.
+    """
 
     request_id: str
     token_ids: list[int]  # committed tokens: the prompt, then the output
@@ -52,6 +54,7 @@ class Request:
     generator: torch.Generator  # on the CPU, seeded with `seed`
     matcher: Matcher | None = None  # of params.grammar
     num_draft_tokens: int | None = None  # requested K, 0 for plain decoding; None: the policy decides
+    may_draft: bool = True  # False: the proposer never drafts for it, so its hidden states are not kept
 
     @property
     def num_output_tokens(self) -> int:

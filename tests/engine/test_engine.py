@@ -358,6 +358,55 @@ def test_features_of_requests_that_never_draft_are_not_kept():
     assert not engine._guard._features._unseen
 
 
+class Choosing(FixedLength):
+    """Leaves some requests out of drafting in their first round, as the adaptive policy does."""
+
+    def __init__(self, k, left_out):
+        super().__init__(k)
+        self.left_out = left_out
+
+    def next_lengths(self, context):
+        for request in context.requests:
+            request.may_draft &= request.request_id not in self.left_out
+        return [self.k if request.may_draft else 0 for request in context.requests]
+
+
+@pytest.mark.parametrize("left_out", [{"r0"}, {"r1", "r2"}, {"r0", "r1", "r2"}])
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_requests_that_take_no_part_in_drafting_change_no_output_and_keep_no_features(batch, left_out):
+    runner = TableRunner(max_batch=batch)
+    proposer = Features(runner)
+    engine = make_engine(proposer, runner=runner, policy=Choosing(3, left_out))
+    emissions = {request.request_id: [] for request in requests()}
+    for request in requests():
+        engine.add(request)
+    seen = set()
+    while engine.has_work:
+        for emission in engine.step():
+            emissions[emission.request_id].append(emission)
+        seen |= proposer.seen.keys()
+        assert not left_out & engine._guard._features._unseen.keys()
+    assert outputs(emissions) == plain()
+    assert engine.stats.faults == 0 and seen == emissions.keys() - left_out
+
+
+@pytest.mark.parametrize("left_out", [{"r0"}, {"r1"}, {"r0", "r1"}])
+def test_a_sample_whose_prompt_takes_no_part_in_drafting_is_copied(left_out):
+    runner = TableRunner()
+    proposer = Features(runner)
+    engine = make_engine(proposer, runner=runner, policy=Choosing(2, left_out))
+    wanted = outputs(run(make_engine(), [make_request("r0", PROMPTS[2], max_tokens=15)]))["r0"]
+    engine.add(make_request("r0", PROMPTS[2], max_tokens=15))
+    emissions = {"r0": engine.step(), "r1": []}
+    engine.add(make_request("r1", PROMPTS[2], max_tokens=15), fork_of="r0")
+    while engine.has_work:
+        for emission in engine.step():
+            emissions[emission.request_id].append(emission)
+        if len(emissions["r1"]) == 1 and (entry := engine.scheduler.find("r1")):
+            assert entry.state is State.DECODE and entry.request.may_draft == (not left_out)
+    assert outputs(emissions) == {"r0": wanted, "r1": wanted} and engine.stats.faults == 0
+
+
 def test_features_restart_at_the_first_token_after_an_interrupt():
     runner = TableRunner()
     engine = make_engine(Features(runner), 2, runner=runner)

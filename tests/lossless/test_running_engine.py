@@ -115,6 +115,15 @@ class Uneven(FixedLength):
         return [(3 * self._round + 2 * b) % (self.k + 1) for b in range(len(context.requests))]
 
 
+class Some(FixedLength):
+    """A policy that leaves every second request out of drafting, from its first round."""
+
+    def next_lengths(self, context: Context) -> list[int]:
+        for request in context.requests:
+            request.may_draft = int(request.request_id[1:]) % 2 == 0
+        return [self.k if request.may_draft else 0 for request in context.requests]
+
+
 def sample(params: SamplingParams, target: PreTrainedModel = TARGET, **options: object) -> list[list[int]]:
     options = {"method": "draft", "draft": DRAFT, "num_draft_tokens": 3, **options}
     llm = LLM(target, max_batch=256, compile="never", **options)
@@ -284,6 +293,7 @@ def test_coupled_noise_gives_the_same_text_with_every_method(method: str) -> Non
     assert texts(method, 1) == wanted
     assert texts(method, 3) == wanted
     assert texts(method, 3, Uneven()) == wanted
+    assert texts(method, 2, Some(3)) == wanted
 
 
 @pytest.mark.parametrize("method", TREES)

@@ -43,6 +43,7 @@ class Machine:
     read: float  # each token that the proposer has not processed yet
     outside: float  # verifier and host
     overhead: float = 0.0  # an adaptive policy, per round
+    keep: float = 0.0  # an adaptive policy, per round and request that may draft: its hidden states are kept
     crowd: float = 0.0  # growth of a draft step with each further request
     prompt: float = 0.16  # a prompt token, relative to ``plain``
     padded: bool = False  # a pass has as many tokens per request as the request with the most
@@ -182,6 +183,7 @@ def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) ->
         drafted_for = [row for row, limit in zip(rows, requested.limits, strict=True) if limit > 0]
         behind = sum(len(row.request.token_ids) - seen.get(row, 0) for row in drafted_for)
         times = cell.machine.times(asked_lengths, lens, behind, num_plain)
+        times.host += cell.machine.keep / 1e3 * sum(row.request.may_draft for row in rows) if costs is not None else 0.0
         num_plain = 0 if any(asked_lengths) else num_plain + 1
         is_cold = cell.machine.cold > 0 and 0 < num_plain <= NUM_COLD
         seconds += times.total + (cell.machine.overhead / 1e3 if costs is not None else 0.0)
@@ -253,10 +255,12 @@ class Recorded:
         self.requested: list[int] = []  # the maximum over requests
         self.lengths: list[list[int]] = []
         self.starts: list[int] = []  # rounds in which a prompt was prefilled
+        self.may_draft: dict[Request, bool] = {}
 
     def next_lengths(self, context: Context) -> list[int]:
         self.lengths.append(self.inner.next_lengths(context))
         self.requested.append(max(self.lengths[-1]))
+        self.may_draft |= {request: request.may_draft for request in context.requests}
         return self.lengths[-1]
 
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:

@@ -171,6 +171,31 @@ def test_drafts_that_the_proposer_never_makes_are_not_expected():
     assert grid.mean([grid.mean([k > 0 for k in recorded(cell).requested]) for cell in cells]) < 0.15
 
 
+KEEPING = Machine(2.9, 0.1, 1.2, 0.5, 0.05, 0.6, keep=0.2)  # hidden states of a request take 0.2 ms of a round of 3.5
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_requests_in_which_no_probe_comes_take_no_part(batch):
+    useless = Text((0.02,))
+    cell = Cell(KEEPING, useless, batch, (64,) * 60, others=(useless,) * (batch - 1))
+    policy = recorded(cell)
+    parts = list(policy.may_draft.values())
+    assert parts[0] and sum(parts[-40 * batch :]) < 0.6 * 40 * batch
+    assert automatic(cell) > 0.95 * plain(cell)
+
+
+def test_long_requests_and_all_where_drafts_pay_take_part():
+    costs = CostBook()
+    policy = Recorded(DraftLengthPolicy(MAX_K, costs))
+    simulate(policy, Cell(KEEPING, Text((0.02,)), lengths=(64,) * 60), costs)
+    assert not all(list(policy.may_draft.values())[-10:])
+    simulate(policy, long := Cell(KEEPING, Text((0.02,)), lengths=(2000,)), costs)
+    assert list(policy.may_draft.values())[-1]
+    num_rounds = len(policy.requested)
+    simulate(policy, replace(long, text=Text((0.95,)), lengths=(64,) * 60), costs)
+    assert all(list(policy.may_draft.values())[-50:]) and len(policy.requested) - num_rounds < 0.3 * 60 * 64
+
+
 def test_the_baseline_is_a_warm_plain_round_not_one_after_a_draft():
     """A small target whose passes take 50% longer after the draft model's, with a draft that barely pays."""
     small = Machine(0.42, 0.07, 0.12, 0.14, 0.0, 0.1, cold=0.5, cold_outside=2.0)

@@ -204,8 +204,8 @@ class GuardedProposer:
 
 
 def _may_draft(request: Request) -> bool:
-    """Return whether the request's own K, if any, is above 0: otherwise its hidden states are never read."""
-    return request.num_draft_tokens != 0
+    """Return whether the policy or the request's own K may ask for drafts: otherwise its hidden states are never read."""
+    return request.may_draft and request.num_draft_tokens != 0
 
 
 def _in_tree(verdict: Verdict, nodes: Sequence[Sequence[int]]) -> Verdict:

@@ -12,7 +12,10 @@ class LengthPolicy(Protocol):
     """Chooses K for each request in each round."""
 
     def next_lengths(self, context: Context) -> list[int]:
-        """Return K for each request of this round; 0 for all of them is plain decoding."""
+        """Return K for each request of this round; 0 for all of them is plain decoding.
+
+        It may clear ``may_draft`` of a request in its first round: K is 0 then until the request ends.
+        """
         ...
 
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:

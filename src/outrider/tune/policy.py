@@ -132,7 +132,7 @@ class DraftLengthPolicy:
         self._num_before = [len(request.token_ids) for request in context.requests]
         self._is_plain = k == 0
         if k == 0 or self._is_probe:
-            return [k] * len(self._batch)
+            return self._open([k] * len(self._batch))
         return self._with_tries()
 
     def _next_k(self, context: Context) -> int:
@@ -203,13 +203,31 @@ class DraftLengthPolicy:
         decided = dict(zip([request.request_id for request in self._requests], self._lens, strict=False))
         before = [decided.get(request.request_id, self._k) for request in context.requests]
         self._requests = context.requests
-        if any([request.request_id not in self._tracks for request in context.requests]):
+        fresh = [b for b, request in enumerate(context.requests) if request.request_id not in self._tracks]
+        if fresh:
             batch = len(context.requests)  # a new request matters less in a large batch
             self._wait = min(self._wait, int(batch * NEW_REQUEST_WAIT * self._doubt * self._stake))
             self._pause = min(self._pause, batch * NEW_REQUEST_PAUSE * self._doubt)
         self._batch = [self._track(request) for request in context.requests]
         self.costs = self._costs[all([request.params.is_greedy for request in context.requests])]
-        self._decide(context, before)
+        self._decide(context, self._open(before))
+        if self._k == 0 and self._plain is not None:
+            self._leave_out([b for b in fresh if self._requests[b].may_draft], context)
+
+    def _leave_out(self, rows: Sequence[int], context: Context) -> None:
+        """Leave new requests out of drafting in which no probe can become due and be paid: nothing is kept for one."""
+        waiting = [self._requests[b] for b in rows if self._requests[b].num_draft_tokens is None]
+        for request in waiting:
+            request.may_draft = False
+        for request, limit in zip(self._requests, context.limits, strict=True):
+            if request in waiting and self._wait <= limit:
+                request.may_draft = True
+                _, loss = self._probe_plan(context)
+                request.may_draft = loss <= min(self._budget + EXPLORATION_SHARE * limit, MAX_BUDGET)
+
+    def _open(self, lens: Sequence[int]) -> list[int]:
+        """Return the lengths with 0 for requests that take no part in drafting."""
+        return [k if request.may_draft else 0 for k, request in zip(lens, self._requests, strict=True)]
 
     def _track(self, request: Request) -> Track:
         track = self._tracks.get(request.request_id)
@@ -231,7 +249,7 @@ class DraftLengthPolicy:
         """Return the decided lengths, with a trial draft for one request without drafts whose ``rest`` is over."""
         lens = self._lens
         for b, track in enumerate(self._batch):
-            if self._lens[b] == 0 and self._requests[b].num_draft_tokens is None:
+            if self._lens[b] == 0 and self._requests[b].num_draft_tokens is None and self._requests[b].may_draft:
                 track.rest -= 1
                 if track.rest <= 0 and not self._tried:
                     self._tried, lens = [b], lens.copy()
@@ -314,7 +332,7 @@ class DraftLengthPolicy:
         longest = min(2 * self._reach + 1, self.max_k)
         expected, worths, made, reading = [OPTIMISTIC_RATE] * longest, [], [], []
         for b, (track, request) in enumerate(zip(self._batch, self._requests, strict=True)):
-            own, limit = request.num_draft_tokens, context.limits[b]
+            own, limit = request.num_draft_tokens if request.may_draft else 0, context.limits[b]
             worths.append(track.worths(expected, longest if own is None else own))  # at most its own K
             made.append(track.made_rates(longest))
             reading.append(self.costs.catch_up(self._num_unseen(b)) / min(READ_HORIZON, 1 + limit))
@@ -326,6 +344,9 @@ class DraftLengthPolicy:
         shares = Shares(worths, [each[0] for each in made], nodes, reading, prices, sum(rates) / batch)
         lengths = [k for k in self._lengths if 0 < k <= longest]
         speed, lens = shares.best_together(lengths)
+        if not all([request.may_draft for request in self._requests]):
+            lens = self._open(lens)
+            speed = shares.speed(lens) if any(lens) else 0.0
         if not shares.are_alike(ALIKE):
             apart = shares.best([k for k in lengths if k in CAPS or k == lengths[-1]])
             speed, lens = apart if apart[0] >= SEPARATE_GAIN * speed else (speed, lens)
@@ -352,21 +373,27 @@ class DraftLengthPolicy:
 
     def _probe(self, context: Context) -> int:
         """Probe with a few drafts after a pause, in case the text became predictable."""
-        prices = self._prices(context)
-        if prices is None:  # costs were reset since the last decision: measure a plain round first
+        k, loss = self._probe_plan(context)
+        if k == 0:
             return 0
+        if loss > self._budget:
+            self._wait = 1 + int((loss - self._budget) / EXPLORATION_SHARE)
+            return 0
+        self._is_probe, self._stake = True, max(1.0, loss)
+        return k
+
+    def _probe_plan(self, context: Context) -> tuple[int, float]:
+        """Return the K of a probe and the plain rounds that it loses if its drafts are rejected; K = 0 if none is possible."""
+        rows, prices = [b for b, request in enumerate(self._requests) if request.may_draft], self._prices(context)
+        if prices is None or not rows:  # costs were reset since the last decision: measure a plain round first
+            return 0, 0.0
         batch, longest = len(self._batch), min(MAX_PROBE, self.max_k)
         worths, nodes = [PROBE_RATE**depth for depth in range(1, longest + 1)], self._nodes(longest)
         shares = Shares([worths] * batch, [1.0] * batch, nodes, [0.0] * batch, prices)
         k = shares.best_together(range(1, longest + 1))[1][0]
-        seconds = self.costs.round(k, [sum(nodes[:k])] * batch, k, batch, len(context.requests[0].token_ids))
-        seconds += self.costs.catch_up(sum([self._num_unseen(b) for b in range(batch)]))
-        lacking = seconds / prices.plain - 1 - self._budget
-        if lacking > 0:
-            self._wait = 1 + int(lacking / EXPLORATION_SHARE)
-            return 0
-        self._is_probe, self._stake = True, max(1.0, seconds / prices.plain - 1)
-        return k
+        seconds = self.costs.round(k, self._open([sum(nodes[:k])] * batch), k, len(rows), len(context.requests[0].token_ids))
+        seconds += self.costs.catch_up(sum([self._num_unseen(b) for b in rows]))
+        return k, seconds / prices.plain - 1
 
     def _judge_probe(self, round_: Round, context: Context) -> None:
         """Double the pause after a failed probe.
