@@ -285,9 +285,9 @@ struct Bytes {
 };
 #elif defined(__AVX2__) && !defined(__AVX512F__)
 #define OUTRIDER_BYTES
-// Integer products of two bytes, one of them unsigned, whose sums fit in 16 bits. If numbers have a small range, they enter without a
-// sign, as numbers minus the lowest one, and `at_once` products are added in 16 bits; two or four instead of five instructions
-// for four products. Else (`at_once` is 0) their sizes enter, with activations that have the numbers' signs.
+// Integer products of two bytes, one of them unsigned, with sums of two in 16 bits. Numbers of a small range enter without a sign, as
+// what they exceed the lowest one by, and `at_once` of these sums are added in 16 bits before they are widened. Other numbers (`at_once`
+// is 0) enter as sizes, with activations that have the numbers' signs, and each sum is widened.
 template <int at_once>
 struct Bytes {
   struct Sum {
@@ -306,17 +306,18 @@ struct Bytes {
     round_to_bytes<groups>(x, left, to, stride, scale, totals, sums);
     for (int64_t g = 0; g < groups; ++g) starts[g * stride] = at_once ? form.lowest * totals[g] : 0;
   }
-  static ivec table(const Form& form) {  // of 8-bit codes: what is subtracted from them
+  static ivec table(const Form& form) {  // for 8-bit codes: what is added to them
     int8_t numbers[16];
-    for (int i = 0; i < 16; ++i) numbers[i] = static_cast<int8_t>((form.codes == kInt8 ? 0 : kTables[form.codes][i]) - (at_once ? form.lowest : 0));
+    const int lowest = at_once ? form.lowest : 0;
+    for (int i = 0; i < 16; ++i) numbers[i] = static_cast<int8_t>((form.codes == kInt8 ? 0 : kTables[form.codes][i]) - lowest);
     return repeated(numbers);
   }
   static Weights split(ivec numbers) {
     return {at_once ? numbers : reinterpret_cast<ivec>(_mm256_abs_epi8(reinterpret_cast<__m256i>(numbers))), numbers};
   }
   static void decode(const uint8_t* words_of, Bits8, ivec table, Weights* weights) {
-    const ivec codes = load(reinterpret_cast<const int32_t*>(words_of));
-    weights[0] = split(at_once ? reinterpret_cast<ivec>(_mm256_add_epi8(reinterpret_cast<__m256i>(codes), reinterpret_cast<__m256i>(table))) : codes);
+    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words_of));
+    weights[0] = split(reinterpret_cast<ivec>(at_once ? _mm256_add_epi8(codes, reinterpret_cast<__m256i>(table)) : codes));
   }
   static void decode(const uint8_t* words_of, Bits4, ivec table, Weights* weights) {
     const ivec codes = load(reinterpret_cast<const int32_t*>(words_of));
@@ -484,7 +485,10 @@ void tile(const Form& form, const Panel& panel, int64_t from, int64_t to, const 
 #pragma GCC unroll 8
             for (int64_t i = 0; i < words; ++i)
 #pragma GCC unroll 12
-              for (int r = 0; r < rows; ++r) Arithmetic::add(sums[v][r], weights[i], x_of + (step * words + i) * rows + r, step * words + i);
+              for (int r = 0; r < rows; ++r) {
+                const int64_t word = step * words + i;
+                Arithmetic::add(sums[v][r], weights[i], x_of + word * rows + r, word);
+              }
           }
 #pragma GCC unroll 2
         for (int v = 0; v < kAtOnce; ++v) {
