@@ -268,6 +268,14 @@ def test_a_table_tied_to_the_head_is_kept_once(model_type):
     Rounds(runner, model.float(), [make_text(20, 0)]).step([[1, 2]], [[0]], [3])
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_model_that_has_no_parameter_left_when_packed_runs(weights):
+    """OLMo's norms have no weights: nothing may ask the model's parameters for its device or dtype."""
+    model = make_model(small_config("olmo", tie_word_embeddings=False))
+    runner = ModelRunner.load(untouched(model), RunnerConfig(compile="never", weights=weights))
+    assert not list(runner.model.parameters())
+
+
 def test_every_weight_is_kept_once(folder):
     model = make_model(small_config("llama", hidden_size=64, head_dim=32, intermediate_size=96)).bfloat16()
     packed = ModelRunner.load(untouched(model), EAGER).model

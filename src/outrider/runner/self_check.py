@@ -45,7 +45,7 @@ def check_itself(model: PreTrainedModel, cache: KVCache, layouts: Layouts, own_a
     length = min(LENGTH, cache.max_len)
     text = [(7 * index * index + 3 * index + 1) % vocab_size for index in range(length)]
     try:
-        own = _own_logits(model, text, own_attention)
+        own = _own_logits(model, torch.tensor([text], device=cache.device), own_attention)
         found = _cached_logits(model, cache, layouts, text)
     except OutriderError:
         raise
@@ -71,12 +71,11 @@ def check_itself(model: PreTrainedModel, cache: KVCache, layouts: Layouts, own_a
             )
 
 
-def _own_logits(model: PreTrainedModel, text: list[int], own_attention: str | None) -> Tensor:
-    """Return float32 [T, V] of the model's own forward pass, with the attention that it was loaded with."""
-    ids = torch.tensor([text], device=model.device)
+def _own_logits(model: PreTrainedModel, ids: Tensor, own_attention: str | None) -> Tensor:
+    """Return float32 [T, V] of the model's own forward pass over ``ids`` [1, T], with the attention that it was loaded with."""
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if "position_ids" in inspect.signature(type(model).forward).parameters:
-        inputs["position_ids"] = torch.arange(len(text), device=model.device)[None]  # like generate
+        inputs["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None]  # like generate
     if own_attention is not None:
         model.set_attn_implementation(own_attention)
     try:
