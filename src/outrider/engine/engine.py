@@ -267,10 +267,12 @@ class Engine:
 
     def _fork(self, entry: Entry) -> None:
         """If the prompt is already cached for another request, copy that cache."""
+        if entry.fork_of is None:
+            return
         request, source = entry.request, self.scheduler.find(entry.fork_of)
         if source is not None:
             request.may_draft = source.request.may_draft  # hidden states of the prompt are kept for both or for neither
-        if entry.fork_of is None or not self._guard.fork(entry.fork_of, request):
+        if not self._guard.fork(entry.fork_of, request):
             return
         # The last prompt token is scored again, for this sample's first token.
         if self.runner.fork(entry.fork_of, request.request_id, request.num_prompt_tokens - 1):

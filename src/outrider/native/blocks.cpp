@@ -38,7 +38,7 @@ constexpr int64_t kSpan = 8;      // blocks that share a base
 // Rows of a tile, and vectors of a panel whose sums are computed at once: 12 rows x 2 vectors of sums leave 8 of AVX-512's registers
 // for weights, 8 rows x 1 vector leave 8 of AVX2's.
 constexpr int kMaxRows = kLanes == 16 ? 12 : 8;
-constexpr int kAtOnce = kLanes == 16 ? kVectors : 1;
+constexpr int kVectorsAtOnce = kLanes == 16 ? kVectors : 1;
 constexpr int64_t kStretch = 16;  // blocks whose weights stay in the L1 cache while all rows of a pass are multiplied
 // Bytes to prefetch ahead, because the hardware prefetcher stops at page ends: measured on AMD's Zen 5 and on Intel's Sapphire Rapids.
 #if defined(__AVX512BF16__) && !defined(__AMX_TILE__)
@@ -80,10 +80,10 @@ struct Form {
   Codes codes;
   Numbers scales, offsets;
   uint8_t groups;
-  int lowest, range;  // of numbers: the lowest one, and the difference of the highest one
+  int lowest, range;  // the lowest number, and the highest one minus it
   int64_t scales_at, offsets_at, bytes, base_bytes;
 
-  // `lowest_`: of 8-bit codes; if it is not -128, they have at most 6 bits.
+  // `lowest_`: the lowest number of 8-bit codes; if it is not -128, numbers have at most 6 bits.
   Form(uint8_t codes_, uint8_t scales_, uint8_t offsets_, uint8_t groups_, int8_t lowest_ = -128)
       : codes(static_cast<Codes>(codes_)),
         scales(static_cast<Numbers>(scales_)),
@@ -163,7 +163,7 @@ struct Rows {
   int64_t count, blocks, at_once;
   std::unique_ptr<int32_t[]> words;   // per tile of n rows: [words of a row][n]
   std::unique_ptr<float[]> scales;    // 8 bits only; per tile of n rows: [blocks][n]
-  std::unique_ptr<int32_t[]> starts;  // 8 bits only: the initial sums, for weights that enter as numbers without a sign
+  std::unique_ptr<int32_t[]> starts;  // 8 bits only: initial sums, for numbers that enter as differences from the lowest one
   std::unique_ptr<float[]> sums;  // of a row's activations; starts and sums per tile of n rows: [blocks][groups][n]
 };
 
@@ -237,7 +237,7 @@ inline void round_to_bytes(const float* x, int64_t left, int32_t* to, int64_t st
   }
 }
 
-// The next word of a row, in all lanes. Compilers would keep broadcast words of several vectors of a panel in memory.
+// A word in all lanes. Compilers would move their own broadcasts out of the loop over a panel's vectors, and keep them in memory.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 inline ivec broadcast(const int32_t* x) {
   ivec found;
@@ -285,10 +285,10 @@ struct Bytes {
 };
 #elif defined(__AVX2__) && !defined(__AVX512F__)
 #define OUTRIDER_BYTES
-// Integer products of two bytes, one of them unsigned, with sums of two in 16 bits. Numbers of a small range enter without a sign, as
-// what they exceed the lowest one by, and `at_once` of these sums are added in 16 bits before they are widened. Other numbers (`at_once`
-// is 0) enter as sizes, with activations that have the numbers' signs, and each sum is widened.
-template <int at_once>
+// Integer products of two bytes, one of them unsigned, with sums of two in 16 bits. Numbers of a small range enter as
+// differences from the lowest one, which have no sign, and `narrow_sums` sums are added in 16 bits before they are widened. Others enter
+// as sizes, with activations that have the numbers' signs, and each sum is widened (`narrow_sums` is 0).
+template <int narrow_sums>
 struct Bytes {
   struct Sum {
     ivec wide, narrow;
@@ -304,20 +304,20 @@ struct Bytes {
                       float* sums) {
     int32_t totals[groups];
     round_to_bytes<groups>(x, left, to, stride, scale, totals, sums);
-    for (int64_t g = 0; g < groups; ++g) starts[g * stride] = at_once ? form.lowest * totals[g] : 0;
+    for (int64_t g = 0; g < groups; ++g) starts[g * stride] = narrow_sums ? form.lowest * totals[g] : 0;
   }
   static ivec table(const Form& form) {  // for 8-bit codes: what is added to them
     int8_t numbers[16];
-    const int lowest = at_once ? form.lowest : 0;
+    const int lowest = narrow_sums ? form.lowest : 0;
     for (int i = 0; i < 16; ++i) numbers[i] = static_cast<int8_t>((form.codes == kInt8 ? 0 : kTables[form.codes][i]) - lowest);
     return repeated(numbers);
   }
   static Weights split(ivec numbers) {
-    return {at_once ? numbers : reinterpret_cast<ivec>(_mm256_abs_epi8(reinterpret_cast<__m256i>(numbers))), numbers};
+    return {narrow_sums ? numbers : reinterpret_cast<ivec>(_mm256_abs_epi8(reinterpret_cast<__m256i>(numbers))), numbers};
   }
   static void decode(const uint8_t* words_of, Bits8, ivec table, Weights* weights) {
     const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words_of));
-    weights[0] = split(reinterpret_cast<ivec>(at_once ? _mm256_add_epi8(codes, reinterpret_cast<__m256i>(table)) : codes));
+    weights[0] = split(reinterpret_cast<ivec>(narrow_sums ? _mm256_add_epi8(codes, reinterpret_cast<__m256i>(table)) : codes));
   }
   static void decode(const uint8_t* words_of, Bits4, ivec table, Weights* weights) {
     const ivec codes = load(reinterpret_cast<const int32_t*>(words_of));
@@ -328,9 +328,9 @@ struct Bytes {
   // Add the products with a word of x, the `index`-th of its group.
   static void add(Sum& sum, const Weights& weights, const int32_t* x, int64_t index) {
     __m256i x_of = reinterpret_cast<__m256i>(broadcast(x));
-    if (at_once == 0) x_of = _mm256_sign_epi8(x_of, reinterpret_cast<__m256i>(weights.numbers));
+    if (narrow_sums == 0) x_of = _mm256_sign_epi8(x_of, reinterpret_cast<__m256i>(weights.numbers));
     __m256i twos = _mm256_maddubs_epi16(reinterpret_cast<__m256i>(weights.sizes), x_of), narrow = reinterpret_cast<__m256i>(sum.narrow);
-    constexpr int64_t run = at_once ? at_once : 1;
+    constexpr int64_t run = std::max(narrow_sums, 1);
     if (index % run == 0) narrow = twos;
     else asm("vpaddw %1, %0, %0" : "+x"(narrow) : "x"(twos));  // compilers would sum products as a tree, in memory
     sum.narrow = reinterpret_cast<ivec>(narrow);
@@ -340,7 +340,7 @@ struct Bytes {
     else asm("vpaddd %1, %0, %0" : "+x"(sum.wide) : "x"(fours));
   }
   static vec result(Sum sum, const int32_t* start, const float* scale) {
-    const ivec total = at_once ? sum.wide + broadcast(start) : sum.wide;
+    const ivec total = narrow_sums ? sum.wide + broadcast(start) : sum.wide;
     return __builtin_convertvector(total, vec) * reinterpret_cast<vec>(broadcast(reinterpret_cast<const int32_t*>(scale)));
   }
 };
@@ -464,20 +464,20 @@ void tile(const Form& form, const Panel& panel, int64_t from, int64_t to, const 
       for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(block + ahead + i);
     for (int64_t group = 0; group < groups; ++group)
 #pragma GCC unroll 1
-      for (int first = 0; first < kVectors; first += kAtOnce) {
+      for (int first = 0; first < kVectors; first += kVectorsAtOnce) {
         const int64_t place = (b * groups + group) * rows;
         const int32_t *x_of = x.words + place * steps * words, *starts = x.starts + place;
         const float *scales = x.scales + b * rows, *x_sums = x.sums + place;
         opaque(x_of), opaque(starts), opaque(scales);
-        typename Arithmetic::Sum sums[kAtOnce][rows];
+        typename Arithmetic::Sum sums[kVectorsAtOnce][rows];
 #pragma GCC unroll 2
-        for (int v = 0; v < kAtOnce; ++v)
+        for (int v = 0; v < kVectorsAtOnce; ++v)
 #pragma GCC unroll 12
           for (int r = 0; r < rows; ++r) sums[v][r] = Arithmetic::start(starts + r);
 #pragma GCC unroll 8
         for (int64_t step = 0; step < steps; ++step)
 #pragma GCC unroll 2
-          for (int v = 0; v < kAtOnce; ++v) {
+          for (int v = 0; v < kVectorsAtOnce; ++v) {
             typename Arithmetic::Weights weights[words];
             Arithmetic::decode(block + ((group * steps + step) * kPanel + (first + v) * kLanes) * 4, Bits{}, table, weights);
             if constexpr (std::is_same_v<Arithmetic, Floats>)
@@ -491,7 +491,7 @@ void tile(const Form& form, const Panel& panel, int64_t from, int64_t to, const 
               }
           }
 #pragma GCC unroll 2
-        for (int v = 0; v < kAtOnce; ++v) {
+        for (int v = 0; v < kVectorsAtOnce; ++v) {
           const vec scale = scale_of(form, panel, b, group, first + v);
           const vec offset = shifted ? added(form, panel, b, group, first + v, scale) : vec{};
 #pragma GCC unroll 12
@@ -577,10 +577,10 @@ Multiply of_bytes(const Form& form) {
 #if defined(__AVX512F__) || defined(__AVXVNNI__)
   return wide<Bytes>(form);
 #else
-  const int at_once = std::numeric_limits<int16_t>::max() / (2 * 127 * form.range);  // sums of two products that fit in 16 bits
-  if (at_once < 2) return wide<Bytes<0>>(form);
+  const int narrow_sums = std::numeric_limits<int16_t>::max() / (2 * 127 * form.range);  // sums of two products that fit in 16 bits
+  if (narrow_sums < 2) return wide<Bytes<0>>(form);
   if (form.codes == kInt8) return grouped<Bytes<2>, Bits8>(form);
-  return at_once < 4 ? grouped<Bytes<2>, Bits4>(form) : grouped<Bytes<4>, Bits4>(form);
+  return narrow_sums < 4 ? grouped<Bytes<2>, Bits4>(form) : grouped<Bytes<4>, Bits4>(form);
 #endif
 }
 #endif
@@ -697,7 +697,7 @@ inline uint16_t round_to(Bits4, const float* weights, uint8_t* codes) {
 
 template <typename Bits>
 void pack_panel(const Form& form, const float* rows, int64_t outputs, int64_t inputs, uint8_t* panel) {
-  const uint8_t said[] = {form.codes, form.scales, form.offsets, form.groups, 128};  // -128: of the lowest number
+  const uint8_t said[] = {form.codes, form.scales, form.offsets, form.groups, 128};  // 128 is -128, the lowest number
   std::memset(panel, 0, kHeader);
   std::memcpy(panel, said, sizeof said);
   for (int64_t b = 0; b * kInputs < inputs; ++b) {

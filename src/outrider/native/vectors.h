@@ -82,7 +82,7 @@ inline float sum(vec v) {
 }
 inline float largest(vec v) { float m = v[0]; for (int i = 1; i < kLanes; ++i) m = std::max(m, v[i]); return m; }
 
-// Compilers would otherwise keep an address per element of a tile, in memory.
+// Hide what a pointer was computed from: compilers would else compute an address per element of a tile, and keep all in memory.
 template <typename T>
 inline void opaque(T*& pointer) { asm volatile("" : "+r"(pointer)); }
 

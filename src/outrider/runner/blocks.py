@@ -88,7 +88,7 @@ ROUNDED = {8: Form("int8", "bfloat16"), 4: Form("rounded4", "bfloat16")}  # form
 
 @cache
 def activation_bits() -> int:
-    """Return the activation bits with which layers in blocks run fastest on this CPU: 8 (AVX-512 VNNI), 16 (BF16) or 32."""
+    """Return the activation bits with which layers in blocks run fastest on this CPU: 8 (VNNI, AVX2), 16 (BF16) or 32."""
     return int(torch.ops.outrider.block_activation_bits()) if native.load() else 32
 
 

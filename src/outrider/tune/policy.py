@@ -212,18 +212,20 @@ class DraftLengthPolicy:
         self.costs = self._costs[all([request.params.is_greedy for request in context.requests])]
         self._decide(context, self._open(before))
         if self._k == 0 and self._plain is not None:
-            self._leave_out([b for b in fresh if self._requests[b].may_draft], context)
+            self._leave_out(fresh, context)
 
     def _leave_out(self, rows: Sequence[int], context: Context) -> None:
         """Leave new requests out of drafting in which no probe can become due and be paid: nothing is kept for one."""
-        waiting = [self._requests[b] for b in rows if self._requests[b].num_draft_tokens is None]
-        for request in waiting:
-            request.may_draft = False
-        for request, limit in zip(self._requests, context.limits, strict=True):
-            if request in waiting and self._wait <= limit:
-                request.may_draft = True
+        requests = self._requests
+        waiting = [b for b in rows if requests[b].may_draft and requests[b].num_draft_tokens is None]
+        for b in waiting:
+            requests[b].may_draft = False
+        for b in waiting:
+            limit = context.limits[b]
+            if self._wait <= limit:
+                requests[b].may_draft = True
                 _, loss = self._probe_plan(context)
-                request.may_draft = loss <= min(self._budget + EXPLORATION_SHARE * limit, MAX_BUDGET)
+                requests[b].may_draft = loss <= min(self._budget + EXPLORATION_SHARE * limit, MAX_BUDGET)
 
     def _open(self, lens: Sequence[int]) -> list[int]:
         """Return the lengths with 0 for requests that take no part in drafting."""
