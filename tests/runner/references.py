@@ -56,13 +56,14 @@ def embed(token_ids: Tensor, packed: Tensor) -> Tensor:
 
 
 def round_activations(x: Tensor, bits: int) -> Tensor:
-    """Return x [..., inputs] as float32, rounded as layers in blocks do: to bfloat16, or to 8 bits with a scale per block."""
+    """Return x [..., inputs] as float32, rounded as layers in blocks do: to 8 bits with a scale per block."""
     if bits != 8:
-        return (x.bfloat16() if bits == 16 else x).float()
+        return x.float()
     inputs = x.shape[-1]
     parts = functional.pad(x.float(), (0, -inputs % BLOCK)).unflatten(-1, (-1, BLOCK))
     largest: Tensor = parts.abs().amax(-1, keepdim=True)
-    rounded: Tensor = (parts * torch.where(largest > 1e-30, 127 / largest, 0)).round() * (largest / 127)
+    inverse = torch.full_like(largest, 127) / largest  # not 127 / largest, which torch computes as 127 times the reciprocal
+    rounded: Tensor = (parts * torch.where(largest > 1e-30, inverse, 0)).round() * (largest / 127)
     return rounded.flatten(-2)[..., :inputs]
 
 

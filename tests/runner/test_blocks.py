@@ -20,7 +20,7 @@ def supported():
     """Return the activation bits that this CPU's instructions support."""
     packed = blocks.pack(torch.ones(32, 32), 8)
     found = []
-    for bits in (8, 16, 32):
+    for bits in (8, 32):
         try:
             torch.ops.outrider.linear_blocks(torch.ones(1, 32), packed, None, 32, bits)
         except RuntimeError as error:
@@ -100,7 +100,7 @@ def test_the_operator_equals_the_reference(outputs, inputs, bits, precision):
     assert torch.ops.outrider.linear_blocks(x.bfloat16(), packed, None, outputs, precision).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("precision, error", [(8, 0.02), (16, 0.005), (32, 1e-6)])
+@pytest.mark.parametrize("precision, error", [(8, 0.02), (32, 1e-6)])
 def test_rounded_activations_are_close(precision, error):
     x = torch.randn(5, 7, 100)
     assert (references.round_activations(x, precision) - x).norm() <= error * x.norm()
@@ -133,10 +133,10 @@ def test_the_largest_sums_of_integers_are_exact(kind, group):
     named = {"kind": kind} if is_table else {"zeros": middle} if is_symmetric else {}
     packed = blocks.pack_codes(codes, bits, torch.ones(40, inputs // group), group=group, **named)
     # The scale of their codes is 1.
-    x = 127.0 * torch.tensor([[1.0, 1.0], [-1.0, -1.0], [1.0, -1.0], [-1.0, 1.0]]).repeat(3, inputs // 2)
+    x = 127.0 * torch.tensor([[1.0, 1.0], [-1.0, -1.0], [1.0, -1.0], [-1.0, 1.0]]).repeat(5, inputs // 2)
     expected = x.double() @ (table[codes.long()].double() * blocks.UNITS.get(kind, 1)).T
     for precision in PRECISIONS:
-        for rows in (1, 5, 12):
+        for rows in (1, 5, 12, 20):
             got = torch.ops.outrider.linear_blocks(x[:rows], packed, None, 40, precision)
             assert torch.equal(got.double(), expected[:rows]), (precision, rows)
 
@@ -288,12 +288,19 @@ def test_codes_without_an_exact_representation_are_rejected():
         blocks.pack_codes(codes, 8, products, group=32)
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("activation", references.GATES)
-def test_gated_halves(activation):
-    both = 4 * torch.randn(3, 5, 96)
-    gate, up = both.double().chunk(2, -1)
-    got = torch.ops.outrider.gate_halves(both, activation)
-    torch.testing.assert_close(got.double(), references.GATES[activation](gate) * up, rtol=3e-6, atol=3e-5)
-    torch.testing.assert_close(got, references.gate_halves(both, activation), rtol=3e-6, atol=3e-5)
+def test_gates_are_computed_with_their_layer(activation, bits, precision):
+    packed, x = blocks.pack(torch.randn(192, 700), bits), torch.randn(3, 11, 700) / 8
+    gated = torch.ops.outrider.linear_blocks_gated
+    got = gated(x, packed, activation, precision)
+    gate, up = references.linear_blocks(x, packed, None, 192, precision).double().chunk(2, -1)
+    torch.testing.assert_close(got.double(), references.GATES[activation](gate) * up, rtol=3e-5, atol=3e-5)
+    for rows in (1, 6, 12, 13):  # the same bits in any pass
+        assert torch.equal(gated(x.flatten(0, 1)[:rows], packed, activation, precision), got.flatten(0, 1)[:rows]), rows
+    assert gated(x.bfloat16(), packed, activation, precision).dtype == torch.bfloat16
     with pytest.raises(RuntimeError, match="no activation relu"):
-        torch.ops.outrider.gate_halves(both, "relu")
+        gated(x, packed, "relu", precision)
+    with pytest.raises(RuntimeError, match="an even number of panels"):
+        gated(x, packed[:5], activation, precision)

@@ -2,19 +2,19 @@
 // the number of its code, a scale and, in some forms, an offset, for its output and 32 or 16 of its inputs.
 //
 // A pass over one row takes as long as reading the codes from memory. Codes are decoded in registers, once for all rows of a tile,
-// and multiplied with activations in one of three precisions:
+// and multiplied with activations in one of two precisions:
 //
 // - 8 bits, one scale per row and block: integer products, four per lane and instruction (VNNI) or two (AVX2);
-// - 16 bits: bfloat16 products, two per lane and instruction, float32 sums (AVX-512 BF16);
 // - 32 bits: float32, on any CPU.
 //
-// The first two multiply numbers, and scale the sums of a block; an offset is multiplied with the sum of the row's activations.
+// Both multiply numbers, and scale the sums of a block; an offset is multiplied with the sum of the row's activations.
 // Batch-invariant like the other layers: a row's sums are added block by block, and within a block in a fixed order, for any
 // number of rows in the pass.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
+#include "gate.h"
 #include "operators.h"
 #include "threads.h"
 #include "vectors.h"
@@ -36,8 +36,9 @@ constexpr int64_t kInputs = 32;   // inputs of a block; its outputs are kPanel
 constexpr int64_t kHeader = 64;   // bytes at the start of a panel
 constexpr int64_t kSpan = 8;      // blocks that share a base
 // Rows of a tile, and vectors of a panel whose sums are computed at once: 12 rows x 2 vectors of sums leave 8 of AVX-512's registers
-// for weights, 8 rows x 1 vector leave 8 of AVX2's.
-constexpr int kMaxRows = kLanes == 16 ? 12 : 8;
+// for weights, 8 rows x 1 vector leave 8 of AVX2's. More rows than a tile has wait for products, not for weights: then AVX-512's tiles
+// have fewer, so that the sums over all blocks stay in registers, too.
+constexpr int kMaxRows = kLanes == 16 ? 12 : 8, kRowsOfMany = kLanes == 16 ? 6 : 8;
 constexpr int kVectorsAtOnce = kLanes == 16 ? kVectors : 1;
 constexpr int64_t kStretch = 16;  // blocks whose weights stay in the L1 cache while all rows of a pass are multiplied
 // Bytes to prefetch ahead, because the hardware prefetcher stops at page ends: measured on AMD's Zen 5 and on Intel's Sapphire Rapids.
@@ -57,7 +58,7 @@ constexpr int8_t kTables[kNumCodes][16] = {
 #include "codes4.inc"
 };
 constexpr const int8_t* kNumbers = kTables[kRounded4];
-// The numbers of these kinds are fractions of the integers above. Passes multiply sums by them: products with a power of 2 are exact.
+// The numbers of these kinds are fractions of the integers above. Passes multiply scales by them: products with a power of 2 are exact.
 constexpr float kUnits[kNumCodes] = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f / 4, 1.0f / 8, 1.0f / 8, 1.0f};
 
 // Codes of a block are in groups of `together` inputs; a group has a 32-bit word per output. 8 bits: one input per byte. 4 bits:
@@ -187,7 +188,7 @@ inline vec stored(const uint8_t* from, Numbers kind, int v) {
 }
 
 inline vec scale_of(const Form& form, const Panel& panel, int64_t b, int64_t group, int v) {
-  const vec scale = stored(form.scales_of(panel.blocks + b * form.bytes, group), form.scales, v);
+  const vec scale = stored(form.scales_of(panel.blocks + b * form.bytes, group), form.scales, v) * splat(kUnits[form.codes]);
   return form.scales == kProducts ? scale * stored(form.scale_bases(panel, b), kFloat16, v) : scale;
 }
 
@@ -211,37 +212,35 @@ struct Activations {
 // Round activations to codes of 8 bits, number = code * scale, four in a word. `totals` and `sums`: of each group's codes and numbers.
 template <int groups>
 inline void round_to_bytes(const float* x, int64_t left, int32_t* to, int64_t stride, float* scale, int32_t* totals, float* sums) {
-  int32_t codes[kInputs];
+  typedef int8_t Lanes __attribute__((vector_size(kLanes)));
+  ivec codes[kVectors];
   const Activations some(x, left);
-  vec most{};
-  ivec nans{};  // maxima and integers drop them
+  vec most{}, nans{};  // maxima and integers drop them
   for (const vec part : some.parts) {
     const vec size = part < vec{} ? -part : part;
     most = size > most ? size : most;
-    nans |= part != part;
+    nans = part != part ? splat(1.0f) : nans;
   }
   const float peak = largest(most), inverse = peak > 1e-30f ? 127.0f / peak : 0.0f;
-  for (int v = 0; v < kVectors; ++v) store(codes + v * kLanes, nearest(some.parts[v] * splat(inverse)));
-  bool has_nan = false;
-  for (int i = 0; i < kLanes; ++i) has_nan |= nans[i] != 0;
-  *scale = has_nan ? std::numeric_limits<float>::quiet_NaN() : peak > 1e-30f ? peak / 127.0f : 0.0f;
+  for (int v = 0; v < kVectors; ++v) codes[v] = nearest(some.parts[v] * splat(inverse));
+  *scale = largest(nans) > 0.0f ? std::numeric_limits<float>::quiet_NaN() : peak > 1e-30f ? peak / 127.0f : 0.0f;
   for (int64_t g = 0; g < groups; ++g) {
-    totals[g] = 0;
-    for (int64_t k = 0; k < kInputs / groups; ++k) totals[g] += codes[g * kInputs / groups + k];
+    ivec total{};
+    for (int v = 0; v < kVectors / groups; ++v) total += codes[g * kVectors / groups + v];
+    totals[g] = sum(total);
     sums[g * stride] = static_cast<float>(totals[g]) * *scale;
   }
-  for (int64_t k = 0; k < kInputs; k += 4) {
-    uint32_t word = 0;
-    for (int64_t j = 0; j < 4; ++j) word |= static_cast<uint32_t>(codes[k + j] & 255) << 8 * j;
-    to[k / 4 * stride] = static_cast<int32_t>(word);
+  for (int v = 0; v < kVectors; ++v) {
+    const Lanes bytes = __builtin_convertvector(codes[v], Lanes);
+    for (int64_t j = 0; j < kLanes / 4; ++j) std::memcpy(to + (v * kLanes / 4 + j) * stride, reinterpret_cast<const char*>(&bytes) + 4 * j, 4);
   }
 }
 
 // A word in all lanes. Compilers would move their own broadcasts out of the loop over a panel's vectors, and keep them in memory.
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__)
 inline ivec broadcast(const int32_t* x) {
   ivec found;
-  asm volatile("vpbroadcastd %1, %0" : "=x"(found) : "m"(*x));
+  asm volatile("vpbroadcastd %1, %0" : "=v"(found) : "m"(*x));
   return found;
 }
 #endif
@@ -273,12 +272,13 @@ struct Bytes {
     weights[1] = look_up(table, codes >> 4 & 0x0f0f0f0f);
   }
   static Sum start(const int32_t* from) { return ivec{} + *from; }
-  static void add(Sum& sum, ivec weights, const int32_t* x, int64_t) {
+  static ivec spread(const int32_t* x) { return broadcast(x); }
+  static void add(Sum& sum, ivec weights, ivec x, int64_t) {
 #if defined(__AVX512F__)
-    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*x));  // compilers would add a broadcast
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(x));  // compilers would keep sums in memory
 #else
-    sum = reinterpret_cast<ivec>(_mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sum), reinterpret_cast<__m256i>(weights),
-                                                         reinterpret_cast<__m256i>(broadcast(x))));
+    sum = reinterpret_cast<ivec>(
+        _mm256_dpbusd_avx_epi32(reinterpret_cast<__m256i>(sum), reinterpret_cast<__m256i>(weights), reinterpret_cast<__m256i>(x)));
 #endif
   }
   static vec result(Sum sum, const int32_t*, const float* scale) { return __builtin_convertvector(sum, vec) * splat(*scale); }
@@ -325,9 +325,10 @@ struct Bytes {
     weights[1] = split(look_up(table, codes >> 4 & 0x0f0f0f0f));
   }
   static Sum start(const int32_t*) { return {ivec{}, ivec{}}; }
+  static ivec spread(const int32_t* x) { return broadcast(x); }
   // Add the products with a word of x, the `index`-th of its group.
-  static void add(Sum& sum, const Weights& weights, const int32_t* x, int64_t index) {
-    __m256i x_of = reinterpret_cast<__m256i>(broadcast(x));
+  static void add(Sum& sum, const Weights& weights, ivec x, int64_t index) {
+    __m256i x_of = reinterpret_cast<__m256i>(x);
     if (narrow_sums == 0) x_of = _mm256_sign_epi8(x_of, reinterpret_cast<__m256i>(weights.numbers));
     __m256i twos = _mm256_maddubs_epi16(reinterpret_cast<__m256i>(weights.sizes), x_of), narrow = reinterpret_cast<__m256i>(sum.narrow);
     constexpr int64_t run = std::max(narrow_sums, 1);
@@ -344,69 +345,6 @@ struct Bytes {
     return __builtin_convertvector(total, vec) * reinterpret_cast<vec>(broadcast(reinterpret_cast<const int32_t*>(scale)));
   }
 };
-#endif
-
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512BF16__)
-#define OUTRIDER_HALVES
-// bfloat16 products. Pairs of every four inputs are (0, 2) and (1, 3), so that one shift decodes a pair.
-struct Halves {
-  using Sum = vec;
-  using Weights = ivec;
-  static constexpr int max_rows = kMaxRows;
-  static constexpr int64_t words = kInputs / 2;
-
-  template <int groups>
-  static void prepare(const Form&, const float* x, int64_t left, int32_t* to, int64_t stride, float*, int32_t*, float* sums) {
-    const Activations some(x, left);
-    alignas(64) uint16_t rounded[kInputs];
-    _mm512_store_si512(rounded, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(some.parts[1], some.parts[0])));
-    for (int64_t i = 0; i < words; ++i) {
-      const int64_t first = i / 2 * 4 + i % 2;
-      to[i * stride] = static_cast<int32_t>(rounded[first] | static_cast<uint32_t>(rounded[first + 2]) << 16);
-    }
-    const auto* numbers = reinterpret_cast<const at::BFloat16*>(rounded);
-    const float totals[2] = {sum(load(numbers)), sum(load(numbers + kLanes))};
-    for (int64_t g = 0; g < groups; ++g) sums[g * stride] = groups == 1 ? totals[0] + totals[1] : totals[g];
-  }
-  static ivec table(const Form& form) { return load(reinterpret_cast<const int32_t*>(kEntries[form.codes].entries)); }
-  static void decode(const uint8_t* words_of, Bits8, ivec, ivec* weights) {
-    const ivec codes = load(reinterpret_cast<const int32_t*>(words_of));
-    const auto number = [](ivec code) { return reinterpret_cast<uvec>(__builtin_convertvector(code >> 24, vec)); };
-    weights[0] = reinterpret_cast<ivec>(number(codes << 24) >> 16 | number(codes << 8));
-    weights[1] = reinterpret_cast<ivec>(number(codes << 16) >> 16 | number(codes));
-  }
-  static void decode(const uint8_t* words_of, Bits4, ivec table, ivec* weights) {
-    const __m512i codes = _mm512_loadu_si512(words_of);
-    const auto number = [table](__m512i code) {  // uses the low five bits: the table repeats the 16 values
-      return reinterpret_cast<ivec>(_mm512_permutexvar_epi16(code, reinterpret_cast<__m512i>(table)));
-    };
-    weights[0] = number(codes);
-    weights[1] = number(_mm512_srli_epi16(codes, 8));
-    weights[2] = number(_mm512_srli_epi16(codes, 4));
-    weights[3] = number(_mm512_srli_epi16(codes, 12));
-  }
-  static Sum start(const int32_t*) { return vec{}; }
-  static void add(Sum& sum, ivec weights, const int32_t* x, int64_t) {
-    asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(*x));
-  }
-  static vec result(Sum sum, const int32_t*, const float*) { return sum; }
-
-  struct Table {
-    alignas(64) uint16_t entries[32];
-  };
-  static const std::array<Table, kNumCodes> kEntries;
-};
-const std::array<Halves::Table, kNumCodes> Halves::kEntries = [] {
-  std::array<Table, kNumCodes> tables;
-  for (int codes = 0; codes < kNumCodes; ++codes)
-    for (int i = 0; i < 32; ++i) {
-      const float number = kTables[codes][i % 16];
-      uint32_t bits;
-      std::memcpy(&bits, &number, sizeof bits);
-      tables[codes].entries[i] = static_cast<uint16_t>(bits >> 16);  // exact: seven bits of magnitude
-    }
-  return tables;
-}();
 #endif
 
 // float32 products, on any CPU.
@@ -440,7 +378,8 @@ struct Floats {
     widen(look_up(table, codes >> 4 & 0x0f0f0f0f), weights + 4);
   }
   static Sum start(const int32_t*) { return vec{}; }
-  static void add(Sum& sum, vec weights, const int32_t* x, int64_t) { fused_at(weights, reinterpret_cast<const float*>(x), sum); }
+  static const float* spread(const int32_t* x) { return reinterpret_cast<const float*>(x); }
+  static void add(Sum& sum, vec weights, const float* x, int64_t) { fused_at(weights, x, sum); }
   static vec result(Sum sum, const int32_t*, const float*) { return sum; }
 };
 
@@ -475,21 +414,24 @@ void tile(const Form& form, const Panel& panel, int64_t from, int64_t to, const 
 #pragma GCC unroll 12
           for (int r = 0; r < rows; ++r) sums[v][r] = Arithmetic::start(starts + r);
 #pragma GCC unroll 8
-        for (int64_t step = 0; step < steps; ++step)
+        for (int64_t step = 0; step < steps; ++step) {
+          typename Arithmetic::Weights weights[kVectorsAtOnce][words];
 #pragma GCC unroll 2
           for (int v = 0; v < kVectorsAtOnce; ++v) {
-            typename Arithmetic::Weights weights[words];
-            Arithmetic::decode(block + ((group * steps + step) * kPanel + (first + v) * kLanes) * 4, Bits{}, table, weights);
+            Arithmetic::decode(block + ((group * steps + step) * kPanel + (first + v) * kLanes) * 4, Bits{}, table, weights[v]);
             if constexpr (std::is_same_v<Arithmetic, Floats>)
-              if (subtracts) for (vec& numbers : weights) numbers -= stored(form.offsets_of(block, group), kZeros, first + v);
-#pragma GCC unroll 8
-            for (int64_t i = 0; i < words; ++i)
-#pragma GCC unroll 12
-              for (int r = 0; r < rows; ++r) {
-                const int64_t word = step * words + i;
-                Arithmetic::add(sums[v][r], weights[i], x_of + word * rows + r, word);
-              }
+              if (subtracts) for (vec& numbers : weights[v]) numbers -= stored(form.offsets_of(block, group), kZeros, first + v);
           }
+#pragma GCC unroll 8
+          for (int64_t i = 0; i < words; ++i)
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; ++r) {
+              const int64_t word = step * words + i;
+              const auto factor = Arithmetic::spread(x_of + word * rows + r);
+#pragma GCC unroll 2
+              for (int v = 0; v < kVectorsAtOnce; ++v) Arithmetic::add(sums[v][r], weights[v][i], factor, word);
+            }
+        }
 #pragma GCC unroll 2
         for (int v = 0; v < kVectorsAtOnce; ++v) {
           const vec scale = scale_of(form, panel, b, group, first + v);
@@ -519,51 +461,65 @@ constexpr auto kTiles = make_tiles<Arithmetic, Bits, groups>(std::make_index_seq
 
 template <typename Arithmetic, int groups>
 Rows prepare(const Form& form, const float* x, int64_t count, int64_t inputs) {
-  const int64_t blocks = (inputs + kInputs - 1) / kInputs, tiles = (count + Arithmetic::max_rows - 1) / Arithmetic::max_rows;
+  const int64_t blocks = (inputs + kInputs - 1) / kInputs;
+  const int64_t most = count > Arithmetic::max_rows ? std::min(Arithmetic::max_rows, kRowsOfMany) : Arithmetic::max_rows;
+  const int64_t tiles = (count + most - 1) / most;
   Rows rows{count, blocks, (count + tiles - 1) / tiles, {}, {}, {}, {}};
   rows.words.reset(new int32_t[count * blocks * Arithmetic::words]);
   rows.scales.reset(new float[count * blocks]);
   rows.starts.reset(new int32_t[count * blocks * groups]);
   rows.sums.reset(new float[count * blocks * groups]);
-  parallel_for(0, count * blocks, 512, [&](int64_t begin, int64_t end) {
+  parallel_for(0, tiles * blocks, std::max<int64_t>(1, 512 / rows.at_once), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t r = i / blocks, b = i % blocks, first = r / rows.at_once * rows.at_once, n = std::min(rows.at_once, count - first);
-      const auto place = [&](int64_t size) { return (first * blocks + b * n) * size + r - first; };
-      Arithmetic::template prepare<groups>(form, x + r * inputs + b * kInputs, inputs - b * kInputs,
-                                           rows.words.get() + place(Arithmetic::words), n, rows.scales.get() + place(1),
-                                           rows.starts.get() + place(groups), rows.sums.get() + place(groups));
+      const int64_t first = i / blocks * rows.at_once, b = i % blocks, n = std::min(rows.at_once, count - first);
+      for (int64_t r = 0; r < n; ++r) {
+        const auto place = [&](int64_t size) { return (first * blocks + b * n) * size + r; };
+        Arithmetic::template prepare<groups>(form, x + (first + r) * inputs + b * kInputs, inputs - b * kInputs,
+                                             rows.words.get() + place(Arithmetic::words), n, rows.scales.get() + place(1),
+                                             rows.starts.get() + place(groups), rows.sums.get() + place(groups));
+      }
     }
   });
   return rows;
 }
 
+// With a gate, half of the panels are gates, and `out` has half of their outputs.
 template <typename Arithmetic, typename Bits, int groups>
-void multiply(const Form& form, const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, float* out) {
+void multiply(const Form& form, const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, const Gate* gate,
+              float* out) {
   const Rows rows = prepare<Arithmetic, groups>(form, x, count, inputs);
-  const int64_t blocks = rows.blocks, stride = panels * kPanel;
-  const int64_t stretch = count == rows.at_once ? blocks : kStretch;
-  const int64_t grain = std::max<int64_t>(1, 200'000 / (inputs * kPanel * (count + 4)));  // about 10 microseconds of work per thread
-  parallel_for(0, panels, grain, [&](int64_t begin, int64_t end) {
-    // Sums of several stretches are in a buffer: rows of `out` are far apart, in the same sets of the caches.
-    const std::unique_ptr<float[]> buffer(stretch < blocks ? new float[count * kPanel] : nullptr);
+  const bool at_once = count == rows.at_once;
+  const int64_t blocks = rows.blocks, stretch = at_once ? blocks : kStretch;
+  const int64_t each = gate ? 2 : 1, part = panels / each, stride = part * kPanel;
+  const int64_t grain = std::max<int64_t>(1, 200'000 / (inputs * kPanel * each * (count + 4)));  // about 10 microseconds per thread
+  parallel_for(0, part, grain, [&](int64_t begin, int64_t end) {
+    // Sums of several stretches, or panels, are in a buffer: rows of `out` are far apart, in the same sets of the caches.
+    const int64_t width = each * kPanel;
+    const std::unique_ptr<float[]> buffer(!at_once || gate ? new float[count * width] : nullptr);
     for (int64_t p = begin; p < end; ++p) {
-      const Panel panel = form.panel(packed, p, blocks);
-      float* const to = out + p * kPanel;
-      for (int64_t b = 0; b < blocks; b += stretch)
-        for (int64_t r = 0; r < count; r += rows.at_once) {
-          const int64_t n = std::min(rows.at_once, count - r), at = r * blocks;
-          const Part part{rows.words.get() + at * Arithmetic::words, rows.scales.get() + at, rows.starts.get() + at * groups,
-                          rows.sums.get() + at * groups};
-          kTiles<Arithmetic, Bits, groups>[n - 1](form, panel, b, std::min(blocks, b + stretch), part,
-                                                  buffer ? buffer.get() + r * kPanel : to + r * stride, buffer ? kPanel : stride,
-                                                  r == 0 ? kAhead : 0);
+      for (int64_t i = 0; i < each; ++i) {
+        const Panel panel = form.panel(packed, p + i * part, blocks);
+        float* const to = buffer ? buffer.get() + i * kPanel : out + p * kPanel;
+        const int64_t apart = buffer ? width : stride;
+        for (int64_t b = 0; b < blocks; b += stretch)
+          for (int64_t r = 0; r < count; r += rows.at_once) {
+            const int64_t n = std::min(rows.at_once, count - r), at = r * blocks;
+            const Part some{rows.words.get() + at * Arithmetic::words, rows.scales.get() + at, rows.starts.get() + at * groups,
+                            rows.sums.get() + at * groups};
+            kTiles<Arithmetic, Bits, groups>[n - 1](form, panel, b, std::min(blocks, b + stretch), some, to + r * apart, apart,
+                                                    r == 0 ? kAhead : 0);
+          }
+      }
+      for (int64_t r = 0; buffer && r < count; ++r)
+        for (int64_t j = 0; j < kPanel; j += kLanes) {
+          const float* sums = buffer.get() + r * width + j;
+          store(out + r * stride + p * kPanel + j, gate ? (*gate)(load(sums), load(sums + kPanel)) : load(sums));
         }
-      for (int64_t r = 0; buffer && r < count; ++r) std::copy_n(buffer.get() + r * kPanel, kPanel, to + r * stride);
     }
   });
 }
 
-using Multiply = void (*)(const Form&, const float*, int64_t, int64_t, const uint8_t*, int64_t, float*);
+using Multiply = void (*)(const Form&, const float*, int64_t, int64_t, const uint8_t*, int64_t, const Gate*, float*);
 template <typename Arithmetic, typename Bits>
 Multiply grouped(const Form& form) {
   return form.groups == 1 ? multiply<Arithmetic, Bits, 1> : multiply<Arithmetic, Bits, 2>;
@@ -585,19 +541,13 @@ Multiply of_bytes(const Form& form) {
 }
 #endif
 
-void multiply_any(const Form& form, const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, float* out,
-                  int64_t bits) {
+Multiply for_bits(const Form& form, int64_t bits) {
   Multiply run = bits == 32 ? wide<Floats>(form) : nullptr;
 #if defined(OUTRIDER_BYTES)
   if (bits == 8) run = of_bytes(form);
 #endif
-#if defined(OUTRIDER_HALVES)
-  if (bits == 16) run = wide<Halves>(form);
-#endif
   TORCH_CHECK(run, "linear_blocks: this CPU does not multiply activations of ", bits, " bits");
-  run(form, x, count, inputs, packed, panels, out);
-  if (kUnits[form.codes] != 1.0f)
-    for (int64_t i = 0; i < count * panels * kPanel; ++i) out[i] *= kUnits[form.codes];
+  return run;
 }
 
 // Read the form of a weight from the header of its first panel.
@@ -615,6 +565,21 @@ Form form_of(const at::Tensor& packed, int64_t inputs) {
   TORCH_CHECK(blocks == (inputs + kInputs - 1) / kInputs, "linear_blocks: input of size ", inputs, ", weight for ", blocks, " blocks of ",
               kInputs);
   return form;
+}
+
+// x [..., inputs], packed uint8 [panels, bytes] -> [..., panels * 32] or, with a gate, half as many; float32.
+at::Tensor products(const at::Tensor& x, const at::Tensor& packed, const Gate* gate, int64_t activation_bits) {
+  const int64_t inputs = x.size(-1), panels = packed.size(0);
+  const Form form = form_of(packed, inputs);
+  const at::Tensor source = x.to(at::kFloat).contiguous();
+  auto shape = x.sizes().vec();
+  shape.back() = panels * kPanel / (gate ? 2 : 1);
+  at::Tensor out = at::empty(shape, source.options());
+  const int64_t count = out.numel() / std::max<int64_t>(1, shape.back());
+  if (count > 0)
+    for_bits(form, activation_bits)(form, source.const_data_ptr<float>(), count, inputs, packed.const_data_ptr<uint8_t>(), panels, gate,
+                                    out.mutable_data_ptr<float>());
+  return out;
 }
 
 void decode_row(const Form& form, const Panel& panel, int64_t output, int64_t inputs, float* out) {
@@ -721,12 +686,10 @@ void pack_panel(const Form& form, const float* rows, int64_t outputs, int64_t in
 
 }  // namespace
 
-// Bits of activations that this CPU multiplies fastest with blocks: 8, 16 or 32.
+// Bits of activations that this CPU multiplies fastest with blocks: 8 or 32.
 int64_t block_activation_bits() {
 #if defined(OUTRIDER_BYTES)
   return 8;
-#elif defined(OUTRIDER_HALVES)
-  return 16;
 #else
   return 32;
 #endif
@@ -735,18 +698,17 @@ int64_t block_activation_bits() {
 // x [..., inputs], packed uint8 [panels, bytes] -> [..., outputs] in x's type; outputs <= panels * 32.
 at::Tensor linear_blocks(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs,
                          int64_t activation_bits) {
-  const int64_t inputs = x.size(-1), panels = packed.size(0);
-  const Form form = form_of(packed, inputs);
-  const at::Tensor source = x.to(at::kFloat).contiguous();
-  auto shape = x.sizes().vec();
-  shape.back() = panels * kPanel;
-  at::Tensor out = at::empty(shape, source.options());
-  const int64_t count = out.numel() / std::max<int64_t>(1, panels * kPanel);
-  if (count > 0)
-    multiply_any(form, source.const_data_ptr<float>(), count, inputs, packed.const_data_ptr<uint8_t>(), panels,
-                 out.mutable_data_ptr<float>(), activation_bits);
+  at::Tensor out = products(x, packed, nullptr, activation_bits);
   if (outputs != out.size(-1)) out = out.narrow(-1, 0, outputs).contiguous();
   if (bias.has_value()) out.add_(*bias);
+  return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
+}
+
+// x [..., inputs], packed weights of 2 n outputs -> [..., n] in x's type: activation(first n) * remaining n.
+at::Tensor linear_blocks_gated(const at::Tensor& x, const at::Tensor& packed, std::string_view activation, int64_t activation_bits) {
+  TORCH_CHECK(packed.size(0) % 2 == 0, "linear_blocks_gated: gates and what they let through take an even number of panels");
+  const Gate gate(activation);
+  const at::Tensor out = products(x, packed, &gate, activation_bits);
   return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
 }
 

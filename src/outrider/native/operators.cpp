@@ -14,9 +14,9 @@ TORCH_LIBRARY_IMPL(outrider, CPU, library) {
   library.impl("linear", linear);
   library.impl("linear_scaled", linear_scaled);
   library.impl("linear_gated", linear_gated);
-  library.impl("gate_halves", gate_halves);
   library.impl("activate", activate);
   library.impl("linear_blocks", linear_blocks);
+  library.impl("linear_blocks_gated", linear_blocks_gated);
   library.impl("embed_blocks", embed_blocks);
   library.impl("embed", embed);
   library.impl("experts", experts);

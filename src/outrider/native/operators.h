@@ -26,6 +26,7 @@ at::Tensor embed(const at::Tensor& token_ids, const at::Tensor& packed);
 int64_t block_activation_bits();
 at::Tensor linear_blocks(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs,
                          int64_t activation_bits);
+at::Tensor linear_blocks_gated(const at::Tensor& x, const at::Tensor& packed, std::string_view activation, int64_t activation_bits);
 at::Tensor embed_blocks(const at::Tensor& token_ids, const at::Tensor& packed, int64_t inputs);
 void pack_blocks(const at::Tensor& weight, int64_t bits, at::Tensor packed);
 

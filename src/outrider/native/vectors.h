@@ -80,7 +80,22 @@ inline float sum(vec v) {
   for (int half = kLanes / 2; half > 0; half /= 2) for (int i = 0; i < half; ++i) v[i] += v[i + half];
   return v[0];
 }
-inline float largest(vec v) { float m = v[0]; for (int i = 1; i < kLanes; ++i) m = std::max(m, v[i]); return m; }
+inline int32_t sum(ivec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32(reinterpret_cast<__m512i>(v));
+#else
+  int32_t total = 0;
+  for (int i = 0; i < kLanes; ++i) total += v[i];
+  return total;
+#endif
+}
+inline float largest(vec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(reinterpret_cast<__m512>(v));
+#else
+  float m = v[0]; for (int i = 1; i < kLanes; ++i) m = std::max(m, v[i]); return m;
+#endif
+}
 
 // Hide what a pointer was computed from: compilers would else compute an address per element of a tile, and keep all in memory.
 template <typename T>

@@ -310,11 +310,16 @@ def unpack(packed: Tensor, outputs: int, inputs: int) -> Tensor:
     return values.reshape(panels, blocks * BLOCK, PANEL).transpose(1, 2).reshape(-1, blocks * BLOCK)[:outputs, :inputs]
 
 
-# x [..., inputs] times a weight in blocks -> [..., outputs] in x's dtype; sums are float32. Inputs are rounded to bfloat16 for
-# 16 activation bits, to codes with a scale per block for 8.
+# x [..., inputs] times a weight in blocks -> [..., outputs] in x's dtype; sums are float32. Inputs are rounded to codes with a
+# scale per block for 8 activation bits.
 define(
     "linear_blocks(Tensor x, Tensor packed, Tensor? bias, int outputs, int activation_bits)",
     lambda x, packed, bias, outputs, activation_bits: x.new_empty(*x.shape[:-1], outputs),
+)
+# activation(first half of the outputs) * second half
+define(
+    "linear_blocks_gated(Tensor x, Tensor packed, str activation, int activation_bits)",
+    lambda x, packed, *_: x.new_empty(*x.shape[:-1], len(packed) * PANEL // 2),
 )
 # rows [..., inputs] float32 for token_ids [...]
 define(

@@ -1,4 +1,4 @@
-"""Fuse ``activation(gate) * up`` of an exported pass into the linear layer that computes both, or into one operator after it.
+"""Fuse ``activation(gate) * up`` of an exported pass into the linear layer that computes both.
 
 Inductor would run it as a separate single-threaded loop over the layer's output, which in prefill takes half of the layer's
 time. Matching on the exported graph makes it independent of module names.
@@ -27,10 +27,10 @@ def fuse_gates(program: ExportedProgram) -> int:
             continue
         activation, chain = fused
         with graph.inserting_before(product):
+            x, packed, *rest = chain[-1].args
             if chain[-1].target is ops.linear_blocks.default:
-                node = graph.call_function(ops.gate_halves.default, (chain.pop(), activation))
+                node = graph.call_function(ops.linear_blocks_gated.default, (x, packed, activation, rest[-1]))
             else:
-                x, packed, *rest = chain[-1].args
                 scales = rest[0] if chain[-1].target is ops.linear_scaled.default else None
                 node = graph.call_function(ops.linear_gated.default, (x, packed, scales, activation))
         node.meta.update(product.meta)

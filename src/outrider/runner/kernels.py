@@ -209,14 +209,10 @@ define(
     "linear_scaled(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int outputs)",
     lambda x, packed, scales, bias, outputs: x.new_empty(*x.shape[:-1], outputs),
 )
-# activation(first half of the outputs) * second half: of a packed weight's outputs, or of both [..., 2 N]
+# activation(first half of the outputs) * second half
 define(
     "linear_gated(Tensor x, Tensor packed, Tensor? scales, str activation)",
     lambda x, packed, *_: x.new_empty(*x.shape[:-1], len(packed) * PANEL // 2),
-)
-define(
-    "gate_halves(Tensor both, str activation)",
-    lambda both, _: both.new_empty(*both.shape[:-1], both.shape[-1] // 2),
 )
 # activation(x), contiguous, in x's shape and dtype
 define("activate(Tensor x, str activation)", lambda x, _: torch.empty_like(x, memory_format=torch.contiguous_format))
