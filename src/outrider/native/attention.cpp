@@ -505,8 +505,21 @@ struct Attention {
   }
 };
 
+// Vectors [1, heads, tokens, dim] in float32, each contiguous; models transpose heads and tokens, which needs no copy.
+struct Vectors {
+  const at::Tensor all;
+  const float* const data;
+  const int64_t head, token;  // strides
+  explicit Vectors(const at::Tensor& x) : Vectors(x.to(at::kFloat), x.stride(3) == 1) {}
+  const float* at(int64_t h, int64_t t) const { return data + h * head + t * token; }
+
+ private:
+  Vectors(const at::Tensor& x, bool adjacent)
+      : all(adjacent ? x : x.contiguous()), data(all.const_data_ptr<float>()), head(all.stride(1)), token(all.stride(2)) {}
+};
+
 template <typename Cache>
-void attend_all(const Pass& pass, const float* query, const float* key, const float* value, Cache* keys, Cache* values, float* out) {
+void attend_all(const Pass& pass, const Vectors& query, const Vectors& key, const Vectors& value, Cache* keys, Cache* values, float* out) {
   const int64_t group = pass.heads / pass.kv_heads;
   int64_t longest = 0;
   for (int64_t b = 0; b < pass.rows; ++b) longest = std::max(longest, pass.bases[b]);
@@ -525,17 +538,16 @@ void attend_all(const Pass& pass, const float* query, const float* key, const fl
       Cache* v_plane = values + plane * pass.value_dim;
       const int64_t start = pass.start(b), length = pass.length(b);
       for (int64_t w = 0; w < length; ++w) {  // this pass's keys and values follow the committed ones
-        const int64_t at = h * pass.total + start + w, slot = pass.bases[b] + w;
-        for (int64_t d = 0; d < pass.key_dim; ++d) k_plane[slot * pass.key_dim + d] = static_cast<Cache>(key[at * pass.key_dim + d]);
-        for (int64_t d = 0; d < pass.value_dim; ++d)
-          v_plane[slot * pass.value_dim + d] = static_cast<Cache>(value[at * pass.value_dim + d]);
+        const float *k = key.at(h, start + w), *v = value.at(h, start + w);
+        const int64_t slot = pass.bases[b] + w;
+        for (int64_t d = 0; d < pass.key_dim; ++d) k_plane[slot * pass.key_dim + d] = static_cast<Cache>(k[d]);
+        for (int64_t d = 0; d < pass.value_dim; ++d) v_plane[slot * pass.value_dim + d] = static_cast<Cache>(v[d]);
       }
       for (int64_t token = 0; token < length; token += Attention<Cache>::tokens_at_once(pass)) {
         Attention<Cache> attention(pass, b, token, k_plane, v_plane, buffer.data());
         for (int64_t w = 0; w < attention.tokens; ++w)
           for (int64_t g = 0; g < group; ++g)
-            std::copy_n(query + ((h * group + g) * pass.total + start + token + w) * pass.key_dim, pass.key_dim,
-                        attention.queries + (w * group + g) * pass.key_dim);
+            std::copy_n(query.at(h * group + g, start + token + w), pass.key_dim, attention.queries + (w * group + g) * pass.key_dim);
         attention.run();
         for (int64_t w = 0; w < attention.tokens; ++w)
           std::copy_n(attention.out + w * group * pass.value_dim, group * pass.value_dim,
@@ -556,7 +568,8 @@ void attend_all(const Pass& pass, const float* query, const float* key, const fl
 at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& keys,
                   const at::Tensor& values, int64_t layer, const at::Tensor& cache_rows, const at::Tensor& bases,
                   const at::Tensor& ends, const at::Tensor& positions, const at::Tensor& visible, double scale, double softcap, int64_t window) {
-  const at::Tensor q = query.to(at::kFloat).contiguous(), k = key.to(at::kFloat).contiguous(), v = value.to(at::kFloat).contiguous();
+  const Vectors queries(query), new_keys(key), new_values(value);
+  const at::Tensor &q = queries.all, &k = new_keys.all, &v = new_values.all;
   const at::Tensor seen = visible.contiguous();
   const at::Tensor rows = cache_rows.contiguous(), starts = bases.contiguous(), places = positions.contiguous(), till = ends.contiguous();
   Pass pass{rows.size(0), q.size(2), q.size(1), k.size(1), seen.size(1), seen.size(2), k.size(3), v.size(3), keys.size(3), window,
@@ -574,13 +587,12 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
   at::Tensor out = at::empty({1, pass.total, pass.heads, pass.value_dim}, q.options());
   float* to = out.mutable_data_ptr<float>();
   const at::Tensor k_layer = keys.select(0, layer), v_layer = values.select(0, layer);
-  const float *qp = q.const_data_ptr<float>(), *kp = k.const_data_ptr<float>(), *vp = v.const_data_ptr<float>();
   if (keys.scalar_type() == at::kBFloat16)
-    attend_all(pass, qp, kp, vp, k_layer.data_ptr<at::BFloat16>(), v_layer.data_ptr<at::BFloat16>(), to);
+    attend_all(pass, queries, new_keys, new_values, k_layer.data_ptr<at::BFloat16>(), v_layer.data_ptr<at::BFloat16>(), to);
   else if (keys.scalar_type() == at::kHalf)
-    attend_all(pass, qp, kp, vp, k_layer.data_ptr<at::Half>(), v_layer.data_ptr<at::Half>(), to);
+    attend_all(pass, queries, new_keys, new_values, k_layer.data_ptr<at::Half>(), v_layer.data_ptr<at::Half>(), to);
   else
-    attend_all(pass, qp, kp, vp, k_layer.data_ptr<float>(), v_layer.data_ptr<float>(), to);
+    attend_all(pass, queries, new_keys, new_values, k_layer.data_ptr<float>(), v_layer.data_ptr<float>(), to);
   return query.scalar_type() == at::kFloat ? out : out.to(query.scalar_type());
 }
 
