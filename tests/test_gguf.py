@@ -281,7 +281,10 @@ def test_the_documentation_names_every_architecture():
 
 
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
-PROMPTS = [[7, 3, 9], [(5 * i * i + i) % 60 + 1 for i in range(45)], [(3 * i) % 11 + 1 for i in range(30)], [8]]
+PROMPTS = [
+    *([7, 3, 9], [(5 * i * i + i) % 60 + 1 for i in range(45)], [(3 * i) % 11 + 1 for i in range(30)], [8]),
+    *([(11 * i + 5) % 97 + 2 for i in range(20)], [60, 2, 31, 44, 90]),
+]
 
 
 def tokens_of(llm, params=PARAMS):
@@ -307,7 +310,8 @@ def test_drafts_do_not_change_the_output(architecture, kinds, tmp_path):
     model = gguf_files.make_model(architecture, seed=1)
     gguf_files.write(tmp_path / "model.gguf", model, KINDS[kinds])
     gguf_files.write(tmp_path / "draft.gguf", noisy(model), KINDS["Q4_0"])
-    target, options = tmp_path / "model.gguf", {"compile": "never"}
+    # A random router is near a tie: where attention is in 16 bits, it may choose other experts than without a cache.
+    target, options = tmp_path / "model.gguf", {"compile": "never", "self_check": "experts" not in architecture}
     expected = tokens_of(LLM(target, method="plain", max_batch=1, **options))
     assert len({token for tokens in expected for token in tokens}) > 10
     for k, batch in itertools.product((1, 4, 8), (1, 4)):

@@ -139,7 +139,7 @@ def test_unsupported_layers_are_unchanged(changes):
 @needs_kernels
 def test_a_copy_in_fewer_bits_computes_gates_in_one_operator_and_knows_its_arithmetic_before_it_is_traced():
     runner = ModelRunner.load(untouched(make_model(small_config("llama", **SIZES))), RunnerConfig(compile="never"))
-    blocks.activation_bits.cache_clear()
+    blocks.fastest_activation_bits.cache_clear()
     program = compiled.export(Pass(quantized_copy(runner.model, 4), runner.cache, ()))
     assert fuse_gates(program) == 2
     ops, targets = torch.ops.outrider, [node.target for node in program.graph.nodes]

@@ -427,7 +427,10 @@ struct Attention {
       const int64_t slot = first + i;
       vec score = load(from + i) * pass.scale;
       if (pass.softcap > 0) for (int j = 0; j < kLanes; ++j) score[j] = pass.softcap * std::tanh(score[j] / pass.softcap);
-      if (slot < begin(w) || slot + kLanes > open) {
+      if (slot >= open && slot + kLanes <= first + count && pass.window <= 0 && paths[w - token].empty()) {
+        static_assert(sizeof(bool) == sizeof(int8_t));
+        score = load(reinterpret_cast<const int8_t*>(visible(w) + slot - open)) > vec{} ? score : splat(kUnseen);
+      } else if (slot < begin(w) || slot + kLanes > open) {
         for (int64_t j = 0; j < kLanes; ++j)
           if (!sees(w, slot + j)) score[j] = kUnseen;
       }

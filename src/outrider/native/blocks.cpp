@@ -568,7 +568,7 @@ Form form_of(const at::Tensor& packed, int64_t inputs) {
 }
 
 // x [..., inputs], packed uint8 [panels, bytes] -> [..., panels * 32] or, with a gate, half as many; float32.
-at::Tensor products(const at::Tensor& x, const at::Tensor& packed, const Gate* gate, int64_t activation_bits) {
+at::Tensor apply(const at::Tensor& x, const at::Tensor& packed, const Gate* gate, int64_t activation_bits) {
   const int64_t inputs = x.size(-1), panels = packed.size(0);
   const Form form = form_of(packed, inputs);
   const at::Tensor source = x.to(at::kFloat).contiguous();
@@ -698,7 +698,7 @@ int64_t block_activation_bits() {
 // x [..., inputs], packed uint8 [panels, bytes] -> [..., outputs] in x's type; outputs <= panels * 32.
 at::Tensor linear_blocks(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t outputs,
                          int64_t activation_bits) {
-  at::Tensor out = products(x, packed, nullptr, activation_bits);
+  at::Tensor out = apply(x, packed, nullptr, activation_bits);
   if (outputs != out.size(-1)) out = out.narrow(-1, 0, outputs).contiguous();
   if (bias.has_value()) out.add_(*bias);
   return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
@@ -708,7 +708,7 @@ at::Tensor linear_blocks(const at::Tensor& x, const at::Tensor& packed, const st
 at::Tensor linear_blocks_gated(const at::Tensor& x, const at::Tensor& packed, std::string_view activation, int64_t activation_bits) {
   TORCH_CHECK(packed.size(0) % 2 == 0, "linear_blocks_gated: gates and what they let through take an even number of panels");
   const Gate gate(activation);
-  const at::Tensor out = products(x, packed, &gate, activation_bits);
+  const at::Tensor out = apply(x, packed, &gate, activation_bits);
   return x.scalar_type() == at::kFloat ? out : out.to(x.scalar_type());
 }
 

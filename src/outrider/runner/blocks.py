@@ -13,6 +13,9 @@ A weight is scale * number(code) + offset, or scale * (number(code) - zero); 32 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 
@@ -86,10 +89,28 @@ class Products:
 ROUNDED = {8: Form("int8", "bfloat16"), 4: Form("rounded4", "bfloat16")}  # forms of ``pack``, by bits
 
 
-@cache
+_is_exact = ContextVar("is_exact", default=False)
+
+
 def activation_bits() -> int:
-    """Return the activation bits with which layers in blocks run fastest on this CPU: 8 (VNNI, AVX2), 16 (BF16) or 32."""
+    """Return the activation bits of layers in blocks: 32 within ``exact_activations``, else the fastest on this CPU."""
+    return 32 if _is_exact.get() else fastest_activation_bits()
+
+
+@cache
+def fastest_activation_bits() -> int:
+    """Return the activation bits with which layers in blocks run fastest on this CPU: 8 (VNNI, AVX2) or 32."""
     return int(torch.ops.outrider.block_activation_bits()) if native.load() else 32
+
+
+@contextmanager
+def exact_activations() -> Iterator[None]:
+    """Let layers in blocks multiply activations in float32 instead of rounding them, in this thread."""
+    token = _is_exact.set(True)
+    try:
+        yield
+    finally:
+        _is_exact.reset(token)
 
 
 def num_bytes(outputs: int, inputs: int, bits: int) -> int:
