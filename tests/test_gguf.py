@@ -281,10 +281,8 @@ def test_the_documentation_names_every_architecture():
 
 
 PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
-PROMPTS = [
-    *([7, 3, 9], [(5 * i * i + i) % 60 + 1 for i in range(45)], [(3 * i) % 11 + 1 for i in range(30)], [8]),
-    *([(11 * i + 5) % 97 + 2 for i in range(20)], [60, 2, 31, 44, 90]),
-]
+PROMPTS = [[7, 3, 9], [(5 * i * i + i) % 60 + 1 for i in range(45)], [(3 * i) % 11 + 1 for i in range(30)], [8]]
+PROMPTS += [[(11 * i + 5) % 97 + 2 for i in range(20)], [60, 2, 31, 44, 90]]
 
 
 def tokens_of(llm, params=PARAMS):

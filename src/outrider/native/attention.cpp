@@ -427,7 +427,7 @@ struct Attention {
       const int64_t slot = first + i;
       vec score = load(from + i) * pass.scale;
       if (pass.softcap > 0) for (int j = 0; j < kLanes; ++j) score[j] = pass.softcap * std::tanh(score[j] / pass.softcap);
-      if (slot >= open && slot + kLanes <= first + count && pass.window <= 0 && paths[w - token].empty()) {
+      if (slot >= open && slot + kLanes <= first + count && pass.window <= 0 && paths[w - token].empty()) {  // `sees` of a prompt
         static_assert(sizeof(bool) == sizeof(int8_t));
         score = load(reinterpret_cast<const int8_t*>(visible(w) + slot - open)) > vec{} ? score : splat(kUnseen);
       } else if (slot < begin(w) || slot + kLanes > open) {
@@ -513,12 +513,12 @@ struct Vectors {
   const at::Tensor all;
   const float* const data;
   const int64_t head, token;  // strides
-  explicit Vectors(const at::Tensor& x) : Vectors(x.to(at::kFloat), x.stride(3) == 1) {}
+  explicit Vectors(const at::Tensor& x)
+      : all(adjacent(x.to(at::kFloat))), data(all.const_data_ptr<float>()), head(all.stride(1)), token(all.stride(2)) {}
   const float* at(int64_t h, int64_t t) const { return data + h * head + t * token; }
 
  private:
-  Vectors(const at::Tensor& x, bool adjacent)
-      : all(adjacent ? x : x.contiguous()), data(all.const_data_ptr<float>()), head(all.stride(1)), token(all.stride(2)) {}
+  static at::Tensor adjacent(const at::Tensor& x) { return x.stride(3) == 1 ? x : x.contiguous(); }
 };
 
 template <typename Cache>

@@ -378,6 +378,7 @@ struct Floats {
     widen(look_up(table, codes >> 4 & 0x0f0f0f0f), weights + 4);
   }
   static Sum start(const int32_t*) { return vec{}; }
+  // In memory: a product takes it from there.
   static const float* spread(const int32_t* x) { return reinterpret_cast<const float*>(x); }
   static void add(Sum& sum, vec weights, const float* x, int64_t) { fused_at(weights, x, sum); }
   static vec result(Sum sum, const int32_t*, const float*) { return sum; }
@@ -427,7 +428,7 @@ void tile(const Form& form, const Panel& panel, int64_t from, int64_t to, const 
 #pragma GCC unroll 12
             for (int r = 0; r < rows; ++r) {
               const int64_t word = step * words + i;
-              const auto factor = Arithmetic::spread(x_of + word * rows + r);
+              const auto factor = Arithmetic::spread(x_of + word * rows + r);  // once for all vectors
 #pragma GCC unroll 2
               for (int v = 0; v < kVectorsAtOnce; ++v) Arithmetic::add(sums[v][r], weights[v][i], factor, word);
             }
@@ -483,37 +484,37 @@ Rows prepare(const Form& form, const float* x, int64_t count, int64_t inputs) {
   return rows;
 }
 
-// With a gate, half of the panels are gates, and `out` has half of their outputs.
+// With a gate, the first half of the panels are gates, and `out` has half of the panels' outputs. A lot: the panels of 32 of them.
 template <typename Arithmetic, typename Bits, int groups>
 void multiply(const Form& form, const float* x, int64_t count, int64_t inputs, const uint8_t* packed, int64_t panels, const Gate* gate,
               float* out) {
   const Rows rows = prepare<Arithmetic, groups>(form, x, count, inputs);
-  const bool at_once = count == rows.at_once;
-  const int64_t blocks = rows.blocks, stretch = at_once ? blocks : kStretch;
-  const int64_t each = gate ? 2 : 1, part = panels / each, stride = part * kPanel;
-  const int64_t grain = std::max<int64_t>(1, 200'000 / (inputs * kPanel * each * (count + 4)));  // about 10 microseconds per thread
-  parallel_for(0, part, grain, [&](int64_t begin, int64_t end) {
+  const bool in_one_tile = count == rows.at_once;
+  const int64_t blocks = rows.blocks, stretch = in_one_tile ? blocks : kStretch;
+  const int64_t per_lot = gate ? Gate::panels : 1, lots = panels / per_lot, width = per_lot * kPanel, stride = lots * kPanel;
+  const int64_t grain = std::max<int64_t>(1, 200'000 / (inputs * width * (count + 4)));  // about 10 microseconds of work per thread
+  parallel_for(0, lots, grain, [&](int64_t begin, int64_t end) {
     // Sums of several stretches, or panels, are in a buffer: rows of `out` are far apart, in the same sets of the caches.
-    const int64_t width = each * kPanel;
-    const std::unique_ptr<float[]> buffer(!at_once || gate ? new float[count * width] : nullptr);
-    for (int64_t p = begin; p < end; ++p) {
-      for (int64_t i = 0; i < each; ++i) {
-        const Panel panel = form.panel(packed, p + i * part, blocks);
-        float* const to = buffer ? buffer.get() + i * kPanel : out + p * kPanel;
-        const int64_t apart = buffer ? width : stride;
+    const std::unique_ptr<float[]> buffer(!in_one_tile || gate ? new float[count * width] : nullptr);
+    for (int64_t lot = begin; lot < end; ++lot) {
+      float* const results = out + lot * kPanel;
+      for (int64_t i = 0; i < per_lot; ++i) {
+        const Panel panel = form.panel(packed, lot + i * lots, blocks);
+        float* const to = buffer ? buffer.get() + i * kPanel : results;
+        const int64_t to_stride = buffer ? width : stride;
         for (int64_t b = 0; b < blocks; b += stretch)
           for (int64_t r = 0; r < count; r += rows.at_once) {
             const int64_t n = std::min(rows.at_once, count - r), at = r * blocks;
-            const Part some{rows.words.get() + at * Arithmetic::words, rows.scales.get() + at, rows.starts.get() + at * groups,
+            const Part part{rows.words.get() + at * Arithmetic::words, rows.scales.get() + at, rows.starts.get() + at * groups,
                             rows.sums.get() + at * groups};
-            kTiles<Arithmetic, Bits, groups>[n - 1](form, panel, b, std::min(blocks, b + stretch), some, to + r * apart, apart,
+            kTiles<Arithmetic, Bits, groups>[n - 1](form, panel, b, std::min(blocks, b + stretch), part, to + r * to_stride, to_stride,
                                                     r == 0 ? kAhead : 0);
           }
       }
       for (int64_t r = 0; buffer && r < count; ++r)
         for (int64_t j = 0; j < kPanel; j += kLanes) {
           const float* sums = buffer.get() + r * width + j;
-          store(out + r * stride + p * kPanel + j, gate ? (*gate)(load(sums), load(sums + kPanel)) : load(sums));
+          store(results + r * stride + j, gate ? (*gate)(load(sums), load(sums + kPanel)) : load(sums));
         }
     }
   });
@@ -573,7 +574,7 @@ at::Tensor apply(const at::Tensor& x, const at::Tensor& packed, const Gate* gate
   const Form form = form_of(packed, inputs);
   const at::Tensor source = x.to(at::kFloat).contiguous();
   auto shape = x.sizes().vec();
-  shape.back() = panels * kPanel / (gate ? 2 : 1);
+  shape.back() = panels * kPanel / (gate ? Gate::panels : 1);
   at::Tensor out = at::empty(shape, source.options());
   const int64_t count = out.numel() / std::max<int64_t>(1, shape.back());
   if (count > 0)

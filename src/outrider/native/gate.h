@@ -4,7 +4,6 @@
 
 #include <c10/util/Exception.h>
 
-#include "threads.h"
 #include "vectors.h"
 
 #include <cstdint>
@@ -52,15 +51,5 @@ struct Gate {
     return x < splat(0.f) ? tail : 1.f - tail;
   }
 };
-
-// from [rows][2 * half] -> to [rows][half]; half is a multiple of a vector.
-inline void gate_rows(const Gate gate, const float* from, int64_t rows, int64_t half, float* to) {
-  parallel_for(0, rows * (half / kLanes), 4096, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const float* at = from + i * kLanes + i * kLanes / half * half;
-      store(to + i * kLanes, gate(load(at), load(at + half)));
-    }
-  });
-}
 
 }  // namespace outrider

@@ -309,6 +309,16 @@ void check_scales(const at::Tensor& packed, const at::Tensor& scales) {
               "linear_scaled: scales ", scales.sizes(), " for weights ", packed.sizes());
 }
 
+// from [rows][2 * half] -> to [rows][half]; half is a multiple of a vector.
+inline void gate_rows(const Gate gate, const float* from, int64_t rows, int64_t half, float* to) {
+  parallel_for(0, rows * (half / kLanes), 4096, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const float* at = from + i * kLanes + i * kLanes / half * half;
+      store(to + i * kLanes, gate(load(at), load(at + half)));
+    }
+  });
+}
+
 template <typename Weight>
 void embed_rows(const int64_t* ids, int64_t count, const Weight* w, int64_t inputs, int64_t together, float* out) {
   for (int64_t i = 0; i < count; ++i) {  // `together` inputs of an output are adjacent

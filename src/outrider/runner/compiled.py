@@ -97,7 +97,7 @@ def export(module: Program) -> ExportedProgram:
     with torch.device(module.cache.device):
         inputs, shapes = module.example()
     if module.cache.device.type == "cpu":
-        blocks.activation_bits()  # cached before tracing, which would record the call as an operator of the pass
+        blocks.fastest_activation_bits()  # cached before tracing, which would record the call as an operator of the pass
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's internal warnings
         return torch.export.export(module, inputs, strict=False, dynamic_shapes=shapes)
