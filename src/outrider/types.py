@@ -128,6 +128,14 @@ class BatchSampler(Randomness, Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class DraftPrices:
+    """Prices of further drafts of a round, in emitted tokens: as many would be emitted in that time otherwise."""
+
+    step: float  # of a drafting step, for all requests together
+    row: float  # of a request's further row in the target's pass
+
+
 @dataclass(frozen=True)
 class Context:
     """The B running requests of a round. Row b of every tensor of this round belongs to ``requests[b]``."""
@@ -139,6 +147,7 @@ class Context:
     # index -> B tensors [T_b, H]: target hidden states (see Scores) of the committed tokens processed since the last call, in
     # order. Together the calls cover each token from the first once, except the last one, which no pass has processed yet.
     # They start again at the first token after ``Proposer.release``.
+    prices: DraftPrices | None = None  # a proposer may stop where a further draft brings less; None: draft as many as requested
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -150,12 +159,16 @@ class Context:
             return self
         hidden = {index: [states[b] for b in rows] for index, states in self.hidden.items()}
         requests, limits = tuple([self.requests[b] for b in rows]), tuple([self.limits[b] for b in rows])
-        return Context(requests, limits, self.sampler.take(rows), hidden)
+        return Context(requests, limits, self.sampler.take(rows), hidden, self.prices)
 
     def limited(self, lengths: Sequence[int]) -> Context:
         """Return the same context with at most ``lengths[b]`` drafts for request b."""
         limits = tuple([min(pair) for pair in zip(self.limits, lengths, strict=True)])
-        return Context(self.requests, limits, self.sampler, self.hidden)
+        return replace(self, limits=limits)
+
+    def priced(self, prices: DraftPrices | None) -> Context:
+        """Return the same context with these prices."""
+        return self if prices is None else replace(self, prices=prices)
 
 
 def spread(values: Tensor, rows: Sequence[int], batch: int) -> Tensor:

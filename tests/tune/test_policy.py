@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
+from operator import mul
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ import torch
 from outrider.engine.policy import FixedLength
 from outrider.runner.cost_book import CostBook
 from outrider.tune import DraftLengthPolicy
-from outrider.tune.policy import EXPLORATION_SHARE
+from outrider.tune.acceptance import Acceptance
+from outrider.tune.policy import EXPLORATION_SHARE, Track
 from outrider.types import Context, Request, Round, SamplingParams
 from tests.tune import grid
 from tests.tune.simulation import MAX_K, Cell, Machine, Recorded, Text, automatic, best_fixed, plain, simulate, weigh
@@ -169,6 +172,35 @@ def test_drafts_that_the_proposer_never_makes_are_not_expected():
     cells = [Cell(machine, Text((0.9,), longest=1), lengths=(64,) * 12, seed=seed) for seed in range(6)]
     assert best_fixed(cells[0]) == plain(cells[0])
     assert grid.mean([grid.mean([k > 0 for k in recorded(cell).requested]) for cell in cells]) < 0.15
+
+
+def test_drafts_left_out_because_they_would_be_rejected_cost_nothing_in_the_estimate():
+    """A proposer that knows: half of its chains have one rejected draft, the others four accepted ones."""
+    track = Track(Acceptance.empty(MAX_K), Acceptance.empty(MAX_K))
+    for number in range(400):
+        drafts, accepted = (1, 0) if number % 2 else (4, 4)
+        for counts in (track.shared, track.own):
+            counts.add(4, drafts, accepted)
+    assert track.worths([0.8] * 4, 4) == pytest.approx([0.5] * 4, abs=0.03)
+    assert list(accumulate(track.made_rates(4), mul)) == pytest.approx([1, 0.5, 0.5, 0.5], abs=0.03)
+
+
+@pytest.mark.parametrize("machine, rate", [(LARGE, 0.8), (EMBEDDED, 0.9), (EMBEDDED, 0.05)])
+def test_a_further_draft_costs_the_tokens_that_its_time_brings_otherwise(machine, rate):
+    cell, costs = Cell(machine, Text((rate,)), lengths=(256,) * 4), CostBook()
+    policy = DraftLengthPolicy(MAX_K, costs)
+    speed = simulate(policy, cell, costs)
+    assert policy.prices.step == pytest.approx(machine.step / 1e3 * speed, rel=0.4)
+    assert policy.prices.row == pytest.approx(machine.row * machine.plain / 1e3 * speed, rel=0.4)
+
+
+def test_requests_with_their_own_k_get_all_their_drafts():
+    cell, costs = Cell(LARGE, Text((0.8,))), CostBook()
+    policy = DraftLengthPolicy(MAX_K, costs)
+    simulate(policy, cell, costs)
+    request = Request("own", [0] * 50, 50, SamplingParams(), 0, torch.Generator(), num_draft_tokens=4)
+    policy.next_lengths(Context((request,), (99,), None))
+    assert policy.prices is None
 
 
 KEEPING = Machine(2.9, 0.1, 1.2, 0.5, 0.05, 0.6, keep=0.2)  # hidden states of a request take 0.2 ms of a round of 3.5

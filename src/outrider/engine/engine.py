@@ -140,7 +140,7 @@ class Engine:
         if lengths.count(k) < len(lengths):
             requested = requested.limited(lengths)
         if k:
-            requested = self._prefill_drafts(requested)
+            requested = self._prefill_drafts(requested.priced(self.policy.prices))
             batch = Batch(batch.entries, requested)
             k = k if max(batch.context.limits) > 0 else 0
         try:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from outrider.types import Context, OutriderError, Round
+from outrider.types import Context, DraftPrices, OutriderError, Round
 
 
 class LengthPolicy(Protocol):
     """Chooses K for each request in each round."""
+
+    @property
+    def prices(self) -> DraftPrices | None:
+        """Return what a further draft of this round must bring; None: as many drafts as requested are made."""
+        ...
 
     def next_lengths(self, context: Context) -> list[int]:
         """Return K for each request of this round; 0 for all of them is plain decoding.
@@ -32,6 +37,8 @@ class LengthPolicy(Protocol):
 
 class FixedLength:
     """Uses the same K for every request and round."""
+
+    prices = None
 
     def __init__(self, k: int) -> None:
         if k < 0:

@@ -107,6 +107,16 @@ def pick(sampler: BatchSampler, logits: Tensor, drafts: Tensor, step: int, probs
         drafts[:, step] = sampler.draw(probs[-1][:, 0], step)
 
 
+def pick_with_confidence(sampler: BatchSampler, logits: Tensor, drafts: Tensor, step: int, probs: list[Tensor]) -> Tensor:
+    """Write draft ``step`` as ``pick`` does, and return its probability [B] in the draft model."""
+    if not sampler.is_deterministic:
+        pick(sampler, logits, drafts, step, probs)
+        return probs[-1][:, 0].gather(1, drafts[:, step : step + 1])[:, 0]
+    tokens, confidences = sampler.likeliest(logits, 1, drafts, start=step)
+    drafts[:, step] = tokens[:, 0, 0]
+    return confidences[:, 0, 0]
+
+
 def merged(parts: Sequence[tuple[Sequence[int], Proposal]], batch: int, vocab_size: int) -> Proposal:
     """Merge proposals for disjoint rows of a batch into one; the remaining rows have no drafts.
 

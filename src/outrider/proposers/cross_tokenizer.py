@@ -107,7 +107,8 @@ class CrossTokenizerProposer(DraftModelProposer):
         """Do nothing: each request has its own translation and cache."""
 
     def commit(self, context: Context, verdict: Verdict) -> None:
-        """Do nothing: the next ``propose`` compares the cache with the committed text."""
+        """Learn only: the next ``propose`` compares the cache with the committed text."""
+        self.learn(context, verdict)
 
     def release(self, request_ids: Sequence[str]) -> None:
         super().release(request_ids)

@@ -18,7 +18,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from outrider.heads.checkpoint import MODEL, kind_of, read_folder
 from outrider.options import Flag, option, shown
-from outrider.proposers.base import Proposer, pick
+from outrider.proposers.base import Proposer, pick, pick_with_confidence
+from outrider.proposers.chain_stops import ChainStops
 from outrider.proposers.method import MethodConfig, MethodSpec, Setting
 from outrider.proposers.portable import ParallelModel, SmallModel
 from outrider.proposers.recognition import Recognised, TargetFiles
@@ -50,7 +51,8 @@ class DraftModelProposer(Proposer):
     """Drafts with a second model that has its own KV cache.
 
     Each draft is sampled from the draft's distribution under the request's sampler settings, penalties by position included,
-    and the proposal carries that distribution. Greedy and coupled drafts are point masses.
+    and the proposal carries that distribution. Greedy and coupled drafts are point masses. Where the context has prices, a
+    chain ends before the requested number if the next draft is not worth its price.
     """
 
     name = "draft"
@@ -62,6 +64,7 @@ class DraftModelProposer(Proposer):
         if isinstance(draft, ModelRunner) and draft.max_drafts is not None:  # its recurrent layers keep that many states
             self.max_drafts = min(self.max_drafts, draft.max_drafts)
         self._draft_size = draft.vocab_size if isinstance(draft, ModelRunner) else vocab_size
+        self._stops = {is_deterministic: ChainStops() for is_deterministic in (True, False)}
 
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:
@@ -70,19 +73,29 @@ class DraftModelProposer(Proposer):
         texts = self.texts(context, k) if k else {}
         if not texts:
             return Proposal.empty(len(requests))
-        able = list(texts)
-        ids = [requests[index].request_id for index in able]
+        able, sampler = list(texts), context.sampler
+        ids, lens = [requests[b].request_id for b in able], [min(k, context.limits[b]) for b in able]
         drafts = torch.zeros(len(requests), k, dtype=torch.long, device=self.draft.device)
         probs: list[Tensor] = []
+        stops = self._stops[sampler.is_deterministic]
+        chains = None if context.prices is None else stops.start(ids, lens, context.prices)
 
-        def next_token(logits: Tensor, step: int) -> Tensor:
-            pick(context.sampler, spread(self.in_target(logits), able, len(requests)), drafts, step, probs)
+        def next_token(logits: Tensor, step: int) -> Tensor | None:
+            logits = spread(self.in_target(logits), able, len(requests))
+            if chains is None:
+                pick(sampler, logits, drafts, step, probs)
+            else:
+                confidences = pick_with_confidence(sampler, logits, drafts, step, probs).tolist()
+                if not chains.add([confidences[b] for b in able]):
+                    return None
             token = drafts[:, step : step + 1]
             return self.in_draft(token if len(able) == len(requests) else token[able])
 
         partial = self.draft.rollout(ids, list(texts.values()), k, next_token)
-        lens = torch.tensor([min(k, context.limits[i]) if i in texts else 0 for i in range(len(requests))])
-        return Proposal(drafts, lens, torch.cat(probs, 1) if probs else None, partial_pass=partial)
+        made = torch.zeros(len(requests), dtype=torch.long)
+        made[able] = torch.tensor(lens if chains is None else chains.lens)
+        drafts = drafts[:, : int(made.max())]
+        return Proposal(drafts, made, torch.cat(probs, 1) if probs else None, partial_pass=partial)
 
     def texts(self, context: Context, k: int) -> dict[int, Sequence[int]]:
         """Return row -> committed tokens, for requests with room for k drafts in the context of the draft model."""
@@ -128,8 +141,14 @@ class DraftModelProposer(Proposer):
         draft.fork(source_id, request.request_id, len(prompt) - 1)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
+        self.learn(context, verdict)
         for request, accepted in zip(context.requests, verdict.num_accepted.tolist(), strict=True):
             self.draft.keep_len(request.request_id, len(request.token_ids) + accepted)
+
+    def learn(self, context: Context, verdict: Verdict) -> None:
+        """Learn from a verdict where chains should end."""
+        for stops in self._stops.values():
+            stops.learn(context, verdict)
 
     def warmup(self, k: int, batch: int) -> None:
         self.draft.prepare()

@@ -57,19 +57,32 @@ class Calibration:
         chances[confidences <= 0] = 0.0
         return chances
 
+    def chance(self, confidence: float) -> float:
+        """Map the confidence of a likeliest child to its acceptance probability, as ``chances`` does."""
+        below, part = _place(confidence)
+        tried, accepted = self._tried[0], self._accepted[0]
+        chance = accepted[below] / tried[below]
+        return chance + part * (accepted[below + 1] / tried[below + 1] - chance)
+
     def learn(self, confidences: Sequence[float], taken: int | None) -> None:
         """Count the children of one node, likeliest first; ``taken``: index of the accepted one, None if there is none."""
         for rank, confidence in enumerate(confidences):
             tried, accepted = self._tried[rank > 0], self._accepted[rank > 0]
-            inner = min(max(confidence, MIN_CONFIDENCE), 1 - MIN_CONFIDENCE)
-            place = min(max(math.log(inner / (1 - inner)) - CENTRES[0], 0.0), len(CENTRES) - 1.0)
-            below = min(int(place), len(CENTRES) - 2)
-            for at, part in ((below, below + 1 - place), (below + 1, place - below)):
+            below, above = _place(confidence)
+            for at, part in ((below, 1 - above), (below + 1, above)):
                 tried[at] += part
                 accepted[at] += part * (rank == taken)
                 if tried[at] > MAX_COUNT:
                     tried[at], accepted[at] = tried[at] / 2, accepted[at] / 2
         self._rates = None
+
+
+def _place(confidence: float) -> tuple[int, float]:
+    """Return the bin below a confidence, and how far it lies towards the next one: 0 to 1."""
+    inner = min(max(confidence, MIN_CONFIDENCE), 1 - MIN_CONFIDENCE)
+    place = min(max(math.log(inner / (1 - inner)) - CENTRES[0], 0.0), len(CENTRES) - 1.0)
+    below = min(int(place), len(CENTRES) - 2)
+    return below, place - below
 
 
 class SiblingRates:

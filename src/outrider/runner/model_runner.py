@@ -44,7 +44,7 @@ class _PendingScore:
     is_tree: bool
 
 
-Pick = Callable[[Tensor, int], Tensor]  # (logits [B, 1, V], step index) -> tokens [B, 1] int64
+Pick = Callable[[Tensor, int], Tensor | None]  # (logits [B, 1, V], step index) -> tokens [B, 1] int64; None: the last step
 
 
 class ModelRunner:
@@ -285,15 +285,14 @@ class ModelRunner:
     def rollout(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], steps: int, pick: Pick) -> PartialPass | None:
         """Generate token by token after each sequence: ``pick(logits [B, 1, V], step)`` chooses the tokens [B, 1].
 
-        The last step's tokens are picked but not fed.
+        The last step's tokens are picked but not fed. None from ``pick`` ends the rollout with this step.
         """
         logits = self.extend(request_ids, texts)
         rows = [self.cache.row(request_id) for request_id in request_ids]
         bases = [self.cache.cached_lens[row] for row in rows]
-        for _ in self.roll(self.passes.runner_of(), rows, bases, logits, steps, pick):
-            pass
+        num_fed = sum(1 for _ in self.roll(self.passes.runner_of(), rows, bases, logits, steps, pick))
         for row in rows:
-            self.cache.cached_lens[row] += steps - 1
+            self.cache.cached_lens[row] += num_fed
         return None  # a separate model runs no part of the target's pass
 
     def catch_up(
@@ -353,7 +352,10 @@ class ModelRunner:
         inputs = [token_ids, start[None], row_ids, start, every + 1, mask, every, *self.cache.tensors]
         logits, fed = logits.unsqueeze(1), token_ids.view(batch, 1)
         for step in range(steps - 1):
-            fed.copy_(pick(logits, step))
+            picked = pick(logits, step)
+            if picked is None:
+                return
+            fed.copy_(picked)
             out = run(inputs)
             logits = out[0].float().transpose(0, 1)
             yield fed, [states[0] for states in out[1:]]

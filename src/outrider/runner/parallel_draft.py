@@ -63,4 +63,5 @@ class ParallelDraft(ModelRunner):
             self.cache.cached_lens[row] = len(text)
         by_step = logits.view(len(rows), steps, -1).float()
         for step in range(steps):
-            pick(by_step[:, step : step + 1], step)
+            if pick(by_step[:, step : step + 1], step) is None:
+                return

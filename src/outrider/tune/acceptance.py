@@ -46,7 +46,7 @@ class Acceptance:
     def add(self, num_requested: int, num_drafts: int, num_accepted: int) -> None:
         """Count a round."""
         for counts, depth in (
-            (self.reached, min(num_accepted + 1, num_drafts)),
+            (self.reached, min(num_accepted + 1, num_requested) if num_drafts else 0),
             (self.accepted, num_accepted),
             (self.requested, min(num_drafts + 1, num_requested)),
             (self.made, num_drafts),

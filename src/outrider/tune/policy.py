@@ -17,7 +17,7 @@ from operator import mul
 from outrider.runner.cost_book import CostBook, MethodCosts, RoundPrices
 from outrider.tune.acceptance import OPTIMISTIC_RATE, Acceptance
 from outrider.tune.sharing import Shares
-from outrider.types import Context, Request, Round
+from outrider.types import Context, DraftPrices, Request, Round
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 23)  # candidate lengths, in addition to the maximum
 CAPS = (1, 2, 4, 8, 16)  # candidate maximum K if each request has its own
@@ -67,8 +67,7 @@ class Track:
 
         Drafts that a grammar forces add none: depths and values are scaled by the share of drafts that are free.
         """
-        rates = map(mul, self.shared.request_rates(self.own, expected), [1.0, *self.made_rates(len(expected))[1:]])
-        worths = list(accumulate(rates, mul))
+        worths = list(accumulate(self.shared.request_rates(self.own, expected), mul))
         share = self.num_free / self.num_own if self.num_own else 1.0
         worths = [share * worths[int(share * depth)] for depth in range(len(worths))]
         most = max(most, 0)
@@ -110,6 +109,7 @@ class DraftLengthPolicy:
         self._num_before: list[int] = []  # committed tokens per request before the round
         self._tried: list[int] = []  # requests for which a single draft is tried this round, though none was decided on
         self._edge = 1.0  # its expected speed over that of plain decoding
+        self._draft_prices: DraftPrices | None = None
         self._plain: float | None = None  # seconds of a plain round
         self._age = 0  # rounds since
         self._wait, self._pause = 0, FIRST_PAUSE
@@ -125,6 +125,12 @@ class DraftLengthPolicy:
     def _k(self) -> int:
         """Return the largest decided K."""
         return max(self._lens, default=0)
+
+    @property
+    def prices(self) -> DraftPrices | None:
+        """Return the prices of further drafts; None if requests have their own K."""
+        has_own = any([request.num_draft_tokens is not None for request in self._requests])
+        return None if has_own else self._draft_prices
 
     def next_lengths(self, context: Context) -> list[int]:
         """Return the drafts to request in this round, per request."""
@@ -364,6 +370,10 @@ class DraftLengthPolicy:
         elif self._k > 0:
             self._wait = self._pause
         self._lens, self._edge = lens, max(speed / plain, 1.0)
+        reached = depths[max(lens, default=0)] if any(lens) else 1.0
+        step = draft(2, batch) - draft(1, batch)
+        row = (prices.score(1 + reached) - prices.score(1)) / reached / batch
+        self._draft_prices = DraftPrices(step * max(speed, plain), max(row, 0.0) * max(speed, plain))
 
     def _nodes(self, k: int) -> list[int]:
         """Return the tokens that each depth of a proposal up to k adds to a pass, at least one."""
