@@ -377,7 +377,7 @@ struct Attention {
     const int64_t at_once = rows_of_a_tile(count);
     for (int64_t row = 0; row < count; row += at_once)
       kRunPairs[std::min(at_once, count - row) - 1](turned_rows + row * depth, reinterpret_cast<const Pair*>(panel), depth * kPanel, depth,
-                                                     to + row * stride, stride, fresh, 1, 0, false);
+                                                     to + row * stride, stride, fresh, 1, {});
   }
 #endif
 

@@ -27,22 +27,20 @@
 namespace outrider {
 namespace {
 
-// Prefetch distance of weights in bytes, because hardware prefetching stops at page ends: the fastest one measured on AMD's Zen 5 and
-// on Intel's Cascade Lake.
+// Tiles of the same weights that fetch those used next: two with AVX-512; others wait for their instructions, not for memory.
+constexpr int kFetching = kLanes == 16 ? 2 : 1;
+
+// Prefetch distance of weights in bytes, because hardware prefetching stops at page ends: the fastest ones measured on AMD's Zen 5 and
+// on Intel's Cascade Lake. `panels`: of a tile, each read at its own place.
+constexpr int64_t prefetch_distance([[maybe_unused]] int panels) {
 #if defined(__AVX512BF16__) && !defined(__AMX_TILE__)
-constexpr int64_t kAhead = 6144;
+  return panels == 1 ? 16384 : 4096;
 #else
-constexpr int64_t kAhead = 3072;
+  return 3072;
 #endif
+}
 // Inputs accumulated in registers before they are added to the output: a panel of so many is read again from the L1 cache.
 constexpr int64_t kBlock = kLanes == 16 ? 512 : 256;
-
-// Prefetch of weights: those `by` inputs later (0: none). After the end of a tile's weights, those used next, which are `jump` entries
-// further than the adjacent ones. The slices of a panel fetch the panel used next instead, each its part, so that memory is never idle.
-struct Ahead {
-  int64_t by, jump;
-  int slice = 0;
-};
 
 // out[r][vectors] (+)= x[0..depth)[r] . w, for `rows` rows and `vectors` vectors of outputs: a slice of a panel, or neighbouring panels;
 // one chain of additions a lane.
@@ -50,19 +48,20 @@ template <typename Weight, int rows, int vectors>
 inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t depth, float* out, int64_t out_stride, bool first,
                  const Ahead ahead) {
   constexpr int64_t line = 64 / static_cast<int64_t>(sizeof(Weight));  // entries of a cache line
-  constexpr int panels = std::max(1, vectors / kVectors), slices = std::max(1, kVectors / vectors);
-  const int64_t turn = std::max<int64_t>(0, depth - ahead.by);
-  const Weight* next = w - ahead.slice * vectors * kLanes + depth * kPanel + ahead.jump;  // of a slice's panel
+  constexpr int panels = std::max(1, vectors / kVectors);
+  const bool in_parts = ahead.parts > 1;
+  const int64_t step = kPanel / ahead.parts, turn = in_parts ? depth : std::max<int64_t>(0, depth - ahead.by);
+  const Weight* coming = in_parts ? w + ahead.next + ahead.part * depth * step : w + ahead.by * kPanel;
   vec acc[rows][vectors];  // in registers only if every loop over them is unrolled early
 #pragma GCC unroll 12
   for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 8
     for (int v = 0; v < vectors; ++v) acc[r][v] = vec{};
   for (int64_t k = 0; k < depth; ++k) {
-    const Weight* coming = slices == 1 ? w + (k + ahead.by) * kPanel + (k < turn ? 0 : ahead.jump)
-                                       : next + (ahead.slice * depth + k) * (kPanel / slices);
+    if (k == turn) coming += ahead.next - depth * kPanel;
     for (int j = 0; ahead.by && j < panels; ++j)
       for (int64_t i = 0; i < kPanel; i += line) __builtin_prefetch(coming + j * panel_stride + i);
+    coming += step;
     vec weights[vectors];
 #pragma GCC unroll 8
     for (int v = 0; v < vectors; ++v) weights[v] = load(w + v / kVectors * panel_stride + k * kPanel + v % kVectors * kLanes);
@@ -92,26 +91,29 @@ inline void tile(const float* x, const Weight* w, int64_t panel_stride, int64_t 
 
 // Vectors of outputs of a tile. Few rows leave registers free: several panels at once hide the latency of the additions. The order of
 // additions is the same for all.
-constexpr int vectors_of_a_tile(int rows) {
+constexpr int vectors_of_a_tile(int64_t rows) {
   if (kLanes == 16) return kVectors * (rows <= 2 ? 4 : rows == 3 ? 3 : rows <= 7 ? 2 : 1);
   return rows == 1 ? 8 : rows <= 3 ? 4 : rows <= 6 ? 2 : 1;
 }
 
-// `ahead_by`: 0 where all weights are in the caches, else how many inputs ahead they are fetched; of one panel after the other if `in_turn`.
+// `ahead`: of all panels; `next` from the first one's weights.
 template <typename Weight, int rows>
 void run_panels(const float* x, const Weight* w, int64_t panel_stride, int64_t depth, float* out, int64_t out_stride, bool first,
-                int64_t panels, int64_t ahead_by, bool in_turn) {
+                int64_t panels, const Ahead ahead) {
   constexpr int vectors = vectors_of_a_tile(rows), wide = std::max(1, vectors / kVectors), slice = std::min(vectors, kVectors);
-  const int64_t rest = depth * kPanel;
+  constexpr int slices = kVectors / slice;
   int64_t done = 0;
+  // From a tile's weights, `count` panels, to those used next.
+  const auto next = [&](int64_t count) { return done + count < panels ? count * panel_stride : ahead.next - done * panel_stride; };
   if constexpr (wide > 1)
     for (; done + wide <= panels; done += wide)
       tile<Weight, rows, vectors>(x, w + done * panel_stride, panel_stride, depth, out + done * kPanel, out_stride, first,
-                                  {ahead_by, in_turn ? wide * panel_stride - rest : 0});
+                                  {ahead.by, next(wide), ahead.part, ahead.parts});
   for (; done < panels; ++done)
-    for (int v = 0; v < kVectors; v += slice)
-      tile<Weight, rows, slice>(x, w + done * panel_stride + v * kLanes, panel_stride, depth, out + done * kPanel + v * kLanes, out_stride,
-                                first, {ahead_by, in_turn ? panel_stride - rest : 0, v / slice});
+    for (int v = 0; v < slices; ++v)
+      tile<Weight, rows, slice>(x, w + done * panel_stride + v * slice * kLanes, panel_stride, depth,
+                                out + done * kPanel + v * slice * kLanes, out_stride, first,
+                                {ahead.by, next(1) - v * slice * kLanes, ahead.part * slices + v, ahead.parts * slices});
 }
 
 template <typename Weight, size_t... index>
@@ -140,22 +142,24 @@ struct Alone {
 // An ending of two panels requires more rows than a tile has.
 template <typename Weight, typename Ending>
 void linear_rows(const Ending ending, const float* x, int64_t rows, int64_t inputs, const Weight* w, int64_t panels, float* out) {
-  constexpr int64_t ahead_by = kAhead / (kPanel * static_cast<int64_t>(sizeof(Weight)));
   if (rows == 0) return;
   const int64_t panel_stride = inputs * kPanel, out_stride = panels * kPanel, at_once = rows_of_a_tile(rows);
+  const int64_t ahead_by = prefetch_distance(vectors_of_a_tile(at_once) / kVectors) / (kPanel * static_cast<int64_t>(sizeof(Weight)));
   const std::unique_ptr<float[]> turned(rows > 1 ? new float[rows * inputs] : nullptr);
   if (rows > 1) turn_all(x, rows, inputs, at_once, turned.get());
   const float* from = rows > 1 ? turned.get() : x;
   // Rows from r on, inputs from k on, `count` panels from `panel` on, to results `stride` apart.
-  const auto run = [&](int64_t r, int64_t k, int64_t panel, int64_t count, float* to, int64_t stride, int64_t by, bool in_turn) {
+  const auto run = [&](int64_t r, int64_t k, int64_t panel, int64_t count, float* to, int64_t stride, int64_t by, int part, int parts) {
     const int64_t depth = std::min(kBlock, inputs - k), some = std::min(at_once, rows - r);
+    const int64_t next = k + depth < inputs ? depth * kPanel : count * panel_stride - k * kPanel;  // the next block, or the next panel's first
     kRunPanels<Weight>[some - 1](from + r * inputs + k * some, w + panel * panel_stride + k * kPanel, panel_stride, depth,
-                                 to + r * stride, stride, k == 0, count, by, in_turn);
+                                 to + r * stride, stride, k == 0, count, {by, next, part, parts});
   };
-  // A block of weights stays in the cache for all rows; the next one is prefetched during the first row.
+  // A block of weights stays in the cache for all rows; the next one is fetched during the first tiles.
   const auto run_panel = [&](int64_t panel, float* to, int64_t stride) {
     for (int64_t k = 0; k < inputs; k += kBlock)
-      for (int64_t r = 0; r < rows; r += at_once) run(r, k, panel, 1, to, stride, r == 0 ? kBlock : 0, false);
+      for (int64_t r = 0, part = 0; r < rows; r += at_once, ++part)
+        run(r, k, panel, 1, to, stride, part < kFetching ? kBlock : 0, part % kFetching, kFetching);
   };
   // Waking a thread pays from about 10 microseconds of work.
   const int64_t work = inputs * kPanel * (rows + 4) * Ending::panels;
@@ -174,7 +178,7 @@ void linear_rows(const Ending ending, const float* x, int64_t rows, int64_t inpu
           }
       }
     } else if (rows == at_once) {
-      for (int64_t k = 0; k < inputs; k += kBlock) run(0, k, begin, end - begin, out + begin * kPanel, out_stride, ahead_by, true);
+      for (int64_t k = 0; k < inputs; k += kBlock) run(0, k, begin, end - begin, out + begin * kPanel, out_stride, ahead_by, 0, 1);
     } else {
       for (int64_t panel = begin; panel < end; ++panel) run_panel(panel, out + panel * kPanel, out_stride);
     }

@@ -11,9 +11,16 @@ namespace outrider {
 // Rows of a tile: with 2 vectors of accumulators each they fill AVX-512's 32 registers; AVX2's 16 hold 6 such rows, or 8 with 1 vector.
 constexpr int kMaxRows = kLanes == 16 ? 12 : kLanes == 8 ? 8 : 4;
 
+// Prefetch of weights: those `by` inputs later (0: none), and after the end of a tile's weights those used next, `next` entries from its
+// first. Tiles that use the same weights, or slices of a panel, fetch what is used next instead, each its part, so that memory is never idle.
+struct Ahead {
+  int64_t by = 0, next = 0;
+  int part = 0, parts = 1;
+};
+
 // See run_panels of linear.cpp.
 template <typename Weight>
-using RunPanels = void (*)(const float*, const Weight*, int64_t, int64_t, float*, int64_t, bool, int64_t, int64_t, bool);
+using RunPanels = void (*)(const float*, const Weight*, int64_t, int64_t, float*, int64_t, bool, int64_t, Ahead);
 
 #if defined(__AVX512BF16__)
 extern const std::array<RunPanels<Pair>, kMaxRows> kRunPairs;  // [rows - 1], of linear.cpp
