@@ -100,3 +100,15 @@ def test_only_a_k_that_the_policy_chooses_depends_on_confidences(k, looks, monke
     (out,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=24, ignore_eos=True))[0].outputs
     assert bool(started) == looks and out.stats.faults == 0
     assert looks or out.stats.acceptance_histogram == {5: 4}  # the draft model is the target
+
+
+def test_nan_in_a_draft_model_only_costs_the_drafts_of_that_request():
+    model, draft = make_model(small_config("llama")), make_model(small_config("llama"))
+    draft.get_input_embeddings().weight.data[50] = float("nan")
+    params, prompts = SamplingParams(max_tokens=12, ignore_eos=True), [[1, 2, 3], [50, 6, 7]]
+    llm = LLM(untouched(model), draft=draft, compile="never")
+    found = [each.outputs[0] for each in llm.generate(prompts, params)]
+    plain = [each.outputs[0] for each in LLM(model, method="plain", compile="never").generate(prompts, params)]
+    assert [each.token_ids for each in found] == [each.token_ids for each in plain]
+    assert found[0].stats.faults == 0 and found[0].stats.num_drafts > 0
+    assert found[1].stats.faults > 0 and found[1].stats.num_drafts == 0

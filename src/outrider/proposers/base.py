@@ -6,6 +6,7 @@ verifiers and the engine. Options and checks of a method belong to its ``MethodS
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -107,14 +108,17 @@ def pick(sampler: BatchSampler, logits: Tensor, drafts: Tensor, step: int, probs
         drafts[:, step] = sampler.draw(probs[-1][:, 0], step)
 
 
-def pick_with_confidence(sampler: BatchSampler, logits: Tensor, drafts: Tensor, step: int, probs: list[Tensor]) -> Tensor:
-    """Write draft ``step`` as ``pick`` does, and return its probability [B] in the draft model."""
-    if not sampler.is_deterministic:
-        pick(sampler, logits, drafts, step, probs)
-        return probs[-1][:, 0].gather(1, drafts[:, step : step + 1])[:, 0]
-    tokens, confidences = sampler.likeliest(logits, 1, drafts, start=step)
-    drafts[:, step] = tokens[:, 0, 0]
-    return confidences[:, 0, 0]
+def pick_with_confidence(sampler: BatchSampler, logits: Tensor, drafts: Tensor, step: int, probs: list[Tensor]) -> list[float]:
+    """Write draft ``step`` as ``pick`` does, and return its probability in the draft model for each request."""
+    if sampler.is_deterministic:
+        tokens, likelihoods = sampler.likeliest(logits, 1, drafts, start=step)
+        confidences: list[float] = likelihoods.flatten().tolist()
+        if all([math.isfinite(confidence) for confidence in confidences]):
+            drafts[:, step] = tokens[:, 0, 0]
+            return confidences
+    pick(sampler, logits, drafts, step, probs)  # raises where confidences are not finite
+    found: list[float] = probs[-1][:, 0].gather(1, drafts[:, step : step + 1]).flatten().tolist()
+    return found
 
 
 def merged(parts: Sequence[tuple[Sequence[int], Proposal]], batch: int, vocab_size: int) -> Proposal:

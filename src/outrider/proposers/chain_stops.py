@@ -1,9 +1,9 @@
 """End a chain of drafts where the next one is expected to bring less than its time is worth.
 
 The chance that all drafts so far are accepted is the product of their probabilities in the draft model, each calibrated to the
-measured acceptance. Below a threshold the chain ends, which is the optimal kind of rule (SpecDec++: Huang et al., arXiv 2405.19715,
-who train a predictor). The threshold here follows from measured times. A draft that was sampled is never dropped, and whether
-another one follows depends on the tokens before it only, so the distribution of the output is unchanged.
+measured acceptance. Below a threshold the chain ends, which is the optimal kind of rule (SpecDec++: Huang et al., arXiv
+2405.19715, who train a predictor). The threshold here follows from measured times. A draft that was sampled is never dropped, and
+whether another one follows depends on the tokens before it only, so the distribution of the output is unchanged.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class DraftModelProposer(Proposer):
             if chains is None:
                 pick(sampler, logits, drafts, step, probs)
             else:
-                confidences = pick_with_confidence(sampler, logits, drafts, step, probs).tolist()
+                confidences = pick_with_confidence(sampler, logits, drafts, step, probs)
                 if not chains.add([confidences[b] for b in able]):
                     return None
             token = drafts[:, step : step + 1]

@@ -75,6 +75,7 @@ class SelfDraft:
             rolled.append(token_ids.clone())
         drafted = torch.cat(rolled, 1).tolist() if rolled else [[]] * len(self._fed)
         tokens = [fed + more for fed, more in zip(self._fed, drafted, strict=True)]
+        states = [each[: len(text)] for each, text in zip(states, tokens, strict=True)]
         starts, by_request = zip(request_ids, self._slots, strict=True), zip(request_ids, states, strict=True)
         return PartialPass(self._depth, dict(starts), dict(zip(request_ids, tokens, strict=True)), dict(by_request))
 
