@@ -2,8 +2,8 @@
 
 The chance that all drafts so far are accepted is the product of their probabilities in the draft model, each calibrated to the
 measured acceptance. Below a threshold the chain ends, which is the optimal kind of rule (SpecDec++: Huang et al., arXiv
-2405.19715, who train a predictor). The threshold here follows from measured times. A draft that was sampled is never dropped, and
-whether another one follows depends on the tokens before it only, so the distribution of the output is unchanged.
+2405.19715, who train a predictor). The threshold here follows from measured times. A draft that was sampled is never dropped.
+Whether another one follows depends on the tokens before it only, so the distribution of the output is unchanged.
 """
 
 from __future__ import annotations
