@@ -45,7 +45,7 @@ def test_a_chain_ends_when_its_chance_is_below_the_price_of_a_step():
     assert chains.lens == [3]
 
 
-def test_a_chain_without_prices_reaches_its_limit():
+def test_a_chain_of_free_drafts_reaches_its_limit():
     chains = started(FREE, (2,))
     assert chains.add([0.01]) and not chains.add([0.01])
     assert chains.lens == [2]

@@ -149,17 +149,17 @@ void linear_rows(const Ending ending, const float* x, int64_t rows, int64_t inpu
   if (rows > 1) turn_all(x, rows, inputs, at_once, turned.get());
   const float* from = rows > 1 ? turned.get() : x;
   // Rows from r on, inputs from k on, `count` panels from `panel` on, to results `stride` apart.
-  const auto run = [&](int64_t r, int64_t k, int64_t panel, int64_t count, float* to, int64_t stride, int64_t by, int part, int parts) {
+  const auto run = [&](int64_t r, int64_t k, int64_t panel, int64_t count, float* to, int64_t stride, Ahead ahead) {
     const int64_t depth = std::min(kBlock, inputs - k), some = std::min(at_once, rows - r);
-    const int64_t next = k + depth < inputs ? depth * kPanel : count * panel_stride - k * kPanel;  // the next block, or the next panel's first
+    ahead.next = k + depth < inputs ? depth * kPanel : count * panel_stride - k * kPanel;  // the next block, or the next panel's first
     kRunPanels<Weight>[some - 1](from + r * inputs + k * some, w + panel * panel_stride + k * kPanel, panel_stride, depth,
-                                 to + r * stride, stride, k == 0, count, {by, next, part, parts});
+                                 to + r * stride, stride, k == 0, count, ahead);
   };
   // A block of weights stays in the cache for all rows; the next one is fetched during the first tiles.
   const auto run_panel = [&](int64_t panel, float* to, int64_t stride) {
     for (int64_t k = 0; k < inputs; k += kBlock)
-      for (int64_t r = 0, part = 0; r < rows; r += at_once, ++part)
-        run(r, k, panel, 1, to, stride, part < kFetching ? kBlock : 0, part % kFetching, kFetching);
+      for (int part = 0; part * at_once < rows; ++part)
+        run(part * at_once, k, panel, 1, to, stride, {part < kFetching ? kBlock : 0, 0, part, kFetching});
   };
   // Waking a thread pays from about 10 microseconds of work.
   const int64_t work = inputs * kPanel * (rows + 4) * Ending::panels;
@@ -178,7 +178,7 @@ void linear_rows(const Ending ending, const float* x, int64_t rows, int64_t inpu
           }
       }
     } else if (rows == at_once) {
-      for (int64_t k = 0; k < inputs; k += kBlock) run(0, k, begin, end - begin, out + begin * kPanel, out_stride, ahead_by, 0, 1);
+      for (int64_t k = 0; k < inputs; k += kBlock) run(0, k, begin, end - begin, out + begin * kPanel, out_stride, {ahead_by});
     } else {
       for (int64_t panel = begin; panel < end; ++panel) run_panel(panel, out + panel * kPanel, out_stride);
     }

@@ -370,10 +370,9 @@ class DraftLengthPolicy:
         elif self._k > 0:
             self._wait = self._pause
         self._lens, self._edge = lens, max(speed / plain, 1.0)
-        reached = depths[max(lens, default=0)] if any(lens) else 1.0
-        step = draft(2, batch) - draft(1, batch)
-        row = (prices.score(1 + reached) - prices.score(1)) / reached / batch
-        self._draft_prices = DraftPrices(step * max(speed, plain), max(row, 0.0) * max(speed, plain))
+        best, depth = max(speed, plain), depths[max(self._k, 1)]
+        step, widening = draft(2, batch) - draft(1, batch), prices.score(1 + depth) - prices.score(1)
+        self._draft_prices = DraftPrices(best * step, best * max(widening, 0.0) / (batch * depth))
 
     def _nodes(self, k: int) -> list[int]:
         """Return the tokens that each depth of a proposal up to k adds to a pass, at least one."""
