@@ -455,23 +455,76 @@ def test_greedy_rows_have_no_noise() -> None:
     assert not torch.equal(token_ids[1], logits[1].argmax(dim=-1))
 
 
+TRUNCATIONS: list[dict[str, Any]] = [{}, {"top_k": 7}, {"top_p": 0.9}, {"min_p": 0.2}, {"top_k": 50, "top_p": 0.5}]
+SPREADS = [(0.0, 1.0), (3.0, 0.05), (3.0, 0.8), (3.0, 5.0)]  # of the logits, and temperatures
+
+
+def settings_and_logits(
+    spread: float, temperature: float, vocab: int, dtype: torch.dtype
+) -> tuple[list[SamplingParams], Tensor]:
+    """Return every truncation at this temperature and one greedy request, and logits [B, 40, V]."""
+    params = [SamplingParams(temperature=temperature, **each) for each in TRUNCATIONS] + [SamplingParams(temperature=0.0)]
+    logits = spread * torch.randn(len(params), 40, vocab, generator=torch.Generator().manual_seed(vocab), dtype=dtype)
+    logits[:, :, 1::7] = -math.inf
+    return params, logits
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("vocab", [1, 63, 5000])
-@pytest.mark.parametrize(("spread", "temperature"), [(0.0, 1.0), (3.0, 0.05), (3.0, 0.8), (3.0, 5.0)])
+@pytest.mark.parametrize(("spread", "temperature"), SPREADS)
 def test_the_operator_chooses_the_token_of_the_reference(
     spread: float, temperature: float, vocab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bounds of the noise exclude no token that wins: with equal logits the noise alone decides."""
-    settings = [{}, {"top_k": 7}, {"top_p": 0.9}, {"min_p": 0.2}, {"top_k": 50, "top_p": 0.5}]
-    params = [SamplingParams(temperature=temperature, **each) for each in settings] + [SamplingParams(temperature=0.0)]
-    logits = spread * torch.randn(len(params), 40, vocab, generator=torch.Generator().manual_seed(vocab), dtype=dtype)
-    logits[:, :, 1::7] = -math.inf
+    params, logits = settings_and_logits(spread, temperature, vocab, dtype)
     device, keys, counts = torch.device("cpu"), list(range(-7, 40 * len(params) - 7)), [40] * len(params)
     chosen, invalid = Shaping(params, vocab, device).choose(logits, keys, counts)
     monkeypatch.setattr(native, "serves", lambda device: False)
     expected, _ = Shaping(params, vocab, device).choose(logits, keys, counts)
     assert torch.equal(chosen, expected)
     assert not invalid
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("vocab", "top_k"), [(1, 1), (63, 1), (63, 40), (5000, 1), (5000, 6), (5000, 40)])
+@pytest.mark.parametrize(("spread", "temperature"), SPREADS)
+@pytest.mark.parametrize("has_noise", [False, True])
+def test_the_operator_finds_the_likeliest_tokens_of_the_reference(
+    has_noise: bool,
+    spread: float,
+    temperature: float,
+    vocab: int,
+    top_k: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first is the token that is chosen, and tokens that truncation removes have probability 0."""
+    params, logits = settings_and_logits(spread, temperature if has_noise else 0.0, vocab, dtype)
+    device, keys, counts = torch.device("cpu"), list(range(240)) if has_noise else [], [40] * len(params)
+    shaping = Shaping(params, vocab, device)
+    tokens, probs = shaping.likeliest(logits, keys, top_k)
+    assert torch.equal(tokens[..., 0], shaping.choose(logits, keys, counts)[0])
+    assert all(len(set(row)) == top_k for row in tokens.flatten(0, 1).tolist())
+    monkeypatch.setattr(native, "serves", lambda device: False)
+    reference = Shaping(params, vocab, device)
+    expected_tokens, expected = reference.likeliest(logits, keys, top_k)
+    torch.testing.assert_close(probs, expected, rtol=1e-4, atol=1e-7)
+    values, kept = reference.noisy(logits, keys), probs > 1e-30  # any of equal values, and of 0, may be taken
+    found, others = values.gather(-1, tokens), values.gather(-1, expected_tokens)
+    torch.testing.assert_close(found[kept], others[kept], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("in_cpp", [False, True])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_the_likeliest_tokens_of_an_invalid_row_have_no_probability(
+    top_k: int, in_cpp: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shaping = Shaping([SamplingParams(), SamplingParams(temperature=1.0)], 8, torch.device("cpu"))
+    monkeypatch.setattr(shaping, "_native", in_cpp and shaping._native)
+    scores = torch.randn(2, 2, 8)
+    scores[:, 1, 3] = math.nan
+    _, probs = shaping.likeliest(scores, [1, 2, 3, 4], top_k)
+    assert torch.equal(probs.isnan().all(-1), torch.tensor([[False, True], [False, True]]))
 
 
 def test_a_token_that_truncation_removes_is_not_chosen() -> None:

@@ -30,7 +30,7 @@ TORCH_LIBRARY_IMPL(outrider, CPU, library) {
 TORCH_LIBRARY_FRAGMENT(outrider, library) {
   library.def("shape_probs(Tensor scores, Tensor settings, int[] counts) -> (Tensor, int[])", shape_probs);
   library.def("choose(Tensor scores, Tensor settings, int[] keys, int[] counts) -> (Tensor, int[])", choose);
-  library.def("likeliest(Tensor scores, int top_k) -> (Tensor, Tensor)", likeliest);
+  library.def("likeliest(Tensor scores, Tensor settings, int[] keys, int top_k, int num_noisy) -> (Tensor, Tensor)", likeliest);
   library.def("gumbel(int[] keys, int size) -> Tensor", gumbel);
   library.def("left_over(Tensor target, Tensor? draft, Tensor tokens, Tensor num_accepted, Tensor lens) -> Tensor", left_over);
   library.def("first_above(Tensor probs, float[] heights) -> Tensor", first_above);

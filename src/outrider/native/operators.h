@@ -55,7 +55,8 @@ at::Tensor short_conv(const at::Tensor& x, const at::Tensor& weight, const std::
 std::tuple<at::Tensor, std::vector<int64_t>> shape_probs(const at::Tensor& scores, const at::Tensor& settings, at::IntArrayRef counts);
 std::tuple<at::Tensor, std::vector<int64_t>> choose(const at::Tensor& scores, const at::Tensor& settings, at::IntArrayRef keys,
                                                     at::IntArrayRef counts);
-std::tuple<at::Tensor, at::Tensor> likeliest(const at::Tensor& scores, int64_t top_k);
+std::tuple<at::Tensor, at::Tensor> likeliest(const at::Tensor& scores, const at::Tensor& settings, at::IntArrayRef keys, int64_t top_k,
+                                             int64_t num_noisy);
 at::Tensor gumbel(at::IntArrayRef keys, int64_t size);
 at::Tensor left_over(const at::Tensor& target, const std::optional<at::Tensor>& draft, const at::Tensor& tokens,
                      const at::Tensor& num_accepted, const at::Tensor& lens);

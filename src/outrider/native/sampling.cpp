@@ -343,16 +343,21 @@ inline float noise_bound(int32_t bits) {
 template <typename T>
 struct Best {
   T value;
-  int64_t token;  // the first of equal ones
+  int64_t token;
 };
 
-// The highest row / temperature + noise of `key`, only of tokens with a probability above 0 if `probs` is not null. Few tokens need
-// logarithms: a bound excludes the others. `first`: a token of the highest value, which `probs` keeps.
+// The order of candidates: the highest value first, the lowest token among equal ones.
 template <typename T>
-Best<T> best_noisy(const T* row, const T* probs, int64_t size, T temperature, uint64_t key, int64_t first) {
+bool operator<(const Best<T>& a, const Best<T>& b) {
+  return a.value > b.value || (a.value == b.value && a.token < b.token);
+}
+
+// Calls `visit` for every token whose row / temperature + noise of `key` is at least `least`, and perhaps for others; only for tokens
+// with a probability above 0 if `probs` is not null. `visit` returns the next `least`. Few tokens need logarithms: a bound excludes
+// the others.
+template <typename T, typename Visit>
+void visit_noisy(const T* row, const T* probs, int64_t size, T temperature, uint64_t key, T least, const Visit& visit) {
   constexpr int64_t kBlock = 64;
-  const auto value_of = [&](int64_t i) { return row[i] / temperature + static_cast<T>(noise_of(noise_word(key, i))); };
-  Best<T> best{value_of(first), first};
   const float scale = static_cast<float>(1 / temperature);
   int32_t bits[kBlock];
   float bounds[kBlock];
@@ -361,22 +366,36 @@ Best<T> best_noisy(const T* row, const T* probs, int64_t size, T temperature, ui
     const T* block = row + begin;
     if (probs && !(peak_of(probs + begin, count) > 0)) continue;
     // Bounds are in float32, and 1e-6 is many times its rounding.
-    const float least = static_cast<float>(best.value) - 1e-3f - 1e-6f * std::fabs(static_cast<float>(best.value));
+    const float low = std::isfinite(least) ? static_cast<float>(least) - 1e-3f - 1e-6f * std::fabs(static_cast<float>(least))
+                                           : -std::numeric_limits<float>::infinity();
     int32_t any = 0;
     for (int64_t j = 0; j < count; ++j) bits[j] = static_cast<int32_t>(noise_word(key, begin + j) >> 40);  // a loop that compilers vectorise
     for (int64_t j = 0; j < count; ++j) {
       bounds[j] = static_cast<float>(block[j]) * scale + noise_bound(bits[j]);
-      any |= bounds[j] >= least;
+      any |= bounds[j] >= low;
     }
     if (!any) continue;
     for (int64_t j = 0; j < count; ++j) {
       const int64_t i = begin + j;
-      if (bounds[j] < least || (probs && !(probs[i] > 0))) continue;
-      const T value = value_of(i);
-      if (value > best.value || (value == best.value && i < best.token)) best = {value, i};
+      if (bounds[j] < low || (probs && !(probs[i] > 0))) continue;
+      least = visit(Best<T>{row[i] / temperature + static_cast<T>(noise_of(noise_word(key, i))), i});
     }
   }
-  return best;
+}
+
+// softmax(row / temperature) of the tokens that truncation keeps, in scratch[0]; null if it keeps all. `first`: a token of the highest
+// value, set to one that is kept.
+template <typename T>
+const T* kept_probs(const T* row, int64_t size, const double* setting, std::vector<T>* scratch, int64_t* first) {
+  if (!truncates(setting)) return nullptr;
+  scratch[0].resize(size);
+  scratch[1].resize(size + 1);
+  T* const probs = scratch[0].data();
+  softmax_row(row, probs, size, static_cast<T>(setting[0]));
+  truncate_row(probs, size, static_cast<int64_t>(setting[1]), setting[2], setting[3], scratch[1], scratch[2]);
+  // Almost equal values can have the same probability, of which only that of the lower id is kept.
+  if (!(probs[*first] > 0)) *first = std::max_element(probs, probs + size) - probs;
+  return probs;
 }
 
 // The token of a deterministic round: the argmax of row / temperature + noise among the tokens that truncation keeps, without
@@ -386,38 +405,68 @@ int64_t choose_in(const T* row, int64_t size, const double* setting, uint64_t ke
   int64_t first = first_peak(row, size);
   if (first < 0 || setting[0] == 0) return first;
   const T temperature = static_cast<T>(setting[0]);
-  const T* probs = nullptr;
-  if (truncates(setting)) {
-    scratch[0].resize(size);
-    scratch[1].resize(size + 1);
-    if (!softmax_row(row, scratch[0].data(), size, temperature)) return -1;
-    truncate_row(scratch[0].data(), size, static_cast<int64_t>(setting[1]), setting[2], setting[3], scratch[1], scratch[2]);
-    probs = scratch[0].data();
-    // Almost equal values can have the same probability, of which only that of the lower id is kept.
-    if (!(probs[first] > 0)) first = std::max_element(probs, probs + size) - probs;
-  }
-  return best_noisy(row, probs, size, temperature, key, first).token;
+  const T* const probs = kept_probs(row, size, setting, scratch, &first);
+  Best<T> best{row[first] / temperature + static_cast<T>(noise_of(noise_word(key, first))), first};
+  visit_noisy(row, probs, size, temperature, key, best.value, [&](const Best<T>& found) {
+    best = std::min(best, found);
+    return best.value;
+  });
+  return best.token;
 }
 
-// The `top_k` highest probabilities of softmax(row), highest first, the first of equal ones first: NaN for a row with NaN, +inf or
-// only -inf. `scratch` [2]: memory that later rows reuse.
+// The probability of token `best`, a highest of the row, in softmax(row): the reciprocal of the sum.
 template <typename T>
-void likeliest_in(const T* row, int64_t size, int64_t top_k, int64_t* token_ids, T* probs, std::vector<T>* scratch) {
-  scratch[0].resize(size);
-  const T* const all = scratch[0].data();
-  if (!softmax_row(row, scratch[0].data(), size, T(1))) {
-    std::iota(token_ids, token_ids + top_k, 0);
-    std::fill(probs, probs + top_k, std::numeric_limits<T>::quiet_NaN());
+T best_prob(const T* row, int64_t size, int64_t best) {
+  const T peak = row[best];
+  T lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes)
+    for (int64_t j = 0; j < kLanes; ++j) lanes[j] += exp_of(row[i + j] - peak);
+  for (; i < size; ++i) lanes[0] += exp_of(row[i] - peak);
+  return 1 / std::accumulate(lanes, lanes + kLanes, T(0));
+}
+
+// The `top_k` highest probabilities of softmax(row), a valid row with the highest value at `first`: `found`, in order.
+template <typename T>
+void likeliest_in(const T* row, int64_t size, int64_t top_k, int64_t first, std::vector<Best<T>>& found, std::vector<T>* scratch) {
+  if (top_k == 1) {
+    found.push_back({best_prob(row, size, first), first});
     return;
   }
-  const T bound = top_k_bound(all, size, top_k, scratch[1]);
-  std::vector<int64_t> found;
+  scratch[0].resize(size);
+  T* const probs = scratch[0].data();
+  softmax_row(row, probs, size, T(1));
+  const T bound = top_k_bound(probs, size, top_k, scratch[1]);
   for (int64_t i = 0; i < size; ++i)
-    if (all[i] >= bound) found.push_back(i);
-  const auto is_before = [all](int64_t a, int64_t b) { return all[a] > all[b] || (all[a] == all[b] && a < b); };
-  std::partial_sort(found.begin(), found.begin() + top_k, found.end(), is_before);
-  std::copy_n(found.begin(), top_k, token_ids);
-  for (int64_t k = 0; k < top_k; ++k) probs[k] = all[found[k]];
+    if (probs[i] >= bound) found.push_back({probs[i], i});
+  std::partial_sort(found.begin(), found.begin() + top_k, found.end());
+}
+
+// The `num_noisy` highest values of which `choose_in` takes the highest, as their softmax: `found`, in order, with other tokens of
+// probability 0 if truncation keeps fewer than `top_k`.
+template <typename T>
+void likeliest_noisy(const T* row, int64_t size, const double* setting, uint64_t key, int64_t top_k, int64_t num_noisy, int64_t first,
+                     std::vector<Best<T>>& found, std::vector<T>* scratch) {
+  const T* const probs = kept_probs(row, size, setting, scratch, &first);
+  const T lowest = -std::numeric_limits<T>::infinity();
+  visit_noisy(row, probs, size, static_cast<T>(setting[0]), key, lowest, [&](const Best<T>& candidate) {  // a heap, the last in order first
+    if (static_cast<int64_t>(found.size()) < num_noisy || candidate < found.front()) {
+      if (static_cast<int64_t>(found.size()) == num_noisy) {
+        std::pop_heap(found.begin(), found.end());
+        found.pop_back();
+      }
+      found.push_back(candidate);
+      std::push_heap(found.begin(), found.end());
+    }
+    return static_cast<int64_t>(found.size()) < num_noisy ? lowest : found.front().value;
+  });
+  std::sort_heap(found.begin(), found.end());
+  const T peak = found[0].value;
+  T total = 0;
+  for (Best<T>& each : found) total += each.value = exp_of(each.value - peak);
+  for (Best<T>& each : found) each.value /= total;
+  for (int64_t i = 0; static_cast<int64_t>(found.size()) < top_k; ++i)
+    if (std::none_of(found.begin(), found.end(), [i](const Best<T>& each) { return each.token == i; })) found.push_back({0, i});
 }
 
 // The indices of marks that are not 0.
@@ -475,20 +524,40 @@ std::tuple<at::Tensor, std::vector<int64_t>> choose(const at::Tensor& scores, co
   return {token_ids, marked(invalid.data(), batch * width)};
 }
 
-// scores [..., V] -> token ids int64 [..., K] and probabilities [..., K] of the K likeliest tokens of softmax(scores).
-std::tuple<at::Tensor, at::Tensor> likeliest(const at::Tensor& scores, int64_t top_k) {
-  const int64_t size = scores.size(-1), num_rows = scores.numel() / size;
-  TORCH_CHECK(scores.is_contiguous() && top_k > 0 && top_k <= size, "likeliest: ", top_k, " of scores ", scores.sizes());
-  std::vector<int64_t> shape = scores.sizes().vec();
-  shape.back() = top_k;
-  at::Tensor token_ids = scores.new_empty(shape, at::kLong), probs = scores.new_empty(shape);
+// scores, settings and keys as above -> the K likeliest tokens int64 [B, M, K] of each row in a deterministic round, the first of equal
+// ones first, and estimates of their probabilities: softmax(scores) for temperature 0, else the softmax of the `num_noisy` highest
+// values with noise. NaN for a row with NaN, +inf or only -inf.
+std::tuple<at::Tensor, at::Tensor> likeliest(const at::Tensor& scores, const at::Tensor& settings, at::IntArrayRef keys, int64_t top_k,
+                                             int64_t num_noisy) {
+  const int64_t batch = scores.size(0), width = scores.size(1), size = scores.size(2);
+  TORCH_CHECK(scores.is_contiguous() && settings.is_contiguous() && settings.numel() == 4 * batch &&
+                  (keys.empty() || static_cast<int64_t>(keys.size()) == batch * width) && top_k > 0 && top_k <= num_noisy && top_k <= size,
+              "likeliest: ", top_k, " of scores ", scores.sizes(), " with settings ", settings.sizes(), " and ", keys.size(), " keys");
+  at::Tensor token_ids = scores.new_empty({batch, width, top_k}, at::kLong), probs = scores.new_empty({batch, width, top_k});
+  const double* setting = settings.const_data_ptr<double>();
   int64_t* ids = token_ids.mutable_data_ptr<int64_t>();
   AT_DISPATCH_FLOATING_TYPES(scores.scalar_type(), "likeliest", [&] {
     const scalar_t* rows = scores.const_data_ptr<scalar_t>();
     scalar_t* out = probs.mutable_data_ptr<scalar_t>();
-    parallel_for(0, num_rows, 1 + kShared / size, [&](int64_t begin, int64_t end) {
-      std::vector<scalar_t> scratch[2];
-      for (int64_t r = begin; r < end; ++r) likeliest_in(rows + r * size, size, top_k, ids + r * top_k, out + r * top_k, scratch);
+    parallel_for(0, batch * width, 1 + kShared / size, [&](int64_t begin, int64_t end) {
+      std::vector<scalar_t> scratch[3];
+      std::vector<Best<scalar_t>> found;
+      for (int64_t r = begin; r < end; ++r) {
+        const scalar_t* row = rows + r * size;
+        const double* own = setting + r / width * 4;
+        const int64_t first = first_peak(row, size);
+        found.clear();
+        if (first < 0)
+          for (int64_t k = 0; k < top_k; ++k) found.push_back({std::numeric_limits<scalar_t>::quiet_NaN(), k});
+        else if (keys.empty() || own[0] == 0)
+          likeliest_in(row, size, top_k, first, found, scratch);
+        else
+          likeliest_noisy(row, size, own, keys[r], top_k, std::min(num_noisy, size), first, found, scratch);
+        for (int64_t k = 0; k < top_k; ++k) {
+          ids[r * top_k + k] = found[k].token;
+          out[r * top_k + k] = found[k].value;
+        }
+      }
     });
   });
   return {token_ids, probs};

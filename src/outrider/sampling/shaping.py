@@ -16,6 +16,7 @@ from outrider import native
 from outrider.sampling.randomness import gumbel
 from outrider.types import SamplingParams
 
+NUM_NOISY = 32  # values with noise whose softmax is computed: noise for all costs more than a small draft's step
 _MIN_TEMPERATURE = 1e-6  # lower temperatures would overflow and are equivalent to greedy decoding
 
 
@@ -72,13 +73,21 @@ class Shaping:
         return token_ids, _invalid_rows(best, counts)
 
     def likeliest(self, scores: Tensor, keys: Sequence[int], top_k: int) -> tuple[Tensor, Tensor]:
-        """Return the K likeliest tokens int64 [B, M, K] of the softmax of ``noisy``, and their probabilities [B, M, K]."""
-        noisy = self.noisy(scores, keys)
+        """Return the K likeliest tokens int64 [B, M, K] that ``choose`` may return, and estimates of how likely they are.
+
+        Greedy rows: the softmax. Others: that of the highest values of ``noisy``. NaN for invalid rows.
+        """
+        num_noisy = max(NUM_NOISY, top_k)
         if self._native:
-            found: tuple[Tensor, Tensor] = torch.ops.outrider.likeliest(noisy.contiguous(), top_k)
+            scores = scores.contiguous()
+            found: tuple[Tensor, Tensor] = torch.ops.outrider.likeliest(scores, self._settings, keys, top_k, num_noisy)
             return found
-        probs, token_ids = torch.softmax(noisy, dim=-1).topk(top_k, dim=-1)
-        return token_ids, probs
+        probs = torch.softmax(self.noisy(scores, keys), dim=-1)
+        highest, token_ids = probs.topk(min(num_noisy, probs.shape[-1]), dim=-1)
+        if keys:
+            greedy = torch.tensor(self.is_greedy, device=scores.device)[:, None, None]
+            highest = torch.where(greedy, highest, highest / highest.sum(-1, keepdim=True))
+        return token_ids[..., :top_k], highest[..., :top_k]
 
     def noisy(self, scores: Tensor, keys: Sequence[int]) -> Tensor:
         """Return scores [B, M, V] by temperature, plus Gumbel noise, and -inf for truncated tokens; greedy rows unchanged.
@@ -91,14 +100,12 @@ class Shaping:
         noise = gumbel(list(distinct), scores.shape[-1], scores.device)
         if len(distinct) < len(keys):  # nodes of a tree at the same depth
             noise = noise[[distinct[key] for key in keys]]
-        noise = noise.view(scores.shape).to(scores.dtype)
+        noisy = scores / self._temperatures.to(scores.dtype) + noise.view(scores.shape).to(scores.dtype)
+        if self._truncates:
+            noisy = noisy.masked_fill(self.probs(scores, [scores.shape[1]] * len(scores))[0] == 0, -math.inf)
         if any(self.is_greedy):
-            noise = noise.masked_fill(torch.tensor(self.is_greedy, device=scores.device)[:, None, None], 0.0)
-        noisy = scores / self._temperatures.to(scores.dtype) + noise
-        if not self._truncates:
-            return noisy
-        kept = self.probs(scores, [scores.shape[1]] * len(scores))[0] > 0
-        return noisy.masked_fill(~kept, -math.inf)
+            noisy = torch.where(torch.tensor(self.is_greedy, device=scores.device)[:, None, None], scores, noisy)
+        return noisy
 
 
 def _invalid_rows(witness: Tensor, counts: Sequence[int]) -> list[int]:
