@@ -41,6 +41,7 @@ class TableRunner:
         self.short = max_len  # number of uncached tokens below which a prompt is short
         self.fails_for: set[str] = set()
         self.nan_for: set[str] = set()
+        self.kept: list[list[int]] | None = None  # cached texts of finished requests; None: they are dropped
 
     def logits_after(self, text: list[int]) -> torch.Tensor:
         return self.table[_end(text)]
@@ -98,7 +99,15 @@ class TableRunner:
     def admit(self, request_id, num_tokens) -> bool:
         return True
 
+    def num_cached(self, text) -> int:
+        return max([shared_length(known, text[:-1]) for known in self.kept or ()], default=0)
+
+    def start(self, request_id, text, limit) -> None:
+        self.cached[request_id] = list(text[: min(limit, self.num_cached(text))])
+
     def retire(self, request_ids) -> None:
+        if self.kept is not None:
+            self.kept += [self.cached[request_id] for request_id in request_ids if request_id in self.cached]
         self.release(request_ids)
 
     def release(self, request_ids) -> None:
@@ -114,6 +123,12 @@ class TableRunner:
 
     def pass_cost(self, width, batch, cache_len, **_):
         return 0.001
+
+
+def shared_length(first, second) -> int:
+    """Return the length of the common prefix of two texts."""
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 def _end(text: list[int]) -> tuple[int, int]:

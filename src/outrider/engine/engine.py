@@ -261,9 +261,21 @@ class Engine:
         for entry in self.scheduler.admit(self._fits):
             try:
                 self._fork(entry)
+                if self._hidden and entry.state is State.PREFILL:
+                    self._start(entry.request)
             except Exception as error:
                 failed.append(self._fail(entry, error))
         return failed
+
+    def _start(self, request: Request) -> None:
+        """Start a new request from a cached prefix, whose hidden states are not computed again.
+
+        One that rounds would not draft for at present is left out of drafting if it can then start from more.
+        """
+        text, limit = request.token_ids, self._guard.start(request)
+        if not self.policy.drafts and self.runner.num_cached(text) > limit:
+            request.may_draft, limit = False, len(text) - 1
+        self.runner.start(request.request_id, text, limit)
 
     def _fork(self, entry: Entry) -> None:
         """If the prompt is already cached for another request, copy that cache."""
@@ -274,6 +286,8 @@ class Engine:
             request.may_draft = source.request.may_draft  # hidden states of the prompt are kept for both or for neither
         if not self._guard.fork(entry.fork_of, request):
             return
+        if self._hidden:  # those of the prompt begin where its request started from a cached prefix
+            self._guard.start(request)
         # The last prompt token is scored again, for this sample's first token.
         if self.runner.fork(entry.fork_of, request.request_id, request.num_prompt_tokens - 1):
             self.scheduler.move(entry, State.DECODE)
@@ -287,10 +301,7 @@ class Engine:
 
     def _retire(self, request_ids: Sequence[str]) -> None:
         """Drop the caches of requests that finished, or keep them for requests with the same prefix."""
-        if self._hidden:  # the cache does not hold hidden states, and the proposer needs those of every token
-            self.runner.release(request_ids)
-        else:
-            self.runner.retire(request_ids)
+        self.runner.retire(request_ids)
         self._guard.retire(request_ids)
 
     def _release(self, request_ids: Sequence[str]) -> None:

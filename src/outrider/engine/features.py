@@ -45,9 +45,9 @@ class FeatureStore:
         """
         request_id = request.request_id
         num_read = len(hidden[self.layers[0]]) - num_drafts
-        if request_id in self._prompts and num_read == num_before:  # the pass started at the first token
-            prompt = {index: states[: request.num_prompt_tokens - 1] for index, states in hidden.items()}
-            self._prompts[request_id] = _States(prompt, 0, [])
+        if request_id in self._prompts and request_id not in self._num_kept:
+            count = request.num_prompt_tokens - 1 - (num_before - num_read)  # those of a cached prefix are not computed
+            self._prompts[request_id] = _States({index: states[:count] for index, states in hidden.items()}, 0, [])
         num_known = self._num_kept.get(request_id, 0) - (num_before - num_read)
         if num_known > 0:
             hidden = {index: states[num_known:] for index, states in hidden.items()}
@@ -72,13 +72,13 @@ class FeatureStore:
         """Keep the hidden states of this request's prompt for requests that will be forked from it."""
         self._prompts.setdefault(request_id, None)
 
-    def fork(self, source_id: str, new_id: str) -> bool:
-        """Give a new request the hidden states of the shared prompt except its last token. False if they are missing."""
+    def fork(self, source_id: str, request: Request) -> bool:
+        """Give a new request those of the shared prompt that were computed, without its last token. False if they are missing."""
         prompt = self._prompts.get(source_id)
         if prompt is None:
             return not self.layers
-        self._unseen[new_id] = [prompt]
-        self._num_kept[new_id] = len(prompt.hidden[self.layers[0]])
+        self._unseen[request.request_id] = [prompt]
+        self._num_kept[request.request_id] = request.num_prompt_tokens - 1
         return True
 
     def release(self, request_ids: Sequence[str]) -> None:

@@ -116,10 +116,20 @@ class GuardedProposer:
         if self._features.layers:
             self._features.share(request_id)
 
+    def start(self, request: Request) -> int:
+        """Start a new request in the proposer's cache. Return how many of its leading tokens the target may take from its own."""
+        if not _may_draft(request):
+            return len(request.token_ids) - 1
+        try:
+            return self._proposer.start(request)
+        except Exception as error:
+            self._pause_at_fault([request], error)
+            return 0
+
     def fork(self, source_id: str, request: Request) -> bool:
         """Return whether a request can start from another's cached prompt: the hidden states that it needs are available."""
         self._drafting(request).fork_of = source_id
-        return not _may_draft(request) or self._features.fork(source_id, request.request_id)
+        return not _may_draft(request) or self._features.fork(source_id, request)
 
     def keep_hidden(self, result: RoundResult) -> None:
         """Keep the hidden states of the tokens that a round committed, until the proposer is called."""

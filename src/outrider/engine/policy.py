@@ -16,6 +16,11 @@ class LengthPolicy(Protocol):
         """Return what a further draft of this round must bring; None: as many drafts as requested are made."""
         ...
 
+    @property
+    def drafts(self) -> bool:
+        """Return whether rounds draft at present, for requests without their own K."""
+        ...
+
     def next_lengths(self, context: Context) -> list[int]:
         """Return K for each request of this round; 0 for all of them is plain decoding.
 
@@ -43,7 +48,7 @@ class FixedLength:
     def __init__(self, k: int) -> None:
         if k < 0:
             raise OutriderError(f"invalid number of draft tokens {k}: expected 0 or more")
-        self.k = k
+        self.k, self.drafts = k, k > 0
 
     def next_lengths(self, context: Context) -> list[int]:
         return [self.k] * len(context.requests)

@@ -76,6 +76,8 @@ class BlockPass(HeadProgram):
 class BlockRunner(HeadRunner[BlockHead]):
     """Each committed token's features enter the cache once. A block is written after them and overwritten by the next one."""
 
+    lookahead = 0
+
     def _program(self) -> Program:
         return BlockPass(self.head, self.cache, self._target)
 

@@ -22,6 +22,7 @@ from outrider.runner.forward import ExampleLayout, Program, described
 from outrider.runner.kv_cache import KVCache
 from outrider.runner.layouts import Layouts
 from outrider.runner.passes import ProgramRunner
+from outrider.types import Request
 
 CHUNK = 256  # entries of a request per pass during prefill
 
@@ -94,6 +95,8 @@ class HeadPass(HeadProgram):
 class HeadRunner(ABC, Generic[Head]):
     """Runs one head for one target. Cache entries come from target features; drafted entries are overwritten."""
 
+    lookahead: int  # tokens after its own that a cache entry depends on
+
     def __init__(self, head: Head, target: ModelRunner, bits: int | None = None) -> None:
         """``bits``: 8, or None for the target's weight type. Raises ``OutriderError`` if 8 bits are not supported."""
         self.head, self.dtype = head, quantized.place_head(head, target.model, bits)
@@ -104,7 +107,10 @@ class HeadRunner(ABC, Generic[Head]):
         head.lend(model.get_input_embeddings(), model.get_output_embeddings(), postprocess)
         self.device, self._max_len, self._vocab_size = target.device, target.max_len, target.vocab_size
         cache_dtype = linear.arithmetic(head)
-        self.cache = KVCache(head.cache_shape, target.max_batch, target.max_len, cache_dtype, target.device)
+        self.cache = KVCache(
+            head.cache_shape, target.max_batch, target.max_len, cache_dtype, target.device, lookahead=self.lookahead
+        )
+        self._keeps_prefixes = target.config.prefix_cache
         self._layouts = Layouts(self.cache, self.device, self._max_len)
         self._rotations: Rotation | None = None  # rotations of the first positions, [S, D]
         self._programs = ProgramRunner(head, lambda _: self._program(), self.cache, target.config.compile)
@@ -117,6 +123,18 @@ class HeadRunner(ABC, Generic[Head]):
         """Compile, or load, the pass of drafting."""
         self._programs.runner_of()
         self._programs.compile_now()
+
+    def start(self, request: Request) -> int:
+        """Start a new request from the longest cached prefix of its text. Return the number of tokens whose features are cached."""
+        if not self._keeps_prefixes:
+            return 0
+        return self.cache.cached_lens[self.cache.row_for(request.request_id, request.token_ids)]
+
+    def retire(self, request_ids: Sequence[str]) -> None:
+        """Drop finished requests. With the target's ``prefix_cache`` their entries stay, for requests with the same prefix."""
+        if self._keeps_prefixes:
+            self.cache.retire(request_ids)
+        self.cache.release(request_ids)
 
     def _rotation_at(self, like: Tensor, positions: Tensor) -> Rotation:
         """Return cosines and sines [1, T, D] at positions [1, T].
@@ -138,6 +156,8 @@ class HeadRunner(ABC, Generic[Head]):
 
 class RolloutRunner(HeadRunner[RolloutHead]):
     """Runs a head that drafts one token after another."""
+
+    lookahead = 1  # an entry joins the features of a token with the next token
 
     def _program(self) -> Program:
         return HeadPass(self.head, self.cache, self._target, self._vocab_size)

@@ -37,6 +37,13 @@ class Proposer(ABC):
         requests that it names; it must be raised after ``context.hidden`` was processed.
         """
 
+    def start(self, request: Request) -> int:
+        """Start a new request from the longest prefix that the proposer has cached.
+
+        Return the number of its leading tokens whose hidden states are not needed: the target need not compute them either.
+        """
+        return 0 if self.needs_hidden else len(request.token_ids) - 1
+
     def prefill(self, requests: Sequence[Request]) -> list[bool]:
         """Prefill the next chunk of new requests; return for each whether it can be drafted for now.
 

@@ -128,6 +128,9 @@ class CombinedProposer(Proposer):
                 own_verdict = self._verdict_for(part, index, [rows[i] for i in index], verdict)
                 part.proposer.commit(context.take(index), own_verdict)
 
+    def start(self, request: Request) -> int:
+        return min([part.proposer.start(request) for part in self._parts])
+
     def prefill(self, requests: Sequence[Request]) -> list[bool]:
         first, second = (part.proposer.prefill(requests) for part in self._parts)
         return [pair == (True, True) for pair in zip(first, second, strict=True)]

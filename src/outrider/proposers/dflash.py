@@ -25,7 +25,7 @@ from outrider.proposers.method import Setting
 from outrider.proposers.portable import BlockDrafter
 from outrider.proposers.recognition import TargetFiles
 from outrider.runner import ModelRunner
-from outrider.types import Context, Proposal, spread
+from outrider.types import Context, Proposal, Request, spread
 
 
 class BlockProposer(Proposer):
@@ -43,15 +43,19 @@ class BlockProposer(Proposer):
 
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:
-        requests, states = context.requests, [context.hidden[index] for index in self.needs_hidden]
+        requests, hidden = context.requests, [context.hidden[index] for index in self.needs_hidden]
         # A request has no features before the target has read its prompt.
-        known = [b for b in range(len(requests)) if len(states[0][b])]
+        known = [b for b in range(len(requests)) if len(hidden[0][b])]
         k = min(k, self.max_drafts)
         limits = {b: min(k, context.limits[b]) for b in known}
         able = [b for b in known if limits[b] > 0]
+        states = [list(each) for each in hidden]
         for b in known:
-            if len(states[0][b]) != len(requests[b].token_ids) - 1 - self.head.cache.cached_len(requests[b].request_id):
+            num_new = len(requests[b].token_ids) - 1 - self.head.cache.cached_len(requests[b].request_id)
+            if len(hidden[0][b]) < num_new:
                 raise RuntimeError("the features do not continue where the last ones ended")
+            for each in states:  # the cache has some of them where a prompt was cached
+                each[b] = each[b][len(each[b]) - num_new :]
         # Few new features share the block's pass. Those of a prompt are read before, and so is what no block follows.
         before = [b for b in known if b not in able or len(states[0][b]) > CHUNK]
         if before:
@@ -86,6 +90,12 @@ class BlockProposer(Proposer):
 
     def warmup(self, k: int, batch: int) -> None:
         self.head.prepare()
+
+    def start(self, request: Request) -> int:
+        return self.head.start(request)
+
+    def retire(self, request_ids: Sequence[str]) -> None:
+        self.head.retire(request_ids)
 
     def release(self, request_ids: Sequence[str]) -> None:
         self.head.cache.release(request_ids)

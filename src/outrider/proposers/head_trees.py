@@ -115,6 +115,9 @@ class HeadProposer(Proposer):
         self._sizes.learn(int(proposal.lens.max()), max(depth, 1), num_steps, started)
         return proposal
 
+    def start(self, request: Request) -> int:
+        return self.head.start(request)
+
     def fork(self, source_id: str, request: Request) -> None:
         self._sources[request.request_id] = source_id
 
@@ -157,7 +160,7 @@ class HeadProposer(Proposer):
         for b, request in zip(rows, requests, strict=True):
             text = request.token_ids[self.head.cache.cached_len(request.request_id) + 1 :]
             new = [context.hidden[index][b] for index in self.needs_hidden]
-            if len(new[0]) not in (len(text), len(request.token_ids) - 1):  # the latter: of a copied prompt too
+            if len(new[0]) < len(text):  # more where entries of the prompt were copied
                 raise RuntimeError("the features do not continue where the last ones ended")
             tokens.append(text)
             features.append([each[len(each) - len(text) :] for each in new])
@@ -169,6 +172,10 @@ class HeadProposer(Proposer):
 
     def warmup(self, k: int, batch: int) -> None:
         self.head.prepare()
+
+    def retire(self, request_ids: Sequence[str]) -> None:
+        self.head.retire(request_ids)
+        self.release(request_ids)
 
     def release(self, request_ids: Sequence[str]) -> None:
         self.head.cache.release(request_ids)

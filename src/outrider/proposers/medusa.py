@@ -32,7 +32,7 @@ from outrider.proposers.tree_sizes import TreeSizeConfig, TreeSizes
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
 from outrider.runner.quantized import place_head
-from outrider.types import Context, Proposal, Verdict, spread
+from outrider.types import Context, Proposal, Request, Verdict, spread
 
 # For heads without measured accuracies: those of the first head by rank, and their ratio between successive heads.
 TYPICAL_ACCURACIES = (0.55, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.012, 0.01, 0.01)
@@ -74,6 +74,10 @@ class MedusaProposer(Proposer):
 
     def num_nodes(self, k: int) -> int:
         return self._sizes.expected(k)
+
+    def start(self, request: Request) -> int:
+        """See ``Proposer.start``: the heads read the last token's hidden state only."""
+        return len(request.token_ids) - 1
 
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:

@@ -26,6 +26,9 @@ class ProposerWrapper(Proposer):
     def memory(self, known: object) -> None:
         self.inner.memory = known
 
+    def start(self, request: Request) -> int:
+        return self.inner.start(request)
+
     def prefill(self, requests: Sequence[Request]) -> list[bool]:
         return self.inner.prefill(requests)
 

@@ -136,11 +136,15 @@ class KVCache(PassThrough):
         device: torch.device,
         budget: int | None = None,
         max_drafts: int = 16,
+        lookahead: int = 0,
     ) -> None:
-        """``budget``: byte limit of keys and values, with reservation at admission; None: no limit."""
+        """``budget``: byte limit of keys and values, with reservation at admission; None: no limit.
+
+        ``lookahead``: tokens after its own that an entry depends on, for heads that read the next token.
+        """
         super().__init__()
         self.shape, self.max_rows, self.max_len = shape, rows, max_len
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self._lookahead = dtype, device, lookahead
         self._row_of: dict[str, int] = {}
         self._texts: dict[str, Sequence[int]] = {}  # token lists of requests with a row, if rows are kept
         self._kept: dict[int, list[int]] = {}  # row of a finished request -> its tokens, least recently used first
@@ -203,12 +207,12 @@ class KVCache(PassThrough):
 
     # -- common prefixes ------------------------------------------------------------------------------------------------------
 
-    def row_for(self, request_id: str, text: Sequence[int]) -> int:
-        """Return the request's row; a new request starts with the longest cached prefix of any row."""
+    def row_for(self, request_id: str, text: Sequence[int], limit: int | None = None) -> int:
+        """Return the request's row; a new request starts with the longest cached prefix of any row, ``limit`` at most."""
         if request_id in self._row_of:
             self._texts[request_id] = text
             return self._row_of[request_id]
-        row, length = self._longest_beginning(text)
+        row, length = self.longest_prefix(text if limit is None else text[: limit + 1])
         self.num_looked_up += len(text)
         if row is None:
             found = self.row(request_id)
@@ -225,27 +229,29 @@ class KVCache(PassThrough):
             text, row = self._texts.get(request_id), self._row_of.get(request_id)
             if text is not None and row is not None and self.cached_lens[row] >= SHARED:
                 del self._row_of[request_id]
-                self._kept[row] = list(text[: self.cached_lens[row]])
+                self._kept[row] = list(text[: self.cached_lens[row] + self._lookahead])
 
-    def _longest_beginning(self, text: Sequence[int]) -> tuple[int | None, int]:
-        """Return the row with the longest common prefix, without the last token, and its length."""
+    def longest_prefix(self, text: Sequence[int]) -> tuple[int | None, int]:
+        """Return the row with the most entries for a common prefix without the last token, and their number."""
+        ahead = self._lookahead
         held: list[tuple[int, Sequence[int]]] = [*self._kept.items()]
         held += [(self._row_of[name], known) for name, known in self._texts.items() if name in self._row_of]
         best, longest = None, SHARED - 1
         for row, known in held:
-            most = min(len(known), self.cached_lens[row], len(text) - 1)
-            if most > longest:
-                if list(known[: longest + 1]) != list(text[: longest + 1]):
+            most = min(len(known), self.cached_lens[row] + ahead, len(text) - 1)
+            least = longest + 1 + ahead
+            if most >= least:
+                if list(known[:least]) != list(text[:least]):
                     continue  # most rows have another prefix
-                length = next((i for i in range(longest + 1, most) if known[i] != text[i]), most)
+                length = next((i for i in range(least, most) if known[i] != text[i]), most) - ahead
                 if self.states.num_usable(row, length):
                     best, longest = row, length
-        return best, longest
+        return best, longest if best is not None else 0
 
     def _taken_over(self, request_id: str, source: int, length: int) -> int:
         """Return a row for a request that shares a prefix with another row: that row itself if no other is free."""
         known = self._kept.get(source)
-        if known is not None and (length == len(known) or not (self._free or self._grow_rows())):
+        if known is not None and (length + self._lookahead == len(known) or not (self._free or self._grow_rows())):
             del self._kept[source]
             self._row_of[request_id] = source
             return source

@@ -236,6 +236,18 @@ class ModelRunner:
         """Reserve memory for a sequence of that length; return False if it does not fit."""
         return self.cache.admit(request_id, num_tokens)
 
+    def start(self, request_id: str, text: Sequence[int], limit: int) -> None:
+        """Start a new request from the longest cached prefix of its text, ``limit`` tokens at most.
+
+        Only needed where hidden states will be reported: those of cached tokens are not. Others start from all of the prefix.
+        """
+        if self.config.prefix_cache and self._long_texts is None:
+            self.cache.row_for(request_id, text, limit)
+
+    def num_cached(self, text: Sequence[int]) -> int:
+        """Return the length of the longest cached prefix that a new request with this text could start from."""
+        return self.cache.longest_prefix(text)[1] if self.config.prefix_cache and self._long_texts is None else 0
+
     @torch.inference_mode()
     def prefill(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], hidden: tuple[int, ...] = ()) -> list[bool]:
         """Prefill the next chunk of long texts, ``prefill_chunk`` tokens of all together (see ``shared_chunk``).
@@ -434,10 +446,7 @@ class ModelRunner:
         return [len(text) - 1 - lens[row] for text, row in zip(texts, rows, strict=True)]
 
     def _rows(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], hidden: tuple[int, ...]) -> list[int]:
-        """Return the requests' rows; a new request starts from the longest cached prefix.
-
-        With ``hidden`` no prefix is reused, because hidden states are not cached.
-        """
+        """Return the requests' rows. A new request starts from the longest cached prefix, or with ``hidden`` as ``start`` says."""
         pairs = zip(request_ids, texts, strict=True)
         if self._long_texts is not None:
             rows = [self.cache.row(request_id) for request_id in request_ids]

@@ -132,6 +132,11 @@ class DraftLengthPolicy:
         has_own = any([request.num_draft_tokens is not None for request in self._requests])
         return None if has_own else self._draft_prices
 
+    @property
+    def drafts(self) -> bool:
+        """Return whether rounds draft at present, as they do until plain decoding is measured."""
+        return self._plain is None or self._k > 0
+
     def next_lengths(self, context: Context) -> list[int]:
         """Return the drafts to request in this round, per request."""
         k, self._tried = self._next_k(context), []
