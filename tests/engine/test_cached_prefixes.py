@@ -78,7 +78,7 @@ def prepared(k=3, policy=None):
 
 
 def test_only_what_neither_has_cached_is_read_again():
-    engine, proposer, runner = prepared()
+    engine, proposer, _ = prepared()
     *_, last = conversation(engine)
     assert engine.stats.faults == 0 and engine.stats.num_accepted > 15
     # Of each turn the proposer misses what was committed in its last round, and the request's last token.
@@ -102,7 +102,7 @@ def test_all_is_read_again_where_one_of_both_has_forgotten_the_prefix(forgetful)
 
 def test_a_sample_of_a_prompt_that_began_with_a_cached_prefix():
     """Only the hidden states after the prefix are known; the proposer has those of the prefix."""
-    engine, proposer, runner = prepared()
+    engine, _, _ = prepared()
     (first,) = conversation(engine, turns=1)
     prompt = [*first.token_ids, 3, 7, 4]
     source, sample = (make_request(name, prompt, max_tokens=12) for name in ("source", "sample"))
@@ -134,7 +134,7 @@ def test_a_request_that_would_not_be_drafted_for_takes_the_whole_prefix():
 
 
 def test_a_proposer_that_fails_at_the_start_reads_nothing_more():
-    engine, proposer, runner = prepared()
+    engine, proposer, _ = prepared()
     conversation(engine, turns=1)
 
     def fail(request):

@@ -491,3 +491,19 @@ def test_requests_wait_until_there_is_memory(monkeypatch):
     assert [entry.request.request_id for entry in engine.scheduler.waiting] == ["r2"]
     while engine.has_work:
         engine.step()
+
+
+def test_an_entry_that_depends_on_the_next_token_needs_it_in_common():
+    """The cache of a head that joins each token's features with the next token."""
+    kv = cache()
+    kv.lookahead = 1
+    text = list(range(40))
+    row = kv.row_for("a", text)
+    kv.reserve(39)
+    kv.cached_lens[row] = 39
+    kv.retire(["a"])
+    kv.release(["a"])
+    assert kv.cached_lens[kv.row_for("same", [*text, 50, 51])] == 39  # token 39 is the next of the last entry
+    kv.retire(["same"])
+    kv.release(["same"])
+    assert kv.cached_lens[kv.row_for("parts", [*range(30), 99, 98])] == 29

@@ -117,7 +117,7 @@ class GuardedProposer:
             self._features.share(request_id)
 
     def start(self, request: Request) -> int:
-        """Start a new request in the proposer's cache. Return how many of its leading tokens the target may take from its own."""
+        """See ``Proposer.start``; the whole prompt for a request without drafts, of which no hidden states are read."""
         if not _may_draft(request):
             return len(request.token_ids) - 1
         try:

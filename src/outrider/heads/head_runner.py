@@ -95,7 +95,7 @@ class HeadPass(HeadProgram):
 class HeadRunner(ABC, Generic[Head]):
     """Runs one head for one target. Cache entries come from target features; drafted entries are overwritten."""
 
-    lookahead: int  # tokens after its own that a cache entry depends on
+    lookahead: int  # see ``KVCache``
 
     def __init__(self, head: Head, target: ModelRunner, bits: int | None = None) -> None:
         """``bits``: 8, or None for the target's weight type. Raises ``OutriderError`` if 8 bits are not supported."""
@@ -107,9 +107,8 @@ class HeadRunner(ABC, Generic[Head]):
         head.lend(model.get_input_embeddings(), model.get_output_embeddings(), postprocess)
         self.device, self._max_len, self._vocab_size = target.device, target.max_len, target.vocab_size
         cache_dtype = linear.arithmetic(head)
-        self.cache = KVCache(
-            head.cache_shape, target.max_batch, target.max_len, cache_dtype, target.device, lookahead=self.lookahead
-        )
+        self.cache = KVCache(head.cache_shape, target.max_batch, target.max_len, cache_dtype, target.device)
+        self.cache.lookahead = self.lookahead
         self._keeps_prefixes = target.config.prefix_cache
         self._layouts = Layouts(self.cache, self.device, self._max_len)
         self._rotations: Rotation | None = None  # rotations of the first positions, [S, D]
@@ -125,7 +124,7 @@ class HeadRunner(ABC, Generic[Head]):
         self._programs.compile_now()
 
     def start(self, request: Request) -> int:
-        """Start a new request from the longest cached prefix of its text. Return the number of tokens whose features are cached."""
+        """Start a new request from the longest cached prefix. Return the number of leading tokens whose features are in it."""
         if not self._keeps_prefixes:
             return 0
         return self.cache.cached_lens[self.cache.row_for(request.request_id, request.token_ids)]

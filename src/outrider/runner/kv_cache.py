@@ -136,15 +136,12 @@ class KVCache(PassThrough):
         device: torch.device,
         budget: int | None = None,
         max_drafts: int = 16,
-        lookahead: int = 0,
     ) -> None:
-        """``budget``: byte limit of keys and values, with reservation at admission; None: no limit.
-
-        ``lookahead``: tokens after its own that an entry depends on, for heads that read the next token.
-        """
+        """``budget``: byte limit of keys and values, with reservation at admission; None: no limit."""
         super().__init__()
         self.shape, self.max_rows, self.max_len = shape, rows, max_len
-        self.dtype, self.device, self._lookahead = dtype, device, lookahead
+        self.dtype, self.device = dtype, device
+        self.lookahead = 0  # tokens after its own that an entry depends on, in the caches of heads that read the next token
         self._row_of: dict[str, int] = {}
         self._texts: dict[str, Sequence[int]] = {}  # token lists of requests with a row, if rows are kept
         self._kept: dict[int, list[int]] = {}  # row of a finished request -> its tokens, least recently used first
@@ -229,11 +226,11 @@ class KVCache(PassThrough):
             text, row = self._texts.get(request_id), self._row_of.get(request_id)
             if text is not None and row is not None and self.cached_lens[row] >= SHARED:
                 del self._row_of[request_id]
-                self._kept[row] = list(text[: self.cached_lens[row] + self._lookahead])
+                self._kept[row] = list(text[: self.cached_lens[row] + self.lookahead])
 
     def longest_prefix(self, text: Sequence[int]) -> tuple[int | None, int]:
         """Return the row with the most entries for a common prefix without the last token, and their number."""
-        ahead = self._lookahead
+        ahead = self.lookahead
         held: list[tuple[int, Sequence[int]]] = [*self._kept.items()]
         held += [(self._row_of[name], known) for name, known in self._texts.items() if name in self._row_of]
         best, longest = None, SHARED - 1
@@ -251,7 +248,7 @@ class KVCache(PassThrough):
     def _taken_over(self, request_id: str, source: int, length: int) -> int:
         """Return a row for a request that shares a prefix with another row: that row itself if no other is free."""
         known = self._kept.get(source)
-        if known is not None and (length + self._lookahead == len(known) or not (self._free or self._grow_rows())):
+        if known is not None and (length + self.lookahead == len(known) or not (self._free or self._grow_rows())):
             del self._kept[source]
             self._row_of[request_id] = source
             return source

@@ -446,7 +446,7 @@ class ModelRunner:
         return [len(text) - 1 - lens[row] for text, row in zip(texts, rows, strict=True)]
 
     def _rows(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], hidden: tuple[int, ...]) -> list[int]:
-        """Return the requests' rows. A new request starts from the longest cached prefix, or with ``hidden`` as ``start`` says."""
+        """Return the requests' rows. A new request starts from the longest cached prefix; with ``hidden`` see ``start``."""
         pairs = zip(request_ids, texts, strict=True)
         if self._long_texts is not None:
             rows = [self.cache.row(request_id) for request_id in request_ids]
