@@ -232,18 +232,19 @@ def test_chat_keeps_the_conversation(outrider: Run, target: Path, draft: Path, m
         def isatty(self) -> bool:
             return True
 
-    seen: list[list[int]] = []
+    seen: list[tuple[int, bool]] = []
     answer = chat._answer
 
-    def spy(llm: object, history: list[dict[str, str]], *rest: object) -> None:
+    def spy(llm: LLM, history: list[dict[str, str]], *rest: object) -> None:
+        before = llm.runner.cache.num_reused
         answer(llm, history, *rest)  # type: ignore[arg-type]
-        seen.append([len(history)])
+        seen.append((len(history), llm.runner.cache.num_reused > before))
 
     monkeypatch.setattr("builtins.input", typed)
     monkeypatch.setattr(chat, "_answer", spy)
     monkeypatch.setattr("sys.stdin", Terminal())
     assert app.main(["chat", *map(str, models(target, draft)), "--max-tokens", "5"]) == 0
-    assert seen == [[2], [4], [2]]
+    assert seen == [(2, False), (4, True), (2, True)]  # messages, and whether a part of the prompt was cached
 
 
 @pytest.mark.parametrize(

@@ -22,3 +22,12 @@ def texts_of(llm, prompts, params):
 def even_and_odd(vocab_size):
     """Return a grammar of alternating even and odd tokens, which never ends."""
     return RuleGrammar(lambda text: range(len(text) % 2, vocab_size, 2), vocab_size, eos=-1)
+
+
+def conversation(llm, params):
+    """Return the token ids after three turns that each continue the text so far."""
+    text = [3 + i * i % 17 for i in range(30)]
+    for turn in range(3):
+        text += texts_of(llm, [text], params)[0]
+        text += [5 + turn, 9, 4]
+    return text

@@ -25,7 +25,7 @@ from outrider.registry import PROPOSERS
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.types import IMPOSSIBLE_LOGIT, OutriderError
 
-from .drafting import even_and_odd, letters_llm, texts_of
+from .drafting import conversation, even_and_odd, letters_llm, texts_of
 
 VOCAB, HIDDEN, WINDOW = 60, 32, 5
 SHARED = {
@@ -255,6 +255,13 @@ def test_samples_of_one_prompt_equal_plain_decoding(model, folder):
     llm = engine(model, "mtp", draft=str(folder))
     assert texts_of(llm, PROMPTS, params) == wanted
     assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
+
+
+def test_a_conversation_continues_from_the_targets_cached_entries(model, folder):
+    params = SamplingParams(max_tokens=14, temperature=0.9, seed=4, ignore_eos=True)
+    llm = engine(model, "mtp", draft=str(folder), prefix_cache=True)
+    assert conversation(llm, params) == conversation(engine(model, "plain"), params)
+    assert llm.stats.faults == 0 and llm.stats.num_drafts > 0 and llm.runner.cache.num_reused > 80
 
 
 def test_sampled_drafts_without_coupling(model, folder):

@@ -17,6 +17,7 @@ from outrider.runner import ModelRunner, RunnerConfig
 from outrider.runner.linear import packed_layers
 from outrider.types import OutriderError
 
+from .drafting import conversation, letters_llm
 from .mtp_checkpoints import FAMILIES, LAYOUT_OF, NAMES, Reference, rewrite, tiny_target, write_checkpoint
 from .writers import set_config
 
@@ -263,3 +264,16 @@ def test_the_kind_of_a_folder_is_recognised(tmp_path):
         target = ModelRunner.load(str(tmp_path / family), CONFIG)
         mtp_formats.export(mtp_formats.load(tmp_path / family, target), tmp_path / f"{family}-head", LAYOUT_OF[family])
         assert kinds_of(tmp_path / f"{family}-head") == [MTP]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_conversation_continues_from_the_cached_entries_of_target_and_head(family, temperature, tmp_path):
+    """Of a target with recurrent layers only the state at the head's last entry is still there, and is enough."""
+    write_checkpoint(family, tmp_path, tiny_target(family))
+    params = SamplingParams(max_tokens=14, temperature=temperature, seed=4, ignore_eos=True)
+    wanted = conversation(letters_llm(str(tmp_path), "plain", vocab_size=61), params)
+    llm = letters_llm(str(tmp_path), "mtp", vocab_size=61, prefix_cache=True)
+    assert conversation(llm, params) == wanted
+    assert llm.stats.faults == 0 and llm.stats.num_drafts > 0
+    assert llm.runner.cache.num_reused > 80  # 43 and 60 tokens, except for those of each turn's last round
