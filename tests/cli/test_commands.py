@@ -16,6 +16,7 @@ import pytest
 from huggingface_hub import is_offline_mode
 from tiny_folder import make_folder
 
+from outrider import LLM
 from outrider.cli import app, chat, console, session
 from outrider.cli.app import Terminated
 from outrider.cli.options import ModelOptions

@@ -210,16 +210,14 @@ def inflate_heads(
     """Return ``draft`` and ``drafts`` with heads inflated like the target ``target``; draft models are unchanged."""
     if size is None or target is None:
         return {}
-    from outrider.bench.inflate_heads import inflated_head
-    from outrider.heads.checkpoint import MODEL, kind_of
+    from outrider.cli.session import inflated_draft
 
     draft, drafts = given.get("draft"), given["drafts"]
     used: list[object] = []
     for contender in chosen:
         name, options = split_method(contender.method)
         used += PROPOSERS.get(name).drafts_in(options, draft, drafts)
-    heads = {source for source in map(str, used) if kind_of(Path(source)) not in (None, MODEL)}
-    large = {source: inflated_head(source, Path(target)) for source in heads}
+    large = {source: inflated_draft(source, target) for source in {str(each) for each in used if each is not None}}
     shipped = {name: large.get(str(source), source) for name, source in drafts.items()}
     found = {"drafts": large | shipped}
     return found if draft is None else found | {"draft": large.get(str(draft), draft)}

@@ -140,7 +140,7 @@ def read_loads(load: LoadOptions) -> list[Load]:
 def address(server: ServerOptions, plan: Path | None, models: ModelOptions, methods: MethodOptions) -> Iterator[str]:
     """Yield the server's address: the given one, or a server started for the measurement."""
     from outrider.bench.load.own_server import own_server
-    from outrider.cli.session import inflate_target
+    from outrider.cli.session import inflate_target, inflated_draft
 
     if server.url is not None:
         own = (plan, server.inflate, server.max_batch)
@@ -156,7 +156,10 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
     known = Plan({"compile": "always", **known.values})  # compile before the measurement
     if server.inflate is not None:
         inflated, _ = inflate_target(ModelOptions(target=known.given("target")), server.inflate)
-        known = Plan({**embedded_draft(known), "target": str(inflated.target)})
+        values = embedded_draft(known)
+        if values.get("draft") is not None:
+            values["draft"] = inflated_draft(str(values["draft"]), str(inflated.target))
+        known = Plan({**values, "target": str(inflated.target)})
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder, ExitStack() as stack:
         file = Path(folder) / "plan.toml"
         known.write(file)

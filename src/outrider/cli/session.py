@@ -234,6 +234,14 @@ def inflate_target(models: ModelOptions, size: str | None) -> tuple[ModelOptions
     return replace(models, target=str(folder)), {"inflated": {"size": size, **note}}
 
 
+def inflated_draft(source: str, target: str) -> str:
+    """Return a head inflated like the inflated target; other drafts are unchanged."""
+    from outrider.bench.inflate_heads import inflated_head
+    from outrider.heads.checkpoint import MODEL, kind_of
+
+    return source if kind_of(Path(source)) in (None, MODEL) else str(inflated_head(source, Path(target)))
+
+
 @contextmanager
 def loading(what: str) -> Iterator[Callable[[str], None]]:
     """Show progress while loading, without transformers' progress bars.
