@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,17 +12,17 @@ from torch import Tensor
 from outrider.types import Context, Request
 
 
-@dataclass(frozen=True, slots=True)
-class _States:
+class _States(NamedTuple):
     """Hidden states of one request in one round: T committed tokens, the root, and drafts, of which ``path`` was accepted."""
 
-    hidden: Mapping[int, Tensor]  # index -> [T + 1 + num_drafts, H]
+    hidden: list[Tensor]  # by layer: [num_skipped + T + 1 + num_drafts, H]
+    num_skipped: int  # leading tokens whose states were kept before
     num_drafts: int
     path: list[int]
 
-    def kept(self, index: int) -> Tensor:
-        """Return those of the tokens that are committed after the round: [T + 1 + len(path), H]."""
-        states, path = self.hidden[index], self.path
+    def kept(self, layer: int) -> Tensor:
+        """Return those of the tokens that are committed after the round: [T + 1 + len(path), H]. ``layer``: its index."""
+        states, path = self.hidden[layer][self.num_skipped :], self.path
         num_read = len(states) - self.num_drafts
         if path == list(range(len(path))):  # a chain, or the leading nodes of a tree
             return states[: num_read + len(path)]
@@ -37,29 +38,27 @@ class FeatureStore:
         self._num_kept: dict[str, int] = {}  # tokens of each request whose states were kept, seen ones included
         self._prompts: dict[str, _States | None] = {}  # of requests that others are forked from; None until prefilled
 
-    def keep(self, request: Request, num_before: int, hidden: Mapping[int, Tensor], num_drafts: int, path: list[int]) -> None:
+    def keep(self, request: Request, num_before: int, hidden: list[Tensor], num_drafts: int, path: list[int]) -> None:
         """Store a round's hidden states of a request that had ``num_before`` tokens; ``path``: its accepted drafts.
 
-        ``hidden``: index -> [T + 1 + num_drafts, H], of the uncached committed tokens, the root and the drafts. A pass that
+        ``hidden``: by layer, [T + 1 + num_drafts, H] of the uncached committed tokens, the root and the drafts. A pass that
         reads tokens again, because their cache was lost, reports their states again: the first ones are kept.
         """
         request_id = request.request_id
-        num_read = len(hidden[self.layers[0]]) - num_drafts
+        first = num_before - (len(hidden[0]) - num_drafts)  # of the tokens that were read
         if request_id in self._prompts and request_id not in self._num_kept:
-            count = request.num_prompt_tokens - 1 - (num_before - num_read)  # those of a cached prefix are not computed
-            self._prompts[request_id] = _States({index: states[:count] for index, states in hidden.items()}, 0, [])
-        num_known = self._num_kept.get(request_id, 0) - (num_before - num_read)
-        if num_known > 0:
-            hidden = {index: states[num_known:] for index, states in hidden.items()}
-        self._unseen.setdefault(request_id, []).append(_States(hidden, num_drafts, path))
+            count = request.num_prompt_tokens - 1 - first  # those of a cached prefix are not computed
+            self._prompts[request_id] = _States([states[:count] for states in hidden], 0, 0, [])
+        num_skipped = max(self._num_kept.get(request_id, 0) - first, 0)
+        self._unseen.setdefault(request_id, []).append(_States(hidden, num_skipped, num_drafts, path))
         self._num_kept[request_id] = num_before + len(path)
 
     def attach(self, context: Context) -> Context:
         """Return the context with all unseen hidden states. They are kept until ``seen``, in case the proposer fails."""
         hidden = {}
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             rounds = [self._unseen.get(request_id, ()) for request_id in context.request_ids]
-            chunks = [[each.kept(layer) for each in unseen] for unseen in rounds]
+            chunks = [[each.kept(index) for each in unseen] for unseen in rounds]
             hidden[layer] = [torch.cat(chunk) if chunk else torch.empty(0) for chunk in chunks]
         return replace(context, hidden=hidden)
 

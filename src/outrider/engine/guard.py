@@ -138,8 +138,8 @@ class GuardedProposer:
         lens = result.proposal.lens.tolist()
         for b, request in enumerate(result.context.requests):
             if _may_draft(request) and not self._drafting(request).num_faults:
-                hidden = {layer: states[b] for layer, states in result.scores.hidden.items()}
                 num_before = len(request.token_ids) - len(result.token_ids[b])
+                hidden = [result.scores.hidden[layer][b] for layer in self._features.layers]
                 self._features.keep(request, num_before, hidden, lens[b], result.paths[b])
 
     # --- inside --------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ class ReadHidden:
         self, index: int, states: Tensor, request_ids: Sequence[str], starts: Sequence[int], lens: Sequence[int]
     ) -> list[Tensor]:
         """Return one tensor [T_b, H] per request: stored chunks, then ``lens[b]`` rows of ``states`` from ``starts[b]``."""
+        if not self._chunks and lens[0] == len(states):  # one request, in most rounds
+            return [states]
         rows = [states[start : start + length] for start, length in zip(starts, lens, strict=True)]
         if not self._chunks:
             return rows

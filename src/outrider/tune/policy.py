@@ -105,6 +105,7 @@ class DraftLengthPolicy:
         self._reach = FIRST_REACH  # longest draft so far
         self._requests: tuple[Request, ...] = ()
         self._batch: list[Track] = []
+        self._has_grammars = False
         self._lens: list[int] = []  # decided lengths
         self._num_before: list[int] = []  # committed tokens per request before the round
         self._tried: list[int] = []  # requests for which a single draft is tried this round, though none was decided on
@@ -169,11 +170,8 @@ class DraftLengthPolicy:
 
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
         """Learn from a round: acceptance, cost, and gained or lost time."""
-        proposed, times = round_.proposed_depths, round_.times
-        batch, longest = len(proposed), max(proposed)
-        forced = self._learn_forced(round_, is_prefill)
-        # One with nothing but forced tokens was perhaps not drafted for.
-        drafted_for = [b for b in range(batch) if context.limits[b] > 0 and (proposed[b] or not forced[b])]
+        times = round_.times
+        forced = self._learn_forced(round_, is_prefill) if self._has_grammars else [0] * len(self._batch)
         self._prefill_seconds += times.draft_prefill
         if round_.k == 0 or self._is_plain:
             if not is_prefill and not round_.is_cold and not any(forced):
@@ -182,8 +180,16 @@ class DraftLengthPolicy:
             if self._plain is not None:
                 income = EXPLORATION_SHARE * (times.total - times.draft_prefill) / self._plain
                 self._budget = min(self._budget + income, MAX_BUDGET)
-        if round_.k == 0 or not drafted_for:
-            return
+        if round_.k:
+            # One with nothing but forced tokens was perhaps not drafted for.
+            rows = zip(context.limits, round_.proposed_depths, forced, strict=True)
+            drafted_for = [b for b, (limit, depth, num_forced) in enumerate(rows) if limit > 0 and (depth or not num_forced)]
+            if drafted_for:
+                self._observe_drafts(drafted_for, context, round_, is_prefill)
+
+    def _observe_drafts(self, drafted_for: Sequence[int], context: Context, round_: Round, is_prefill: bool) -> None:
+        """Learn from a round that drafted for these requests."""
+        times, batch, longest = round_.times, len(round_.depths), max(round_.proposed_depths)
         # Committed tokens before the round that the proposer had not been asked about.
         num_unseen = sum([self._num_before[b] - self._batch[b].num_seen for b in drafted_for])
         catch_up, plain, num_drafting = 0.0, self._plain or 0.0, max(1, len(drafted_for))
@@ -220,6 +226,7 @@ class DraftLengthPolicy:
             self._wait = min(self._wait, int(batch * NEW_REQUEST_WAIT * self._doubt * self._stake))
             self._pause = min(self._pause, batch * NEW_REQUEST_PAUSE * self._doubt)
         self._batch = [self._track(request) for request in context.requests]
+        self._has_grammars = any([request.matcher is not None for request in context.requests])
         self.costs = self._costs[all([request.params.is_greedy for request in context.requests])]
         self._decide(context, self._open(before))
         if self._k == 0 and self._plain is not None:
