@@ -407,8 +407,9 @@ class DraftLengthPolicy:
 
     def _probe_plan(self, context: Context) -> tuple[int, float]:
         """Return the K of a probe and the plain rounds that it loses if its drafts are rejected; K = 0 if none is possible."""
-        rows, prices = [b for b, request in enumerate(self._requests) if request.may_draft], self._prices(context)
-        if prices is None or not rows:  # costs were reset since the last decision: measure a plain round first
+        rows = [b for b, request in enumerate(self._requests) if request.may_draft]
+        prices = self._prices(context) if rows else None
+        if prices is None:  # costs were reset since the last decision: measure a plain round first
             return 0, 0.0
         batch, longest = len(self._batch), min(MAX_PROBE, self.max_k)
         worths, nodes = [PROBE_RATE**depth for depth in range(1, longest + 1)], self._nodes(longest)
