@@ -109,7 +109,7 @@ class HeadRunner(ABC, Generic[Head]):
         cache_dtype = linear.arithmetic(head)
         self.cache = KVCache(head.cache_shape, target.max_batch, target.max_len, cache_dtype, target.device)
         self.cache.lookahead = self.lookahead
-        self._keeps_prefixes = target.config.prefix_cache
+        self.cache.keeps_prefixes = target.cache.keeps_prefixes
         self._layouts = Layouts(self.cache, self.device, self._max_len)
         self._rotations: Rotation | None = None  # rotations of the first positions, [S, D]
         self._programs = ProgramRunner(head, lambda _: self._program(), self.cache, target.config.compile)
@@ -125,15 +125,7 @@ class HeadRunner(ABC, Generic[Head]):
 
     def start(self, request: Request) -> int:
         """Start a new request from the longest cached prefix. Return the number of leading tokens whose features are in it."""
-        if not self._keeps_prefixes:
-            return 0
         return self.cache.cached_lens[self.cache.row_for(request.request_id, request.token_ids)]
-
-    def retire(self, request_ids: Sequence[str]) -> None:
-        """Drop finished requests. With the target's ``prefix_cache`` their entries stay, for requests with the same prefix."""
-        if self._keeps_prefixes:
-            self.cache.retire(request_ids)
-        self.cache.release(request_ids)
 
     def _rotation_at(self, like: Tensor, positions: Tensor) -> Rotation:
         """Return cosines and sines [1, T, D] at positions [1, T].

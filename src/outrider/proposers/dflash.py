@@ -95,7 +95,7 @@ class BlockProposer(Proposer):
         return self.head.start(request)
 
     def retire(self, request_ids: Sequence[str]) -> None:
-        self.head.retire(request_ids)
+        self.head.cache.retire(request_ids)
 
     def release(self, request_ids: Sequence[str]) -> None:
         self.head.cache.release(request_ids)

@@ -174,7 +174,7 @@ class HeadProposer(Proposer):
         self.head.prepare()
 
     def retire(self, request_ids: Sequence[str]) -> None:
-        self.head.retire(request_ids)
+        self.head.cache.retire(request_ids)
         self.release(request_ids)
 
     def release(self, request_ids: Sequence[str]) -> None:

@@ -141,6 +141,7 @@ class KVCache(PassThrough):
         super().__init__()
         self.shape, self.max_rows, self.max_len = shape, rows, max_len
         self.dtype, self.device = dtype, device
+        self.keeps_prefixes = True  # whether requests start from the entries of others, finished ones included
         self.lookahead = 0  # tokens after its own that an entry depends on, in the caches of heads that read the next token
         self._row_of: dict[str, int] = {}
         self._texts: dict[str, Sequence[int]] = {}  # token lists of requests with a row, if rows are kept
@@ -206,6 +207,8 @@ class KVCache(PassThrough):
 
     def row_for(self, request_id: str, text: Sequence[int], limit: int | None = None) -> int:
         """Return the request's row; a new request starts with the longest cached prefix of any row, ``limit`` at most."""
+        if not self.keeps_prefixes:
+            return self.row(request_id)
         if request_id in self._row_of:
             self._texts[request_id] = text
             return self._row_of[request_id]
@@ -221,15 +224,16 @@ class KVCache(PassThrough):
         return found
 
     def retire(self, request_ids: Sequence[str]) -> None:
-        """Keep the caches of finished requests until their rows are needed."""
+        """Forget finished requests. With ``keeps_prefixes`` their caches are kept until the rows are needed."""
         for request_id in request_ids:
             text, row = self._texts.get(request_id), self._row_of.get(request_id)
             if text is not None and row is not None and self.cached_lens[row] >= SHARED:
                 del self._row_of[request_id]
                 self._kept[row] = list(text[: self.cached_lens[row] + self.lookahead])
+        self.release(request_ids)
 
     def longest_prefix(self, text: Sequence[int]) -> tuple[int | None, int]:
-        """Return the row with the most entries for a common prefix without the last token, and their number."""
+        """Return the row with the most entries for a common prefix without the last token, if any, and their number."""
         ahead = self.lookahead
         held: list[tuple[int, Sequence[int]]] = [*self._kept.items()]
         held += [(self._row_of[name], known) for name, known in self._texts.items() if name in self._row_of]

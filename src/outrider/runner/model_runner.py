@@ -69,6 +69,7 @@ class ModelRunner:
         self.takes_trees = not shape.states.kinds and not shape.by_request  # states and models' own masks allow one path only
         self.max_len = self.cache.max_len  # lower if limited by memory
         self._long_texts = settle_longrope(model, self.max_len, config.max_batch)
+        self.cache.keeps_prefixes = config.prefix_cache and self._long_texts is None
         if self._long_texts is not None:
             self.cache.on_compact = self._long_texts.keep_rows
         self.layouts = Layouts(self.cache, device, self.max_len)
@@ -228,25 +229,20 @@ class ModelRunner:
 
     def retire(self, request_ids: Sequence[str]) -> None:
         """Forget requests that finished. With ``prefix_cache`` their tokens stay cached for requests with the same prefix."""
-        if self.config.prefix_cache and self._long_texts is None:
-            self.cache.retire(request_ids)
-        self.release(request_ids)
+        self._read.forget(request_ids)
+        self.cache.retire(request_ids)
 
     def admit(self, request_id: str, num_tokens: int) -> bool:
         """Reserve memory for a sequence of that length; return False if it does not fit."""
         return self.cache.admit(request_id, num_tokens)
 
     def start(self, request_id: str, text: Sequence[int], limit: int) -> None:
-        """Start a new request from the longest cached prefix of its text, ``limit`` tokens at most.
-
-        Only needed where hidden states will be reported: those of cached tokens are not. Others start from all of the prefix.
-        """
-        if self.config.prefix_cache and self._long_texts is None:
-            self.cache.row_for(request_id, text, limit)
+        """Start a new request, whose hidden states before token ``limit`` are not needed, from a cached prefix not longer."""
+        self.cache.row_for(request_id, text, limit)
 
     def num_cached(self, text: Sequence[int]) -> int:
         """Return the length of the longest cached prefix that a new request with this text could start from."""
-        return self.cache.longest_prefix(text)[1] if self.config.prefix_cache and self._long_texts is None else 0
+        return self.cache.longest_prefix(text)[1]
 
     @torch.inference_mode()
     def prefill(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], hidden: tuple[int, ...] = ()) -> list[bool]:
@@ -447,14 +443,11 @@ class ModelRunner:
 
     def _rows(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], hidden: tuple[int, ...]) -> list[int]:
         """Return the requests' rows. A new request starts from the longest cached prefix; with ``hidden`` see ``start``."""
-        pairs = zip(request_ids, texts, strict=True)
+        pairs, cache = zip(request_ids, texts, strict=True), self.cache
+        rows = [cache.row(request_id) if hidden else cache.row_for(request_id, text) for request_id, text in pairs]
         if self._long_texts is not None:
-            rows = [self.cache.row(request_id) for request_id in request_ids]
             self._long_texts.settle(rows, texts, self.cache.cached_lens)
-            return rows
-        if self.config.prefix_cache and not hidden:
-            return [self.cache.row_for(request_id, text) for request_id, text in pairs]
-        return [self.cache.row(request_id) for request_id in request_ids]
+        return rows
 
     def pass_cost(
         self,
