@@ -270,10 +270,10 @@ class Engine:
     def _start(self, request: Request) -> None:
         """Start a new request from a cached prefix, whose hidden states are not computed again.
 
-        One that rounds would not draft for at present is left out of drafting if it can then start from more.
+        One for which drafts would not pay is left out of drafting if it can then start from more.
         """
         text, limit = request.token_ids, self._guard.start(request)
-        if not self.policy.drafts and self.runner.num_cached(text) > limit:
+        if self.runner.num_cached(text) > limit and self.policy.declines(request, len(self.scheduler.running)):
             request.may_draft, limit = False, len(text) - 1
         self.runner.start(request.request_id, text, limit)
 

@@ -152,7 +152,10 @@ class LLM:
         return self._run(self._jobs(prompts, params))
 
     def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Generation:
-        """Generate the assistant's next message. For streaming, use ``llm.stream(llm.chat_prompt(messages))``."""
+        """Generate the assistant's next message. For streaming, use ``llm.stream(llm.chat_prompt(messages))``.
+
+        With ``LLM(prefix_cache=True)`` the conversation stays in the cache, so that a turn processes only what is new.
+        """
         return self.generate(self.chat_prompt(messages), params)[0]
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from outrider.types import Context, DraftPrices, OutriderError, Round
+from outrider.types import Context, DraftPrices, OutriderError, Request, Round
 
 
 class LengthPolicy(Protocol):
@@ -16,9 +16,8 @@ class LengthPolicy(Protocol):
         """Return what a further draft of this round must bring; None: as many drafts as requested are made."""
         ...
 
-    @property
-    def drafts(self) -> bool:
-        """Return whether rounds draft at present, for requests without their own K."""
+    def declines(self, request: Request, batch: int) -> bool:
+        """Return whether drafts are not expected to pay for a new request without its own K, in a batch of this size."""
         ...
 
     def next_lengths(self, context: Context) -> list[int]:
@@ -48,7 +47,10 @@ class FixedLength:
     def __init__(self, k: int) -> None:
         if k < 0:
             raise OutriderError(f"invalid number of draft tokens {k}: expected 0 or more")
-        self.k, self.drafts = k, k > 0
+        self.k = k
+
+    def declines(self, request: Request, batch: int) -> bool:
+        return self.k == 0
 
     def next_lengths(self, context: Context) -> list[int]:
         return [self.k] * len(context.requests)

@@ -39,6 +39,8 @@ MAX_DOUBT = 8  # maximum factor of these, after unsuccessful probes
 PROBE_RATE = 0.8  # acceptance assumed for the length of a probe, at most MAX_PROBE
 MAX_PROBE = 4
 
+MAX_DECLINED = 64  # maximum of new requests in a row that are left out of drafting for their cached prefix
+
 EXPLORATION_SHARE = 0.02  # share of all time that may be lost
 FIRST_BUDGET, MAX_BUDGET = 4.0, 6.0  # in plain rounds: initial and maximum
 
@@ -106,6 +108,7 @@ class DraftLengthPolicy:
         self._requests: tuple[Request, ...] = ()
         self._batch: list[Track] = []
         self._has_grammars = False
+        self._num_declined, self._next_declined = 0, 1  # new requests declined in a row, and to decline before one is let in
         self._lens: list[int] = []  # decided lengths
         self._num_before: list[int] = []  # committed tokens per request before the round
         self._tried: list[int] = []  # requests for which a single draft is tried this round, though none was decided on
@@ -133,10 +136,15 @@ class DraftLengthPolicy:
         has_own = any([request.num_draft_tokens is not None for request in self._requests])
         return None if has_own else self._draft_prices
 
-    @property
-    def drafts(self) -> bool:
-        """Return whether rounds draft at present, as they do until plain decoding is measured."""
-        return self._plain is None or self._k > 0
+    def declines(self, request: Request, batch: int) -> bool:
+        """See ``LengthPolicy``. One is let in after 1, 2, 4, ... requests that were not, in case acceptance has changed."""
+        if self._pays(request, batch):
+            self._num_declined, self._next_declined = 0, 1
+        elif self._num_declined == self._next_declined:
+            self._num_declined, self._next_declined = 0, min(2 * self._next_declined, MAX_DECLINED)
+        else:
+            self._num_declined += 1
+        return self._num_declined > 0
 
     def next_lengths(self, context: Context) -> list[int]:
         """Return the drafts to request in this round, per request."""
@@ -211,6 +219,16 @@ class DraftLengthPolicy:
         """Remove requests that ended; shared estimates stay."""
         for request_id in request_ids:
             self._tracks.pop(request_id, None)
+
+    def _pays(self, request: Request, batch: int) -> bool:
+        """Return whether drafts for a batch of requests like this one are expected to pay; True while costs are unknown."""
+        prices = self._costs[request.params.is_greedy].prices(batch, len(request.token_ids))
+        if prices is None:
+            return True
+        longest = min(2 * self._reach + 1, self.max_k)
+        worths = self._track(request).worths([OPTIMISTIC_RATE] * longest, longest)
+        shares = Shares([worths] * batch, [1.0] * batch, self._nodes(longest), [0.0] * batch, prices)
+        return shares.best_together([k for k in self._lengths if 0 < k <= longest])[0] > batch / prices.plain
 
     # --- learning
     # ---------------------------------------------------------------------------------------------------------------
