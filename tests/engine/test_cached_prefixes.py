@@ -133,6 +133,16 @@ def test_a_request_that_would_not_be_drafted_for_takes_the_whole_prefix():
     assert proposer.num_received == 0
 
 
+def test_a_request_with_its_own_k_is_drafted_for_where_others_would_not_be():
+    engine, proposer, _ = prepared(policy=FixedLength(0))
+    (first,) = conversation(engine, turns=1)
+    second = make_request("second", [*first.token_ids, 3, 5], max_tokens=12)
+    second.num_draft_tokens = 3
+    run(engine, [second])
+    assert second.may_draft and engine.stats.num_accepted > 5 and engine.stats.faults == 0
+    assert proposer.num_received > len(first.token_ids)  # it had read nothing of the first turn
+
+
 def test_a_proposer_that_fails_at_the_start_reads_nothing_more():
     engine, proposer, _ = prepared()
     conversation(engine, turns=1)
