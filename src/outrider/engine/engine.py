@@ -273,9 +273,9 @@ class Engine:
         One for which drafts would not pay is left out of drafting if it can then start from more.
         """
         text, limit = request.token_ids, self._guard.start(request)
-        if request.num_draft_tokens is None and self.runner.num_cached(text) > limit:
-            if self.policy.declines(request, len(self.scheduler.running)):
-                request.may_draft, limit = False, len(text) - 1
+        is_free = request.num_draft_tokens is None and self.runner.num_cached(text) > limit
+        if is_free and self.policy.declines(request, len(self.scheduler.running)):
+            request.may_draft, limit = False, len(text) - 1
         self.runner.start(request.request_id, text, limit)
 
     def _fork(self, entry: Entry) -> None:
