@@ -117,7 +117,8 @@ def test_a_sample_of_a_prompt_that_began_with_a_cached_prefix():
     assert engine.stats.faults == 0
 
 
-def test_a_request_that_would_not_be_drafted_for_takes_the_whole_prefix():
+def test_a_request_that_would_not_be_drafted_for_takes_the_whole_prefix(monkeypatch):
+    monkeypatch.setattr("outrider.engine.engine.MUCH_CACHED", 1)
     engine, proposer, runner = prepared(policy=FixedLength(0))
     read = []
     score = runner.score
@@ -133,7 +134,14 @@ def test_a_request_that_would_not_be_drafted_for_takes_the_whole_prefix():
     assert proposer.num_received == 0
 
 
-def test_a_request_with_its_own_k_is_drafted_for_where_others_would_not_be():
+def test_drafts_are_not_given_up_for_a_few_cached_tokens():
+    engine, _, _ = prepared(policy=FixedLength(0))
+    asked = conversation(engine)
+    assert len(asked[-1].token_ids) < 64 and all([request.may_draft for request in asked])
+
+
+def test_a_request_with_its_own_k_is_drafted_for_where_others_would_not_be(monkeypatch):
+    monkeypatch.setattr("outrider.engine.engine.MUCH_CACHED", 1)
     engine, proposer, _ = prepared(policy=FixedLength(0))
     (first,) = conversation(engine, turns=1)
     second = make_request("second", [*first.token_ids, 3, 5], max_tokens=12)

@@ -86,3 +86,13 @@ def test_a_conversation_is_not_read_again(method):
     assert texts[0] == texts[1]
     if "suffix" not in method:  # it drafts in a request's first round if its prompt is cached
         assert drafts[0] == drafts[1]
+
+
+def test_each_sample_of_a_prompt_can_be_continued_from_the_cache():
+    llm = LLM(method="mtp:max_nodes=8", num_draft_tokens=3, prefix_cache=True, max_batch=4, **OPTIONS)
+    prompt = llm.encode(PROMPTS[2])
+    params = SamplingParams(max_tokens=30, n=3, temperature=0.9, seed=1, ignore_eos=True)
+    for sample in llm.generate([prompt], params)[0].outputs:
+        before, text = llm.runner.cache.num_reused, [*prompt, *sample.token_ids, 5]
+        llm.generate([text], SamplingParams(max_tokens=1))
+        assert llm.runner.cache.num_reused - before > len(text) - 8  # the last round's tokens are not in the head's cache

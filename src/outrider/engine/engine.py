@@ -31,6 +31,8 @@ from outrider.verifiers.base import Verifier
 
 logger = logging.getLogger(__name__)
 
+MUCH_CACHED = 64  # cached tokens for which a request gives up drafts that would not pay; reading fewer takes a few rounds
+
 
 @dataclass(frozen=True, slots=True)
 class Observation:
@@ -270,11 +272,11 @@ class Engine:
     def _start(self, request: Request) -> None:
         """Start a new request from a cached prefix, whose hidden states are not computed again.
 
-        One for which drafts would not pay is left out of drafting if it can then start from more.
+        One for which drafts would not pay is left out of drafting if it can then start from much more.
         """
         text, limit = request.token_ids, self._guard.start(request)
-        is_free = request.num_draft_tokens is None and self.runner.num_cached(text) > limit
-        if is_free and self.policy.declines(request, len(self.scheduler.running)):
+        saves_much = request.num_draft_tokens is None and self.runner.num_cached(text) - limit >= MUCH_CACHED
+        if saves_much and self.policy.declines(request, len(self.scheduler.running)):
             request.may_draft, limit = False, len(text) - 1
         self.runner.start(request.request_id, text, limit)
 

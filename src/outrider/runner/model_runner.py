@@ -443,8 +443,8 @@ class ModelRunner:
 
     def _rows(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], hidden: tuple[int, ...]) -> list[int]:
         """Return the requests' rows. A new request starts from the longest cached prefix; with ``hidden`` see ``start``."""
-        pairs, cache = zip(request_ids, texts, strict=True), self.cache
-        rows = [cache.row(request_id) if hidden else cache.row_for(request_id, text) for request_id, text in pairs]
+        limit = 0 if hidden else None
+        rows = [self.cache.row_for(request_id, text, limit) for request_id, text in zip(request_ids, texts, strict=True)]
         if self._long_texts is not None:
             self._long_texts.settle(rows, texts, self.cache.cached_lens)
         return rows
