@@ -527,6 +527,14 @@ def test_the_likeliest_tokens_of_an_invalid_row_have_no_probability(
     assert torch.equal(probs.isnan().all(-1), torch.tensor([[False, True], [False, True]]))
 
 
+def test_a_row_that_overflows_at_its_temperature_is_invalid() -> None:
+    shaping = Shaping([SamplingParams(temperature=1e-6, top_p=0.9)], 40, torch.device("cpu"))
+    logits = torch.zeros(1, 1, 40)
+    logits[0, 0, 3] = 1e34
+    assert shaping.choose(logits, [1], [1])[1] == [0]
+    assert shaping.likeliest(logits, [1], 2)[1].isnan().all()
+
+
 def test_a_token_that_truncation_removes_is_not_chosen() -> None:
     """Of two probabilities that are equal after rounding top-p keeps the first, although the second has the higher logit."""
     logits = torch.full((1, 1, 40), -20.0)

@@ -42,8 +42,8 @@ class RequestFault(OutriderError):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One running generation. Only the scheduler appends to ``token_ids``, and only the draft-length policy clears
-    ``may_draft``; all other code only reads it.
+    """One running generation. Only the scheduler appends to ``token_ids``, and only the engine and the draft-length
+    policy clear ``may_draft``; all other code only reads them.
     """
 
     request_id: str
@@ -171,12 +171,12 @@ class Context:
         return self if prices is None else replace(self, prices=prices)
 
 
-def spread(values: Tensor, rows: Sequence[int], batch: int) -> Tensor:
-    """Scatter values [A, ...] of the requests ``rows`` to [B, ...]; the other rows are zero."""
+def spread(values: Tensor, rows: Sequence[int], batch: int, fill: int = 0) -> Tensor:
+    """Scatter values [A, ...] of the requests ``rows`` to [B, ...]; the other rows are ``fill``."""
     if len(rows) == batch:
         return values
     index = torch.tensor(rows, device=values.device)
-    return values.new_zeros(batch, *values.shape[1:]).index_copy_(0, index, values)
+    return values.new_full((batch, *values.shape[1:]), fill).index_copy_(0, index, values)
 
 
 def ancestor_matrix(parents: Tensor) -> Tensor:

@@ -117,9 +117,16 @@ def test_a_sample_of_a_prompt_that_began_with_a_cached_prefix():
     assert engine.stats.faults == 0
 
 
-def test_a_request_that_would_not_be_drafted_for_takes_the_whole_prefix(monkeypatch):
-    monkeypatch.setattr("outrider.engine.engine.MUCH_CACHED", 1)
-    engine, proposer, runner = prepared(policy=FixedLength(0))
+class Declining(FixedLength):
+    """Takes no request that could start from more of a cached prefix."""
+
+    def start(self, request, batch, num_read, num_saved):
+        self.told = batch, num_read, num_saved
+        return num_saved == 0
+
+
+def test_a_request_that_does_not_take_part_in_drafting_takes_the_whole_prefix():
+    engine, proposer, runner = prepared(policy=Declining(0))
     read = []
     score = runner.score
 
@@ -134,21 +141,34 @@ def test_a_request_that_would_not_be_drafted_for_takes_the_whole_prefix(monkeypa
     assert proposer.num_received == 0
 
 
-def test_drafts_are_not_given_up_for_a_few_cached_tokens():
-    engine, _, _ = prepared(policy=FixedLength(0))
-    asked = conversation(engine)
-    assert len(asked[-1].token_ids) < 64 and all([request.may_draft for request in asked])
+def test_the_policy_is_told_what_the_proposer_has_read_and_what_the_target_could_take():
+    policy = Declining(3)
+    policy.start = lambda *told: asked.append(told[1:]) or True
+    engine, proposer, _ = prepared(policy=policy)
+    asked = []
+    (first,) = conversation(engine, turns=1)
+    num_read = len(proposer.kept[0][1])
+    run(engine, [make_request("second", [*first.token_ids, 3, 5], max_tokens=12)])
+    assert asked == [(1, 0, 0), (1, num_read, len(first.token_ids) - 1 - num_read)]
 
 
-def test_a_request_with_its_own_k_is_drafted_for_where_others_would_not_be(monkeypatch):
-    monkeypatch.setattr("outrider.engine.engine.MUCH_CACHED", 1)
-    engine, proposer, _ = prepared(policy=FixedLength(0))
+def test_a_request_with_its_own_k_is_drafted_for_where_others_would_not_be():
+    engine, proposer, _ = prepared(policy=Declining(0))
     (first,) = conversation(engine, turns=1)
     second = make_request("second", [*first.token_ids, 3, 5], max_tokens=12)
     second.num_draft_tokens = 3
     run(engine, [second])
     assert second.may_draft and engine.stats.num_accepted > 5 and engine.stats.faults == 0
     assert proposer.num_received > len(first.token_ids)  # it had read nothing of the first turn
+
+
+def test_no_drafts_are_requested_before_there_are_hidden_states():
+    """Otherwise the policy would learn that the proposer makes none."""
+    engine, _, _ = prepared()
+    rounds = []
+    engine.observer = lambda seen: rounds.append((seen.result.context.request_ids[0], seen.result.k))
+    conversation(engine, turns=2)
+    assert [k for name, k in rounds if name == "turn 1"][:2] == [0, 3]
 
 
 def test_a_proposer_that_fails_at_the_start_reads_nothing_more():

@@ -70,15 +70,16 @@ def test_a_useless_draft_is_rarely_requested():
     assert 1 <= sum(k > 0 for k in policy.requested) < 0.04 * len(policy.requested)
 
 
-def test_new_requests_are_declined_only_where_drafts_do_not_pay_and_not_for_long():
-    def declined(text: Text, batch: int, calls: int) -> str:
+def test_new_requests_are_left_out_only_where_drafts_do_not_pay_and_not_for_long():
+    def taken(text: Text, batch: int, calls: int, num_saved: int = 500) -> str:
         policy = recorded(Cell(EMBEDDED, text, lengths=(256, 256))).inner
         request = Request("new", [0] * 50, 50, SamplingParams(), 0, torch.Generator())
-        return "".join("yes " if policy.declines(request, batch) else "no " for _ in range(calls))
+        return "".join("yes " if policy.start(request, batch, 0, num_saved) else "no " for _ in range(calls))
 
-    assert declined(Text((0.9,)), 1, 3) == "no " * 3
-    assert declined(Text((0.02,)), 1, 12) == "yes no yes yes no yes yes yes yes no yes yes "
-    assert declined(Text((0.02,)), 4, 3) == "no " * 3  # nothing is known of batches of this size
+    assert taken(Text((0.9,)), 1, 3) == "yes " * 3
+    assert taken(Text((0.02,)), 1, 12) == "no yes no no yes no no no no yes no no "
+    assert taken(Text((0.02,)), 1, 3, num_saved=20) == "yes " * 3  # that costs little
+    assert taken(Text((0.02,)), 4, 3) == "yes " * 3  # nothing is known of batches of this size
 
 
 @pytest.mark.parametrize("forced", [(6, 4), (1, 3), (3, 1, 12, 20)])

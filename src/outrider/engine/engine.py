@@ -31,8 +31,6 @@ from outrider.verifiers.base import Verifier
 
 logger = logging.getLogger(__name__)
 
-MUCH_CACHED = 64  # cached tokens for which a request gives up drafts that would not pay; reading fewer takes a few rounds
-
 
 @dataclass(frozen=True, slots=True)
 class Observation:
@@ -157,7 +155,8 @@ class Engine:
     def _lengths(self, batch: Batch) -> list[int]:
         """Return K for each request: its own, or the policy's.
 
-        K is 0 for a request whose prompt is prefilled in this round, because drafts would delay its first token.
+        K is 0 for a request whose prompt is prefilled in this round, because drafts would delay its first token, and in its first
+        round if the proposer needs hidden states, because there are none yet.
         """
         lengths = self.policy.next_lengths(batch.context)
         requests = batch.context.requests
@@ -169,6 +168,8 @@ class Engine:
             lengths = [min(length, self.runner.max_drafts) for length in lengths]
         if batch.is_prefill:
             prefilled = self.runner.is_prefilled(batch.context.request_ids, [request.token_ids for request in requests])
+            if self._hidden:
+                prefilled = [entry.state is State.DECODE for entry in batch.entries]
             lengths = [length if is_prefilled else 0 for length, is_prefilled in zip(lengths, prefilled, strict=True)]
         return lengths
 
@@ -270,15 +271,12 @@ class Engine:
         return failed
 
     def _start(self, request: Request) -> None:
-        """Start a new request from a cached prefix, whose hidden states are not computed again.
-
-        One for which drafts would not pay is left out of drafting if it can then start from much more.
-        """
-        text, limit = request.token_ids, self._guard.start(request)
-        saves_much = request.num_draft_tokens is None and self.runner.num_cached(text) - limit >= MUCH_CACHED
-        if saves_much and self.policy.declines(request, len(self.scheduler.running)):
-            request.may_draft, limit = False, len(text) - 1
-        self.runner.start(request.request_id, text, limit)
+        """Start a new request from a cached prefix: the target computes only the hidden states that the proposer lacks."""
+        text, num_read = request.token_ids, self._guard.start(request)
+        if request.may_draft and request.num_draft_tokens is None:
+            num_saved = max(self.runner.num_cached(text) - num_read, 0)
+            request.may_draft = self.policy.start(request, len(self.scheduler.running), num_read, num_saved)
+        self.runner.start(request.request_id, text, num_read if request.may_draft else len(text) - 1)
 
     def _fork(self, entry: Entry) -> None:
         """If the prompt is already cached for another request, copy that cache."""
@@ -289,7 +287,7 @@ class Engine:
             request.may_draft = source.request.may_draft  # hidden states of the prompt are kept for both or for neither
         if not self._guard.fork(entry.fork_of, request):
             return
-        if self._hidden:  # those of the prompt begin where its request started from a cached prefix
+        if self._hidden:  # the proposer must have what was cached when the source began: no hidden states of it are known
             self._guard.start(request)
         # The last prompt token is scored again, for this sample's first token.
         if self.runner.fork(entry.fork_of, request.request_id, request.num_prompt_tokens - 1):

@@ -72,7 +72,7 @@ class FeatureStore:
         self._prompts.setdefault(request_id, None)
 
     def fork(self, source_id: str, request: Request) -> bool:
-        """Give a new request those of the shared prompt, except of its last token. False if they are missing."""
+        """Give a new request those of the shared prompt that were computed, except of its last token. False without any yet."""
         prompt = self._prompts.get(source_id)
         if prompt is None:
             return not self.layers

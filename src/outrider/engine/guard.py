@@ -117,14 +117,14 @@ class GuardedProposer:
             self._features.share(request_id)
 
     def start(self, request: Request) -> int:
-        """See ``Proposer.start``; the whole prompt for a request without drafts, of which no hidden states are read."""
+        """See ``Proposer.start``; the whole prompt for a request without drafts, whose hidden states are not needed."""
         if not _may_draft(request):
             return len(request.token_ids) - 1
         try:
             return self._proposer.start(request)
         except Exception as error:
             self._pause_at_fault([request], error)
-            return 0
+            return len(request.token_ids) - 1
 
     def fork(self, source_id: str, request: Request) -> bool:
         """Return whether a request can start from another's cached prompt: the hidden states that it needs are available."""

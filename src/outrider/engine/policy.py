@@ -16,14 +16,19 @@ class LengthPolicy(Protocol):
         """Return what a further draft of this round must bring; None: as many drafts as requested are made."""
         ...
 
-    def declines(self, request: Request, batch: int) -> bool:
-        """Return whether drafts are not expected to pay for a new request without its own K, in a batch of this size."""
+    def start(self, request: Request, batch: int, num_read: int, num_saved: int) -> bool:
+        """Start a new request without its own K, before its first round. Return whether it takes part in drafting.
+
+        Called if the proposer needs hidden states. It has read ``num_read`` tokens of an earlier request with this prefix. The
+        target has cached ``num_saved`` more, which it must process again if the request takes part. ``batch``: the running
+        requests, with this one.
+        """
         ...
 
     def next_lengths(self, context: Context) -> list[int]:
         """Return K for each request of this round; 0 for all of them is plain decoding.
 
-        It may clear ``may_draft`` of a request in its first round: K is 0 then until the request ends.
+        It may clear ``may_draft`` of a request in its first round, as if ``start`` had returned False: K is 0 until it ends.
         """
         ...
 
@@ -49,8 +54,8 @@ class FixedLength:
             raise OutriderError(f"invalid number of draft tokens {k}: expected 0 or more")
         self.k = k
 
-    def declines(self, request: Request, batch: int) -> bool:
-        return self.k == 0
+    def start(self, request: Request, batch: int, num_read: int, num_saved: int) -> bool:
+        return self.k > 0
 
     def next_lengths(self, context: Context) -> list[int]:
         return [self.k] * len(context.requests)

@@ -384,14 +384,17 @@ void visit_noisy(const T* row, const T* probs, int64_t size, T temperature, uint
 }
 
 // softmax(row / temperature) of the tokens that truncation keeps, in scratch[0]; null if it keeps all. `first`: a token of the highest
-// value, set to one that is kept.
+// value, set to one that is kept, or to -1 if the row is invalid at this temperature.
 template <typename T>
 const T* kept_probs(const T* row, int64_t size, const double* setting, std::vector<T>* scratch, int64_t* first) {
   if (!truncates(setting)) return nullptr;
   scratch[0].resize(size);
   scratch[1].resize(size + 1);
   T* const probs = scratch[0].data();
-  softmax_row(row, probs, size, static_cast<T>(setting[0]));
+  if (!softmax_row(row, probs, size, static_cast<T>(setting[0]))) {
+    *first = -1;
+    return nullptr;
+  }
   truncate_row(probs, size, static_cast<int64_t>(setting[1]), setting[2], setting[3], scratch[1], scratch[2]);
   // Almost equal values can have the same probability, of which only that of the lower id is kept.
   if (!(probs[*first] > 0)) *first = std::max_element(probs, probs + size) - probs;
@@ -406,12 +409,19 @@ int64_t choose_in(const T* row, int64_t size, const double* setting, uint64_t ke
   if (first < 0 || setting[0] == 0) return first;
   const T temperature = static_cast<T>(setting[0]);
   const T* const probs = kept_probs(row, size, setting, scratch, &first);
+  if (first < 0) return -1;
   Best<T> best{row[first] / temperature + static_cast<T>(noise_of(noise_word(key, first))), first};
   visit_noisy(row, probs, size, temperature, key, best.value, [&](const Best<T>& found) {
     best = std::min(best, found);
     return best.value;
   });
   return best.token;
+}
+
+// The result for a row with NaN, +inf or only -inf.
+template <typename T>
+void invalid(int64_t top_k, std::vector<Best<T>>& found) {
+  for (int64_t k = 0; k < top_k; ++k) found.push_back({std::numeric_limits<T>::quiet_NaN(), k});
 }
 
 // The probability of token `best`, a highest of the row, in softmax(row): the reciprocal of the sum.
@@ -448,6 +458,7 @@ template <typename T>
 void likeliest_noisy(const T* row, int64_t size, const double* setting, uint64_t key, int64_t top_k, int64_t num_noisy, int64_t first,
                      std::vector<Best<T>>& found, std::vector<T>* scratch) {
   const T* const probs = kept_probs(row, size, setting, scratch, &first);
+  if (first < 0) return invalid(top_k, found);
   const T lowest = -std::numeric_limits<T>::infinity();
   visit_noisy(row, probs, size, static_cast<T>(setting[0]), key, lowest, [&](const Best<T>& candidate) {  // a heap, the last in order first
     if (static_cast<int64_t>(found.size()) < num_noisy || candidate < found.front()) {
@@ -548,7 +559,7 @@ std::tuple<at::Tensor, at::Tensor> likeliest(const at::Tensor& scores, const at:
         const int64_t first = first_peak(row, size);
         found.clear();
         if (first < 0)
-          for (int64_t k = 0; k < top_k; ++k) found.push_back({std::numeric_limits<scalar_t>::quiet_NaN(), k});
+          invalid(top_k, found);
         else if (keys.empty() || own[0] == 0)
           likeliest_in(row, size, top_k, first, found, scratch);
         else

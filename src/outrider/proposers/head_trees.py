@@ -193,9 +193,9 @@ class _Round:
         self.limits = [min(k, context.limits[b]) for b in able]
         self.is_whole = len(able) == self.batch
 
-    def spread(self, values: Tensor) -> Tensor:
-        """[A, ...] -> [B, ...]."""
-        return spread(values, self.able, self.batch)
+    def spread(self, values: Tensor, fill: int = 0) -> Tensor:
+        """[A, ...] -> [B, ...]; the rows of other requests are ``fill``."""
+        return spread(values, self.able, self.batch, fill)
 
     def pick(self, values: Tensor) -> Tensor:
         """[B, ...] -> [A, ...]."""
@@ -223,7 +223,7 @@ def _confident_tree(head: RolloutRunner, round_: _Round, root: Step, top_k: int,
     step = root.view(num_able, 1)  # [A, W]
     for depth in range(1, round_.k + 1):
         first_node = nodes.shape[1] - step.logits.shape[1]  # of the level, in ``nodes``; -1: the root
-        logits, drafts, above = (round_.spread(each) for each in (step.logits, nodes, parents))
+        logits, drafts, above = round_.spread(step.logits), round_.spread(nodes), round_.spread(parents, fill=-1)
         most = min(top_k, logits.shape[-1])
         best = round_.sampler.likeliest(logits, most, drafts, above, first_node + 1)
         children, confidences = map(round_.pick, best)  # [A, W, top_k] each

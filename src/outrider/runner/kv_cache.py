@@ -212,7 +212,7 @@ class KVCache(PassThrough):
         if request_id in self._row_of:
             self._texts[request_id] = text
             return self._row_of[request_id]
-        row, length = self.longest_prefix(text if limit is None else text[: limit + 1])
+        row, length = self.longest_prefix(text, limit)
         self.num_looked_up += len(text)
         if row is None:
             found = self.row(request_id)
@@ -232,14 +232,18 @@ class KVCache(PassThrough):
                 self._kept[row] = list(text[: self.cached_lens[row] + self.lookahead])
         self.release(request_ids)
 
-    def longest_prefix(self, text: Sequence[int]) -> tuple[int | None, int]:
-        """Return the row with the most entries for a common prefix without the last token, if any, and their number."""
+    def longest_prefix(self, text: Sequence[int], limit: int | None = None) -> tuple[int | None, int]:
+        """Return the row with the most entries for a common prefix without the last token, if any, and their number.
+
+        ``limit``: maximum of entries.
+        """
         ahead = self.lookahead
+        longest_text = len(text) - 1 if limit is None else min(len(text) - 1, limit + ahead)
         held: list[tuple[int, Sequence[int]]] = [*self._kept.items()]
         held += [(self._row_of[name], known) for name, known in self._texts.items() if name in self._row_of]
         best, longest = None, SHARED - 1
         for row, known in held:
-            most = min(len(known), self.cached_lens[row] + ahead, len(text) - 1)
+            most = min(len(known), self.cached_lens[row] + ahead, longest_text)
             least = longest + 1 + ahead
             if most >= least:
                 if list(known[:least]) != list(text[:least]):

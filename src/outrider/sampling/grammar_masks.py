@@ -115,5 +115,5 @@ def path_to(node: int, drafts: Sequence[int], parents: Sequence[int] | None) -> 
     path = []
     while node >= 0:
         path.append(drafts[node])
-        node = parents[node]
+        node = min(parents[node], node - 1)  # rows of requests without drafts are undefined
     return path[::-1]

@@ -39,7 +39,8 @@ MAX_DOUBT = 8  # maximum factor of these, after unsuccessful probes
 PROBE_RATE = 0.8  # acceptance assumed for the length of a probe, at most MAX_PROBE
 MAX_PROBE = 4
 
-MAX_DECLINED = 64  # maximum of new requests in a row that are left out of drafting for their cached prefix
+MUCH_SAVED = 64  # tokens of a cached prefix for which a request may be left out of drafting; fewer cost little to process again
+MAX_LEFT_OUT = 64  # such requests in a row
 
 EXPLORATION_SHARE = 0.02  # share of all time that may be lost
 FIRST_BUDGET, MAX_BUDGET = 4.0, 6.0  # in plain rounds: initial and maximum
@@ -55,6 +56,7 @@ class Track:
     shared: Acceptance  # shared by requests with its temperature
     own: Acceptance
     num_seen: int = 0  # committed tokens at the last call of the proposer
+    is_new: bool = True  # no round of it has begun
     rest: int = FIRST_PAUSE  # rounds until a draft for it is tried again while others draft
     pause: int = FIRST_PAUSE  # initial value of that rest
     # Decaying counts: rows that a grammar forced, all other tokens of these rounds; the proposer's drafts, those not forced.
@@ -108,7 +110,7 @@ class DraftLengthPolicy:
         self._requests: tuple[Request, ...] = ()
         self._batch: list[Track] = []
         self._has_grammars = False
-        self._num_declined, self._next_declined = 0, 1  # new requests declined in a row, and to decline before one is let in
+        self._num_left_out, self._most_left_out = 0, 1  # new requests left out in a row, and how many before one is let in
         self._lens: list[int] = []  # decided lengths
         self._num_before: list[int] = []  # committed tokens per request before the round
         self._tried: list[int] = []  # requests for which a single draft is tried this round, though none was decided on
@@ -136,15 +138,18 @@ class DraftLengthPolicy:
         has_own = any([request.num_draft_tokens is not None for request in self._requests])
         return None if has_own else self._draft_prices
 
-    def declines(self, request: Request, batch: int) -> bool:
-        """See ``LengthPolicy``. One is let in after 1, 2, 4, ... requests that were not, in case acceptance has changed."""
+    def start(self, request: Request, batch: int, num_read: int, num_saved: int) -> bool:
+        """See ``LengthPolicy``. Where drafts would not pay, 1, 2, 4, ... requests with a long prefix in a row are left out."""
+        self._track(request).num_seen = num_read
+        if num_saved < MUCH_SAVED:
+            return True
         if self._pays(request, batch):
-            self._num_declined, self._next_declined = 0, 1
-        elif self._num_declined == self._next_declined:
-            self._num_declined, self._next_declined = 0, min(2 * self._next_declined, MAX_DECLINED)
+            self._num_left_out, self._most_left_out = 0, 1
+        elif self._num_left_out == self._most_left_out:  # let one in, in case acceptance has changed
+            self._num_left_out, self._most_left_out = 0, min(2 * self._most_left_out, MAX_LEFT_OUT)
         else:
-            self._num_declined += 1
-        return self._num_declined > 0
+            self._num_left_out += 1
+        return self._num_left_out == 0
 
     def next_lengths(self, context: Context) -> list[int]:
         """Return the drafts to request in this round, per request."""
@@ -238,12 +243,14 @@ class DraftLengthPolicy:
         decided = dict(zip([request.request_id for request in self._requests], self._lens, strict=False))
         before = [decided.get(request.request_id, self._k) for request in context.requests]
         self._requests = context.requests
-        fresh = [b for b, request in enumerate(context.requests) if request.request_id not in self._tracks]
+        self._batch = [self._track(request) for request in context.requests]
+        fresh = [b for b, track in enumerate(self._batch) if track.is_new]
+        for b in fresh:
+            self._batch[b].is_new = False
         if fresh:
             batch = len(context.requests)  # a new request matters less in a large batch
             self._wait = min(self._wait, int(batch * NEW_REQUEST_WAIT * self._doubt * self._stake))
             self._pause = min(self._pause, batch * NEW_REQUEST_PAUSE * self._doubt)
-        self._batch = [self._track(request) for request in context.requests]
         self._has_grammars = any([request.matcher is not None for request in context.requests])
         self.costs = self._costs[all([request.params.is_greedy for request in context.requests])]
         self._decide(context, self._open(before))
