@@ -204,3 +204,9 @@ def test_an_output_that_exceeds_a_limit_does_not_refuse_json_objects_to_others(
         assert server.post("/v1/completions", **asked).status_code == 400
         monkeypatch.undo()
         assert server.post("/v1/completions", **asked).status_code == 200
+
+
+def test_a_path_ends_whatever_the_parents_of_a_row_without_drafts_are():
+    """They were 0, and the path of the first draft was followed for ever."""
+    assert path_to(2, [7, 8, 9], [0, 0, 0]) == [7, 9]
+    assert path_to(2, [7, 8, 9], [0, 1, 2]) == [7, 8, 9]

@@ -155,8 +155,8 @@ class Engine:
     def _lengths(self, batch: Batch) -> list[int]:
         """Return K for each request: its own, or the policy's.
 
-        K is 0 for a request whose prompt is prefilled in this round, because drafts would delay its first token, and in its first
-        round if the proposer needs hidden states, because there are none yet.
+        K is 0 for a request whose prompt is prefilled in this round, because drafts would delay its first token, and in its
+        first round if the proposer needs hidden states, because there are none yet.
         """
         lengths = self.policy.next_lengths(batch.context)
         requests = batch.context.requests
