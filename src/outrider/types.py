@@ -57,6 +57,11 @@ class Request:
     may_draft: bool = True  # False: the proposer never drafts for it, so its hidden states are not kept
 
     @property
+    def takes_drafts(self) -> bool:
+        """Return whether the policy or its own K may ask for drafts: otherwise its hidden states are never read."""
+        return self.may_draft and self.num_draft_tokens != 0
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
@@ -283,6 +288,7 @@ class Scores:
 
     Rows beyond ``lens[b]`` are undefined. Hidden states are numbered as transformers' ``hidden_states``: 0 is the embedding's
     output, i the input of layer i (the output of layer i - 1), and L, the number of layers, the output after the final norm.
+    Those of requests that do not take drafts are undefined.
     """
 
     logits: Tensor  # [B, N + 1, V] float32

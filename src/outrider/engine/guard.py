@@ -118,7 +118,7 @@ class GuardedProposer:
 
     def start(self, request: Request) -> int:
         """See ``Proposer.start``; the whole prompt for a request without drafts, whose hidden states are not needed."""
-        if not _may_draft(request):
+        if not request.takes_drafts:
             return len(request.token_ids) - 1
         try:
             return self._proposer.start(request)
@@ -129,15 +129,15 @@ class GuardedProposer:
     def fork(self, source_id: str, request: Request) -> bool:
         """Return whether a request can start from another's cached prompt: the hidden states that it needs are available."""
         self._drafting(request).fork_of = source_id
-        return not _may_draft(request) or self._features.fork(source_id, request)
+        return not request.takes_drafts or self._features.fork(source_id, request)
 
     def keep_hidden(self, result: RoundResult) -> None:
         """Keep the hidden states of the tokens that a round committed, until the proposer is called."""
-        if not self._features.layers:
+        if not result.scores.hidden:
             return
         lens = result.proposal.lens.tolist()
         for b, request in enumerate(result.context.requests):
-            if _may_draft(request) and not self._drafting(request).num_faults:
+            if request.takes_drafts and not self._drafting(request).num_faults:
                 num_before = len(request.token_ids) - len(result.token_ids[b])
                 hidden = [result.scores.hidden[layer][b] for layer in self._features.layers]
                 self._features.keep(request, num_before, hidden, lens[b], result.paths[b])
@@ -211,11 +211,6 @@ class GuardedProposer:
             release(request_ids)
         except Exception as error:
             logger.warning("proposer %r failed to release a request: %s", self._proposer.name, error)
-
-
-def _may_draft(request: Request) -> bool:
-    """Return whether the policy or the request's own K may ask for drafts: otherwise its hidden states are never read."""
-    return request.may_draft and request.num_draft_tokens != 0
 
 
 def _in_tree(verdict: Verdict, nodes: Sequence[Sequence[int]]) -> Verdict:

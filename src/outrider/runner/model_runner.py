@@ -171,12 +171,11 @@ class ModelRunner:
     def score(self, context: Context, proposal: Proposal, hidden: tuple[int, ...] = ()) -> Scores:
         """Run one target pass over the uncached committed tokens and the drafts: logits [B, N + 1, V], row 0 after the root.
 
-        ``hidden``: the hidden states to report, counted as ``types.Scores`` says.
+        ``hidden``: the hidden states to report, counted as ``types.Scores`` says, of the requests that take drafts.
         """
         texts = [request.token_ids for request in context.requests]
         rows, pending = self.catch_up(context.request_ids, texts, spare=proposal.num_nodes, hidden=hidden)
-        bases = [self.cache.cached_lens[row] for row in rows]
-        lens = proposal.lens.tolist()
+        bases, lens = [self.cache.cached_lens[row] for row in rows], proposal.lens.tolist()
         drafts = [nodes[:n] for nodes, n in zip(proposal.token_ids.tolist(), lens, strict=True)]
         tokens = [text + nodes for text, nodes in zip(pending, drafts, strict=True)]
         first = [len(text) - 1 for text in pending]
@@ -198,7 +197,8 @@ class ModelRunner:
         own = (context.request_ids, packed.starts, [len(text) for text in tokens])
         if self.layouts.is_padded:  # a captured graph overwrites it
             found = {index: states.clone() for index, states in found.items()}
-        whole = {index: self._read.whole(index, states, *own) for index, states in found.items()}
+        wanted = [request.takes_drafts for request in context.requests]
+        whole = {index: self._read.whole(index, states, wanted, *own) for index, states in found.items()} if any(wanted) else {}
         logits = rows_from(logits, [0, *accumulate(counts)][:-1], counts, width).float()
         return Scores(logits, whole, first_layer=span.start)
 
