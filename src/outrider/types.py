@@ -288,7 +288,7 @@ class Scores:
 
     Rows beyond ``lens[b]`` are undefined. Hidden states are numbered as transformers' ``hidden_states``: 0 is the embedding's
     output, i the input of layer i (the output of layer i - 1), and L, the number of layers, the output after the final norm.
-    Those of requests that do not take drafts are undefined.
+    There are none if no request takes drafts.
     """
 
     logits: Tensor  # [B, N + 1, V] float32

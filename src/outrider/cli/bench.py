@@ -217,7 +217,7 @@ def inflate_heads(
     for contender in chosen:
         name, options = split_method(contender.method)
         used += PROPOSERS.get(name).drafts_in(options, draft, drafts)
-    large = {source: inflated_draft(source, target) for source in {str(each) for each in used if each is not None}}
+    large = {source: inflated_draft(source, target) for source in set(map(str, used))}
     shipped = {name: large.get(str(source), source) for name, source in drafts.items()}
     found = {"drafts": large | shipped}
     return found if draft is None else found | {"draft": large.get(str(draft), draft)}

@@ -167,10 +167,11 @@ class Engine:
         if self.runner.max_drafts is not None:
             lengths = [min(length, self.runner.max_drafts) for length in lengths]
         if batch.is_prefill:
-            prefilled = self.runner.is_prefilled(batch.context.request_ids, [request.token_ids for request in requests])
             if self._hidden:
-                prefilled = [entry.state is State.DECODE for entry in batch.entries]
-            lengths = [length if is_prefilled else 0 for length, is_prefilled in zip(lengths, prefilled, strict=True)]
+                ready = [entry.state is State.DECODE for entry in batch.entries]
+            else:
+                ready = self.runner.is_prefilled(batch.context.request_ids, [request.token_ids for request in requests])
+            lengths = [length if is_ready else 0 for length, is_ready in zip(lengths, ready, strict=True)]
         return lengths
 
     def _isolate(self, batch: Batch, k: int, failure: TargetError) -> list[Emission]:
@@ -287,7 +288,7 @@ class Engine:
             request.may_draft = source.request.may_draft  # hidden states of the prompt are kept for both or for neither
         if not self._guard.fork(entry.fork_of, request):
             return
-        if self._hidden:  # the proposer must have what was cached when the source began: no hidden states of it are known
+        if self._hidden:  # the source may have started from a cached prefix, whose hidden states are not known here
             self._guard.start(request)
         # The last prompt token is scored again, for this sample's first token.
         if self.runner.fork(entry.fork_of, request.request_id, request.num_prompt_tokens - 1):

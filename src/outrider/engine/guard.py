@@ -118,13 +118,12 @@ class GuardedProposer:
 
     def start(self, request: Request) -> int:
         """See ``Proposer.start``; the whole prompt for a request without drafts, whose hidden states are not needed."""
-        if not request.takes_drafts:
-            return len(request.token_ids) - 1
-        try:
-            return self._proposer.start(request)
-        except Exception as error:
-            self._pause_at_fault([request], error)
-            return len(request.token_ids) - 1
+        if request.takes_drafts:
+            try:
+                return self._proposer.start(request)
+            except Exception as error:
+                self._pause_at_fault([request], error)
+        return len(request.token_ids) - 1
 
     def fork(self, source_id: str, request: Request) -> bool:
         """Return whether a request can start from another's cached prompt: the hidden states that it needs are available."""

@@ -420,7 +420,7 @@ int64_t choose_in(const T* row, int64_t size, const double* setting, uint64_t ke
 
 // The result for a row with NaN, +inf or only -inf.
 template <typename T>
-void invalid(int64_t top_k, std::vector<Best<T>>& found) {
+void fill_invalid(int64_t top_k, std::vector<Best<T>>& found) {
   for (int64_t k = 0; k < top_k; ++k) found.push_back({std::numeric_limits<T>::quiet_NaN(), k});
 }
 
@@ -458,7 +458,7 @@ template <typename T>
 void likeliest_noisy(const T* row, int64_t size, const double* setting, uint64_t key, int64_t top_k, int64_t num_noisy, int64_t first,
                      std::vector<Best<T>>& found, std::vector<T>* scratch) {
   const T* const probs = kept_probs(row, size, setting, scratch, &first);
-  if (first < 0) return invalid(top_k, found);
+  if (first < 0) return fill_invalid(top_k, found);
   const T lowest = -std::numeric_limits<T>::infinity();
   visit_noisy(row, probs, size, static_cast<T>(setting[0]), key, lowest, [&](const Best<T>& candidate) {  // a heap, the last in order first
     if (static_cast<int64_t>(found.size()) < num_noisy || candidate < found.front()) {
@@ -559,7 +559,7 @@ std::tuple<at::Tensor, at::Tensor> likeliest(const at::Tensor& scores, const at:
         const int64_t first = first_peak(row, size);
         found.clear();
         if (first < 0)
-          invalid(top_k, found);
+          fill_invalid(top_k, found);
         else if (keys.empty() || own[0] == 0)
           likeliest_in(row, size, top_k, first, found, scratch);
         else

@@ -238,12 +238,12 @@ class KVCache(PassThrough):
         ``limit``: maximum of entries.
         """
         ahead = self.lookahead
-        longest_text = len(text) - 1 if limit is None else min(len(text) - 1, limit + ahead)
+        most_in_common = len(text) - 1 if limit is None else min(len(text) - 1, limit + ahead)
         held: list[tuple[int, Sequence[int]]] = [*self._kept.items()]
         held += [(self._row_of[name], known) for name, known in self._texts.items() if name in self._row_of]
         best, longest = None, SHARED - 1
         for row, known in held:
-            most = min(len(known), self.cached_lens[row] + ahead, longest_text)
+            most = min(len(known), self.cached_lens[row] + ahead, most_in_common)
             least = longest + 1 + ahead
             if most >= least:
                 if list(known[:least]) != list(text[:least]):

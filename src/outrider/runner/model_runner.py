@@ -171,7 +171,7 @@ class ModelRunner:
     def score(self, context: Context, proposal: Proposal, hidden: tuple[int, ...] = ()) -> Scores:
         """Run one target pass over the uncached committed tokens and the drafts: logits [B, N + 1, V], row 0 after the root.
 
-        ``hidden``: the hidden states to report, counted as ``types.Scores`` says, of the requests that take drafts.
+        ``hidden``: the hidden states to report, counted as ``types.Scores`` says; none if no request takes drafts.
         """
         texts = [request.token_ids for request in context.requests]
         rows, pending = self.catch_up(context.request_ids, texts, spare=proposal.num_nodes, hidden=hidden)
@@ -197,8 +197,8 @@ class ModelRunner:
         own = (context.request_ids, packed.starts, [len(text) for text in tokens])
         if self.layouts.is_padded:  # a captured graph overwrites it
             found = {index: states.clone() for index, states in found.items()}
-        wanted = [request.takes_drafts for request in context.requests]
-        whole = {index: self._read.whole(index, states, wanted, *own) for index, states in found.items()} if any(wanted) else {}
+        is_read = any([request.takes_drafts for request in context.requests])
+        whole = {index: self._read.whole(index, states, *own) for index, states in found.items() if is_read}
         logits = rows_from(logits, [0, *accumulate(counts)][:-1], counts, width).float()
         return Scores(logits, whole, first_layer=span.start)
 
@@ -237,7 +237,7 @@ class ModelRunner:
         return self.cache.admit(request_id, num_tokens)
 
     def start(self, request_id: str, text: Sequence[int], limit: int) -> None:
-        """Start a new request, whose hidden states before token ``limit`` are not needed, from a cached prefix not longer."""
+        """Start a new request from a cached prefix of at most ``limit`` tokens, whose hidden states are not needed."""
         self.cache.row_for(request_id, text, limit)
 
     def num_cached(self, text: Sequence[int]) -> int:

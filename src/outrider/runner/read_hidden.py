@@ -23,22 +23,12 @@ class ReadHidden:
                 self._chunks.setdefault((request_id, index), []).append(states[start : start + length].clone())
 
     def whole(
-        self,
-        index: int,
-        states: Tensor,
-        wanted: Sequence[bool],
-        request_ids: Sequence[str],
-        starts: Sequence[int],
-        lens: Sequence[int],
+        self, index: int, states: Tensor, request_ids: Sequence[str], starts: Sequence[int], lens: Sequence[int]
     ) -> list[Tensor]:
-        """Return one tensor [T_b, H] per request: stored chunks, then ``lens[b]`` rows of ``states`` from ``starts[b]``.
-
-        Those of requests that are not ``wanted`` are undefined.
-        """
+        """Return one tensor [T_b, H] per request: stored chunks, then ``lens[b]`` rows of ``states`` from ``starts[b]``."""
         if not self._chunks and lens[0] == len(states):  # one request, in most rounds
             return [states]
-        places = zip(wanted, starts, lens, strict=True)
-        rows = [states[start : start + length] if is_wanted else states for is_wanted, start, length in places]
+        rows = [states[start : start + length] for start, length in zip(starts, lens, strict=True)]
         if not self._chunks:
             return rows
         return [torch.cat([*self._chunks.get((name, index), ()), own]) for name, own in zip(request_ids, rows, strict=True)]

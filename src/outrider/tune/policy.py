@@ -225,16 +225,6 @@ class DraftLengthPolicy:
         for request_id in request_ids:
             self._tracks.pop(request_id, None)
 
-    def _pays(self, request: Request, batch: int) -> bool:
-        """Return whether drafts for a batch of requests like this one are expected to pay; True while costs are unknown."""
-        prices = self._costs[request.params.is_greedy].prices(batch, len(request.token_ids))
-        if prices is None:
-            return True
-        longest = min(2 * self._reach + 1, self.max_k)
-        worths = self._track(request).worths([OPTIMISTIC_RATE] * longest, longest)
-        shares = Shares([worths] * batch, [1.0] * batch, self._nodes(longest), [0.0] * batch, prices)
-        return shares.best_together([k for k in self._lengths if 0 < k <= longest])[0] > batch / prices.plain
-
     # --- learning
     # ---------------------------------------------------------------------------------------------------------------
 
@@ -411,6 +401,23 @@ class DraftLengthPolicy:
         step, widening = draft(2, batch) - draft(1, batch), prices.score(1 + depth) - prices.score(1)
         self._draft_prices = DraftPrices(best * step, best * max(widening, 0.0) / (batch * depth))
 
+    def _pays(self, request: Request, batch: int) -> bool:
+        """Return whether drafts for a batch of requests like this one are expected to pay; True while costs are unknown."""
+        prices = self._costs[request.params.is_greedy].prices(batch, len(request.token_ids))
+        if prices is None:
+            return True
+        longest = min(2 * self._reach + 1, self.max_k)
+        worths = self._track(request).worths([OPTIMISTIC_RATE] * longest, longest)
+        speed, _ = self._best_alike(worths, batch, prices, [k for k in self._lengths if 0 < k <= longest])
+        return speed > batch / prices.plain
+
+    def _best_alike(
+        self, worths: list[float], batch: int, prices: RoundPrices, lengths: Sequence[int]
+    ) -> tuple[float, list[int]]:
+        """Return the best speed, and its lengths, of a batch of requests with the same ``worths`` whose drafts are all made."""
+        shares = Shares([worths] * batch, [1.0] * batch, self._nodes(len(worths)), [0.0] * batch, prices)
+        return shares.best_together(lengths)
+
     def _nodes(self, k: int) -> list[int]:
         """Return the tokens that each depth of a proposal up to k adds to a pass, at least one."""
         totals = [self._num_nodes(depth) for depth in range(k + 1)]
@@ -437,10 +444,10 @@ class DraftLengthPolicy:
         if prices is None:  # costs were reset since the last decision: measure a plain round first
             return 0, 0.0
         batch, longest = len(self._batch), min(MAX_PROBE, self.max_k)
-        worths, nodes = [PROBE_RATE**depth for depth in range(1, longest + 1)], self._nodes(longest)
-        shares = Shares([worths] * batch, [1.0] * batch, nodes, [0.0] * batch, prices)
-        k = shares.best_together(range(1, longest + 1))[1][0]
-        seconds = self.costs.round(k, self._open([sum(nodes[:k])] * batch), k, len(rows), len(context.requests[0].token_ids))
+        lengths = range(1, longest + 1)
+        _, (k, *_) = self._best_alike([PROBE_RATE**depth for depth in lengths], batch, prices, lengths)
+        lens, cache_len = self._open([sum(self._nodes(k))] * batch), len(context.requests[0].token_ids)
+        seconds = self.costs.round(k, lens, k, len(rows), cache_len)
         seconds += self.costs.catch_up(sum([self._num_unseen(b) for b in rows]))
         return k, seconds / prices.plain - 1
 
