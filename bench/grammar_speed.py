@@ -190,7 +190,7 @@ def main() -> int:
     drafts = family.drafts() if args.target is None else {}
     try:
         folder = inflated(Path(target), args.inflate) if args.inflate else target
-        options = {"max_batch": 1, "max_len": 2048, "compile": args.compile}
+        options = {"max_batch": 1, "max_len": 2048, "prefix_cache": False, "compile": args.compile}
         llm = LLM(str(folder), draft=args.draft, drafts=drafts, method="plain", num_draft_tokens="auto", **options)
         if args.compile != "never":
             llm.warmup()

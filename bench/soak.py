@@ -93,7 +93,7 @@ def serve(args: argparse.Namespace) -> None:
     from outrider.server.run import listen, log_json
     from outrider.server.run import serve as run
 
-    llm = LLM(args.target, max_batch=MAX_BATCH, prefix_cache=True, **options(args))
+    llm = LLM(args.target, max_batch=MAX_BATCH, **options(args))
     propose, last, kinds = llm.proposer.propose, [time.monotonic()], itertools.cycle((0, 1))
 
     def faulty(context: Any, k: int) -> Proposal:

@@ -66,7 +66,7 @@ class Check:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.llm = LLM(args.target, method=PLAIN, max_batch=max(args.batch, 8), compile=args.compile)
+        self.llm = LLM(args.target, method=PLAIN, max_batch=max(args.batch, 8), prefix_cache=False, compile=args.compile)
 
     def texts(self, traffic: str) -> list[Text]:
         args = self.args

@@ -76,7 +76,8 @@ def plain_speed(llm: LLM, max_tokens: int) -> float:
 def measure(weights: str | None, target: str | None, text: str, args: argparse.Namespace) -> dict[str, Any]:
     """Measure one precision. Runs in a separate process."""
     before = resident()
-    llm = LLM(target, method="plain", weights=weights, max_batch=1, max_len=args.max_len, compile=args.compile)
+    options = {"max_batch": 1, "max_len": args.max_len, "prefix_cache": False, "compile": args.compile}
+    llm = LLM(target, method="plain", weights=weights, **options)
     tensors = {each.data_ptr(): each.nbytes for each in [*llm.runner.model.parameters(), *llm.runner.model.buffers()]}
     ids = llm.encode(text)[: args.tokens]
     llm.warmup()

@@ -32,6 +32,7 @@ class OutriderEngine:
             **_numbers(self.args.dtype),
             "max_len": self.args.max_len,
             "max_batch": 1,
+            "prefix_cache": False,
             "compile": "always",
         }
         if request.method == "draft":

@@ -126,7 +126,7 @@ def _stages(patient: Patient, checkup: Checkup, progress: Progress) -> Iterator[
     yield from _memory_on_disk([patient.target, *kind.drafts_in(options, draft, drafts)])
     progress("loading the target")
     without_draft = {key: value for key, value in patient.options.items() if key != "draft"}
-    llm = LLM(patient.target, method=PLAIN, max_batch=1, **without_draft)
+    llm = LLM(patient.target, method=PLAIN, max_batch=1, prefix_cache=False, **without_draft)
     yield _weights_in_memory(llm.runner)
     yield _cache_memory(llm.runner)
     yield _time_of_drafts(llm.runner)

@@ -80,10 +80,11 @@ def prepared(k=3, policy=None):
 
 def test_only_what_neither_has_cached_is_read_again():
     engine, proposer, _ = prepared()
-    *_, last = conversation(engine)
+    _, *later = conversation(engine)
     assert engine.stats.faults == 0 and engine.stats.num_accepted > 15
     # Of each turn the proposer misses what was committed in its last round, and the request's last token.
-    assert proposer.num_received < len(last.token_ids) + 3 * 6
+    assert proposer.num_received < len(later[-1].token_ids) + 3 * 6
+    assert engine.stats.num_cached > sum(request.num_prompt_tokens - 3 - 6 for request in later)
 
 
 @pytest.mark.parametrize("forgetful", ["target", "proposer"])

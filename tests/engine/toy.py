@@ -102,8 +102,9 @@ class TableRunner:
     def num_cached(self, text) -> int:
         return max([shared_length(known, text[:-1]) for known in self.kept or ()], default=0)
 
-    def start(self, request_id, text, limit) -> None:
-        self.cached[request_id] = list(text[: min(limit, self.num_cached(text))])
+    def start(self, request_id, text, limit=None) -> int:
+        known = self.cached[request_id] = list(text[: self.num_cached(text)][:limit])
+        return len(known)
 
     def retire(self, request_ids) -> None:
         if self.kept is not None:

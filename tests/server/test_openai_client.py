@@ -127,6 +127,17 @@ def test_chat_equals_a_completion_of_the_rendered_template(client: openai.OpenAI
     assert answer.usage is not None and answer.usage.prompt_tokens == len(prompt)
 
 
+def test_usage_counts_the_prompt_tokens_that_were_cached(client: openai.OpenAI, plain: LLM) -> None:
+    prompt = plain.encode("A prompt that no other test of this file begins with: " * 3)
+    again = [prompt, [*prompt[:-1], 5], [7, *prompt]]
+    counts = []
+    for each in (prompt, again):
+        usage = client.completions.create(model="outrider", prompt=each, max_tokens=2, n=2).usage
+        assert usage is not None and usage.prompt_tokens_details is not None
+        counts.append(usage.prompt_tokens_details.cached_tokens)
+    assert counts == [0, 2 * (len(prompt) - 1)]
+
+
 def test_a_streamed_chat_starts_with_the_role_and_equals_the_whole_answer(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "outrider", "messages": MESSAGES, "temperature": 0.8, "seed": 1, "max_tokens": 16}
     whole = client.chat.completions.create(**asked)

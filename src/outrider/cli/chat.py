@@ -46,7 +46,7 @@ def command(
     start()
     question = None if _is_interactive(message) else read_prompt(message)
     params = sampling.params()
-    llm = load(models, methods, max_batch=1, prefix_cache=True)
+    llm = load(models, methods, max_batch=1)
     prepare(llm, models)
     history = [{"role": "system", "content": system}] if system else []
     llm.chat_prompt([*history, {"role": "user", "content": "Hello"}])  # fails early for a tokenizer without a chat template

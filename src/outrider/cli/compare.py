@@ -65,7 +65,7 @@ def command(
     is_lossless = models.verifier is None or VERIFIERS.get(models.verifier).lossless
     if sampling.temperature is None and is_lossless:  # equal outputs are easier to compare
         models = replace(models, same_text=True)
-    llm = load(models, methods, max_batch=2, compile=models.compile or "always")
+    llm = load(models, methods, max_batch=2, prefix_cache=False, compile=models.compile or "always")
     from outrider.bench.contenders import Contender
     from outrider.bench.race import Race
     from outrider.bench.workloads import Prompt, encode

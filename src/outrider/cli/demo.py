@@ -86,7 +86,7 @@ def load_track(models: ModelOptions, methods: str | None) -> Track:
     from outrider.server.demo.track import Track
 
     wanted = named_methods(methods, models)[1] if methods else []
-    llm = load(models, MethodOptions(method=PLAIN), max_batch=2, compile=models.compile or "always")
+    llm = load(models, MethodOptions(method=PLAIN), max_batch=2, prefix_cache=False, compile=models.compile or "always")
     offered = wanted
     if not wanted:
         is_small = sum(weight.numel() for weight in llm.runner.model.parameters()) < LARGE

@@ -97,7 +97,6 @@ def command(
     more = {
         "max_batch": read_option(RunnerConfig, "max_batch", limits.max_batch) or MAX_BATCH,
         "kv_memory": read_option(RunnerConfig, "kv_memory", limits.kv_memory),
-        "prefix_cache": True,
     }
 
     with listen(config.host, config.port) as listener:  # reports a port in use before the model is loaded

@@ -193,11 +193,13 @@ def load(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
 
 
 def load_plain(models: ModelOptions, methods: Iterable[str], **more: Any) -> LLM:
-    """Load the target alone, to measure several methods. Passes are compiled by default. ``more`` is passed to ``LLM``.
+    """Load the target alone, to measure several methods. ``more`` is passed to ``LLM``.
 
-    ``methods``: those that are loaded later, with the draft of ``models``.
+    Passes are compiled by default. Repeated prompts are processed again. ``methods``: those that are loaded later, with the
+    draft of ``models``.
     """
-    arguments = resolve(replace(models, draft=None), MethodOptions()) | {"compile": models.compile or "always"} | more
+    arguments = resolve(replace(models, draft=None), MethodOptions()) | more
+    arguments |= {"compile": models.compile or "always", "prefix_cache": False}
     _stay_offline(models, methods)
     return _loaded(models.target, arguments | {"method": PLAIN})
 

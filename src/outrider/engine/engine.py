@@ -265,19 +265,22 @@ class Engine:
         for entry in self.scheduler.admit(self._fits):
             try:
                 self._fork(entry)
-                if self._hidden and entry.state is State.PREFILL:
+                if entry.state is State.PREFILL:
                     self._start(entry.request)
             except Exception as error:
                 failed.append(self._fail(entry, error))
         return failed
 
     def _start(self, request: Request) -> None:
-        """Start a new request from a cached prefix: the target computes only the hidden states that the proposer lacks."""
-        text, num_read = request.token_ids, self._guard.start(request)
-        if request.may_draft and request.num_draft_tokens is None:
-            num_saved = max(self.runner.num_cached(text) - num_read, 0)
-            request.may_draft = self.policy.start(request, len(self.scheduler.running), num_read, num_saved)
-        self.runner.start(request.request_id, text, num_read if request.may_draft else len(text) - 1)
+        """Start a new request from a cached prefix, which ends where the proposer lacks hidden states."""
+        text, limit = request.token_ids, None
+        if self._hidden:
+            num_read = self._guard.start(request)
+            if request.may_draft and request.num_draft_tokens is None:
+                num_saved = max(self.runner.num_cached(text) - num_read, 0)
+                request.may_draft = self.policy.start(request, len(self.scheduler.running), num_read, num_saved)
+            limit = num_read if request.may_draft else None
+        self._ledger.start(request.request_id, self.runner.start(request.request_id, text, limit))
 
     def _fork(self, entry: Entry) -> None:
         """If the prompt is already cached for another request, copy that cache."""

@@ -31,6 +31,11 @@ class Ledger:
         """Return the statistics of a request, updated until it ends."""
         return self._requests[request_id]
 
+    def start(self, request_id: str, num_cached: int) -> None:
+        """Count the prompt tokens that a new request found cached."""
+        self.of(request_id).num_cached += num_cached
+        self.total.num_cached += num_cached
+
     def close(self, request_ids: Sequence[str]) -> None:
         """Drop requests that ended; they stay included in the totals."""
         for request_id in request_ids:

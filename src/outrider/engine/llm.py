@@ -75,7 +75,7 @@ class LLM:
         compile: str = "auto",
         prefill_chunk: int = 256,
         kv_memory: float | None = None,
-        prefix_cache: bool = False,
+        prefix_cache: bool = True,
         trust_remote_code: bool = False,
         max_drafts: int = 16,
         self_check: bool = True,
@@ -154,7 +154,7 @@ class LLM:
     def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Generation:
         """Generate the assistant's next message. For streaming, use ``llm.stream(llm.chat_prompt(messages))``.
 
-        With ``LLM(prefix_cache=True)`` the conversation stays in the cache, so that a turn processes only what is new.
+        The conversation stays in the cache (``prefix_cache``), so that a turn processes only what is new.
         """
         return self.generate(self.chat_prompt(messages), params)[0]
 

@@ -23,6 +23,7 @@ class GenerationStats:
     """Counts and times of one request or of an engine. A request's times are those of the rounds it was part of."""
 
     acceptance_histogram: dict[int, int] = field(default_factory=dict)  # {num_accepted: rounds}
+    num_cached: int = 0  # prompt tokens whose cache an earlier request left
     num_tokens: int = 0  # emitted tokens, after truncation at a stop
     num_forced: int = 0  # emitted tokens that a grammar determined; excluded from all counts of drafts
     num_drafts: int = 0  # drafted tokens

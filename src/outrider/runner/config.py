@@ -81,7 +81,7 @@ class RunnerConfig:
         panel=LIMITS,
         in_plan=True,
     )
-    prefix_cache: bool = option(Flag(), False, "Reuse the KV cache of finished requests for prompts with the same prefix.")
+    prefix_cache: bool = option(Flag(), True, "Reuse the KV cache of earlier requests for prompts with the same prefix.")
     trust_remote_code: bool = option(Flag(), False, "Allow Python code of the model repository to run.", panel=MODELS)
     max_drafts: int = option(
         Whole(1, 4096), 16, "Maximum drafts per request and pass with recurrent layers, which keep one state per draft."

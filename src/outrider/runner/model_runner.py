@@ -236,9 +236,9 @@ class ModelRunner:
         """Reserve memory for a sequence of that length; return False if it does not fit."""
         return self.cache.admit(request_id, num_tokens)
 
-    def start(self, request_id: str, text: Sequence[int], limit: int) -> None:
-        """Start a new request from a cached prefix of at most ``limit`` tokens, whose hidden states are not needed."""
-        self.cache.row_for(request_id, text, limit)
+    def start(self, request_id: str, text: Sequence[int], limit: int | None = None) -> int:
+        """Start a new request from the longest cached prefix, ``limit`` tokens at most. Return its length."""
+        return self.cache.cached_lens[self.cache.row_for(request_id, text, limit)]
 
     def num_cached(self, text: Sequence[int]) -> int:
         """Return the length of the longest cached prefix that a new request with this text could start from."""

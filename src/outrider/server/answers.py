@@ -94,14 +94,16 @@ class Answer:
     def usage(self) -> dict[str, Any]:
         """Return token counts. OpenAI's accepted and rejected prediction tokens count drafts."""
         # all samples of a prompt share it, so it counts once
-        prompts = {completion.prompt_index: completion.num_prompt_tokens for completion in self.choices}
+        prompts = {completion.prompt_index: completion for completion in reversed(self.choices)}
+        num_prompt = sum(completion.num_prompt_tokens for completion in prompts.values())
         generated = sum(len(completion.token_ids) for completion in self.choices)
         accepted = sum(completion.stats.num_accepted for completion in self.choices)
         drafted = sum(completion.stats.num_drafts for completion in self.choices)
         return {
-            "prompt_tokens": sum(prompts.values()),
+            "prompt_tokens": num_prompt,
             "completion_tokens": generated,
-            "total_tokens": sum(prompts.values()) + generated,
+            "total_tokens": num_prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": sum(completion.stats.num_cached for completion in prompts.values())},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,
