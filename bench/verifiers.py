@@ -34,7 +34,8 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=count, default=64)
     parser.add_argument("--repeat", type=count, default=5)
     args = parsed(parser)
-    options = {"draft": args.draft, "method": args.method, "num_draft_tokens": args.k, "prefix_cache": False, "compile": "always"}
+    options = {"draft": args.draft, "method": args.method, "num_draft_tokens": args.k}
+    options |= {"prefix_cache": False, "compile": "always"}
     llms = {name: LLM(args.target, verifier=name, **options) for name in args.verifiers}
     prompts = [
         workloads.encode(llms[args.verifiers[0]].tokenizer, each)
