@@ -35,8 +35,9 @@ class LoadOptions:
     panel: ClassVar[str] = "Load"
     concurrency: str = flag("Numbers of concurrent clients.", "1,2,4,8,16,32,64")
     rate: str | None = flag("Requests per second, with random arrivals.")
-    requests: int = flag("Requests per client.", 4, min=1)
-    arrivals: int = flag("Requests per run with a rate.", 32, min=1)
+    turns: int = flag("Requests of a conversation; each prompt continues the answer to the one before.", 1, min=1)
+    requests: int = flag("Conversations per client.", 4, min=1)
+    arrivals: int = flag("Conversations per run with a rate.", 32, min=1)
     max_tokens: int = flag("Tokens per answer.", 64, min=2)
     temperature: float = given(SamplingParams, 0.0)
     workloads: str | None = flag("Built-in prompts, mixed (default: code,edit,json,summary,math,chat,story).")
@@ -112,6 +113,7 @@ def read_traffic(load: LoadOptions) -> Traffic:
     prefix = (story * (load.shared_prefix // len(story) + 1))[: load.shared_prefix]
     return Traffic(
         mixed,
+        turns=load.turns,
         requests_per_client=load.requests,
         num_requests=load.arrivals,
         max_tokens=load.max_tokens,

@@ -70,6 +70,23 @@ def test_the_number_of_clients_is_the_requested_one() -> None:
         assert cell["tok_s"] == pytest.approx(concurrency * 9 / 0.41)
 
 
+def test_a_turn_continues_the_answer_to_the_one_before() -> None:
+    server = FakeServer()
+    sweep = swept(server, Load(concurrency=2), modes=BOTH[1:], turns=3, requests_per_client=1, repeat=2)
+    prompts = [body["prompt"] for body in server.bodies if body["max_tokens"] == 9]
+    assert len(prompts) == 2 * 2 * 3 and found(sweep)[SPECULATIVE]["requests"] == 12
+    first, second, third = (prompt.splitlines() for prompt in prompts[:6:2])  # two clients in turn
+    assert first[-1] == "one" and second[:-1] == [first[0], "one" + "x" * 9] and second[-1] == "two"
+    assert third[:-1] == [*second[:-1], "two" + "x" * 9] and third[-1] == "three"
+    assert len({prompt.splitlines()[0] for prompt in prompts}) == 4  # conversations have nothing in common
+
+
+def test_a_conversation_ends_with_a_failed_turn() -> None:
+    server = FakeServer(limit=1)
+    cell = found(swept(server, Load(concurrency=2), modes=BOTH[1:], turns=4, requests_per_client=1, repeat=1))[SPECULATIVE]
+    assert (cell["requests"], cell["failed"]) == (4 + 1, 1)
+
+
 def test_connections_are_reused() -> None:
     """Most clients reuse connections, and a server may treat new ones differently (their first acknowledgements are sooner)."""
     server = FakeServer()

@@ -21,6 +21,7 @@ class Sample:
     started: float
     first: float | None = None  # arrival of the first token
     ended: float = 0.0
+    text: str = ""
     num_tokens: int = 0
     num_accepted: int = 0  # accepted drafts, if the server reports them
     num_drafts: int = 0
@@ -77,7 +78,9 @@ class Client:
                 return
             usage = event.get("usage")
             count = usage["completion_tokens"] - sample.num_tokens if usage else 0
-            if event.get("choices") and (count if usage else event["choices"][0].get("text")):
+            text = event["choices"][0].get("text") if event.get("choices") else None
+            sample.text += text or ""
+            if event.get("choices") and (count if usage else text):
                 if sample.first is None:
                     sample.first = now
                 else:

@@ -32,6 +32,7 @@ def document(sweep: Sweep, objective: Objective, extra: Mapping[str, Any]) -> di
         "max_tokens": traffic.max_tokens,
         "temperature": traffic.temperature,
         "prompts": len(traffic.prompts),
+        "turns": traffic.turns,
         "shared_prefix_characters": len(traffic.shared_prefix),
         "repeat": traffic.repeat,
         "rest_s": traffic.rest,

@@ -36,8 +36,9 @@ class Traffic:
     """Prompts and settings of a load test's requests."""
 
     prompts: Sequence[str]  # used cyclically; each repeat continues after the last one
-    requests_per_client: int = 4
-    num_requests: int = 32  # requests per run with a rate
+    turns: int = 1  # requests of a conversation; each prompt continues the answer to the one before
+    requests_per_client: int = 4  # conversations
+    num_requests: int = 32  # conversations per run with a rate
     max_tokens: int = 64
     temperature: float = 0.0
     shared_prefix: str = ""  # common prefix of all prompts of a run
@@ -46,16 +47,21 @@ class Traffic:
     seed: int = 0
 
     def count(self, load: Load) -> int:
-        """Return the number of requests of one run."""
+        """Return the number of conversations of one run."""
         return self.num_requests if load.concurrency is None else load.concurrency * self.requests_per_client
 
-    def texts(self, load: Load, run: str, repeat: int = 0) -> list[str]:
-        """Return the prompts of one run with unique beginnings, so that only the shared prefix can hit a prefix cache."""
-        count = self.count(load)
-        texts = islice(cycle(self.prompts), repeat * count, (repeat + 1) * count)
-        if self.shared_prefix:
-            return [f"{_mark(run)}{self.shared_prefix}\n{text}" for text in texts]
-        return [f"{_mark(f'{run}, {index}')}{text}" for index, text in enumerate(texts)]
+    def conversations(self, load: Load, run: str, repeat: int = 0) -> list[list[str]]:
+        """Return the user's texts of each conversation of one run, ``turns`` each.
+
+        Conversations begin with unique text, so that only the shared prefix and earlier turns can hit a prefix cache.
+        """
+        count, found = self.count(load), []
+        texts = islice(cycle(self.prompts), repeat * count * self.turns, None)
+        for index in range(count):
+            mark = f"{_mark(run)}{self.shared_prefix}\n" if self.shared_prefix else _mark(f"{run}, {index}")
+            first, *later = islice(texts, self.turns)
+            found.append([mark + first, *later])
+        return found
 
     def body(self, model: str) -> dict[str, Any]:
         """Return the common fields of all requests, with a fixed number of tokens so that modes are comparable."""
@@ -160,19 +166,27 @@ class Sweep:
         return counting if sample.error is None else Client(http, body)
 
     async def _warm_up(self, load: Load, client: Client, mode: str) -> None:
-        texts = self.traffic.texts(load, f"{load.label}, {mode}, warming up")[: load.concurrency or 4]
-        await asyncio.gather(*[client.ask(text, max_tokens=WARMUP_TOKENS) for text in texts])
+        conversations = self.traffic.conversations(load, f"{load.label}, {mode}, warming up")[: load.concurrency or 4]
+        await asyncio.gather(*[client.ask(first, max_tokens=WARMUP_TOKENS) for first, *_ in conversations])
 
     async def _measure(self, load: Load, client: Client, mode: Mode, repeat: int) -> Run:
         traffic = self.traffic
-        texts = traffic.texts(load, f"{traffic.seed}, {load.label}, {mode.name}, {repeat}", repeat)
-        seeds = range(traffic.seed, traffic.seed + len(texts))
+        conversations = traffic.conversations(load, f"{traffic.seed}, {load.label}, {mode.name}, {repeat}", repeat)
+        seeds = range(traffic.seed, traffic.seed + len(conversations))
         before = await counters.read(client.http)
 
-        async def ask(item: tuple[str, int]) -> Sample:
-            return await client.ask(item[0], seed=item[1])
+        async def converse(item: tuple[list[str], int]) -> list[Sample]:
+            texts, seed = item
+            history, turns = "", list[Sample]()
+            for text in texts:
+                turns.append(await client.ask(history + text, seed=seed))
+                if turns[-1].error is not None:  # the next turn would continue nothing
+                    break
+                history += f"{text}{turns[-1].text}\n"
+            return turns
 
-        samples = await load.send(ask, list(zip(texts, seeds, strict=True)), traffic.seed + repeat)
+        found = await load.send(converse, list(zip(conversations, seeds, strict=True)), traffic.seed + repeat)
+        samples = list(chain.from_iterable(found))
         after = await counters.read(client.http)
         seconds = max(sample.ended for sample in samples) - min(sample.started for sample in samples)
         return Run(samples, seconds, None if before is None or after is None else after - before)
