@@ -20,7 +20,7 @@ from outrider.memory import free_memory, size, weight_bytes
 from outrider.method_text import join_method, split_method
 from outrider.proposers.method import Setting
 from outrider.registry import PLAIN, PROPOSERS
-from outrider.runner.loading import text_config
+from outrider.runner.loading import num_experts, text_config
 from outrider.types import Finding, OutriderError, SamplingParams
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ K = 5  # drafts per round while acceptance is measured
 HOPELESS, DOUBTFUL = 0.1, 0.35
 EXPENSIVE = 1.8  # time of a pass with K drafts / time of one without, from which it is reported as expensive
 CACHED = 256  # context length while passes are timed
-# Names in configs for the number of experts per layer, and of experts per token.
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# names in configs
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
 MIN_GAIN = 1.15  # ratio of mean acceptance lengths from which an alternative is reported
 MIN_STANDARD_ERRORS = 2.33  # standard errors of the acceptance difference from which it is reported, too
@@ -271,8 +270,8 @@ def _time_of_drafts(runner: ModelRunner) -> Finding:
     ratio = several / one
     text = f"a pass with {k} drafts takes {ratio:.2f} times as long as one without"
     config = text_config(runner.model)
-    experts, chosen = (next((getattr(config, name) for name in names if getattr(config, name, None)), None)
-                       for names in (EXPERTS, EXPERTS_PER_TOKEN))  # fmt: skip
+    experts = num_experts(config)
+    chosen = next((count for name in EXPERTS_PER_TOKEN if (count := getattr(config, name, None))), None)
     if experts and chosen:
         touched = experts * (1 - (1 - chosen / experts) ** (1 + k))  # by tokens that choose evenly and apart
         text += f": each token reads {chosen} of {experts} experts in a layer, {1 + k} tokens about {touched:.0f} of them"

@@ -300,6 +300,58 @@ def test_custom_tokenizer_code_runs_only_if_trusted_and_never_prompts(tmp_path, 
     assert type(load_tokenizer(folder, trust_remote_code=True)).__name__ == "Own"
 
 
+@pytest.mark.parametrize("place", ["scheduler.commit", "policy.observe", "runner.score", "scheduler.move"])
+@pytest.mark.parametrize("options", [{}, {"stop": ("zzz",)}])
+def test_ctrl_c_in_another_call_never_shortens_a_stream(place, options, model, tokenizer, monkeypatch):
+    """Its text is complete, or it ends with an error, wherever the interrupt arrives."""
+    llm = LLM(model, tokenizer=tokenizer, method="ngram", num_draft_tokens=3, compile="never")
+    params = SamplingParams(max_tokens=30, ignore_eos=True, **options)
+    whole = llm.generate(PROMPTS[0], params)[0].outputs[0]
+    holder, name = place.split(".")
+    owner = llm.runner if holder == "runner" else getattr(llm.engine, holder)
+    for after in (False, True):
+        stream = llm.stream(PROMPTS[0], params)
+        chunks = [next(stream)]
+        with monkeypatch.context() as patch, pytest.raises(GenerationInterrupted) as interrupted:
+            original = getattr(owner, name)
+
+            def interrupt(*args, is_late=after, original=original, **options):
+                result = original(*args, **options) if is_late else None
+                raise KeyboardInterrupt(result is None)
+
+            patch.setattr(owner, name, interrupt)
+            llm.generate(PROMPTS[1], params)
+        (part,) = interrupted.value.generations[0].outputs
+        assert tokenizer.decode(part.token_ids).startswith(part.text)
+        try:
+            chunks += list(stream)
+        except OutriderError as error:
+            assert "ended by a step that failed" in str(error) and (holder != "runner" or after)
+        assert whole.token_ids[: len(chunks[0].token_ids)] == chunks[0].token_ids
+        if chunks[-1].finish_reason == "length":
+            assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids
+            assert "".join(chunk.text for chunk in chunks) == whole.text
+        assert not llm.engine.has_work and not llm._inbox
+
+
+def test_an_abandoned_stream_may_be_collected_during_a_step(looking_up, monkeypatch):
+    whole = looking_up.generate(PROMPTS[0], SamplingParams(max_tokens=12))[0].outputs[0].text
+    abandoned = [looking_up.stream(PROMPTS[1], SamplingParams(max_tokens=90, ignore_eos=True))]
+    next(abandoned[0])
+    score, num_running = looking_up.runner.score, []
+
+    def collecting(*args, **options):
+        if abandoned:
+            abandoned.pop().close()
+            num_running.append(len(looking_up.engine.scheduler.running))
+        return score(*args, **options)
+
+    monkeypatch.setattr(looking_up.runner, "score", collecting)
+    assert looking_up.generate(PROMPTS[0], SamplingParams(max_tokens=12))[0].outputs[0].text == whole
+    assert num_running == [2]  # its request left after the round
+    assert looking_up.stats.faults == 0 and not looking_up.engine.has_work
+
+
 def test_a_stream_whose_requests_were_lost_ends_with_an_error(looking_up):
     """A step that fails while another stream drives the engine may end them without an emission."""
     stream = looking_up.stream(PROMPTS[0], SamplingParams(max_tokens=50, ignore_eos=True))

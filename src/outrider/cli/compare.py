@@ -81,7 +81,7 @@ def command(
     if sys.stdout.isatty():
         watch(llm, race, titles, text)
     else:
-        write(llm, race, text)
+        write(race, text)
     err.print(table(race.lanes, titles))
     say(MEANING)
     if cause := why_slower(plain.stats, speculative.stats):
@@ -121,7 +121,7 @@ def watch(llm: LLM, race: Race, titles: dict[str, str], text: str) -> None:
         RaceView(Console(highlight=False), titles, text).show(shown_rounds(steps, painters))
 
 
-def write(llm: LLM, race: Race, text: str) -> None:
+def write(race: Race, text: str) -> None:
     """Run the race and print both outputs one after the other, for a file or a pipe."""
     texts = {lane.name: text for lane in race.lanes}
     with waiting("racing"), closing(race.run()) as steps:

@@ -112,7 +112,7 @@ class Engine:
     def step(self) -> list[Emission]:
         """Admit waiting requests, prefill a chunk of each long prompt, then run one round for the other running requests.
 
-        After an exception every request can continue from its last committed token.
+        After an exception every request can continue from its last committed token, which may not have been emitted.
         """
         failed = self._admit() + self._prefill()
         self._clock.enter("host")
@@ -338,7 +338,7 @@ class Engine:
 
 
 def lost(request_id: str, error: BaseException) -> Emission:
-    """Error emission for a request that the engine does not know, because it was rejected or the engine stopped."""
+    """Error emission for a request that the engine does not know: rejected, lost in a step that failed, or after a stop."""
     return Emission(request_id, [], [], "", None, "error", _message(error), GenerationStats())
 
 

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,7 @@ from outrider.engine.config import (
     longest_draft,
     warn_of_limits,
 )
+from outrider.engine.engine import lost
 from outrider.engine.outputs import Chunk, Completion, Emission, Generation, GenerationInterrupted
 from outrider.engine.prompts import as_messages, as_params, as_prompts, as_token_ids, chat_ids
 from outrider.engine.stats import GenerationStats
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     Params = SamplingParams | Sequence[SamplingParams] | None
 
 SEED_STRIDE = 0x9E3779B97F4A7C15  # separates the seeds of a prompt's samples
+ENDED = "this request was ended by a step that failed: generate again"
 LONG_RUN = 8192  # rounds after which compiled passes have saved more time than compilation takes
 
 
@@ -100,7 +103,9 @@ class LLM:
         self.engine = build_engine(self.speculation, self.runner, self.proposer, self.policy, scheduler)
         self._is_closed = False
         self._ids = itertools.count()
-        self._inbox: dict[str, deque[Emission]] = {}  # emissions per request, until its stream reads them
+        self._inbox: dict[str, _Inbox] = {}
+        self._is_stepping = False
+        self._abandoned: list[str] = []  # requests to abort after the step
 
     @property
     def stats(self) -> GenerationStats:
@@ -237,24 +242,24 @@ class LLM:
         try:
             self._submit(jobs, open_ids)
             while open_ids:
-                for request_id in [request_id for request_id in open_ids if self._inbox[request_id]]:
-                    completion, inbox = open_ids[request_id], self._inbox[request_id]
-                    while inbox:
-                        chunk = completion.add(inbox.popleft())
+                for request_id in [request_id for request_id in open_ids if self._inbox[request_id].emissions]:
+                    completion, emissions = open_ids[request_id], self._inbox[request_id].emissions
+                    while emissions:
+                        chunk = completion.add(emissions.popleft())
                         if chunk.finish_reason is not None:
                             del open_ids[request_id], self._inbox[request_id]
                         yield chunk
                         self._check_open()
-                if open_ids and not any(self._inbox[request_id] for request_id in open_ids):
-                    if not self.engine.has_work:  # a step that failed in another stream ended them, and its emissions are lost
-                        raise OutriderError("these requests were ended by a step that failed: generate again")
+                if open_ids and not any(self._inbox[request_id].emissions for request_id in open_ids):
+                    if not self.engine.has_work:
+                        raise OutriderError(ENDED)
                     self._step()
         finally:
             for request_id, completion in open_ids.items():
                 completion.finish_reason = "abort"
                 if not self._is_closed:
-                    completion.text += self.engine.abort(request_id)
                     self._inbox.pop(request_id, None)
+                    completion.text += self._abort(request_id)
         completions = [completion for job in jobs for completion in job.generation.outputs]
         if completions and all(completion.finish_reason == "error" for completion in completions):
             raise OutriderError(completions[0].error or "the target failed")
@@ -267,10 +272,37 @@ class LLM:
             self.warmup()
 
     def _step(self) -> None:
-        for emission in self.engine.step():
-            inbox = self._inbox.get(emission.request_id)
-            if inbox is not None:
-                inbox.append(emission)
+        """Run a step of the engine, for the requests of all streams."""
+        self._is_stepping = True
+        try:
+            for emission in self.engine.step():
+                inbox = self._inbox.get(emission.request_id)
+                if inbox is not None:
+                    inbox.add(emission)
+        except BaseException:
+            self._end_incomplete()
+            raise
+        finally:
+            self._is_stepping = False
+            while self._abandoned:
+                self.engine.abort(self._abandoned.pop())
+
+    def _end_incomplete(self) -> None:
+        """End requests whose tokens the failed step committed but did not deliver; all others continue."""
+        waiting = {entry.request.request_id for entry in self.engine.scheduler.waiting}
+        for request_id, inbox in self._inbox.items():
+            entry = self.engine.scheduler.find(request_id)
+            is_complete = inbox.has_ended if entry is None else inbox.num_tokens == entry.request.num_output_tokens
+            if not is_complete and request_id not in waiting:
+                self.engine.abort(request_id)
+                inbox.add(lost(request_id, OutriderError(ENDED)))
+
+    def _abort(self, request_id: str) -> str:
+        """End a request, and return the text that was held back. An abandoned stream may be collected during a step."""
+        if self._is_stepping:
+            self._abandoned.append(request_id)
+            return ""
+        return self.engine.abort(request_id)
 
     def _submit(self, jobs: Sequence[_Job], open_ids: dict[str, Completion]) -> None:
         """Queue the requests of all prompts."""
@@ -284,8 +316,22 @@ class LLM:
                 )
                 self.engine.add(request, fork_of=requests[0].request_id if sample_index else None)
                 open_ids[request.request_id] = completion
-                self._inbox[request.request_id] = deque()
+                self._inbox[request.request_id] = _Inbox()
                 generation.outputs.append(completion)
+
+
+@dataclass(slots=True)
+class _Inbox:
+    """Emissions of a request until its stream reads them."""
+
+    emissions: deque[Emission] = field(default_factory=deque)
+    num_tokens: int = 0  # received in all
+    has_ended: bool = False
+
+    def add(self, emission: Emission) -> None:
+        self.emissions.append(emission)
+        self.num_tokens += len(emission.token_ids)
+        self.has_ended = emission.finish_reason is not None
 
 
 class _Job(NamedTuple):

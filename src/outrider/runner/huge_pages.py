@@ -17,10 +17,10 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     count = torch.Size(shape).numel()
     num_bytes = count * dtype.itemsize
     if num_bytes < PAGE or sys.platform != "linux" or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(*shape, dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype)
     memory = mmap.mmap(-1, -(-num_bytes // PAGE) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:
-        return torch.empty(*shape, dtype=dtype)  # the kernel does not support huge pages
+        return torch.empty(tuple(shape), dtype=dtype)  # the kernel does not support huge pages
     return torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)  # keeps the mapping alive

@@ -35,6 +35,7 @@ from outrider.types import OutriderError, first_line
 LAYER = r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\."  # layer index in a tensor's name
 # Names that quantisers give to a layer's numbers beside its codes.
 SCALES = re.compile(r"weight_scale(_inv|_2)?|input_scale|weight_packed|qweight|qzeros|scales|absmax|SCB")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names in configs
 MADV_POPULATE_READ = 22  # Linux 5.14 and newer
 POPULATE_BYTES = 1 << 28  # bytes per call
 # Sizes in a config and their largest plausible values: a model of 10^20 layers would fill the memory.
@@ -347,6 +348,11 @@ def check_weights(model: PreTrainedModel, name: str) -> None:
 def num_layers(config: PreTrainedConfig) -> int:
     """Return the number of decoder layers of a text config, without encoder layers."""
     return int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
+
+
+def num_experts(config: PreTrainedConfig) -> int | None:
+    """Return the number of experts per layer of a mixture; None for other models."""
+    return next((count for name in EXPERTS if (count := getattr(config, name, None))), None)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

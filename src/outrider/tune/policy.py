@@ -225,8 +225,7 @@ class DraftLengthPolicy:
         for request_id in request_ids:
             self._tracks.pop(request_id, None)
 
-    # --- learning
-    # ---------------------------------------------------------------------------------------------------------------
+    # --- learning -----------------------------------------------------------------------------------------------------------
 
     def _enter(self, context: Context) -> None:
         """Switch to another batch. New requests start with the largest decided K."""
