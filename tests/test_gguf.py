@@ -308,8 +308,7 @@ def test_drafts_do_not_change_the_output(architecture, kinds, tmp_path):
     model = gguf_files.make_model(architecture, seed=1)
     gguf_files.write(tmp_path / "model.gguf", model, KINDS[kinds])
     gguf_files.write(tmp_path / "draft.gguf", noisy(model), KINDS["Q4_0"])
-    # A random router is near a tie: where attention is in 16 bits, it may choose other experts than without a cache.
-    target, options = tmp_path / "model.gguf", {"compile": "never", "self_check": "experts" not in architecture}
+    target, options = tmp_path / "model.gguf", {"compile": "never"}
     expected = tokens_of(LLM(target, method="plain", max_batch=1, **options))
     assert len({token for tokens in expected for token in tokens}) > 10
     for k, batch in itertools.product((1, 4, 8), (1, 4)):

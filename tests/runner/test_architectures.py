@@ -253,10 +253,12 @@ def test_a_hidden_state_that_the_model_lacks_is_rejected():
         runner.score(Context((make_request("x", [1, 2]),), (0,), None), proposal_of([[]]), (runner.num_layers + 1,))
 
 
-def longrope_model():
+def longrope_model(**sizes: int):
     """Return a model that uses other frequencies for sequences of more than 32 tokens."""
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0, 5.0, 7.0, 9.0]}
-    config = small_config("phi3", original_max_position_embeddings=32, sliding_window=None)
+    config = small_config("phi3", original_max_position_embeddings=32, sliding_window=None, **sizes)
+    half = config.hidden_size // config.num_attention_heads // 2
+    factors = {"short_factor": [1.0] * half, "long_factor": [3.0 + 2 * index for index in range(half)]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0} | factors
     config.rope_parameters = rope | {"original_max_position_embeddings": 32, "factor": 2.0}
     return make_model(config)
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, BertConfig
 
 from outrider import LLM
 from outrider.cli import main
-from outrider.runner import ModelRunner, RunnerConfig, attention, kernels, loading
+from outrider.runner import ModelRunner, RunnerConfig, attention, kernels, loading, self_check
 from outrider.runner.kv_cache import PassThrough
 from outrider.runner.linear import PackedEmbedding, is_packed
 from outrider.types import OutriderError
@@ -344,9 +344,34 @@ def test_the_self_check_leaves_cache_and_model_unchanged(max_batch, max_len):
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("mixtral", "bfloat16"), ("mixtral", "float32"), ("mistral", "bfloat16")])
+@pytest.mark.parametrize("num_different", [1, 5, 8])
+def test_the_self_check_reads_more_texts_only_for_mixtures_in_16_bits(kind, dtype, num_different, monkeypatch):
+    """Whose router, near a tie, may choose another expert than without a cache, in some texts."""
+    texts, own_logits = [], self_check._own_logits
+
+    def with_other_experts(model, ids, own_attention):
+        texts.append(ids.tolist())
+        logits = own_logits(model, ids, own_attention)
+        return logits + 1 if len(texts) <= num_different else logits
+
+    monkeypatch.setattr(self_check, "_own_logits", with_other_experts)
+    model = make_model(small_config(kind)).to(getattr(torch, dtype))
+    if (kind, dtype) == ("mixtral", "bfloat16") and num_different < 8:
+        ModelRunner.load(model, EAGER)
+        assert len(texts) == num_different + 1
+    else:
+        assert "gives different logits with Outrider's cache than without a cache (prompts, 7 tokens from 0" in refusal(model)
+        assert len(texts) == (8 if (kind, dtype) == ("mixtral", "bfloat16") else 1)
+    assert len({tuple(text[0]) for text in texts}) == len(texts)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "mixtral"])
 @pytest.mark.parametrize("wrong", ["window", "logits"])
-def test_the_self_check_detects_wrong_passes(wrong, monkeypatch):
-    model = make_model(small_config("mistral", sliding_window=4))
+def test_the_self_check_detects_wrong_passes(kind, wrong, monkeypatch):
+    model = make_model(small_config(kind, sliding_window=4))
+    if kind == "mixtral":  # whose routers may differ in bfloat16
+        model.to(torch.bfloat16)
     if wrong == "window":
         monkeypatch.setattr(attention, "reach_of", lambda *_: attention.Reach())
     else:

@@ -19,7 +19,7 @@ from outrider.runner import ModelRunner, RunnerConfig, huge_pages, linear, loadi
 from outrider.runner.packed_files import PackedFile
 
 from .rounds import make_model, make_text
-from .test_architectures import small_config
+from .test_architectures import longrope_model, small_config
 
 pytestmark = pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
@@ -78,13 +78,20 @@ def test_the_second_load_does_not_read_the_16_bit_weights(tied, mapped, tmp_path
     assert again.model.generation_config.eos_token_id == 0
 
 
-KINDS = ("llama", "gemma2", "gemma3_text", "qwen3", "gpt2", "gpt_neox", "phi3", "cohere", "qwen3_5_text", "bamba", "lfm2")
+KINDS = (
+    *("llama", "gemma2", "gemma3_text", "qwen3", "gpt2", "gpt_neox", "phi3", "cohere", "qwen3_5_text", "bamba", "lfm2"),
+    "apertus",  # has buffers without dimensions
+    "longrope",  # has a buffer that is created in a pass
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_equal_those_of_the_first_load(kind, dtype, tmp_path, read):
-    model = hybrid(kind) if kind in ("qwen3_5_text", "bamba", "lfm2") else make_model(small_config(kind, **SIZES))
+    if kind == "longrope":
+        model = longrope_model(**SIZES)
+    else:
+        model = hybrid(kind) if kind in ("qwen3_5_text", "bamba", "lfm2") else make_model(small_config(kind, **SIZES))
     model.to(dtype).save_pretrained(tmp_path / "model")
     first = ModelRunner.load(tmp_path / "model", INT4)
     again = ModelRunner.load(tmp_path / "model", INT4)
