@@ -695,7 +695,7 @@ def test_tensors_that_do_not_belong_to_the_model_are_named(tmp_path):
     assert "unexpected tensor blk.2.attn_q.weight for" in written(
         lambda w: w.add_tensor("blk.2.attn_q.weight", np.zeros((256, 256), np.float32))
     )
-    assert "lacks 1 tensors of the model, the first model.layers.1.self_attn.q_norm.weight" in written(
+    assert "lacks 1 of the model's tensors, the first model.layers.1.self_attn.q_norm.weight" in written(
         without=("blk.1.attn_q_norm.weight",)
     )
     said = written(lambda w: w.add_tensor("blk.0.attn_q.weight", np.zeros((8, 256), np.float32)), ("blk.0.attn_q.weight",))
@@ -879,7 +879,7 @@ def test_the_factors_of_falcon_h1_are_in_the_weights(tmp_path):
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
     path.unlink()
     gguf_files.write(path, model, KINDS["F16"], without=("output.weight",))
-    assert "lacks 1 tensors of the model, the first lm_head.weight" in refusal(path)
+    assert "lacks 1 of the model's tensors, the first lm_head.weight" in refusal(path)
 
 
 def test_keys_and_values_that_gemma_3n_does_not_use_are_left_out(tmp_path):
@@ -894,4 +894,6 @@ def test_keys_and_values_that_gemma_3n_does_not_use_are_left_out(tmp_path):
     torch.testing.assert_close(got, plain_logits(exact, text)[-1], rtol=1e-3, atol=1e-3)
     (tmp_path / "model.gguf").unlink()
     gguf_files.write(tmp_path / "model.gguf", model, KINDS["F16"], without=("blk.3.attn_k.weight",))
-    assert "lacks 1 tensors of the model, the first model.layers.3.self_attn.k_proj.weight" in refusal(tmp_path / "model.gguf")
+    assert "lacks 1 of the model's tensors, the first model.layers.3.self_attn.k_proj.weight" in refusal(
+        tmp_path / "model.gguf"
+    )

@@ -13,7 +13,8 @@ from tiny_folder import make_folder
 from transformers import LlamaConfig
 
 from outrider import LLM, OutriderError, memory
-from outrider.runner import loading
+from outrider.runner import checkpoint_files, loading
+from outrider.runner.checkpoint_files import check_weight_files
 from outrider.runner.checkpoints.formats import FORMATS
 
 GIB = 1 << 30
@@ -135,17 +136,17 @@ def test_the_weights_of_a_cached_hub_id_are_found(tmp_path: Path, monkeypatch: p
 def test_weights_on_a_failing_disk_are_rejected(
     number: int, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Mapped(loading.mmap.mmap):
+    class Mapped(checkpoint_files.mmap.mmap):
         def madvise(self, *_: int) -> None:
             raise OSError(number, "Bad address")
 
     folder = make_folder(tmp_path / "target")
-    monkeypatch.setattr(loading.mmap, "mmap", Mapped)
+    monkeypatch.setattr(checkpoint_files.mmap, "mmap", Mapped)
     if refused:
         with pytest.raises(OutriderError, match=r"^cannot read .*model\.safetensors: the disk reports an error$"):
-            loading.check_readable(folder)
+            check_weight_files(folder)
     else:  # a kernel without this request
-        loading.check_readable(folder)
+        check_weight_files(folder)
 
 
 @pytest.mark.parametrize(

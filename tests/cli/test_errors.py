@@ -76,16 +76,16 @@ WRONG_CONFIGS: list[tuple[Any, str]] = [
     (None, "must be an object"),
     ({"num_attention_heads": 0}, "num_attention_heads=0: expected a whole number from 1 to"),
     ({"num_attention_heads": "x"}, "'num_attention_heads' expected int, got str"),
-    ({"num_attention_heads": 3}, "not a multiple of the number of attention heads"),
+    ({"num_attention_heads": 3}, "num_attention_heads=3 and num_key_value_heads=2: expected a divisor"),
     ({"num_attention_heads": 8}, "o_proj.weight is [16, 32], expected [16, 64]"),
     ({"num_key_value_heads": 4}, "k_proj.weight is [16, 16], expected [32, 16]"),
     ({"num_hidden_layers": 1}, "belongs to no layer, expected 1 layers"),
     ({"num_hidden_layers": -1}, "num_hidden_layers=-1"),
     ({"num_hidden_layers": 10**20}, "from 1 to 10000"),
-    ({"num_hidden_layers": 3}, "lacks 9 tensors"),
+    ({"num_hidden_layers": 3}, "lacks 9 of the model's tensors"),
     ({"hidden_size": 10**20}, "hidden_size=1000"),
     ({"max_position_embeddings": 0}, "max_position_embeddings=0"),
-    ({"hidden_act": "magic"}, "unknown value 'magic'"),
+    ({"hidden_act": "magic"}, "unknown hidden_act 'magic'"),
     ({"dtype": "float99"}, "float99"),
     ({"quantization_config": 3}, "cannot read the config"),
     ({"text_config": 3}, "text_config must be an object"),
@@ -129,7 +129,7 @@ def test_an_mtp_head_with_missing_renamed_or_truncated_tensors(outrider: Run, tm
     mtp_checkpoints.rewrite(tmp_path, lambda tensors: tensors.update({name: torch.ones(3)}))
     assert_one_line(outrider(*run), f"{name} has shape [3], expected [32]")
     mtp_checkpoints.rewrite(tmp_path, lambda tensors: tensors.update({f"{name}s": tensors.pop(name)}))
-    assert_one_line(outrider(*run), f"lacks 1 tensors of the head, the first {name}")
+    assert_one_line(outrider(*run), f"lacks 1 of the head's tensors, the first {name}")
     mtp_checkpoints.rewrite(tmp_path, lambda tensors: [tensors.pop(each) for each in list(tensors) if "mtp" in each])
     writers.set_config(tmp_path, num_nextn_predict_layers=1)
     assert_one_line(outrider(*run), "holds no MTP head", "model.mtp_layers.0.input_proj.weight")
@@ -149,7 +149,7 @@ def test_a_truncated_renamed_foreign_or_newer_block_drafter(outrider: Run, tmp_p
     mtp_checkpoints.rewrite(head, lambda tensors: tensors.update({name: torch.ones(3, 3)}))
     assert_one_line(outrider(*run), f"{name} has shape [3, 3], expected [48, 32]")
     mtp_checkpoints.rewrite(head, lambda tensors: tensors.update({f"{name}s": tensors.pop(name)}))
-    assert_one_line(outrider(*run), f"lacks 1 tensors of the head, the first {name}")
+    assert_one_line(outrider(*run), f"lacks 1 of the head's tensors, the first {name}")
     mtp_checkpoints.rewrite(head, lambda tensors: tensors.update({"candidate_selector.successor_codebook": torch.ones(3)}))
     assert_one_line(outrider(*run), "DFlash 2's path selector (candidate_selector.successor_codebook)")
     writers.write_eagle3(tmp_path / "eagle", 320, 64)

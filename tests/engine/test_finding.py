@@ -241,7 +241,7 @@ def test_the_smallest_sufficient_model_of_the_family_is_used(made, target, tmp_p
     assert llm.drafter == found.why and greedy(llm) == greedy(loaded(target, method="plain"))
     misfits = {each.name: each.misfit for each in finding.candidates(finding.target_files(target))}
     assert set(misfits) == {"Org/model-small", "Org/model-medium", "Org/model-tiny", "Org/same"}
-    assert "100.0% of the target's weights" in misfits["Org/same"] and "expected 0.5% to 20%" in misfits["Org/model-tiny"]
+    assert "100.0% of the target's weights" in misfits["Org/same"] and "expected at least 0.5%" in misfits["Org/model-tiny"]
 
 
 def test_of_equal_sizes_the_most_similar_name_is_used(made):

@@ -302,7 +302,7 @@ def configured(change):
 
 LAYER = "model.layers.1.self_attn.q_proj.weight"
 WRONG = {
-    "missing": (changed(lambda t: t.pop(LAYER)), f"lacks 1 tensors of the head, the first {LAYER}"),
+    "missing": (changed(lambda t: t.pop(LAYER)), f"lacks 1 of the head's tensors, the first {LAYER}"),
     "renamed": (changed(lambda t: t.update({"model.layers.1.self_attn.query.weight": t.pop(LAYER)})), f"the first {LAYER}"),
     "cut": (changed(lambda t: t.update({LAYER: t[LAYER][:9]})), rf"{LAYER} has shape \[9, 16\], expected \[64, 16\]"),
     "no table": (changed(lambda t: t.pop("model.embed_tokens.weight")), "the first model.embed_tokens.weight"),

@@ -248,7 +248,7 @@ NAME = "layers.1.self_attn.k_proj.weight"
 WRONG = {
     "no fc": (without("fc.weight"), "is not a block drafter: fc.weight is missing"),
     "no norm of features": (without("hidden_norm.weight"), "is not a block drafter: hidden_norm.weight is missing"),
-    "missing": (without(NAME), f"lacks 1 tensors of the head, the first {NAME}"),
+    "missing": (without(NAME), f"lacks 1 of the head's tensors, the first {NAME}"),
     "renamed": (changed(lambda t: t.update({"layers.1.self_attn.key.weight": t.pop(NAME)})), f"the first {NAME}"),
     "cut": (changed(lambda t: t.update({NAME: t[NAME][:7]})), rf"{NAME} has shape \[7, 32\], expected \[16, 32\]"),
     "fc cut": (
@@ -289,7 +289,10 @@ WRONG = {
         changed(lambda t: t.update({"layers.0.attention_conv.base_kernel": torch.zeros(2, 2, 32)})),
         "config.json lacks conv_kernel_size and conv_group_size",
     ),
-    "no selector": (configured(config=second_config), r"lacks 11 tensors of the head, the first layers.0.attention_conv.base"),
+    "no selector": (
+        configured(config=second_config),
+        r"lacks 11 of the head's tensors, the first layers.0.attention_conv.base",
+    ),
     "half a selector": (
         without("candidate_selector.successor_codebook", config=second_config, more=second_tensors),
         "the first candidate_selector.successor_codebook",

@@ -253,7 +253,7 @@ WRONG = {
     ),
     "missing": (
         lambda folder: rewrite(folder, lambda t: t.pop("norm.weight")),
-        "lacks 1 tensors of the head, the first norm",
+        "lacks 1 of the head's tensors, the first norm",
     ),
     "unknown": (
         lambda folder: rewrite(folder, lambda t: t.update(odd=torch.zeros(1))),

@@ -172,7 +172,7 @@ def test_a_file_without_a_head_drafts_with_something_else(tmp_path: Path) -> Non
         (lambda path: write(path, without="nextn.hnorm.weight"), r"the first blk\.4\.nextn\.hnorm\.weight"),
         (
             lambda path: write(path, without="attn_q.weight"),
-            r"lacks 1 tensors of the head, the first layers\.0\.self_attn\.q_proj",
+            r"lacks 1 of the head's tensors, the first layers\.0\.self_attn\.q_proj",
         ),
         (lambda path: write_odd(path, "blk.4.attn_odd.weight"), r"unexpected tensor blk\.4\.attn_odd\.weight"),
     ],

@@ -110,7 +110,7 @@ WRONG = {
         r"no MTP head: none of mtp.fc.weight, .*model.mtp_layers.0.input_proj.weight",
     ),
     "dropped": ("glm4_moe", drop_all, r"holds no MTP head: none of .*model.layers.2.eh_proj.weight"),
-    "no fc": ("qwen3_next", without("mtp.fc.weight"), "lacks 1 tensors of the head, the first mtp.fc.weight"),
+    "no fc": ("qwen3_next", without("mtp.fc.weight"), "lacks 1 of the head's tensors, the first mtp.fc.weight"),
     "no projection": ("deepseek_v3", without("model.layers.2.eh_proj.weight"), "the first model.layers.2.eh_proj.weight"),
     "no final norm": (
         "qwen2",

@@ -83,19 +83,43 @@ def test_no_weights(broken):
 def test_truncated_weights(broken, keep):
     data = (broken / "model.safetensors").read_bytes()
     (broken / "model.safetensors").write_bytes(data[: int(keep * len(data)) if keep < 1 else keep])
-    assert f"cannot load {broken}" in refusal(broken)
+    what = "is incomplete, it has" if keep in (0.5, 0.999) else "is not a safetensors file, it begins with"
+    assert refusal(broken).startswith(f"{broken / 'model.safetensors'} {what}") and refusal(broken).endswith(
+        "download it again"
+    )
 
 
-def test_invalid_bytes_as_weights(broken):
-    (broken / "model.safetensors").write_bytes(bytes(range(256)) * 40)
-    assert f"cannot load {broken}" in refusal(broken)
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (bytes(range(256)) * 40, "is not a safetensors file, it begins with b'\\x00"),
+        (b"<!DOCTYPE html><html>", "is not a safetensors file, it begins with b'<!DOCTYPE html><': download it again"),
+        (b"version https://git-lfs.github.com/spec/v1\noid", "is a pointer of Git LFS, not the weights: run git lfs pull"),
+        (b"\x05" + bytes(7) + b"{} []", "is not a safetensors file, its header is broken"),
+        (b"\x0a" + bytes(7) + b'{"a": 1   }', "is not a safetensors file, its header is broken"),
+    ],
+)
+def test_another_file_as_weights(broken, content, said):
+    (broken / "model.safetensors").write_bytes(content)
+    assert refusal(broken).startswith(f"{broken / 'model.safetensors'} {said}")
+
+
+def test_a_broken_index_of_shards(broken):
+    (broken / "model.safetensors").rename(broken / "model-00001-of-00001.safetensors")
+    (broken / "model.safetensors.index.json").write_text('{"weight_map": ')
+    assert refusal(broken).startswith(f"{broken / 'model.safetensors.index.json'} is not a weight index: ")
+
+
+def test_an_adapter_instead_of_a_model(broken):
+    (broken / "config.json").rename(broken / "adapter_config.json")
+    assert "it is an adapter (LoRA); merge it into its model first" in refusal(broken)
 
 
 def test_missing_weights_raise_instead_of_being_random(broken):
     weights = load_file(broken / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    assert "lacks 1 tensors of the model, the first model.layers.1.mlp.up_proj.weight" in refusal(broken)
+    assert "lacks 1 of the model's tensors, the first model.layers.1.mlp.up_proj.weight" in refusal(broken)
 
 
 @pytest.mark.parametrize(
@@ -138,10 +162,16 @@ def test_weights_of_another_shape(broken):
         ({"hidden_size": 16.5}, "hidden_size=16.5: expected"),
         ({"max_position_embeddings": -5}, "max_position_embeddings=-5: expected"),
         ({"num_hidden_layers": 1}, "do not match its config: model.layers.1.*belongs to no layer, expected 1 layers"),
-        ({"num_hidden_layers": 3}, "lacks 9 tensors of the model, the first model.layers.2"),
+        ({"num_hidden_layers": 3}, "lacks 9 of the model's tensors, the first model.layers.2"),
         ({"vocab_size": 400}, r"model.embed_tokens.weight is \[320, 16\], expected \[400, 16\]"),
-        ({"hidden_act": "nope"}, "is not valid for a model: unknown value 'nope'"),
+        ({"hidden_act": "nope"}, "is not valid: unknown hidden_act 'nope'"),
         ({"model_type": ["llama"]}, "cannot read the config"),
+        (
+            {"num_attention_heads": 4, "num_key_value_heads": 3},
+            "num_attention_heads=4 and num_key_value_heads=3: expected a di",
+        ),
+        ({"dtype": "float12"}, "says dtype='float12': expected a dtype such as bfloat16"),
+        ({"dtype": None, "torch_dtype": "tensor"}, "says dtype='tensor': expected a dtype such as bfloat16"),
         ([1, 2], "config.json must be an object, not a list"),
     ],
 )

@@ -121,7 +121,7 @@ def stream_to_screen(
     if last is not None:
         err.print(summary(last.stats, perf_counter() - started), soft_wrap=True)
         if llm.runner.passes.could_compile:
-            say("passes were not compiled, including those that predict plain decoding's speed: see --compile always")
+            say("passes were not compiled: --compile always compiles them once for all later runs, which are then faster")
     return text, interrupt
 
 

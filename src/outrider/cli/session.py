@@ -153,7 +153,9 @@ def check_source(model: str | None) -> None:
     path = expanded(model)
     if path.is_dir():
         if not (path / "config.json").is_file() and not list(path.glob("*.gguf")):
-            raise OutriderError(f"{model} is not a model folder: config.json is missing")
+            from outrider.runner.checkpoint_files import without_config
+
+            raise OutriderError(f"{model} is not a model folder: {without_config(path)}")
         return
     if path.is_file() and path.suffix == ".gguf":
         return

@@ -26,8 +26,9 @@ from outrider.proposers.method import Setting
 from outrider.proposers.recognition import MODEL, TargetFiles, kind_of
 from outrider.registry import AUTO, DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS, VERIFIERS
 from outrider.runner import ModelRunner, RunnerConfig, gguf
+from outrider.runner.checkpoint_files import check_config_file
 from outrider.runner.loading import load_config, text_config
-from outrider.runner.tokenizers import DifferentVocabulary, check_merges
+from outrider.runner.tokenizers import DifferentVocabulary, check_merges, tokenizer_problem
 from outrider.tune import DraftLengthPolicy
 from outrider.types import OutriderError, first_line
 
@@ -66,6 +67,8 @@ def load_tokenizer(
     folder = on_this_machine(source)
     if folder is not None:
         check_merges(folder)
+        if (folder / "config.json").is_file():
+            check_config_file(folder / "config.json")
     try:
         tokenizer = gguf.load_tokenizer(source, trust_remote_code)
         tokenizer.decode(tokenizer.encode("Text."))  # some errors in the files show only here
@@ -77,7 +80,8 @@ def load_tokenizer(
         kind = None if folder is None else kind_of(folder)
         if kind is not None and kind is not MODEL:
             raise OutriderError(f"{source} holds {kind}, not a model: give it as the draft") from error
-        raise OutriderError(f"cannot load a tokenizer from {str(source)!r}: {first_line(error)}") from error
+        why = first_line(error) if folder is None else tokenizer_problem(folder, error)
+        raise OutriderError(f"cannot load a tokenizer from {str(source)!r}: {why}") from error
     return tokenizer
 
 

@@ -246,7 +246,8 @@ def _sized(candidate: Candidate, most: float, least: float = 0.0) -> Candidate:
     share = candidate.share
     if share is None or least <= share < most or candidate.misfit:
         return candidate
-    return replace(candidate, misfit=f"it has {share:.1%} of the target's weights, expected {least:.1%} to {most:.0%}")
+    wanted = f"less than {most:.0%}" if share >= most else f"at least {least:.1%}"
+    return replace(candidate, misfit=f"it has {share:.1%} of the target's weights, expected {wanted}")
 
 
 # --- methods ----------------------------------------------------------------------------------------------------------------

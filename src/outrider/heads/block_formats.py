@@ -36,7 +36,7 @@ from outrider.heads.checkpoint import (
     written_layers,
 )
 from outrider.heads.own_tables import has_own_table
-from outrider.runner.loading import check_sizes
+from outrider.runner.checkpoint_files import check_sizes
 from outrider.types import OutriderError, dtype_name
 
 # A confidence head estimates how many drafts to verify. Here the policy does, from measured acceptance.

@@ -444,7 +444,7 @@ def fill(
     wanted = head.state_dict()
     missing = [name for name in wanted if name not in tensors]
     if missing:
-        raise OutriderError(f"{source} lacks {len(missing)} tensors of the head, the first {named(missing[0])}")
+        raise OutriderError(f"{source} lacks {len(missing)} of the head's tensors, the first {named(missing[0])}")
     unknown = [name for name in tensors if name not in wanted and not any(re.search(pattern, name) for pattern in ignored)]
     if unknown:
         raise OutriderError(

@@ -33,7 +33,7 @@ from outrider.heads.checkpoint import (
 )
 from outrider.heads.eagle import EagleHead, EagleShape, default_hidden_states
 from outrider.heads.own_tables import has_own_table
-from outrider.runner.loading import check_sizes
+from outrider.runner.checkpoint_files import check_sizes
 from outrider.types import OutriderError, dtype_name
 
 IGNORED = (r"^t2d$", r"^verifier_", r"rotary_emb\.", r"^mask_hidden$")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import inspect
-import json
-import mmap
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,8 +22,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from outrider.memory import weight_files
 from outrider.runner import attention, gguf, recurrence
+from outrider.runner.checkpoint_files import check_config_file, check_sizes, check_weight_files, without_config
 from outrider.runner.checkpoints.formats import loader_options, method_of, quantization_of
 from outrider.runner.checkpoints.stored import without_quantization
 from outrider.runner.checkpoints.weight import Format
@@ -36,16 +33,6 @@ LAYER = r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\."  # layer index in a tensor
 # Names that quantisers give to a layer's numbers beside its codes.
 SCALES = re.compile(r"weight_scale(_inv|_2)?|input_scale|weight_packed|qweight|qzeros|scales|absmax|SCB")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names in configs
-MADV_POPULATE_READ = 22  # Linux 5.14 and newer
-POPULATE_BYTES = 1 << 28  # bytes per call
-# Sizes in a config and their largest plausible values: a model of 10^20 layers would fill the memory.
-MAX_SIZES = dict.fromkeys(
-    (
-        *("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"),
-        *("num_attention_heads", "num_key_value_heads", "head_dim"),
-    ),
-    2**31 - 1,
-) | {"num_hidden_layers": 10_000}
 
 
 def growth_of(config: PreTrainedConfig, reader: Format | None, bits: int | None) -> float:
@@ -73,7 +60,7 @@ def load_model(
     ``reader``: of a quantised checkpoint, whose layers then hold what the files store (``checkpoints.stored``).
     """
     config = load_config(source, trust_remote_code)
-    check_readable(source)
+    check_weight_files(source)
     file = gguf.find(source)
     if file is not None:
         return _load_gguf(file, config, dtype, device)
@@ -98,7 +85,7 @@ def load_model(
         )
     missing = sorted(info["missing_keys"])
     if missing:
-        raise OutriderError(f"{source} lacks {len(missing)} tensors of the model, the first {missing[0]}")
+        raise OutriderError(f"{source} lacks {len(missing)} of the model's tensors, the first {missing[0]}")
     spare = layers_beyond(info["unexpected_keys"], text_config(config))
     if spare:
         count = num_layers(text_config(config))
@@ -134,24 +121,6 @@ def _load_gguf(file: Path, config: PreTrainedConfig, dtype: torch.dtype | str, d
     gguf.fill(model, file, dtype, device)
     moved: PreTrainedModel = model.eval().to(device)
     return moved
-
-
-def check_readable(source: str | Path) -> None:
-    """Read the weights of a local folder into the page cache. Raises ``OutriderError`` on a disk error.
-
-    Weights are read from mapped files, where an unreadable page ends the process with a bus error. Does nothing on systems
-    that cannot populate a mapping.
-    """
-    for file in weight_files(source):
-        try:
-            with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                for start in range(0, len(mapped), POPULATE_BYTES):
-                    mapped.madvise(MADV_POPULATE_READ, start, min(POPULATE_BYTES, len(mapped) - start))
-        except OSError as error:
-            if error.errno == errno.EFAULT:  # instead of a bus error
-                raise OutriderError(f"cannot read {file}: the disk reports an error") from error
-        except (AttributeError, ValueError):  # a system without madvise; an empty file, which the loader refuses
-            continue
 
 
 def layers_beyond(keys: Iterable[str], config: PreTrainedConfig) -> list[str]:
@@ -229,7 +198,7 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
         raise OutriderError(f"no model folder at {source}: it {problem}")
     has_config = (path / "config.json").exists()
     if looks_local and not has_config and file is None:
-        raise OutriderError(f"{source} is not a Hugging Face model folder: config.json is missing")
+        raise OutriderError(f"{source} is not a model folder: {without_config(path)}")
     if has_config:
         check_config_file(path / "config.json")
     try:
@@ -242,6 +211,9 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
     except OutriderError:
         raise
     except Exception as error:  # invalid configs raise many kinds of exceptions
+        if "contains custom code" in str(error):
+            advice = "read it, then pass trust_remote_code=True to run it"
+            raise OutriderError(f"{source} is a model with its own code in its folder or repository: {advice}") from error
         hint = "" if looks_local else " (neither a local folder nor a reachable hub id)"
         raise OutriderError(f"cannot read the config of {source}{hint}: {reason(error)}") from error
     if not trust_remote_code and model_class(config) is None:
@@ -252,31 +224,6 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
     check_sizes(str(source), vars(text))
     refuse_encoders(config)
     return config
-
-
-def check_config_file(path: Path) -> None:
-    """Raise ``OutriderError`` for a config.json that transformers misreads or rejects without a clear reason."""
-    try:
-        config = json.loads(path.read_bytes())
-    except OSError as error:
-        raise OutriderError(f"cannot read the config of {path.parent}: {first_line(error)}") from error
-    except ValueError as error:
-        raise OutriderError(f"cannot read the config of {path.parent}: config.json is not JSON: {first_line(error)}") from error
-    text = config.get("text_config") if isinstance(config, dict) else None
-    for name, part in (("config.json", config), ("text_config", {} if text is None else text)):
-        if not isinstance(part, dict):
-            raise OutriderError(
-                f"cannot read the config of {path.parent}: {name} must be an object, not a {type(part).__name__}"
-            )
-        check_sizes(str(path.parent), part)
-
-
-def check_sizes(source: str, config: Mapping[str, Any]) -> None:
-    """Raise ``OutriderError`` for implausible sizes in a config."""
-    for name, most in MAX_SIZES.items():
-        value = config.get(name)
-        if isinstance(value, (int, float)) and not (isinstance(value, int) and 1 <= value <= most):
-            raise OutriderError(f"the config of {source} says {name}={value}: expected a whole number from 1 to {most}")
 
 
 @contextmanager

@@ -83,9 +83,11 @@ def _difference(
             raise OutriderError(
                 f"{kind} returns {logits.shape[1]} logits per token over Outrider's cache, and {own.shape[1]} without"
             )
+        if not bool(torch.isfinite(logits).all()):
+            return f"{what}: they are NaN or infinite"
         errors = (logits - own[start : start + len(logits)]).abs().amax(1)
         # Most tokens must agree, not all: in 16 bits one rounded router may choose another expert.
-        if not bool(errors.median() <= allowed):
+        if float(errors.median()) > allowed:
             return f"{what}: they differ by {float(errors.median()):.2g}"
     return None
 

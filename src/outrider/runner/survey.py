@@ -95,7 +95,7 @@ def _survey_attention(model: PreTrainedModel) -> CacheShape:
             raise OwnAttention(_not_attending(name)) from error
         if model.device.type == "meta" and "meta" in str(error):  # its shapes depend on values
             raise
-        raise OutriderError(f"{name} fails on a short text: {first_line(error)}") from error
+        raise OutriderError(f"{name} fails on a short text: {first_line(error)}; {INSTEAD}") from error
     known = {*_seen.layers, *_seen.shared, *(key.layer for key in _seen.states)}
     kinds = getattr(text_config(model), "layer_types", None) or ()
     if not ran <= known | {layer for layer, kind in enumerate(kinds) if kind in WITHOUT_CACHE}:
@@ -173,7 +173,9 @@ def without_weights(config: PreTrainedConfig, model_class: Any, dtype: torch.dty
         with quiet(), torch.device("meta"):
             model: PreTrainedModel = model_class._from_config(config, dtype=dtype, attn_implementation="eager")
     except Exception as error:  # invalid configs raise many kinds of exceptions
-        raise OutriderError(f"the config of {config.model_type} is not valid for a model: {reason(error)}") from error
+        keys = [key for key, value in vars(config).items() if isinstance(error, KeyError) and value == error.args[0]]
+        why = f"unknown {keys[0]} {error}" if keys else reason(error)
+        raise OutriderError(f"the config of {config.name_or_path or config.model_type} is not valid: {why}") from error
     return model
 
 

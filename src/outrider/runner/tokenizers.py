@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from outrider.runner import gguf
-from outrider.types import OutriderError
+from outrider.types import OutriderError, first_line
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # compared: the first in both folders
 CONTINUED = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')  # a prefix that is not empty
@@ -89,6 +89,23 @@ def check_merges(folder: Path) -> None:
         return
     if broken is not None:
         raise OutriderError(f"{file}: the merge {broken} must continue with the continuing_subword_prefix {prefix!r}")
+
+
+def tokenizer_problem(folder: Path, error: BaseException) -> str:
+    """Say why the tokenizer in a folder cannot be loaded: name a file that is missing or broken, else quote the error."""
+    present = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    for name in (*present, "tokenizer_config.json", "special_tokens_map.json"):
+        try:
+            content = (folder / name).read_bytes() if name.endswith(".json") else b"{}"
+            json.loads(content)
+        except FileNotFoundError:
+            continue
+        except ValueError as broken:
+            return f"{name} is not JSON: {first_line(broken)}"
+    if not present:
+        files = f"{', '.join(TOKENIZER_FILES[:-1])} or {TOKENIZER_FILES[-1]}"
+        return f"the folder has no {files}: copy the tokenizer's files from the model's repository"
+    return f"{present[0]} lacks {error}" if isinstance(error, KeyError) else first_line(error)
 
 
 def _vocabulary(source: Path) -> tuple[dict[str, int], set[str]]:

@@ -339,7 +339,7 @@ class GgufFile:
         given = {id(parameters[name]) for name in names.values()}
         missing = [name for name, parameter in parameters.items() if id(parameter) not in given]
         if missing:
-            raise OutriderError(f"{self.path} lacks {len(missing)} tensors of the model, the first {missing[0]}")
+            raise OutriderError(f"{self.path} lacks {len(missing)} of the model's tensors, the first {missing[0]}")
         return names
 
     def _shape_of(self, name: str, own: str, model: PreTrainedModel, parameter: Tensor) -> list[int]:
