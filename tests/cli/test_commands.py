@@ -221,7 +221,7 @@ def test_a_conversation_longer_than_the_context_drops_its_oldest_turns(target: P
 
 
 def test_chat_keeps_the_conversation(outrider: Run, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = iter(["one", "two", "/new", "one", ""])
+    lines = iter(["one", "two", "/help", "/new", "one", ""])
 
     def typed(prompt: str) -> str:
         try:
@@ -266,6 +266,13 @@ def test_too_large_numbers_are_not_truncated_silently(
         assert "is reduced to" not in err
     else:
         assert said in " ".join(err.split())
+
+
+def test_a_text_that_ends_with_the_context_says_so(outrider: Run, target: Path) -> None:
+    run = ["generate", "--target", target, "--method", "plain", "--compile", "never", "--ignore-eos", PROMPT]
+    code, out, err = outrider(*run, "--max-len", 20, "--max-tokens", 50)
+    assert code == 0 and out and "the context of 20 tokens is full: --max-len sets it" in err
+    assert "is full" not in outrider(*run, "--max-len", 20, "--max-tokens", 3)[2]
 
 
 def test_ctrl_c_keeps_the_text_so_far_and_its_summary(

@@ -500,6 +500,30 @@ def test_a_signal_lets_streams_finish_and_refuses_new_requests(
         assert ends == [128 + signal.SIGTERM] and ["second signal" in record.message for record in caplog.records] == [True]
 
 
+def test_streams_that_outlast_the_grace_period_end_with_an_error(
+    load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(load()) as server:
+        settings = uvicorn.Config(server.service, log_config=None)
+        graceful = GracefulServer(settings, server.service.bridge, {}, grace=1.5)
+        monkeypatch.setattr(server.server, "on_tick", graceful.on_tick)
+        slow = Slow(server, monkeypatch)
+        slow.rounds(1)
+        url, body = server.url + "/v1/completions", {"prompt": PROMPT, **LONG}
+        with ThreadPoolExecutor() as pool, httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(line for line in lines if line)
+            whole = pool.submit(httpx.post, url, json=body, timeout=60)
+            until(lambda: server.service.bridge.num_open == 2)
+            graceful.handle_exit(signal.SIGTERM, None)
+            last = [line.removeprefix("data: ") for line in lines if line][-1]
+            assert json.loads(last)["error"]["message"] == "the server is shutting down"
+            assert whole.result().status_code == 503 and whole.result().json() == json.loads(last)
+        until(lambda: graceful.should_exit)
+        graceful.last_resort.cancel()
+        slow.go()
+
+
 def test_shutdown_ends_within_the_grace_period(load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(load()) as server:
         bridge = server.service.bridge
@@ -509,7 +533,7 @@ def test_shutdown_ends_within_the_grace_period(load: Callable[..., LLM], monkeyp
         graceful = GracefulServer(settings, bridge, {}, grace=0.4, end=ends.append)
         assert not asyncio.run(graceful.on_tick(1))
         graceful.handle_exit(signal.SIGTERM, None)
-        sleep(0.25)
+        sleep(0.3)
         assert asyncio.run(graceful.on_tick(1)) and graceful.config.timeout_graceful_shutdown == 1
         assert not ends
         until(lambda: ends == [1])  # even if something hangs

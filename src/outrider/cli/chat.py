@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outrider.cli.app import Terminated
-from outrider.cli.console import say_error
+from outrider.cli.console import say, say_error
 from outrider.cli.generate import stream_to_screen
 from outrider.cli.options import MethodOptions, ModelOptions, ReadableOptions, flag, with_groups
 from outrider.errors import OutriderError
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from outrider.engine.llm import LLM
     from outrider.types import SamplingParams
 
-EXAMPLES = """Examples:
+KEYS = "Ctrl-C stops an answer, Ctrl-D or /exit ends the conversation, /new starts a new one, /help shows this line."
+EXAMPLES = f"""Examples:
 
 outrider chat --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B
 
@@ -26,7 +27,7 @@ outrider chat --system "Answer in one sentence." "Why is the sky blue?"
 
 echo "Why is the sky blue?" | outrider chat --target ./my-model
 
-Ctrl-C stops an answer, Ctrl-D or /exit ends the conversation, /new starts a new one.
+{KEYS}
 """
 
 
@@ -59,6 +60,8 @@ def command(
     while (question := _ask()) is not None:
         if question == "/new":
             history = list(first)
+        elif question == "/help":
+            say(KEYS)
         elif question:
             try:
                 interrupt = _answer(llm, history, question, params, show)

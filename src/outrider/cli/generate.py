@@ -119,6 +119,8 @@ def stream_to_screen(
     if last is not None and last.error:
         say_error(last.error)
     if last is not None:
+        if last.finish_reason == "length" and last.stats.num_tokens < params.max_tokens:
+            say(f"the text ends because the context of {llm.runner.max_len} tokens is full: --max-len sets it")
         err.print(summary(last.stats, perf_counter() - started), soft_wrap=True)
         if llm.runner.passes.could_compile:
             say("passes were not compiled: --compile always compiles them once for all later runs, which are then faster")

@@ -59,7 +59,8 @@ class RunnerConfig:
     max_len: int | None = option(
         Whole(2),
         None,
-        "Context length in tokens, prompt included; determines the cache size (default: the model's own).",
+        "Context length in tokens, prompt included; determines the cache size (default: the model's own; longrope: the original"
+        " one).",
         panel=MODELS,
         in_plan=True,
     )

@@ -84,9 +84,10 @@ class Stream:
         self._due = 0.0  # when to send the held emissions
         self._timer: asyncio.TimerHandle | None = None
         self._woken = asyncio.Event()
+        self._is_stopped = False
 
     async def __aiter__(self) -> AsyncIterator[Emission]:
-        """Yield emissions. Raises ``asyncio.TimeoutError`` at the deadline."""
+        """Yield emissions. Raises ``asyncio.TimeoutError`` at the deadline, and ``Stopping`` after ``stop``."""
         late = asyncio.get_running_loop().call_later(max(self._deadline - monotonic(), 0.0), self._woken.set)
         try:
             while self._open:
@@ -95,6 +96,8 @@ class Stream:
                     if emission.finish_reason is not None:
                         self._open.discard(emission.request_id)
                     yield emission
+                if self._open and self._is_stopped:
+                    raise Stopping
                 if self._open and monotonic() >= self._deadline:
                     raise TimeoutError
         finally:
@@ -116,6 +119,11 @@ class Stream:
         self._woken.clear()
         held, self._held = self._held, {}
         return held.values()
+
+    def stop(self) -> None:
+        """End the iteration with an error."""
+        self._is_stopped = True
+        self._woken.set()
 
     def close(self) -> None:
         """Cancel unfinished requests; their slots are free within one round."""
@@ -213,6 +221,11 @@ class EngineBridge:
             self._streams[request.request_id] = stream
         self._commands.put(lambda: self._add(samples, client))
         return stream
+
+    def stop_streams(self) -> None:
+        """End all streams with ``Stopping``."""
+        for stream in {*self._streams.values()}:
+            stream.stop()
 
     def _check_health(self) -> None:
         if not self.is_healthy:

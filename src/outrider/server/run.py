@@ -52,6 +52,7 @@ class GracefulServer(uvicorn.Server):
         """``grace``: maximum seconds from the first signal to the exit; ``end(code)`` exits immediately."""
         super().__init__(config)
         self._bridge, self._facts, self._grace, self._end = bridge, facts, grace, end
+        self._closing = min(CLOSING, grace / 2)
         self._deadline: float | None = None  # for running responses; set by the first signal
         self.last_resort = threading.Timer(grace, self._end_late)
         self.last_resort.daemon = True
@@ -69,7 +70,7 @@ class GracefulServer(uvicorn.Server):
             self._end(128 + sig)
         else:
             self._bridge.is_draining = True
-            self._deadline = monotonic() + self._grace - min(CLOSING, self._grace / 2)
+            self._deadline = monotonic() + self._grace - self._closing
             self.last_resort.start()
 
     def _end_late(self) -> None:
@@ -81,7 +82,9 @@ class GracefulServer(uvicorn.Server):
         if self._deadline is not None:
             left = self._deadline - monotonic()
             self.config.timeout_graceful_shutdown = max(ceil(left), 1)
-            self.should_exit |= left <= 0 or not self._bridge.num_open
+            if left <= 0:
+                self._bridge.stop_streams()  # clients get an error, then there are none left
+            self.should_exit |= left <= -self._closing / 3 or not self._bridge.num_open
         return await super().on_tick(counter)
 
 
