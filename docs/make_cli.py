@@ -42,8 +42,8 @@ Options of `SamplingParams`, of the commands and of requests to the server, with
 `max_tokens` is OpenAI's (16 for a completion, all that fits for a chat), and `outrider chat` and `outrider compare` sample at
 temperature 0.7 and top-p 0.9 unless a temperature is given.
 
-A checkpoint's `generation_config.json` changes none of them: its temperature, penalties and suppressed tokens are not applied. Its
-end-of-text tokens are; a text ends with one of these, of `config.json` or of the tokenizer.
+A checkpoint's `generation_config.json` changes none of them: its temperature, penalties and suppressed tokens are not applied.
+Its end-of-text tokens are; a text ends with one of these, of `config.json` or of the tokenizer.
 """
 METHODS = """## Options of methods
 
