@@ -198,6 +198,7 @@ class Pass:
 
         self.query, self.key = randn(self.batch, heads, width, key_dim), randn(self.batch, kv_heads, width, key_dim)
         self.value = randn(self.batch, kv_heads, width, value_dim)
+        self.sinks = 2 * randn(heads)
         rows = self.batch + 2
         self.keys = torch.full((2, rows, kv_heads, capacity, key_dim), math.nan, dtype=dtype)
         self.values = torch.full((2, rows, kv_heads, capacity, value_dim), math.nan, dtype=dtype)
@@ -225,7 +226,9 @@ class Pass:
             self.positions[:, node] -= half
         return self
 
-    def run(self, which, rows=None, span=None, lens=None, scale=0.3, softcap=0.0, window=0, layer=1):  # noqa: PLR0913
+    def run(  # noqa: PLR0913
+        self, which, rows=None, span=None, lens=None, scale=0.3, softcap=0.0, window=0, chunk=0, sinks=False, layer=1
+    ):
         """Run the operator on a copy of the cache -> [B, W, H, D], zero where a request has no token.
 
         ``rows``: rows of the batch; ``span``: use only the first tokens of the pass; ``lens``: tokens of each request.
@@ -236,11 +239,11 @@ class Pass:
         inputs = [*(flat(x[at], lens) for x in (self.query, self.key, self.value)), *self.after, layer]
         positions = flat(self.positions[at][:, None, :, None], lens)[:, 0, :, 0]
         inputs += [self.cache_rows[at], torch.tensor(self.bases)[at], torch.tensor(lens).cumsum(0), positions]
-        out = attend(which, *inputs, self.visible[at, upto, upto], scale, softcap, window)
+        out = attend(which, *inputs, self.visible[at, upto, upto], scale, softcap, window, chunk, self.sinks if sinks else None)
         assert out.shape == (1, sum(lens), self.query.shape[1], self.value.shape[3])
         return torch.nn.utils.rnn.pad_sequence(out[0].split(lens), batch_first=True)
 
-    def expected(self, scale=0.3, softcap=0.0, window=0, layer=1, rounded=False):
+    def expected(self, scale=0.3, softcap=0.0, window=0, chunk=0, sinks=False, layer=1, rounded=False):  # noqa: PLR0913
         """Compute one query at a time in float64.
 
         ``rounded``: round queries and weights to bfloat16, as products of pairs do.
@@ -252,7 +255,9 @@ class Pass:
             for w in range(self.width):
                 own = [j for j in range(self.width) if self.visible[b, w, j]]
                 places = [*range(self.bases[b]), *(int(self.positions[b, j]) for j in own)]
-                near = [i for i, place in enumerate(places) if not window or int(self.positions[b, w]) - place < window]
+                at = int(self.positions[b, w])
+                near = [i for i, place in enumerate(places) if not window or at - place < window]
+                near = [i for i in near if not chunk or at // chunk == places[i] // chunk]
                 for h in range(heads):
                     kv, base = h // group, self.bases[b]
                     keys = torch.cat([self.keys[layer, row, kv, :base], self.key[b, kv, own].to(self.keys.dtype)])
@@ -260,8 +265,10 @@ class Pass:
                     scores = keys.double()[near] @ read(self.query[b, h, w]) * scale
                     if softcap:
                         scores = softcap * torch.tanh(scores / softcap)
-                    weights = (scores - scores.max()).exp()
-                    out[b, w, h] = read(weights) @ values.double()[near] / weights.sum()
+                    sink = self.sinks[h].double() if sinks else torch.tensor(-math.inf)
+                    most = max(scores.max(), sink)
+                    weights = (scores - most).exp()
+                    out[b, w, h] = read(weights) @ values.double()[near] / (weights.sum() + (sink - most).exp())
         return out
 
 
@@ -279,6 +286,18 @@ def assert_close_but_for_rounding(got, expected):
     assert off.median() < 1e-6 and off.quantile(0.99) < 1e-4 and off.max() < 5e-3
 
 
+OPTIONS = [
+    {},
+    {"window": 5},
+    {"window": 30},
+    {"softcap": 1.5},
+    {"softcap": 1.5, "window": 9},
+    {"chunk": 8},
+    {"chunk": 30},
+    {"sinks": True},
+    {"sinks": True, "window": 9},
+    {"sinks": True, "softcap": 1.5, "chunk": 16},
+]
 SHAPES = {
     "grouped heads": {},
     "one kv head": {"kv_heads": 1},
@@ -298,7 +317,7 @@ SHAPES = {
 def test_attend_equals_softmax_attention_over_visible_slots(which, dtype, shape):
     for make in (lambda p: p, Pass.branch):
         there = make(Pass([40, 0, 17], 7, dtype=dtype, **({"capacity": 47} if shape == "full cache" else SHAPES[shape])))
-        for options in ({}, {"window": 5}, {"window": 30}, {"softcap": 1.5}, {"softcap": 1.5, "window": 9}):
+        for options in OPTIONS:
             got = there.run(which, **options)
             assert torch.isfinite(got).all()
             if which == "cpu" and rounds(dtype, there.query.shape[3], there.value.shape[3]):
@@ -308,11 +327,12 @@ def test_attend_equals_softmax_attention_over_visible_slots(which, dtype, shape)
 
 
 @pytest.mark.parametrize("which", [CPU, "reference", TRITON])
-def test_a_window_starts_at_each_nodes_position_for_any_order_of_a_tree(which):
+@pytest.mark.parametrize("kind", ["window", "chunk"])
+def test_a_window_starts_at_each_nodes_position_for_any_order_of_a_tree(which, kind):
     there = Pass([40, 0, 17], 19, kv_heads=1).deep_first()
-    for window in (3, 5, 9):
+    for size in (3, 5, 9):
         torch.testing.assert_close(
-            there.run(which, window=window).double(), there.expected(window=window), rtol=1e-4, atol=1e-5
+            there.run(which, **{kind: size}).double(), there.expected(**{kind: size}), rtol=1e-4, atol=1e-5
         )
 
 
@@ -321,7 +341,7 @@ def test_a_window_starts_at_each_nodes_position_for_any_order_of_a_tree(which):
 def test_requests_of_different_lengths_are_concatenated(which, lens):
     for make in (lambda p: p, Pass.branch):
         there = make(Pass([40, 0, 17], 7))
-        for options in ({}, {"window": 5}, {"softcap": 1.5, "window": 9}):
+        for options in ({}, {"window": 5}, {"softcap": 1.5, "window": 9}, {"sinks": True, "chunk": 16}):
             got, expected = there.run(which, lens=lens, **options), there.expected(**options)
             for b, length in enumerate(lens):
                 torch.testing.assert_close(got[b, :length].double(), expected[b, :length], rtol=1e-4, atol=1e-5)
@@ -344,7 +364,7 @@ def test_attend_writes_only_the_slots_of_its_rows_and_layer(which):
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dims", [(24, 24), (64, 64), (128, 128), (32, 80), (7, 19)])
-@pytest.mark.parametrize("options", [{}, {"window": 6}, {"window": 30}, {"softcap": 1.5}])
+@pytest.mark.parametrize("options", OPTIONS)
 def test_a_requests_attention_has_the_same_bits_in_any_batch_width_and_cache(dtype, dims, options):
     there = Pass([40, 0, 17], 9, dims=dims, dtype=dtype)
     together = there.run("cpu", **options)
@@ -366,18 +386,19 @@ def test_a_requests_attention_has_the_same_bits_in_any_batch_width_and_cache(dty
 def test_a_node_of_a_tree_has_the_same_bits_as_in_a_chain(make, dtype, shape):
     for width in (7, 19, 40):
         there = make(Pass([40, 0, 17], width, dtype=dtype, **SHAPES[shape] | {"capacity": 80}))
-        for options in ({}, {"window": 9}, {"softcap": 1.5}):
+        for options in ({}, {"window": 9}, {"softcap": 1.5}, {"chunk": 16}, {"sinks": True}):
             tree = there.run("cpu", **options)
             for node in range(width):
                 path = there.visible[0, node].nonzero().flatten()
                 chain = Pass([40, 0, 17], len(path), dtype=dtype, **SHAPES[shape] | {"capacity": 80})
                 chain.keys, chain.values, chain.cache_rows = there.keys, there.values, there.cache_rows
+                chain.sinks = there.sinks
                 chain.query, chain.key, chain.value = (each[:, :, path] for each in (there.query, there.key, there.value))
                 assert torch.equal(chain.run("cpu", **options)[:, -1], tree[:, node]), (width, node, options)
 
 
 @needs_kernels
-@pytest.mark.parametrize("options", [{}, {"window": 40}, {"window": 300}])
+@pytest.mark.parametrize("options", [{}, {"window": 40}, {"window": 300}, {"chunk": 256}, {"sinks": True, "window": 300}])
 def test_long_sequences_have_the_same_bits_and_correct_values(options):
     """Matrix units process values in blocks of 256 slots, products of pairs in blocks of 32; both in blocks of 64 queries."""
     there = Pass([530, 250, 0], 40, dims=(64, 64), dtype=torch.bfloat16, capacity=600)

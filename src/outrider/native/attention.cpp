@@ -19,12 +19,23 @@ namespace {
 
 // The tokens of a pass are concatenated, those of request b up to ends[b]; the longest request has `width` of them.
 struct Pass {
-  int64_t rows, total, heads, kv_heads, width, reach, key_dim, value_dim, capacity, window;
+  int64_t rows, total, heads, kv_heads, width, reach, key_dim, value_dim, capacity, window, chunk;
   float scale, softcap;
   const int64_t *cache_rows, *bases, *ends, *positions;
   const bool* visible;  // [rows, width, reach]: which of the last `reach` slots, the widest pass's at their end, each query sees
+  const float* sinks;   // [heads]: score of a sink without a value; or null
   int64_t start(int64_t b) const { return b ? ends[b - 1] : 0; }
   int64_t length(int64_t b) const { return ends[b] - start(b); }
+  bool is_limited() const { return window > 0 || chunk > 0; }
+  // The first position that a token at `position` sees.
+  int64_t begin(int64_t position) const {
+    const int64_t of_window = window > 0 ? position - window + 1 : 0, of_chunk = chunk > 0 ? position / chunk * chunk : 0;
+    return std::max<int64_t>({0, of_window, of_chunk});
+  }
+  // Whether a token at a position sees one at another, which in a tree may be a later one.
+  bool sees(int64_t from, int64_t to) const {
+    return (window <= 0 || from - to < window) && (chunk <= 0 || from / chunk == to / chunk);
+  }
 };
 
 // Adds neighbouring runs of `half` lanes of two vectors: the first halves of the result come from a, the second from b.
@@ -132,6 +143,7 @@ struct Attention {
   static constexpr float kUnseen = -std::numeric_limits<float>::infinity();
   const Pass& pass;
   const int64_t b, length, token, tokens, group, base, open, first, count, padded;
+  const float* sinks;  // of the heads of the group; or null
   const Cache *keys, *values;
   float *queries, *scores, *out, *turned, *tiles;
   // Of a token in a branch of a tree: the slots from `open` on that it sees, in order. Its scores and weights are moved to where they
@@ -139,12 +151,13 @@ struct Attention {
   std::vector<std::vector<int64_t>> paths;
   bool has_branches = false;
 
-  Attention(const Pass& of, int64_t row, int64_t from, const Cache* k_plane, const Cache* v_plane, float* buffer)
+  Attention(const Pass& of, int64_t row, int64_t kv_head, int64_t from, const Cache* k_plane, const Cache* v_plane, float* buffer)
       : pass(of), b(row), length(of.length(row)), token(from), tokens(std::min(tokens_at_once(of), length - from)),
         group(of.heads / of.kv_heads),
-        base(of.bases[row]), open(base + of.width - of.reach),  // earlier slots are visible to all queries, except for a window
+        base(of.bases[row]), open(base + of.width - of.reach),  // earlier slots are visible to all queries, unless limited
         first(std::min(earliest(), open) / kSlots * kSlots),  // blocks start at the same slots in every pass
-        count(end() - first), padded((count + kSlots - 1) / kSlots * kSlots), keys(k_plane), values(v_plane), queries(buffer),
+        count(end() - first), padded((count + kSlots - 1) / kSlots * kSlots),
+        sinks(of.sinks ? of.sinks + kv_head * group : nullptr), keys(k_plane), values(v_plane), queries(buffer),
         scores(queries + rows() * of.key_dim), out(scores + rows() * padded), turned(out + to_lanes(rows()) * of.value_dim),
         tiles(turned + kLanes * (of.key_dim + kLanes)), paths(tokens) {
     for (int64_t w = 0; w < tokens; ++w) {
@@ -180,11 +193,11 @@ struct Attention {
   int64_t position(int64_t w) const { return pass.positions[pass.start(b) + w]; }
   const bool* visible(int64_t w) const { return pass.visible + (b * pass.width + w) * pass.reach; }
   // The first committed slot visible to token w.
-  int64_t begin(int64_t w) const { return pass.window > 0 ? std::max<int64_t>(0, position(w) - pass.window + 1) : 0; }
+  int64_t begin(int64_t w) const { return pass.begin(position(w)); }
   // The first slot visible to any of the tokens: in a tree a later node may have an earlier position.
   int64_t earliest() const {
     int64_t least = begin(token);
-    for (int64_t w = token + 1; pass.window > 0 && w < token + tokens; ++w) least = std::min(least, begin(w));
+    for (int64_t w = token + 1; pass.is_limited() && w < token + tokens; ++w) least = std::min(least, begin(w));
     return least;
   }
   // One past the last slot visible to any of the tokens.
@@ -203,7 +216,7 @@ struct Attention {
       const std::vector<int64_t>& path = paths[row / group];
       float *of_row = scores + row * padded, *moved = of_row + open - first;
       for (const int64_t slot : path) *moved++ = of_row[slot - first];
-      inverse[row] = weigh(token + row / group, of_row);
+      inverse[row] = weigh(token + row / group, of_row, sinks ? sinks[row % group] : kUnseen);
     }
     gather();
     for (int64_t row = 0; row < rows(); ++row)
@@ -420,14 +433,14 @@ struct Attention {
     store(to, score);
   }
 
-  // Convert products of token w to unnormalised weights. Returns the reciprocal of their sum.
-  float weigh(int64_t w, float* from) {
+  // Convert products of token w to unnormalised weights. Returns the reciprocal of their sum, that of the sink included.
+  float weigh(int64_t w, float* from, float sink) {
     vec peak = splat(kUnseen);
     for (int64_t i = 0; i < padded; i += kLanes) {
       const int64_t slot = first + i;
       vec score = load(from + i) * pass.scale;
       if (pass.softcap > 0) for (int j = 0; j < kLanes; ++j) score[j] = pass.softcap * std::tanh(score[j] / pass.softcap);
-      if (slot >= open && slot + kLanes <= first + count && pass.window <= 0 && paths[w - token].empty()) {  // `sees` of a prompt
+      if (slot >= open && slot + kLanes <= first + count && !pass.is_limited() && paths[w - token].empty()) {  // `sees` of a prompt
         static_assert(sizeof(bool) == sizeof(int8_t));
         score = load(reinterpret_cast<const int8_t*>(visible(w) + slot - open)) > vec{} ? score : splat(kUnseen);
       } else if (slot < begin(w) || slot + kLanes > open) {
@@ -437,14 +450,15 @@ struct Attention {
       store(from + i, score);
       peak = score > peak ? score : peak;
     }
-    const vec top = splat(largest(peak));
+    const float most = std::max(largest(peak), sink);
+    const vec top = splat(most);
     vec total = vec{};
     for (int64_t i = 0; i < padded; i += kLanes) {
       const vec weight = exp_nonpositive(load(from + i) - top);
       store(from + i, weight);
       total += weight;
     }
-    return 1.0f / sum(total);
+    return 1.0f / (sum(total) + (sinks ? std::exp(sink - most) : 0.0f));
   }
 
   bool sees(int64_t w, int64_t slot) const {
@@ -455,7 +469,7 @@ struct Attention {
       if (!path.empty()) slot = path[slot - open];
     }
     if (slot < base) return slot >= begin(w);
-    return pass.window <= 0 || position(w) - position(slot - base) < pass.window;
+    return pass.sees(position(w), position(slot - base));
   }
 
   // Sum all values by weight.
@@ -468,7 +482,7 @@ struct Attention {
 #endif
     for (int64_t w = 0; w < tokens; ++w) move_back(w);
     std::fill_n(out, rows() * pass.value_dim, 0.0f);
-    const int64_t shared = pass.window > 0 ? 0 : std::max<int64_t>(0, open - first);
+    const int64_t shared = pass.is_limited() ? 0 : std::max<int64_t>(0, open - first);
     int64_t row = 0;
     for (; row + kTogether <= rows(); row += kTogether) add_values<kTogether, false>(row, 0, shared);
     for (; row < rows(); ++row) add_values<1, false>(row, 0, shared);
@@ -547,7 +561,7 @@ void attend_all(const Pass& pass, const Vectors& query, const Vectors& key, cons
         for (int64_t d = 0; d < pass.value_dim; ++d) v_plane[slot * pass.value_dim + d] = static_cast<Cache>(v[d]);
       }
       for (int64_t token = 0; token < length; token += Attention<Cache>::tokens_at_once(pass)) {
-        Attention<Cache> attention(pass, b, token, k_plane, v_plane, buffer.data());
+        Attention<Cache> attention(pass, b, h, token, k_plane, v_plane, buffer.data());
         for (int64_t w = 0; w < attention.tokens; ++w)
           for (int64_t g = 0; g < group; ++g)
             std::copy_n(query.at(h * group + g, start + token + w), pass.key_dim, attention.queries + (w * group + g) * pass.key_dim);
@@ -570,14 +584,18 @@ void attend_all(const Pass& pass, const Vectors& query, const Vectors& key, cons
 // slots are written and read in this one call, so the compiler cannot reorder it, and does not copy the cache.
 at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& keys,
                   const at::Tensor& values, int64_t layer, const at::Tensor& cache_rows, const at::Tensor& bases,
-                  const at::Tensor& ends, const at::Tensor& positions, const at::Tensor& visible, double scale, double softcap, int64_t window) {
+                  const at::Tensor& ends, const at::Tensor& positions, const at::Tensor& visible, double scale, double softcap, int64_t window,
+                  int64_t chunk, const std::optional<at::Tensor>& sinks) {
   const Vectors queries(query), new_keys(key), new_values(value);
   const at::Tensor &q = queries.all, &k = new_keys.all, &v = new_values.all;
   const at::Tensor seen = visible.contiguous();
   const at::Tensor rows = cache_rows.contiguous(), starts = bases.contiguous(), places = positions.contiguous(), till = ends.contiguous();
-  Pass pass{rows.size(0), q.size(2), q.size(1), k.size(1), seen.size(1), seen.size(2), k.size(3), v.size(3), keys.size(3), window,
+  const at::Tensor of_sinks = sinks ? sinks->to(at::kFloat).contiguous() : at::Tensor();
+  Pass pass{rows.size(0), q.size(2), q.size(1), k.size(1), seen.size(1), seen.size(2), k.size(3), v.size(3), keys.size(3), window, chunk,
             static_cast<float>(scale), static_cast<float>(softcap), rows.const_data_ptr<int64_t>(), starts.const_data_ptr<int64_t>(),
-            till.const_data_ptr<int64_t>(), places.const_data_ptr<int64_t>(), seen.const_data_ptr<bool>()};
+            till.const_data_ptr<int64_t>(), places.const_data_ptr<int64_t>(), seen.const_data_ptr<bool>(),
+            sinks ? of_sinks.const_data_ptr<float>() : nullptr};
+  TORCH_CHECK(!sinks || of_sinks.numel() == pass.heads, "attend: ", of_sinks.numel(), " sinks for ", pass.heads, " heads");
   TORCH_CHECK(pass.key_dim == keys.size(4) && pass.value_dim == values.size(4) && pass.kv_heads == keys.size(2) &&
                   q.size(3) == pass.key_dim && pass.heads % pass.kv_heads == 0 && layer < keys.size(0) && v.size(1) == pass.kv_heads,
               "attend: heads of query ", q.sizes(), ", key ", k.sizes(), " and value ", v.sizes(), " do not fit the cache ", keys.sizes());

@@ -38,7 +38,8 @@ at::Tensor experts(const at::Tensor& x, const at::Tensor& up, const at::Tensor& 
 // attention.cpp
 at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& keys,
                   const at::Tensor& values, int64_t layer, const at::Tensor& cache_rows, const at::Tensor& bases, const at::Tensor& ends,
-                  const at::Tensor& positions, const at::Tensor& visible, double scale, double softcap, int64_t window);
+                  const at::Tensor& positions, const at::Tensor& visible, double scale, double softcap, int64_t window, int64_t chunk,
+                  const std::optional<at::Tensor>& sinks);
 
 // recurrence.cpp
 at::Tensor delta_scan(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& decay,

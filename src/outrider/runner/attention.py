@@ -156,8 +156,8 @@ def attend(
         raise RuntimeError("this model was prepared by Outrider's runner: call the runner, not the model")
     check(module, attention_mask, options)
     keys, values, index = layout.entries(int(module.layer_idx))  # type: ignore[arg-type]
-    reach, sinks = reach_of(module, options), options.get("s_aux")
-    inputs = (
+    reach = reach_of(module, options)
+    out = torch.ops.outrider.attend(
         query,
         key,
         value,
@@ -172,10 +172,10 @@ def attend(
         float(scaling if scaling is not None else query.shape[-1] ** -0.5),
         float(options.get("softcap") or 0.0),
         reach.window,
+        reach.chunk,
+        options.get("s_aux"),  # attention sinks
     )
-    if sinks is None and reach.chunk == 0:
-        return torch.ops.outrider.attend(*inputs), None
-    return torch.ops.outrider.attend_general(*inputs, reach.chunk, sinks), None
+    return out, None
 
 
 def check(module: nn.Module, attention_mask: Tensor | None, options: dict[str, Any]) -> None:

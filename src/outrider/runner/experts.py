@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Mapping
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -169,8 +170,20 @@ def has_sigmoids(model: nn.Module) -> bool:
     if not any(isinstance(module, PackedExperts) for module in modules):
         return False
     names = {type(module).__module__ for module in modules}
-    sources = (source_of(sys.modules[name]) for name in names if not name.startswith(("torch.", "outrider.")))
-    return any(source is None or "sigmoid(" in source for source in sources)
+    in_use = tuple({type(module) for module in modules})
+    return any(_calls_sigmoid(sys.modules[name], in_use) for name in names if not name.startswith(("torch.", "outrider.")))
+
+
+def _calls_sigmoid(code: ModuleType, in_use: tuple[type, ...]) -> bool:
+    """Return whether a Python module may call a sigmoid, outside of classes of layers that the model does not use."""
+    source = source_of(code)
+    if source is None:
+        return True
+    for kind in vars(code).values():
+        is_own = isinstance(kind, type) and issubclass(kind, nn.Module) and kind.__module__ == code.__name__
+        if is_own and not any(issubclass(each, kind) for each in in_use):  # such as experts that were packed
+            source = source.replace(source_of(kind) or "", "")
+    return "sigmoid(" in source
 
 
 @cache

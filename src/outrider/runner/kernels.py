@@ -180,11 +180,9 @@ def _fake_attend(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tenso
 
 ATTEND = (
     "Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, int layer, Tensor cache_rows, Tensor bases,"
-    " Tensor ends, Tensor positions, Tensor visible, float scale, float softcap, int window"
+    " Tensor ends, Tensor positions, Tensor visible, float scale, float softcap, int window, int chunk=0, Tensor? sinks=None"
 )
 define(f"attend({ATTEND})", _fake_attend, reference_attend)
-# Options of a few models that the C++ lacks: slower, and a row's rounding depends on the pass's width and batch.
-define(f"attend_general({ATTEND}, int chunk, Tensor? sinks)", _fake_attend, reference_attend)
 
 
 def _attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
@@ -196,8 +194,7 @@ def _attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Ten
 
 
 if find_spec("triton") is not None:  # it comes with torch for CUDA on Linux
-    for _name in ("attend", "attend_general"):
-        _library.impl(_name, _attend_on_gpu, "CUDA")
+    _library.impl("attend", _attend_on_gpu, "CUDA")
 
 # x [..., inputs] times a packed weight -> [..., outputs] in x's dtype; sums are float32. For a weight in pairs x is rounded to
 # bfloat16, for one of codes in fours (linear_scaled) to 8 bits with a scale per row.

@@ -308,13 +308,13 @@ def is_packed(model: nn.Module) -> bool:
 def has_row_invariant_layers(model: nn.Module) -> bool:
     """Return whether a row of every layer has the same bits whatever the other rows are: all layers run on the CPU kernels.
 
-    torch's kernels, on other devices, for experts that are not packed, for attention sinks and for weights that a model's own
-    code multiplies, add in an order that depends on the number of rows. See ``ModelRunner.is_row_invariant`` for recurrent
-    layers and a model's own attention.
+    torch's kernels, on other devices, for experts that are not packed and for weights that a model's own code multiplies, add
+    in an order that depends on the number of rows. See ``ModelRunner.is_row_invariant`` for recurrent layers and a model's own
+    attention.
     """
     if not is_packed(model) or any(type(module) in (nn.Linear, Conv1D) for module in model.modules()):
         return False
-    return not any("experts" in name or "sinks" in name for name, _ in model.named_parameters())
+    return not any("experts" in name for name, _ in model.named_parameters())
 
 
 def is_in_blocks(model: nn.Module) -> bool:
