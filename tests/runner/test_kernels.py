@@ -243,7 +243,7 @@ class Pass:
         assert out.shape == (1, sum(lens), self.query.shape[1], self.value.shape[3])
         return torch.nn.utils.rnn.pad_sequence(out[0].split(lens), batch_first=True)
 
-    def expected(self, scale=0.3, softcap=0.0, window=0, chunk=0, sinks=False, layer=1, rounded=False):  # noqa: PLR0913
+    def expected(self, scale=0.3, softcap=0.0, window=0, chunk=0, sinks=False, layer=1, rounded=False):
         """Compute one query at a time in float64.
 
         ``rounded``: round queries and weights to bfloat16, as products of pairs do.
