@@ -38,9 +38,9 @@ value and the expected values. Scalars of numpy and torch count as numbers, 1-d 
 """
 SAMPLING = """## Sampling
 
-Options of `SamplingParams`, of the commands and of requests to the server, with the same defaults except for two: the server's
-`max_tokens` is OpenAI's (16 for a completion, all that fits for a chat), and `outrider chat` and `outrider compare` sample at
-temperature 0.7 and top-p 0.9 unless a temperature is given.
+Options of `SamplingParams`, of the commands and of requests to the server. Commands that measure have other defaults
+([cli.md](cli.md)). The server's `max_tokens` is OpenAI's (16 for a completion, all that fits for a chat). `outrider chat` and
+`outrider compare` sample at temperature 0.7 and top-p 0.9 unless a temperature is given.
 
 A checkpoint's `generation_config.json` changes none of them: its temperature, penalties and suppressed tokens are not applied.
 Its end-of-text tokens are; a text ends with one of these, of `config.json` or of the tokenizer.

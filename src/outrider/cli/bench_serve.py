@@ -16,7 +16,7 @@ import typer
 from outrider.cli.bench_documents import check_writable, write_or_say
 from outrider.cli.console import err, progress, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, flag, given, parse_list, with_groups, workload_names
-from outrider.cli.serve import joined
+from outrider.cli.serve import MAX_BATCH, joined
 from outrider.engine.plan import Plan
 from outrider.errors import OutriderError, how_to_install
 from outrider.family import DRAFT
@@ -57,7 +57,7 @@ class ServerOptions:
     url: str | None = flag("A running server (default: start one with these models).")
     plain_url: str | None = flag("A server of the same model without drafts, if drafts cannot be disabled per request.")
     api_key: str | None = flag("API key for --url.", envvar="OPENAI_API_KEY")
-    max_batch: int | None = given(RunnerConfig)
+    max_batch: int | None = given(RunnerConfig, more=f"(default: {MAX_BATCH}).")
     inflate: str | None = flag("Inflate the started server's target to a larger model's cost, such as 1b.")
 
 

@@ -31,7 +31,7 @@ MARKS = {"ok": "[green]ok[/]", "note": "[dim]note[/]", "suspicious": "[yellow]su
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """The method that is checked; it is tried with several numbers of drafts."""
+    """The method to check."""
 
     method: str | None = given(Speculation)
 

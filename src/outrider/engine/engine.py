@@ -112,7 +112,7 @@ class Engine:
     def step(self) -> list[Emission]:
         """Admit waiting requests, prefill a chunk of each long prompt, then run one round for the other running requests.
 
-        After an exception every request can continue from its last committed token, which may not have been emitted.
+        After an exception every request can continue from its last committed token; the last round's may not have been emitted.
         """
         failed = self._admit() + self._prefill()
         self._clock.enter("host")
@@ -158,12 +158,9 @@ class Engine:
         K is 0 for a request whose prompt is prefilled in this round, because drafts would delay its first token, and in its
         first round if the proposer needs hidden states, because there are none yet.
         """
-        lengths = self.policy.next_lengths(batch.context)
         requests = batch.context.requests
-        own = [request.num_draft_tokens for request in requests]
-        if own.count(None) < len(own):
-            pairs = zip(lengths, own, strict=True)
-            lengths = [k if length is None else min(length, self.proposer.max_drafts) for k, length in pairs]
+        pairs = zip(self.policy.next_lengths(batch.context), [request.num_draft_tokens for request in requests], strict=True)
+        lengths = [k if own is None else min(own, self.proposer.max_drafts) for k, own in pairs]
         if self.runner.max_drafts is not None:
             lengths = [min(length, self.runner.max_drafts) for length in lengths]
         if batch.is_prefill:
@@ -272,7 +269,7 @@ class Engine:
         return failed
 
     def _start(self, request: Request) -> None:
-        """Start a new request from a cached prefix, which ends where the proposer lacks hidden states."""
+        """Start a new request from its longest cached prefix, cut where the proposer lacks hidden states."""
         text, limit = request.token_ids, None
         if self._hidden:
             num_read = self._guard.start(request)

@@ -45,7 +45,7 @@ class FeatureStore:
         reads tokens again, because their cache was lost, reports their states again: the first ones are kept.
         """
         request_id = request.request_id
-        first = num_before - (len(hidden[0]) - num_drafts)  # of the tokens that were read
+        first = num_before - (len(hidden[0]) - num_drafts)  # index of the first token of the pass
         if request_id in self._prompts and request_id not in self._num_kept:
             count = request.num_prompt_tokens - 1 - first  # those of a cached prefix are not computed
             self._prompts[request_id] = _States([states[:count] for states in hidden], 0, 0, [])
@@ -55,9 +55,8 @@ class FeatureStore:
 
     def attach(self, context: Context) -> Context:
         """Return the context with all unseen hidden states. They are kept until ``seen``, in case the proposer fails."""
-        hidden = {}
+        rounds, hidden = [self._unseen.get(request_id, ()) for request_id in context.request_ids], {}
         for index, layer in enumerate(self.layers):
-            rounds = [self._unseen.get(request_id, ()) for request_id in context.request_ids]
             chunks = [[each.kept(index) for each in unseen] for unseen in rounds]
             hidden[layer] = [torch.cat(chunk) if chunk else torch.empty(0) for chunk in chunks]
         return replace(context, hidden=hidden)
@@ -72,7 +71,7 @@ class FeatureStore:
         self._prompts.setdefault(request_id, None)
 
     def fork(self, source_id: str, request: Request) -> bool:
-        """Give a new request those of the shared prompt that were computed, except of its last token. False without any yet."""
+        """Give a new request the hidden states of the shared prompt without its last token. Return False without any yet."""
         prompt = self._prompts.get(source_id)
         if prompt is None:
             return not self.layers

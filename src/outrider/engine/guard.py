@@ -19,7 +19,7 @@ from outrider.types import Context, Proposal, Request, RequestFault, Verdict
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE = 64  # rounds without drafts after a request's first fault; doubled by each further fault
-MAX_DOUBLINGS = 6
+MAX_DOUBLINGS = 6  # the longest pause has 4096 rounds
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class _Drafting:
     fork_of: str | None = None  # id of a request with the same prompt
     is_prefilled: bool = False
     num_faults: int = 0
-    paused_until: int = 0  # first round in which drafting is tried again
+    paused_until: int = 0  # ``_round_index`` from which drafting is tried again
 
 
 class GuardedProposer:
@@ -64,7 +64,7 @@ class GuardedProposer:
         return [is_able and drafting.is_prefilled for drafting, is_able in zip(known, able, strict=True)]
 
     def propose(self, context: Context, k: int) -> Proposal:
-        """Return at most k drafts for each request with a limit above 0, none for the others."""
+        """Return the proposer's drafts for each request with a limit above 0, none for the others."""
         self._round_index += 1
         self._drafted, self._nodes = set(), {}
         batch = len(context.requests)
@@ -78,10 +78,10 @@ class GuardedProposer:
             if checked.proposal.parents is not None:
                 checked = self._as_scored(checked, context)
         except Exception as error:
-            self._features.seen(context.request_ids)  # the proposer has read the hidden states of all
             self._pause_at_fault(context.requests, error)
             return self._no_drafts(batch)
-        self._features.seen(context.request_ids)
+        finally:
+            self._features.seen(context.request_ids)  # the proposer has read the hidden states of all
         for row, reason in checked.faults.items():
             self._pause([context.requests[row]], reason)
         self._drafted = {name for row, name in enumerate(context.request_ids) if row not in checked.faults}

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 SEED_STRIDE = 0x9E3779B97F4A7C15  # separates the seeds of a prompt's samples
 ENDED = "this request was ended by a step that failed: generate again"
-LONG_RUN = 8192  # rounds after which compiled passes have saved more time than compilation takes
+LONG_RUN = 8192  # rounds of a full batch after which compiled passes have saved more time than compilation takes
 
 
 class LLM:
@@ -175,6 +175,7 @@ class LLM:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Convert a prompt to token ids. Raises ``OutriderError`` for another type and for ids outside the vocabulary."""
+        self._check_open()
         if not isinstance(prompt, str):
             return as_token_ids(prompt, self.runner.vocab_size)
         if self.tokenizer is None:

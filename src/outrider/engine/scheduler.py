@@ -109,7 +109,7 @@ class Scheduler:
     def admit(self, fits: Callable[[Entry], bool]) -> list[Entry]:
         """Move waiting requests to free places, in order, until one does not fit.
 
-        A call with many samples leaves room for other clients (``exceeds_share``).
+        A client with many requests leaves room for others (``exceeds_share``).
         """
         admitted: list[Entry] = []
         if len(self.running) == self.max_batch or not len(self.waiting):

@@ -31,10 +31,10 @@ class Proposer(ABC):
 
     @abstractmethod
     def propose(self, context: Context, k: int) -> Proposal:
-        """Draft at most k tokens per path for each of the B requests; drafts after the first ``context.limits[b]`` are dropped.
+        """Draft at most ``min(k, context.limits[b])`` tokens per path for request b; longer chains are cut, deeper trees not.
 
         An exception pauses drafting for all of them, a ``RequestFault`` (such as the sampler's ``InvalidLogits``) only for the
-        requests that it names; it must be raised after ``context.hidden`` was processed.
+        requests that it names; raise one only after processing ``context.hidden``.
         """
 
     def start(self, request: Request) -> int:

@@ -117,7 +117,7 @@ class DraftModelProposer(Proposer):
         return logits[:, :, : self._vocab_size]
 
     def in_draft(self, token_ids: Tensor) -> Tensor:
-        """Map target tokens [A, 1] to the draft's ids as ``_known``: a mask may leave only tokens that the draft lacks."""
+        """Map target tokens [A, 1] to the draft's ids as ``_known`` does: a mask may allow only tokens that the draft lacks."""
         return token_ids.clamp(max=self._draft_size - 1) if self._draft_size < self._vocab_size else token_ids
 
     def prefill(self, requests: Sequence[Request]) -> list[bool]:
@@ -253,7 +253,7 @@ METHOD = DraftModelMethod()
 
 
 def load_draft(setting: Setting, options: DraftOptions) -> ModelRunner:
-    """Load a draft model with the target's settings. Raises ``OutriderError`` if that or ``drafts_at_once`` fails."""
+    """Load a draft model with the target's settings. Raises ``OutriderError`` if loading or ``drafts_at_once`` fails."""
     target, draft = setting.target.config, setting.draft
     is_parallel = drafts_at_once(_config_of(draft, target.trust_remote_code), options, draft)
     kind = ParallelDraft if is_parallel else ModelRunner

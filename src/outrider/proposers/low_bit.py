@@ -57,7 +57,7 @@ class LowBitMethod(MethodSpec):
         target, config = setting.target, setting.config(LowBitConfig)
         if not is_packed(target.model):
             raise OutriderError(
-                f"low-bit needs an unquantised target that runs on Outrider's CPU kernels; {target.name} is on"
+                f"low-bit needs a target that runs on Outrider's CPU kernels; {target.name} is on"
                 f" {target.device.type}" + (", quantised or without a C++ compiler" if target.device.type == "cpu" else "")
             )
         if target.config.bits is not None and config.bits >= target.config.bits:
