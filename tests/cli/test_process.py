@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from outrider.cli import app
+
 
 def run(*args: object, stdin: str | None = "", **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -96,3 +98,22 @@ def test_a_closed_pipe_ends_the_command_silently(target: Path) -> None:
         err = stream.read()
     assert process.wait(timeout=60) == 1  # 0 would mean that `audit` certified the method
     assert "Traceback" not in err and "Exception ignored" not in err
+
+
+def test_a_second_ctrl_c_does_not_interrupt_the_message_of_the_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    explain = app.explain
+
+    def impatient(error: BaseException) -> tuple[str, int]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return explain(error)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(app, "build_app", interrupted)
+    monkeypatch.setattr(app, "explain", impatient)
+    assert app.main([]) == app.EXIT_INTERRUPTED
+    assert capsys.readouterr().err == "interrupted\n" and signal.getsignal(signal.SIGINT) is before

@@ -399,6 +399,27 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_checkpoint(runner,
     assert "\n" not in str(error.value) and trainer.checkpoint.read_bytes() == kept
 
 
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_an_update_that_spoils_the_weights_is_not_saved(has_checkpoint, runner, cache, tmp_path):
+    """The loss before the last update says nothing of it."""
+    trainer = run_of("medusa", runner, cache, tmp_path)
+    if has_checkpoint:
+        assert not cut_after(2, trainer).run()
+    again = run_of("medusa", runner, cache, tmp_path)
+    step = again.train_step
+
+    def spoiling():
+        point = step()
+        again.interrupted = True
+        again.model.lm_heads[0].weight.data.fill_(float("inf"))
+        return point
+
+    again.train_step = spoiling
+    with pytest.raises(OutriderError, match=r"non-finite values in .* after step .*: lower the learning rates") as error:
+        again.run()
+    assert again.checkpoint.exists() == has_checkpoint == ("is the last good checkpoint" in str(error.value))
+
+
 def test_a_full_disk_keeps_the_last_checkpoint_and_leaves_no_part_of_the_next(runner, cache, tmp_path, monkeypatch):
     trainer = run_of("medusa", runner, cache, tmp_path)
     assert not cut_after(2, trainer).run()

@@ -95,12 +95,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, Exception) as error:
-        message, code = explain(error)
-        if debug and code != EXIT_INTERRUPTED:
-            import traceback
+        with _signals_ignored():  # a second Ctrl-C must not interrupt the message of the first
+            message, code = explain(error)
+            if debug and code != EXIT_INTERRUPTED:
+                import traceback
 
-            traceback.print_exc()
-        print(message if code == EXIT_INTERRUPTED else f"error: {message}", file=sys.stderr)
+                traceback.print_exc()
+            print(message if code == EXIT_INTERRUPTED else f"error: {message}", file=sys.stderr)
         return code
     finally:
         gc.enable()
@@ -109,9 +110,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run() -> NoReturn:
     """Entry point of the console script: run the command and exit with its code."""
     code = main()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # during Python's shutdown a signal would only print a traceback
+    _handle_signals(signal.SIG_IGN)  # during Python's shutdown a signal would only print a traceback
     sys.exit(code)
+
+
+@contextmanager
+def _signals_ignored() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = _handle_signals(signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _handle_signals(handler: Any) -> dict[int, Any]:
+    """Set the handler of SIGINT and SIGTERM. Return the former ones."""
+    return {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
 
 
 @contextmanager

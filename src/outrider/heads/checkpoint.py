@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from outrider.files import expanded, write_whole
 from outrider.memory import INDEXES, WEIGHT_NAMES, weight_files, weight_map
+from outrider.runner.checkpoint_files import is_finite
 from outrider.types import OutriderError, first_line, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def read_folder(folder: Path, prefix: str = "") -> tuple[dict[str, Any], dict[st
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise OutriderError(f"{folder}: {name} must be a tensor, got a {type(tensor).__name__}")
-        if tensor.is_floating_point() and not tensor.is_meta and not torch.isfinite(tensor.sum(dtype=torch.float32)):
+        if not tensor.is_meta and not is_finite(tensor):
             raise OutriderError(f"{folder}: the weights of {name} contain NaN or infinity")
     return config, tensors
 

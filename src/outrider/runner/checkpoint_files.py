@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from outrider.memory import INDEXES, weight_files, weight_map
 from outrider.types import OutriderError, first_line
@@ -120,3 +121,10 @@ def check_sizes(source: str, config: Mapping[str, Any]) -> None:
         value = config.get(name)
         if isinstance(value, (int, float)) and not (isinstance(value, int) and 1 <= value <= most):
             raise OutriderError(f"the config of {source} says {name}={value}: expected a whole number from 1 to {most}")
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether a tensor has no NaN or infinity. The sum of large numbers may overflow, which is rare and read again."""
+    if not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
+        return True
+    return bool(torch.isfinite(tensor).all())

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from outrider.runner import attention, gguf, recurrence
-from outrider.runner.checkpoint_files import check_config_file, check_sizes, check_weight_files, without_config
+from outrider.runner.checkpoint_files import check_config_file, check_sizes, check_weight_files, is_finite, without_config
 from outrider.runner.checkpoints.formats import loader_options, method_of, quantization_of
 from outrider.runner.checkpoints.stored import without_quantization
 from outrider.runner.checkpoints.weight import Format
@@ -288,7 +288,7 @@ def text_config(model_or_config: Any) -> PreTrainedConfig:
 def check_weights(model: PreTrainedModel, name: str) -> None:
     """Raise ``OutriderError`` for the first tensor with NaN or infinity."""
     for key, tensor in model.named_parameters():
-        if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float32)):
+        if not is_finite(tensor):
             raise OutriderError(f"{name}: the weights of {key} contain NaN or infinity")
 
 

@@ -19,7 +19,7 @@ from outrider.heads.checkpoint import save_tensors
 from outrider.heads.feature_head import FeatureHead
 from outrider.progress import Report
 from outrider.runner import ModelRunner
-from outrider.train.claims import digest, fingerprint, once
+from outrider.train.claims import digest, fingerprint, once, resuming
 from outrider.train.text import RowOrder, held_out
 from outrider.types import Context, OutriderError, Proposal, Request, SamplingParams
 
@@ -50,7 +50,9 @@ class FeatureCache(RowOrder):
 
     def _shard(self, number: int) -> Any:
         if number not in self._open:
-            self._open[number] = safe_open(self._folder / _name(number), "pt")
+            file = self._folder / _name(number)
+            with resuming(file):
+                self._open[number] = safe_open(file, "pt")
         return self._open[number]
 
 

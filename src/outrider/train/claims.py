@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.files import write_whole
 from outrider.runner.forward import nameless_config
-from outrider.types import OutriderError
+from outrider.types import OutriderError, first_line
 
 SAMPLED = 64  # sampled values per tensor that identify a target
 
@@ -47,5 +49,17 @@ def once(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(make(), indent=1) + "\n")
-    found: dict[str, Any] = json.loads(path.read_text())
+    with resuming(path):
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise TypeError("expected an object")
     return found
+
+
+@contextmanager
+def resuming(file: Path) -> Iterator[None]:
+    """Context manager: raise ``OutriderError`` with the name of a damaged file of an interrupted run."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, SafetensorError) as error:
+        raise OutriderError(f"cannot resume from {file} ({first_line(error)}): delete it to start again") from error

@@ -17,7 +17,7 @@ from outrider.files import READ_ERRORS, open_text
 from outrider.heads.checkpoint import save_tensors
 from outrider.progress import Report
 from outrider.runner import ModelRunner
-from outrider.train.claims import claim, digest, fingerprint
+from outrider.train.claims import claim, digest, fingerprint, resuming
 from outrider.types import OutriderError, check_text, first_line
 
 ROLES = {"human": "user", "gpt": "assistant"}
@@ -185,7 +185,8 @@ def regenerate(
         if not is_there:
             ids = _written(runner, batch, prompt_len, temperature, torch.Generator(runner.device).manual_seed(seed + number))
             save_tensors(file, {"ids": ids})
-        written.append(load_file(file)["ids"])
+        with resuming(file):
+            written.append(load_file(file)["ids"])
         if not is_there:  # files of an earlier run do not predict the remaining time
             done = sum(map(len, written))
             report(done / len(rows), {"rows": done})

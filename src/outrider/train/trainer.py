@@ -101,8 +101,17 @@ class Trainer:
         by_time = self.clock.elapsed / (60 * self.plan.minutes) if self.plan.minutes else 0.0
         return min(1.0, max(self.tokens / self.plan.max_tokens, by_time))
 
+    def _diverged(self, what: str) -> OutriderError:
+        advice = "lower the learning rates (--muon-lr, --adam-lr)"
+        if self.checkpoint.exists():
+            advice += f"; {self.checkpoint} is the last good checkpoint, delete it to start again"
+        return OutriderError(f"{what}: {advice}")
+
     def save(self) -> None:
-        """Write a checkpoint atomically."""
+        """Write a checkpoint atomically. Raises ``OutriderError`` if the last update spoiled the weights."""
+        for name, weight in self.model.named_parameters():
+            if not torch.isfinite(weight).all():
+                raise self._diverged(f"non-finite values in {name} after step {self.step}")
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -145,10 +154,7 @@ class Trainer:
         torch.manual_seed(step_seed(plan.seed, self.step))  # for the model's dropout, also after an interruption
         loss, parts = self.loss(ids, self.step, before)
         if not torch.isfinite(loss):  # an update with it would spoil the next checkpoint
-            raise OutriderError(
-                f"non-finite loss {loss.item()} at step {self.step + 1}: lower the learning rates (--muon-lr, --adam-lr);"
-                f" {self.checkpoint} is the last good checkpoint, delete it to start again"
-            )
+            raise self._diverged(f"non-finite loss {loss.item()} at step {self.step + 1}")
         loss.backward()
         for optimizer in self.optimizers:
             optimizer.step()
