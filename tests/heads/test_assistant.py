@@ -326,7 +326,7 @@ WRONG = {
     "other width": (configured(lambda c: c.update(backbone_hidden_size=48)), "expects hidden size 48, but .* has 32"),
     "other vocabulary": (configured(lambda c: c["text_config"].update(vocab_size=96)), "made for 96 tokens, but .* has 60"),
     "other heads": (
-        configured(lambda c: c["text_config"].update(num_attention_heads=3)),
+        configured(lambda c: c["text_config"].update(num_attention_heads=3, num_key_value_heads=1)),
         r"model.layers.0.self_attn.q_proj.weight has 3 heads of 8, but the keys of .* in sliding_attention have 2 of 8",
     ),
 }
