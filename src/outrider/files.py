@@ -19,6 +19,14 @@ def expanded(source: str | Path) -> Path:
         return Path(source)
 
 
+def not_a_model_folder(source: str | Path) -> str:
+    """Say why a folder without a config.json cannot be loaded as a model."""
+    if (expanded(source) / "adapter_config.json").is_file():
+        advice = "merge it into its model first, with merge_and_unload of peft, and save that"
+        return f"{source} is not a model folder: it is an adapter (LoRA); {advice}"
+    return f"{source} is not a model folder: config.json is missing"
+
+
 def open_text(path: Path) -> IO[str]:
     """Open a UTF-8 file, with or without a byte order mark, plain or ``.gz``."""
     return (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig")

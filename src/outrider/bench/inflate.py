@@ -34,6 +34,7 @@ from torch import Tensor
 from outrider.bench.shapes import Shape, count_params, num_params, shape_for
 from outrider.bench.widening import Inflater, Noise
 from outrider.disk_cache import lasting_dir
+from outrider.files import not_a_model_folder
 from outrider.heads.checkpoint import read_config, read_folder
 from outrider.memory import size as shown
 from outrider.progress import reporting
@@ -48,7 +49,7 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # same tensor names, same 
 
 def _read_source(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not (source / "config.json").is_file():
-        raise OutriderError(f"{source} is not a model folder: config.json is missing")
+        raise OutriderError(not_a_model_folder(source))
     config = read_config(source)
     if config.get("model_type") not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)
@@ -175,7 +176,7 @@ def inflated(source: str | Path, size: str) -> Path:
     source = Path(source)
     num_params(size)
     if not (source / "config.json").is_file():
-        raise OutriderError(f"{source} is not a model folder: config.json is missing")
+        raise OutriderError(not_a_model_folder(source))
     files = [source / "config.json", *sorted(source.glob("*.safetensors")), *sorted(source.glob("token*"))]
     folder = cache_folder(f"{source.resolve().name}-{size.lower()}", f"{FORMAT}/{size.lower()}".encode(), files)
     return built_once(folder, lambda: inflate(source, folder, size))

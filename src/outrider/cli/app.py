@@ -27,6 +27,7 @@ from outrider.errors import OutriderError, is_out_of_memory, one_line
 # subcommand is given.
 COMMANDS = ("generate", "chat", "compare", "bench", "audit", "doctor", "tune", "train", "demo", "serve", "export")
 EXIT_INTERNAL, EXIT_USAGE, EXIT_CHECK_FAILED, EXIT_INTERRUPTED = 1, 2, 3, 130
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 received: list[int] = []  # signals of this command; one during an import may surface as an ImportError
 
 
@@ -95,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, Exception) as error:
-        with _signals_ignored():  # a second Ctrl-C must not interrupt the message of the first
+        with _handled(signal.SIG_IGN):  # a second Ctrl-C must not interrupt the message of the first
             message, code = explain(error)
             if debug and code != EXIT_INTERRUPTED:
                 import traceback
@@ -110,44 +111,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run() -> NoReturn:
     """Entry point of the console script: run the command and exit with its code."""
     code = main()
-    _handle_signals(signal.SIG_IGN)  # during Python's shutdown a signal would only print a traceback
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # during Python's shutdown a signal would only print a traceback
     sys.exit(code)
-
-
-@contextmanager
-def _signals_ignored() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = _handle_signals(signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _handle_signals(handler: Any) -> dict[int, Any]:
-    """Set the handler of SIGINT and SIGTERM. Return the former ones."""
-    return {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
 
 
 @contextmanager
 def _signals_as_exceptions() -> Iterator[None]:
     """Handle SIGTERM like Ctrl-C: keep partial results and end child processes."""
     received.clear()
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may install signal handlers
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # background processes ignore SIGINT
+    with _handled(interrupt, SIGNALS if is_default else (signal.SIGTERM,)):
+        yield
+
+
+@contextmanager
+def _handled(handler: Any, numbers: Sequence[int] = SIGNALS) -> Iterator[None]:
+    """Context manager: handle these signals so, in the main thread, which alone may install handlers."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = [signal.SIGTERM]
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # background processes ignore SIGINT
-        numbers.append(signal.SIGINT)
-    before = {number: signal.signal(number, interrupt) for number in numbers}
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 def interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -18,7 +18,7 @@ from outrider.cli.options import MethodOptions, ModelOptions, read_option, value
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
 from outrider.family import TARGET, drafts
-from outrider.files import expanded
+from outrider.files import expanded, not_a_model_folder
 from outrider.method_text import split_method
 from outrider.options import declared
 from outrider.registry import AUTO, PLAIN, VERIFIERS
@@ -153,9 +153,7 @@ def check_source(model: str | None) -> None:
     path = expanded(model)
     if path.is_dir():
         if not (path / "config.json").is_file() and not list(path.glob("*.gguf")):
-            from outrider.runner.checkpoint_files import without_config
-
-            raise OutriderError(f"{model} is not a model folder: {without_config(path)}")
+            raise OutriderError(not_a_model_folder(model))
         return
     if path.is_file() and path.suffix == ".gguf":
         return

@@ -67,16 +67,17 @@ def load_tokenizer(
     folder = on_this_machine(source)
     if folder is not None:
         check_merges(folder)
-        if (folder / "config.json").is_file():
-            check_config_file(folder / "config.json")
     try:
         tokenizer = gguf.load_tokenizer(source, trust_remote_code)
         tokenizer.decode(tokenizer.encode("Text."))  # some errors in the files show only here
     except BaseException as error:  # broken files can raise anything
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # a panic in the tokenizers library
             raise
+        # AutoTokenizer reads the config too: report an error in the config first
+        if folder is not None and (folder / "config.json").is_file():
+            check_config_file(folder / "config.json")
         if gguf.find(source) is not None or not isinstance(error, (OSError, ValueError, KeyError)):
-            load_config(source, trust_remote_code)  # AutoTokenizer reads the config too: report an error in the config first
+            load_config(source, trust_remote_code)
         kind = None if folder is None else kind_of(folder)
         if kind is not None and kind is not MODEL:
             raise OutriderError(f"{source} holds {kind}, not a model: give it as the draft") from error

@@ -29,13 +29,6 @@ LFS = b"version https://git-lfs"  # beginning of a pointer that Git LFS replaces
 AGAIN = "download it again"
 
 
-def without_config(folder: Path) -> str:
-    """Say why a folder without a config.json is not a model's."""
-    if (folder / "adapter_config.json").is_file():
-        return "it is an adapter (LoRA); merge it into its model first, with merge_and_unload of peft, and save that"
-    return "config.json is missing"
-
-
 def check_weight_files(source: str | Path) -> None:
     """Raise ``OutriderError`` for weights in a local folder that are incomplete or something else, or on a disk error."""
     folder = Path(source)
@@ -104,8 +97,8 @@ def check_config_file(path: Path) -> None:
                 f"cannot read the config of {path.parent}: {name} must be an object, not a {type(part).__name__}"
             )
         check_sizes(str(path.parent), part)
-        heads, dtype = (part.get(key) for key in ("num_attention_heads", "dtype"))
-        shared, dtype = part.get("num_key_value_heads"), dtype or part.get("torch_dtype")
+        heads, shared = part.get("num_attention_heads"), part.get("num_key_value_heads")
+        dtype = part.get("dtype") or part.get("torch_dtype")
         if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
             raise OutriderError(
                 f"the config of {path.parent} says num_attention_heads={heads} and num_key_value_heads={shared}: expected a"

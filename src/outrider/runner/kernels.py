@@ -178,11 +178,12 @@ def _fake_attend(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tenso
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
-ATTEND = (
-    "Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, int layer, Tensor cache_rows, Tensor bases,"
-    " Tensor ends, Tensor positions, Tensor visible, float scale, float softcap, int window, int chunk=0, Tensor? sinks=None"
+define(
+    "attend(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, int layer, Tensor cache_rows, Tensor bases,"
+    " Tensor ends, Tensor positions, Tensor visible, float scale, float softcap, int window, int chunk=0, Tensor? sinks=None)",
+    _fake_attend,
+    reference_attend,
 )
-define(f"attend({ATTEND})", _fake_attend, reference_attend)
 
 
 def _attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:

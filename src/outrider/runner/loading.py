@@ -22,8 +22,9 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from outrider.files import not_a_model_folder
 from outrider.runner import attention, gguf, recurrence
-from outrider.runner.checkpoint_files import check_config_file, check_sizes, check_weight_files, is_finite, without_config
+from outrider.runner.checkpoint_files import check_config_file, check_sizes, check_weight_files, is_finite
 from outrider.runner.checkpoints.formats import loader_options, method_of, quantization_of
 from outrider.runner.checkpoints.stored import without_quantization
 from outrider.runner.checkpoints.weight import Format
@@ -198,7 +199,7 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
         raise OutriderError(f"no model folder at {source}: it {problem}")
     has_config = (path / "config.json").exists()
     if looks_local and not has_config and file is None:
-        raise OutriderError(f"{source} is not a model folder: {without_config(path)}")
+        raise OutriderError(not_a_model_folder(source))
     if has_config:
         check_config_file(path / "config.json")
     try:

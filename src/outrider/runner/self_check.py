@@ -48,14 +48,15 @@ def check_itself(model: PreTrainedModel, cache: KVCache, layouts: Layouts, own_a
     num_texts = NUM_TEXTS if num_experts(text_config(model)) and not is_exact else 1
     # Rounded to 8 bits, activations of both would differ by more than an error: in 16 bits attention rounds differently.
     with exact_activations():
-        differences = [_difference(model, cache, layouts, own_attention, tolerance, 0)]
-        while differences[-1] is not None and len(differences) < num_texts:
-            differences.append(_difference(model, cache, layouts, own_attention, tolerance, len(differences)))
-    if differences[-1] is not None:
-        raise OutriderError(
-            f"{type(model).__name__} gives different logits with Outrider's cache than without a cache ({differences[0]}): run"
-            " it with transformers' generate; self_check=False disables this check"
-        )
+        differences = []
+        for index in range(num_texts):
+            differences.append(_difference(model, cache, layouts, own_attention, tolerance, index))
+            if differences[-1] is None:
+                return
+    raise OutriderError(
+        f"{type(model).__name__} gives different logits with Outrider's cache than without a cache ({differences[0]}): run it"
+        " with transformers' generate; self_check=False disables this check"
+    )
 
 
 def _difference(

@@ -94,12 +94,11 @@ def check_merges(folder: Path) -> None:
 def tokenizer_problem(folder: Path, error: BaseException) -> str:
     """Say why the tokenizer in a folder cannot be loaded: name a file that is missing or broken, else quote the error."""
     present = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    for name in (*present, "tokenizer_config.json", "special_tokens_map.json"):
-        try:
-            content = (folder / name).read_bytes() if name.endswith(".json") else b"{}"
-            json.loads(content)
-        except FileNotFoundError:
+    for name in (*TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json"):
+        if not (name.endswith(".json") and (folder / name).is_file()):
             continue
+        try:
+            json.loads((folder / name).read_bytes())
         except ValueError as broken:
             return f"{name} is not JSON: {first_line(broken)}"
     if not present:

@@ -9,13 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.files import write_whole
 from outrider.runner.forward import nameless_config
-from outrider.types import OutriderError, first_line
+from outrider.types import OutriderError, first_line, is_out_of_memory
 
 SAMPLED = 64  # sampled values per tensor that identify a target
 
@@ -58,8 +57,10 @@ def once(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def resuming(file: Path) -> Iterator[None]:
-    """Context manager: raise ``OutriderError`` with the name of a damaged file of an interrupted run."""
+    """Context manager: raise ``OutriderError`` with the name of a damaged or foreign file of an interrupted run."""
     try:
         yield
-    except (ValueError, TypeError, LookupError, SafetensorError) as error:
+    except Exception as error:  # such files raise many kinds of exceptions
+        if isinstance(error, OSError) or is_out_of_memory(error):
+            raise
         raise OutriderError(f"cannot resume from {file} ({first_line(error)}): delete it to start again") from error

@@ -20,9 +20,10 @@ from outrider.files import write_whole
 from outrider.heads.checkpoint import replaced
 from outrider.progress import reporting
 from outrider.train import optim
+from outrider.train.claims import resuming
 from outrider.train.plan import Plan, step_seed
 from outrider.train.precision import run_dtype
-from outrider.types import OutriderError, first_line, is_out_of_memory
+from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ class Trainer:
 
     def _restore(self) -> None:
         """Continue from the checkpoint. Raises ``OutriderError`` if it is truncated or of another run."""
-        try:
+        with resuming(self.checkpoint):
             state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
             self.model.load_state_dict(state["model"])
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
@@ -138,11 +139,6 @@ class Trainer:
             self.batches.rows_drawn.update(state["rows_drawn"])
             self.step, self.tokens, self.curve = state["step"], state["tokens"], state["curve"]
             self.clock = RunningClock(state["elapsed"], self.max_gap)
-        except Exception as error:  # damaged and foreign files raise many kinds of exceptions
-            if isinstance(error, OSError) or is_out_of_memory(error):
-                raise
-            why = first_line(error)
-            raise OutriderError(f"cannot resume from {self.checkpoint} ({why}): delete it to start again") from error
 
     def train_step(self) -> dict[str, Any]:
         """Run one update; return its point of the curve."""

@@ -78,9 +78,10 @@ class Client:
                 return
             usage = event.get("usage")
             count = usage["completion_tokens"] - sample.num_tokens if usage else 0
-            text = event["choices"][0].get("text") if event.get("choices") else None
-            sample.text += text or ""
-            if event.get("choices") and (count if usage else text):
+            choices = event.get("choices")
+            text = (choices[0].get("text") or "") if choices else ""
+            sample.text += text
+            if choices and (count if usage else text):
                 if sample.first is None:
                     sample.first = now
                 else:
