@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,22 +11,27 @@ from torch import Tensor
 
 from outrider.types import Context, Request
 
+Hidden = Mapping[int, Sequence[Tensor]]  # layer -> by request: [T + 1 + num_drafts, H], see ``Scores``
+
 
 class _States(NamedTuple):
-    """Hidden states of one request in one round: T committed tokens, the root, and drafts, of which ``path`` was accepted."""
+    """Hidden states of request ``row`` in one round: of T uncached committed tokens, the root, and drafts."""
 
-    hidden: list[Tensor]  # by layer: [num_skipped + T + 1 + num_drafts, H]
-    num_skipped: int  # leading tokens whose states were kept before
+    hidden: Hidden  # sliced only when the proposer is called
+    row: int
+    num_before: int  # committed tokens before the round, the root included
+    num_kept: int  # leading tokens whose states were kept in earlier rounds
     num_drafts: int
-    path: list[int]
+    path: list[int]  # accepted drafts
 
     def kept(self, layer: int) -> Tensor:
-        """Return those of the tokens that are committed after the round: [T + 1 + len(path), H]. ``layer``: its index."""
-        states, path = self.hidden[layer][self.num_skipped :], self.path
+        """Return those of the tokens that are committed after the round, but not those kept before."""
+        states, path = self.hidden[layer][self.row], self.path
         num_read = len(states) - self.num_drafts
+        num_skipped = max(self.num_kept - (self.num_before - num_read), 0)
         if path == list(range(len(path))):  # a chain, or the leading nodes of a tree
-            return states[: num_read + len(path)]
-        return torch.cat((states[:num_read], states[num_read:][path]))
+            return states[num_skipped : num_read + len(path)]
+        return torch.cat((states[num_skipped:num_read], states[num_read:][path]))
 
 
 class FeatureStore:
@@ -38,27 +43,25 @@ class FeatureStore:
         self._num_kept: dict[str, int] = {}  # tokens of each request whose states were kept, seen ones included
         self._prompts: dict[str, _States | None] = {}  # of requests that others are forked from; None until prefilled
 
-    def keep(self, request: Request, num_before: int, hidden: list[Tensor], num_drafts: int, path: list[int]) -> None:
-        """Store a round's hidden states of a request that had ``num_before`` tokens; ``path``: its accepted drafts.
+    def keep(self, request: Request, num_before: int, hidden: Hidden, row: int, num_drafts: int, path: list[int]) -> None:
+        """Store a round's hidden states of a request that had ``num_before`` tokens. ``path``: its accepted drafts.
 
-        ``hidden``: by layer, [T + 1 + num_drafts, H] of the uncached committed tokens, the root and the drafts. A pass that
-        reads tokens again, because their cache was lost, reports their states again: the first ones are kept.
+        A pass that reads tokens again, because their cache was lost, reports their states again: the first ones are kept.
         """
         request_id = request.request_id
-        first = num_before - (len(hidden[0]) - num_drafts)  # index of the first token of the pass
         if request_id in self._prompts and request_id not in self._num_kept:
-            count = request.num_prompt_tokens - 1 - first  # those of a cached prefix are not computed
-            self._prompts[request_id] = _States([states[:count] for states in hidden], 0, 0, [])
-        num_skipped = max(self._num_kept.get(request_id, 0) - first, 0)
-        self._unseen.setdefault(request_id, []).append(_States(hidden, num_skipped, num_drafts, path))
+            num_generated = num_before - request.num_prompt_tokens
+            self._prompts[request_id] = _States(hidden, row, num_before, 0, num_drafts + num_generated + 1, [])
+        states = _States(hidden, row, num_before, self._num_kept.get(request_id, 0), num_drafts, path)
+        self._unseen.setdefault(request_id, []).append(states)
         self._num_kept[request_id] = num_before + len(path)
 
     def attach(self, context: Context) -> Context:
         """Return the context with all unseen hidden states. They are kept until ``seen``, in case the proposer fails."""
         rounds, hidden = [self._unseen.get(request_id, ()) for request_id in context.request_ids], {}
-        for index, layer in enumerate(self.layers):
-            chunks = [[each.kept(index) for each in unseen] for unseen in rounds]
-            hidden[layer] = [torch.cat(chunk) if chunk else torch.empty(0) for chunk in chunks]
+        for layer in self.layers:
+            chunks = [[each.kept(layer) for each in unseen] for unseen in rounds]
+            hidden[layer] = [_joined(chunk) for chunk in chunks]
         return replace(context, hidden=hidden)
 
     def seen(self, request_ids: Sequence[str]) -> None:
@@ -85,3 +88,9 @@ class FeatureStore:
         for request_id in request_ids:
             self._prompts.pop(request_id, None)
             self._num_kept.pop(request_id, None)
+
+
+def _joined(chunks: Sequence[Tensor]) -> Tensor:
+    if len(chunks) == 1:
+        return chunks[0]
+    return torch.cat(list(chunks)) if chunks else torch.empty(0)

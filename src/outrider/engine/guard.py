@@ -138,8 +138,7 @@ class GuardedProposer:
         for b, request in enumerate(result.context.requests):
             if request.takes_drafts and not self._drafting(request).num_faults:
                 num_before = len(request.token_ids) - len(result.token_ids[b])
-                hidden = [result.scores.hidden[layer][b] for layer in self._features.layers]
-                self._features.keep(request, num_before, hidden, lens[b], result.paths[b])
+                self._features.keep(request, num_before, result.scores.hidden, b, lens[b], result.paths[b])
 
     # --- inside --------------------------------------------------------------------------------------------------------------
 

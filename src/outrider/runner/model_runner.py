@@ -77,7 +77,7 @@ class ModelRunner:
         self.passes = PassRunner(model, self.cache, config.compile, self.costs.renew)
         # Lengths that a sequence must not cross within a round, because it is then prefilled again with other frequencies.
         self.borders: tuple[int, ...] = () if self._long_texts is None else (self._long_texts.border,)
-        self._read = ReadHidden()
+        self._read = ReadHidden(copies=self.layouts.is_padded)
         self._round: _PendingScore | None = None
 
     @classmethod
@@ -195,12 +195,9 @@ class ModelRunner:
         logits, found = self.passes.run(given, packed.layout, hidden, places, span)
         self._round = _PendingScore(context.request_ids, [base + at for base, at in zip(bases, first, strict=True)], is_tree)
         own = (context.request_ids, packed.starts, [len(text) for text in tokens])
-        if self.layouts.is_padded:  # a captured graph overwrites it
-            found = {index: states.clone() for index, states in found.items()}
-        is_read = any([request.takes_drafts for request in context.requests])
-        whole = {index: self._read.whole(index, states, *own) for index, states in found.items() if is_read}
+        is_read = bool(found) and any([request.takes_drafts for request in context.requests])
         logits = rows_from(logits, [0, *accumulate(counts)][:-1], counts, width).float()
-        return Scores(logits, whole, first_layer=span.start)
+        return Scores(logits, self._read.whole(found, *own) if is_read else {}, first_layer=span.start)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Keep the accepted path of the last score; rejected drafts are overwritten by the next pass."""
