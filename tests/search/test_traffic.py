@@ -59,6 +59,19 @@ def test_bodies_of_requests_are_read_with_their_defaults(tmp_path: Path) -> None
     assert completion.prompt.text == "Hello" and completion.params.temperature == 0.5
 
 
+def test_requests_of_a_log_that_cannot_run_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    calls = {"model": "m", "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None}]}
+    logged = [calls, {"model": "m", "prompt": [5, 6]}, {"body": {"model": "m", "input": "embed this"}}]
+    (asked,) = read_file(written(tmp_path, *logged, {"model": "m", "prompt": "Hello"}), 8, DEFAULTS)
+    assert asked.prompt.text == "Hello"
+    (warning,) = caplog.messages
+    assert 'skipped 3 of 4 requests; the first is line 1: "content" of a message must be' in warning
+    with pytest.raises(OutriderError, match=r"line 1: \"content\" of a message"):
+        read_file(written(tmp_path, *logged), 8, DEFAULTS)
+    with pytest.raises(OutriderError, match="line 2: "):  # a line written for Outrider is right or is an error
+        read_file(written(tmp_path, {"model": "m", "prompt": "Hello"}, {"prompt": [5, 6]}), 8, DEFAULTS)
+
+
 def test_few_prompts_are_spread_over_the_whole_file(tmp_path: Path) -> None:
     file = written(tmp_path, *({"prompt": str(number)} for number in range(10)))
     assert [asked.prompt.text for asked in read_file(file, 5, DEFAULTS)] == ["0", "2", "4", "6", "8"]

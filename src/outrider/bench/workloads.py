@@ -7,6 +7,7 @@ The built-in prompts were written for Outrider. They are texts to continue, so t
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -17,6 +18,8 @@ from outrider.engine.prompts import chat_ids
 from outrider.errors import without_path
 from outrider.files import READ_ERRORS, open_text
 from outrider.types import OutriderError, check_text
+
+logger = logging.getLogger(__name__)
 
 SEPARATOR = "\n%%\n"
 WORKLOADS = {
@@ -78,25 +81,39 @@ def from_file(path: str | Path, num_prompts: int | None = None) -> list[Prompt]:
 
 
 def entries(
-    path: Path, most: int | None = None, unwrap: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    path: Path,
+    most: int | None = None,
+    unwrap: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    may_skip: Callable[[dict[str, Any]], bool] = lambda line: False,
 ) -> list[tuple[Prompt, dict[str, Any]]]:
     """Read prompts like ``from_file``, each with all fields of its line.
 
-    ``unwrap`` extracts them from a line's object, or raises ``Refused``.
+    ``unwrap`` extracts them from a line's object, or raises ``Refused``. Where ``may_skip`` is true for the object, a refused
+    line is skipped with a warning, unless no other line contains a prompt.
     """
     name = path.name.split(".")[0]
     found: list[tuple[Prompt, dict[str, Any]]] = []
+    skipped: list[str] = []
     for number, line in _lines(path):
         if len(found) == most:
             break
-        if line.strip():
-            try:
-                item = unwrap(_object(line.strip()))
-                found.append((_prompt(item, name), item))
-            except Refused as refused:
-                raise OutriderError(f"{path}, line {number}: {refused}") from None
+        if not line.strip():
+            continue
+        given: dict[str, Any] | None = None
+        try:
+            given = _object(line.strip())
+            item = unwrap(given)
+            found.append((_prompt(item, name), item))
+        except Refused as refused:
+            skipped.append(f"line {number}: {refused}")
+            if given is None or not may_skip(given):
+                raise OutriderError(f"{path}, {skipped[-1]}") from None
     if not found:
-        raise OutriderError(f"{path} contains no prompts")
+        raise OutriderError(f"{path}, {skipped[0]}" if skipped else f"{path} contains no prompts")
+    if skipped:
+        logger.warning(
+            "%s: skipped %d of %d requests; the first is %s", path, len(skipped), len(skipped) + len(found), skipped[0]
+        )
     return found
 
 

@@ -51,9 +51,9 @@ def read_file(path: Path, most: int, defaults: SamplingParams) -> list[TrafficRe
 
     A line has a format of ``bench.workloads.from_file``, or is the body of an OpenAI request, alone or under ``"body"``. Its
     settings override ``defaults``, with at most ``defaults.max_tokens`` tokens. Raises ``OutriderError`` with the line number
-    for other lines and invalid values.
+    for other lines and invalid values; such requests of a log are skipped with a warning.
     """
-    found = spread(entries(path, unwrap=_body), most)
+    found = spread(entries(path, unwrap=_body, may_skip=_is_logged), most)
     seeded = [replace(defaults, seed=_seed(defaults, index)) for index in range(len(found))]
     return [TrafficRequest(prompt, settings(item, params)) for (prompt, item), params in zip(found, seeded, strict=True)]
 
@@ -109,7 +109,7 @@ def _body(line: dict[str, Any]) -> dict[str, Any]:
     if {"event", "request_id"} <= found.keys():
         raise Refused("a log of outrider serve, which contains no text: expected request bodies, one per line (see --record)")
     body: dict[str, Any] = dict(found)
-    if "body" in line or "model" in line:
+    if _is_logged(line):
         body = {"temperature": OPENAI_TEMPERATURE} | body
     if isinstance(body.get("messages"), list):
         body["messages"] = [_plain(message) for message in body["messages"]]
@@ -118,6 +118,11 @@ def _body(line: dict[str, Any]) -> dict[str, Any]:
     except OutriderError as wrong:
         raise Refused(str(wrong)) from None
     return body
+
+
+def _is_logged(line: Mapping[str, Any]) -> bool:
+    """Return whether a line is from a log of requests, not written for Outrider: it may contain what no engine of ours runs."""
+    return "body" in line or "model" in line
 
 
 def _plain(message: Any) -> Any:
