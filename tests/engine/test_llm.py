@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -361,3 +362,26 @@ def test_a_stream_whose_requests_were_lost_ends_with_an_error(looking_up):
     with pytest.raises(OutriderError, match="ended by a step that failed"):
         list(stream)
     assert looking_up.generate(PROMPTS[0], SamplingParams(max_tokens=3))[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("name", ["plain", "looking_up"])
+def test_threads_share_one_llm(request, name):
+    llm, params = request.getfixturevalue(name), SamplingParams(max_tokens=12)
+    prompts = [[5 + i, 6, 7 + i, 5 + i, 6] for i in range(24)]
+    expected = [llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
+    calls = [prompts[start : start + 3] for start in range(0, 24, 3)] * 4
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda call: llm.generate(call, params), calls))
+    for call, generations in zip(calls, found, strict=True):
+        assert [each.outputs[0].token_ids for each in generations] == [expected[prompts.index(prompt)] for prompt in call]
+    assert not llm.engine.has_work and not llm._inbox
+
+
+def test_closing_in_one_thread_ends_the_streams_of_another(model, tokenizer):
+    llm = LLM(model, tokenizer=tokenizer, method="plain", compile="never")
+    stream = llm.stream([[5, 6, 7]], SamplingParams(max_tokens=40, ignore_eos=True))
+    next(stream)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(llm.close).result()
+    with pytest.raises(OutriderError, match="closed"):
+        next(stream)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,7 +49,7 @@ LONG_RUN = 8192  # rounds of a full batch after which compiled passes have saved
 
 
 class LLM:
-    """A target model and its proposer. Not thread-safe.
+    """A target model and its proposer. Calls of several threads share its batch.
 
     >>> with LLM("Qwen/Qwen3-8B", draft="Qwen/Qwen3-0.6B") as llm:
     ...     for chunk in llm.stream("def quicksort(", SamplingParams(max_tokens=256)):
@@ -104,6 +106,7 @@ class LLM:
         self._is_closed = False
         self._ids = itertools.count()
         self._inbox: dict[str, _Inbox] = {}
+        self._lock = threading.RLock()  # of the engine and the tokenizer
         self._is_stepping = False
         self._abandoned: list[str] = []  # requests to abort after the step
 
@@ -117,18 +120,20 @@ class LLM:
 
         ``num_draft_tokens``: K of the rounds to prepare for; None: the largest K that this ``LLM`` may request.
         """
-        self._check_open()
-        k = longest_draft(self.speculation, self.proposer) if num_draft_tokens is None else num_draft_tokens
-        hidden = self.proposer.needs_hidden
-        self.runner.prepare(hidden)
-        self.proposer.warmup(k, batch)
-        for width in sorted({1, 1 + self.proposer.num_nodes(k)}):
-            self.runner.costs.record_pass(width, batch, 0, self.runner.pass_cost(width, batch, 0, hidden=hidden))
+        with self._open():
+            k = longest_draft(self.speculation, self.proposer) if num_draft_tokens is None else num_draft_tokens
+            hidden = self.proposer.needs_hidden
+            self.runner.prepare(hidden)
+            self.proposer.warmup(k, batch)
+            for width in sorted({1, 1 + self.proposer.num_nodes(k)}):
+                self.runner.costs.record_pass(width, batch, 0, self.runner.pass_cost(width, batch, 0, hidden=hidden))
 
     def price_plain(self) -> None:
         """Measure one plain pass if K is fixed, because then no plain round runs from which statistics could predict speed."""
         k = self.speculation.num_draft_tokens
-        if isinstance(k, int) and k > 0:
+        with self._open():
+            if not isinstance(k, int) or k == 0:
+                return
             self.runner.costs.record_pass(1, 1, 0, self.runner.pass_cost(1, 1, 0, repeat=1, hidden=self.proposer.needs_hidden))
 
     def generate(self, prompts: Prompts, params: Params = None) -> list[Generation]:
@@ -169,19 +174,22 @@ class LLM:
         Raises ``OutriderError`` if there is no template or it rejects the messages.
         """
         conversation = as_messages(messages)
-        if self.tokenizer is None or not self.tokenizer.chat_template:
+        if self.tokenizer is None:
+            raise OutriderError("messages need a tokenizer with a chat template: pass LLM(..., tokenizer=...)")
+        if not self.tokenizer.chat_template:
             raise OutriderError("the tokenizer has no chat template: use generate with a plain prompt")
-        return chat_ids(self.tokenizer, conversation)
+        with self._open():
+            return chat_ids(self.tokenizer, conversation)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Convert a prompt to token ids. Raises ``OutriderError`` for another type and for ids outside the vocabulary."""
-        self._check_open()
-        if not isinstance(prompt, str):
-            return as_token_ids(prompt, self.runner.vocab_size)
-        if self.tokenizer is None:
-            raise OutriderError("a text prompt needs a tokenizer: pass LLM(..., tokenizer=...), or token ids as the prompt")
-        check_text(prompt)
-        return self.accepted(self.tokenizer.encode(prompt))
+        with self._open():
+            if not isinstance(prompt, str):
+                return as_token_ids(prompt, self.runner.vocab_size)
+            if self.tokenizer is None:
+                raise OutriderError("a text prompt needs a tokenizer: pass LLM(..., tokenizer=...), or token ids as the prompt")
+            check_text(prompt)
+            return self.accepted(self.tokenizer.encode(prompt))
 
     def accepted(self, token_ids: Sequence[int]) -> list[int]:
         """Check the token ids of a text prompt; an empty text becomes the beginning-of-text token if there is one."""
@@ -201,15 +209,15 @@ class LLM:
 
     def close(self) -> None:
         """Abort all requests and free the models. Only ``stats`` remain available."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        scheduler = self.engine.scheduler
-        for entry in [*scheduler.running, *scheduler.waiting]:
-            self.engine.abort(entry.request.request_id)
-        self._final_stats = self.engine.stats
-        self._inbox.clear()
-        del self.engine, self.policy, self.proposer, self.runner
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            scheduler = self.engine.scheduler
+            for entry in [*scheduler.running, *scheduler.waiting]:
+                self.engine.abort(entry.request.request_id)
+            self._final_stats = self.engine.stats
+            del self.engine, self.policy, self.proposer, self.runner
 
     def __enter__(self) -> LLM:
         return self
@@ -219,29 +227,36 @@ class LLM:
 
     # --- inside -------------------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """Hold the lock. Raises ``OutriderError`` if this ``LLM`` is closed."""
+        with self._lock:
+            self._check_open()
+            yield
+
     def _check_open(self) -> None:
         if self._is_closed:
             raise OutriderError("this LLM is closed: create another one")
 
     def _jobs(self, prompts: Prompts, params: Params) -> list[_Job]:
         """Create the generation and the n requests of each prompt. Raises ``OutriderError`` if one can never run."""
-        self._check_open()
-        given = as_prompts(prompts)
-        encoded = [self.encode(prompt) for prompt in given]
-        jobs = []
-        for prompt, token_ids, chosen in zip(given, encoded, as_params(params, len(given)), strict=True):
-            requests = self.requests_for(token_ids, chosen)
-            self.engine.check(requests[0])
-            jobs.append(_Job(Generation(prompt if isinstance(prompt, str) else None, token_ids), requests))
-        return jobs
+        with self._open():
+            given = as_prompts(prompts)
+            encoded = [self.encode(prompt) for prompt in given]
+            jobs = []
+            for prompt, token_ids, chosen in zip(given, encoded, as_params(params, len(given)), strict=True):
+                requests = self.requests_for(token_ids, chosen)
+                self.engine.check(requests[0])
+                jobs.append(_Job(Generation(prompt if isinstance(prompt, str) else None, token_ids), requests))
+            return jobs
 
     def _run(self, jobs: Sequence[_Job]) -> Generator[Chunk, None, None]:
         """Run requests to their end and fill the generations. If the stream is closed or fails, abort its requests."""
-        self._check_open()
-        self._compile_for(jobs)
         open_ids: dict[str, Completion] = {}
         try:
-            self._submit(jobs, open_ids)
+            with self._open():
+                self._compile_for(jobs)
+                self._submit(jobs, open_ids)
             while open_ids:
                 for request_id in [request_id for request_id in open_ids if self._inbox[request_id].emissions]:
                     completion, emissions = open_ids[request_id], self._inbox[request_id].emissions
@@ -251,16 +266,17 @@ class LLM:
                             del open_ids[request_id], self._inbox[request_id]
                         yield chunk
                         self._check_open()
-                if open_ids and not any(self._inbox[request_id].emissions for request_id in open_ids):
-                    if not self.engine.has_work:
-                        raise OutriderError(ENDED)
-                    self._step()
+                with self._open():
+                    if open_ids and not any(self._inbox[request_id].emissions for request_id in open_ids):
+                        if not self.engine.has_work:
+                            raise OutriderError(ENDED)
+                        self._step()
         finally:
             for request_id, completion in open_ids.items():
                 completion.finish_reason = "abort"
-                if not self._is_closed:
+                with self._lock:
                     self._inbox.pop(request_id, None)
-                    completion.text += self._abort(request_id)
+                    completion.text += "" if self._is_closed else self._abort(request_id)
         completions = [completion for job in jobs for completion in job.generation.outputs]
         if completions and all(completion.finish_reason == "error" for completion in completions):
             raise OutriderError(completions[0].error or "the target failed")
@@ -291,7 +307,7 @@ class LLM:
     def _end_incomplete(self) -> None:
         """End requests whose tokens the failed step committed but did not deliver; all others continue."""
         waiting = {entry.request.request_id for entry in self.engine.scheduler.waiting}
-        for request_id, inbox in self._inbox.items():
+        for request_id, inbox in list(self._inbox.items()):
             entry = self.engine.scheduler.find(request_id)
             is_complete = inbox.has_ended if entry is None else inbox.num_tokens == entry.request.num_output_tokens
             if not is_complete and request_id not in waiting:
