@@ -196,6 +196,17 @@ def test_token_ids_may_be_arrays_tensors_or_tuples(llm, make):
     assert ids(llm.generate([make([5, 6, 7])] * 2, SHORT)) == wanted * 2
 
 
+@pytest.mark.parametrize("tensors", [None, "pt", "np"])
+def test_a_tokenizers_output_is_a_prompt_without_its_padding(llm, tensors):
+    tokenizer, texts = make_tokenizer(), ["a", "text that is longer"]
+    tokenizer.pad_token = tokenizer.eos_token
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
+    padded = tokenizer(texts, padding=True, return_tensors=tensors)
+    assert len(padded["input_ids"][0]) > len(prompts[0])
+    assert [each.prompt_token_ids for each in llm.generate(padded, SHORT)] == prompts
+    assert llm.generate(tokenizer("text"), SHORT)[0].prompt_token_ids == tokenizer("text")["input_ids"]
+
+
 @pytest.mark.parametrize("make", [np.array, torch.tensor])
 def test_rows_of_a_matrix_are_prompts(llm, make):
     assert ids(llm.generate(make([[5, 6], [7, 8]]), SHORT)) == ids(llm.generate([[5, 6], [7, 8]], SHORT))
@@ -210,7 +221,9 @@ def test_rows_of_a_matrix_are_prompts(llm, make):
         ),
         ([b"text"], "invalid prompt b'text': expected text"),
         ({"prompt": "x"}, "invalid prompt {'prompt': 'x'}: expected text"),
-        (make_tokenizer()("text"), "for a tokenizer's output, pass its input_ids"),
+        ({"input_ids": [[5, 6], [7]], "attention_mask": [[1, 1]]}, "expected an attention_mask with the shape of input_ids"),
+        ({"input_ids": [[5, 6]], "attention_mask": [[1]]}, "expected an attention_mask with the shape of input_ids"),
+        ({"input_ids": [[0, 0]], "attention_mask": [[0, 0]]}, "empty prompt"),
         ([[5, 6.0]], r"invalid prompt \[5, 6.0\]: expected text"),
         ([5, True], r"invalid prompt \[5, True\]: expected text"),
         ([5, 320], "invalid token id 320 at index 1 of the prompt: expected 0 to 319"),

@@ -27,7 +27,7 @@ from outrider.proposers.recognition import MODEL, TargetFiles, kind_of
 from outrider.registry import AUTO, DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS, VERIFIERS
 from outrider.runner import ModelRunner, RunnerConfig, gguf
 from outrider.runner.checkpoint_files import check_config_file
-from outrider.runner.loading import load_config, text_config
+from outrider.runner.loading import load_config, refuse_missing, text_config
 from outrider.runner.tokenizers import DifferentVocabulary, check_merges, tokenizer_problem
 from outrider.tune import DraftLengthPolicy
 from outrider.types import OutriderError, first_line
@@ -64,6 +64,7 @@ def load_tokenizer(
     """
     if not isinstance(source, (str, Path)):
         return cast("PreTrainedTokenizerBase", source) if is_tokenizer(source) else None
+    refuse_missing(source)
     folder = on_this_machine(source)
     if folder is not None:
         check_merges(folder)

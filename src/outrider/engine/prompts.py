@@ -30,13 +30,29 @@ def as_prompts(given: Any) -> list[Any]:
     """Return one or several prompts as a list of prompts. Raises ``OutriderError`` for anything else."""
     if isinstance(given, str):
         return [given]
+    if isinstance(given, Mapping) and "input_ids" in given:
+        return _without_padding(given)
     try:
         prompts = as_sequence(given)
         is_one = len(prompts) > 0 and isinstance(scalar(prompts[0]), Integral)
     except (TypeError, ValueError, RuntimeError):
-        hint = "; for a tokenizer's output, pass its input_ids" if hasattr(given, "input_ids") else ""
-        raise OutriderError(f"invalid prompt {shown(given)}: expected {EXPECTED}{hint}") from None
+        raise OutriderError(f"invalid prompt {shown(given)}: expected {EXPECTED}") from None
     return [prompts] if is_one else list(prompts)
+
+
+def _without_padding(encoding: Mapping[str, Any]) -> list[Any]:
+    """Return the prompts of a tokenizer's output. Padding, which its attention mask marks, is not part of a prompt."""
+    prompts = as_prompts(encoding["input_ids"])
+    if "attention_mask" not in encoding:
+        return prompts
+    masks = as_prompts(encoding["attention_mask"])
+    try:
+        return [
+            [token for token, is_read in zip(as_sequence(prompt), as_sequence(mask), strict=True) if is_read]
+            for prompt, mask in zip(prompts, masks, strict=True)
+        ]
+    except (TypeError, ValueError, RuntimeError):
+        raise OutriderError("invalid prompt: expected an attention_mask with the shape of input_ids") from None
 
 
 def as_token_ids(prompt: Any, vocab_size: int) -> list[int]:
@@ -53,12 +69,28 @@ def as_token_ids(prompt: Any, vocab_size: int) -> list[int]:
 
 
 def as_messages(given: Any) -> list[dict[str, Any]]:
-    """Convert messages to plain dicts for a chat template. Raises ``OutriderError`` unless all of them have a role."""
+    """Convert messages to plain dicts for a chat template; a list of text parts becomes one string.
+
+    Raises ``OutriderError`` unless all of them have a role, and text as their content.
+    """
     if isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
         messages = [dict(message) for message in given if isinstance(message, Mapping) and isinstance(message.get("role"), str)]
         if messages and len(messages) == len(given):
-            return messages
+            return [message | {"content": _text_of(message)} for message in messages]
     raise OutriderError(f'invalid messages {shown(given)}: expected a list of {{"role": ..., "content": ...}}')
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if content is None and message["role"] == "assistant":  # with tool calls, say
+        return ""
+    if isinstance(content, (list, tuple)):
+        parts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]
+        content = None if None in parts else "".join(map(str, parts))
+    if not isinstance(content, str):
+        expected = 'expected text, or a list of parts {"type": "text", "text": ...}'
+        raise OutriderError(f"invalid content {shown(message.get('content'))} of a message: {expected}")
+    return content
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:

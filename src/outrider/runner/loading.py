@@ -190,15 +190,20 @@ def refuse_shared_scales(model: PreTrainedModel) -> None:
             )
 
 
+def refuse_missing(source: str | Path) -> None:
+    """Raise ``OutriderError`` for a path at which there is neither a folder nor a GGUF file."""
+    path = Path(source)
+    looks_local = path.exists() or str(source).startswith((".", "/", "~")) or str(source).endswith(".gguf")
+    if looks_local and not path.is_dir() and gguf.find(source) is None:
+        raise OutriderError(f"no model folder at {source}: it {'is a file' if path.is_file() else 'does not exist'}")
+
+
 def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Load the model's config. Raises ``OutriderError`` if it is missing or not a language model's."""
     path, file = Path(source), gguf.find(source)
-    looks_local = path.exists() or str(source).startswith((".", "/", "~")) or str(source).endswith(".gguf")
-    if looks_local and not path.is_dir() and file is None:
-        problem = "is a file" if Path(source).is_file() else "does not exist"
-        raise OutriderError(f"no model folder at {source}: it {problem}")
+    refuse_missing(source)
     has_config = (path / "config.json").exists()
-    if looks_local and not has_config and file is None:
+    if path.is_dir() and not has_config and file is None:
         raise OutriderError(not_a_model_folder(source))
     if has_config:
         check_config_file(path / "config.json")
@@ -215,7 +220,7 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
         if "contains custom code" in str(error):
             advice = "read it, then pass trust_remote_code=True to run it"
             raise OutriderError(f"{source} is a model with its own code in its folder or repository: {advice}") from error
-        hint = "" if looks_local else " (neither a local folder nor a reachable hub id)"
+        hint = "" if path.exists() else " (neither a local folder nor a reachable hub id)"
         raise OutriderError(f"cannot read the config of {source}{hint}: {reason(error)}") from error
     if not trust_remote_code and model_class(config) is None:
         raise OutriderError(f"{source} is a {config.model_type} model, not a causal language model")

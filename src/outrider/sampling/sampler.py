@@ -27,7 +27,8 @@ class InvalidLogits(RequestFault):
 
     def __init__(self, request_ids: Sequence[str]) -> None:
         named = ", ".join(map(repr, request_ids))
-        message = f"NaN, infinite or fully masked logits for request {named}: check the model's weights and dtype"
+        cause = "check the model's weights and dtype, or the grammar together with the allowed and banned tokens"
+        message = f"NaN, infinite or fully masked logits for request {named}: {cause}"
         super().__init__(request_ids, message)
 
 
@@ -218,5 +219,5 @@ def _bias_of(requests: Sequence[Request], vocab_size: int, device: torch.device)
         if mask is not None:
             row.masked_fill_(~mask, -math.inf)
         if not bool((row > -math.inf).any()):
-            raise OutriderError("allowed_token_ids and banned_token_ids leave no token: expected at least one")
+            raise OutriderError("logit_bias, allowed_token_ids and banned_token_ids leave no token: expected at least one")
     return bias.to(device)

@@ -179,6 +179,9 @@ class TokenGrammar:
         self.is_reused = False  # requested more than once
         self.num_outputs = 0
 
+    def __deepcopy__(self, memo: object) -> TokenGrammar:
+        return self  # shared anyway, and llguidance's matcher cannot be pickled
+
     def matcher(self) -> TokenMatcher:
         """Return a matcher in the initial state, for a new output."""
         self.num_outputs += 1

@@ -72,6 +72,8 @@ def try_out(table: LLTokenizer, schema: str) -> None:
 
 
 def _in_short(error: str) -> str:
-    """Return the first line of llguidance's message, without the regular expressions in it."""
-    line = (error.strip().splitlines() or ["invalid schema"])[0]
-    return re.split(r":\s+\(", line)[0][:200]
+    """Return the first line of llguidance's message, without the regular expressions in it, or what the lines after it say."""
+    first, *rest = error.strip().splitlines() or ["invalid schema"]
+    if first.endswith(":") and rest:  # an error in a pattern: the pattern, a marker below it, the reason
+        first = f"{first} {rest[-1].strip().removeprefix('error: ')}"
+    return re.split(r":\s+\(", first)[0][:200]
