@@ -20,6 +20,10 @@ class OutriderError(Exception):
         super().__init__(line if len(line) <= MAX_MESSAGE else f"{line[:half]} ... {line[-half:]}")
 
 
+class PromptTooLong(OutriderError):
+    """The prompt leaves no room in the context."""
+
+
 def how_to_install(extra: str) -> str:
     """Return the command that installs an optional group of dependencies: Outrider is not on PyPI."""
     return f"run pip install '.[{extra}]' in Outrider's folder"

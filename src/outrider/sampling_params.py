@@ -45,7 +45,7 @@ class SamplingParams:
 
     max_tokens: int = option(Whole(1, INT32), 256, "Maximum number of tokens to generate.", panel=SAMPLING)
     temperature: float = option(Number(0, 1e6), 0.0, "Temperature; 0 is greedy decoding.", panel=SAMPLING, letter="t")
-    top_k: int = option(Whole(0, INT32), 0, "Keep the k most likely tokens; 0 keeps all.", panel=SAMPLING)
+    top_k: int = option(Whole(-1, INT32), 0, "Keep the k most likely tokens; 0 or -1 keeps all.", panel=SAMPLING)
     top_p: float = option(
         Number(above=0, at_most=1), 1.0, "Keep the most likely tokens up to this total probability.", panel=SAMPLING
     )
@@ -80,6 +80,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check(self)
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
         if self.grammar is not None and self.ignore_eos:
             raise OutriderError("ignore_eos=True cannot be combined with a grammar: the grammar ends the text")
 

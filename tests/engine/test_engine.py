@@ -390,6 +390,23 @@ def test_requests_that_take_no_part_in_drafting_change_no_output_and_keep_no_fea
     assert engine.stats.faults == 0 and seen == emissions.keys() - left_out
 
 
+def test_a_request_left_out_later_keeps_no_more_features():
+    runner, policy = TableRunner(max_batch=3), Choosing(3, set())
+    engine = make_engine(Features(runner), runner=runner, policy=policy)
+    for request in requests():
+        engine.add(request)
+    engine.step()
+    policy.k = 0
+    engine.step()
+    assert engine._guard._features._unseen.keys() == {"r0", "r1", "r2"}
+    policy.left_out = {"r1"}
+    engine.step()
+    assert engine._guard._features._unseen.keys() == {"r0", "r2"}
+    policy.left_out = {"r0", "r1", "r2"}
+    engine.step()
+    assert not engine._guard._features._unseen
+
+
 @pytest.mark.parametrize("left_out", [{"r0"}, {"r1"}, {"r0", "r1"}])
 def test_a_sample_whose_prompt_takes_no_part_in_drafting_is_copied(left_out):
     runner = TableRunner()

@@ -472,6 +472,21 @@ def test_a_failed_reservation_does_not_block_the_queue(monkeypatch, caplog):
     assert "cannot reserve memory for request r1: not enough" in caplog.text
 
 
+def test_requests_that_are_prefilled_again_keep_their_reservation(monkeypatch):
+    runner, reserved = TableRunner(), set()
+    monkeypatch.setattr(runner, "admit", lambda request_id, num_tokens: reserved.add(request_id) or True)
+    for name in ("release", "retire"):
+        monkeypatch.setattr(runner, name, lambda ids, own=getattr(runner, name): (own(ids), reserved.difference_update(ids)))
+    engine = make_engine(runner=runner)
+    for request in requests():
+        engine.add(request)
+    engine.step()
+    monkeypatch.setattr(runner, "commit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert reserved == {entry.request.request_id for entry in engine.scheduler.running} == {"r0", "r1", "r2"}
+
+
 def test_requests_wait_until_there_is_memory(monkeypatch):
     runner = TableRunner()
     places: set[str] = set()

@@ -348,6 +348,10 @@ def test_requests_of_different_lengths_are_concatenated(which, lens):
                 row, base = there.cache_rows[b], there.bases[b]
                 assert torch.isfinite(there.after[0][1, row, :, : base + length]).all()
                 assert torch.isnan(there.after[0][1, row, :, base + length :]).all()  # and no slot after them is written
+            needed = max(map(sum, zip(there.bases, lens, strict=True)))
+            tight = make(Pass([40, 0, 17], 7))
+            tight.keys, tight.values = tight.keys[:, :, :, :needed].contiguous(), tight.values[:, :, :, :needed].contiguous()
+            torch.testing.assert_close(tight.run(which, lens=lens, **options), got, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("which", [CPU, "reference", TRITON])
@@ -374,6 +378,10 @@ def test_a_requests_attention_has_the_same_bits_in_any_batch_width_and_cache(dty
         assert torch.equal(there.run("cpu", span=span, **options), together[:, :span])
     ragged = there.run("cpu", lens=[9, 2, 5], **options)
     assert all([torch.equal(ragged[b, :length], together[b, :length]) for b, length in enumerate([9, 2, 5])])
+    short = Pass([40, 0, 17], 9, dims=dims, dtype=dtype)
+    short.keys, short.values = there.keys[:, :, :, :41].contiguous(), there.values[:, :, :, :41].contiguous()
+    ragged = short.run("cpu", lens=[1, 9, 5], **options)
+    assert all([torch.equal(ragged[b, :length], together[b, :length]) for b, length in enumerate([1, 9, 5])])
     tight = Pass([40, 0, 17], 9, dims=dims, dtype=dtype, capacity=75)
     tight.keys, tight.values = there.keys[:, :, :, :49].contiguous(), there.values[:, :, :, :49].contiguous()
     assert torch.equal(tight.run("cpu", **options), together)

@@ -156,6 +156,17 @@ def test_a_repeated_score_reports_hidden_states_of_prefilled_tokens():
     assert [states.shape[0] for states in runner.score(context, proposal_of([[], []]), (1,)).hidden[1]] == [1, 1]
 
 
+def test_hidden_states_of_requests_without_drafts_are_not_kept():
+    rounds = start("llama", lengths=(6, 9, 4))
+    context = Context(tuple(rounds.requests), (2, 2, 2), None)
+    whole = rounds.runner.score(context, proposal_of([[5, 6], [7], []]), (1,)).hidden[1]
+    rounds.requests[1].may_draft = False
+    some = rounds.runner.score(context, proposal_of([[5, 6], [7], []]), (1,)).hidden[1]
+    for b in (0, 2):
+        torch.testing.assert_close(some[b], whole[b])
+    assert not len(some[1]) and some[0].untyped_storage().nbytes() < whole[0].untyped_storage().nbytes()
+
+
 @pytest.mark.parametrize(
     ("unread", "counts"),
     [
@@ -244,6 +255,15 @@ def test_growing_keeps_the_drafts_of_a_large_tree():
     cache.stores[0][:, row] = torch.arange(256).view(1, 1, -1, 1)
     cache.reserve(257, 200)
     assert cache.capacity > 256 and torch.equal(cache.stores[0][0, row, 0, :205, 0], torch.arange(205.0))
+
+
+def test_a_wide_chunk_of_one_request_does_not_widen_the_rows_beyond_what_was_admitted():
+    rounds = start("llama", lengths=(60, 30))
+    rounds.runner.prefill(["r0"], [rounds.requests[0].token_ids])
+    reserved = []
+    rounds.runner.cache.reserve = reserved.append
+    rounds.runner.layouts.chain([[5], [6] * 30], [0, 1], [59, 0])
+    assert reserved == [60]
 
 
 def test_the_flags_of_long_texts_move_with_the_rows():

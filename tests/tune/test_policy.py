@@ -240,6 +240,29 @@ def test_long_requests_and_all_where_drafts_pay_take_part():
     assert all(list(policy.may_draft.values())[-50:]) and len(policy.requested) - num_rounds < 0.3 * 60 * 64
 
 
+class Watching(DraftLengthPolicy):
+    """Counts, per round, the tokens that a request taking part in drafting is behind at most, and the requests drafted for."""
+
+    def next_lengths(self, context):
+        lengths = super().next_lengths(context)
+        takes_part = [b for b, request in enumerate(context.requests) if request.may_draft]
+        self.behind = [*getattr(self, "behind", ()), max([self._num_unseen(b) for b in takes_part], default=0)]
+        self.drafting = [*getattr(self, "drafting", ()), sum(k > 0 for k in lengths)]
+        return lengths
+
+
+def test_a_large_batch_does_not_wait_for_a_probe_that_no_budget_pays():
+    """What eight requests are behind grows faster than the budget: half of them are left out, until a probe can be paid."""
+    costs, length = CostBook(), 2400
+    policy = Watching(MAX_K, costs)
+    simulate(policy, cell := Cell(KEEPING, Text((0.02,)), 8, (length,)), costs)
+    assert max(policy.behind) < length / 3  # hidden states of so many tokens are kept
+    assert sum(policy.drafting[length // 2 :]) > 1
+    policy, cheap = Watching(MAX_K, costs := CostBook()), replace(KEEPING, base=0.1, step=0.05)  # pays for one of eight, too
+    simulate(policy, replace(cell, machine=cheap, text=Text((0.02, 0.95), stretch=length // 2)), costs)
+    assert sum(policy.drafting[length // 2 :]) > 100  # those that were not left out draft as soon as it pays
+
+
 def test_the_baseline_is_a_warm_plain_round_not_one_after_a_draft():
     """A small target whose passes take 50% longer after the draft model's, with a draft that barely pays."""
     small = Machine(0.42, 0.07, 0.12, 0.14, 0.0, 0.1, cold=0.5, cold_outside=2.0)

@@ -124,6 +124,8 @@ class Engine:
             self._release(batch.context.request_ids)
             for entry in batch.entries:
                 self.scheduler.move(entry, State.PREFILL)
+                if entry.finish_reason is None:
+                    self._fits(entry)  # reserve its memory again
             self._clock.take()
             raise
         finally:

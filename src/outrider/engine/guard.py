@@ -132,11 +132,13 @@ class GuardedProposer:
 
     def keep_hidden(self, result: RoundResult) -> None:
         """Keep the hidden states of the tokens that a round committed, until the proposer is called."""
-        if not result.scores.hidden:
+        if not self._features.layers:
             return
         lens = result.proposal.lens.tolist()
         for b, request in enumerate(result.context.requests):
-            if request.takes_drafts and not self._drafting(request).num_faults:
+            if not request.takes_drafts:
+                self._features.seen([request.request_id])  # the policy may have left it out just now
+            elif not self._drafting(request).num_faults:
                 num_before = len(request.token_ids) - len(result.token_ids[b])
                 self._features.keep(request, num_before, result.scores.hidden, b, lens[b], result.paths[b])
 

@@ -28,7 +28,7 @@ class LengthPolicy(Protocol):
     def next_lengths(self, context: Context) -> list[int]:
         """Return K for each request of this round; 0 for all of them is plain decoding.
 
-        It may clear ``may_draft`` of a request in its first round, as if ``start`` had returned False: K is 0 until it ends.
+        It may clear ``may_draft`` of a request, as if ``start`` had returned False: K is 0 until it ends.
         """
         ...
 

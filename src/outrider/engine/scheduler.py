@@ -9,6 +9,7 @@ from enum import Enum, auto
 
 from outrider.engine.detokenizer import Detokenizer, DetokenizerFactory, StopScanner
 from outrider.engine.queue import FairQueue, exceeds_share
+from outrider.errors import PromptTooLong
 from outrider.types import BatchSampler, Context, OutriderError, Request
 
 
@@ -86,9 +87,9 @@ class Scheduler:
         if num_tokens < 1:
             raise OutriderError("empty prompt: expected at least one token")
         if num_tokens >= self.max_len:
-            raise OutriderError(
+            raise PromptTooLong(
                 f"the prompt has {num_tokens} tokens, which leaves no room in the context of {self.max_len}: "
-                "shorten the prompt, or raise max_len=... if the model supports a longer context"
+                "shorten it, or load the model with a larger max_len if it supports a longer context"
             )
 
     def add(self, request: Request, fork_of: str | None = None, client: str = "", priority: int = 0) -> Entry:

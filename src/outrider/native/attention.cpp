@@ -602,7 +602,7 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
   TORCH_CHECK(q.size(0) == 1 && places.numel() == pass.total && till.size(0) == pass.rows && pass.ends[pass.rows - 1] == pass.total,
               "attend: ", pass.total, " tokens do not stand as their ends say");
   for (int64_t b = 0; b < pass.rows; ++b)
-    TORCH_CHECK(pass.length(b) >= 0 && pass.length(b) <= pass.width && pass.bases[b] + pass.width <= pass.capacity && pass.cache_rows[b] < keys.size(1) &&
+    TORCH_CHECK(pass.length(b) >= 0 && pass.length(b) <= pass.width && pass.bases[b] + pass.length(b) <= pass.capacity && pass.cache_rows[b] < keys.size(1) &&
                     pass.reach >= pass.width && pass.bases[b] + pass.width >= pass.reach,
                 "attend: the pass does not fit the cache");
   at::Tensor out = at::empty({1, pass.total, pass.heads, pass.value_dim}, q.options());

@@ -194,10 +194,9 @@ class ModelRunner:
         given = packed.ids if states is None else packed.join(states)
         logits, found = self.passes.run(given, packed.layout, hidden, places, span)
         self._round = _PendingScore(context.request_ids, [base + at for base, at in zip(bases, first, strict=True)], is_tree)
-        own = (context.request_ids, packed.starts, [len(text) for text in tokens])
-        is_read = bool(found) and any([request.takes_drafts for request in context.requests])
+        read = self._read.whole(found, context.requests, packed.starts, [len(text) for text in tokens]) if found else {}
         logits = rows_from(logits, [0, *accumulate(counts)][:-1], counts, width).float()
-        return Scores(logits, self._read.whole(found, *own) if is_read else {}, first_layer=span.start)
+        return Scores(logits, read, first_layer=span.start)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Keep the accepted path of the last score; rejected drafts are overwritten by the next pass."""

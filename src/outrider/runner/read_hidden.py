@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+from outrider.runner.layouts import ranges
+from outrider.types import Request
 
 
 class HiddenRows(Sequence[Tensor]):
@@ -39,13 +43,25 @@ class ReadHidden:
                 self._chunks.setdefault((request_id, index), []).append(states[start : start + length])
 
     def whole(
-        self, hidden: Mapping[int, Tensor], request_ids: Sequence[str], starts: Sequence[int], lens: Sequence[int]
+        self, hidden: Mapping[int, Tensor], requests: Sequence[Request], starts: Sequence[int], lens: Sequence[int]
     ) -> dict[int, HiddenRows]:
-        """Return by hidden state each request's chunks, then its ``lens[b]`` rows of ``hidden`` from ``starts[b]``."""
+        """Return by hidden state each request's chunks, then its ``lens[b]`` rows of ``hidden`` from ``starts[b]``.
+
+        Those of requests without drafts are not kept: their rows are empty, and the result is {} if there are no others.
+        """
+        is_read = [request.takes_drafts for request in requests]
+        if not any(is_read):
+            return {}
+        places = None
+        if not all(is_read):
+            lens = [length if is_one else 0 for length, is_one in zip(lens, is_read, strict=True)]
+            places = torch.tensor(ranges(starts, lens))
+            starts = [0, *accumulate(lens)][:-1]
         found = {}
         for index, states in self._kept(hidden):
-            earlier = [self._chunks.get((name, index), []) for name in request_ids] if self._chunks else []
-            found[index] = HiddenRows(states, starts, lens, earlier)
+            earlier = [self._chunks.get((each.request_id, index), []) for each in requests] if self._chunks else []
+            own = states if places is None else states[places.to(states.device)]
+            found[index] = HiddenRows(own, starts, lens, earlier)
         return found
 
     def forget(self, request_ids: Sequence[str]) -> None:

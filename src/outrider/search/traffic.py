@@ -21,7 +21,6 @@ SETTINGS = (
 )
 ALIASES = {"max_completion_tokens": "max_tokens"}
 OPENAI_TEMPERATURE = 1.0  # default of requests without a temperature
-VLLM_ALL_TOKENS = -1  # top_k that keeps all tokens in vLLM and other servers
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,6 @@ def settings(item: Mapping[str, Any], defaults: SamplingParams) -> SamplingParam
     named = {ALIASES.get(name, name): value for name, value in item.items() if value is not None}
     given = {name: value for name, value in named.items() if name in SETTINGS}
     given |= {name: int(value) for name, value in given.items() if isinstance(value, float) and value.is_integer()}
-    if given.get("top_k") == VLLM_ALL_TOKENS:
-        given["top_k"] = 0
     params = replace(defaults, **given)
     return replace(params, max_tokens=min(params.max_tokens, defaults.max_tokens))
 

@@ -153,7 +153,10 @@ class CompletionAnswer(Answer):
         return {
             "tokens": texts,
             "token_logprobs": [_finite(each.logprob) for each in logprobs],
-            "top_logprobs": [{self.tokens.text(token): _finite(value) for token, value in each.top} for each in logprobs],
+            "top_logprobs": [  # N or N + 1: the generated token is always among them
+                {self.tokens.text(other): _finite(value) for other, value in [*each.top, (token, each.logprob)]}
+                for token, each in zip(token_ids, logprobs, strict=True)
+            ],
             "text_offset": offsets,
         }
 

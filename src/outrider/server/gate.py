@@ -37,10 +37,10 @@ class Call:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def error_body(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
-    """Return an error in OpenAI's format."""
+def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """Return an error in OpenAI's format. ``param``: the field of the body at fault."""
     readable = message.encode(errors="replace").decode()
-    return {"error": {"message": readable, "type": kind, "param": None, "code": code}}
+    return {"error": {"message": readable, "type": kind, "param": param, "code": code}}
 
 
 class Gate:

@@ -7,8 +7,8 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from outrider.engine.config import eos_token_ids
+from outrider.errors import PromptTooLong
 from outrider.server.pool import WorkerPool
-from outrider.types import OutriderError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,7 +87,7 @@ class Prompts:
         """Return one prompt, rendered by the tokenizer's chat template. Raises ``OutriderError`` for invalid messages."""
         most = self._llm.runner.max_len
         if len(messages) > most:  # every message takes at least one token
-            raise OutriderError(f"{len(messages)} messages do not fit into the context of {most} tokens: send fewer")
+            raise PromptTooLong(f"{len(messages)} messages do not fit into the context of {most} tokens: send fewer")
         num_characters = self._check_size("".join(message["content"] for message in messages))
         if "developer" not in (self._template or ""):  # OpenAI's newer name; a template drops the messages of unknown roles
             messages = [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
@@ -109,7 +109,7 @@ class Prompts:
             self._llm.engine.scheduler.check_prompt_len(len(prompt))
             return len(prompt)
         if len(prompt) > self._max_characters:
-            raise OutriderError(
+            raise PromptTooLong(
                 f"the prompt has {len(prompt)} characters; the context of {self._llm.runner.max_len} tokens takes at most "
                 f"{self._max_characters}: shorten the prompt"
             )

@@ -142,7 +142,11 @@ class SamplingFields(Body):
     banned_token_ids: TokenIds = Field(default_factory=list)
     ignore_eos: bool = like("ignore_eos")
     speculative: Speculative | None = None
+    # accepted with the only value that changes nothing, which many clients send
+    best_of: Literal[1] | None = None
+    min_tokens: Literal[0] | None = None
     # accepted and ignored
+    service_tier: Literal["auto", "default"] | None = None
     user: Text | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -193,6 +197,7 @@ class SamplingFields(Body):
 class CompletionBody(SamplingFields):
     """Body of ``POST /v1/completions``."""
 
+    echo: Literal[False] = False
     prompt: Text | TokenIds | Annotated[list[Text], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -234,6 +239,9 @@ class ChatBody(SamplingFields):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
+    modalities: list[Literal["text"]] | None = None
+    add_generation_prompt: Literal[True] = True
+    continue_final_message: Literal[False] = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     def num_logprobs(self) -> int | None:
@@ -248,7 +256,10 @@ def mistakes(errors: Sequence[Any]) -> str:
     found = []
     for error in errors[:3]:
         is_unknown = error["type"] == "extra_forbidden"  # the location contains the client's field name
-        place = ".".join(str(part) for part in error["loc"] if is_unknown or not PYDANTIC_TYPE.search(str(part)))
+        where = error["loc"]
+        if where[:1] == ("response_format",):
+            where = where[:1] + where[2:]  # without the value of its "type"
+        place = ".".join(str(part) for part in where if is_unknown or not PYDANTIC_TYPE.search(str(part)))
         what = error["msg"].removeprefix("Value error, ")
         if error["type"] in ("missing", "model_attributes_type") and not place:
             what = "expected a JSON object, sent with the header Content-Type: application/json"

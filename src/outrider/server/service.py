@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from outrider.engine.outputs import TARGET_FAILED, Chunk, Completion
+from outrider.errors import PromptTooLong
 from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts
 from outrider.server.bridge import Busy, EngineBridge, Stopping, Stream
 from outrider.server.config import ServerConfig
@@ -325,7 +326,10 @@ def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
         return error.status_code, error_body(str(error.detail), "invalid_request_error"), dict(error.headers or {})
     if isinstance(error, RequestValidationError):
         inside = [{**each, "loc": each["loc"][1:]} for each in error.errors()]  # the first part is "body"
-        return 400, error_body(mistakes(inside), "invalid_request_error", "invalid_body"), {}
+        param = str(inside[0]["loc"][0]) if inside[0]["loc"] else None
+        return 400, error_body(mistakes(inside), "invalid_request_error", "invalid_body", param), {}
+    if isinstance(error, PromptTooLong):
+        return 400, error_body(str(error), "invalid_request_error", "context_length_exceeded"), {}
     if isinstance(error, UnknownModel):
         return 404, error_body(str(error), "invalid_request_error", "model_not_found"), {}
     if isinstance(error, Busy):

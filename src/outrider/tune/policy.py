@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from math import inf
 from operator import mul
 
 from outrider.runner.cost_book import CostBook, MethodCosts, RoundPrices
@@ -39,6 +40,7 @@ MAX_DOUBT = 8  # maximum factor of these, after unsuccessful probes
 PROBE_RATE = 0.8  # acceptance assumed for the length of a probe, at most MAX_PROBE
 MAX_PROBE = 4
 
+FAR_BEHIND = 256  # tokens that a proposer has not read, after which a request may be left out
 MUCH_SAVED = 64  # tokens of a cached prefix for which a request may be left out of drafting; fewer cost little to process again
 MAX_LEFT_OUT = 64  # such requests in a row
 
@@ -428,6 +430,8 @@ class DraftLengthPolicy:
     def _probe(self, context: Context) -> int:
         """Probe with a few drafts after a pause, in case the text became predictable."""
         k, loss = self._probe_plan(context)
+        while loss > MAX_BUDGET and self._give_up():
+            k, loss = self._probe_plan(context)
         if k == 0:
             return 0
         if loss > self._budget:
@@ -435,6 +439,25 @@ class DraftLengthPolicy:
             return 0
         self._is_probe, self._stake = True, max(1.0, loss)
         return k
+
+    def _longest_wait(self, context: Context) -> float:
+        """Return the rounds after which the next probe takes half of what any budget pays, because the proposer has to read the
+        tokens of all these rounds; infinite where that grows faster than the budget.
+        """
+        growth = self.costs.catch_up(sum([request.may_draft for request in self._requests])) / (self._plain or 1.0)
+        _, loss = self._probe_plan(context)
+        return max(MAX_BUDGET - loss, 0.0) / growth // 2 if 0 < growth < EXPLORATION_SHARE else inf
+
+    def _give_up(self) -> bool:
+        """Leave out for good half of the requests in which the proposer is far behind. Return whether there are any.
+
+        No budget pays for a probe that reads all their tokens, and what is kept for it, hidden states say, would grow for ever.
+        """
+        rows = [b for b, request in enumerate(self._requests) if request.may_draft and request.num_draft_tokens is None]
+        rows = sorted([b for b in rows if self._num_unseen(b) > FAR_BEHIND], key=self._num_unseen)
+        for b in rows[len(rows) // 2 :]:
+            self._requests[b].may_draft = False
+        return bool(rows)
 
     def _probe_plan(self, context: Context) -> tuple[int, float]:
         """Return the K of a probe and the plain rounds that it loses if its drafts are rejected; K = 0 if none is possible."""
@@ -467,5 +490,5 @@ class DraftLengthPolicy:
             self._wait = 0
         else:
             self._pause = min(2 * self._pause, MAX_PAUSE)
-            self._wait = int(self._pause * self._stake)
+            self._wait = int(min(self._pause * self._stake, self._longest_wait(context)))
             self._doubt = min(2 * self._doubt, MAX_DOUBT)
