@@ -49,7 +49,7 @@ def perplexity(runner: ModelRunner, ids: Sequence[int], window: int) -> float:
     chunk = min(CHUNK, runner.max_drafts or CHUNK)
     for start in range(0, len(ids) - 1, window):
         text = list(ids[start : start + window])
-        request = Request("text", text[:1], 1, SamplingParams(), 0, torch.Generator())
+        request = Request("text", text[:1], 1, SamplingParams(), 0)
         for done in range(1, len(text), chunk):
             part = torch.tensor([text[done : done + chunk]])
             request.token_ids = text[:done]

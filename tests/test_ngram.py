@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 from outrider.proposers.ngram import NgramConfig, NgramProposer
 from outrider.types import Context, OutriderError, Request, SamplingParams
 
 
 def request(token_ids, request_id="r"):
-    return Request(request_id, list(token_ids), len(token_ids), SamplingParams(), 0, torch.Generator())
+    return Request(request_id, list(token_ids), len(token_ids), SamplingParams(), 0)
 
 
 def drafts(token_ids, k=4, limit=99, **config):

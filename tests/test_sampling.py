@@ -365,6 +365,16 @@ def test_random_numbers_do_not_depend_on_the_batch_the_padding_or_the_sampler() 
     assert together.categorical(flat)[3] == alone.categorical(flat[3:4])[0]
 
 
+@pytest.mark.parametrize("other", [2**32, 2**40, 2**63, 2**64 - 1])
+def test_all_bits_of_a_seed_count(other: int) -> None:
+    uniform = torch.full((1, 10_000), 1e-4)
+    samplers = [Sampler(many(SamplingParams(temperature=1.0), 1), 10_000) for _ in range(2)]
+    for sampler, seed in zip(samplers, (0, other), strict=True):
+        sampler.requests[0].seed = seed
+    drawn = [(int(sampler.categorical(uniform)), int(sampler.draw(uniform, 0))) for sampler in samplers]
+    assert drawn[0][0] != drawn[1][0] and drawn[0][1] != drawn[1][1]
+
+
 def test_a_new_round_uses_new_random_numbers() -> None:
     request = many(SamplingParams(temperature=1.0), 1)[0]
     sampler, flat = Sampler([request], 10_000), torch.full((1, 10_000), 1e-4)

@@ -124,7 +124,7 @@ def test_nan_scores_of_a_greedy_request_are_noticed_beside_sampled_ones(in_cpp: 
 @pytest.mark.parametrize("coupled", [False, True])
 def test_undefined_rows_after_a_requests_drafts_are_ignored(coupled: bool) -> None:
     params = SamplingParams(temperature=1.0, top_k=3, top_p=0.9, min_p=0.01)
-    requests = [Request(f"r{seed}", [1], 1, params, seed, torch.Generator()) for seed in range(2)]
+    requests = [Request(f"r{seed}", [1], 1, params, seed) for seed in range(2)]
     sampler, logits = Sampler(requests, 40, coupled=coupled), torch.randn(2, 3, 40)
     logits[1, 2] = math.nan
     judge = sampler.tokens if coupled else sampler.probs
@@ -133,6 +133,6 @@ def test_undefined_rows_after_a_requests_drafts_are_ignored(coupled: bool) -> No
 
 def test_only_rows_with_truncation_settings_are_truncated() -> None:
     wide, narrow, greedy = SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=2), SamplingParams(top_k=2)
-    requests = [Request("r", [1], 1, params, 0, torch.Generator()) for params in (wide, narrow, greedy)]
+    requests = [Request("r", [1], 1, params, 0) for params in (wide, narrow, greedy)]
     kept = Sampler(requests, 40).probs(torch.randn(3, 1, 40)) > 0
     assert kept.sum(-1).flatten().tolist() == [40, 2, 1]

@@ -6,7 +6,6 @@ import random
 import time
 
 import pytest
-import torch
 
 from outrider.proposers.method import Setting
 from outrider.proposers.suffix import END, METHOD, EarlierTexts, SuffixAutomaton, SuffixConfig, SuffixProposer
@@ -16,7 +15,7 @@ TRUSTING = {"min_match": 1, "drafts_per_match": 99.0, "min_prob": 0.0}
 
 
 def request(token_ids, request_id="r"):
-    return Request(request_id, list(token_ids), len(token_ids), SamplingParams(), 0, torch.Generator())
+    return Request(request_id, list(token_ids), len(token_ids), SamplingParams(), 0)
 
 
 def propose(proposer, *requests, k=4, limits=None):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from heads.writers import HIDDEN, write_eagle3, write_medusa
 from tiny_folder import make_folder
 
@@ -32,7 +31,7 @@ def runner(home):
 
 
 def context(batch=1):
-    requests = tuple(Request(str(b), [1] * 9, 9, SamplingParams(), 0, torch.Generator()) for b in range(batch))
+    requests = tuple(Request(str(b), [1] * 9, 9, SamplingParams(), 0) for b in range(batch))
     return Context(requests, (9,) * batch, None)  # type: ignore[arg-type]
 
 

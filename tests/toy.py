@@ -44,7 +44,7 @@ def make_request(
 ) -> Request:
     """Return a request whose first ``num_prompt`` tokens (default: all) are its prompt."""
     num_prompt = len(token_ids) if num_prompt is None else num_prompt
-    return Request(name, list(token_ids), num_prompt, params or SamplingParams(), seed, torch.Generator().manual_seed(seed))
+    return Request(name, list(token_ids), num_prompt, params or SamplingParams(), seed)
 
 
 def reference_probs(

@@ -51,7 +51,6 @@ class Request:
     num_prompt_tokens: int
     params: SamplingParams
     seed: int  # params.seed, or a random one; sample i of n has its own
-    generator: torch.Generator  # on the CPU, seeded with `seed`
     matcher: Matcher | None = None  # of params.grammar
     num_draft_tokens: int | None = None  # requested K, 0 for plain decoding; None: the policy decides
     may_draft: bool = True  # False: the proposer never drafts for it, so its hidden states are not kept

@@ -146,7 +146,7 @@ def make_engine(proposer=None, k=0, policy=None, runner=None, detokenizer=None, 
 
 def make_request(request_id: str, prompt: list[int], **params) -> Request:
     seed = params.get("seed") or 0
-    return Request(request_id, list(prompt), len(prompt), SamplingParams(**params), seed, torch.Generator().manual_seed(seed))
+    return Request(request_id, list(prompt), len(prompt), SamplingParams(**params), seed)
 
 
 def run(engine: Engine, requests: list[Request]) -> dict[str, list[Emission]]:

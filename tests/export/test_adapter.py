@@ -53,7 +53,7 @@ class Alone:
 
     def __init__(self, method: str) -> None:
         self.proposer = build(method)
-        self.request = Request("one", [], 0, SamplingParams(), 0, None)  # type: ignore[arg-type]
+        self.request = Request("one", [], 0, SamplingParams(), 0)
 
     def drafts(self, text: list[int]) -> list[int]:
         self.request.token_ids.extend(text[len(self.request.token_ids) :])

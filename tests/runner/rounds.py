@@ -67,7 +67,7 @@ def force(operators: str, monkeypatch) -> None:
 
 
 def make_request(name: str, tokens: Sequence[int]) -> Request:
-    return Request(name, list(tokens), len(tokens), SamplingParams(), 0, torch.Generator())
+    return Request(name, list(tokens), len(tokens), SamplingParams(), 0)
 
 
 def make_text(length: int, seed: int, vocab: int = VOCAB) -> list[int]:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from itertools import accumulate, cycle
 from typing import Any
 
-import torch
-
 from outrider.engine.forced import MAX_FORCED
 from outrider.engine.ledger import NUM_COLD
 from outrider.engine.policy import FixedLength, LengthPolicy
@@ -101,7 +99,7 @@ class _Row:
     def __init__(self, name: str, slot: int, length: int, luck: random.Random, cell: Cell, text: Text) -> None:
         params = SamplingParams(max_tokens=length, temperature=cell.temperature)
         matcher: Any = object() if cell.forced else None  # the policy asks only whether there is one
-        self.request = Request(name, [0] * NUM_PROMPT_TOKENS, NUM_PROMPT_TOKENS, params, 0, torch.Generator(), matcher)
+        self.request = Request(name, [0] * NUM_PROMPT_TOKENS, NUM_PROMPT_TOKENS, params, 0, matcher)
         self.slot, self.length, self.text, self.ends = slot, length, text, [*accumulate(cell.forced)]
         self.accepts = [luck.random() for _ in range(length + 1)]
         self.makes = [luck.random() for _ in range(length + 1)]

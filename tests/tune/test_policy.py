@@ -7,7 +7,6 @@ from itertools import accumulate
 from operator import mul
 
 import pytest
-import torch
 
 from outrider.engine.policy import FixedLength
 from outrider.runner.cost_book import CostBook
@@ -73,7 +72,7 @@ def test_a_useless_draft_is_rarely_requested():
 def test_new_requests_are_left_out_only_where_drafts_do_not_pay_and_not_for_long():
     def taken(text: Text, batch: int, calls: int, num_saved: int = 500) -> str:
         policy = recorded(Cell(EMBEDDED, text, lengths=(256, 256))).inner
-        request = Request("new", [0] * 50, 50, SamplingParams(), 0, torch.Generator())
+        request = Request("new", [0] * 50, 50, SamplingParams(), 0)
         return "".join("yes " if policy.start(request, batch, 0, num_saved) else "no " for _ in range(calls))
 
     assert taken(Text((0.9,)), 1, 3) == "yes " * 3
@@ -141,7 +140,7 @@ def test_a_prompt_too_long_for_the_gain_of_drafts_is_not_prefilled():
 def test_prefill_by_the_draft_counts_in_whole_however_many_rounds_it_takes():
     costs = CostBook()
     policy = DraftLengthPolicy(MAX_K, costs)
-    request = Request("r", [0] * 800, 800, SamplingParams(), 0, torch.Generator())
+    request = Request("r", [0] * 800, 800, SamplingParams(), 0)
     context = Context((request,), (999,), None)
     budget = []
     for number in range(30):
@@ -210,7 +209,7 @@ def test_requests_with_their_own_k_get_all_their_drafts():
     cell, costs = Cell(LARGE, Text((0.8,))), CostBook()
     policy = DraftLengthPolicy(MAX_K, costs)
     simulate(policy, cell, costs)
-    request = Request("own", [0] * 50, 50, SamplingParams(), 0, torch.Generator(), num_draft_tokens=4)
+    request = Request("own", [0] * 50, 50, SamplingParams(), 0, num_draft_tokens=4)
     policy.next_lengths(Context((request,), (99,), None))
     assert policy.prices is None
 
@@ -299,7 +298,7 @@ def test_next_to_a_request_with_its_own_k_another_gets_the_best_length(rates):
     """The first drafts in every round without success: there is no plain round, and more is drafted than the policy decided."""
     costs = CostBook()
     policy = DraftLengthPolicy(MAX_K, costs)
-    requests = tuple(Request(f"r{b}", [0] * 50, 50, SamplingParams(), 0, torch.Generator()) for b in range(2))
+    requests = tuple(Request(f"r{b}", [0] * 50, 50, SamplingParams(), 0) for b in range(2))
     requests[0].num_draft_tokens = 8
     context, requested = Context(requests, (999, 999), None), []
     for number in range(200):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 from outrider.audit.evidence import Sample
@@ -139,7 +138,7 @@ def _endless(params: SamplingParams) -> SamplingParams:
 
 
 def _request(name: str, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:
-    return Request(name, list(prompt), len(prompt), params, seed, torch.Generator().manual_seed(seed))
+    return Request(name, list(prompt), len(prompt), params, seed)
 
 
 def _sample(text: Emission, notes: dict[int, float], length: int) -> Sample:

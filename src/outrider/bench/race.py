@@ -11,8 +11,6 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from outrider.engine.config import build_engine, build_scheduler
 from outrider.engine.engine import Engine, Observation
 from outrider.engine.outputs import Emission
@@ -94,8 +92,7 @@ class Race:
         self.turn = turn
         self.lanes = []
         for name, engine in engines.items():
-            generator = torch.Generator().manual_seed(seed)
-            request = Request(f"race-{name}", list(prompt), len(prompt), params, seed, generator)
+            request = Request(f"race-{name}", list(prompt), len(prompt), params, seed)
             self.lanes.append(Lane(name, engine, request))
 
     def run(self) -> Generator[Step, None, None]:

@@ -200,12 +200,11 @@ class LLM:
     def requests_for(self, token_ids: Sequence[int], params: SamplingParams) -> list[Request]:
         """Return the requests of one prompt and its ``n`` samples, each with its own seed."""
         seed = params.seed if params.seed is not None else random.SystemRandom().getrandbits(63)
-        return [self._request(token_ids, params, (seed + i * SEED_STRIDE) % 2**63) for i in range(params.n)]
+        return [self._request(token_ids, params, (seed + i * SEED_STRIDE) % 2**64) for i in range(params.n)]
 
     def _request(self, token_ids: Sequence[int], params: SamplingParams, seed: int) -> Request:
-        generator = torch.Generator().manual_seed(seed)
         matcher = None if params.grammar is None else params.grammar.matcher()
-        return Request(f"r{next(self._ids)}", list(token_ids), len(token_ids), params, seed, generator, matcher)
+        return Request(f"r{next(self._ids)}", list(token_ids), len(token_ids), params, seed, matcher)
 
     def close(self) -> None:
         """Abort all requests and free the models. Only ``stats`` remain available."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from outrider.method_text import split_method
@@ -118,7 +117,7 @@ class TextProposer:
 
     def _new_request(self) -> Request:
         self._num_requests += 1
-        return Request(f"vllm-{self._num_requests}", [], 0, SamplingParams(), 0, torch.Generator())
+        return Request(f"vllm-{self._num_requests}", [], 0, SamplingParams(), 0)
 
     def _forget(self) -> None:
         """Release sequences that remain unmatched. Only afterwards do they count as earlier texts."""

@@ -1,12 +1,12 @@
 """Sampler settings of a batch of requests, and their random numbers.
 
-A request's random numbers do not depend on its batch or on padding: those for acceptance and drafts are hashes of (seed,
-committed length, purpose, index), and the last token of a round uses one number of the request's generator.
+A request's random numbers are hashes of (seed, committed length, purpose, index), independent of its batch and of padding.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +18,7 @@ from outrider.sampling.randomness import first_above, key_of, signed, uniforms
 from outrider.sampling.shaping import Shaping
 from outrider.types import OutriderError, Request, RequestFault
 
-_ACCEPT, _DRAFT, _NOISE = range(3)  # purposes of random numbers
+_ACCEPT, _DRAFT, _NOISE, _LAST = range(4)  # purposes of random numbers
 _MAX_PARTS = 16  # cached samplers of parts of the batch
 
 
@@ -51,7 +51,7 @@ class Sampler:
         self._grammars = GrammarMasks(self.requests)
         self._penalties = Penalties(self.requests, vocab_size, self.device)
         self._lens: list[int] = []
-        self._num_calls = 0  # calls of bernoulli() in the round
+        self._num_calls: Counter[int] = Counter()  # of the round, by purpose
         self._prefixes: dict[int, list[int]] = {}  # purpose -> common part of each request's keys in the round
         self._noise_prefixes = [key_of(request.seed, _NOISE) for request in self.requests]
         self._parts: dict[tuple[int, ...], Sampler] = {}  # rows -> their sampler
@@ -119,15 +119,12 @@ class Sampler:
 
     def bernoulli(self, probs: Tensor) -> Tensor:
         """Draw Bernoulli variables: float [B, N] in [0, 1] -> bool [B, N]; entry (b, i) does not depend on B and N."""
-        self._sync_round()
-        self._num_calls += 1
-        uniform = torch.tensor(self._uniforms(_ACCEPT, self._num_calls, probs.shape[1]), dtype=torch.float64)
+        uniform = torch.tensor(self._uniforms(_ACCEPT, self._next_call(_ACCEPT), probs.shape[1]), dtype=torch.float64)
         return uniform.view(probs.shape).to(probs.device) < probs
 
     def categorical(self, probs: Tensor) -> Tensor:
-        """Sample one token per row with each request's generator: float [B, V] -> int64 [B]; never one with probability 0."""
-        uniform = [torch.rand((), dtype=torch.float64, generator=request.generator).item() for request in self.requests]
-        return first_above(probs, uniform)
+        """Sample the last token of a round for each request: float [B, V] -> int64 [B]; never one with probability 0."""
+        return first_above(probs, [uniform for (uniform,) in self._uniforms(_LAST, self._next_call(_LAST), 1)])
 
     def draw(self, probs: Tensor, index: int) -> Tensor:
         """Sample draft ``index`` of the round, keyed by (seed, sequence length, index): float [B, V] -> int64 [B].
@@ -164,11 +161,18 @@ class Sampler:
             raise InvalidLogits([self.requests[b].request_id for b in sorted({row // width for row in invalid})])
 
     def _sync_round(self) -> None:
-        """Start a round when committed tokens were added: reset trial counters."""
+        """Start a round when committed tokens were added: reset counters."""
         lens = [len(request.token_ids) for request in self.requests]
         if lens != self._lens:
-            self._lens, self._num_calls = lens, 0
+            self._lens = lens
+            self._num_calls.clear()
             self._prefixes.clear()
+
+    def _next_call(self, purpose: int) -> int:
+        """Return the number of this call for the purpose in this round."""
+        self._sync_round()
+        self._num_calls[purpose] += 1
+        return self._num_calls[purpose]
 
     def _uniforms(self, purpose: int, call: int, count: int) -> list[list[float]]:
         """Return ``count`` uniform numbers in [0, 1) for each of the B requests."""

@@ -114,8 +114,7 @@ def _captured(runner: ModelRunner, rows: Tensor, layers: tuple[int, ...]) -> dic
     found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     for batch in rows.split(runner.max_batch):
         requests = tuple(
-            Request(f"captured-{index}", ids, len(ids), SamplingParams(), 0, torch.Generator())
-            for index, ids in enumerate(batch.tolist())
+            Request(f"captured-{index}", ids, len(ids), SamplingParams(), 0) for index, ids in enumerate(batch.tolist())
         )
         # Nothing is sampled, so the context needs no sampler.
         context = Context(requests, (0,) * len(requests), None)  # type: ignore[arg-type]
