@@ -21,7 +21,7 @@ from outrider.files import expanded
 OPTION = "option"  # key of an Option in a field's metadata
 MODELS, METHOD, SAMPLING, LISTEN, LIMITS = "Models", "Drafts", "Sampling", "Listening", "Limits"  # headings of the help
 INT32 = 2**31 - 1
-MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
+MAX_BIAS = 1e30  # of a logit: finite in 32 bits at any temperature and penalty
 
 
 class Kind(Protocol):
@@ -290,7 +290,7 @@ class TokenIds:
 class Biases:
     """Mapping from token ids to numbers added to their logits; minus infinity bans a token."""
 
-    expected: str = "a mapping from token ids to finite 32-bit numbers or minus infinity"
+    expected: str = "a mapping from token ids to numbers from -1e30 to 1e30, or minus infinity"
 
     def read(self, value: Any) -> dict[int, float]:
         if not isinstance(value, Mapping):
@@ -299,7 +299,7 @@ class Biases:
 
     def _bias(self, value: Any) -> float:
         value = scalar(value)
-        return -math.inf if value == -math.inf else Number(-MAX_FLOAT32, MAX_FLOAT32).read(value)
+        return -math.inf if value == -math.inf else Number(-MAX_BIAS, MAX_BIAS).read(value)
 
 
 @dataclass(frozen=True)

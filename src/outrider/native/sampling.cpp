@@ -136,16 +136,16 @@ int64_t first_peak(const T* row, int64_t size) {
 // out = softmax(row / temperature). Returns false for a row with NaN, +inf or only -inf.
 template <typename T>
 bool softmax_row(const T* row, T* out, int64_t size, T temperature) {
-  const T scale = 1 / temperature, peak = peak_of(row, size);
+  const T scale = 1 / temperature, peak = peak_of(row, size) * scale;
   if (!std::isfinite(peak)) return false;
   T lanes[kLanes] = {};
   int64_t i = 0;
   for (; i + kLanes <= size; i += kLanes)
     for (int64_t j = 0; j < kLanes; ++j) {
-      out[i + j] = exp_of((row[i + j] - peak) * scale);  // in this order, so that a large bias does not overflow
+      out[i + j] = exp_of(row[i + j] * scale - peak);
       lanes[j] += out[i + j];
     }
-  for (; i < size; ++i) lanes[0] += out[i] = exp_of((row[i] - peak) * scale);
+  for (; i < size; ++i) lanes[0] += out[i] = exp_of(row[i] * scale - peak);
   const T total = std::accumulate(lanes, lanes + kLanes, T(0));
   if (!std::isfinite(total)) return false;
   for (i = 0; i < size; ++i) out[i] /= total;
