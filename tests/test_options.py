@@ -88,7 +88,11 @@ def test_numpy_and_torch_numbers_become_python_numbers():
             "invalid temperature '1': expected a finite number, at least 0, at most 1000000",
         ),
         (SamplingParams, {"top_p": 0}, "invalid top_p 0: expected a finite number, above 0, at most 1"),
-        (SamplingParams, {"top_k": 2**31}, "invalid top_k 2147483648: expected a whole number, at least -1, at most 2147483"),
+        (
+            SamplingParams,
+            {"top_k": 2**31},
+            "invalid top_k 2147483648: expected a whole number, at least -1, at most 2147483647",
+        ),
         (SamplingParams, {"ignore_eos": "no"}, "invalid ignore_eos 'no': expected True or False"),
         (SamplingParams, {"stop": ""}, "invalid stop '': expected text or a list of texts, none of them empty"),
         (SamplingParams, {"stop": b"END"}, "invalid stop b'END': expected text or a list of texts, none of them empty"),
