@@ -57,8 +57,7 @@ def perplexity(runner: ModelRunner, ids: Sequence[int], window: int) -> float:
             scores = runner.score(context, Proposal(part, torch.tensor([part.shape[1]])))
             found = scores.logits[0, :-1].log_softmax(-1).gather(1, part.T)
             total, number = total - float(found.double().sum()), number + part.shape[1]
-            whole = torch.arange(part.shape[1])[None]
-            runner.commit(context, Verdict(whole, torch.tensor([part.shape[1]]), part[:, -1:]))
+            runner.commit(context, Verdict([list(range(part.shape[1]))], part[0, -1:].tolist()))
         runner.release(["text"])
     return math.exp(total / max(1, number))
 

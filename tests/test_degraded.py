@@ -79,16 +79,14 @@ def test_the_inner_proposer_gets_the_verdict_on_its_own_drafts_only() -> None:
         round_ = Context((make_request([1], seed=seed),), (9,), Sampler([make_request([1])], VOCAB))
         proposal = worn.propose(round_, 4)
         wrong = (proposal.token_ids != chain().token_ids)[0].tolist()
-        verdict = Verdict(torch.tensor([[0, 1, 2, -1]]), torch.tensor([3]), torch.tensor([9]))
+        verdict = Verdict([[0, 1, 2]], [9])
         worn.commit(round_, verdict)
         first = next((node for node in range(3) if wrong[node]), None)
         if first is None:
-            assert heard[-1].num_accepted.tolist() == [3] and heard[-1].next_token.tolist() == [9]
+            assert heard[-1] == verdict
         else:
-            assert heard[-1].num_accepted.tolist() == [first]
-            assert heard[-1].next_token.tolist() == [int(proposal.token_ids[0, first])]
-            assert heard[-1].path[0].tolist() == [*range(first), *[-1] * (4 - first)]
-        assert verdict.num_accepted.tolist() == [3], "the engine's own verdict must stay"
+            assert heard[-1] == Verdict([[*range(first)]], [int(proposal.token_ids[0, first])])
+        assert verdict.paths == [[0, 1, 2]], "the engine's own verdict must stay"
 
 
 def test_attributes_are_those_of_the_inner_proposer() -> None:

@@ -9,7 +9,7 @@ from toy import make_request
 
 from outrider.registry import VERIFIERS
 from outrider.sampling import Sampler
-from outrider.types import Proposal, SamplingParams
+from outrider.types import Proposal, SamplingParams, Verdict
 from outrider.verifiers.base import Verifier, accept_prob, residual
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.exact import ExactMatchVerifier
@@ -73,12 +73,11 @@ def test_no_drafts_and_all_drafts_accepted(verifier: Verifier, point_mass: bool,
     target /= target.sum(dim=-1, keepdim=True)
     proposal = Proposal(token_ids, torch.tensor([3, 2]), None if point_mass else draft)
     verdict = verifier.verify(proposal, target, Script(falls))
-    assert verdict.num_accepted.tolist() == ([3, 2] if falls else [0, 0])
-    assert verdict.path.tolist() == ([[0, 1, 2], [0, 1, -1]] if falls else [[], []])
+    assert verdict.paths == ([[0, 1, 2], [0, 1]] if falls else [[], []])
     if falls:
-        assert verdict.next_token.tolist() == [int(target[0, 3].argmax()), int(target[1, 2].argmax())]
+        assert verdict.next_tokens == [int(target[0, 3].argmax()), int(target[1, 2].argmax())]
     else:
-        assert (verdict.next_token != token_ids[:, 0]).all()
+        assert (torch.tensor(verdict.next_tokens) != token_ids[:, 0]).all()
 
 
 @pytest.mark.parametrize("name", list(VERIFIERS))
@@ -88,9 +87,7 @@ def test_an_empty_proposal_is_plain_decoding(name: str) -> None:
     one_hots[0, 0, 3] = one_hots[1, 0, 7] = 1.0
     target = one_hots if verifier.target_input == "probs" else one_hots.argmax(dim=-1)
     verdict = verifier.verify(Proposal.empty(2), target, sampler_of(2))
-    assert verdict.next_token.tolist() == [3, 7]
-    assert verdict.num_accepted.tolist() == [0, 0]
-    assert verdict.path.shape == (2, 0)
+    assert verdict == Verdict([[], []], [3, 7])
 
 
 @pytest.mark.parametrize(("verifier", "tree"), [(PROBABILISTIC[0], False), (PROBABILISTIC[0], True), (PROBABILISTIC[1], False)])
@@ -116,11 +113,8 @@ def test_a_verdict_does_not_depend_on_the_batch(verifier: Verifier, point_mass: 
             None if parents is None else parents[b : b + 1, :n],
         )
         verdict = verifier.verify(alone, target[b : b + 1, : n + 1], sampler_of(1, first=b))
-        count = int(verdict.num_accepted)
-        accepted += count
-        assert count == together.num_accepted[b]
-        assert verdict.next_token[0] == together.next_token[b]
-        assert verdict.path[0, :count].tolist() == together.path[b, :count].tolist()
+        accepted += len(verdict.paths[0])
+        assert verdict == together.take([b])
     assert accepted >= 5
 
 
@@ -133,17 +127,15 @@ def test_a_draft_of_probability_zero_gives_no_nan(verifier: Verifier) -> None:
     proposal = Proposal(torch.tensor([[4, 4]]), torch.tensor([2]), draft)
     for falls in (False, True):
         verdict = verifier.verify(proposal, target, Script(falls))
-        assert verdict.num_accepted.tolist() == [1]  # probability 0 under the draft alone, then under both
-        assert verdict.next_token[0] != 4
+        assert verdict.paths == [[0]]  # probability 0 under the draft alone, then under both
+        assert verdict.next_tokens != [4]
 
 
 def test_exact_match_follows_the_targets_tokens_down_a_chain() -> None:
     drafts = torch.tensor([[5, 6, 7], [5, 6, 7], [5, 6, 7], [0, 0, 0]])
     target = torch.tensor([[5, 6, 7, 8], [5, 9, 7, 8], [5, 6, 7, 8], [0, 1, 1, 1]])
     verdict = ExactMatchVerifier().verify(Proposal(drafts, torch.tensor([3, 3, 1, 0])), target, Script(True))
-    assert verdict.num_accepted.tolist() == [3, 1, 1, 0]
-    assert verdict.next_token.tolist() == [8, 9, 6, 0]
-    assert verdict.path.tolist() == [[0, 1, 2], [0, -1, -1], [0, -1, -1], [-1, -1, -1]]
+    assert verdict == Verdict([[0, 1, 2], [0], [0], []], [8, 9, 6, 0])
 
 
 def test_exact_match_follows_the_targets_tokens_down_a_tree() -> None:
@@ -151,9 +143,7 @@ def test_exact_match_follows_the_targets_tokens_down_a_tree() -> None:
     drafts, parents = torch.tensor([[4, 5, 5, 6, 7]]), torch.tensor([[-1, -1, -1, 1, 1]])
     target = torch.tensor([[5, 0, 7, 0, 0, 9]])
     verdict = ExactMatchVerifier().verify(Proposal(drafts, torch.tensor([5]), None, parents), target, Script(True))
-    assert verdict.path.tolist() == [[1, 4]]
-    assert verdict.num_accepted.tolist() == [2]
-    assert verdict.next_token.tolist() == [9]
+    assert verdict == Verdict([[1, 4]], [9])
 
 
 def test_exact_match_with_coupled_noise_emits_plain_decodings_tokens_for_any_drafts() -> None:
@@ -175,9 +165,9 @@ def test_exact_match_with_coupled_noise_emits_plain_decodings_tokens_for_any_dra
         logits = table[torch.tensor([[drafted.token_ids[-1], *drafts[0].tolist()]])]
         target = sampler.tokens(logits, drafts)
         verdict = ExactMatchVerifier().verify(Proposal(drafts, torch.tensor([3])), target, sampler)
-        count = int(verdict.num_accepted)
-        accepted += count
-        drafted.token_ids += [*drafts[0, :count].tolist(), int(verdict.next_token)]
+        (path,) = verdict.paths
+        accepted += len(path)
+        drafted.token_ids += [*drafts[0, path].tolist(), *verdict.next_tokens]
     assert drafted.token_ids[:60] == plain.token_ids[:60]
     assert accepted > 10
 
@@ -189,7 +179,7 @@ def test_block_judges_point_masses_like_rejection(shape: str) -> None:
     parents = torch.tensor([[-1, -1, 0]]).repeat(40, 1) if shape == "tree" else None
     proposal, target = Proposal(drafts, lens, None, parents), random_probs(40, width + 1)
     block, rejection = (rule.verify(proposal, target, sampler_of(40)) for rule in (BlockVerifier(), RejectionVerifier()))
-    assert torch.equal(block.path, rejection.path) and torch.equal(block.next_token, rejection.next_token)
+    assert block == rejection
 
 
 @pytest.mark.parametrize(
@@ -207,7 +197,7 @@ def test_typical_acceptance_has_two_thresholds(others: int, draft_prob: float, i
     target[:, :, 0] = draft_prob
     proposal = Proposal(torch.tensor([[0]]), torch.tensor([1]))
     verdict = TypicalVerifier().verify(proposal, target, Script(True))
-    assert verdict.num_accepted.tolist() == [int(is_accepted)]
+    assert verdict.paths == [[0] * is_accepted]
 
 
 def test_typical_acceptance_keeps_the_longest_path_and_on_ties_the_likeliest() -> None:
@@ -218,4 +208,4 @@ def test_typical_acceptance_keeps_the_longest_path_and_on_ties_the_likeliest() -
     parents = torch.tensor([[-1, -1, 1, 1]])
     proposal = Proposal(torch.tensor([[1, 2, 4, 5]]), torch.tensor([4]), None, parents)
     verdict = TypicalVerifier().verify(proposal, target[:, :5], Script(True))
-    assert verdict.path.tolist() == [[1, 3]]
+    assert verdict.paths == [[1, 3]]

@@ -299,16 +299,14 @@ class Scores:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A verifier's decision. The round emits ``num_accepted[b] + 1`` tokens: the drafts on the path, then ``next_token``."""
+    """A verifier's decision. Request b emits the drafts of ``paths[b]``, then ``next_tokens[b]``."""
 
-    path: Tensor  # [B, D] int64, on the CPU: indices of accepted drafts, root to leaf, -1 padded
-    num_accepted: Tensor  # [B] int64, on the CPU
-    next_token: Tensor  # [B] int64, on the CPU: corrected (after a rejection) or bonus (all accepted) token
+    paths: list[list[int]]  # [B]: indices of accepted drafts, root to leaf
+    next_tokens: list[int]  # [B]: corrected (after a rejection) or bonus (all accepted) token
 
     def take(self, rows: Sequence[int]) -> Verdict:
         """Return the verdict for these requests, in this order."""
-        index = list(rows)
-        return Verdict(self.path[index], self.num_accepted[index], self.next_token[index])
+        return Verdict([self.paths[b] for b in rows], [self.next_tokens[b] for b in rows])
 
 
 @dataclass(slots=True)

@@ -206,11 +206,11 @@ def test_wrong_verifiers_have_the_documented_distributions(parents: list[list[in
     target = torch.full((1, 4, 4), 0.1)
     target[0, :, 0], target[0, 1] = 0.7, torch.tensor([0.0, 0.0, 0.0, 1.0])
     right = RejectionVerifier().verify(proposal, target, _Coins())
-    assert right.num_accepted.tolist() == [0] and right.next_token.tolist() != [0]  # a rejected draft is not sampled again
-    assert wrong.WithoutResidual().verify(proposal, target, _Coins()).next_token.tolist() == [0]
+    assert right.paths == [[]] and right.next_tokens != [0]  # a rejected draft is not sampled again
+    assert wrong.WithoutResidual().verify(proposal, target, _Coins()).next_tokens == [0]
     leaked = wrong.Leaky(leak=1.0).verify(proposal, target, _Coins())
-    assert leaked.path.tolist() == [[0]] and leaked.next_token.tolist() == [3]
-    assert wrong.Leaky(leak=0.0).verify(proposal, target, _Coins()).num_accepted.tolist() == [0]
+    assert leaked.paths == [[0]] and leaked.next_tokens == [3]
+    assert wrong.Leaky(leak=0.0).verify(proposal, target, _Coins()).paths == [[]]
     told = wrong.flattened(proposal, target)
     assert told[0, 0].tolist() == pytest.approx([0.85, 0.05, 0.05, 0.05])
     assert told[0, 2].tolist() == pytest.approx([0.35, 0.05, 0.55, 0.05] if tree is None else [0.0, 0.0, 0.5, 0.5])

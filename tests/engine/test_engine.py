@@ -261,7 +261,7 @@ class RightFirst(Features):
 
     def commit(self, context, verdict):
         super().commit(context, verdict)
-        self.accepted = [path[:count] for path, count in zip(verdict.path.tolist(), verdict.num_accepted.tolist(), strict=True)]
+        self.accepted = verdict.paths
 
 
 @pytest.mark.parametrize("takes_trees", [True, False])

@@ -177,7 +177,7 @@ def test_commit_is_called_only_for_requests_that_were_drafted_for():
             return good(context)
 
         def commit(self, context, verdict):
-            heard.append((len(context.requests), len(verdict.num_accepted), len(context.requests[0].token_ids)))
+            heard.append((len(context.requests), len(verdict.paths), len(context.requests[0].token_ids)))
 
     class EveryOther(FixedLength):
         def next_lengths(self, context):
@@ -263,8 +263,7 @@ def test_after_a_target_failure_each_verdict_matches_its_own_tree():
             return Proposal(torch.tensor(rows), torch.full((len(rows),), 3), None, torch.tensor(parents))
 
         def commit(self, context, verdict):
-            paths = zip(context.request_ids, verdict.path.tolist(), verdict.num_accepted.tolist(), strict=True)
-            heard.update({name: path[:count] for name, path, count in paths})
+            heard.update(zip(context.request_ids, verdict.paths, strict=True))
 
     engine = make_engine(Trees(), 2, runner=runner)
     for request in requests(3):

@@ -55,8 +55,8 @@ class Recorder(Proposer):
         return chain_proposal([[5] * min(k, limit) for _, limit in pairs])
 
     def commit(self, context: Context, verdict: Verdict) -> None:
-        for request, accepted in zip(context.requests, verdict.num_accepted.tolist(), strict=True):
-            self.told.append((list(request.token_ids), accepted))
+        for request, path in zip(context.requests, verdict.paths, strict=True):
+            self.told.append((list(request.token_ids), len(path)))
 
 
 def test_a_forced_run_is_one_pass() -> None:
@@ -448,7 +448,7 @@ def test_verdicts_have_the_indices_of_the_proposers_own_tree(grammar_drafts: boo
             return Proposal(torch.tensor([[1, right[0], 2, right[1]]]), torch.tensor([4]), None, torch.tensor([[-1, -1, 1, 1]]))
 
         def commit(self, context: Context, verdict: Verdict) -> None:
-            heard.append((self.output, verdict.path[0, : int(verdict.num_accepted[0])].tolist()))
+            heard.append((self.output, verdict.paths[0]))
 
     engine = make_engine(Trees(), k=2, runner=runner, grammar_drafts=grammar_drafts)
     found = run(engine, [forced("a", rule, max_tokens=4)])

@@ -32,11 +32,11 @@ def test_an_observer_sees_every_round_as_it_was_settled() -> None:
         (emission,) = engine.step()
         emitted += emission.token_ids
         last = seen[-1].result
-        path = last.verdict.path[0, : int(last.verdict.num_accepted[0])].tolist()
-        said = [*last.proposal.token_ids[0, path].tolist(), int(last.verdict.next_token[0])]
+        (path,), (next_token,) = last.verdict.paths, last.verdict.next_tokens
+        said = [*last.proposal.token_ids[0, path].tolist(), next_token]
         assert said[: len(emission.token_ids)] == emission.token_ids
         assert torch.equal(last.scores.logits[0, 0], runner.logits_after(request.token_ids[: -len(emission.token_ids)]))
-        assert last.paths == [path] and seen[-1].round.num_accepted == [len(path)]
+        assert seen[-1].round.num_accepted == [len(path)]
         assert last.token_ids == [emission.token_ids] and last.texts == [emission.text]
     assert [each.is_prefill for each in seen] == [True] + [False] * (len(seen) - 1)
     assert len(emitted) == 9

@@ -75,9 +75,8 @@ class TableRunner:
         return Scores(logits, {layer: [torch.stack(row)[:, : self.hidden_size] + layer for row in rows] for layer in hidden})
 
     def commit(self, context: Context, verdict: Verdict) -> None:
-        paths, counts = verdict.path.tolist(), verdict.num_accepted.tolist()
-        for request, drafts, path, count in zip(context.requests, self._drafts, paths, counts, strict=True):
-            self.cached[request.request_id] = request.token_ids + [drafts[i] for i in path[:count]]
+        for request, drafts, path in zip(context.requests, self._drafts, verdict.paths, strict=True):
+            self.cached[request.request_id] = request.token_ids + [drafts[i] for i in path]
 
     def prefill(self, request_ids, texts, hidden=()) -> list[bool]:
         """Prefill nothing, so that prompts are processed by the first round, unless a test sets ``chunk``."""

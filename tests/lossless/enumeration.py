@@ -148,9 +148,11 @@ def round_law(verifier: Verifier, drafts: Drafts, target_probs: Tensor) -> Law:
     verdict = verifier.verify(every, repeated(target_probs), random)
     weights = drafts.weights.repeat(times) * random.weights
     weights = torch.where(weights > 0, weights, 0.0)  # NaN has no probability
-    place, count = torch.arange(verdict.path.shape[1] + 1), verdict.num_accepted.unsqueeze(-1)
-    kept = torch.nn.functional.pad(every.token_ids.gather(1, verdict.path.clamp_min(0)), (0, 1))
-    emitted = torch.where(place < count, kept, torch.where(place == count, verdict.next_token.unsqueeze(-1), -1))
+    counts = torch.tensor([[len(path)] for path in verdict.paths])
+    place = torch.arange(int(counts.max()) + 1)
+    paths = torch.tensor([[*path, *[0] * (len(place) - 1 - len(path))] for path in verdict.paths], dtype=torch.long)
+    kept = torch.nn.functional.pad(every.token_ids.gather(1, paths), (0, 1))
+    emitted = torch.where(place < counts, kept, torch.where(place == counts, torch.tensor(verdict.next_tokens)[:, None], -1))
     # each sequence as one number whose last digit is its first token
     numbers = ((emitted + 1) * (VOCAB + 1) ** place).sum(dim=-1)
     sums = torch.bincount(numbers, weights)

@@ -253,8 +253,7 @@ def test_exact_match_equals_rejection_on_one_hots(draft: Callable[[Text, Samplin
     by_exact: dict[Text, float] = {}
     verdict = ExactMatchVerifier().verify(drafts.proposal, target.argmax(dim=-1), _NoRandomness())
     for b, text in enumerate(drafts.proposal.token_ids.tolist()):
-        path = verdict.path[b][: int(verdict.num_accepted[b])].tolist()
-        emitted = (*(text[i] for i in path), int(verdict.next_token[b]))
+        emitted = (*(text[i] for i in verdict.paths[b]), verdict.next_tokens[b])
         by_exact[emitted] = by_exact.get(emitted, 0.0) + float(drafts.weights[b])
     assert distance(by_rejection, {text: weight for text, weight in by_exact.items() if weight}) < EXACT
 

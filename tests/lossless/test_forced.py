@@ -146,7 +146,7 @@ class Cut:
 
     def verify(self, proposal: Proposal, target: torch.Tensor, randomness: Randomness) -> Verdict:
         verdict = self._inner.verify(proposal, target, randomness)
-        return without_dead_ends(verdict, proposal, [self._request] * len(verdict.num_accepted))
+        return without_dead_ends(verdict, proposal, [self._request] * len(verdict.paths))
 
 
 @pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()])

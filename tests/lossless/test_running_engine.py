@@ -224,8 +224,8 @@ class WithoutResidual(RejectionVerifier):
 
     def verify(self, proposal: Proposal, target: torch.Tensor, random: Randomness) -> Verdict:
         verdict = super().verify(proposal, target, random)
-        rows = torch.arange(len(verdict.num_accepted))
-        return replace(verdict, next_token=random.categorical(target[rows, verdict.num_accepted]))
+        after = target[torch.arange(len(verdict.paths)), [len(path) for path in verdict.paths]]
+        return replace(verdict, next_tokens=random.categorical(after).tolist())
 
 
 class Untempered(DraftModelProposer):

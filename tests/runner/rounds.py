@@ -94,13 +94,7 @@ def node_paths(parents: Sequence[int]) -> list[list[int]]:
 
 
 def verdict_of(paths: Sequence[Sequence[int]], next_tokens: Sequence[int]) -> Verdict:
-    depth = max(map(len, paths))
-    padded = [list(path) + [-1] * (depth - len(path)) for path in paths]
-    return Verdict(
-        torch.tensor(padded, dtype=torch.long).view(len(paths), depth),
-        torch.tensor([len(path) for path in paths]),
-        torch.tensor(list(next_tokens)),
-    )
+    return Verdict([list(path) for path in paths], list(next_tokens))
 
 
 class Rounds:

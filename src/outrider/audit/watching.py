@@ -66,9 +66,8 @@ class Watched(Verifier):
         drafted = proposal.lens.nonzero().flatten().tolist()
         if not drafted:
             return verdict
-        paths, counts, next_token = verdict.path.tolist(), verdict.num_accepted.tolist(), verdict.next_token.tolist()
-        tokens = proposal.token_ids.tolist()
-        emitted = [tokens[b][paths[b][0]] if counts[b] else next_token[b] for b in range(len(counts))]
+        tokens, decided = proposal.token_ids.tolist(), zip(verdict.paths, verdict.next_tokens, strict=True)
+        emitted = [tokens[b][path[0]] if path else token for b, (path, token) in enumerate(decided)]
         if proposal.probs is None:
             of_draft = [float(tokens[b][0] == emitted[b]) for b in range(len(emitted))]
         else:
@@ -78,7 +77,7 @@ class Watched(Verifier):
         for b in drafted:
             self.notes.setdefault(requests[b].request_id, {})[requests[b].num_output_tokens] = of_draft[b]
         if self.gauge is not None:
-            self.gauge.add(proposal, target, drafted, sum(counts[b] == 0 for b in drafted))
+            self.gauge.add(proposal, target, drafted, sum(not verdict.paths[b] for b in drafted))
         return verdict
 
 
@@ -101,8 +100,7 @@ class Replay(Verifier):
             self._texts[request.request_id][request.num_output_tokens] if request.request_id in self._texts else best
             for request, best in zip(requests, likeliest, strict=True)
         ]
-        none = torch.zeros(len(emitted), 0, dtype=torch.long)
-        return Verdict(none, torch.zeros(len(emitted), dtype=torch.long), torch.tensor(emitted))
+        return Verdict([[] for _ in emitted], emitted)
 
 
 def requests_of(random: Randomness) -> tuple[Request, ...]:

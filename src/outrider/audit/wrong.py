@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.types import Proposal, Randomness, Verdict
-from outrider.verifiers.base import Verifier, path_verdict
+from outrider.verifiers.base import Verifier
 from outrider.verifiers.rejection import RejectionVerifier
 
 LEAK = 0.01  # share of rejected drafts that ``Leaky`` accepts
@@ -20,9 +20,9 @@ class WithoutResidual(RejectionVerifier):
 
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
         verdict = super().verify(proposal, target, random)
-        places = torch.tensor([path[-1] + 1 if path else 0 for path in _paths(verdict)], device=target.device)
+        places = torch.tensor([path[-1] + 1 if path else 0 for path in verdict.paths], device=target.device)
         rows = target[torch.arange(len(places), device=target.device), places]
-        return replace(verdict, next_token=random.categorical(rows).cpu())
+        return replace(verdict, next_tokens=random.categorical(rows).tolist())
 
 
 class Untempered(RejectionVerifier):
@@ -44,14 +44,13 @@ class Leaky(RejectionVerifier):
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
         verdict = super().verify(proposal, target, random)
         lucky = torch.rand(len(proposal.lens), generator=self._generator) < self.leak
-        paths = _paths(verdict)
-        next_token = verdict.next_token.clone()
+        paths, next_tokens = verdict.paths, verdict.next_tokens
         for b in lucky.nonzero().flatten().tolist():
             child = _first_child(proposal, b, paths[b][-1] if paths[b] else -1)
             if child is not None:
                 paths[b].append(child)
-                next_token[b] = torch.multinomial(target[b, child + 1].cpu(), 1, generator=self._generator)
-        return path_verdict(paths, next_token)
+                next_tokens[b] = int(torch.multinomial(target[b, child + 1].cpu(), 1, generator=self._generator))
+        return verdict
 
 
 @dataclass(frozen=True)
@@ -80,12 +79,6 @@ def flattened(proposal: Proposal, target: Tensor) -> Tensor:
     before = (parents.to(target.device) + 1).unsqueeze(-1).expand(-1, -1, target.shape[2])
     half = target.gather(1, before) / 2
     return half.scatter_add(-1, drafts.unsqueeze(-1), torch.full_like(half[..., :1], 0.5))
-
-
-def _paths(verdict: Verdict) -> list[list[int]]:
-    """Return the accepted nodes of each request."""
-    counts = verdict.num_accepted.tolist()
-    return [path[:count] for path, count in zip(verdict.path.tolist(), counts, strict=True)]
 
 
 def _first_child(proposal: Proposal, b: int, node: int) -> int | None:

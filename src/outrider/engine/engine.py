@@ -214,7 +214,7 @@ class Engine:
         request, token_ids = entry.request, result.token_ids[b]
         logprobs = None
         if request.params.logprobs is not None:
-            rows = [0] + [node + 1 for node in result.paths[b]]
+            rows = [0] + [node + 1 for node in result.verdict.paths[b]]
             logprobs = token_logprobs(result.scores.logits[b], rows[: len(token_ids)], token_ids, request.params.logprobs)
         stats = self._ledger.of(request.request_id)
         return Emission(request.request_id, token_ids, origins, result.texts[b], logprobs, entry.finish_reason, None, stats)

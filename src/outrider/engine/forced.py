@@ -128,19 +128,15 @@ class ForcedDrafts:
                 row.after = forced_tokens(request, [*row.before, *drafts[b][:num_own]], room)
 
     def _on_own(self, context: Context, verdict: Verdict) -> Verdict:
-        path, num_accepted, next_token = verdict.path.clone(), verdict.num_accepted.clone(), verdict.next_token.clone()
+        paths, next_tokens = list(verdict.paths), list(verdict.next_tokens)
         for b, request_id in enumerate(context.request_ids):
             row = self._rows.get(request_id)
-            if row is None:
-                continue
-            first, stop = len(row.before), len(row.before) + len(row.own)
-            accepted = verdict.path[b, : int(num_accepted[b])]
-            own = accepted[(accepted >= first) & (accepted < stop)] - first
-            path[b] = -1
-            path[b, : len(own)], num_accepted[b] = own, len(own)
-            if len(accepted) and int(accepted[-1]) >= stop:
-                next_token[b] = row.after[0]
-        return Verdict(path, num_accepted, next_token)
+            if row is not None:
+                first, stop = len(row.before), len(row.before) + len(row.own)
+                if paths[b] and paths[b][-1] >= stop:
+                    next_tokens[b] = row.after[0]
+                paths[b] = [node - first for node in paths[b] if first <= node < stop]
+        return Verdict(paths, next_tokens)
 
 
 @dataclass(frozen=True, slots=True)

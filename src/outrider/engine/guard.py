@@ -140,7 +140,7 @@ class GuardedProposer:
                 self._features.seen([request.request_id])  # the policy may have left it out just now
             elif not self._drafting(request).num_faults:
                 num_before = len(request.token_ids) - len(result.token_ids[b])
-                self._features.keep(request, num_before, result.scores.hidden, b, lens[b], result.paths[b])
+                self._features.keep(request, num_before, result.scores.hidden, b, lens[b], result.verdict.paths[b])
 
     # --- inside --------------------------------------------------------------------------------------------------------------
 
@@ -215,7 +215,4 @@ class GuardedProposer:
 
 def _in_tree(verdict: Verdict, nodes: Sequence[Sequence[int]]) -> Verdict:
     """Return a verdict with the proposer's indices. ``nodes[b]``: the index of each scored draft in the proposer's tree."""
-    path = verdict.path.clone()
-    for b, count in enumerate(verdict.num_accepted.tolist()):
-        path[b, :count] = path.new_tensor([nodes[b][node] for node in path[b, :count].tolist()])
-    return replace(verdict, path=path)
+    return replace(verdict, paths=[[own[node] for node in path] for own, path in zip(nodes, verdict.paths, strict=True)])

@@ -58,7 +58,7 @@ class Ledger:
         is_forced = [[False] * n for n in lens] if proposal.forced is None else proposal.forced.tolist()
         forced = None if proposal.forced is None else [sum(each) for each in is_forced]
         accepted, reached, origins = [], [], []
-        rows = zip(result.context.requests, lens, result.paths, result.token_ids, strict=True)
+        rows = zip(result.context.requests, lens, result.verdict.paths, result.token_ids, strict=True)
         for b, (request, num_scored, path, token_ids) in enumerate(rows):
             num_drafts = num_scored - (forced[b] if forced is not None else 0)
             last = _last_origin(proposal, b, num_scored, path) if num_drafts else "plain"

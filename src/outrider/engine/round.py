@@ -49,7 +49,6 @@ class RoundResult:
     proposal: Proposal
     scores: Scores
     verdict: Verdict
-    paths: list[list[int]]  # indices of accepted drafts, root to leaf
     token_ids: list[list[int]]  # emitted tokens, cut where the request finished
     texts: list[str]  # text completed by these tokens
 
@@ -80,16 +79,14 @@ def finish_round(batch: Batch, k: int, proposal: Proposal, parts: Parts) -> Roun
         verdict = without_dead_ends(verifier.verify(proposal, target, sampler), proposal, context.requests)
     except Exception as error:
         raise TargetError(proposal) from error
-    next_tokens, counts = verdict.next_token.tolist(), verdict.num_accepted.tolist()
-    paths = [path[:count] for path, count in zip(verdict.path.tolist(), counts, strict=True)]
-
     parts.runner.commit(context, verdict)  # the KV cache keeps the accepted path
     parts.proposer.commit(context, verdict)
 
     drafts = proposal.token_ids.tolist()
-    token_ids = [[*(drafts[b][node] for node in path), next_tokens[b]] for b, path in enumerate(paths)]
+    decided = zip(verdict.paths, verdict.next_tokens, strict=True)
+    token_ids = [[*(drafts[b][node] for node in path), token] for b, (path, token) in enumerate(decided)]
     emitted = [parts.scheduler.commit(entry, tokens) for entry, tokens in zip(batch.entries, token_ids, strict=True)]
-    return RoundResult(context, k, proposal, scores, verdict, paths, [ids for ids, _ in emitted], [text for _, text in emitted])
+    return RoundResult(context, k, proposal, scores, verdict, [ids for ids, _ in emitted], [text for _, text in emitted])
 
 
 def check_handles_trees(verifier: Verifier) -> None:

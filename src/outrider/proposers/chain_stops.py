@@ -33,9 +33,9 @@ class ChainStops:
 
     def learn(self, context: Context, verdict: Verdict) -> None:
         """Learn from the verdict on the chains of this round."""
-        for request, num_accepted in zip(context.requests, verdict.num_accepted.tolist(), strict=True):
-            for depth, confidence in enumerate(self._chains.pop(request.request_id, [])[: num_accepted + 1]):
-                is_accepted = depth < num_accepted
+        for request, path in zip(context.requests, verdict.paths, strict=True):
+            for depth, confidence in enumerate(self._chains.pop(request.request_id, [])[: len(path) + 1]):
+                is_accepted = depth < len(path)
                 self._calibration.learn([confidence], 0 if is_accepted else None)
                 self._rate += RATE_WEIGHT * (is_accepted - self._rate)
 

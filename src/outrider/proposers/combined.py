@@ -176,13 +176,13 @@ class CombinedProposer(Proposer):
 
         ``index``: positions of the part's requests in the verdict; ``rows``: their rows in the batch.
         """
-        path, num_accepted, next_token = verdict.path[index], verdict.num_accepted[index], verdict.next_token[index]
+        own = verdict.take(index)
         for i, row in enumerate(rows):
             if self._owners[row] is not part:
-                if num_accepted[i] > 0:
-                    next_token[i] = self._proposal.token_ids[row, path[i, 0]]
-                path[i], num_accepted[i] = -1, 0
-        return Verdict(path, num_accepted, next_token)
+                if own.paths[i]:
+                    own.next_tokens[i] = int(self._proposal.token_ids[row, own.paths[i][0]])
+                own.paths[i] = []
+        return own
 
 
 class CombinedMethod(MethodSpec):

@@ -68,12 +68,10 @@ class Degraded(ProposerWrapper):
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Pass the verdict to the inner proposer; its path ends before the first accepted replacement."""
-        path, num_accepted, next_token = verdict.path, verdict.num_accepted, verdict.next_token
+        paths, next_tokens = list(verdict.paths), list(verdict.next_tokens)
         for b, request_id in enumerate(context.request_ids):
             wrong = self._wrong.get(request_id, {})
-            nodes = path[b, : int(num_accepted[b])].tolist()
-            at = next((depth for depth, node in enumerate(nodes) if node in wrong), None)
+            at = next((depth for depth, node in enumerate(paths[b]) if node in wrong), None)
             if at is not None:
-                path, num_accepted, next_token = path.clone(), num_accepted.clone(), next_token.clone()
-                path[b, at:], num_accepted[b], next_token[b] = -1, at, wrong[nodes[at]]
-        super().commit(context, Verdict(path, num_accepted, next_token))
+                paths[b], next_tokens[b] = paths[b][:at], wrong[paths[b][at]]
+        super().commit(context, Verdict(paths, next_tokens))

@@ -142,8 +142,8 @@ class DraftModelProposer(Proposer):
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         self.learn(context, verdict)
-        for request, accepted in zip(context.requests, verdict.num_accepted.tolist(), strict=True):
-            self.draft.keep_len(request.request_id, len(request.token_ids) + accepted)
+        for request, path in zip(context.requests, verdict.paths, strict=True):
+            self.draft.keep_len(request.request_id, len(request.token_ids) + len(path))
 
     def learn(self, context: Context, verdict: Verdict) -> None:
         """Learn from a verdict where chains should end."""

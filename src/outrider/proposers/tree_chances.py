@@ -173,7 +173,6 @@ class DrawnTree:
 
 def learn_from(drafted: dict[str, Drafted], context: Context, verdict: Verdict) -> None:
     """Update estimates from the verdict and remove its requests from ``drafted``, for a proposer's ``commit``."""
-    num_accepted, next_tokens = verdict.num_accepted.tolist(), verdict.next_token.tolist()
-    for b, request_id in enumerate(context.request_ids):
+    for request_id, path, token in zip(context.request_ids, verdict.paths, verdict.next_tokens, strict=True):
         if request_id in drafted:
-            drafted.pop(request_id).learn(verdict.path[b, : num_accepted[b]].tolist(), next_tokens[b])
+            drafted.pop(request_id).learn(path, token)

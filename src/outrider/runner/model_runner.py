@@ -203,13 +203,11 @@ class ModelRunner:
         last = self._round
         if last is None or last.request_ids != context.request_ids:
             raise RuntimeError("commit without the score of the same round")
-        accepted = verdict.num_accepted.tolist()
-        paths = verdict.path.tolist() if last.is_tree else None
-        for index, request_id in enumerate(last.request_ids):
-            row, root = self.cache.row(request_id), last.root_slots[index]
-            if paths is not None:
-                self.cache.keep(row, root + 1, paths[index][: accepted[index]])
-            self.cache.cached_lens[row] = root + 1 + accepted[index]
+        for request_id, root, path in zip(last.request_ids, last.root_slots, verdict.paths, strict=True):
+            row = self.cache.row(request_id)
+            if last.is_tree:
+                self.cache.keep(row, root + 1, path)
+            self.cache.cached_lens[row] = root + 1 + len(path)
         self._read.forget(last.request_ids)
         self._round = None
 

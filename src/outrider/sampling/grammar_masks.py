@@ -93,19 +93,13 @@ def without_dead_ends(verdict: Verdict, proposal: Proposal, requests: Sequence[R
     No token can follow it, and the verifier's next token was sampled from unmasked logits. The output distribution is
     unchanged.
     """
-    ends = []
+    paths, next_tokens = list(verdict.paths), list(verdict.next_tokens)
     for b, request in enumerate(requests):
-        path = verdict.path[b, : int(verdict.num_accepted[b])]
-        if request.matcher is not None and len(path) and is_dead_end(request, proposal.token_ids[b, path].tolist()):
-            ends.append(b)
-    if not ends:
-        return verdict
-    path, num_accepted, next_token = verdict.path.clone(), verdict.num_accepted.clone(), verdict.next_token.clone()
-    for b in ends:
-        num_accepted[b] -= 1
-        next_token[b] = proposal.token_ids[b, path[b, num_accepted[b]]]
-        path[b, num_accepted[b]] = -1
-    return Verdict(path, num_accepted, next_token)
+        if request.matcher is not None and paths[b]:
+            tokens = proposal.token_ids[b, paths[b]].tolist()
+            if is_dead_end(request, tokens):
+                paths[b], next_tokens[b] = paths[b][:-1], tokens[-1]
+    return Verdict(paths, next_tokens)
 
 
 def path_to(node: int, drafts: Sequence[int], parents: Sequence[int] | None) -> list[int]:

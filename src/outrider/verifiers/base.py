@@ -77,11 +77,4 @@ def chain_verdict(num_accepted: Tensor, next_token: Tensor) -> Verdict:
     """Return the verdict on chains from [B], [B] on any device, with one transfer to the CPU."""
     if num_accepted.device.type != "cpu":
         num_accepted, next_token = torch.stack((num_accepted, next_token)).cpu()
-    return path_verdict([list(range(count)) for count in num_accepted.tolist()], next_token)
-
-
-def path_verdict(paths: list[list[int]], next_token: Tensor) -> Verdict:
-    """Return the verdict from the accepted path of each request and next tokens [B] on any device."""
-    depth = max(map(len, paths), default=0)
-    padded = torch.tensor([path + [-1] * (depth - len(path)) for path in paths], dtype=torch.long).view(len(paths), depth)
-    return Verdict(padded, torch.tensor([len(path) for path in paths], dtype=torch.long), next_token.cpu())
+    return Verdict([list(range(count)) for count in num_accepted.tolist()], next_token.tolist())

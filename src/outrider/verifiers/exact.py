@@ -6,11 +6,10 @@ sampling: Daliri, Musco, Suresh, arXiv 2408.07978): the emitted tokens are the t
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from outrider.types import Proposal, Randomness, Verdict
-from outrider.verifiers.base import Verifier, path_verdict
+from outrider.verifiers.base import Verifier
 
 
 class ExactMatchVerifier(Verifier):
@@ -25,7 +24,7 @@ class ExactMatchVerifier(Verifier):
         drafts, target_tokens = proposal.token_ids.tolist(), target.tolist()
         parents = None if proposal.parents is None else proposal.parents.tolist()
         paths: list[list[int]] = []
-        next_token: list[int] = []
+        next_tokens: list[int] = []
         # Python integers are faster than tensor operations for a few nodes.
         for b, length in enumerate(proposal.lens.tolist()):
             node, path = -1, []
@@ -36,5 +35,5 @@ class ExactMatchVerifier(Verifier):
                     node = i
                     path.append(i)
             paths.append(path)
-            next_token.append(target_tokens[b][node + 1])
-        return path_verdict(paths, torch.tensor(next_token))
+            next_tokens.append(target_tokens[b][node + 1])
+        return Verdict(paths, next_tokens)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.types import Proposal, Randomness, Verdict
-from outrider.verifiers.base import Verifier, accept_prob, chain_verdict, left_over, path_verdict, residual, within
+from outrider.verifiers.base import Verifier, accept_prob, chain_verdict, left_over, residual, within
 
 
 class RejectionVerifier(Verifier):
@@ -61,7 +61,7 @@ def _verify_tree(proposal: Proposal, parents: Tensor, target_probs: Tensor, rand
                 node[b], left[b] = i, target_probs[b, i + 1]
             else:
                 left[b] = residual(left[b], _drawn_from(proposal, b, i, left[b]))
-    return path_verdict(paths, random.categorical(left))
+    return Verdict(paths, random.categorical(left).tolist())
 
 
 def _drawn_from(proposal: Proposal, b: int, i: int, like: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.types import Proposal, Randomness, Verdict
-from outrider.verifiers.base import accept_prob, path_verdict
+from outrider.verifiers.base import accept_prob
 
 End = tuple[list[int], Tensor]  # the accepted path, and the distribution [V] of the token after it
 # Yields the probability that the accepted path ends at a node and receives whether it does.
@@ -41,7 +41,7 @@ def verify_tree(proposal: Proposal, parents: Tensor, target_probs: Tensor, rando
             if b not in ends:
                 resume(b, is_end[b])
     next_token = random.categorical(torch.stack([ends[b][1] for b in range(batch)]))
-    return path_verdict([ends[b][0] for b in range(batch)], next_token)
+    return Verdict([ends[b][0] for b in range(batch)], next_token.tolist())
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.types import OutriderError, Proposal, Randomness, Verdict
-from outrider.verifiers.base import TINY, Verifier, path_verdict
+from outrider.verifiers.base import TINY, Verifier
 
 
 class TypicalVerifier(Verifier):
@@ -48,4 +48,4 @@ class TypicalVerifier(Verifier):
                     best = max(best, (len(path), likelihood, path), key=lambda found: found[:2])
             paths.append(best[2])
         ends = torch.tensor([path[-1] + 1 if path else 0 for path in paths], device=target.device)
-        return path_verdict(paths, random.categorical(target[torch.arange(batch, device=target.device), ends]))
+        return Verdict(paths, random.categorical(target[torch.arange(batch, device=target.device), ends]).tolist())

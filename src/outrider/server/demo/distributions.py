@@ -29,7 +29,7 @@ def places(seen: RoundResult, token_ids: Sequence[int], name: Callable[[int], st
     proposal, sampler, logits = seen.proposal, seen.context.sampler, seen.scores.logits
     target = sampler.probs(logits, proposal.token_ids, proposal.parents, lens=proposal.lens)[0]  # [N + 1, V]
     is_greedy = seen.context.requests[0].params.is_greedy
-    (path,) = seen.paths
+    (path,) = seen.verdict.paths
     found = []
     for depth, emitted in enumerate(token_ids):
         parent = path[depth - 1] if depth else -1
