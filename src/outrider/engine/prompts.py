@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol
@@ -55,16 +56,65 @@ def as_token_ids(prompt: Any, vocab_size: int) -> list[int]:
 def as_messages(given: Any) -> list[dict[str, Any]]:
     """Convert messages to plain dicts for a chat template. Raises ``OutriderError`` unless all of them have a role."""
     if isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
-        messages = [dict(message) for message in given if isinstance(message, Mapping) and isinstance(message.get("role"), str)]
-        if messages and len(messages) == len(given):
-            return messages
+        found = [message for message in given if isinstance(message, Mapping) and isinstance(message.get("role"), str)]
+        if found and len(found) == len(given):
+            return [for_template(message) for message in found]
     raise OutriderError(f'invalid messages {shown(given)}: expected a list of {{"role": ..., "content": ...}}')
 
 
-def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:
-    """Convert messages to token ids with the tokenizer's chat template. Raises ``OutriderError`` if it rejects them."""
+def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as chat templates expect it: with tool calls, the content is text and the arguments are objects.
+
+    Raises ``OutriderError`` for malformed tool calls.
+    """
+    if not message.get("tool_calls"):
+        return dict(message)
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        calls = [{**call, "function": _with_object(call["function"])} for call in message["tool_calls"]]
+    except (TypeError, KeyError, AttributeError):
+        raise OutriderError(f"invalid tool_calls {shown(message['tool_calls'])}: expected a list as in OpenAI's API") from None
+    return {**message, "content": message.get("content") or "", "tool_calls": calls}
+
+
+def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    return {**function, "arguments": arguments_of(arguments) if isinstance(arguments, str) else arguments}
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """Return the arguments of a tool call from their JSON text; none for an empty one. Raises ``OutriderError`` for others."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise OutriderError(f"invalid arguments {shown(text)} of a tool call: expected a JSON object")
+    return found
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase, with_tools: bool = False) -> str | None:
+    """Return the chat template, or the one for requests with tools; None if there is none."""
+    try:
+        return str(tokenizer.get_chat_template(tools=[] if with_tools else None)) if tokenizer.chat_template else None
+    except ValueError:  # several templates without a default
+        return None
+
+
+def check_takes_tools(template: str | None) -> None:
+    """Raise ``OutriderError`` if a chat template ignores tools."""
+    if "tools" not in (template or ""):
+        raise OutriderError("the model's chat template has no place for tools: use a model with tool calling")
+
+
+def chat_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+) -> list[int]:
+    """Convert messages to token ids with the tokenizer's chat template. Raises ``OutriderError`` if it rejects them."""
+    if tools:
+        check_takes_tools(template_of(tokenizer, with_tools=True))
+    shown_tools: list[Any] | None = [dict(tool) for tool in tools] if tools else None
+    try:
+        text = tokenizer.apply_chat_template(messages, tools=shown_tools, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates can raise anything
         roles = ", ".join(message["role"] for message in messages)
         raise OutriderError(f"the chat template rejects these messages ({roles}): {first_line(error)}") from error
