@@ -100,9 +100,14 @@ def template_of(tokenizer: PreTrainedTokenizerBase, with_tools: bool = False) ->
         return None
 
 
+def takes_tools(template: str | None) -> bool:
+    """Return whether a chat template shows tools to the model."""
+    return "tools" in (template or "")
+
+
 def check_takes_tools(template: str | None) -> None:
     """Raise ``OutriderError`` if a chat template ignores tools."""
-    if "tools" not in (template or ""):
+    if not takes_tools(template):
         raise OutriderError("the model's chat template has no place for tools: use a model with tool calling")
 
 

@@ -31,8 +31,8 @@ QWEN_XML: dict[str, Any] = {
     "fields": {
         "reasoning_content": THINK,
         CALLS: {
-            "open_pattern": r"\s*(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
-            "close_pattern": r"</function>(?:\s*</tool_call>)?",
+            "open_pattern": r"\s*(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>",  # Qwen3-Coder often omits <tool_call>
+            "close_pattern": r"</function>\s*</tool_call>",
             "repeats": True,
             "content": "xml-inline",
             # Anything else matches without a key, which is an error.

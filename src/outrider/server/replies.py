@@ -107,19 +107,18 @@ class ListReply(Reply):
         self._rest += text
         part = Part()
         while "}" in text:
-            self._rest = self._rest.lstrip("[, \n")
+            rest = self._rest.lstrip("[, \n")
             try:
-                call, end = DECODER.raw_decode(self._rest)
-            except ValueError:
+                call, end = DECODER.raw_decode(rest)
+                part.calls.append(self._call(call["name"], json.dumps(call["arguments"], ensure_ascii=False)))
+            except (ValueError, TypeError):  # incomplete, or the end of the list
                 break
-            if not isinstance(call, dict):
-                break
-            part.calls.append(self._call(call["name"], json.dumps(call["arguments"], ensure_ascii=False)))
-            self._rest = self._rest[end:]
+            self._rest = rest[end:]
         return part
 
     def finish(self) -> Part:
-        return Part(self._rest if self._rest.strip("[] \n") else "")
+        rest = self._rest.lstrip(", \n")
+        return Part(rest if rest.strip("] \n") else "")
 
 
 class ParsedReply(Reply):
@@ -139,6 +138,7 @@ class ParsedReply(Reply):
         self._dropped = [pattern for pattern in (end_of_turn, special) if pattern is not None]
         self._field: Any = None  # field whose text follows; None outside of fields
         self._is_fresh = False  # no text of this field yet: whitespace after a delimiter is dropped
+        self._separator = ""  # between two parts of the content
         begun = [match.end() for match in form.start_anchor_re.finditer(prompt_end)]
         self._text = prompt_end[begun[-1] :] if begun else ""
         self._position = self._field_start = 0
@@ -169,9 +169,10 @@ class ParsedReply(Reply):
                 return part
             if following is self._field:  # a dropped token
                 continue
-            if self._is_call:
-                self._end_call(part, self._text[self._field_start : self._position], is_complete=True)
+            call = self._text[self._field_start : self._position] if self._is_call else None
             self._field, self._field_start, self._is_fresh = following, match.start(), True
+            if call is not None:
+                self._end_call(part, call, is_complete=True)
 
     def _next_delimiter(self, is_end: bool) -> tuple[Any, Any, int]:
         """Return the match of the next delimiter, or None, the field that follows it, and the end of the text before it."""
@@ -200,13 +201,15 @@ class ParsedReply(Reply):
         name = self._form.implicit if self._field is None else self._field.name
         if self._is_call or name is None:  # a template without such a field drops the text between fields
             return
-        if self._is_fresh:
+        was_fresh = self._is_fresh
+        if was_fresh:
             text = text.lstrip()
             self._is_fresh = not text
         if name in REASONING:
             part.reasoning += text
-        else:
-            part.content += text
+        elif text:
+            part.content += self._separator + text if was_fresh else text
+            self._separator = "\n"
 
     def _end_call(self, part: Part, text: str, is_complete: bool) -> None:
         """Add the calls that a text contains, or the text if it cannot be parsed."""
@@ -220,6 +223,7 @@ class ParsedReply(Reply):
         part.calls += [self._call(*call) for call in calls]
         if not calls:
             part.content += text
+            self._is_fresh = False
 
 
 def _flat(calls: Any) -> list[Any]:
