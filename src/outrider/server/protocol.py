@@ -368,7 +368,7 @@ class ChatBody(SamplingFields):
     def offered(self) -> list[dict[str, Any]]:
         """The tools for the chat template."""
         shown = [] if self.tool_choice == "none" else self.tools or []
-        return [tool.model_dump(exclude={"function": {"strict"}}, exclude_none=True) for tool in shown]
+        return [tool.model_dump(exclude_none=True) for tool in shown]
 
     @property
     def is_json(self) -> bool:
