@@ -9,15 +9,15 @@ REASONING = ("reasoning_content", "reasoning", "thinking")  # names of fields of
 
 CALL = {"type": "function", "function": "{content}"}
 NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-# Reasoning comes first, so that these words are text anywhere else.
-THINK = {"open_pattern": r"\A\s*<think>", "close_pattern": r"\s*</think>"}
+# Repetitions are bounded: a pattern is searched whenever text arrives. Reasoning comes first, so that <think> is text elsewhere.
+THINK = {"open_pattern": r"\A\s{0,8}<think>", "close_pattern": r"\s{0,8}</think>"}
 
 HERMES: dict[str, Any] = {
     "start_anchor": "<|im_start|>assistant\n",
     "fields": {
         "reasoning_content": THINK,
         CALLS: {
-            "open_pattern": r"\s*<tool_call>",
+            "open_pattern": r"\s{0,8}<tool_call>",
             "close": "</tool_call>",
             "repeats": True,
             "content": "json",
@@ -31,8 +31,8 @@ QWEN_XML: dict[str, Any] = {
     "fields": {
         "reasoning_content": THINK,
         CALLS: {
-            "open_pattern": r"\s*(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>",  # Qwen3-Coder often omits <tool_call>
-            "close_pattern": r"</function>\s*</tool_call>",
+            "open_pattern": r"\s{0,8}(?:<tool_call>\s{0,8})?<function=(?P<name>[^>\n]{1,64})>",  # Qwen3-Coder often omits <tool_call>
+            "close_pattern": r"</function>\s{0,8}</tool_call>",
             "repeats": True,
             "content": "xml-inline",
             # Anything else matches without a key, which is an error.
@@ -45,9 +45,9 @@ QWEN_XML: dict[str, Any] = {
 GEMMA: dict[str, Any] = {
     "start_anchor": ["<|turn>model\n", "<tool_response|>"],
     "fields": {
-        "reasoning_content": {"open": "<|channel>thought\n", "close_pattern": r"\s*<channel\|>"},
+        "reasoning_content": {"open": "<|channel>thought\n", "close_pattern": r"\s{0,8}<channel\|>"},
         CALLS: {
-            "open_pattern": r"\s*<\|tool_call>call:(?P<name>[\w.-]+)",
+            "open_pattern": r"\s{0,8}<\|tool_call>call:(?P<name>[\w.-]{1,64})",
             "close": "<tool_call|>",
             "repeats": True,
             "content": "json",
@@ -61,7 +61,7 @@ LLAMA: dict[str, Any] = {
     "start_anchor": "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "fields": {
         CALLS: {
-            "open_pattern": r'\A\s*(?:<\|python_tag\|>\s*)?(?=\{\s*"name"\s*:)',
+            "open_pattern": r'\A\s{0,8}(?:<\|python_tag\|>\s{0,8})?(?=\{\s{0,8}"name"\s{0,8}:)',
             "repeats": True,
             "content": "json",
             "transform": {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.parameters}"}},
@@ -72,9 +72,9 @@ LLAMA: dict[str, Any] = {
 MISTRAL: dict[str, Any] = {
     "start_anchor": ["[/INST]", "[/TOOL_RESULTS]"],
     "fields": {
-        "reasoning_content": {"open_pattern": r"\A\s*\[THINK\]", "close_pattern": r"\s*\[/THINK\]"},
+        "reasoning_content": {"open_pattern": r"\A\s{0,8}\[THINK\]", "close_pattern": r"\s{0,8}\[/THINK\]"},
         CALLS: {
-            "open_pattern": r"\s*\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]",
+            "open_pattern": r"\s{0,8}\[TOOL_CALLS\]\s{0,8}(?P<name>[\w.-]{1,64})(?:\[CALL_ID\]\w{1,64})?\[ARGS\]",
             "close_pattern": r"(?=\[TOOL_CALLS\])",
             "repeats": True,
             "content": "json",
@@ -87,7 +87,7 @@ MISTRAL_LIST: dict[str, Any] = {
     "start_anchor": ["[/INST]", "[/TOOL_RESULTS]"],
     "fields": {
         CALLS: {
-            "open_pattern": r"\s*\[TOOL_CALLS\]",
+            "open_pattern": r"\s{0,8}\[TOOL_CALLS\]",
             "content": "json",
             "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
             "transform_each": True,
