@@ -231,6 +231,14 @@ def test_a_conversation_returns_calls_and_results(tooled: Served, client: openai
     assert f"Rain. for {first.tool_calls[0].id}" in text and '"name": "now"' in text
 
 
+def test_the_example_of_the_page_runs(client: openai.OpenAI, says: Says, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text().partition("### Tools and reasoning")[2]
+    example = page.partition("```python\n")[2].partition("```")[0]
+    says(CALL, "It rains.")
+    exec(example.replace("my-model", "outrider"), {"client": client})
+    assert capsys.readouterr().out == "It rains.\n"
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_required_calls_match_the_parameters(tooled: Served, seed: int) -> None:
     sampled = {"temperature": 0.8 * (seed > 0), "seed": seed, "n": 3, "parallel_tool_calls": False}
@@ -341,7 +349,7 @@ def test_an_unknown_format_can_be_forced(tmp_path: Path) -> None:
 
 
 def test_a_template_without_tools_is_refused(served: Served) -> None:
-    for choice in ("required", NAMED):
+    for choice in ("auto", "required", NAMED):
         answer = served.post("/v1/chat/completions", messages=[USER], tools=TOOLS, tool_choice=choice)
         assert answer.status_code == 400
         assert "the model's chat template has no place for tools" in answer.json()["error"]["message"]

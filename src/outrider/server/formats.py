@@ -9,7 +9,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")  # names of fields of
 
 CALL = {"type": "function", "function": "{content}"}
 NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-# Repetitions are bounded: a pattern is searched whenever text arrives. Reasoning comes first, so that <think> is text elsewhere.
+# Repetitions are bounded, because patterns are searched whenever text arrives. Later in a reply, <think> is text.
 THINK = {"open_pattern": r"\A\s{0,8}<think>", "close_pattern": r"\s{0,8}</think>"}
 
 HERMES: dict[str, Any] = {
@@ -31,7 +31,8 @@ QWEN_XML: dict[str, Any] = {
     "fields": {
         "reasoning_content": THINK,
         CALLS: {
-            "open_pattern": r"\s{0,8}(?:<tool_call>\s{0,8})?<function=(?P<name>[^>\n]{1,64})>",  # Qwen3-Coder often omits <tool_call>
+            # Qwen3-Coder often omits <tool_call>.
+            "open_pattern": r"\s{0,8}(?:<tool_call>\s{0,8})?<function=(?P<name>[^>\n]{1,64})>",
             "close_pattern": r"</function>\s{0,8}</tool_call>",
             "repeats": True,
             "content": "xml-inline",

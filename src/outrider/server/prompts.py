@@ -8,7 +8,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from outrider.engine.config import eos_token_ids
-from outrider.engine.prompts import check_takes_tools, template_of
+from outrider.engine.prompts import template_of
 from outrider.server.pool import WorkerPool
 from outrider.types import OutriderError
 
@@ -83,8 +83,6 @@ class Prompts:
     ) -> list[list[int]]:
         """Return one prompt, rendered by the tokenizer's chat template. Raises ``OutriderError`` for invalid messages."""
         template, most = self._tool_template if tools else self._template, self._llm.runner.max_len
-        if tools:
-            check_takes_tools(template)
         if len(messages) > most:  # every message takes at least one token
             raise OutriderError(f"{len(messages)} messages do not fit into the context of {most} tokens: send fewer")
         calls = [message["tool_calls"] for message in messages if "tool_calls" in message]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from outrider.engine.prompts import arguments_of, template_of
+from outrider.engine.prompts import arguments_of, check_takes_tools, template_of
 from outrider.runner.tokenizers import special_ids
 from outrider.server.formats import CALLS, FORMATS, REASONING
 from outrider.types import OutriderError
@@ -267,13 +267,17 @@ class Replies:
             fields = {"special": {"open": names}}
             self._special = load_response_template({"start_anchor": " ", "fields": fields}).fields["special"].open_re
 
-    def is_parsed(self, body: ChatBody) -> bool:
-        """Return whether the reply is read with the model's format. Raises ``OutriderError`` if tools need an unknown one."""
-        if body.is_json:
-            return False
-        if body.offered and (self._form is None or CALLS not in self._form.fields):
+    def check(self, body: ChatBody) -> None:
+        """Raise ``OutriderError`` if the model cannot take the tools of a request, or its calls cannot be read."""
+        if not body.offered:
+            return
+        check_takes_tools(None if self._tokenizer is None else template_of(self._tokenizer, with_tools=True))
+        if not body.is_json and (self._form is None or CALLS not in self._form.fields):
             raise OutriderError(UNKNOWN)
-        return self._form is not None
+
+    def is_parsed(self, body: ChatBody) -> bool:
+        """Return whether the reply is read with the model's format."""
+        return self._form is not None and not body.is_json
 
     def readers(self, body: ChatBody, prompt_ids: Sequence[int]) -> list[Reply]:
         """Return a reader for each choice of a call. Uses the tokenizer."""

@@ -73,6 +73,7 @@ class Service:
         call = _call(http)
         answer = ChatAnswer("chatcmpl-" + call.request_id, self.config.name, self._tokens)
         max_tokens = body.max_completion_tokens or body.max_tokens or self.llm.runner.max_len
+        self._replies.check(body)
         is_parsed, logprobs = self._replies.is_parsed(body), body.num_logprobs()
         messages = [message.plain() for message in body.messages]
 
