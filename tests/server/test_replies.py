@@ -276,9 +276,12 @@ def test_the_form_is_found_by_the_chat_template(name: str) -> None:
 
 def test_the_tokenizers_own_form_is_preferred(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = make_tokenizer(chat_template=TEMPLATES["Gemma"][0])
-    own = {"start_anchor": "assistant:", "fields": {"thinking": {"open": "(", "close": ")"}, "content": {"close": "END"}}}
+    own = {
+        "start_anchor": "assistant:",
+        "fields": {"thinking": {"open": "(", "close_pattern": r"\)+"}, "content": {"close": "END"}},
+    }
     tokenizer.response_template = own
-    for chunks in splits("(well)yesEND"):
+    for chunks in splits("(well))yesEND"):
         part = read(ParsedReply(response_template(tokenizer), None, "assistant:", []), chunks)
         assert (part.content, part.reasoning) == ("yes", "well")
     tokenizer.response_template = {"version": 2, "fields": {}}

@@ -35,6 +35,7 @@ WEATHER: dict[str, Any] = {
     "type": "object",
     "properties": {"place": {"$ref": "#/$defs/place"}, "days": {"type": "integer", "minimum": 1, "maximum": 7}},
     "required": ["place", "days"],
+    "examples": [{"place": None}],
     "additionalProperties": False,
     "$defs": {"place": {"type": "object", "properties": {"city": CITY}, "required": ["city"], "additionalProperties": False}},
 }
@@ -73,7 +74,7 @@ class ScriptMatcher:
 
 def load(folder: Path, template: Any, method: str = "draft") -> LLM:
     tokenizer = make_tokenizer(chat_template=template)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<think>"]})
     options: dict[str, Any] = {"tokenizer": tokenizer, "max_position_embeddings": 4096}
     target, draft = make_folder(folder / "target", **options), make_folder(folder / "draft", num_hidden_layers=1, **options)
     return LLM(target, draft=draft, method=method, num_draft_tokens=3, max_batch=4, compile="never", same_text=True)
@@ -228,7 +229,7 @@ def test_a_conversation_returns_calls_and_results(tooled: Served, client: openai
     assert tooled.llm.tokenizer is not None
     text = tooled.llm.tokenizer.decode(prompt)
     assert "<think>Hm.</think><tool_call>weather[('place', {'city': 'Oslo'}), ('days', 2)]</tool_call>" in text
-    assert f"Rain. for {first.tool_calls[0].id}" in text and '"name": "now"' in text
+    assert f"Rain. for {first.tool_calls[0].id}" in text and '"name": "now"' in text and '"examples": [{"place": null}]' in text
 
 
 def test_the_example_of_the_page_runs(client: openai.OpenAI, says: Says, capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,7 +258,7 @@ def test_required_calls_match_the_parameters(tooled: Served, seed: int) -> None:
 
 def test_several_calls_may_be_required(tooled: Served) -> None:
     found = chat(tooled, tool_choice="required", n=12, temperature=1.5, seed=1)["choices"]
-    assert {len(choice["message"].get("tool_calls", ())) for choice in found} >= {1, 2}
+    assert max(len(choice["message"].get("tool_calls", ())) for choice in found) > 1
     names = {call["function"]["name"] for choice in found for call in choice["message"].get("tool_calls", ())}
     assert names == {"weather", "now"}
 
@@ -283,7 +284,7 @@ def test_a_function_without_parameters_gets_an_empty_object(tooled: Served) -> N
     assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {}
 
 
-CALLED = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}}]}
+CALLED = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": {"name": "now", "arguments": ""}}]}
 
 
 def called(arguments: str) -> list[dict[str, Any]]:

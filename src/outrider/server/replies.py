@@ -11,6 +11,7 @@ import logging
 import secrets
 import string
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +112,7 @@ class ListReply(Reply):
             try:
                 call, end = DECODER.raw_decode(rest)
                 part.calls.append(self._call(call["name"], json.dumps(call["arguments"], ensure_ascii=False)))
-            except (ValueError, TypeError):  # incomplete, or the end of the list
+            except (ValueError, TypeError, KeyError):  # incomplete, or the end of the list
                 break
             self._rest = rest[end:]
         return part
@@ -213,13 +214,10 @@ class ParsedReply(Reply):
 
     def _end_call(self, part: Part, text: str, is_complete: bool) -> None:
         """Add the calls that a text contains, or the text if it cannot be parsed."""
-        calls: list[tuple[str, str]] = []
-        if is_complete:
-            try:
-                message = parse_response(text, self._form, prefix="", tools=self._tools)
-                calls = [_name_and_arguments(call) for call in _flat(message[CALLS])]
-            except Exception as error:  # models write anything
-                logger.info("a tool call cannot be parsed: %s", type(error).__name__)
+        calls = []
+        with suppress(Exception):  # models write anything
+            message = parse_response(text, self._form, prefix="", tools=self._tools) if is_complete else {}
+            calls = [_name_and_arguments(call) for call in _flat(message.get(CALLS, []))]
         part.calls += [self._call(*call) for call in calls]
         if not calls:
             part.content += text
