@@ -69,6 +69,7 @@ class SamplingParams:
     )
     stop_token_ids: Sequence[int] = option(TokenIds(), (), "Tokens that end the output.")
     ignore_eos: bool = option(Flag(), False, "Continue after the end-of-text token.", panel=SAMPLING)
+    skip_special_tokens: bool = option(Flag(), True, "Leave special tokens out of the text.")
     seed: int | None = option(
         Whole(-(2**63), 2**64 - 1), None, "Sampling seed; the same seed gives the same text.", panel=SAMPLING
     )

@@ -101,7 +101,7 @@ def test_gzipped_files_are_read_up_to_the_limit(tmp_path: Path) -> None:
         ('{"turns": []}', '"turns" must be a'),
         ('{"turns": [""], "category": "qa"}', 'the first of "turns"'),
         ('{"turns": ["x"], "category": 3, "src_id": "1"}', '"workload" must be a string'),
-        ('{"messages": [{"role": "user"}]}', 'needs "role" and "content"'),
+        ('{"messages": [{"role": "user"}]}', "invalid content None of a message"),
         ('{"prompt": "x", "workload": 3}', '"workload" must be a string'),
     ],
 )

@@ -127,6 +127,16 @@ def test_special_tokens_are_skipped_and_added_tokens_are_decoded(kind):
         assert detokenizer.feed([tokenizer.convert_tokens_to_ids("<tool>")]) == "<tool>"
 
 
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_special_tokens_are_kept_on_request(kind):
+    tokenizer = TOKENIZERS[kind]
+    ids = [*ids_of(kind, "naïve"), tokenizer.eos_token_id, *ids_of(kind, "text"), tokenizer.eos_token_id]
+    detokenizer = DetokenizerFactory(tokenizer)([], skip_special_tokens=False)
+    text = "".join(detokenizer.feed([token]) for token in ids) + detokenizer.flush()
+    assert text == tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert text.count(tokenizer.eos_token) == 2
+
+
 def test_ids_outside_the_tokenizer_decode_to_nothing():
     assert DetokenizerFactory(TOKENIZERS["byte-level"])([]).feed([len(TOKENIZERS["byte-level"]) + 5]) == ""
 

@@ -60,16 +60,54 @@ def test_bodies_of_requests_are_read_with_their_defaults(tmp_path: Path) -> None
 
 
 def test_requests_of_a_log_that_cannot_run_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    calls = {"model": "m", "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None}]}
-    logged = [calls, {"model": "m", "prompt": [5, 6]}, {"body": {"model": "m", "input": "embed this"}}]
+    image = {"model": "m", "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}]}
+    logged = [image, {"model": "m", "prompt": [5, 6]}, {"body": {"model": "m", "input": "embed this"}}]
     (asked,) = read_file(written(tmp_path, *logged, {"model": "m", "prompt": "Hello"}), 8, DEFAULTS)
     assert asked.prompt.text == "Hello"
     (warning,) = caplog.messages
-    assert 'skipped 3 of 4 requests; the first is line 1: "content" of a message must be' in warning
-    with pytest.raises(OutriderError, match=r"line 1: \"content\" of a message"):
+    assert "skipped 3 of 4 requests; the first is line 1: invalid content" in warning
+    with pytest.raises(OutriderError, match="line 1: invalid content"):
         read_file(written(tmp_path, *logged), 8, DEFAULTS)
     with pytest.raises(OutriderError, match="line 2: "):  # a line written for Outrider is right or is an error
         read_file(written(tmp_path, {"model": "m", "prompt": "Hello"}, {"prompt": [5, 6]}), 8, DEFAULTS)
+
+
+def test_conversations_with_tools_are_read(tmp_path: Path) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": '{"zone": "UTC"}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "When?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "tool_call_id": "a", "content": ""},
+    ]
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    line = {"model": "m", "messages": messages, "tools": tools}
+    broken = [{"role": "assistant", "tool_calls": [{**call, "function": {"name": "now", "arguments": "UTC"}}]}]
+    other = [
+        line | {"messages": broken},
+        line | {"tools": ["now"]},
+        line | {"messages": [{"role": "assistant", "tool_calls": [1]}]},
+    ]
+    asked, untold = read_file(written(tmp_path, line, line | {"tool_choice": "none"}, *other), 8, DEFAULTS)
+    assert asked.prompt.tools == tuple(tools) and untold.prompt.tools == ()
+    assert (
+        asked.prompt.messages
+        == untold.prompt.messages
+        == (
+            {"role": "user", "content": "When?"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{**call, "function": {"name": "now", "arguments": {"zone": "UTC"}}}],
+            },
+            {"role": "tool", "content": "", "tool_call_id": "a"},
+        )
+    )
+    tokenizer = make_tokenizer(
+        chat_template="{{ messages | length }}{% for tool in tools or [] %} {{ tool.function.name }}{% endfor %}"
+    )
+    assert [tokenizer.decode(each.prompt) for each in encoded(tokenizer, [asked, untold], 200)] == ["3 now", "3"]
+    tokenizer.chat_template = "{{ messages | length }}"  # a model without tools is measured without them
+    assert [tokenizer.decode(each.prompt) for each in encoded(tokenizer, [asked], 200)] == ["3"]
 
 
 def test_few_prompts_are_spread_over_the_whole_file(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ async def test_other_tokenizers_run_in_the_server_process(plain: LLM, monkeypatc
     with pytest.raises(OutriderError, match="characters"):
         await prompts.encode(["a" * 10_000], ANYONE)
     asked: list[Any] = []
-    monkeypatch.setattr(plain, "chat_prompt", lambda messages: asked.append(messages) or [7, 8])
+    monkeypatch.setattr(plain, "chat_prompt", lambda messages, tools: asked.append(messages) or [7, 8])
     await prompts.chat([{"role": "developer", "content": "Answer in French."}], ANYONE)
     assert asked == [[{"role": "system", "content": "Answer in French."}]]
 

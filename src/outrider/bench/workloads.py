@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from outrider.engine.prompts import chat_ids
+from outrider.engine.prompts import chat_ids, for_template, takes_tools, template_of
 from outrider.errors import without_path
 from outrider.files import READ_ERRORS, open_text
 from outrider.types import OutriderError, check_text
@@ -33,7 +33,8 @@ WORKLOADS = {
 }
 CHAT = "chat"
 SPEC_BENCH_TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # besides MT-bench's questions
-Message = Mapping[str, str]  # {"role", "content"}
+Message = Mapping[str, Any]  # {"role", "content"}, and "tool_calls" of an assistant
+MESSAGE_FIELDS = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")  # all others are dropped
 Read = Callable[[Mapping[str, Any], str], "Prompt"]  # (object of a line, workload) -> prompt
 
 
@@ -44,6 +45,7 @@ class Prompt:
     workload: str
     text: str = ""
     messages: tuple[Message, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()  # that the answer may call, in OpenAI's format
 
     @property
     def is_chat(self) -> bool:
@@ -153,7 +155,7 @@ def _prompt(item: Mapping[str, Any], file_name: str) -> Prompt:
 
 
 def _text(value: object, name: str) -> str:
-    if not isinstance(value, str) or not value.strip():
+    if not isinstance(value, str) or not value:
         raise Refused(f"{name} must be a non-empty string")
     try:
         check_text(value)
@@ -186,14 +188,22 @@ def _conversation(item: Mapping[str, Any], workload: str) -> Prompt:
     messages = item["messages"]
     if not isinstance(messages, list) or not messages:
         raise Refused('"messages" must be a non-empty list of messages')
-    if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages):
+    tools = [] if item.get("tool_choice") == "none" else item.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Refused('"tools" must be a list of tools as in OpenAI\'s API')
+    found = Prompt(workload, messages=tuple(map(_message, messages)), tools=tuple(tools))
+    _text(json.dumps([found.messages, tools], ensure_ascii=False), '"messages"')
+    return found
+
+
+def _message(message: Any) -> Message:
+    """Return a message for a chat template."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Refused('every message needs "role" and "content"')
-    return Prompt(
-        workload,
-        messages=tuple(
-            {name: _text(message[name], f'"{name}" of a message') for name in ("role", "content")} for message in messages
-        ),
-    )
+    try:
+        return for_template({name: message[name] for name in MESSAGE_FIELDS if message.get(name) is not None})
+    except OutriderError as error:
+        raise Refused(str(error)) from None
 
 
 def _task(item: Mapping[str, Any]) -> str:
@@ -220,7 +230,7 @@ FORMATS: tuple[Format, ...] = (
 
 
 def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Return the prompt's token ids; a chat without a template becomes a plain dialogue.
+    """Return the prompt's token ids; a chat without a template becomes a plain dialogue, without tools.
 
     Raises ``OutriderError`` without a tokenizer, and if its template rejects the conversation.
     """
@@ -229,7 +239,8 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
     if not prompt.is_chat:
         return list(tokenizer(prompt.text)["input_ids"])
     if getattr(tokenizer, "chat_template", None):
-        return chat_ids(tokenizer, [dict(message) for message in prompt.messages])
+        tools = prompt.tools if takes_tools(template_of(tokenizer, with_tools=True)) else ()
+        return chat_ids(tokenizer, [dict(message) for message in prompt.messages], tools)
     return list(tokenizer(as_text(prompt))["input_ids"])
 
 
@@ -238,5 +249,5 @@ def as_text(prompt: Prompt) -> str:
     if not prompt.is_chat:
         return prompt.text
     prefixes = {"user": "Question: ", "assistant": "Answer: "}
-    turns = [prefixes.get(message["role"], "") + message["content"] for message in prompt.messages]
+    turns = [prefixes.get(message["role"], "") + message.get("content", "") for message in prompt.messages]
     return "\n\n".join([*turns, "Answer:"])

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from outrider.runner.tokenizers import BROKEN, byte_table
+from outrider.runner.tokenizers import BROKEN, byte_table, special_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,8 +45,8 @@ class BytesDetokenizer:
 class WindowDetokenizer:
     """Any tokenizer: decode a window with and without new tokens and emit the difference, unless a character is incomplete."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skips_special = tokenizer, skip_special_tokens
         self._window = list(prompt_ids[-CONTEXT_TOKENS:])  # context tokens, then tokens not emitted yet
         self._shown = len(self._window)
         self._shown_text = self._text(self._window)
@@ -73,7 +73,7 @@ class WindowDetokenizer:
         return self._text(self._window)[len(self._shown_text) :]
 
     def _text(self, token_ids: list[int]) -> str:
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special, clean_up_tokenization_spaces=False)
         return text if isinstance(text, str) else "".join(text)
 
 
@@ -83,11 +83,14 @@ class DetokenizerFactory:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._table = byte_table(tokenizer)
+        self._full_table = list(self._table or ())  # with the names of special tokens
+        for token in special_ids(tokenizer) if self._table is not None else ():
+            self._full_table[token] = str(tokenizer.convert_ids_to_tokens(token)).encode()
 
-    def __call__(self, prompt_ids: Sequence[int]) -> Detokenizer:
+    def __call__(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
         if self._table is not None:
-            return BytesDetokenizer(self._table)
-        return WindowDetokenizer(self._tokenizer, prompt_ids)
+            return BytesDetokenizer(self._table if skip_special_tokens else self._full_table)
+        return WindowDetokenizer(self._tokenizer, prompt_ids, skip_special_tokens)
 
 
 class StopScanner:

@@ -161,17 +161,23 @@ class LLM:
         """
         return self._run(self._jobs(prompts, params))
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> Generation:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Generation:
         """Generate the assistant's next message. For streaming, use ``llm.stream(llm.chat_prompt(messages))``.
 
-        The conversation stays in the cache (``prefix_cache``), so that a turn processes only what is new.
+        ``tools``: functions that the model may call, in OpenAI's format; calls are part of the text. The conversation stays in
+        the cache (``prefix_cache``), so that a turn processes only what is new.
         """
-        return self.generate(self.chat_prompt(messages), params)[0]
+        return self.generate(self.chat_prompt(messages, tools), params)[0]
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """Convert messages ({"role", "content"}) to token ids with the tokenizer's chat template.
 
-        Raises ``OutriderError`` if there is no template or it rejects the messages.
+        Raises ``OutriderError`` if there is no template, it rejects the messages, or it has no place for the tools.
         """
         conversation = as_messages(messages)
         if self.tokenizer is None:
@@ -179,7 +185,7 @@ class LLM:
         if not self.tokenizer.chat_template:
             raise OutriderError("the tokenizer has no chat template: use generate with a plain prompt")
         with self._open():
-            return chat_ids(self.tokenizer, conversation)
+            return chat_ids(self.tokenizer, conversation, tools)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Convert a prompt to token ids. Raises ``OutriderError`` for another type and for ids outside the vocabulary."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol
@@ -74,29 +75,85 @@ def as_messages(given: Any) -> list[dict[str, Any]]:
     Raises ``OutriderError`` unless all of them have a role, and text as their content.
     """
     if isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
-        messages = [dict(message) for message in given if isinstance(message, Mapping) and isinstance(message.get("role"), str)]
-        if messages and len(messages) == len(given):
-            return [message | {"content": _text_of(message)} for message in messages]
+        found = [message for message in given if isinstance(message, Mapping) and isinstance(message.get("role"), str)]
+        if found and len(found) == len(given):
+            return [for_template(message) for message in found]
     raise OutriderError(f'invalid messages {shown(given)}: expected a list of {{"role": ..., "content": ...}}')
+
+
+def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as chat templates expect it: the content is text, the arguments of tool calls are objects.
+
+    Raises ``OutriderError`` for malformed tool calls and for content that is not text or parts with text.
+    """
+    plain = {**message, "content": _text_of(message)}
+    if not message.get("tool_calls"):
+        return plain
+    try:
+        calls = [{**call, "function": _with_object(call["function"])} for call in message["tool_calls"]]
+    except (TypeError, KeyError, AttributeError):
+        raise OutriderError(f"invalid tool_calls {shown(message['tool_calls'])}: expected a list as in OpenAI's API") from None
+    return {**plain, "tool_calls": calls}
 
 
 def _text_of(message: Mapping[str, Any]) -> str:
     content = message.get("content")
-    if content is None and message["role"] == "assistant":  # with tool calls, say
+    if content is None and message["role"] in ("assistant", "tool"):
         return ""
     if isinstance(content, (list, tuple)):
-        parts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]
-        content = None if None in parts else "".join(map(str, parts))
+        texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+        known = [text for text in texts if isinstance(text, str)]
+        content = "".join(known) if len(known) == len(content) else None
     if not isinstance(content, str):
         expected = 'expected text, or a list of parts {"type": "text", "text": ...}'
         raise OutriderError(f"invalid content {shown(message.get('content'))} of a message: {expected}")
     return content
 
 
-def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:
-    """Convert messages to token ids with the tokenizer's chat template. Raises ``OutriderError`` if it rejects them."""
+def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    return {**function, "arguments": arguments_of(arguments) if isinstance(arguments, str) else arguments}
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """Return the arguments of a tool call from their JSON text; none for an empty one. Raises ``OutriderError`` for others."""
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise OutriderError(f"invalid arguments {shown(text)} of a tool call: expected a JSON object")
+    return found
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase, with_tools: bool = False) -> str | None:
+    """Return the chat template, or the one for requests with tools; None if there is none."""
+    try:
+        return str(tokenizer.get_chat_template(tools=[] if with_tools else None)) if tokenizer.chat_template else None
+    except ValueError:  # several templates without a default
+        return None
+
+
+def takes_tools(template: str | None) -> bool:
+    """Return whether a chat template shows tools to the model."""
+    return "tools" in (template or "")
+
+
+def check_takes_tools(template: str | None) -> None:
+    """Raise ``OutriderError`` if a chat template ignores tools."""
+    if not takes_tools(template):
+        raise OutriderError("the model's chat template has no place for tools: use a model with tool calling")
+
+
+def chat_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+) -> list[int]:
+    """Convert messages to token ids with the tokenizer's chat template. Raises ``OutriderError`` if it rejects them."""
+    if tools:
+        check_takes_tools(template_of(tokenizer, with_tools=True))
+    shown_tools: list[Any] | None = [dict(tool) for tool in tools] if tools else None
+    try:
+        text = tokenizer.apply_chat_template(messages, tools=shown_tools, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates can raise anything
         roles = ", ".join(message["role"] for message in messages)
         raise OutriderError(f"the chat template rejects these messages ({roles}): {first_line(error)}") from error

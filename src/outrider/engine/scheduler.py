@@ -99,7 +99,9 @@ class Scheduler:
             request=request,
             max_tokens=min(params.max_tokens, self.max_len - request.num_prompt_tokens),
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids),
-            detokenizer=self._make_detokenizer(request.token_ids) if self._make_detokenizer else None,
+            detokenizer=(
+                self._make_detokenizer(request.token_ids, params.skip_special_tokens) if self._make_detokenizer else None
+            ),
             scanner=StopScanner(params.stop) if params.stop else None,
             client=client,
             fork_of=fork_of,

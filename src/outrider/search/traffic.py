@@ -108,8 +108,6 @@ def _body(line: dict[str, Any]) -> dict[str, Any]:
     body: dict[str, Any] = dict(found)
     if _is_logged(line):
         body = {"temperature": OPENAI_TEMPERATURE} | body
-    if isinstance(body.get("messages"), list):
-        body["messages"] = [_plain(message) for message in body["messages"]]
     try:
         settings(body, SamplingParams())
     except OutriderError as wrong:
@@ -120,15 +118,6 @@ def _body(line: dict[str, Any]) -> dict[str, Any]:
 def _is_logged(line: Mapping[str, Any]) -> bool:
     """Return whether a line is from a log of requests, not written for Outrider: it may contain what no engine of ours runs."""
     return "body" in line or "model" in line
-
-
-def _plain(message: Any) -> Any:
-    """Return a message whose content parts (OpenAI's list form) are joined to one string."""
-    parts = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(parts, list):
-        return message
-    texts = [part.get("text", "") for part in parts if isinstance(part, dict)]
-    return {**message, "content": "".join(text for text in texts if isinstance(text, str))}
 
 
 def _seed(defaults: SamplingParams, index: int) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from codecs import IncrementalDecoder, getincrementaldecoder
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from outrider.runner.tokenizers import token_bytes
+from outrider.server.replies import Reply
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,9 +116,11 @@ class Answer:
         """Return the first chunks of a stream."""
         return []
 
-    def chunk(self, index: int, chunk: Chunk) -> dict[str, Any]:
-        """Return the stream chunk with the tokens that one round added to a choice."""
-        return {**self.head(self.chunk_kind), "choices": [self.choice(index, chunk, is_whole=False)]}
+    def chunk(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
+        """Return the stream chunk with the tokens that one round added to a choice; None if they complete nothing."""
+        choice = self.choice(index, chunk, is_whole=False)
+        is_empty = not any(choice.get(name) for name in ("text", "delta", "logprobs", "finish_reason"))
+        return None if is_empty else {**self.head(self.chunk_kind), "choices": [choice]}
 
     def last(self) -> dict[str, Any]:
         """Return the final chunk, which contains the usage and no choices."""
@@ -167,6 +171,7 @@ class ChatAnswer(Answer):
 
     kind: ClassVar[str] = "chat.completion"
     chunk_kind: ClassVar[str] = "chat.completion.chunk"
+    replies: dict[int, Reply] = field(default_factory=lambda: defaultdict(Reply))  # reader of each choice
 
     def opening(self) -> list[dict[str, Any]]:
         role = {"role": "assistant", "content": ""}
@@ -175,9 +180,15 @@ class ChatAnswer(Answer):
 
     def choice(self, index: int, part: Chunk, is_whole: bool) -> dict[str, Any]:
         logprobs = None if part.logprobs is None else self._logprobs(part.token_ids, part.logprobs)
-        if is_whole:
-            return _choice(index, part, logprobs, message={"role": "assistant", "content": part.text})
-        return _choice(index, part, logprobs, delta={"content": part.text})
+        reply = self.replies[index]
+        said = reply.feed(part.text)
+        if part.finish_reason is not None:
+            said.add(reply.finish())
+        content = {"message": said.message()} if is_whole else {"delta": said.delta()}
+        choice = _choice(index, part, logprobs, **content)
+        if part.finish_reason == "stop" and reply.num_calls and reply.ends_with_calls:
+            choice["finish_reason"] = "tool_calls"
+        return choice
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         content = []
@@ -195,5 +206,5 @@ def _finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def _choice(index: int, part: Chunk, logprobs: dict[str, Any] | None, **content: str | dict[str, str]) -> dict[str, Any]:
+def _choice(index: int, part: Chunk, logprobs: dict[str, Any] | None, **content: str | dict[str, Any]) -> dict[str, Any]:
     return {"index": index, **content, "logprobs": logprobs, "finish_reason": part.finish_reason}

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from outrider.engine.config import eos_token_ids
+from outrider.engine.prompts import template_of
 from outrider.errors import PromptTooLong
 from outrider.server.pool import WorkerPool
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from outrider.engine.llm import LLM
     from outrider.server.config import Client, ServerConfig
 
@@ -34,19 +34,13 @@ def tools(llm: LLM) -> dict[str, Any] | None:
     return {
         "tokenizer": backend.to_str(),
         "split_special_tokens": found.split_special_tokens,
-        "template": _template(found),
+        "template": template_of(found),
+        "tool_template": template_of(found, with_tools=True),
         "special_tokens": {name: _plain(token) for name, token in found.special_tokens_map.items()},
         "vocab_size": max(llm.runner.vocab_size, len(found)),
         "mask_size": llm.runner.vocab_size,
         "eos_token_ids": sorted(eos_token_ids(llm.runner, found)),
     }
-
-
-def _template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    try:
-        return str(tokenizer.get_chat_template()) if tokenizer.chat_template else None
-    except ValueError:  # several templates without a default
-        return None
 
 
 def _plain(token: Any) -> Any:
@@ -65,7 +59,8 @@ class Prompts:
         """``given``: tokenizer data from ``tools``; ``aside`` runs a function in the server's helper thread."""
         self._llm, self._aside, tokenizer = llm, aside, llm.tokenizer
         self.pool: WorkerPool | None = None
-        self._template = None if tokenizer is None else _template(tokenizer)
+        self._template = None if tokenizer is None else template_of(tokenizer)
+        self._tool_template = None if tokenizer is None else template_of(tokenizer, with_tools=True)
         # The longest token counts characters (for byte-level tokenizers bytes).
         longest = 1 if tokenizer is None else max(map(len, tokenizer.get_vocab()), default=1)
         self._max_characters = llm.runner.max_len * longest
@@ -83,17 +78,21 @@ class Prompts:
             return found
         return await self._tokenised({"texts": texts}, sum(map(len, texts)), client)
 
-    async def chat(self, messages: list[dict[str, str]], client: Client) -> list[list[int]]:
+    async def chat(
+        self, messages: list[dict[str, Any]], client: Client, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[list[int]]:
         """Return one prompt, rendered by the tokenizer's chat template. Raises ``OutriderError`` for invalid messages."""
-        most = self._llm.runner.max_len
+        template, most = self._tool_template if tools else self._template, self._llm.runner.max_len
         if len(messages) > most:  # every message takes at least one token
             raise PromptTooLong(f"{len(messages)} messages do not fit into the context of {most} tokens: send fewer")
-        num_characters = self._check_size("".join(message["content"] for message in messages))
-        if "developer" not in (self._template or ""):  # OpenAI's newer name; a template drops the messages of unknown roles
+        calls = [message["tool_calls"] for message in messages if "tool_calls" in message]
+        shown = "".join(message["content"] + message.get("reasoning_content", "") for message in messages)
+        num_characters = self._check_size(shown + "".join(map(json.dumps, [*calls, *tools])))
+        if "developer" not in (template or ""):  # OpenAI's newer name; a template drops the messages of unknown roles
             messages = [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
-        if self.pool is None or self._template is None:
-            return [await self._aside(lambda: self._llm.chat_prompt(messages))]
-        return await self._tokenised({"messages": messages}, num_characters, client)
+        if self.pool is None or template is None:
+            return [await self._aside(lambda: self._llm.chat_prompt(messages, tools))]
+        return await self._tokenised({"messages": messages, "tools": list(tools)}, num_characters, client)
 
     async def _tokenised(self, job: dict[str, Any], num_characters: int, client: Client) -> list[list[int]]:
         assert self.pool is not None

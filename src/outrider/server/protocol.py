@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
@@ -9,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from outrider.engine.options import Speculation
+from outrider.engine.prompts import arguments_of, for_template
 from outrider.options import declared
 from outrider.registry import PLAIN
 from outrider.types import Grammar, OutriderError, SamplingParams
@@ -19,6 +21,8 @@ MAX_SAMPLES = 128
 MAX_FIELDS = 128  # fields per object: each wrong one adds an error
 MAX_BIASES = 4096
 MAX_MESSAGES = 4096  # of a conversation, and parts of a message
+MAX_TOOLS = 256  # of a call, and tool calls of a message
+MAX_DEPTH = 64  # of parameters and arguments of tools
 # Parts of an error location that pydantic adds for unions of types, such as function-after[_unicode(), constrained-str].
 PYDANTIC_TYPE = re.compile(r"^(constrained|function|nullable|tagged|lax|json)-|^[a-z-]+\[.*\]$")
 MAX_DETAIL = 200  # characters of one of pydantic's errors, which may quote the client's value
@@ -42,6 +46,30 @@ def _at_most(limit: int, what: str) -> BeforeValidator:
         return given
 
     return BeforeValidator(check)
+
+
+def _shallow(value: Any) -> Any:
+    """Validate that JSON is not nested so deeply that a library could fail, and that its strings are valid Unicode."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level if isinstance(outer, (dict, list)) for inner in _values(outer)]
+        if not level:
+            _unicode(json.dumps(value, ensure_ascii=False))
+            return value
+    raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+
+
+def _values(outer: dict[str, Any] | list[Any]) -> list[Any]:
+    return list(outer.values()) if isinstance(outer, dict) else outer
+
+
+def _arguments(text: str) -> str:
+    """Validate the arguments of a tool call, which are JSON text."""
+    try:
+        _shallow(arguments_of(text))
+    except OutriderError as error:
+        raise ValueError(str(error)) from None
+    return text
 
 
 Text = Annotated[str, AfterValidator(_unicode)]
@@ -141,6 +169,7 @@ class SamplingFields(Body):
     allowed_token_ids: TokenIds | None = Field(None, min_length=1)
     banned_token_ids: TokenIds = Field(default_factory=list)
     ignore_eos: bool = like("ignore_eos")
+    skip_special_tokens: bool = like("skip_special_tokens")
     speculative: Speculative | None = None
     # accepted with the only value that changes nothing, which many clients send
     best_of: Literal[1] | None = None
@@ -218,18 +247,95 @@ class TextPart(Body):
     text: Text
 
 
+class CalledFunction(Body):
+    """A function with the arguments of a call."""
+
+    name: Text
+    arguments: Annotated[Text, AfterValidator(_arguments)]
+
+
+class ToolCall(Body):
+    """A call in an assistant's message."""
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # accepted and ignored: some clients keep it from a stream
+
+
 class Message(Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Text | Annotated[list[TextPart], Field(fail_fast=True)], _at_most(MAX_MESSAGES, "parts")]
+    content: Annotated[Text | Annotated[list[TextPart], Field(fail_fast=True)], _at_most(MAX_MESSAGES, "parts")] | None = None
     name: Text | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True), _at_most(MAX_TOOLS, "tool calls")] | None = None
+    tool_call_id: Text | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None  # the same under vLLM's name
+    refusal: Text | None = None  # accepted and ignored
 
-    def plain(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _said(self) -> Self:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("content is missing: only an assistant's message with tool_calls may lack it")
+        return self
+
+    def plain(self) -> dict[str, Any]:
         """Return the message for a chat template."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": content, **named}
+        content = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
+        reasoning = self.reasoning_content or self.reasoning
+        calls = None if self.tool_calls is None else [call.model_dump(exclude={"index"}) for call in self.tool_calls]
+        optional = {"name": self.name, "reasoning_content": reasoning, "tool_calls": calls, "tool_call_id": self.tool_call_id}
+        given = {name: value for name, value in optional.items() if value}
+        return for_template({"role": self.role, "content": content, **given})
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: Text | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(_shallow)] | None = None
+    strict: bool | None = None  # forced calls always match the parameters
+
+
+class Tool(Body):
+    """A tool that the model may use."""
+
+    type: Literal["function"]
+    function: Function
+
+    def arguments_schema(self, place: str = "#") -> dict[str, Any]:
+        """Return the JSON schema of the arguments; ``place``: where it is inserted in another schema."""
+        schema = self.function.parameters or {"additionalProperties": False}
+        found: dict[str, Any] = _moved({"type": "object", **schema}, place)
+        return found
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema whose references to itself are valid where it is inserted."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: place + value[1:] if key == "$ref" and isinstance(value, str) and value[:1] == "#" else _moved(value, place)
+        for key, value in schema.items()
+    }
+
+
+class FunctionName(Body):
+    """The name of a function."""
+
+    name: Text
+
+
+class NamedTool(Body):
+    """The one tool to call."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatBody(SamplingFields):
@@ -243,12 +349,62 @@ class ChatBody(SamplingFields):
     add_generation_prompt: Literal[True] = True
     continue_final_message: Literal[False] = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: Annotated[list[Tool], Field(min_length=1, fail_fast=True), _at_most(MAX_TOOLS, "tools")] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _can_call(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"tools: {twice!r} occurs more than once")
+        if self.tool_choice is not None and not names:
+            raise ValueError("tool_choice needs tools")
+        if self.named is not None and self.named not in names:
+            raise ValueError(f"tool_choice: unknown tool {self.named!r}: expected one of {', '.join(names)}")
+        if names and super().is_json:
+            raise ValueError("tools and response_format cannot be combined: choose one")
+        return self
+
+    @property
+    def named(self) -> str | None:
+        """The name of the function that must be called, or None."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools for the chat template."""
+        shown = [] if self.tool_choice == "none" else self.tools or []
+        return [tool.model_dump(exclude_none=True) for tool in shown]
+
+    @property
+    def is_json(self) -> bool:
+        return self.named is not None or self.tool_choice == "required" or super().is_json
+
+    @property
+    def schema_asked(self) -> dict[str, Any] | None:
+        tools = {tool.function.name: tool for tool in self.tools or ()}
+        if self.named is not None:
+            return tools[self.named].arguments_schema()
+        return _calls_schema(tools, self.parallel_tool_calls) if self.tool_choice == "required" else super().schema_asked
 
     def num_logprobs(self) -> int | None:
         """Return the engine's ``logprobs``. Raises ``OutriderError`` for ``top_logprobs`` without ``logprobs``."""
         if self.top_logprobs is not None and not self.logprobs:
             raise OutriderError("top_logprobs needs logprobs: true")
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def _calls_schema(tools: dict[str, Tool], is_parallel: bool) -> dict[str, Any]:
+    """Return the JSON schema of a list of calls."""
+    calls = []
+    for index, (name, tool) in enumerate(tools.items()):
+        arguments = tool.arguments_schema(f"#/items/anyOf/{index}/properties/arguments")
+        properties = {"name": {"const": name}, "arguments": arguments}
+        calls.append({"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False})
+    most = {} if is_parallel else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
 
 
 def mistakes(errors: Sequence[Any]) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,6 +28,7 @@ from outrider.server.metrics import Metrics
 from outrider.server.prompts import Aside, Prompts, tools
 from outrider.server.protocol import ChatBody, CompletionBody, SamplingFields, StreamOptions, mistakes
 from outrider.server.record import Record
+from outrider.server.replies import Replies
 from outrider.types import OutriderError, SamplingParams
 from outrider.types import Request as EngineRequest
 
@@ -48,6 +50,7 @@ class Service:
         self.bridge = EngineBridge(llm, config.max_queue, config.stream_interval)
         self.metrics = Metrics(self.bridge, config.name)
         self._tokens = TokenTexts(llm.tokenizer)
+        self._replies = Replies(llm.tokenizer)
         # For slow work, and all work with the tokenizer, which is not thread-safe.
         self._aside_thread = ThreadPoolExecutor(1, "outrider-aside")
         self._grammar_thread = ThreadPoolExecutor(1, "outrider-grammars")  # so that only calls with new schemas wait for it
@@ -71,9 +74,19 @@ class Service:
         call = _call(http)
         answer = ChatAnswer("chatcmpl-" + call.request_id, self.config.name, self._tokens)
         max_tokens = body.max_completion_tokens or body.max_tokens or self.llm.runner.max_len
+        self._replies.check(body)
+        is_parsed, logprobs = self._replies.is_parsed(body), body.num_logprobs()
         messages = [message.plain() for message in body.messages]
-        encode = partial(self._prompts.chat, messages, call.client)
-        params = partial(body.params, max_tokens, body.num_logprobs())
+
+        async def encode() -> list[list[int]]:
+            prompts = await self._prompts.chat(messages, call.client, body.offered)
+            answer.replies |= enumerate(await self._aside(lambda: self._replies.readers(body, prompts[0])))
+            return prompts
+
+        def params(grammar: TokenGrammar | None) -> SamplingParams:
+            given = body.params(max_tokens, logprobs, grammar)
+            return replace(given, skip_special_tokens=False) if is_parsed else given
+
         return await self._answer(body, http, answer, body.n, encode, params)
 
     def start(self) -> None:
@@ -309,9 +322,9 @@ class EventStream(StreamingResponse):
             yield _event({**opening, "usage": answer.usage()} if is_counting else opening)
         try:
             async for index, chunk in self._watched.chunks():
-                if chunk.text or chunk.logprobs or chunk.finish_reason is not None:
-                    usage = {"usage": answer.usage()} if is_counting else {}
-                    yield _event({**answer.chunk(index, chunk), **usage})
+                event = answer.chunk(index, chunk)
+                if event is not None:
+                    yield _event({**event, "usage": answer.usage()} if is_counting else event)
         except (TimeoutError, OutriderError) as error:
             yield _event(explained(error)[1])
             return

@@ -62,7 +62,9 @@ class Workbench:
             if "texts" in job:
                 return self._encode(job["texts"], job["max_tokens"], add_special_tokens=True)
             if "messages" in job:
-                return self._encode([self._render(job["messages"])], job["max_tokens"], add_special_tokens=False)
+                return self._encode(
+                    [self._render(job["messages"], job.get("tools"))], job["max_tokens"], add_special_tokens=False
+                )
             return self._try_out(job["schema"])
         except MemoryError:
             raise
@@ -80,12 +82,13 @@ class Workbench:
             ids.append(found)
         return {"ids": ids}
 
-    def _render(self, messages: list[Job]) -> str:
+    def _render(self, messages: list[Job], tools: list[Any] | None) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        options = {"chat_template": self._setup["template"], **self._setup["special_tokens"]}
+        template = self._setup["tool_template" if tools else "template"]
+        options = {"chat_template": template, **self._setup["special_tokens"]}
         try:
-            rendered: Any = render_jinja_template([messages], add_generation_prompt=True, **options)
+            rendered: Any = render_jinja_template([messages], tools=tools or None, add_generation_prompt=True, **options)
         except MemoryError:
             raise
         except Exception as error:

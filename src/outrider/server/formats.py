@@ -1,0 +1,108 @@
+"""Forms of chat replies, as response templates of transformers, for tokenizers that come without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+CALLS = "tool_calls"  # name of the field of tool calls
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names of fields of reasoning
+
+CALL = {"type": "function", "function": "{content}"}
+NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+# Repetitions are bounded, because patterns are searched whenever text arrives. Later in a reply, <think> is text.
+THINK = {"open_pattern": r"\A\s{0,8}<think>", "close_pattern": r"\s{0,8}</think>"}
+
+HERMES: dict[str, Any] = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": THINK,
+        CALLS: {
+            "open_pattern": r"\s{0,8}<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": CALL,
+        },
+        "content": {},
+    },
+}
+QWEN_XML: dict[str, Any] = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": THINK,
+        CALLS: {
+            # Qwen3-Coder often omits <tool_call>.
+            "open_pattern": r"\s{0,8}(?:<tool_call>\s{0,8})?<function=(?P<name>[^>\n]{1,64})>",
+            "close_pattern": r"</function>\s{0,8}</tool_call>",
+            "repeats": True,
+            "content": "xml-inline",
+            # Anything else matches without a key, which is an error.
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>|\S"},
+            "transform": NAMED,
+        },
+        "content": {},
+    },
+}
+GEMMA: dict[str, Any] = {
+    "start_anchor": ["<|turn>model\n", "<tool_response|>"],
+    "fields": {
+        "reasoning_content": {"open": "<|channel>thought\n", "close_pattern": r"\s{0,8}<channel\|>"},
+        CALLS: {
+            "open_pattern": r"\s{0,8}<\|tool_call>call:(?P<name>[\w.-]{1,64})",
+            "close": "<tool_call|>",
+            "repeats": True,
+            "content": "json",
+            "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+            "transform": NAMED,
+        },
+        "content": {},
+    },
+}
+LLAMA: dict[str, Any] = {
+    "start_anchor": "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "fields": {
+        CALLS: {
+            "open_pattern": r'\A\s{0,8}(?:<\|python_tag\|>\s{0,8})?(?=\{\s{0,8}"name"\s{0,8}:)',
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.parameters}"}},
+        },
+        "content": {},
+    },
+}
+MISTRAL: dict[str, Any] = {
+    "start_anchor": ["[/INST]", "[/TOOL_RESULTS]"],
+    "fields": {
+        "reasoning_content": {"open_pattern": r"\A\s{0,8}\[THINK\]", "close_pattern": r"\s{0,8}\[/THINK\]"},
+        CALLS: {
+            "open_pattern": r"\s{0,8}\[TOOL_CALLS\]\s{0,8}(?P<name>[\w.-]{1,64})(?:\[CALL_ID\]\w{1,64})?\[ARGS\]",
+            "close_pattern": r"(?=\[TOOL_CALLS\])",
+            "repeats": True,
+            "content": "json",
+            "transform": NAMED,
+        },
+        "content": {},
+    },
+}
+MISTRAL_LIST: dict[str, Any] = {
+    "start_anchor": ["[/INST]", "[/TOOL_RESULTS]"],
+    "fields": {
+        CALLS: {
+            "open_pattern": r"\s{0,8}\[TOOL_CALLS\]",
+            "content": "json",
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+            "transform_each": True,
+        },
+        "content": {},
+    },
+}
+
+# Texts that a chat template contains, all of them, and the form of its model's replies. The first match is used.
+FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
+    (("<tool_call>", "<function="), QWEN_XML),
+    (("<tool_call>", "<|im_start|>"), HERMES),
+    (("<|tool_call>",), GEMMA),
+    (("<|start_header_id|>", '"parameters": '), LLAMA),
+    (("[TOOL_CALLS]", "[ARGS]"), MISTRAL),
+    (("[TOOL_CALLS]",), MISTRAL_LIST),
+)

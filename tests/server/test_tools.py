@@ -1,0 +1,391 @@
+"""Tool calls and reasoning over HTTP, with OpenAI's client: whole and streamed, free and forced."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+import torch
+from tiny_folder import make_folder, make_tokenizer
+from torch import Tensor
+
+from outrider import LLM, OutriderError, SamplingParams
+from outrider.search.traffic import encoded, read_file
+from outrider.server.replies import Part
+
+from .served import Served, serving
+
+CHATML = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "Answer with <tool_call>JSON</tool_call>.<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }}{{ call.function.arguments.items() | list }}"
+    "</tool_call>{% endfor %}{% if message.tool_call_id %} for {{ message.tool_call_id }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CITY = {"enum": ["Paris", "Lima", "Oslo"]}
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"place": {"$ref": "#/$defs/place"}, "days": {"type": "integer", "minimum": 1, "maximum": 7}},
+    "required": ["place", "days"],
+    "examples": [{"place": None}],
+    "additionalProperties": False,
+    "$defs": {"place": {"type": "object", "properties": {"city": CITY}, "required": ["city"], "additionalProperties": False}},
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "description": "A forecast.", "parameters": WEATHER, "strict": True}},
+    {"type": "function", "function": {"name": "now"}},
+]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+ARGUMENTS = {"place": {"city": "Oslo"}, "days": 2}
+USER: dict[str, Any] = {"role": "user", "content": "How is Oslo?"}
+CALL = f"<tool_call>\n{json.dumps({'name': 'weather', 'arguments': ARGUMENTS})}\n</tool_call>"
+REPLY = f"<think>\nI should ask.\n</think>\n\nLet me see.\n{CALL}\n{CALL}"
+
+
+class Script:
+    """Grammar that allows one output: samples of a request get the texts in turn."""
+
+    def __init__(self, outputs: Sequence[list[int]], vocab_size: int) -> None:
+        self._outputs, self._vocab_size, self._num_started = outputs, vocab_size, 0
+
+    def matcher(self) -> ScriptMatcher:
+        self._num_started += 1
+        return ScriptMatcher(self._outputs[(self._num_started - 1) % len(self._outputs)], self._vocab_size)
+
+
+class ScriptMatcher:
+    def __init__(self, output: list[int], vocab_size: int) -> None:
+        self._output, self._vocab_size = output, vocab_size
+
+    def allowed(self, output: Sequence[int], path: Sequence[int]) -> Tensor | None:
+        done = [*output, *path]
+        if done != self._output[: len(done)] or len(done) >= len(self._output):
+            return None
+        return torch.arange(self._vocab_size) == self._output[len(done)]
+
+
+def load(folder: Path, template: Any, method: str = "draft") -> LLM:
+    tokenizer = make_tokenizer(chat_template=template)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<think>"]})
+    options: dict[str, Any] = {"tokenizer": tokenizer, "max_position_embeddings": 4096}
+    target, draft = make_folder(folder / "target", **options), make_folder(folder / "draft", num_hidden_layers=1, **options)
+    return LLM(target, draft=draft, method=method, num_draft_tokens=3, max_batch=4, compile="never", same_text=True)
+
+
+@pytest.fixture(scope="module")
+def tooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(load(tmp_path_factory.mktemp("tooled"), CHATML)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(tooled: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=tooled.url + "/v1", api_key="none", max_retries=0)
+
+
+Says = Callable[..., None]
+
+
+@pytest.fixture
+def says(tooled: Served, monkeypatch: pytest.MonkeyPatch) -> Says:
+    """Return ``says(text, ...)``, which makes the model write these texts in turn."""
+    llm, requests_for = tooled.llm, tooled.llm.requests_for
+    assert llm.tokenizer is not None
+    encode = llm.tokenizer.encode
+
+    def says(*texts: str) -> None:
+        script = Script([[*encode(text), 0] for text in texts], llm.runner.vocab_size)
+        monkeypatch.setattr(llm, "requests_for", lambda ids, params: requests_for(ids, replace(params, grammar=script)))
+
+    return says
+
+
+def chat(served: Served, **body: Any) -> dict[str, Any]:
+    answer = served.post("/v1/chat/completions", **({"messages": [USER], "tools": TOOLS, "max_tokens": 400} | body))
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [{name: value for name, value in call.items() if name != "id"} for call in message.get("tool_calls", ())]
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def streamed(served: Served, **body: Any) -> tuple[list[dict[str, Any]], list[str | None], int]:
+    """Return the messages that a stream's chunks join to, their finish reasons, and the number of chunks."""
+    n = body.get("n", 1)
+    parts, reasons = [Part() for _ in range(n)], [None] * n
+    body = {"messages": [USER], "tools": TOOLS, "max_tokens": 400, "stream": True} | body
+    answer = served.post("/v1/chat/completions", **body)
+    assert answer.status_code == 200, answer.text
+    events = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: {")]
+    for event in events:
+        assert "error" not in event, event
+        for choice in event["choices"]:
+            delta, part = choice["delta"], parts[choice["index"]]
+            assert reasons[choice["index"]] is None  # the finish reason comes last
+            reasons[choice["index"]] = choice["finish_reason"]
+            part.add(Part(delta.get("content") or "", delta.get("reasoning_content", "")))
+            for call in delta.get("tool_calls", ()):
+                if call["index"] < len(part.calls):
+                    part.calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+                else:
+                    part.calls.append(call)
+    return [part.message() for part in parts], reasons, len(events)
+
+
+def test_calls_and_reasoning_are_separated(client: openai.OpenAI, says: Says) -> None:
+    says(REPLY)
+    answer = client.chat.completions.create(model="outrider", messages=[USER], tools=TOOLS, max_tokens=400)  # type: ignore[call-overload]
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "Let me see."
+    assert choice.message.model_extra == {"reasoning_content": "I should ask."}
+    assert [(call.type, call.function.name) for call in choice.message.tool_calls] == [("function", "weather")] * 2
+    assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == [ARGUMENTS] * 2
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+
+
+def test_the_content_of_a_call_alone_is_null(tooled: Served, says: Says) -> None:
+    says(CALL)
+    (choice,) = chat(tooled)["choices"]
+    assert choice["message"].keys() == {"role", "content", "tool_calls"} and choice["message"]["content"] is None
+    assert choice["message"]["tool_calls"][0].keys() == {"id", "type", "function"}
+
+
+@pytest.mark.parametrize("interval", [0.0, 0.02])
+def test_a_stream_equals_the_whole_reply(tooled: Served, says: Says, interval: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tooled.service.bridge, "interval", interval)
+    texts = (REPLY, "No calls < here.", CALL, "Broken: <tool_call>weather</tool_call>")
+    says(*texts)
+    whole = chat(tooled, n=4)["choices"]
+    assert [choice["finish_reason"] for choice in whole] == ["tool_calls", "stop", "tool_calls", "stop"]
+    assert [choice["message"]["content"] for choice in whole] == ["Let me see.", texts[1], None, texts[3]]
+    says(*texts)
+    messages, reasons, _ = streamed(tooled, n=4, speculative={"num_draft_tokens": 0})
+    assert [without_ids(message) for message in messages] == [without_ids(choice["message"]) for choice in whole]
+    assert reasons == [choice["finish_reason"] for choice in whole]
+
+
+def test_openais_client_collects_a_stream(client: openai.OpenAI, says: Says) -> None:
+    says(REPLY)
+    asked: dict[str, Any] = {"model": "outrider", "messages": [USER], "tools": TOOLS, "max_tokens": 400}
+    with client.chat.completions.stream(**asked) as stream:
+        answer = stream.get_final_completion()
+    message = answer.choices[0].message
+    assert message.content == "Let me see." and answer.choices[0].finish_reason == "tool_calls"
+    assert [json.loads(call.function.arguments) for call in message.tool_calls or ()] == [ARGUMENTS] * 2
+
+
+def test_a_reply_that_is_cut_keeps_its_text(tooled: Served, says: Says) -> None:
+    says(CALL)
+    assert tooled.llm.tokenizer is not None
+    num_tokens = len(tooled.llm.tokenizer.encode(CALL)) // 2
+    (choice,) = chat(tooled, max_tokens=num_tokens)["choices"]
+    assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
+    assert CALL.startswith(choice["message"]["content"]) and len(choice["message"]["content"]) > 20
+
+
+def test_log_probabilities_and_usage_count_every_token(tooled: Served, says: Says) -> None:
+    says(REPLY)
+    answer = chat(tooled, logprobs=True)
+    tokens = answer["choices"][0]["logprobs"]["content"]
+    assert len(tokens) == answer["usage"]["completion_tokens"]
+    assert "".join(token["token"] for token in tokens) == REPLY + "<|end|>"
+
+
+def test_tools_that_may_not_be_called_are_not_shown(tooled: Served, says: Says) -> None:
+    says(REPLY)
+    answer = chat(tooled, tool_choice="none")
+    assert answer["choices"][0]["message"]["content"] == f"Let me see.\n{CALL}\n{CALL}"
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    without = chat(tooled, tools=None)
+    assert without["choices"][0]["message"] == answer["choices"][0]["message"]
+    counts = [each["usage"]["prompt_tokens"] for each in (answer, without, chat(tooled))]
+    assert counts[0] == counts[1] < counts[2]
+
+
+def test_a_conversation_returns_calls_and_results(tooled: Served, client: openai.OpenAI, says: Says) -> None:
+    says(f"<think>Hm.</think>{CALL}")
+    asked: dict[str, Any] = {"model": "outrider", "tools": TOOLS, "max_tokens": 400}
+    first = client.chat.completions.create(messages=[USER], **asked).choices[0].message
+    assert first.tool_calls is not None
+    result: Any = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "Rain."}
+    says("It rains.")
+    messages = [USER, first, result]
+    answer = client.chat.completions.create(messages=messages, **asked)
+    assert answer.choices[0].message.content == "It rains." and answer.choices[0].finish_reason == "stop"
+    said = {**first.model_dump(exclude_none=True), "content": ""}
+    prompt = tooled.llm.chat_prompt([USER, said, result], TOOLS)
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(prompt)
+    assert tooled.llm.tokenizer is not None
+    text = tooled.llm.tokenizer.decode(prompt)
+    assert "<think>Hm.</think><tool_call>weather[('place', {'city': 'Oslo'}), ('days', 2)]</tool_call>" in text
+    assert f"Rain. for {first.tool_calls[0].id}" in text and '"name": "now"' in text and '"examples": [{"place": null}]' in text
+
+
+def test_the_example_of_the_page_runs(client: openai.OpenAI, says: Says, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text().partition("### Tools and reasoning")[2]
+    example = page.partition("```python\n")[2].partition("```")[0]
+    says(CALL, "It rains.")
+    exec(example.replace("my-model", "outrider"), {"client": client})
+    assert capsys.readouterr().out == "It rains.\n"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_required_calls_match_the_parameters(tooled: Served, seed: int) -> None:
+    sampled = {"temperature": 0.8 * (seed > 0), "seed": seed, "n": 3, "parallel_tool_calls": False}
+    found = chat(tooled, tool_choice="required", **sampled)["choices"]
+    for choice in found:
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+        (call,) = choice["message"]["tool_calls"]
+        schema = {"weather": WEATHER, "now": {"maxProperties": 0}}[call["function"]["name"]]
+        jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
+    plain = chat(tooled, tool_choice="required", speculative={"num_draft_tokens": 0}, **sampled)["choices"]
+    assert [without_ids(choice["message"]) for choice in plain] == [without_ids(choice["message"]) for choice in found]
+    messages, reasons, _ = streamed(tooled, tool_choice="required", **sampled)
+    assert [without_ids(message) for message in messages] == [without_ids(choice["message"]) for choice in found]
+    assert reasons == ["tool_calls"] * 3
+
+
+def test_several_calls_may_be_required(tooled: Served) -> None:
+    found = chat(tooled, tool_choice="required", n=12, temperature=1.5, seed=1)["choices"]
+    assert max(len(choice["message"].get("tool_calls", ())) for choice in found) > 1
+    names = {call["function"]["name"] for choice in found for call in choice["message"].get("tool_calls", ())}
+    assert names == {"weather", "now"}
+
+
+def test_required_calls_that_are_cut_keep_their_text(tooled: Served) -> None:
+    (choice,) = chat(tooled, tool_choice="required", max_tokens=8)["choices"]
+    assert choice["finish_reason"] == "length" and choice["message"]["content"].startswith("[")
+
+
+def test_a_named_function_gets_its_arguments(tooled: Served) -> None:
+    (choice,) = chat(tooled, tool_choice=NAMED)["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "stop" and choice["message"]["content"] is None and call["function"]["name"] == "weather"
+    jsonschema.validate(json.loads(call["function"]["arguments"]), WEATHER)
+    plain = chat(tooled, tool_choice=NAMED, speculative={"method": "plain"})["choices"][0]
+    assert without_ids(plain["message"]) == without_ids(choice["message"])
+    (message,), reasons, num_chunks = streamed(tooled, tool_choice=NAMED)
+    assert without_ids(message) == without_ids(choice["message"]) and reasons == ["stop"] and num_chunks > 2
+
+
+def test_a_function_without_parameters_gets_an_empty_object(tooled: Served) -> None:
+    (choice,) = chat(tooled, tool_choice={"type": "function", "function": {"name": "now"}})["choices"]
+    assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {}
+
+
+CALLED = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": {"name": "now", "arguments": ""}}]}
+
+
+def called(arguments: str) -> list[dict[str, Any]]:
+    call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": arguments}}
+    return [USER, {"role": "assistant", "tool_calls": [call]}]
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"properties": {"a": nested(depth - 1)}} if depth else {}
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"tools": []}, "tools: List should have at least 1 item"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools: 'weather' occurs more than once"),
+        ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools.0.function.name: "),
+        ({"tools": [{"type": "function", "function": {"name": "a" * 65}}]}, "tools.0.function.name: "),
+        ({"tools": [{"type": "retrieval"}]}, "tools.0.type: "),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": nested(40)}}]}, "more than 64 levels deep"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"a": "\ud800"}}}]}, "unpaired surrogate"),
+        ({"tools": [TOOLS[0]] * 300}, "tools: too many tools: the limit is 256"),
+        ({"tools": None, "tool_choice": "auto"}, "tool_choice needs tools"),
+        ({"tool_choice": "sometimes"}, "tool_choice: "),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "other"}}},
+            "unknown tool 'other': expected one of weather, now",
+        ),
+        ({"response_format": {"type": "json_object"}}, "tools and response_format cannot be combined: choose one"),
+        ({"messages": called("{city: Oslo}")}, "messages.1.tool_calls.0.function.arguments: invalid arguments '{city: Oslo}'"),
+        ({"messages": called("[1]")}, "expected a JSON object"),
+        ({"messages": called("[" * 100_000)}, "expected a JSON object"),
+        ({"messages": called('{"a":' * 80 + "1" + "}" * 80)}, "more than 64 levels deep"),
+        ({"messages": called('{"a": "\\ud800"}')}, "unpaired surrogate"),
+        ({"messages": [{"role": "user"}]}, "content is missing: only an assistant's message with tool_calls may lack it"),
+        ({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": []}]}, "content is missing"),
+        ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
+        ({"messages": [USER, CALLED | {"refusal": "no", "speaker": "Ada"}]}, "messages.1.speaker: "),
+    ],
+)
+def test_invalid_tools_and_calls_are_refused(tooled: Served, body: dict[str, Any], says: str) -> None:
+    answer = tooled.post("/v1/chat/completions", **({"messages": [USER], "tools": TOOLS, "max_tokens": 2} | body))
+    assert answer.status_code == 400 and says in answer.json()["error"]["message"], answer.text
+
+
+def test_what_clients_store_is_accepted(tooled: Served) -> None:
+    stored = [
+        CALLED | {"reasoning": "Hm.", "refusal": "no", "content": None},
+        {"role": "tool", "content": "", "tool_call_id": "a"},
+    ]
+    stored[0]["tool_calls"][0]["index"] = 0  # type: ignore[index]
+    assert chat(tooled, messages=[USER, *stored], max_tokens=2, parallel_tool_calls=True)
+
+
+def test_an_unknown_format_can_be_forced(tmp_path: Path) -> None:
+    with serving(load(tmp_path, CHATML.replace("<tool_call>", "<call>"))) as server:
+        refused = server.post("/v1/chat/completions", messages=[USER], tools=TOOLS)
+        assert refused.status_code == 400
+        assert "no tool-call format of this model is known: set tool_choice" in refused.json()["error"]["message"]
+        (choice,) = chat(server, tool_choice="required", parallel_tool_calls=False)["choices"]
+        assert choice["message"]["tool_calls"][0]["function"]["name"] in ("weather", "now")
+        assert chat(server, tool_choice="none", max_tokens=2)["choices"][0]["message"].keys() == {"role", "content"}
+
+
+def test_a_template_without_tools_is_refused(served: Served) -> None:
+    for choice in ("auto", "required", NAMED):
+        answer = served.post("/v1/chat/completions", messages=[USER], tools=TOOLS, tool_choice=choice)
+        assert answer.status_code == 400
+        assert "the model's chat template has no place for tools" in answer.json()["error"]["message"]
+    with pytest.raises(OutriderError, match="no place for tools"):
+        served.llm.chat([USER], SamplingParams(max_tokens=1), TOOLS)
+
+
+def test_a_tokenizer_may_have_a_template_for_tools(tmp_path: Path) -> None:
+    llm = load(tmp_path, {"default": "{{ messages[0].content }}", "tool_use": CHATML})
+    with serving(llm) as server:
+        counts = [chat(server, max_tokens=1, **body)["usage"]["prompt_tokens"] for body in ({}, {"tool_choice": "none"})]
+    assert counts == [len(llm.chat_prompt([USER], TOOLS)), len(llm.chat_prompt([USER]))] and counts[0] > 2 * counts[1]
+
+
+def test_python_shows_tools_and_keeps_special_tokens(tooled: Served) -> None:
+    llm, tokenizer = tooled.llm, tooled.llm.tokenizer
+    assert tokenizer is not None
+    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    for skip, text in ((True, ""), (False, "<|im_start|>" * 3)):
+        params = SamplingParams(max_tokens=3, allowed_token_ids=[start], skip_special_tokens=skip)
+        assert llm.chat([USER], params, TOOLS).outputs[0].text == text
+        answer = tooled.post("/v1/completions", prompt="x", max_tokens=3, allowed_token_ids=[start], skip_special_tokens=skip)
+        assert answer.json()["choices"][0]["text"] == text
+    stopped = SamplingParams(max_tokens=3, allowed_token_ids=[0], skip_special_tokens=False)
+    assert llm.chat([USER], stopped, TOOLS).outputs[0].text == ""  # the stop token is not part of the text
+
+
+def test_recorded_tools_are_traffic(tmp_path: Path) -> None:
+    llm = load(tmp_path, CHATML)
+    file = tmp_path / "asked.jsonl"
+    messages = [USER, CALLED, {"role": "tool", "content": "", "tool_call_id": "a"}]
+    with serving(llm, record=file) as server:
+        counts = [
+            chat(server, messages=messages, max_tokens=2, tool_choice=choice)["usage"]["prompt_tokens"]
+            for choice in ("none", "required")
+        ]
+    asked = read_file(file, 9, SamplingParams(max_tokens=20))
+    assert [len(text.prompt) for text in encoded(llm.tokenizer, asked, 4096)] == counts
