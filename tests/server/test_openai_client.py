@@ -95,9 +95,18 @@ def test_null_means_omitted(served: Served, plain: LLM) -> None:
 @pytest.mark.parametrize("kind", [CompletionAnswer, ChatAnswer])
 def test_an_impossible_token_has_a_finite_log_probability(kind: type[Answer]) -> None:
     found = TokenLogprobs(-0.5, ((1, -0.5), (2, -math.inf)))
-    completion = Completion("r", [1], ["plain"], "a", [found], "stop", num_prompt_tokens=1)
-    said = json.dumps(kind("c", "m", TokenTexts(None), [completion]).whole(), allow_nan=False)
+    completion, texts = Completion("r", [1], ["plain"], "a", [found], "stop", num_prompt_tokens=1), TokenTexts(None)
+    texts._bytes = [b"a", b"b", b"c"]
+    said = json.dumps(kind("c", "m", texts, [completion]).whole(), allow_nan=False)
     assert "-9999.0" in said
+
+
+def test_the_generated_token_is_among_the_likeliest_ones() -> None:
+    found = TokenLogprobs(-2.5, ((1, -0.5), (2, -1.5)))
+    completion, texts = Completion("r", [0], ["plain"], "a", [found], "stop", num_prompt_tokens=1), TokenTexts(None)
+    texts._bytes = [b"a", b"b", b"c"]
+    (choice,) = CompletionAnswer("c", "m", texts, [completion]).whole()["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{"b": -0.5, "c": -1.5, "a": -2.5}]
 
 
 def test_a_speakers_name_reaches_the_template() -> None:
@@ -222,11 +231,23 @@ def test_models_are_listed_and_others_are_refused(client: openai.OpenAI) -> None
         client.completions.create(model="gpt-9", prompt="a")
 
 
+def test_fields_that_change_nothing_are_accepted(served: Served) -> None:
+    neutral = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "top_k": -1, "min_tokens": 0, "best_of": 1}
+    neutral |= {"modalities": ["text"], "add_generation_prompt": True, "service_tier": "auto", "skip_special_tokens": True}
+    sent_back = {"role": "assistant", "content": "Hello", "refusal": None, "annotations": [], "parsed": {"a": 1}}
+    plain, full = (
+        served.post("/v1/chat/completions", messages=[*MESSAGES, message, *MESSAGES], max_tokens=4, **more)
+        for message, more in (({"role": "assistant", "content": "Hello"}, {}), (sent_back, neutral))
+    )
+    assert full.status_code == 200, full.text
+    assert plain.json()["choices"] == full.json()["choices"]
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [
         ({"temperature": -1}, "temperature"),
-        ({"tools": []}, "tools"),
+        ({"functions": []}, "functions"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"speculative": {"method": "medusa"}}, "draft"),
         ({"speculative": {"num_draft_tokens": -1}}, "speculative"),

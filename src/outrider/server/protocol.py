@@ -273,7 +273,10 @@ class Message(Body):
     tool_call_id: Text | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = None  # the same under vLLM's name
-    refusal: Text | None = None  # accepted and ignored
+    # accepted and ignored: clients send answers back as they came
+    refusal: Text | None = None
+    annotations: list[Any] | None = None
+    parsed: Any = None
 
     @model_validator(mode="after")
     def _said(self) -> Self:
@@ -349,7 +352,7 @@ class ChatBody(SamplingFields):
     add_generation_prompt: Literal[True] = True
     continue_final_message: Literal[False] = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: Annotated[list[Tool], Field(min_length=1, fail_fast=True), _at_most(MAX_TOOLS, "tools")] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True), _at_most(MAX_TOOLS, "tools")] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
 
@@ -359,7 +362,7 @@ class ChatBody(SamplingFields):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"tools: {twice!r} occurs more than once")
-        if self.tool_choice is not None and not names:
+        if self.tool_choice not in (None, "none", "auto") and not names:
             raise ValueError("tool_choice needs tools")
         if self.named is not None and self.named not in names:
             raise ValueError(f"tool_choice: unknown tool {self.named!r}: expected one of {', '.join(names)}")
