@@ -122,9 +122,9 @@ def test_a_sample_of_a_prompt_that_began_with_a_cached_prefix():
 class Declining(FixedLength):
     """Takes no request that could start from more of a cached prefix."""
 
-    def start(self, request, batch, num_read, num_saved):
-        self.told = batch, num_read, num_saved
-        return num_saved == 0
+    def start(self, request, batch, num_draft_cached, num_recomputed):
+        self.told = batch, num_draft_cached, num_recomputed
+        return num_recomputed == 0
 
 
 def test_a_request_that_does_not_take_part_in_drafting_takes_the_whole_prefix():
@@ -149,9 +149,9 @@ def test_the_policy_is_told_what_the_proposer_has_read_and_what_the_target_could
     engine, proposer, _ = prepared(policy=policy)
     asked = []
     (first,) = conversation(engine, turns=1)
-    num_read = len(proposer.kept[0][1])
+    num_draft_cached = len(proposer.kept[0][1])
     run(engine, [make_request("second", [*first.token_ids, 3, 5], max_tokens=12)])
-    assert asked == [(1, 0, 0), (1, num_read, len(first.token_ids) - 1 - num_read)]
+    assert asked == [(1, 0, 0), (1, num_draft_cached, len(first.token_ids) - 1 - num_draft_cached)]
 
 
 def test_a_request_with_its_own_k_is_drafted_for_where_others_would_not_be():

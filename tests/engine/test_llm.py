@@ -123,8 +123,8 @@ def test_the_draft_reads_the_prompt_of_all_samples_once(model, tokenizer, monkey
     """One chunk per round, while the first sample continues without drafts and the others wait for it."""
     llm = LLM(model, tokenizer=tokenizer, draft=model, num_draft_tokens=3, prefill_chunk=16, compile="never")
     draft, read = llm.proposer.draft, []
-    read_on = draft._read_on
-    monkeypatch.setattr(draft, "_read_on", lambda *given: (read.append(sum(given[3])), read_on(*given)))
+    read_on = draft._prefill_pass
+    monkeypatch.setattr(draft, "_prefill_pass", lambda *given: (read.append(sum(given[3])), read_on(*given)))
     samples = outputs_of(llm.generate(PROMPTS[0] * 6, SamplingParams(max_tokens=12, n=4, temperature=1.0, seed=3)))
     assert 2 * 16 <= sum(read) <= len(tokenizer.encode(PROMPTS[0] * 6))
     assert "plain" in samples[0].origins

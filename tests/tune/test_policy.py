@@ -70,14 +70,14 @@ def test_a_useless_draft_is_rarely_requested():
 
 
 def test_new_requests_are_left_out_only_where_drafts_do_not_pay_and_not_for_long():
-    def taken(text: Text, batch: int, calls: int, num_saved: int = 500) -> str:
+    def taken(text: Text, batch: int, calls: int, num_recomputed: int = 500) -> str:
         policy = recorded(Cell(EMBEDDED, text, lengths=(256, 256))).inner
         request = Request("new", [0] * 50, 50, SamplingParams(), 0)
-        return "".join("yes " if policy.start(request, batch, 0, num_saved) else "no " for _ in range(calls))
+        return "".join("yes " if policy.start(request, batch, 0, num_recomputed) else "no " for _ in range(calls))
 
     assert taken(Text((0.9,)), 1, 3) == "yes " * 3
     assert taken(Text((0.02,)), 1, 12) == "no yes no no yes no no no no yes no no "
-    assert taken(Text((0.02,)), 1, 3, num_saved=20) == "yes " * 3  # that costs little
+    assert taken(Text((0.02,)), 1, 3, num_recomputed=20) == "yes " * 3  # that costs little
     assert taken(Text((0.02,)), 4, 3) == "yes " * 3  # nothing is known of batches of this size
 
 
@@ -192,7 +192,7 @@ def test_drafts_left_out_because_they_would_be_rejected_cost_nothing_in_the_esti
         drafts, accepted = (1, 0) if number % 2 else (4, 4)
         for counts in (track.shared, track.own):
             counts.add(4, drafts, accepted)
-    assert track.worths([0.8] * 4, 4) == pytest.approx([0.5] * 4, abs=0.03)
+    assert track.gains([0.8] * 4, 4) == pytest.approx([0.5] * 4, abs=0.03)
     assert list(accumulate(track.made_rates(4), mul)) == pytest.approx([1, 0.5, 0.5, 0.5], abs=0.03)
 
 

@@ -274,11 +274,11 @@ class Engine:
         """Start a new request from its longest cached prefix, cut where the proposer lacks hidden states."""
         text, limit = request.token_ids, None
         if self._hidden:
-            num_read = self._guard.start(request)
+            num_draft_cached = self._guard.start(request)
             if request.may_draft and request.num_draft_tokens is None:
-                num_saved = max(self.runner.num_cached(text) - num_read, 0)
-                request.may_draft = self.policy.start(request, len(self.scheduler.running), num_read, num_saved)
-            limit = num_read if request.may_draft else None
+                num_recomputed = max(self.runner.num_cached(text) - num_draft_cached, 0)
+                request.may_draft = self.policy.start(request, len(self.scheduler.running), num_draft_cached, num_recomputed)
+            limit = num_draft_cached if request.may_draft else None
         self._ledger.start(request.request_id, self.runner.start(request.request_id, text, limit))
 
     def _fork(self, entry: Entry) -> None:

@@ -27,11 +27,11 @@ class _States(NamedTuple):
     def kept(self, layer: int) -> Tensor:
         """Return those of the tokens that are committed after the round, but not those kept before."""
         states, path = self.hidden[layer][self.row], self.path
-        num_read = len(states) - self.num_drafts
-        num_skipped = max(self.num_kept - (self.num_before - num_read), 0)
+        num_committed = len(states) - self.num_drafts
+        num_skipped = max(self.num_kept - (self.num_before - num_committed), 0)
         if path == list(range(len(path))):  # a chain, or the leading nodes of a tree
-            return states[num_skipped : num_read + len(path)]
-        return torch.cat((states[num_skipped:num_read], states[num_read:][path]))
+            return states[num_skipped : num_committed + len(path)]
+        return torch.cat((states[num_skipped:num_committed], states[num_committed:][path]))
 
 
 class FeatureStore:

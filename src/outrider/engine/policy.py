@@ -16,11 +16,11 @@ class LengthPolicy(Protocol):
         """Return what a further draft of this round must bring; None: as many drafts as requested are made."""
         ...
 
-    def start(self, request: Request, batch: int, num_read: int, num_saved: int) -> bool:
+    def start(self, request: Request, batch: int, num_draft_cached: int, num_recomputed: int) -> bool:
         """Start a new request without its own K, before its first round. Return whether it takes part in drafting.
 
-        Called if the proposer needs hidden states. It has read ``num_read`` tokens of an earlier request with this prefix. The
-        target has cached ``num_saved`` more, which it must process again if the request takes part. ``batch``: the running
+        Called if the proposer needs hidden states. ``num_draft_cached``: leading tokens that it has cached; ``num_recomputed``:
+        further ones that the target has cached, but must process again if the request takes part; ``batch``: the running
         requests, with this one.
         """
         ...
@@ -54,7 +54,7 @@ class FixedLength:
             raise OutriderError(f"invalid number of draft tokens {k}: expected 0 or more")
         self.k = k
 
-    def start(self, request: Request, batch: int, num_read: int, num_saved: int) -> bool:
+    def start(self, request: Request, batch: int, num_draft_cached: int, num_recomputed: int) -> bool:
         return self.k > 0
 
     def next_lengths(self, context: Context) -> list[int]:

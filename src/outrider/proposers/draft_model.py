@@ -137,7 +137,7 @@ class DraftModelProposer(Proposer):
             return
         if not draft.is_prefilled([source_id], [prompt])[0]:
             rows, _ = draft.catch_up([source_id], [prompt], spare=0)
-            draft.read_to_last([source_id], [prompt], rows)
+            draft.prefill_to_last([source_id], [prompt], rows)
         draft.fork(source_id, request.request_id, len(prompt) - 1)
 
     def commit(self, context: Context, verdict: Verdict) -> None:

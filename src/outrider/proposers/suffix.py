@@ -198,11 +198,11 @@ class _Track:
         self.token_ids = request.token_ids  # the request's own list, which holds all tokens when it finishes
         self.own = SuffixAutomaton()
         self.cursors: list[Cursor] = []
-        self._num_read = 0
+        self._num_indexed = 0
 
     def catch_up(self, token_ids: Sequence[int], blocks: Sequence[SuffixAutomaton]) -> None:
         """Process new tokens."""
-        fresh = token_ids[self._num_read :]
+        fresh = token_ids[self._num_indexed :]
         for token in fresh:
             self.own.extend(token)
         if blocks or self.cursors:
@@ -210,7 +210,7 @@ class _Track:
             self.cursors = [known.get(id(block)) or Cursor(block) for block in blocks]
             for cursor in self.cursors:
                 cursor.read(fresh if id(cursor.block) in known else token_ids[-MAX_ENTRY:])
-        self._num_read = len(token_ids)
+        self._num_indexed = len(token_ids)
 
     def longest(self) -> Cursor:
         """Return the longest match; on ties the request's own, then the newest block's."""

@@ -28,7 +28,7 @@ from outrider.runner.layouts import SHORT, Layouts, rows_from
 from outrider.runner.longrope import settle_longrope, usual_window
 from outrider.runner.packed_files import PackedFile
 from outrider.runner.passes import PassRunner
-from outrider.runner.read_hidden import ReadHidden
+from outrider.runner.round_hidden import RoundHidden
 from outrider.runner.rounding import choose_reader, refuse_rounding
 from outrider.runner.self_check import check_itself
 from outrider.runner.survey import survey, survey_without_weights
@@ -77,7 +77,7 @@ class ModelRunner:
         self.passes = PassRunner(model, self.cache, config.compile, self.costs.renew)
         # Lengths that a sequence must not cross within a round, because it is then prefilled again with other frequencies.
         self.borders: tuple[int, ...] = () if self._long_texts is None else (self._long_texts.border,)
-        self._read = ReadHidden(copies=self.layouts.is_padded)
+        self._read = RoundHidden(copies=self.layouts.is_padded)
         self._round: _PendingScore | None = None
 
     @classmethod
@@ -247,12 +247,12 @@ class ModelRunner:
         these tokens will report.
         """
         rows = self._rows(request_ids, texts, hidden)
-        unread = self._unread(texts, rows)
+        unread = self._num_uncached(texts, rows)
         counts = shared_chunk([count if count >= SHORT else 0 for count in unread], self.config.prefill_chunk)
         left = [most - count for most, count in zip(unread, counts, strict=True)]
         if not self.layouts.is_padded:
             counts = [count if rest else 0 for count, rest in zip(counts, left, strict=True)]
-        self._read_on(request_ids, texts, rows, counts, hidden)
+        self._prefill_pass(request_ids, texts, rows, counts, hidden)
         return [rest < SHORT for rest in left]
 
     def is_prefilled(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> list[bool]:
@@ -307,9 +307,9 @@ class ModelRunner:
         self._prefill(request_ids, texts, rows, spare, hidden)
         return rows, [list(text[lens[row] :]) for text, row in zip(texts, rows, strict=True)]
 
-    def read_to_last(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+    def prefill_to_last(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
         """Prefill the uncached tokens of sequences after ``catch_up``, except for the last token of each."""
-        self._read_on(request_ids, texts, rows, self._unread(texts, rows), ())
+        self._prefill_pass(request_ids, texts, rows, self._num_uncached(texts, rows), ())
 
     def feed(
         self,
@@ -404,12 +404,12 @@ class ModelRunner:
         self.cache.reserve(longest + spare + 1)
         most = 0 if self.layouts.is_padded else self.config.prefill_chunk
         while True:
-            unread = self._unread(texts, rows)
+            unread = self._num_uncached(texts, rows)
             if sum([count for count in unread if count >= SHORT]) <= most:
                 return
-            self._read_on(request_ids, texts, rows, [min(count, self.config.prefill_chunk) for count in unread], hidden)
+            self._prefill_pass(request_ids, texts, rows, [min(count, self.config.prefill_chunk) for count in unread], hidden)
 
-    def _read_on(
+    def _prefill_pass(
         self,
         request_ids: Sequence[str],
         texts: Sequence[Sequence[int]],
@@ -430,13 +430,13 @@ class ModelRunner:
         for b in some:
             lens[rows[b]] += counts[b]
 
-    def _unread(self, texts: Sequence[Sequence[int]], rows: Sequence[int]) -> list[int]:
+    def _num_uncached(self, texts: Sequence[Sequence[int]], rows: Sequence[int]) -> list[int]:
         """Return the number of uncached tokens before the last one of each sequence."""
         lens = self.cache.cached_lens
         return [len(text) - 1 - lens[row] for text, row in zip(texts, rows, strict=True)]
 
     def _rows(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], hidden: tuple[int, ...]) -> list[int]:
-        """Return the requests' rows. A new request starts from the longest cached prefix; with ``hidden`` see ``start``."""
+        """Return the requests' rows. With ``hidden`` one that was not started begins at token 0."""
         limit = 0 if hidden else None
         rows = [self.cache.row_for(request_id, text, limit) for request_id, text in zip(request_ids, texts, strict=True)]
         if self._long_texts is not None:

@@ -46,7 +46,7 @@ class SelfDraft:
         runner = self._runner
         self._rows, self._fed = runner.catch_up(request_ids, texts, spare=0)
         if runner.max_drafts is not None:  # drafting overwrites the older states, but scoring starts from one of them
-            runner.read_to_last(request_ids, texts, self._rows)
+            runner.prefill_to_last(request_ids, texts, self._rows)
             self._fed = [fed[-1:] for fed in self._fed]
         self._slots = [runner.cache.cached_lens[row] for row in self._rows]
         logits, hidden = runner.feed(self.passes, self._fed, self._rows, self._slots, self._layers, self._span)

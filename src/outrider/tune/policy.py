@@ -32,11 +32,11 @@ DECAY = 0.93  # decay of a request's counts per round: about 14 rounds
 SHARED_DECAY = 0.99  # decay of the counts that new requests start with
 FIRST_REACH = 1  # a draft may be one longer than twice the longest so far
 MAX_TEMPERATURE = 2.0  # higher temperatures share its counts, which bounds the number of counts
-READ_HORIZON = 64  # tokens over which a proposer's prefill must pay off
+PREFILL_HORIZON = 64  # tokens over which a proposer's prefill must pay off
 
 FIRST_PAUSE, MAX_PAUSE = 8, 256  # rounds without drafts before the next probe
 NEW_REQUEST_WAIT, NEW_REQUEST_PAUSE = 4, 16  # limits, times the batch size, when a request joins
-MAX_DOUBT = 8  # maximum factor of these, after unsuccessful probes
+MAX_NEW_REQUEST_FACTOR = 8  # maximum factor of these, after unsuccessful probes
 PROBE_RATE = 0.8  # acceptance assumed for the length of a probe, at most MAX_PROBE
 MAX_PROBE = 4
 
@@ -67,17 +67,17 @@ class Track:
     num_own: float = 0.0
     num_free: float = 0.0
 
-    def worths(self, expected: Sequence[float], most: int) -> list[float]:
+    def gains(self, expected: Sequence[float], most: int) -> list[float]:
         """Return, for each depth of ``expected``, the accepted tokens that requesting a draft there adds, given that there is a
         first one; 0 for depths beyond ``most``.
 
         Drafts that a grammar forces add none: depths and values are scaled by the share of drafts that are free.
         """
-        worths = list(accumulate(self.shared.request_rates(self.own, expected), mul))
+        gains = list(accumulate(self.shared.request_rates(self.own, expected), mul))
         share = self.num_free / self.num_own if self.num_own else 1.0
-        worths = [share * worths[int(share * depth)] for depth in range(len(worths))]
+        gains = [share * gains[int(share * depth)] for depth in range(len(gains))]
         most = max(most, 0)
-        return worths[:most] + [0.0] * len(worths[most:])
+        return gains[:most] + [0.0] * len(gains[most:])
 
     @property
     def forced(self) -> float:
@@ -116,13 +116,13 @@ class DraftLengthPolicy:
         self._lens: list[int] = []  # decided lengths
         self._num_before: list[int] = []  # committed tokens per request before the round
         self._tried: list[int] = []  # requests for which a single draft is tried this round, though none was decided on
-        self._edge = 1.0  # its expected speed over that of plain decoding
+        self._expected_speedup = 1.0  # its expected speed over that of plain decoding
         self._draft_prices: DraftPrices | None = None
         self._plain: float | None = None  # seconds of a plain round
         self._age = 0  # rounds since
         self._wait, self._pause = 0, FIRST_PAUSE
-        self._stake = 1.0  # plain rounds that the last probe could lose; the next pause is proportional to it
-        self._doubt = 1  # factor of a new request's pause, doubled by each unsuccessful probe
+        self._last_probe_loss = 1.0  # plain rounds that the last probe could lose; the next pause is proportional to it
+        self._new_request_factor = 1  # factor of a new request's pause, doubled by each unsuccessful probe
         self._is_plain = True  # no drafts were requested in this round, except by requests with their own K
         self._is_probe = False
         self._num_drafted = 0
@@ -140,10 +140,10 @@ class DraftLengthPolicy:
         has_own = any([request.num_draft_tokens is not None for request in self._requests])
         return None if has_own else self._draft_prices
 
-    def start(self, request: Request, batch: int, num_read: int, num_saved: int) -> bool:
+    def start(self, request: Request, batch: int, num_draft_cached: int, num_recomputed: int) -> bool:
         """See ``LengthPolicy``. Where drafts would not pay, 1, 2, 4, ... requests with a long prefix in a row are left out."""
-        self._track(request).num_seen = num_read
-        if num_saved < MUCH_SAVED:
+        self._track(request).num_seen = num_draft_cached
+        if num_recomputed < MUCH_SAVED:
             return True
         if self._pays(request, batch):
             self._num_left_out, self._most_left_out = 0, 1
@@ -166,7 +166,7 @@ class DraftLengthPolicy:
         """Return the maximum number of drafts to request, and set whether this round is a probe."""
         self._is_probe = False
         if context.requests is not self._requests:
-            self._enter(context)
+            self._switch_batch(context)
         elif self._wait > 0:
             return 0
         elif self._plain is None or (self._k and (self._age >= DECISION_PERIOD or self._num_drafted < EARLY_ROUNDS)):
@@ -179,7 +179,7 @@ class DraftLengthPolicy:
         if self._budget < 0:
             self._wait = self._pause
             return 0
-        if self._num_unchecked >= PLAIN_CHECK_PERIOD and self._edge < THIN_GAIN:
+        if self._num_unchecked >= PLAIN_CHECK_PERIOD and self._expected_speedup < THIN_GAIN:
             return 0
         return self._k
 
@@ -218,7 +218,7 @@ class DraftLengthPolicy:
             if num_unseen <= 0:  # otherwise the time includes catching up
                 self.costs.record_drafts(longest or round_.k, num_drafting, times.draft)
         self._learn(drafted_for, context, round_)
-        self._book(round_, num_drafting, catch_up if self._is_probe else 0.0, is_prefill)
+        self._charge_budget(round_, num_drafting, catch_up if self._is_probe else 0.0, is_prefill)
         if self._is_probe:
             self._judge_probe(round_, context)
 
@@ -229,7 +229,7 @@ class DraftLengthPolicy:
 
     # --- learning -----------------------------------------------------------------------------------------------------------
 
-    def _enter(self, context: Context) -> None:
+    def _switch_batch(self, context: Context) -> None:
         """Switch to another batch. New requests start with the largest decided K."""
         decided = dict(zip([request.request_id for request in self._requests], self._lens, strict=False))
         before = [decided.get(request.request_id, self._k) for request in context.requests]
@@ -240,8 +240,8 @@ class DraftLengthPolicy:
             self._batch[b].is_new = False
         if fresh:
             batch = len(context.requests)  # a new request matters less in a large batch
-            self._wait = min(self._wait, int(batch * NEW_REQUEST_WAIT * self._doubt * self._stake))
-            self._pause = min(self._pause, batch * NEW_REQUEST_PAUSE * self._doubt)
+            self._wait = min(self._wait, int(batch * NEW_REQUEST_WAIT * self._new_request_factor * self._last_probe_loss))
+            self._pause = min(self._pause, batch * NEW_REQUEST_PAUSE * self._new_request_factor)
         self._has_grammars = any([request.matcher is not None for request in context.requests])
         self.costs = self._costs[all([request.params.is_greedy for request in context.requests])]
         self._decide(context, self._open(before))
@@ -332,7 +332,7 @@ class DraftLengthPolicy:
             track.shared.add(num_requested, num_drafts, num_accepted)
         self._judge_tries(round_)
 
-    def _book(self, round_: Round, num_drafting: int, catch_up: float, is_prefill: bool) -> None:
+    def _charge_budget(self, round_: Round, num_drafting: int, catch_up: float, is_prefill: bool) -> None:
         """Take the time that the round lost against plain decoding from the budget, or add the time that it won.
 
         Typical times are used, so that an outlier does not count against drafting. A probe also pays for the proposer's
@@ -366,18 +366,18 @@ class DraftLengthPolicy:
             self._lens = [0] * batch
             return
         longest = min(2 * self._reach + 1, self.max_k)
-        expected, worths, made, reading = [OPTIMISTIC_RATE] * longest, [], [], []
+        expected, gains, made, catching_up = [OPTIMISTIC_RATE] * longest, [], [], []
         for b, (track, request) in enumerate(zip(self._batch, self._requests, strict=True)):
             own, limit = request.num_draft_tokens if request.may_draft else 0, context.limits[b]
-            worths.append(track.worths(expected, longest if own is None else own))  # at most its own K
+            gains.append(track.gains(expected, longest if own is None else own))  # at most its own K
             made.append(track.made_rates(longest))
-            reading.append(self.costs.catch_up(self._num_unseen(b)) / min(READ_HORIZON, 1 + limit))
+            catching_up.append(self.costs.catch_up(self._num_unseen(b)) / min(PREFILL_HORIZON, 1 + limit))
         # The mean draft is shorter than requested where the proposer stops early, and takes less time and rows.
         lasting = [sum(chances) / batch for chances in zip(*[accumulate([1.0, *each[1:]], mul) for each in made], strict=True)]
         depths, draft = list(accumulate(lasting, initial=0.0)), prices.draft
         prices = replace(prices, draft=lambda k, num_drafting: draft(depths[int(k)], num_drafting))
         nodes = [*map(mul, self._nodes(longest), lasting)]
-        shares = Shares(worths, [each[0] for each in made], nodes, reading, prices, sum(rates) / batch)
+        shares = Shares(gains, [each[0] for each in made], nodes, catching_up, prices, sum(rates) / batch)
         lengths = [k for k in self._lengths if 0 < k <= longest]
         speed, lens = shares.best_together(lengths)
         if not all([request.may_draft for request in self._requests]):
@@ -397,7 +397,7 @@ class DraftLengthPolicy:
             self._wait = 0
         elif self._k > 0:
             self._wait = self._pause
-        self._lens, self._edge = lens, max(speed / plain, 1.0)
+        self._lens, self._expected_speedup = lens, max(speed / plain, 1.0)
         best, depth = max(speed, plain), depths[max(self._k, 1)]
         step, widening = draft(2, batch) - draft(1, batch), prices.score(1 + depth) - prices.score(1)
         self._draft_prices = DraftPrices(best * step, best * max(widening, 0.0) / (batch * depth))
@@ -408,15 +408,15 @@ class DraftLengthPolicy:
         if prices is None:
             return True
         longest = min(2 * self._reach + 1, self.max_k)
-        worths = self._track(request).worths([OPTIMISTIC_RATE] * longest, longest)
-        speed, _ = self._best_alike(worths, batch, prices, [k for k in self._lengths if 0 < k <= longest])
+        gains = self._track(request).gains([OPTIMISTIC_RATE] * longest, longest)
+        speed, _ = self._best_alike(gains, batch, prices, [k for k in self._lengths if 0 < k <= longest])
         return speed > batch / prices.plain
 
     def _best_alike(
-        self, worths: list[float], batch: int, prices: RoundPrices, lengths: Sequence[int]
+        self, gains: list[float], batch: int, prices: RoundPrices, lengths: Sequence[int]
     ) -> tuple[float, list[int]]:
-        """Return the best speed, and its lengths, of a batch of requests with the same ``worths`` whose drafts are all made."""
-        shares = Shares([worths] * batch, [1.0] * batch, self._nodes(len(worths)), [0.0] * batch, prices)
+        """Return the best speed, and its lengths, of a batch of requests with the same ``gains`` whose drafts are all made."""
+        shares = Shares([gains] * batch, [1.0] * batch, self._nodes(len(gains)), [0.0] * batch, prices)
         return shares.best_together(lengths)
 
     def _nodes(self, k: int) -> list[int]:
@@ -437,7 +437,7 @@ class DraftLengthPolicy:
         if loss > self._budget:
             self._wait = 1 + int((loss - self._budget) / EXPLORATION_SHARE)
             return 0
-        self._is_probe, self._stake = True, max(1.0, loss)
+        self._is_probe, self._last_probe_loss = True, max(1.0, loss)
         return k
 
     def _longest_wait(self, context: Context) -> float:
@@ -485,10 +485,10 @@ class DraftLengthPolicy:
             return
         self._decide(context, self._lens)
         if self._k:
-            self._pause, self._doubt = FIRST_PAUSE, 1
+            self._pause, self._new_request_factor = FIRST_PAUSE, 1
         elif all([drafts == accepted for drafts, accepted in made]):
             self._wait = 0
         else:
             self._pause = min(2 * self._pause, MAX_PAUSE)
-            self._wait = int(min(self._pause * self._stake, self._longest_wait(context)))
-            self._doubt = min(2 * self._doubt, MAX_DOUBT)
+            self._wait = int(min(self._pause * self._last_probe_loss, self._longest_wait(context)))
+            self._new_request_factor = min(2 * self._new_request_factor, MAX_NEW_REQUEST_FACTOR)

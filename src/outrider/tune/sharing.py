@@ -23,24 +23,24 @@ class Shares:
 
     def __init__(
         self,
-        worths: Sequence[Sequence[float]],
+        gains: Sequence[Sequence[float]],
         made: Sequence[float],
         nodes: Sequence[float],
-        reading: Sequence[float],
+        catching_up: Sequence[float],
         prices: RoundPrices,
         forced: float = 0.0,
     ) -> None:
-        """``worths`` [B][N]: accepted tokens that a draft at each depth adds; ``made`` [B]: share of rounds with drafts.
+        """``gains`` [B][N]: accepted tokens that a draft at each depth adds; ``made`` [B]: share of rounds with drafts.
 
-        ``nodes`` [N]: rows of the pass for each depth; ``reading`` [B]: the proposer's seconds per emitted token to catch up
-        with the text; ``forced``: rows that a grammar adds for each accepted draft, beyond those in ``prices``.
+        ``nodes`` [N]: rows of the pass for each depth; ``catching_up`` [B]: the proposer's seconds per emitted token to prefill
+        what it has not seen; ``forced``: rows that a grammar adds for each accepted draft, beyond those in ``prices``.
         """
-        self.batch, self._nodes, self._prices, self._forced = len(worths), nodes, prices, forced
-        self._worths, self._made, self._reading = worths, made, reading
+        self.batch, self._nodes, self._prices, self._forced = len(gains), nodes, prices, forced
+        self._gains, self._made, self._catch_up = gains, made, catching_up
 
     def are_alike(self, within: float) -> bool:
         """Return whether the expected gains of the first drafts of all requests differ by less than that share of the best."""
-        firsts = [worths[0] * made for worths, made in zip(self._worths, self._made, strict=True)]
+        firsts = [gains[0] * made for gains, made in zip(self._gains, self._made, strict=True)]
         return max(firsts) - min(firsts) <= within * max(firsts)
 
     def best_together(self, lengths: Sequence[int]) -> tuple[float, list[int]]:
@@ -54,15 +54,15 @@ class Shares:
         prices, nobody = self._prices, prod([1 - made for made in self._made])
         somebody = 1 - nobody
         share = 1.0 if prices.is_padded else sum(self._made) / self.batch / max(somebody, NEVER)
-        gained, reading, width, reached, speeds = 0.0, sum(self._reading), 1.0, 0, []
+        gained, catching_up, width, reached, speeds = 0.0, sum(self._catch_up), 1.0, 0, []
         for k in lengths:
             for depth in range(reached, k):
-                for worths, made, owed in zip(self._worths, self._made, self._reading, strict=True):
-                    gained += worths[depth] * made
-                    reading += worths[depth] * made * owed
+                for gains, made, catch_up in zip(self._gains, self._made, self._catch_up, strict=True):
+                    gained += gains[depth] * made
+                    catching_up += gains[depth] * made * catch_up
                 width += self._nodes[depth] * share
             reached = k
-            seconds = prices.draft(k, self.batch) + nobody * prices.plain + reading
+            seconds = prices.draft(k, self.batch) + nobody * prices.plain + catching_up
             seconds += somebody * (prices.score(width + self._forced * gained / self.batch) + prices.outside)
             speeds.append((self.batch + gained) / seconds)
         return speeds
@@ -90,35 +90,35 @@ class Shares:
     def _ranked(self) -> list[_Draft]:
         """Return every draft by descending value. Parents precede their children."""
         ranks, drafts = [], []
-        for b, (worths, made) in enumerate(zip(self._worths, self._made, strict=True)):
+        for b, (gains, made) in enumerate(zip(self._gains, self._made, strict=True)):
             least = float("inf")
-            for depth, (worth, nodes) in enumerate(zip(worths, self._nodes, strict=True), 1):
-                least = min(least, worth / nodes)
+            for depth, (gain, nodes) in enumerate(zip(gains, self._nodes, strict=True), 1):
+                least = min(least, gain / nodes)
                 ranks.append(-least)
-                drafts.append(_Draft(b, depth, worth * made, nodes))  # weighted by the share of rounds in which it exists
+                drafts.append(_Draft(b, depth, gain * made, nodes))  # weighted by the share of rounds in which it exists
         return [drafts[at] for at in sorted(range(len(ranks)), key=ranks.__getitem__)]
 
     def _speeds(self, k: int, drafts: Iterable[_Draft]) -> list[float]:
         """Return tokens per second with the first draft, the first two, ..., when requesting k."""
-        prices, batch, made, owed, forced = self._prices, self.batch, self._made, self._reading, self._forced / self.batch
+        prices, batch, made, catch_up, forced = self._prices, self.batch, self._made, self._catch_up, self._forced / self.batch
         score, outside, is_padded = prices.score, prices.outside, prices.is_padded
-        gained, reading, tokens, num_drafting, deepest = 0.0, 0.0, 0.0, 0, 0
+        gained, catching_up, tokens, num_drafting, deepest = 0.0, 0.0, 0.0, 0, 0
         nobody = 1.0  # probability that no request has a draft and the pass is plain
         somebody = around = width = 0.0
         speeds = []
         for b, depth, gain, nodes in drafts:
             if depth == 1:
-                num_drafting, nobody, reading = num_drafting + 1, nobody * (1 - made[b]), reading + owed[b]
+                num_drafting, nobody, catching_up = num_drafting + 1, nobody * (1 - made[b]), catching_up + catch_up[b]
                 somebody = 1 - nobody
                 around = prices.draft(k, num_drafting) + nobody * prices.plain + somebody * outside
-            gained, reading = gained + gain, reading + owed[b] * gain
+            gained, catching_up = gained + gain, catching_up + catch_up[b] * gain
             if not is_padded:
                 tokens += made[b] * nodes
                 width = 1 + tokens / batch / max(somebody, NEVER)
             elif depth > deepest:
                 deepest, tokens = depth, tokens + nodes
                 width = 1 + tokens
-            speeds.append((batch + gained) / (around + reading + somebody * score(width + forced * gained)))
+            speeds.append((batch + gained) / (around + catching_up + somebody * score(width + forced * gained)))
         return speeds
 
 

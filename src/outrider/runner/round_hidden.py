@@ -27,7 +27,7 @@ class HiddenRows(Sequence[Tensor]):
         return torch.cat([*self._earlier[b], own]) if self._earlier and self._earlier[b] else own
 
 
-class ReadHidden:
+class RoundHidden:
     """Chunks by request and hidden state, in order. They are kept until a round is committed, because a failed score is
     repeated."""
 
