@@ -31,6 +31,7 @@ WORKLOADS = {
     "chat": "answer a question",
     "story": "continue a story",
 }
+ONE_PER_LINE = "expected one JSON object per line"
 CHAT = "chat"
 SPEC_BENCH_TASKS = ("translation", "summarization", "qa", "math_reasoning", "rag")  # besides MT-bench's questions
 Message = Mapping[str, Any]  # {"role", "content"}, and "tool_calls" of an assistant
@@ -135,11 +136,11 @@ def _object(line: str) -> dict[str, Any]:
     try:
         item = json.loads(line)
     except json.JSONDecodeError as error:
-        raise Refused(f"invalid JSON: {error.msg} at character {error.pos + 1}") from None
+        raise Refused(f"invalid JSON: {error.msg} at character {error.pos + 1}: {ONE_PER_LINE}") from None
     except (ValueError, RecursionError):
         raise Refused("unreadable JSON: a number is too long or nesting too deep") from None
     if not isinstance(item, dict):
-        raise Refused("not a JSON object")
+        raise Refused(f"not a JSON object: {ONE_PER_LINE}")
     return item
 
 
