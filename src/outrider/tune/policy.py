@@ -40,7 +40,7 @@ MAX_NEW_REQUEST_FACTOR = 8  # maximum factor of these, after unsuccessful probes
 PROBE_RATE = 0.8  # acceptance assumed for the length of a probe, at most MAX_PROBE
 MAX_PROBE = 4
 
-FAR_BEHIND = 256  # tokens that a proposer has not read, after which a request may be left out
+FAR_BEHIND = 512  # tokens that a proposer has not read, after which a request may be left out
 MUCH_SAVED = 64  # tokens of a cached prefix for which a request may be left out of drafting; fewer cost little to process again
 MAX_LEFT_OUT = 64  # such requests in a row
 
@@ -442,11 +442,13 @@ class DraftLengthPolicy:
 
     def _longest_wait(self, context: Context) -> float:
         """Return the rounds after which the next probe takes half of what any budget pays, because the proposer has to read the
-        tokens of all these rounds; infinite where that grows faster than the budget.
+        tokens of all these rounds; infinite where that grows faster than the budget, or the requests end before.
         """
         growth = self.costs.catch_up(sum([request.may_draft for request in self._requests])) / (self._plain or 1.0)
         _, loss = self._probe_plan(context)
-        return max(MAX_BUDGET - loss, 0.0) / growth // 2 if 0 < growth < EXPLORATION_SHARE else inf
+        wait = max(MAX_BUDGET - loss, 0.0) / growth // 2 if 0 < growth < EXPLORATION_SHARE else inf
+        left = max([request.params.max_tokens - request.num_output_tokens for request in self._requests])
+        return wait if wait < left else inf
 
     def _give_up(self) -> bool:
         """Leave out for good half of the requests in which the proposer is far behind. Return whether there are any.
