@@ -408,7 +408,7 @@ def test_a_slower_race_is_explained_by_its_numbers() -> None:
 
 def test_bench_prints_a_table_and_one_json_line(outrider: Run, target: Path, draft: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "mine.jsonl"
-    prompts.write_text('{"prompt": "def f("}\n{"turns": ["Why?", "And?"]}\n{"question": "What?", "workload": "quiz"}\n')
+    prompts.write_text('{"prompt": "def f("}\n{"turns": ["Why?", "And?"]}\n{"question": "What?", "workload": "quiz"}\n' * 2)
     out_file, page = tmp_path / "results" / "x.json", tmp_path / "results" / "x.html"
     code, out, err = outrider(
         "bench", *models(target, draft), "--method", "draft,ngram", "-k", "2,auto", "--temperature", "0,0.8",

@@ -20,7 +20,7 @@ from outrider.proposers.plain import PlainProposer
 from outrider.search.journal import SCHEMA
 
 Run = Callable[..., "tuple[int, str, str]"]
-QUICK = ["--compile", "never", "--num-prompts", 3, "--max-tokens", 20, "--repeat", 1, "-k", "1,3"]
+QUICK = ["--compile", "never", "--num-prompts", 4, "--max-tokens", 20, "--repeat", 1, "-k", "1,3"]
 
 
 @pytest.fixture
@@ -29,6 +29,7 @@ def traffic(tmp_path: Path) -> Path:
     lines: list[dict[str, Any]] = [
         {"prompt": "def add(first, second):\n    return", "ignore_eos": True},
         {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "naïve café"}]}], "max_tokens": 12},
+        {"prompt": "while number > 1:\n    number"},
         {"custom_id": "3", "body": {"prompt": "for i in range(10):\n    print(i)\n" * 3, "temperature": 0, "stop": "zzz"}},
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -53,7 +54,7 @@ def test_a_plan_is_written_that_serve_reads(outrider: Run, target: Path, draft: 
     methods = {row["method"] for row in found["candidates"]}
     assert {"draft", "suffix", "early-exit"} <= methods
     assert {row["k"] for row in found["candidates"] if row["method"] == "draft"} == {1, 3, "auto"}
-    assert all(row["why"] and row["speedup"] > 0 and 2 <= row["prompts"] <= 3 for row in found["candidates"])
+    assert all(row["why"] and row["speedup"] > 0 and 2 <= row["prompts"] <= 4 for row in found["candidates"])
     assert found["rungs"] and found["rungs"][0]["contenders"] >= 7
     assert any("batch 2, prompts 1" in name for name in document["found"]["rung 1"])
     twin = next(row for row in found["candidates"] if row["method"] == "draft" and row["k"] == 3)
@@ -126,6 +127,9 @@ def test_an_interrupt_before_the_first_result_promises_no_results(
         (["--workloads", "code", "-k", "0"], "expected integers of at least 1"),
         (["--workloads", "code", "-k", "few"], "--num-draft-tokens"),
         (["--workloads", "code", "--batch", "0"], "expected integers of at least 1"),
+        (["--workloads", "code", "--batch", "1,8", "--num-prompts", "15"], "--batch 8 needs at least 16 prompts (two batches)"),
+        (["--workloads", "code", "--num-prompts", "1"], "--batch 1 needs at least 2 prompts (two batches), got 1"),
+        (["--workloads", "code", "--batch", "16"], "--batch 16 needs at least 32 prompts (two batches), got"),
         (["--workloads", "code", "--report", "x.pdf"], ".html"),
         (["--workloads", "code", "--resume"], "--resume"),
         (["--workloads", "code", "--out", "found.json"], "--out and --json are both found.json"),

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from outrider.engine.llm import LLM
 
 MAX_BUSY = 1024
+NUM_PROMPTS = 4  # default, if it is a batch
 EXAMPLES = """Examples:
 
 outrider bench
@@ -68,7 +69,7 @@ class GridOptions:
     prompts: Path | None = flag(
         "HumanEval, GSM8K, MATH-500, MBPP, MT-bench, Spec-Bench, SPEED-Bench or your own, as JSONL (.gz)."
     )
-    num_prompts: int = flag("Prompts per workload.", 4, min=1)
+    num_prompts: int | None = flag(f"Prompts per workload (default: {NUM_PROMPTS}, or the largest --batch if larger).", min=1)
     max_tokens: int = flag("Tokens per prompt.", 64, min=2)
     repeat: int = flag("Repeats; medians are shown.", 3, min=1)
     seed: int = flag("Sampling seed; repeat r uses seed + r.", 0)
@@ -108,7 +109,7 @@ def command(
     batches = parse_list("--batch", grid.batch, int)
     busy = parse_list("--busy", grid.busy, int)
     check_axes(temperatures, batches, busy)
-    prompts = read_workloads(grid)
+    prompts = read_workloads(grid, max(batches))
     models, extra = inflate_target(models, grid.inflate)
     given |= inflate_heads(chosen, given, models.target, grid.inflate)
     width = max([contender.k for contender in chosen if isinstance(contender.k, int)], default=0)
@@ -179,18 +180,28 @@ def parse_contenders(grid: GridOptions, models: ModelOptions) -> tuple[Contender
     return tuple(contender for contender in found if not contender.is_plain)
 
 
-def read_workloads(grid: GridOptions) -> dict[str, list[Any]]:
-    """Return workload -> prompts. They are read before a model is loaded, so that errors are reported early."""
+def read_workloads(grid: GridOptions, batch: int) -> dict[str, list[Any]]:
+    """Return workload -> prompts. They are read before a model is loaded, so that errors are reported early.
+
+    Raises ``OutriderError`` for a workload without a whole batch of the largest size, ``batch``.
+    """
     from outrider.bench import workloads
 
     names = workload_names(grid.prompts, grid.workloads)
-    if grid.prompts is None:
-        return {name: workloads.builtin(name, grid.num_prompts) for name in names}
+    prompts = [each for name in names for each in workloads.builtin(name)]
+    if grid.prompts is not None:
+        prompts = workloads.from_file(grid.prompts)
     found: dict[str, list[Any]] = {}
-    for prompt in workloads.from_file(grid.prompts):
+    for prompt in prompts:
         group = found.setdefault(prompt.workload, [])
-        if len(group) < grid.num_prompts:
+        if len(group) < (grid.num_prompts or max(NUM_PROMPTS, batch)):
             group.append(prompt)
+    for name, group in found.items():
+        if len(group) < batch:
+            raise OutriderError(
+                f"--batch {batch} needs at least {batch} prompts per workload, got {len(group)} of {name!r}: raise"
+                " --num-prompts or lower --batch"
+            )
     return found
 
 

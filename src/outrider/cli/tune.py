@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 PLAN = "plan.toml"
 MAX_TOKENS = 96  # default limit per answer
+NUM_PROMPTS = 16  # default, if it is two batches
 EXAMPLES = """Examples:
 
 outrider tune --traffic requests.jsonl
@@ -46,7 +47,9 @@ class TrafficOptions:
     panel: ClassVar[str] = "The traffic"
     traffic: Path | None = flag("JSONL (.gz) of prompts, or of OpenAI request bodies with their sampling settings.")
     workloads: str | None = flag("Built-in prompts instead: code,edit,json,summary,math,chat,story.")
-    num_prompts: int = flag("Prompts to use, spread over the traffic.", 16, min=1)
+    num_prompts: int | None = flag(
+        f"Prompts to use, spread over the traffic (default: {NUM_PROMPTS}, or twice the largest --batch if larger).", min=1
+    )
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ def command(
     output.check()
     question = read_question(options)
     _, methods = named_methods(options.method, models)
-    prompts = read_traffic(traffic, sampling)
+    prompts = read_traffic(traffic, sampling, max(question.batches))
     llm = load_plain(models, methods, max_batch=max(*question.batches, 8))
     texts = encoded(llm.tokenizer, prompts, llm.runner.max_len)
     journal = Journal(output.journal, fingerprint(models, options, question, texts, llm.runner), output.resume)
@@ -193,18 +196,29 @@ def read_question(options: SearchOptions) -> Question:
     return Question(lengths, batches, options.repeat)
 
 
-def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions) -> list[TrafficRequest]:
-    """Read the prompts before a model is loaded, so that errors are reported early."""
+def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions, batch: int) -> list[TrafficRequest]:
+    """Read the prompts before a model is loaded, so that errors are reported early.
+
+    Raises ``OutriderError`` for fewer than two batches of the largest size, ``batch``: an interval needs two.
+    """
     from outrider.search.traffic import read_builtin, read_file
 
     defaults = sampling.params(max_tokens=MAX_TOKENS)
     if (traffic.traffic is None) == (traffic.workloads is None):
         mistake = "no traffic" if traffic.traffic is None else "--traffic and --workloads exclude each other"
         raise OutriderError(f"{mistake}: give either --traffic FILE, or --workloads code,edit,... for built-in prompts")
+    most = traffic.num_prompts or max(NUM_PROMPTS, 2 * batch)
     if traffic.traffic is not None:
-        return read_file(traffic.traffic, traffic.num_prompts, defaults)
-    assert traffic.workloads is not None
-    return read_builtin(parse_list("--workloads", traffic.workloads, str), traffic.num_prompts, defaults)
+        found = read_file(traffic.traffic, most, defaults)
+    else:
+        assert traffic.workloads is not None
+        found = read_builtin(parse_list("--workloads", traffic.workloads, str), most, defaults)
+    if len(found) < 2 * batch:
+        raise OutriderError(
+            f"--batch {batch} needs at least {2 * batch} prompts (two batches), got {len(found)}: raise --num-prompts or lower"
+            " --batch"
+        )
+    return found
 
 
 def fingerprint(

@@ -96,7 +96,7 @@ class Search:
         self.texts = self.record()
         running = [contender for method in self.proposers for contender in self._contenders_of(method)]
         others: dict[str, str] = {}
-        plan = halving.rungs(ceil(len(self.texts) / min(self.question.batches)), self.question.repeat)
+        plan = halving.rungs(len(self.texts) // min(self.question.batches), self.question.repeat)
         for number, rung in enumerate(plan):
             name = f"rung {number + 1}"
             self._plan_runs(len(running), plan[number:])
@@ -274,8 +274,8 @@ class Search:
         return self._contenders_of(method)
 
     def _groups(self, rung: Rung) -> list[Group]:
-        """Return the rung's groups of prompts for every batch size."""
-        totals = {batch: ceil(len(self.texts) / batch) for batch in self.question.batches}
+        """Return the rung's groups of prompts, which are whole batches, for every batch size."""
+        totals = {batch: len(self.texts) // batch for batch in self.question.batches}
         return [Group(batch, index) for batch, total in totals.items() for index in range(rung.num_groups(total))]
 
     def _texts(self, group: Group) -> list[Text]:
