@@ -93,7 +93,8 @@ class Search:
 
     def run(self) -> Choice:
         """Run all stages and return the choice. Raises ``OutriderError`` if the target fails."""
-        self.texts = self.record()
+        num_used = max(len(self.texts) // batch * batch for batch in self.question.batches)  # only whole batches run
+        self.texts = self.record()[:num_used]
         running = [contender for method in self.proposers for contender in self._contenders_of(method)]
         others: dict[str, str] = {}
         plan = halving.rungs(len(self.texts) // min(self.question.batches), self.question.repeat)
