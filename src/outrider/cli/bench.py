@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import typer
 
 from outrider.cli import bench_documents, bench_serve
+from outrider.cli.app import handled
 from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.console import err, progress, waiting
 from outrider.cli.options import (
@@ -130,7 +132,8 @@ def command(
                 groups.append(group)
     except BaseException:  # Ctrl-C, or a target failure: keep the measurements so far
         if groups:
-            finish(plan, groups, llm, extra | {"interrupted": True}, outputs)
+            with handled(signal.SIG_IGN):  # a second Ctrl-C must not lose them
+                finish(plan, groups, llm, extra | {"interrupted": True}, outputs)
         raise
     finish(plan, groups, llm, extra, outputs)
 

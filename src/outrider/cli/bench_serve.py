@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+from outrider.cli.app import handled
 from outrider.cli.bench_documents import check_writable, write_or_say
 from outrider.cli.console import err, progress, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, flag, given, parse_list, with_groups, workload_names
@@ -91,10 +93,13 @@ def command(
     with address(server, plan, models, methods) as url:
         headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
         sweep = Sweep(modes(url, server.plain_url, headers), loads, traffic, headers)
-        interrupted = measure(sweep)
-    finish(sweep, result, {"interrupted": True} if interrupted else {})
-    if interrupted:
-        raise KeyboardInterrupt
+        try:
+            measure(sweep)
+        except BaseException:  # Ctrl-C, or a server failure: keep the measurements so far
+            with handled(signal.SIG_IGN):  # a second Ctrl-C must not lose them
+                finish(sweep, result, {"interrupted": True})
+            raise
+    finish(sweep, result, {})
 
 
 def read_traffic(load: LoadOptions) -> Traffic:
@@ -212,18 +217,15 @@ def owner_of(url: str, headers: dict[str, str]) -> object:
         raise OutriderError(f"{url} does not answer as an OpenAI-compatible server: {error}") from error
 
 
-def measure(sweep: Sweep) -> bool:
-    """Run the sweep and show progress. Returns whether Ctrl-C ended it; finished measurements are kept."""
+def measure(sweep: Sweep) -> None:
+    """Run the sweep and show progress. Raises ``OutriderError`` if the server does not answer."""
     import httpx
 
     try:
         with progress() as report:
             asyncio.run(sweep.run(report))
-    except KeyboardInterrupt:
-        return True
     except httpx.HTTPError as error:
         raise OutriderError(f"the server does not answer: {type(error).__name__} {error}") from error
-    return False
 
 
 def finish(sweep: Sweep, options: ResultOptions, extra: dict[str, Any]) -> None:
