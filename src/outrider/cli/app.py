@@ -1,8 +1,8 @@
 """Command table, and the conversion of errors to one line on stderr and an exit code.
 
-Exit codes: 0 success; 1 an internal or machine error (memory, disk), or standard output was closed; 2 invalid arguments;
-3 a check failed: ``doctor`` found a misfit, ``bench compare`` a regression, ``audit`` could not certify; 130 Ctrl-C or
-SIGTERM.
+Exit codes: 0 success; 1 an internal or machine error (memory, disk), standard output was closed, or all requests of a load
+failed in ``bench serve``; 2 invalid arguments; 3 a check failed: ``doctor`` found a misfit, ``bench compare`` a regression,
+``audit`` could not certify; 130 Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations

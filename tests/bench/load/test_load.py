@@ -268,6 +268,34 @@ def test_a_second_ctrl_c_does_not_lose_the_measurements(
     assert result == json.loads(out.read_text()) and result["interrupted"] and len(result["cells"]) == 2
 
 
+@pytest.mark.parametrize(("limit", "code"), [(0, 1), (2, 0)])
+def test_a_load_without_an_answer_is_an_error(
+    limit: int, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert measured(monkeypatch, FakeServer(limit=limit), "--concurrency", "3") == code
+    shown = capsys.readouterr()
+    assert "error: 3 at a time, plain:" in shown.err and "of 24 requests failed: 429: " in shown.err
+    assert (json.loads(shown.out)["cells"][0]["failed"] == 24) == code
+
+
+def test_answers_longer_than_the_context_are_refused() -> None:
+    swept(FakeServer(context=10), Load(concurrency=1))
+    with pytest.raises(OutriderError, match="invalid --max-tokens 9: the context of http://fake is 9 tokens"):
+        swept(FakeServer(context=9), Load(concurrency=1))
+
+
+@pytest.mark.parametrize(
+    "option", ["--temperature=-1", "--rest=inf", "--slo-token=nan", "--slo-first-token=inf", f"--seed={2**64}"]
+)
+def test_invalid_values_are_found_before_a_server_starts(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_serve, "address", lambda *given: pytest.fail("it was started"))
+    name, value = option.split("=")
+    assert main(["bench", "serve", option]) == 2
+    assert f"error: invalid {name} {value}" in capsys.readouterr().err
+
+
 def test_the_document_and_the_table_name_the_worst_cell() -> None:
     sweep = swept(FakeServer(pause=0.1, per_chunk=1), Load(concurrency=1), Load(rate=2.0))
     result = document(sweep, Objective(), {})
