@@ -205,6 +205,34 @@ def test_two_results_in_one_file_are_refused(outrider: Run, command: str, target
     assert code == 2 and "--out and --html are both" in err and not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["bench", "--prompts", "in", "--out", "in"],
+        ["bench", "--prompts", "in", "--html", "./in"],
+        ["bench", "report", "in", "--html", "link"],
+        ["bench", "serve", "in", "--out", "in"],
+        ["bench", "serve", "--prompts", "in", "--out", "in"],
+        ["audit", "--prompts", "in", "--out", "in"],
+        ["tune", "--traffic", "in", "--out", "in"],
+        ["tune", "--traffic", "in", "--out", "plan.toml", "--json", "in"],
+        ["serve", "in", "--record", "in"],
+    ],
+)
+def test_an_input_is_not_replaced_by_a_result(
+    outrider: Run, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in").write_text(json.dumps(grid()) if command[1] == "report" else "" if "serve" in command else '{"prompt": "hi"}')
+    Path("link").symlink_to("in")
+    before = Path("in").read_text()
+    code, _, err = outrider(*command)
+    assert code == 2 and err.endswith(
+        f"{command[-2]} {Path(command[-1])} would replace an input of this command: give another file\n"
+    )
+    assert Path("in").read_text() == before
+
+
 def test_documents_without_a_common_cell_do_not_pass_a_check(outrider: Run, tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("old.json", "new.json")]
     renamed = measured(150.0)

@@ -104,7 +104,7 @@ def command(*, options: AuditOptions, output: OutputOptions, models: ModelOption
     """
     from outrider.cli.session import fitting, load_plain, named_methods
 
-    check_outputs({"--out": output.out, "--html": output.html})
+    check_outputs({"--out": output.out, "--html": output.html}, options.prompts or [])
     lengths = parse_list(
         "--num-draft-tokens", options.num_draft_tokens or ("1,3,5,8" if models.same_text else "4"), _parse_length
     )

@@ -104,7 +104,7 @@ def command(
     from outrider.bench.workloads import encode
     from outrider.cli.session import check_lengths, inflate_target, load_plain, resolve
 
-    check_outputs({"--out": outputs.out, "--html": outputs.html}, report=outputs.html)
+    check_outputs({"--out": outputs.out, "--html": outputs.html}, [grid.prompts], report=outputs.html)
     given = resolve(models, MethodOptions())
     chosen = parse_contenders(grid, models)
     temperatures = parse_list("--temperature", grid.temperature, float)

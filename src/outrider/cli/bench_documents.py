@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -45,7 +45,7 @@ def report(
     from outrider.bench import html as pages
 
     result = documents.read(document)
-    check_outputs({"--html": html}, report=html)
+    check_outputs({"--html": html}, [document], report=html)
     write_or_say(html, lambda: pages.page(result))
 
 
@@ -61,10 +61,16 @@ def write_or_say(path: Path | None, text: Callable[[], str], more: str = "") -> 
         say_error(f"cannot write {path}: {error.strerror}{more}")
 
 
-def check_outputs(paths: Mapping[str, Path | None], report: Path | None = None) -> None:
-    """Check before measuring that output files (option -> file) can be written and differ, and that ``report`` can be made."""
+def check_outputs(paths: Mapping[str, Path | None], inputs: Iterable[Path | None], report: Path | None = None) -> None:
+    """Check output files (option -> file) before measuring: they can be written, and differ from each other and from inputs.
+
+    Also checks that ``report`` can be made.
+    """
+    read = {path.resolve() for path in inputs if path is not None}
     seen: dict[Path, str] = {}
     for option, path in paths.items():
+        if path is not None and path.resolve() in read:
+            raise OutriderError(f"{option} {path} would replace an input of this command: give another file")
         check_writable(option, path)
         if path is not None and (other := seen.setdefault(path.resolve(), option)) != option:
             raise OutriderError(f"{other} and {option} are both {path}: give two different files")

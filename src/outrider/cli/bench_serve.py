@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 
 from outrider.cli.app import EXIT_INTERNAL, handled
-from outrider.cli.bench_documents import check_writable, write_or_say
+from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.console import err, progress, say_error, waiting
 from outrider.cli.options import (
     MethodOptions,
@@ -98,7 +98,7 @@ def command(
         from outrider.bench.load.sweep import Sweep
     except ModuleNotFoundError as error:
         raise OutriderError(f"bench serve requires {error.name}: {how_to_install('serve')}") from error
-    check_writable("--out", result.out)
+    check_outputs({"--out": result.out}, [plan, load.prompts])
     traffic, loads = read_traffic(load), read_loads(load)
     with address(server, plan, models, methods) as url:
         headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}

@@ -81,8 +81,8 @@ class OutputOptions:
     def journal(self) -> Path:
         return self.json or self.plan.with_suffix(".json")
 
-    def check(self) -> None:
-        """Check output files before measuring. Raises ``OutriderError`` instead of overwriting a plan by default."""
+    def check(self, traffic: Path | None) -> None:
+        """Check output files before measuring. Raises ``OutriderError`` instead of overwriting the traffic, or by default a plan."""
         from outrider.search.journal import is_journal
 
         if self.out is None and self.plan.exists():
@@ -95,7 +95,7 @@ class OutputOptions:
             )
         if self.report is not None and self.report.suffix.lower() not in (".html", ".htm"):
             raise OutriderError(f"invalid --report {self.report}: expected a name that ends in .html")
-        check_outputs({"--out": self.plan, "--json": self.journal, "--report": self.report}, report=self.report)
+        check_outputs({"--out": self.plan, "--json": self.journal, "--report": self.report}, [traffic], report=self.report)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def command(
     from outrider.search.journal import Journal
     from outrider.search.traffic import encoded
 
-    output.check()
+    output.check(traffic.traffic)
     question = read_question(options)
     _, methods = named_methods(options.method, models)
     prompts = read_traffic(traffic, sampling, max(question.batches))
