@@ -169,6 +169,20 @@ def test_documents_of_another_kind_or_with_wrong_types_are_refused(
     assert code == 2 and "is not a benchmark document" in err
 
 
+@pytest.mark.parametrize("key", ["workload", "same_text", "acceptance_histogram", "ms", "loop_share"])
+def test_a_wrong_value_of_a_document_is_one_line(outrider: Run, tmp_path: Path, key: str) -> None:
+    good, wrong = tmp_path / "good.json", tmp_path / "wrong.json"
+    good.write_text(json.dumps(grid()))
+    for value in ("x", [[]]):
+        document = grid()
+        document["cells"][1][key] = value
+        wrong.write_text(json.dumps(document))
+        for command in (["compare", good, wrong], ["report", wrong, "--html", tmp_path / "x.html"]):
+            code, _, err = outrider("bench", *command)
+            words = f"{wrong} is not a complete benchmark document of this version"
+            assert code in (0, 3) or (code == 2 and err.count("\n") == 1 and words in err), (command, err)
+
+
 def test_links_and_devices_are_not_replaced(tmp_path: Path) -> None:
     from outrider.files import write_whole
 

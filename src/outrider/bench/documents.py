@@ -63,7 +63,7 @@ def read(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise OutriderError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise OutriderError(f"{path} is not valid JSON: expected a file of `outrider bench --out`") from None
     cells = document.get("cells") if isinstance(document, dict) else None
     if isinstance(document, dict) and document.get("kind") == "serve":

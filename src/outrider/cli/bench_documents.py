@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -24,13 +25,15 @@ def compare(
 
     from outrider.bench import compare, documents
 
-    found = compare.compare(documents.read(before), documents.read(after))
+    with checked(before, after):
+        found = compare.compare(documents.read(before), documents.read(after))
+        result, table = compare.document(found), compare.table(found)
     if as_json:
-        print(json.dumps(compare.document(found)))
+        print(json.dumps(result))
     else:
         out = Console(soft_wrap=False, highlight=False)
         if found.changes:
-            out.print(compare.table(found))
+            out.print(table)
         for line in [*compare.notes(found), found.verdict]:
             out.print(line, markup=False, soft_wrap=True)
     return EXIT_CHECK_FAILED if found.has_loss or not found.changes else 0
@@ -46,7 +49,19 @@ def report(
 
     result = documents.read(document)
     check_outputs({"--html": html}, [document], report=html)
-    write_or_say(html, lambda: pages.page(result))
+    with checked(document):
+        page = pages.page(result)
+    write_or_say(html, lambda: page)
+
+
+@contextmanager
+def checked(*files: Path) -> Iterator[None]:
+    """Context manager: report missing and wrong values of these documents as one line."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        names = " or ".join(map(str, files))
+        raise OutriderError(f"{names} is not a complete benchmark document of this version: measure again") from error
 
 
 def write_or_say(path: Path | None, text: Callable[[], str], more: str = "") -> None:

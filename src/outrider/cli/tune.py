@@ -82,7 +82,10 @@ class OutputOptions:
         return self.json or self.plan.with_suffix(".json")
 
     def check(self, traffic: Path | None) -> None:
-        """Check output files before measuring. Raises ``OutriderError`` instead of overwriting the traffic, or by default a plan."""
+        """Check output files before measuring. By default a plan is not replaced, and the traffic never.
+
+        Raises ``OutriderError``.
+        """
         from outrider.search.journal import is_journal
 
         if self.out is None and self.plan.exists():

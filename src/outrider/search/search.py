@@ -126,6 +126,8 @@ class Search:
                 group = self.texts[start : start + together]
                 self.report(Progress(start, len(self.texts), None, "recording the target's outputs"))
                 outputs = self.journal.once("recorded", str(start), lambda group=group: self._answers(group))  # type: ignore[misc]
+                if len(outputs) != len(group):
+                    raise OutriderError(f"{self.journal.path} does not hold the outputs of this traffic: omit --resume")
                 texts += [replace(text, output=output) for text, output in zip(group, outputs, strict=True)]
         if not any(len(text.output) > 1 for text in texts):
             raise OutriderError("all outputs for this traffic are empty: use other prompts or a larger --max-tokens")
