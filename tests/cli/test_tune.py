@@ -114,6 +114,15 @@ def test_an_interrupt_before_the_first_result_promises_no_results(
     assert code == app.EXIT_INTERRUPTED and "--resume" not in err and not (tmp_path / "plan.json").exists()
 
 
+def test_a_search_without_a_run_leaves_no_journal(outrider: Run, target: Path, tmp_path: Path) -> None:
+    traffic = tmp_path / "short.jsonl"
+    traffic.write_text('{"prompt": "hi", "max_tokens": 1}\n' * 2)
+    command = ["--target", target, "--traffic", traffic, "--method", "ngram", "--compile", "never"]
+    code, _, err = outrider("tune", *command, "--out", tmp_path / "plan.toml")
+    assert code == 2 and "all outputs have fewer than 2 tokens" in err
+    assert list(tmp_path.iterdir()) == [traffic]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -133,7 +142,7 @@ def test_an_interrupt_before_the_first_result_promises_no_results(
         (["--workloads", "code", "--report", "x.pdf"], ".html"),
         (["--workloads", "code", "--resume"], "--resume"),
         (["--workloads", "code", "--out", "found.json"], "--out and --json are both found.json"),
-        (["--workloads", "code", "--max-tokens", "0"], "invalid --max-tokens 0"),
+        (["--workloads", "code", "--max-tokens", "1"], "invalid --max-tokens '1': expected at least 2"),
         (["--workloads", "code", "--max-tokens", "600"], "no room for a prompt"),
     ],
 )

@@ -14,8 +14,8 @@ from outrider.engine.options import Speculation
 from outrider.engine.plan import Plan, located
 from outrider.errors import OutriderError
 from outrider.method_text import split_method, split_methods, with_drafts
+from outrider.options import SAMPLING
 from outrider.registry import PROPOSERS
-from outrider.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,7 +105,7 @@ class OutputOptions:
 class AnswerOptions(SamplingOptions):
     """Sampling settings of the built-in prompts, and of requests that state none."""
 
-    max_tokens: int | None = given(SamplingParams, more=f"(default: {MAX_TOKENS}).")
+    max_tokens: int = flag("Maximum number of tokens to generate.", MAX_TOKENS, min=2, panel=SAMPLING)
 
 
 @with_groups
@@ -142,6 +142,11 @@ def command(
     except KeyboardInterrupt:
         if any(journal.document["found"].values()):
             say(f"intermediate results are in {output.journal}; repeat the command with --resume to continue")
+        raise
+    except OutriderError:
+        found = journal.document["found"]
+        if list(found) == ["recorded"] and found["recorded"]:  # written, and of no use to another search
+            output.journal.unlink()
         raise
     finish(search, chosen, models, output)
 
@@ -206,7 +211,7 @@ def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions, batch: int)
     """
     from outrider.search.traffic import read_builtin, read_file
 
-    defaults = sampling.params(max_tokens=MAX_TOKENS)
+    defaults = sampling.params()
     if (traffic.traffic is None) == (traffic.workloads is None):
         mistake = "no traffic" if traffic.traffic is None else "--traffic and --workloads exclude each other"
         raise OutriderError(f"{mistake}: give either --traffic FILE, or --workloads code,edit,... for built-in prompts")

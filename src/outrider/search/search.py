@@ -130,7 +130,7 @@ class Search:
                     raise OutriderError(f"{self.journal.path} does not hold the outputs of this traffic: omit --resume")
                 texts += [replace(text, output=output) for text, output in zip(group, outputs, strict=True)]
         if not any(len(text.output) > 1 for text in texts):
-            raise OutriderError("all outputs for this traffic are empty: use other prompts or a larger --max-tokens")
+            raise OutriderError("all outputs have fewer than 2 tokens: use other prompts, or other settings of them")
         random.Random(0).shuffle(texts)  # rungs use the first ones, so the order of the file must not matter
         return texts
 
