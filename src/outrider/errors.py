@@ -34,6 +34,11 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
+def printable(text: str) -> str:
+    """Return the text with control characters escaped, so that a name does not control the terminal."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 def check_text(text: str) -> None:
     """Raise ``OutriderError`` for text that cannot be encoded as UTF-8."""
     try:

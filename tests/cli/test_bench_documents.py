@@ -45,15 +45,16 @@ def test_the_command_prints_the_table_and_sets_its_exit_code(outrider: Run, tmp_
 def test_brackets_in_names_of_files_and_workloads_are_not_markup(outrider: Run, tmp_path: Path) -> None:
     result = measured(150.0) | {"target": "./my[/model]"}
     for each in result["cells"]:  # type: ignore[attr-defined]
-        each["workload"] = "mine[/b]"
+        each["workload"] = "mine[/b]\x1b[2J"
     file = tmp_path / "x.json"
     file.write_text(json.dumps(result))
     code, out, err = outrider("bench", "compare", file, file)
-    assert code == 0 and "mine[/b]" in out, err
+    assert code == 0 and r"mine[/b]\x1b[2J" in out and "\x1b" not in out, err
     view = Console(file=StringIO(), width=200)
     for table in tables(result):
         view.print(table)
-    assert "mine[/b]" in view.file.getvalue() and "./my[/model]" in view.file.getvalue()  # type: ignore[attr-defined]
+    shown = view.file.getvalue()  # type: ignore[attr-defined]
+    assert r"mine[/b]\x1b[2J" in shown and "\x1b" not in shown and "./my[/model]" in shown
 
 
 def test_brackets_in_progress_and_error_messages_are_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,9 +62,10 @@ def test_brackets_in_progress_and_error_messages_are_not_markup(capsys: pytest.C
         pass
     say_error("cannot write a[/b]")
     with progress() as report:
-        report(Progress(1, 2, None, "mine[/b], draft"))
+        report(Progress(1, 2, None, "mine[/b]\x1b[2J, draft"))
     err = capsys.readouterr().err
-    assert "./my[/model]" in err and "error: cannot write a[/b]" in err and "mine[/b]" in err
+    assert "./my[/model]" in err and "error: cannot write a[/b]" in err
+    assert r"mine[/b]\x1b[2J, draft" in err and "\x1b" not in err
 
 
 def test_brackets_in_a_spinners_text_are_not_markup(monkeypatch: pytest.MonkeyPatch) -> None:

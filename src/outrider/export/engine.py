@@ -14,7 +14,7 @@ from typing import ClassVar
 from outrider.export.wanted import Wanted
 from outrider.files import write_whole
 from outrider.proposers import portable
-from outrider.types import OutriderError
+from outrider.types import OutriderError, printable
 
 SCRIPT, WRITTEN_BY = "run.sh", "Written by outrider export"
 INSTEAD: Mapping[type[portable.Portable], str] = {  # of methods that an engine does not support, unless it says otherwise
@@ -122,7 +122,7 @@ def write(engine: Engine, wanted: Wanted, folder: Path, own_code: bool = False) 
 
 def _comment(text: str) -> str:
     """Return a comment line of a shell script, without line breaks, which would start a command."""
-    return "# " + "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return "# " + printable(text)
 
 
 def _script(engine: Engine, wanted: Wanted, export: Export) -> str:
