@@ -16,6 +16,7 @@ from outrider.cli import app
 from outrider.cli.options import ModelOptions
 from outrider.cli.tune import plan_values
 from outrider.engine.plan import Plan
+from outrider.errors import OutriderError
 from outrider.proposers.plain import PlainProposer
 from outrider.search.journal import SCHEMA
 
@@ -170,17 +171,24 @@ def test_a_plan_works_from_any_directory(tmp_path: Path, draft: Path, monkeypatc
         "suffix+draft:draft.draft=draft": f"suffix+draft:draft.draft={draft}",
     }.items():
         chosen = SimpleNamespace(chosen=Contender(method, 4))
-        assert plan_values(ModelOptions(), chosen, given)["method"] == wanted  # type: ignore[arg-type]
+        found = plan_values(ModelOptions(), chosen, given)  # type: ignore[arg-type]
+        assert found == {"method": wanted, "num_draft_tokens": 4}  # no defaults
     monkeypatch.chdir(tmp_path)
     beside = Plan({"method": "draft:draft=draft"}, draft.parent)
     assert beside.given("method") == f"draft:draft={draft}"
 
 
 def test_a_plan_with_special_characters_is_valid_toml(tmp_path: Path) -> None:
-    values = {"target": 'odd "name"\\ with # and = and na\u00efve', "num_draft_tokens": 4, "same_text": True, "kv_memory": 0.5}
-    Plan(values).write(tmp_path / "plan.toml", ["caf\u00e9"])
+    values = {"target": 'odd "name"\\ with # and = and na\u00efve', "method": "draft:draft=\x7f\x1b", "same_text": True}
+    Plan(values).write(tmp_path / "plan.toml", ["caf\u00e9 \x1b\x7f"])
     assert Plan.read(tmp_path / "plan.toml").values == values
     assert "caf\u00e9" in (tmp_path / "plan.toml").read_bytes().decode("utf-8")
+
+
+def test_an_invalid_switch_in_a_plan_is_explained_in_toml(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text("same_text = 1")
+    with pytest.raises(OutriderError, match="invalid same_text 1: expected true or false"):
+        Plan.read(tmp_path / "plan.toml")
 
 
 def test_an_existing_plan_is_not_overwritten(outrider: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

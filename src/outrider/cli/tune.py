@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.console import progress, say
-from outrider.cli.options import ModelOptions, SamplingOptions, flag, given, parse_k, parse_list, with_groups
+from outrider.cli.options import ModelOptions, SamplingOptions, flag, given, parse_k, parse_list, values_given, with_groups
 from outrider.engine.options import Speculation
 from outrider.engine.plan import Plan, located
 from outrider.errors import OutriderError
@@ -177,12 +177,11 @@ def plan_values(models: ModelOptions, chosen: Choice, search: Search) -> dict[st
     """Return the plan's values: the chosen method, and the options of the models."""
     contender, known = chosen.chosen, search.llm.speculation.drafts
     takes_draft = not contender.is_plain and PROPOSERS.get(split_method(contender.method)[0]).takes_draft
-    given = asdict(models) | {
+    given = values_given(models) | {
         "target": models.target and located(models.target),
         "draft": located(models.draft) if takes_draft and models.draft else None,
         "method": with_drafts(contender.method, lambda draft: draft if draft in known else located(draft)),
         "num_draft_tokens": contender.k,
-        "same_text": models.same_text or None,
     }
     return {name: value for name, value in given.items() if value is not None}
 

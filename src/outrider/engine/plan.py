@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.engine.options import Speculation
-from outrider.errors import OutriderError, without_path
+from outrider.errors import OutriderError, printable, without_path
 from outrider.files import expanded, write_whole
 from outrider.method_text import with_drafts
 from outrider.options import Option, declared
@@ -57,7 +57,7 @@ class Plan:
             try:
                 values[key] = KEYS[key].read(key, value)
             except OutriderError as error:
-                raise OutriderError(f"{file}: {error}") from None
+                raise OutriderError(f"{file}: {str(error).replace('True or False', 'true or false')}") from None
         return cls(values, file.parent)
 
     def write(self, file: Path, notes: Sequence[str] = ()) -> None:
@@ -66,12 +66,10 @@ class Plan:
 
     def text(self, notes: Sequence[str] = ()) -> str:
         """Return the text that ``write`` writes."""
-        lines = [
-            f"{key} = {json.dumps(self.values[key], ensure_ascii=False)}  # {option.help}"  # JSON and TOML agree on these types
-            for key, option in KEYS.items()
-            if key in self.values
-        ]
-        comments = "".join(f"# {line}\n" for note in notes for line in note.splitlines())
+        given = {key: json.dumps(self.values[key], ensure_ascii=False) for key in KEYS if key in self.values}
+        # JSON and TOML agree on these types, except that TOML escapes DEL.
+        lines = [f"{key} = {value}  # {KEYS[key].help}".replace("\x7f", "\\u007f") for key, value in given.items()]
+        comments = "".join(f"# {printable(line)}\n" for note in notes for line in note.splitlines())
         return HEAD + comments + "\n" + "\n".join(lines) + "\n"
 
     def given(self, key: str) -> Any:
