@@ -13,7 +13,8 @@ import pytest
 
 from outrider.bench.contenders import Contender
 from outrider.cli import app
-from outrider.cli.options import ModelOptions
+from outrider.cli.options import MethodOptions, ModelOptions
+from outrider.cli.serve import joined
 from outrider.cli.tune import plan_values
 from outrider.engine.plan import Plan
 from outrider.errors import OutriderError
@@ -189,6 +190,30 @@ def test_an_invalid_switch_in_a_plan_is_explained_in_toml(tmp_path: Path) -> Non
     (tmp_path / "plan.toml").write_text("same_text = 1")
     with pytest.raises(OutriderError, match="invalid same_text 1: expected true or false"):
         Plan.read(tmp_path / "plan.toml")
+
+
+def test_a_plan_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text("\ufeffmax_len = 64\n", encoding="utf-8")
+    assert Plan.read(tmp_path / "plan.toml").values == {"max_len": 64}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('method = "sufix"', "method: unknown method 'sufix'"),
+        ('method = "draft:x"', "method: invalid method 'draft:x'"),
+        ('draft = "/moved/head"', "draft: /moved/head does not exist"),
+        ('target = "./moved"', "target: ./moved does not exist"),
+        ('method = "eagle:draft=./moved"', "method: ./moved does not exist"),
+    ],
+)
+def test_an_error_in_a_plan_names_the_file_and_the_key(outrider: Run, tmp_path: Path, line: str, words: str) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text(line)
+    for command in (["serve", file], ["export", file, "--to", "vllm"], ["bench", "serve", file]):
+        code, _, err = outrider(*command)
+        assert code == 2 and f"error: {file}, {words}" in err
+    joined(Plan.read(file), ModelOptions(target="a/b", draft="a/b"), MethodOptions("ngram"))  # replaces the wrong value
 
 
 def test_an_existing_plan_is_not_overwritten(outrider: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,4 +164,4 @@ def joined(plan: Plan, *groups: Any) -> Plan:
     """Return the plan, with the command line's values replacing its own."""
     given = {name: value for group in groups for name, value in values_given(group).items() if name in KEYS}
     read = {name: KEYS[name].read(flag_name(name), value) for name, value in given.items()}
-    return Plan({name: plan.given(name) for name in plan.values} | read)
+    return Plan({name: plan.given(name) for name in plan.values if name not in read} | read)
