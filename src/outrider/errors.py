@@ -54,7 +54,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def without_path(error: BaseException) -> str:
-    """Return the message of an exception, of an ``OSError`` without number and path, which the caller's message names."""
+    """Return the message of an exception that a file caused; the caller's message names the file."""
+    if isinstance(error, UnicodeDecodeError):
+        is_gzip = error.object.startswith(b"\x1f\x8b")
+        return "expected UTF-8 text" + (", got gzip: its name must end in .gz" if is_gzip else "")
     return str(getattr(error, "strerror", None) or error)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -263,6 +264,22 @@ def test_an_invalid_line_of_prompts_is_named(outrider: Run, target: Path, tmp_pa
     file.write_text("")
     assert_one_line(outrider("bench", "--target", target, "--prompts", file), "no prompts")
     assert_one_line(outrider("bench", "--target", target, "--prompts", tmp_path / "missing.jsonl"), "cannot read")
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ('{"prompt": "caf\u00e9"}'.encode("latin-1"), "expected UTF-8 text"),
+        ('{"prompt": "hi"}'.encode("utf-16"), "expected UTF-8 text"),
+        (gzip.compress(b'{"prompt": "hi"}'), "expected UTF-8 text, got gzip: its name must end in .gz"),
+    ],
+)
+def test_prompts_that_are_not_text(outrider: Run, target: Path, tmp_path: Path, content: bytes, why: str) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(content)
+    _, _, err = outcome = outrider("bench", "--target", target, "--prompts", file)
+    assert_one_line(outcome)
+    assert err.endswith(f"error: cannot read {file}: {why}\n")
 
 
 def test_an_unwritable_output_file(outrider: Run, target: Path, tmp_path: Path) -> None:
