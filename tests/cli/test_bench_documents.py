@@ -249,6 +249,13 @@ def test_an_input_is_not_replaced_by_a_result(
     assert Path("in").read_text() == before
 
 
+def test_documents_with_one_repeat_do_not_pass_a_check(outrider: Run, tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps(document([cell("plain", 0, [100.0], [100.0])])))
+    code, out, _ = outrider("bench", "compare", file, file)
+    assert code == 3 and "1 cell compared, but too few repeats to test anything" in out
+
+
 def test_documents_without_a_common_cell_do_not_pass_a_check(outrider: Run, tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("old.json", "new.json")]
     renamed = measured(150.0)

@@ -282,6 +282,20 @@ def test_prompts_that_are_not_text(outrider: Run, target: Path, tmp_path: Path, 
     assert err.endswith(f"error: cannot read {file}: {why}\n")
 
 
+@pytest.mark.parametrize(
+    ("command", "what"),
+    [
+        (["bench", "--method", ""], "invalid method ''"),
+        (["bench", "--workloads", ""], "unknown workload ''"),
+        (["bench", "serve", "--workloads", ""], "unknown workload ''"),
+        (["audit", "--method", ""], "unknown method ''"),
+        (["demo", "--port", "0", "--method", ""], "unknown method ''"),
+    ],
+)
+def test_an_empty_value_is_not_the_default(outrider: Run, command: list[str], what: str) -> None:
+    assert_one_line(outrider(*command), what)
+
+
 def test_an_unwritable_output_file(outrider: Run, target: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert_one_line(outrider("bench", "--target", target, "--out", tmp_path / "file" / "x.json"), "cannot write --out")

@@ -177,7 +177,7 @@ def parse_contenders(grid: GridOptions, models: ModelOptions) -> tuple[Contender
     from outrider.engine.methods import methods_in
 
     lengths = parse_list("--num-draft-tokens", grid.num_draft_tokens, parse_k)
-    methods = methods_in(grid.method or f"{AUTO},{DEFAULT_METHOD}", lambda: auto_method(models))
+    methods = methods_in(f"{AUTO},{DEFAULT_METHOD}" if grid.method is None else grid.method, lambda: auto_method(models))
     check_methods(methods, models)
     found = (Contender(method, k) for method in methods for k in lengths)
     return tuple(contender for contender in found if not contender.is_plain)

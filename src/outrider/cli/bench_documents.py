@@ -20,7 +20,7 @@ def compare(
     after: Annotated[Path, typer.Argument(help="The document to compare with it.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
 ) -> int:
-    """Report significant changes between two documents; exit code 3 if anything became worse or nothing is in both, else 0."""
+    """Report significant changes between two documents; exit code 3 if anything became worse or nothing could be tested."""
     from rich.console import Console
 
     from outrider.bench import compare, documents
@@ -36,7 +36,7 @@ def compare(
             out.print(table)
         for line in [*compare.notes(found), found.verdict]:
             out.print(line, markup=False, soft_wrap=True)
-    return EXIT_CHECK_FAILED if found.has_loss or not found.changes else 0
+    return EXIT_CHECK_FAILED if found.has_loss or not found.is_tested else 0
 
 
 def report(
