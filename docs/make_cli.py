@@ -23,7 +23,7 @@ Generated from the declarations of the commands by `python docs/make_cli.py`; a 
 Text goes to standard output, messages to standard error, so that commands can be used in pipes. Exit codes:
 
 - 0: success;
-- 1: an error inside Outrider or of the machine, or a closed standard output;
+- 1: an error inside Outrider or of the machine, a closed standard output, or a load of `bench serve` without an answer;
 - 2: invalid input; one line says what is wrong;
 - 3: a failed check: `doctor` found a problem, `bench compare` a slowdown, `audit` no grounds to certify;
 - 130: Ctrl-C or SIGTERM; what was written so far is kept.

@@ -187,6 +187,19 @@ def test_without_drafts_no_gain_and_no_acceptance_are_reported(target):
     assert found.acceptance.by_position == [] and "nothing was drafted" in text_of(found, "acceptance")
 
 
+@pytest.mark.parametrize(
+    ("tok_s", "best_k", "verdict"),
+    [
+        (150.0, 3, "fits: 1.50 times"),
+        (82.0, 3, "fits, but is slower on this machine: 0.82 times"),
+        (82.0, 0, "fits, but gains nothing on this machine: 0.82 times"),
+    ],
+)
+def test_the_verdict_agrees_with_the_speed(tok_s, best_k, verdict):
+    found = doctor.Checkup(acceptance=doctor.Acceptance([0.5], 2.0, 100.0, tok_s, best_k, num_prompts=4))
+    assert found.verdict.startswith(verdict)
+
+
 class Guessing(Proposer):
     """With the right option, drafts the target's output; otherwise only at a given share of positions, and zeros elsewhere."""
 

@@ -87,7 +87,8 @@ class Checkup:
         gain = f"{self.acceptance.speedup:.2f} times plain decoding's speed with {K} drafts per round"
         if self.acceptance.best_k == 0:
             return f"fits, but gains nothing on this machine: {gain}."
-        return f"fits{', with doubts' if doubts else ''}: {gain}, best with about {self.acceptance.best_k}."
+        slower = ", but is slower on this machine" if self.acceptance.speedup < 1 else ""
+        return f"fits{', with doubts' if doubts else ''}{slower}: {gain}, best with about {self.acceptance.best_k}."
 
 
 def all_candidates(target: str | None) -> list[Finding]:

@@ -34,6 +34,11 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
+def printable(text: str) -> str:
+    """Return the text with control characters escaped, so that a name does not control the terminal."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 def check_text(text: str) -> None:
     """Raise ``OutriderError`` for text that cannot be encoded as UTF-8."""
     try:
@@ -49,7 +54,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def without_path(error: BaseException) -> str:
-    """Return the message of an exception, of an ``OSError`` without number and path, which the caller's message names."""
+    """Return the message of an exception that a file caused; the caller's message names the file."""
+    if isinstance(error, UnicodeDecodeError):
+        is_gzip = error.object.startswith(b"\x1f\x8b")
+        return "expected UTF-8 text" + (", got gzip: its name must end in .gz" if is_gzip else "")
     return str(getattr(error, "strerror", None) or error)
 
 

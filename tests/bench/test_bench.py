@@ -50,13 +50,13 @@ def test_plain_and_contenders_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(grid, "generate", note)
     monkeypatch.setattr(grid, "warm_up", lambda *args: None)
-    plan = Plan((NGRAM, Contender("ngram", 5)), {"x": [[1], [2], [3]]}, batches=(2,), repeat=2)
+    plan = Plan((NGRAM, Contender("ngram", 5)), {"x": [[1], [2], [3], [4], [5]]}, batches=(2,), repeat=2)  # [5] is left out
     (group,) = grid.run_grid(Contenders(llm), plan)
     assert order == [
         "plain [[1], [2]]", "ngram k=3 [[1], [2]]", "ngram k=5 [[1], [2]]",
-        "ngram k=3 [[3]]", "ngram k=5 [[3]]", "plain [[3]]",
+        "ngram k=3 [[3], [4]]", "ngram k=5 [[3], [4]]", "plain [[3], [4]]",
         "ngram k=3 [[1], [2]]", "ngram k=5 [[1], [2]]", "plain [[1], [2]]",
-        "ngram k=5 [[3]]", "plain [[3]]", "ngram k=3 [[3]]",
+        "ngram k=5 [[3], [4]]", "plain [[3], [4]]", "ngram k=3 [[3], [4]]",
     ]  # fmt: skip
     assert [len(run.batches) for runs in group.repeats for run in runs.values()] == [2] * 6
     assert plan.num_runs == len(order)

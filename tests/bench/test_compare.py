@@ -70,6 +70,19 @@ def test_one_repeat_is_too_few() -> None:
     two = document([cell("plain", 0, [10.0], [10.0]), cell("draft", 4, [15.0], [10.0])])
     assert {each.verdict for each in compare(one, two).changes} == {"too few repeats"}
     assert not compare(one, two).has_loss
+    assert compare(one, two).verdict == (
+        "2 cells compared, but too few repeats to test anything, 0 for the worse: measure with --repeat 5 or more"
+    )
+
+
+def test_a_coarse_comparison_says_what_it_cannot_detect() -> None:
+    def twice(speeds: list[float]) -> str:
+        return compare(document([cell("plain", 0, speeds, speeds)]), document([cell("plain", 0, speeds, speeds)])).verdict
+
+    assert twice([99.0, 100.0, 101.0, 100.0, 100.0]) == "1 cell compared, 0 changed significantly, 0 for the worse"
+    assert twice([90.0, 110.0]).endswith(
+        "0 for the worse; too few repeats to detect a slowdown below 46%: measure with a larger --repeat"
+    )
 
 
 def test_fewer_equal_outputs_are_a_regression_at_any_speed() -> None:

@@ -45,15 +45,16 @@ def test_the_command_prints_the_table_and_sets_its_exit_code(outrider: Run, tmp_
 def test_brackets_in_names_of_files_and_workloads_are_not_markup(outrider: Run, tmp_path: Path) -> None:
     result = measured(150.0) | {"target": "./my[/model]"}
     for each in result["cells"]:  # type: ignore[attr-defined]
-        each["workload"] = "mine[/b]"
+        each["workload"] = "mine[/b]\x1b[2J"
     file = tmp_path / "x.json"
     file.write_text(json.dumps(result))
     code, out, err = outrider("bench", "compare", file, file)
-    assert code == 0 and "mine[/b]" in out, err
+    assert code == 0 and r"mine[/b]\x1b[2J" in out and "\x1b" not in out, err
     view = Console(file=StringIO(), width=200)
     for table in tables(result):
         view.print(table)
-    assert "mine[/b]" in view.file.getvalue() and "./my[/model]" in view.file.getvalue()  # type: ignore[attr-defined]
+    shown = view.file.getvalue()  # type: ignore[attr-defined]
+    assert r"mine[/b]\x1b[2J" in shown and "\x1b" not in shown and "./my[/model]" in shown
 
 
 def test_brackets_in_progress_and_error_messages_are_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,9 +62,10 @@ def test_brackets_in_progress_and_error_messages_are_not_markup(capsys: pytest.C
         pass
     say_error("cannot write a[/b]")
     with progress() as report:
-        report(Progress(1, 2, None, "mine[/b], draft"))
+        report(Progress(1, 2, None, "mine[/b]\x1b[2J, draft"))
     err = capsys.readouterr().err
-    assert "./my[/model]" in err and "error: cannot write a[/b]" in err and "mine[/b]" in err
+    assert "./my[/model]" in err and "error: cannot write a[/b]" in err
+    assert r"mine[/b]\x1b[2J, draft" in err and "\x1b" not in err
 
 
 def test_brackets_in_a_spinners_text_are_not_markup(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +171,20 @@ def test_documents_of_another_kind_or_with_wrong_types_are_refused(
     assert code == 2 and "is not a benchmark document" in err
 
 
+@pytest.mark.parametrize("key", ["workload", "same_text", "acceptance_histogram", "ms", "loop_share"])
+def test_a_wrong_value_of_a_document_is_one_line(outrider: Run, tmp_path: Path, key: str) -> None:
+    good, wrong = tmp_path / "good.json", tmp_path / "wrong.json"
+    good.write_text(json.dumps(grid()))
+    for value in ("x", [[]]):
+        document = grid()
+        document["cells"][1][key] = value
+        wrong.write_text(json.dumps(document))
+        for command in (["compare", good, wrong], ["report", wrong, "--html", tmp_path / "x.html"]):
+            code, _, err = outrider("bench", *command)
+            words = f"{wrong} is not a complete benchmark document of this version"
+            assert code in (0, 3) or (code == 2 and err.count("\n") == 1 and words in err), (command, err)
+
+
 def test_links_and_devices_are_not_replaced(tmp_path: Path) -> None:
     from outrider.files import write_whole
 
@@ -203,6 +219,41 @@ def test_the_reader_of_a_pipe_waits_for_the_result(tmp_path: Path) -> None:
 def test_two_results_in_one_file_are_refused(outrider: Run, command: str, target: Path, tmp_path: Path) -> None:
     code, _, err = outrider(command, "--target", target, "--out", tmp_path / "x", "--html", tmp_path / "." / "x")
     assert code == 2 and "--out and --html are both" in err and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["bench", "--prompts", "in", "--out", "in"],
+        ["bench", "--prompts", "in", "--html", "./in"],
+        ["bench", "report", "in", "--html", "link"],
+        ["bench", "serve", "in", "--out", "in"],
+        ["bench", "serve", "--prompts", "in", "--out", "in"],
+        ["audit", "--prompts", "in", "--out", "in"],
+        ["tune", "--traffic", "in", "--out", "in"],
+        ["tune", "--traffic", "in", "--out", "plan.toml", "--json", "in"],
+        ["serve", "in", "--record", "in"],
+    ],
+)
+def test_an_input_is_not_replaced_by_a_result(
+    outrider: Run, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in").write_text(json.dumps(grid()) if command[1] == "report" else "" if "serve" in command else '{"prompt": "hi"}')
+    Path("link").symlink_to("in")
+    before = Path("in").read_text()
+    code, _, err = outrider(*command)
+    assert code == 2 and err.endswith(
+        f"{command[-2]} {Path(command[-1])} would replace an input of this command: give another file\n"
+    )
+    assert Path("in").read_text() == before
+
+
+def test_documents_with_one_repeat_do_not_pass_a_check(outrider: Run, tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps(document([cell("plain", 0, [100.0], [100.0])])))
+    code, out, _ = outrider("bench", "compare", file, file)
+    assert code == 3 and "1 cell compared, but too few repeats to test anything" in out
 
 
 def test_documents_without_a_common_cell_do_not_pass_a_check(outrider: Run, tmp_path: Path) -> None:

@@ -408,7 +408,7 @@ def test_a_slower_race_is_explained_by_its_numbers() -> None:
 
 def test_bench_prints_a_table_and_one_json_line(outrider: Run, target: Path, draft: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "mine.jsonl"
-    prompts.write_text('{"prompt": "def f("}\n{"turns": ["Why?", "And?"]}\n{"question": "What?", "workload": "quiz"}\n')
+    prompts.write_text('{"prompt": "def f("}\n{"turns": ["Why?", "And?"]}\n{"question": "What?", "workload": "quiz"}\n' * 2)
     out_file, page = tmp_path / "results" / "x.json", tmp_path / "results" / "x.html"
     code, out, err = outrider(
         "bench", *models(target, draft), "--method", "draft,ngram", "-k", "2,auto", "--temperature", "0,0.8",
@@ -449,7 +449,7 @@ def test_bench_prints_a_table_and_one_json_line(outrider: Run, target: Path, dra
 def test_bench_keeps_finished_measurements_when_interrupted(
     outrider: Run, target: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from outrider.bench import grid
+    from outrider.bench import grid, html
 
     generate, calls = grid.generate, []
 
@@ -460,12 +460,14 @@ def test_bench_keeps_finished_measurements_when_interrupted(
         return generate(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(grid, "generate", interrupted)
+    page = html.page
+    monkeypatch.setattr(html, "page", lambda result: [os.kill(os.getpid(), signal.SIGINT), page(result)][1])  # a second Ctrl-C
     out_file = tmp_path / "x.json"
     code, out, err = outrider(
         "bench", *models(target, draft), "--method", "ngram", "-k", 2, "--workloads", "math,story", "--num-prompts", 1,
-        "--max-tokens", 4, "--repeat", 3, "--out", out_file,
+        "--max-tokens", 4, "--repeat", 3, "--out", out_file, "--html", tmp_path / "x.html",
     )  # fmt: skip
-    assert code == app.EXIT_INTERRUPTED and "interrupted" in err
+    assert code == app.EXIT_INTERRUPTED and "interrupted" in err and (tmp_path / "x.html").exists()
     result = json.loads(out_file.read_text())
     assert result["interrupted"] is True and result == json.loads(out)
     assert [(cell["workload"], cell["repeats"]) for cell in result["cells"]] == [("math", 2), ("math", 2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -265,6 +266,36 @@ def test_an_invalid_line_of_prompts_is_named(outrider: Run, target: Path, tmp_pa
     assert_one_line(outrider("bench", "--target", target, "--prompts", tmp_path / "missing.jsonl"), "cannot read")
 
 
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ('{"prompt": "caf\u00e9"}'.encode("latin-1"), "expected UTF-8 text"),
+        ('{"prompt": "hi"}'.encode("utf-16"), "expected UTF-8 text"),
+        (gzip.compress(b'{"prompt": "hi"}'), "expected UTF-8 text, got gzip: its name must end in .gz"),
+    ],
+)
+def test_prompts_that_are_not_text(outrider: Run, target: Path, tmp_path: Path, content: bytes, why: str) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(content)
+    _, _, err = outcome = outrider("bench", "--target", target, "--prompts", file)
+    assert_one_line(outcome)
+    assert err.endswith(f"error: cannot read {file}: {why}\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "what"),
+    [
+        (["bench", "--method", ""], "invalid method ''"),
+        (["bench", "--workloads", ""], "unknown workload ''"),
+        (["bench", "serve", "--workloads", ""], "unknown workload ''"),
+        (["audit", "--method", ""], "unknown method ''"),
+        (["demo", "--port", "0", "--method", ""], "unknown method ''"),
+    ],
+)
+def test_an_empty_value_is_not_the_default(outrider: Run, command: list[str], what: str) -> None:
+    assert_one_line(outrider(*command), what)
+
+
 def test_an_unwritable_output_file(outrider: Run, target: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert_one_line(outrider("bench", "--target", target, "--out", tmp_path / "file" / "x.json"), "cannot write --out")
@@ -296,10 +327,11 @@ def test_values_out_of_range_are_found_before_anything_is_loaded(
 
     monkeypatch.setattr(session, "load", never)
     monkeypatch.setattr(session, "inflate_target", never)
-    for options in (["--batch", "4,0"], ["--temperature", "0,-1"]):
+    few = ["--batch", "1,8", "--num-prompts", "7"]
+    for options in (["--batch", "4,0"], ["--temperature", "0,-1"], few, ["--batch", "64"]):
         assert_one_line(outrider("bench", "--target", target, "--inflate", "8b", *options), options[0].removeprefix("--"))
-    for command in ("audit", "doctor"):
-        assert_one_line(outrider(command, "--target", target, "--max-tokens", 0), "--max-tokens")
+    for command, most in (("audit", 0), ("doctor", 1), ("tune", 1)):
+        assert_one_line(outrider(command, "--target", target, "--max-tokens", most), "--max-tokens")
 
 
 @pytest.mark.parametrize("command", ["generate", "bench", "audit", "tune"])

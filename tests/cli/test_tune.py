@@ -13,14 +13,16 @@ import pytest
 
 from outrider.bench.contenders import Contender
 from outrider.cli import app
-from outrider.cli.options import ModelOptions
+from outrider.cli.options import MethodOptions, ModelOptions
+from outrider.cli.serve import joined
 from outrider.cli.tune import plan_values
 from outrider.engine.plan import Plan
+from outrider.errors import OutriderError
 from outrider.proposers.plain import PlainProposer
 from outrider.search.journal import SCHEMA
 
 Run = Callable[..., "tuple[int, str, str]"]
-QUICK = ["--compile", "never", "--num-prompts", 3, "--max-tokens", 20, "--repeat", 1, "-k", "1,3"]
+QUICK = ["--compile", "never", "--num-prompts", 4, "--max-tokens", 20, "--repeat", 1, "-k", "1,3"]
 
 
 @pytest.fixture
@@ -29,6 +31,7 @@ def traffic(tmp_path: Path) -> Path:
     lines: list[dict[str, Any]] = [
         {"prompt": "def add(first, second):\n    return", "ignore_eos": True},
         {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "naïve café"}]}], "max_tokens": 12},
+        {"prompt": "while number > 1:\n    number"},
         {"custom_id": "3", "body": {"prompt": "for i in range(10):\n    print(i)\n" * 3, "temperature": 0, "stop": "zzz"}},
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -53,7 +56,7 @@ def test_a_plan_is_written_that_serve_reads(outrider: Run, target: Path, draft: 
     methods = {row["method"] for row in found["candidates"]}
     assert {"draft", "suffix", "early-exit"} <= methods
     assert {row["k"] for row in found["candidates"] if row["method"] == "draft"} == {1, 3, "auto"}
-    assert all(row["why"] and row["speedup"] > 0 and 2 <= row["prompts"] <= 3 for row in found["candidates"])
+    assert all(row["why"] and row["speedup"] > 0 and 2 <= row["prompts"] <= 4 for row in found["candidates"])
     assert found["rungs"] and found["rungs"][0]["contenders"] >= 7
     assert any("batch 2, prompts 1" in name for name in document["found"]["rung 1"])
     twin = next(row for row in found["candidates"] if row["method"] == "draft" and row["k"] == 3)
@@ -113,6 +116,15 @@ def test_an_interrupt_before_the_first_result_promises_no_results(
     assert code == app.EXIT_INTERRUPTED and "--resume" not in err and not (tmp_path / "plan.json").exists()
 
 
+def test_a_search_without_a_run_leaves_no_journal(outrider: Run, target: Path, tmp_path: Path) -> None:
+    traffic = tmp_path / "short.jsonl"
+    traffic.write_text('{"prompt": "hi", "max_tokens": 1}\n' * 2)
+    command = ["--target", target, "--traffic", traffic, "--method", "ngram", "--compile", "never"]
+    code, _, err = outrider("tune", *command, "--out", tmp_path / "plan.toml")
+    assert code == 2 and "all outputs have fewer than 2 tokens" in err
+    assert list(tmp_path.iterdir()) == [traffic]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -126,10 +138,13 @@ def test_an_interrupt_before_the_first_result_promises_no_results(
         (["--workloads", "code", "-k", "0"], "expected integers of at least 1"),
         (["--workloads", "code", "-k", "few"], "--num-draft-tokens"),
         (["--workloads", "code", "--batch", "0"], "expected integers of at least 1"),
+        (["--workloads", "code", "--batch", "1,8", "--num-prompts", "15"], "--batch 8 needs at least 16 prompts (two batches)"),
+        (["--workloads", "code", "--num-prompts", "1"], "--batch 1 needs at least 2 prompts (two batches), got 1"),
+        (["--workloads", "code", "--batch", "16"], "--batch 16 needs at least 32 prompts (two batches), got"),
         (["--workloads", "code", "--report", "x.pdf"], ".html"),
         (["--workloads", "code", "--resume"], "--resume"),
         (["--workloads", "code", "--out", "found.json"], "--out and --json are both found.json"),
-        (["--workloads", "code", "--max-tokens", "0"], "invalid --max-tokens 0"),
+        (["--workloads", "code", "--max-tokens", "1"], "invalid --max-tokens '1': expected at least 2"),
         (["--workloads", "code", "--max-tokens", "600"], "no room for a prompt"),
     ],
 )
@@ -157,17 +172,48 @@ def test_a_plan_works_from_any_directory(tmp_path: Path, draft: Path, monkeypatc
         "suffix+draft:draft.draft=draft": f"suffix+draft:draft.draft={draft}",
     }.items():
         chosen = SimpleNamespace(chosen=Contender(method, 4))
-        assert plan_values(ModelOptions(), chosen, given)["method"] == wanted  # type: ignore[arg-type]
+        found = plan_values(ModelOptions(), chosen, given)  # type: ignore[arg-type]
+        assert found == {"method": wanted, "num_draft_tokens": 4}  # no defaults
     monkeypatch.chdir(tmp_path)
     beside = Plan({"method": "draft:draft=draft"}, draft.parent)
     assert beside.given("method") == f"draft:draft={draft}"
 
 
 def test_a_plan_with_special_characters_is_valid_toml(tmp_path: Path) -> None:
-    values = {"target": 'odd "name"\\ with # and = and na\u00efve', "num_draft_tokens": 4, "same_text": True, "kv_memory": 0.5}
-    Plan(values).write(tmp_path / "plan.toml", ["caf\u00e9"])
+    values = {"target": 'odd "name"\\ with # and = and na\u00efve', "method": "draft:draft=\x7f\x1b", "same_text": True}
+    Plan(values).write(tmp_path / "plan.toml", ["caf\u00e9 \x1b\x7f"])
     assert Plan.read(tmp_path / "plan.toml").values == values
     assert "caf\u00e9" in (tmp_path / "plan.toml").read_bytes().decode("utf-8")
+
+
+def test_an_invalid_switch_in_a_plan_is_explained_in_toml(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text("same_text = 1")
+    with pytest.raises(OutriderError, match="invalid same_text 1: expected true or false"):
+        Plan.read(tmp_path / "plan.toml")
+
+
+def test_a_plan_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text("\ufeffmax_len = 64\n", encoding="utf-8")
+    assert Plan.read(tmp_path / "plan.toml").values == {"max_len": 64}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('method = "sufix"', "method: unknown method 'sufix'"),
+        ('method = "draft:x"', "method: invalid method 'draft:x'"),
+        ('draft = "/moved/head"', "draft: /moved/head does not exist"),
+        ('target = "./moved"', "target: ./moved does not exist"),
+        ('method = "eagle:draft=./moved"', "method: ./moved does not exist"),
+    ],
+)
+def test_an_error_in_a_plan_names_the_file_and_the_key(outrider: Run, tmp_path: Path, line: str, words: str) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text(line)
+    for command in (["serve", file], ["export", file, "--to", "vllm"], ["bench", "serve", file]):
+        code, _, err = outrider(*command)
+        assert code == 2 and f"error: {file}, {words}" in err
+    joined(Plan.read(file), ModelOptions(target="a/b", draft="a/b"), MethodOptions("ngram"))  # replaces the wrong value
 
 
 def test_an_existing_plan_is_not_overwritten(outrider: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -450,8 +450,32 @@ def test_the_command_writes_a_folder_and_names_its_script(
     assert said.out == "outrider-vllm/run.sh\n" and "earliest match" in said.err
     assert vllm_settings(tmp_path / "outrider-vllm")["speculative-config"]["num_speculative_tokens"] == 7
     assert vllm_settings(tmp_path / "outrider-vllm")["max-num-seqs"] == 5  # no option of this command
+    assert main(["export", "plan.toml", "--to", "vllm"]) == 0  # an earlier export is replaced
+    assert vllm_settings(tmp_path / "outrider-vllm")["speculative-config"]["num_speculative_tokens"] == 2
+    capsys.readouterr()
     assert main(["export", "plan.toml", "--to", "tgi"]) == 2
     assert "known: vllm, sglang, transformers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", [None, "#!/bin/sh\n# vLLM for me: mine\n", "an export to another engine"])
+def test_a_folder_with_other_files_is_not_written_to(
+    script: str | None, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "mine"
+    command = ["export", "--target", str(models / "target"), "--method", "ngram", "--out", str(folder), "--to"]
+    if script == "an export to another engine":
+        assert main([*command, "sglang"]) == 0
+        (folder / "generate.py").write_text("mine")
+    else:
+        folder.mkdir()
+        (folder / "generate.py").write_text("mine")
+        if script is not None:
+            (folder / SCRIPT).write_text(script)
+    before = {file.name: file.read_text() for file in folder.iterdir()}
+    capsys.readouterr()
+    assert main([*command, "vllm"]) == 2
+    assert f"{folder} contains files other than an export to vLLM: give another folder" in capsys.readouterr().err
+    assert {file.name: file.read_text() for file in folder.iterdir()} == before
 
 
 @pytest.mark.parametrize(("visible", "expected"), [("", "1"), ("2,3", "3"), ("GPU-1a, GPU-2b", "GPU-2b")])

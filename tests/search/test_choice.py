@@ -85,6 +85,14 @@ def test_nothing_faster_than_plain_decoding_means_plain_decoding(speeds: tuple[f
     chosen = choice.choose([DRAFT, NGRAM], found.ratio, PROPOSERS)
     assert chosen.chosen.is_plain and chosen.chosen.k == 0 and "do not speculate" in chosen.reason
     assert set(chosen.others) == {"draft k=4", "ngram k=4"}
+    expected = "slower" if speeds[0] == 90 else "not significantly faster"
+    assert chosen.others["draft k=4"].endswith(f"plain decoding's speed: {expected}")
+
+
+def test_nothing_is_chosen_without_an_interval() -> None:
+    found = Measurements()
+    found.add_turn(Group(1, 0), {"plain": 1.0, "draft k=4": 0.5})
+    assert choice.choose([DRAFT], found.ratio, PROPOSERS).chosen.is_plain
 
 
 def test_nothing_to_confirm_means_plain_decoding() -> None:

@@ -154,6 +154,13 @@ def test_batch_sizes_are_run_and_averaged(llm: LLM, twin: Proposer, timed: Any, 
     assert {count for _, count in ran} == {1, 4}
 
 
+def test_only_whole_batches_run(llm: LLM, twin: Proposer, timed: Any) -> None:
+    ran = timed(lambda each: BY_LENGTH[each.k])
+    found = Search(llm, {"draft": twin}, texts(7), Question((1, 2, 4), (3,), repeat=2), Journal(None, {}))
+    assert found.run().chosen == Contender("draft", 4)
+    assert {count for _, count in ran} == {3} and found.num_prompts("draft k=4") == len(found.texts) == 6
+
+
 def test_the_best_of_both_kinds_are_combined(llm: LLM, twin: Proposer, timed: Any) -> None:
     ran = timed(lambda each: 1.0 if each.is_plain else 3.0 if "+" in each.method else 1.5)
     proposers = fitting_proposers(llm.speculation, llm.runner, llm.tokenizer, ["ngram:max_n=3"])[0]
@@ -314,13 +321,52 @@ def test_real_runs_generate_the_recorded_outputs(llm: LLM, twin: Proposer) -> No
 
 def test_a_journal_of_another_search_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
-    Journal(file, {"batch": [1], "traffic": "x"}).once("recorded", "0", lambda: [1])
+    Journal(file, {"batch": [1], "traffic": "x"}).once("recorded", "0", lambda: [[1]])
     assert "0" in Journal(file, {"batch": (1,), "traffic": "x"}, resume=True).document["found"]["recorded"]
     with pytest.raises(OutriderError, match="with other values of batch"):
         Journal(file, {"batch": [2], "traffic": "x"}, resume=True)
     file.write_text("[]")
-    with pytest.raises(OutriderError, match="was not written by outrider tune"):
+    with pytest.raises(OutriderError, match="is not a complete journal of this version"):
         Journal(file, {}, resume=True)
+
+
+RUN = {"seconds": 1.0, "tau": 2.0, "accepted": [1, 0], "decode_seconds": 0.5}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"found": []},
+        {"found": {"rung 1": 5}},
+        {"found": {"rung 1": {"a": {}}}},
+        {"found": {"rung 1": {"a": RUN | {"seconds": "x"}}}},
+        {"found": {"rung 1": {"a": RUN | {"seconds": 0}}}},
+        {"found": {"rung 1": {"a": RUN | {"tau": None}}}},
+        {"found": {"rung 1": {"a": RUN | {"accepted": 3}}}},
+        {"found": {"rung 1": {"a": RUN | {"decode_seconds": -1}}}},
+        {"found": {"recorded": {"0": "x"}}},
+        {"found": {"recorded": {"0": [[1.5]]}}},
+        {"seconds": None},
+        {"seconds": {"rung 1": "x"}},
+        {"schema": "outrider-tune/1"},
+    ],
+)
+def test_a_damaged_journal_is_rejected(change: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    journal = Journal(file, {})
+    journal.once("recorded", "0", lambda: [[1, 2], []])
+    journal.once("rung 1", "a", lambda: RUN)
+    assert Journal(file, {}, resume=True).document == journal.document
+    file.write_text(json.dumps(journal.document | change))
+    with pytest.raises(OutriderError, match="is not a complete journal of this version"):
+        Journal(file, {}, resume=True)
+
+
+def test_recorded_outputs_of_other_traffic_are_rejected(llm: LLM, twin: Proposer) -> None:
+    journal = Journal(None, {})
+    journal.once("recorded", "0", lambda: [[1, 2]])
+    with pytest.raises(OutriderError, match="outputs of this traffic"):
+        started(llm, {"draft": twin}, journal).run()
 
 
 def test_a_method_out_of_memory_does_not_affect_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

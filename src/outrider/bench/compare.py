@@ -20,6 +20,7 @@ from outrider.registry import PLAIN
 FALSE_ALARMS = 0.05  # probability per comparison
 SETTINGS = ("target", "dtype", "weights", "device", "threads", "max_tokens", "same_text_mode")  # settings that should be equal
 MACHINE = ("device", "threads")
+COARSE = 0.1  # slowdown, as a share of the speed, that should be detected
 NO_CHANGE = "no significant change"
 # (tokens per second, speedup over plain): 1 higher, -1 lower, 0 neither
 VERDICTS = {
@@ -62,10 +63,14 @@ class CellChange:
         return before is not None and after is not None and after < before
 
     @property
+    def judged(self) -> Change | None:
+        """Return the change that decides: of tokens per second, or on another machine of the speedup; None if not tested."""
+        return self.tok_s if self.same_machine else None if is_plain(self.after) else self.speedup
+
+    @property
     def is_loss(self) -> bool:
         """Return whether the cell is slower (on another machine: by speedup) or has fewer equal outputs."""
-        judged = self.tok_s if self.same_machine else None if is_plain(self.after) else self.speedup
-        return self.texts_differ_more or (judged is not None and judged.direction < 0)
+        return self.texts_differ_more or (self.judged is not None and self.judged.direction < 0)
 
 
 @dataclass(frozen=True)
@@ -83,13 +88,29 @@ class Comparison:
         return any(each.is_loss for each in self.changes)
 
     @property
+    def is_tested(self) -> bool:
+        """Return whether any cell has enough repeats for a test."""
+        return any(each.judged is not None for each in self.changes)
+
+    @property
+    def undetected(self) -> float:
+        """Return the largest slowdown, as a share of the speed, that the repeats of some tested cell cannot detect."""
+        return max(1 - found.interval[0] / found.ratio for each in self.changes if (found := each.judged) is not None)
+
+    @property
     def verdict(self) -> str:
         """Return a one-line summary."""
         if not self.changes:
             return "nothing to compare: the documents have no common cell"
         moved = [each for each in self.changes if not each.verdict.startswith((NO_CHANGE, "too few"))]
         lost = sum(each.is_loss for each in self.changes)
-        return f"{len(self.changes)} cells compared, {len(moved)} changed significantly, {lost} for the worse"
+        count = f"{len(self.changes)} cell{'s' * (len(self.changes) > 1)} compared"
+        if not self.is_tested:
+            return f"{count}, but too few repeats to test anything, {lost} for the worse: measure with --repeat 5 or more"
+        line = f"{count}, {len(moved)} changed significantly, {lost} for the worse"
+        if self.undetected > COARSE:
+            line += f"; too few repeats to detect a slowdown below {self.undetected:.0%}: measure with a larger --repeat"
+        return line
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Comparison:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from outrider.errors import printable
 from outrider.registry import PLAIN
 from outrider.types import OutriderError
 
@@ -51,7 +52,7 @@ def label(cell: Cell) -> str:
 
 def condition(cell: Cell) -> str:
     """Return workload, temperature, batch and busy processes as a label, without default values."""
-    name = str(cell["workload"])
+    name = printable(str(cell["workload"]))
     name += f", t={cell['temperature']:g}" if cell["temperature"] else ""
     name += f", batch {cell['batch']}" if cell["batch"] != 1 else ""
     return name + (f", {cell['busy']} busy" if cell["busy"] else "")
@@ -63,7 +64,7 @@ def read(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise OutriderError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise OutriderError(f"{path} is not valid JSON: expected a file of `outrider bench --out`") from None
     cells = document.get("cells") if isinstance(document, dict) else None
     if isinstance(document, dict) and document.get("kind") == "serve":

@@ -25,7 +25,10 @@ BUSY = "import os\nwhile os.getppid() == {}: sum(range(10_000))"
 
 @dataclass(frozen=True)
 class Plan:
-    """Contenders x temperatures x batches x workloads x busy processes, ``repeat`` times each."""
+    """Contenders x temperatures x batches x workloads x busy processes, ``repeat`` times each.
+
+    Only whole batches run: a last one with fewer prompts is left out.
+    """
 
     contenders: tuple[Contender, ...]
     workloads: Mapping[str, Sequence[list[int]]]  # name -> prompts as token ids
@@ -44,7 +47,7 @@ class Plan:
     @property
     def num_runs(self) -> int:
         """Return the number of timed runs, including plain decoding: a run is one batch of prompts with one contender."""
-        parts = sum(-(-len(prompts) // batch) for batch in self.batches for prompts in self.workloads.values())
+        parts = sum(len(prompts) // batch for batch in self.batches for prompts in self.workloads.values())
         return len(self.temperatures) * len(self.busy) * parts * self.repeat * (1 + len(self.contenders))
 
     def params(self, temperature: float, repeat: int) -> SamplingParams:
@@ -89,7 +92,7 @@ def run_grid(contenders: Contenders, plan: Plan, report: Callable[[Progress], No
                 params = plan.params(temperature, repeat)
                 runs: dict[Contender, Run] = {}
                 contenders.forget()
-                for number, at in enumerate(range(0, len(prompts), batch)):
+                for number in range(len(prompts) // batch):
                     start = (repeat + number) % len(order)
                     for contender in order[start:] + order[:start]:
                         elapsed = perf_counter() - started - spent_warming
@@ -97,7 +100,7 @@ def run_grid(contenders: Contenders, plan: Plan, report: Callable[[Progress], No
                         what = f"{workload}, {contender.label}, batch {batch}, temperature {temperature:g}"
                         what += f", {busy} busy" if busy else ""
                         report(Progress(done, plan.num_runs, left, what))
-                        part = prompts[at : at + batch]
+                        part = prompts[number * batch :][:batch]
                         with busy_processes(busy):
                             runs[contender] = generate(contenders, contender, part, params, batch, runs.get(contender))
                         done += 1

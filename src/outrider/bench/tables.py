@@ -12,6 +12,7 @@ from rich.text import Text
 
 from outrider.bench.breakdown import main_part
 from outrider.bench.documents import Cell, condition, headline, is_plain, label
+from outrider.errors import printable
 
 MANY_WORKLOADS = 3  # minimum number of workloads for a table of workloads x methods
 TOLERANCE = 0.1  # largest relative difference to the formula that is not explained
@@ -133,8 +134,8 @@ def number(value: float | None, digits: int) -> str:
 
 
 def add_row(view: Table, entries: Sequence[str]) -> None:
-    """Add a row to a table without interpreting markup in names."""
-    view.add_row(*map(Text, entries))
+    """Add a row to a table without interpreting markup and control characters in names."""
+    view.add_row(*(Text(printable(entry)) for entry in entries))
 
 
 def bare_table(title: str = "", padding: int | tuple[int, ...] = 0) -> Table:

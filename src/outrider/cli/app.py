@@ -1,8 +1,8 @@
 """Command table, and the conversion of errors to one line on stderr and an exit code.
 
-Exit codes: 0 success; 1 an internal or machine error (memory, disk), or standard output was closed; 2 invalid arguments;
-3 a check failed: ``doctor`` found a misfit, ``bench compare`` a regression, ``audit`` could not certify; 130 Ctrl-C or
-SIGTERM.
+Exit codes: 0 success; 1 an internal or machine error (memory, disk), standard output was closed, or all requests of a load
+failed in ``bench serve``; 2 invalid arguments; 3 a check failed: ``doctor`` found a misfit, ``bench compare`` a regression,
+``audit`` could not certify; 130 Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, Exception) as error:
-        with _handled(signal.SIG_IGN):  # a second Ctrl-C must not interrupt the message of the first
+        with handled(signal.SIG_IGN):  # a second Ctrl-C must not interrupt the message of the first
             message, code = explain(error)
             if debug and code != EXIT_INTERRUPTED:
                 import traceback
@@ -121,12 +121,12 @@ def _signals_as_exceptions() -> Iterator[None]:
     """Handle SIGTERM like Ctrl-C: keep partial results and end child processes."""
     received.clear()
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # background processes ignore SIGINT
-    with _handled(interrupt, SIGNALS if is_default else (signal.SIGTERM,)):
+    with handled(interrupt, SIGNALS if is_default else (signal.SIGTERM,)):
         yield
 
 
 @contextmanager
-def _handled(handler: Any, numbers: Sequence[int] = SIGNALS) -> Iterator[None]:
+def handled(handler: Any, numbers: Sequence[int] = SIGNALS) -> Iterator[None]:
     """Context manager: handle these signals so, in the main thread, which alone may install handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -104,7 +104,7 @@ def command(*, options: AuditOptions, output: OutputOptions, models: ModelOption
     """
     from outrider.cli.session import fitting, load_plain, named_methods
 
-    check_outputs({"--out": output.out, "--html": output.html})
+    check_outputs({"--out": output.out, "--html": output.html}, options.prompts or [])
     lengths = parse_list(
         "--num-draft-tokens", options.num_draft_tokens or ("1,3,5,8" if models.same_text else "4"), _parse_length
     )
@@ -116,7 +116,7 @@ def command(*, options: AuditOptions, output: OutputOptions, models: ModelOption
         raise OutriderError("an audit has no stop conditions: omit --stop and --ignore-eos")
     temperature = COUPLED_TEMPERATURE if models.same_text else TEMPERATURE
     params = sampling.params(max_tokens=MAX_TOKENS, seed=SEED, temperature=temperature)
-    named, methods = named_methods(options.method or AUTO, models)
+    named, methods = named_methods(AUTO if options.method is None else options.method, models)
     texts = read_prompts(options, models.same_text)
     llm = load_plain(models, methods, max_batch=max(batches))
     prompts = encode_prompts(llm, texts, params.max_tokens, max(lengths))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import typer
 
 from outrider.cli import bench_documents, bench_serve
+from outrider.cli.app import handled
 from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.console import err, progress, waiting
 from outrider.cli.options import (
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from outrider.engine.llm import LLM
 
 MAX_BUSY = 1024
+NUM_PROMPTS = 4  # default, if it is a batch
 EXAMPLES = """Examples:
 
 outrider bench
@@ -68,7 +71,7 @@ class GridOptions:
     prompts: Path | None = flag(
         "HumanEval, GSM8K, MATH-500, MBPP, MT-bench, Spec-Bench, SPEED-Bench or your own, as JSONL (.gz)."
     )
-    num_prompts: int = flag("Prompts per workload.", 4, min=1)
+    num_prompts: int | None = flag(f"Prompts per workload (default: {NUM_PROMPTS}, or the largest --batch if larger).", min=1)
     max_tokens: int = flag("Tokens per prompt.", 64, min=2)
     repeat: int = flag("Repeats; medians are shown.", 3, min=1)
     seed: int = flag("Sampling seed; repeat r uses seed + r.", 0)
@@ -101,14 +104,14 @@ def command(
     from outrider.bench.workloads import encode
     from outrider.cli.session import check_lengths, inflate_target, load_plain, resolve
 
-    check_outputs({"--out": outputs.out, "--html": outputs.html}, report=outputs.html)
+    check_outputs({"--out": outputs.out, "--html": outputs.html}, [grid.prompts], report=outputs.html)
     given = resolve(models, MethodOptions())
     chosen = parse_contenders(grid, models)
     temperatures = parse_list("--temperature", grid.temperature, float)
     batches = parse_list("--batch", grid.batch, int)
     busy = parse_list("--busy", grid.busy, int)
     check_axes(temperatures, batches, busy)
-    prompts = read_workloads(grid)
+    prompts = read_workloads(grid, max(batches))
     models, extra = inflate_target(models, grid.inflate)
     given |= inflate_heads(chosen, given, models.target, grid.inflate)
     width = max([contender.k for contender in chosen if isinstance(contender.k, int)], default=0)
@@ -129,7 +132,8 @@ def command(
                 groups.append(group)
     except BaseException:  # Ctrl-C, or a target failure: keep the measurements so far
         if groups:
-            finish(plan, groups, llm, extra | {"interrupted": True}, outputs)
+            with handled(signal.SIG_IGN):  # a second Ctrl-C must not lose them
+                finish(plan, groups, llm, extra | {"interrupted": True}, outputs)
         raise
     finish(plan, groups, llm, extra, outputs)
 
@@ -173,24 +177,34 @@ def parse_contenders(grid: GridOptions, models: ModelOptions) -> tuple[Contender
     from outrider.engine.methods import methods_in
 
     lengths = parse_list("--num-draft-tokens", grid.num_draft_tokens, parse_k)
-    methods = methods_in(grid.method or f"{AUTO},{DEFAULT_METHOD}", lambda: auto_method(models))
+    methods = methods_in(f"{AUTO},{DEFAULT_METHOD}" if grid.method is None else grid.method, lambda: auto_method(models))
     check_methods(methods, models)
     found = (Contender(method, k) for method in methods for k in lengths)
     return tuple(contender for contender in found if not contender.is_plain)
 
 
-def read_workloads(grid: GridOptions) -> dict[str, list[Any]]:
-    """Return workload -> prompts. They are read before a model is loaded, so that errors are reported early."""
+def read_workloads(grid: GridOptions, batch: int) -> dict[str, list[Any]]:
+    """Return workload -> prompts. They are read before a model is loaded, so that errors are reported early.
+
+    Raises ``OutriderError`` for a workload without a whole batch of the largest size, ``batch``.
+    """
     from outrider.bench import workloads
 
     names = workload_names(grid.prompts, grid.workloads)
-    if grid.prompts is None:
-        return {name: workloads.builtin(name, grid.num_prompts) for name in names}
+    prompts = [each for name in names for each in workloads.builtin(name)]
+    if grid.prompts is not None:
+        prompts = workloads.from_file(grid.prompts)
     found: dict[str, list[Any]] = {}
-    for prompt in workloads.from_file(grid.prompts):
+    for prompt in prompts:
         group = found.setdefault(prompt.workload, [])
-        if len(group) < grid.num_prompts:
+        if len(group) < (grid.num_prompts or max(NUM_PROMPTS, batch)):
             group.append(prompt)
+    for name, group in found.items():
+        if len(group) < batch:
+            raise OutriderError(
+                f"--batch {batch} needs at least {batch} prompts per workload, got {len(group)} of {name!r}: raise"
+                " --num-prompts or lower --batch"
+            )
     return found
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -19,21 +20,23 @@ def compare(
     after: Annotated[Path, typer.Argument(help="The document to compare with it.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
 ) -> int:
-    """Report significant changes between two documents; exit code 3 if anything became worse or nothing is in both, else 0."""
+    """Report significant changes between two documents; exit code 3 if anything became worse or nothing could be tested."""
     from rich.console import Console
 
     from outrider.bench import compare, documents
 
-    found = compare.compare(documents.read(before), documents.read(after))
+    with checked(before, after):
+        found = compare.compare(documents.read(before), documents.read(after))
+        result, table = compare.document(found), compare.table(found)
     if as_json:
-        print(json.dumps(compare.document(found)))
+        print(json.dumps(result))
     else:
         out = Console(soft_wrap=False, highlight=False)
         if found.changes:
-            out.print(compare.table(found))
+            out.print(table)
         for line in [*compare.notes(found), found.verdict]:
             out.print(line, markup=False, soft_wrap=True)
-    return EXIT_CHECK_FAILED if found.has_loss or not found.changes else 0
+    return EXIT_CHECK_FAILED if found.has_loss or not found.is_tested else 0
 
 
 def report(
@@ -45,8 +48,20 @@ def report(
     from outrider.bench import html as pages
 
     result = documents.read(document)
-    check_outputs({"--html": html}, report=html)
-    write_or_say(html, lambda: pages.page(result))
+    check_outputs({"--html": html}, [document], report=html)
+    with checked(document):
+        page = pages.page(result)
+    write_or_say(html, lambda: page)
+
+
+@contextmanager
+def checked(*files: Path) -> Iterator[None]:
+    """Context manager: report missing and wrong values of these documents as one line."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        names = " or ".join(map(str, files))
+        raise OutriderError(f"{names} is not a complete benchmark document of this version: measure again") from error
 
 
 def write_or_say(path: Path | None, text: Callable[[], str], more: str = "") -> None:
@@ -61,10 +76,16 @@ def write_or_say(path: Path | None, text: Callable[[], str], more: str = "") -> 
         say_error(f"cannot write {path}: {error.strerror}{more}")
 
 
-def check_outputs(paths: Mapping[str, Path | None], report: Path | None = None) -> None:
-    """Check before measuring that output files (option -> file) can be written and differ, and that ``report`` can be made."""
+def check_outputs(paths: Mapping[str, Path | None], inputs: Iterable[Path | None], report: Path | None = None) -> None:
+    """Check output files (option -> file) before measuring: they can be written, and differ from each other and from inputs.
+
+    Also checks that ``report`` can be made.
+    """
+    read = {path.resolve() for path in inputs if path is not None}
     seen: dict[Path, str] = {}
     for option, path in paths.items():
+        if path is not None and path.resolve() in read:
+            raise OutriderError(f"{option} {path} would replace an input of this command: give another file")
         check_writable(option, path)
         if path is not None and (other := seen.setdefault(path.resolve(), option)) != option:
             raise OutriderError(f"{other} and {option} are both {path}: give two different files")

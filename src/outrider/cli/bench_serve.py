@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,13 +14,24 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from outrider.cli.bench_documents import check_writable, write_or_say
-from outrider.cli.console import err, progress, waiting
-from outrider.cli.options import MethodOptions, ModelOptions, flag, given, parse_list, with_groups, workload_names
+from outrider.cli.app import EXIT_INTERNAL, handled
+from outrider.cli.bench_documents import check_outputs, write_or_say
+from outrider.cli.console import err, progress, say_error, waiting
+from outrider.cli.options import (
+    MethodOptions,
+    ModelOptions,
+    flag,
+    given,
+    parse_list,
+    read_option,
+    with_groups,
+    workload_names,
+)
 from outrider.cli.serve import MAX_BATCH, joined
 from outrider.engine.plan import Plan
 from outrider.errors import OutriderError, how_to_install
 from outrider.family import DRAFT
+from outrider.options import Number, option
 from outrider.runner.config import RunnerConfig
 from outrider.sampling_params import SamplingParams
 
@@ -45,7 +57,7 @@ class LoadOptions:
     num_prompts: int = flag("Prompts of each workload.", 8, min=1)
     shared_prefix: int = flag("Characters of a common prefix of all prompts of a run.", 0, min=0)
     repeat: int = flag("Repeats; medians are shown.", 3, min=1)
-    rest: float = flag("Seconds without requests before each run, for servers that spin after a request.", 0.0, min=0)
+    rest: float = option(Number(0), 0.0, "Seconds without requests before each run, for servers that spin after a request.")
     seed: int = flag("Seed of arrivals and sampling.", 0, min=0)
 
 
@@ -66,8 +78,8 @@ class ResultOptions:
     """Latency targets and output files."""
 
     panel: ClassVar[str] = "Output"
-    slo_first_token: float = flag("Target for the first token, in milliseconds.", 2000.0, min=0)
-    slo_token: float = flag("Target for the mean time per later token, in milliseconds.", 200.0, min=0)
+    slo_first_token: float = option(Number(0), 2000.0, "Target for the first token, in milliseconds.")
+    slo_token: float = option(Number(0), 200.0, "Target for the mean time per later token, in milliseconds.")
     out: Path | None = flag("Write the JSON document to this file too.")
 
 
@@ -80,28 +92,33 @@ def command(
     result: ResultOptions,
     models: ModelOptions,
     methods: MethodOptions,
-) -> None:
+) -> int:
     """Measure a server under load, plain and speculative in turn: speed, latencies, goodput and acceptance."""
     try:
         from outrider.bench.load.sweep import Sweep
     except ModuleNotFoundError as error:
         raise OutriderError(f"bench serve requires {error.name}: {how_to_install('serve')}") from error
-    check_writable("--out", result.out)
+    check_outputs({"--out": result.out}, [plan, load.prompts])
     traffic, loads = read_traffic(load), read_loads(load)
     with address(server, plan, models, methods) as url:
         headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
         sweep = Sweep(modes(url, server.plain_url, headers), loads, traffic, headers)
-        interrupted = measure(sweep)
-    finish(sweep, result, {"interrupted": True} if interrupted else {})
-    if interrupted:
-        raise KeyboardInterrupt
+        try:
+            measure(sweep)
+        except BaseException:  # Ctrl-C, or a server failure: keep the measurements so far
+            with handled(signal.SIG_IGN):  # a second Ctrl-C must not lose them
+                finish(sweep, result, {"interrupted": True})
+            raise
+    return finish(sweep, result, {})
 
 
 def read_traffic(load: LoadOptions) -> Traffic:
-    """Return the mixed prompts and their requests. Raises ``OutriderError`` for a file without prompts."""
+    """Return the mixed prompts and their requests. Raises ``OutriderError`` for a file without prompts or an invalid value."""
     from outrider.bench import workloads
     from outrider.bench.load.sweep import Traffic
 
+    for name in ("max_tokens", "temperature", "seed"):
+        read_option(SamplingParams, name, getattr(load, name))
     names = workload_names(load.prompts, load.workloads)
     if load.prompts is not None:
         kinds = [workloads.from_file(load.prompts, load.num_prompts)]
@@ -212,32 +229,34 @@ def owner_of(url: str, headers: dict[str, str]) -> object:
         raise OutriderError(f"{url} does not answer as an OpenAI-compatible server: {error}") from error
 
 
-def measure(sweep: Sweep) -> bool:
-    """Run the sweep and show progress. Returns whether Ctrl-C ended it; finished measurements are kept."""
+def measure(sweep: Sweep) -> None:
+    """Run the sweep and show progress. Raises ``OutriderError`` if the server does not answer."""
     import httpx
 
     try:
         with progress() as report:
             asyncio.run(sweep.run(report))
-    except KeyboardInterrupt:
-        return True
     except httpx.HTTPError as error:
         raise OutriderError(f"the server does not answer: {type(error).__name__} {error}") from error
-    return False
 
 
-def finish(sweep: Sweep, options: ResultOptions, extra: dict[str, Any]) -> None:
-    """Write the document to its file and stdout, and the table to stderr. Does nothing without measurements."""
+def finish(sweep: Sweep, options: ResultOptions, extra: dict[str, Any]) -> int:
+    """Write the document to its file and stdout, and the table to stderr. Does nothing without measurements.
+
+    Returns the exit code, which is not 0 if all requests of a cell failed.
+    """
     from outrider.bench.load.cells import Objective
     from outrider.bench.load.report import document, table, verdict
 
     if not sweep.groups:
-        return
+        return 0
     result = document(sweep, Objective(options.slo_first_token / 1000, options.slo_token / 1000), extra)
     write_or_say(options.out, lambda: json.dumps(result, indent=1) + "\n", "; the document follows on standard output")
     err.print(table(result))
     err.print(verdict(result))
     for cell in result["cells"]:
         if cell["failed"]:
-            err.print(f"{cell['load']}, {cell['mode']}: {cell['failed']} failed: {'; '.join(cell['errors'])}", markup=False)
+            count, why = f"{cell['failed']} of {cell['requests']} requests", "; ".join(cell["errors"])
+            say_error(f"{cell['load']}, {cell['mode']}: {count} failed: {why}")
     print(json.dumps(result), flush=True)
+    return EXIT_INTERNAL if any(cell["failed"] == cell["requests"] for cell in result["cells"]) else 0

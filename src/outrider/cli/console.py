@@ -15,6 +15,7 @@ from rich.style import Style
 from rich.text import Text
 
 from outrider.cli.options import in_flags
+from outrider.errors import printable
 from outrider.progress import PERIOD, Progress, reported_every
 
 if TYPE_CHECKING:
@@ -107,10 +108,11 @@ def progress() -> Iterator[Callable[[Progress], None]]:
             nonlocal last
             left = "" if state.seconds_left is None else f"{clock(state.seconds_left)} left"
             count = f"{state.done}/{state.total}" if state.total else str(state.done)
-            bar.update(task, completed=state.done, total=state.total or None, count=count, left=left, description=state.what)
-            if not err.is_terminal and state.what != last:
-                err.print(f"{count} {left} {state.what}", markup=False, soft_wrap=True)
-            last = state.what
+            what = printable(state.what)
+            bar.update(task, completed=state.done, total=state.total or None, count=count, left=left, description=what)
+            if not err.is_terminal and what != last:
+                err.print(f"{count} {left} {what}", markup=False, soft_wrap=True)
+            last = what
 
         yield report
 

@@ -85,7 +85,7 @@ def load_track(models: ModelOptions, methods: str | None) -> Track:
     from outrider.cli.session import auto_method, load, named_methods
     from outrider.server.demo.track import Track
 
-    wanted = named_methods(methods, models)[1] if methods else []
+    wanted = named_methods(methods, models)[1] if methods is not None else []
     llm = load(models, MethodOptions(method=PLAIN), max_batch=2, prefix_cache=False, compile=models.compile or "always")
     offered = wanted
     if not wanted:

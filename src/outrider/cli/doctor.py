@@ -11,8 +11,8 @@ from outrider.cli.console import show_notices
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, given, in_flags, with_groups
 from outrider.engine.options import Speculation
 from outrider.family import TARGET
+from outrider.options import SAMPLING
 from outrider.registry import AUTO, DEFAULT_METHOD_WITH_FOREIGN_DRAFT
-from outrider.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from outrider.doctor import Checkup
@@ -40,7 +40,7 @@ class CheckOptions:
 class SampleOptions(SamplingOptions):
     """Sampling settings of a check."""
 
-    max_tokens: int | None = given(SamplingParams, more=f"(default: {MAX_TOKENS}).")
+    max_tokens: int = flag("Maximum number of tokens to generate.", MAX_TOKENS, min=2, panel=SAMPLING)
 
 
 @with_groups
@@ -61,7 +61,7 @@ def command(
     method = auto_method(models).text if named == AUTO else named
     found = all_candidates(models.target) if named == AUTO and not models.draft else []
     target = models.target or TARGET
-    params = sampling.params(max_tokens=MAX_TOKENS)
+    params = sampling.params()
     with loading("looking") as tell:
         checkup = check_up(Patient(target, method, options, params), tell)
         if named == AUTO and any((each.level, each.topic) == ("wrong", "vocabulary") for each in checkup.findings):

@@ -28,20 +28,21 @@ def command(
     *,
     plan: Annotated[Path | None, typer.Argument(help="TOML file with options; command-line options take precedence.")] = None,
     to: Annotated[str, typer.Option("--to", help="vllm, sglang or transformers.")],
-    out: Path | None = flag("Folder to write (default: outrider-<engine>)."),
+    out: Path | None = flag("Folder to write: new, empty, or an earlier export to this engine (default: outrider-<engine>)."),
     own_code: bool = flag("vLLM: use Outrider's proposer even if vLLM has its own (n-grams).", False, "--own-code"),
     models: ModelOptions,
     methods: MethodOptions,
 ) -> None:
     """Write the launch command, config and converted heads for running a plan on vLLM, SGLang or transformers."""
     from outrider.cli.session import check_source
-    from outrider.export.engine import SCRIPT, write
+    from outrider.export.engine import SCRIPT, check_folder, write
     from outrider.export.wanted import wanted
 
     refuse_own_code(models)
     engine = ENGINES.get(to)()
     known = joined(Plan() if plan is None else Plan.read(plan), models, methods)
     folder = out or Path(f"outrider-{to}")
+    check_folder(engine, folder)
     export = write(engine, wanted(known, check_source), folder, own_code)
     for note in export.notes:
         say(note)

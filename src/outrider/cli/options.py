@@ -241,7 +241,7 @@ def workload_names(prompts: Path | None, workloads: str | None) -> tuple[str, ..
     from outrider.bench.workloads import WORKLOADS
 
     if prompts is None:
-        return parse_list("--workloads", workloads or ",".join(WORKLOADS), str)
+        return parse_list("--workloads", ",".join(WORKLOADS) if workloads is None else workloads, str)
     if workloads is not None:
         raise OutriderError("--prompts and --workloads exclude each other: give one of them")
     return ()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn, TypeVar
 
 import typer
 
-from outrider.cli.bench_documents import check_writable
+from outrider.cli.bench_documents import check_outputs
 from outrider.cli.console import waiting
 from outrider.cli.options import MethodOptions, ModelOptions, flag, given, read_option, values_given, with_groups
 from outrider.engine.plan import KEYS, Plan, served_name
@@ -93,7 +93,7 @@ def command(
     models, methods, limits = filled(models, known), filled(methods, known), filled(limits, known)
     config = ServerConfig(**{"name": served_name(models.target), **server})
     keys = KeyRing.load(limits.api_keys)
-    check_writable("--record", config.record)
+    check_outputs({"--record": config.record}, [plan, limits.api_keys])
     more = {
         "max_batch": read_option(RunnerConfig, "max_batch", limits.max_batch) or MAX_BATCH,
         "kv_memory": read_option(RunnerConfig, "kv_memory", limits.kv_memory),
@@ -164,4 +164,4 @@ def joined(plan: Plan, *groups: Any) -> Plan:
     """Return the plan, with the command line's values replacing its own."""
     given = {name: value for group in groups for name, value in values_given(group).items() if name in KEYS}
     read = {name: KEYS[name].read(flag_name(name), value) for name, value in given.items()}
-    return Plan({name: plan.given(name) for name in plan.values} | read)
+    return Plan({name: plan.given(name) for name in plan.values if name not in read} | read)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from outrider.cli.bench_documents import check_outputs, write_or_say
 from outrider.cli.console import progress, say
-from outrider.cli.options import ModelOptions, SamplingOptions, flag, given, parse_k, parse_list, with_groups
+from outrider.cli.options import ModelOptions, SamplingOptions, flag, given, parse_k, parse_list, values_given, with_groups
 from outrider.engine.options import Speculation
 from outrider.engine.plan import Plan, located
 from outrider.errors import OutriderError
 from outrider.method_text import split_method, split_methods, with_drafts
+from outrider.options import SAMPLING
 from outrider.registry import PROPOSERS
-from outrider.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 PLAN = "plan.toml"
 MAX_TOKENS = 96  # default limit per answer
+NUM_PROMPTS = 16  # default, if it is two batches
 EXAMPLES = """Examples:
 
 outrider tune --traffic requests.jsonl
@@ -46,7 +47,9 @@ class TrafficOptions:
     panel: ClassVar[str] = "The traffic"
     traffic: Path | None = flag("JSONL (.gz) of prompts, or of OpenAI request bodies with their sampling settings.")
     workloads: str | None = flag("Built-in prompts instead: code,edit,json,summary,math,chat,story.")
-    num_prompts: int = flag("Prompts to use, spread over the traffic.", 16, min=1)
+    num_prompts: int | None = flag(
+        f"Prompts to use, spread over the traffic (default: {NUM_PROMPTS}, or twice the largest --batch if larger).", min=1
+    )
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,11 @@ class OutputOptions:
     def journal(self) -> Path:
         return self.json or self.plan.with_suffix(".json")
 
-    def check(self) -> None:
-        """Check output files before measuring. Raises ``OutriderError`` instead of overwriting a plan by default."""
+    def check(self, traffic: Path | None) -> None:
+        """Check output files before measuring. By default a plan is not replaced, and the traffic never.
+
+        Raises ``OutriderError``.
+        """
         from outrider.search.journal import is_journal
 
         if self.out is None and self.plan.exists():
@@ -92,14 +98,14 @@ class OutputOptions:
             )
         if self.report is not None and self.report.suffix.lower() not in (".html", ".htm"):
             raise OutriderError(f"invalid --report {self.report}: expected a name that ends in .html")
-        check_outputs({"--out": self.plan, "--json": self.journal, "--report": self.report}, report=self.report)
+        check_outputs({"--out": self.plan, "--json": self.journal, "--report": self.report}, [traffic], report=self.report)
 
 
 @dataclass(frozen=True)
 class AnswerOptions(SamplingOptions):
     """Sampling settings of the built-in prompts, and of requests that state none."""
 
-    max_tokens: int | None = given(SamplingParams, more=f"(default: {MAX_TOKENS}).")
+    max_tokens: int = flag("Maximum number of tokens to generate.", MAX_TOKENS, min=2, panel=SAMPLING)
 
 
 @with_groups
@@ -121,10 +127,10 @@ def command(
     from outrider.search.journal import Journal
     from outrider.search.traffic import encoded
 
-    output.check()
+    output.check(traffic.traffic)
     question = read_question(options)
     _, methods = named_methods(options.method, models)
-    prompts = read_traffic(traffic, sampling)
+    prompts = read_traffic(traffic, sampling, max(question.batches))
     llm = load_plain(models, methods, max_batch=max(*question.batches, 8))
     texts = encoded(llm.tokenizer, prompts, llm.runner.max_len)
     journal = Journal(output.journal, fingerprint(models, options, question, texts, llm.runner), output.resume)
@@ -136,6 +142,11 @@ def command(
     except KeyboardInterrupt:
         if any(journal.document["found"].values()):
             say(f"intermediate results are in {output.journal}; repeat the command with --resume to continue")
+        raise
+    except OutriderError:
+        found = journal.document["found"]
+        if list(found) == ["recorded"] and found["recorded"]:  # written, and of no use to another search
+            output.journal.unlink()
         raise
     finish(search, chosen, models, output)
 
@@ -166,12 +177,11 @@ def plan_values(models: ModelOptions, chosen: Choice, search: Search) -> dict[st
     """Return the plan's values: the chosen method, and the options of the models."""
     contender, known = chosen.chosen, search.llm.speculation.drafts
     takes_draft = not contender.is_plain and PROPOSERS.get(split_method(contender.method)[0]).takes_draft
-    given = asdict(models) | {
+    given = values_given(models) | {
         "target": models.target and located(models.target),
         "draft": located(models.draft) if takes_draft and models.draft else None,
         "method": with_drafts(contender.method, lambda draft: draft if draft in known else located(draft)),
         "num_draft_tokens": contender.k,
-        "same_text": models.same_text or None,
     }
     return {name: value for name, value in given.items() if value is not None}
 
@@ -193,18 +203,29 @@ def read_question(options: SearchOptions) -> Question:
     return Question(lengths, batches, options.repeat)
 
 
-def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions) -> list[TrafficRequest]:
-    """Read the prompts before a model is loaded, so that errors are reported early."""
+def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions, batch: int) -> list[TrafficRequest]:
+    """Read the prompts before a model is loaded, so that errors are reported early.
+
+    Raises ``OutriderError`` for fewer than two batches of the largest size, ``batch``: an interval needs two.
+    """
     from outrider.search.traffic import read_builtin, read_file
 
-    defaults = sampling.params(max_tokens=MAX_TOKENS)
+    defaults = sampling.params()
     if (traffic.traffic is None) == (traffic.workloads is None):
         mistake = "no traffic" if traffic.traffic is None else "--traffic and --workloads exclude each other"
         raise OutriderError(f"{mistake}: give either --traffic FILE, or --workloads code,edit,... for built-in prompts")
+    most = traffic.num_prompts or max(NUM_PROMPTS, 2 * batch)
     if traffic.traffic is not None:
-        return read_file(traffic.traffic, traffic.num_prompts, defaults)
-    assert traffic.workloads is not None
-    return read_builtin(parse_list("--workloads", traffic.workloads, str), traffic.num_prompts, defaults)
+        found = read_file(traffic.traffic, most, defaults)
+    else:
+        assert traffic.workloads is not None
+        found = read_builtin(parse_list("--workloads", traffic.workloads, str), most, defaults)
+    if len(found) < 2 * batch:
+        raise OutriderError(
+            f"--batch {batch} needs at least {2 * batch} prompts (two batches), got {len(found)}: raise --num-prompts or lower"
+            " --batch"
+        )
+    return found
 
 
 def fingerprint(

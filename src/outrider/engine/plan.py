@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from outrider.engine.options import Speculation
-from outrider.errors import OutriderError, without_path
+from outrider.errors import OutriderError, printable, without_path
 from outrider.files import expanded, write_whole
-from outrider.method_text import with_drafts
+from outrider.method_text import split_method, with_drafts
 from outrider.options import Option, declared
+from outrider.registry import AUTO, PROPOSERS
 from outrider.runner.config import RunnerConfig
 
 KEYS: dict[str, Option] = {
@@ -35,6 +36,7 @@ class Plan:
 
     values: dict[str, Any] = field(default_factory=dict)
     folder: Path = Path()  # base of relative paths
+    file: Path | None = None  # for errors
 
     @classmethod
     def read(cls, file: Path) -> Plan:
@@ -42,7 +44,7 @@ class Plan:
         if file.is_char_device() or file.is_block_device():  # /dev/null would read as an empty plan
             raise OutriderError(f"{file} is a device: give a plan file")
         try:
-            values = tomllib.loads(file.read_text(encoding="utf-8"))
+            values = tomllib.loads(file.read_text(encoding="utf-8-sig"))
         except FileNotFoundError as error:
             raise OutriderError(
                 f"cannot read the plan: {file} does not exist; outrider tune writes one, or give --target and --method instead"
@@ -57,8 +59,8 @@ class Plan:
             try:
                 values[key] = KEYS[key].read(key, value)
             except OutriderError as error:
-                raise OutriderError(f"{file}: {error}") from None
-        return cls(values, file.parent)
+                raise OutriderError(f"{file}: {str(error).replace('True or False', 'true or false')}") from None
+        return cls(values, file.parent, file)
 
     def write(self, file: Path, notes: Sequence[str] = ()) -> None:
         """Write one commented line per value, below ``notes`` as comments; an earlier plan stays until this one is complete."""
@@ -66,25 +68,34 @@ class Plan:
 
     def text(self, notes: Sequence[str] = ()) -> str:
         """Return the text that ``write`` writes."""
-        lines = [
-            f"{key} = {json.dumps(self.values[key], ensure_ascii=False)}  # {option.help}"  # JSON and TOML agree on these types
-            for key, option in KEYS.items()
-            if key in self.values
-        ]
-        comments = "".join(f"# {line}\n" for note in notes for line in note.splitlines())
+        given = {key: json.dumps(self.values[key], ensure_ascii=False) for key in KEYS if key in self.values}
+        # JSON and TOML agree on these types, except that TOML escapes DEL.
+        lines = [f"{key} = {value}  # {KEYS[key].help}".replace("\x7f", "\\u007f") for key, value in given.items()]
+        comments = "".join(f"# {printable(line)}\n" for note in notes for line in note.splitlines())
         return HEAD + comments + "\n" + "\n".join(lines) + "\n"
 
     def given(self, key: str) -> Any:
-        """Return the value of a key or None; folders and GGUF files are resolved relative to the plan."""
-        value = self.values.get(key)
-        if value is None:
-            return None
-        if key in FOLDERS:
-            return self._resolved(value)
-        return with_drafts(value, self._resolved) if key == "method" else value
+        """Return the value of a key or None; folders and GGUF files are resolved relative to the plan.
 
-    def _resolved(self, folder: str) -> str:
-        return str(self.folder / folder) if (self.folder / folder).exists() else folder
+        Raises ``OutriderError`` for an unknown method, and for a path in a plan file where there is nothing.
+        """
+        value = self.values.get(key)
+        try:
+            if key in FOLDERS and value is not None:
+                return self._resolved(value)
+            if key == "method" and value not in (None, AUTO):
+                PROPOSERS.get(split_method(value)[0])
+                return with_drafts(value, self._resolved)
+        except OutriderError as error:
+            raise OutriderError(f"{self.file}, {key}: {error}" if self.file else str(error)) from None
+        return value
+
+    def _resolved(self, source: str) -> str:
+        if (self.folder / source).exists():
+            return str(self.folder / source)
+        if self.file and source.startswith((".", "/", "~")) and not expanded(source).exists():
+            raise OutriderError(f"{source} does not exist")
+        return source
 
 
 def served_name(target: str | None) -> str:

@@ -89,7 +89,7 @@ class Scheduler:
         if num_tokens >= self.max_len:
             raise PromptTooLong(
                 f"the prompt has {num_tokens} tokens, which leaves no room in the context of {self.max_len}: "
-                "shorten it, or load the model with a larger max_len if it supports a longer context"
+                "shorten the prompt, or raise max_len=... if the model supports a longer context"
             )
 
     def add(self, request: Request, fork_of: str | None = None, client: str = "", priority: int = 0) -> Entry:

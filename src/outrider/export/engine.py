@@ -14,9 +14,9 @@ from typing import ClassVar
 from outrider.export.wanted import Wanted
 from outrider.files import write_whole
 from outrider.proposers import portable
-from outrider.types import OutriderError
+from outrider.types import OutriderError, printable
 
-SCRIPT = "run.sh"
+SCRIPT, WRITTEN_BY = "run.sh", "Written by outrider export"
 INSTEAD: Mapping[type[portable.Portable], str] = {  # of methods that an engine does not support, unless it says otherwise
     portable.TextDrafts: "use n-grams, or export to vLLM, which takes Outrider's own proposer",
     portable.ParallelModel: "let it make one draft in a pass, with the method's option parallel=false, or export to vLLM",
@@ -89,6 +89,19 @@ def gpu_environment(device: str | None) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": visible[index] if visible else gpu[1]}
 
 
+def check_folder(engine: Engine, folder: Path) -> None:
+    """Raise ``OutriderError`` for a folder whose files an export must not replace or mix with its own.
+
+    It may be empty, or hold an earlier export to the same engine.
+    """
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    script = folder / SCRIPT
+    text = script.read_text(encoding="utf-8", errors="replace") if script.is_file() else ""
+    if not (text.startswith(f"#!/bin/sh\n# {engine.name} for ") and f"\n# {WRITTEN_BY}" in text):
+        raise OutriderError(f"{folder} contains files other than an export to {engine.name}: give another folder with --out")
+
+
 def write(engine: Engine, wanted: Wanted, folder: Path, own_code: bool = False) -> Export:
     """Write the engine's files and its start script into the folder. Raises ``OutriderError``."""
     if own_code and not wanted.reads_text_only:
@@ -109,12 +122,12 @@ def write(engine: Engine, wanted: Wanted, folder: Path, own_code: bool = False) 
 
 def _comment(text: str) -> str:
     """Return a comment line of a shell script, without line breaks, which would start a command."""
-    return "# " + "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return "# " + printable(text)
 
 
 def _script(engine: Engine, wanted: Wanted, export: Export) -> str:
     remarks = [f"{engine.name} for {wanted.name}: method {wanted.method}, {wanted.k} drafts per round."]
-    remarks += ["Written by outrider export; arguments are appended to the command.", *export.notes]
+    remarks += [f"{WRITTEN_BY}; arguments are appended to the command.", *export.notes]
     lines = ["#!/bin/sh", *map(_comment, remarks), "set -e", 'cd "$(dirname "$0")"']
     lines += [f"export {name}={shlex.quote(value)}" for name, value in export.environment.items()]
     if export.needs_outrider:

@@ -44,7 +44,9 @@ def choose(finalists: Sequence[Contender], ratio: Callable[[str, str], Ratio], p
     others: dict[str, str] = {}
     for each in finalists:
         if each not in winners:
-            others[each.label] = f"{_ratio_text(speedups[each])} plain decoding's speed: not significantly faster"
+            interval = speedups[each].interval
+            words = "slower" if interval is not None and interval[1] < 1 else "not significantly faster"
+            others[each.label] = f"{_ratio_text(speedups[each])} plain decoding's speed: {words}"
     if not winners:
         reason = "no candidate is significantly faster than plain decoding: do not speculate"
         return Choice(PLAIN_CONTENDER, None, reason, others)
@@ -68,8 +70,8 @@ def choose(finalists: Sequence[Contender], ratio: Callable[[str, str], Ratio], p
 
 
 def is_faster(speedup: Ratio) -> bool:
-    """Return whether a ratio is significantly above 1; without an interval, above 1 + ``MAX_LOSS``."""
-    return speedup.interval[0] > 1 if speedup.interval is not None else speedup.value > 1 + MAX_LOSS
+    """Return whether a ratio is significantly above 1; without an interval nothing is significant."""
+    return speedup.interval is not None and speedup.interval[0] > 1
 
 
 def _is_alike(lead: Ratio) -> bool:

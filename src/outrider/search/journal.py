@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
@@ -71,13 +72,27 @@ class Journal:
             if document["schema"] != SCHEMA:
                 raise KeyError
             differing = [name for name in question if question[name] != document["question"].get(name)]
-            _ = document["found"], document["seconds"]
+            _check(document)
         except OSError as error:
             raise OutriderError(f"--resume: cannot read {self.path}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise OutriderError(f"--resume: {self.path} was not written by outrider tune") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise OutriderError(f"--resume: {self.path} is not a complete journal of this version of outrider tune") from None
         if differing:
             raise OutriderError(
                 f"--resume: {self.path} was made with other values of {', '.join(differing)}: use the same or omit --resume"
             )
         return dict(document)
+
+
+def _check(document: Any) -> None:
+    """Raise ``ValueError``, or another error of access, for a missing or wrong value in a journal."""
+    stages = {**document["found"]}
+    groups = stages.pop("recorded", {}).values()
+    good = [isinstance(token, int) for group in groups for output in group for token in output]
+    good += [seconds >= 0 for seconds in document["seconds"].values()]
+    for run in (run for stage in stages.values() for run in stage.values()):
+        good += [0 < run["seconds"] < inf, run["tau"] > 0]
+        if "accepted" in run:
+            good += [run["decode_seconds"] >= 0, *(accepted >= 0 for accepted in run["accepted"])]
+    if not all(good):
+        raise ValueError

@@ -93,10 +93,11 @@ class Search:
 
     def run(self) -> Choice:
         """Run all stages and return the choice. Raises ``OutriderError`` if the target fails."""
-        self.texts = self.record()
+        num_used = max(len(self.texts) // batch * batch for batch in self.question.batches)  # only whole batches run
+        self.texts = self.record()[:num_used]
         running = [contender for method in self.proposers for contender in self._contenders_of(method)]
         others: dict[str, str] = {}
-        plan = halving.rungs(ceil(len(self.texts) / min(self.question.batches)), self.question.repeat)
+        plan = halving.rungs(len(self.texts) // min(self.question.batches), self.question.repeat)
         for number, rung in enumerate(plan):
             name = f"rung {number + 1}"
             self._plan_runs(len(running), plan[number:])
@@ -125,9 +126,11 @@ class Search:
                 group = self.texts[start : start + together]
                 self.report(Progress(start, len(self.texts), None, "recording the target's outputs"))
                 outputs = self.journal.once("recorded", str(start), lambda group=group: self._answers(group))  # type: ignore[misc]
+                if len(outputs) != len(group):
+                    raise OutriderError(f"{self.journal.path} does not hold the outputs of this traffic: omit --resume")
                 texts += [replace(text, output=output) for text, output in zip(group, outputs, strict=True)]
         if not any(len(text.output) > 1 for text in texts):
-            raise OutriderError("all outputs for this traffic are empty: use other prompts or a larger --max-tokens")
+            raise OutriderError("all outputs have fewer than 2 tokens: use other prompts, or other settings of them")
         random.Random(0).shuffle(texts)  # rungs use the first ones, so the order of the file must not matter
         return texts
 
@@ -274,8 +277,8 @@ class Search:
         return self._contenders_of(method)
 
     def _groups(self, rung: Rung) -> list[Group]:
-        """Return the rung's groups of prompts for every batch size."""
-        totals = {batch: ceil(len(self.texts) / batch) for batch in self.question.batches}
+        """Return the rung's groups of prompts, which are whole batches, for every batch size."""
+        totals = {batch: len(self.texts) // batch for batch in self.question.batches}
         return [Group(batch, index) for batch, total in totals.items() for index in range(rung.num_groups(total))]
 
     def _texts(self, group: Group) -> list[Text]:

@@ -6,6 +6,10 @@ import asyncio
 import io
 import json
 import math
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -226,6 +230,70 @@ def test_progress_estimates_the_rest_and_an_interrupt_keeps_finished_runs() -> N
     assert after_first_load.seconds_left == pytest.approx(3 * 2 * 4 * (0.57 + 0.41), rel=0.01)  # by number of requests
     result = document(sweep, Objective(), {"interrupted": True})
     assert result["interrupted"] and len(result["cells"]) == 4
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, server: FakeServer, *options: str, num_runs: int | None = None) -> int:
+    """Run `bench serve` on a fake server, with Ctrl-C after ``num_runs``, and return its exit code."""
+
+    @contextmanager
+    def address(*given: object) -> Iterator[str]:
+        yield URL
+
+    def measure(sweep: Sweep) -> None:
+        sweep._transport = server.transport()
+
+        def report(state: Progress) -> None:
+            if state.done == num_runs:
+                raise KeyboardInterrupt
+
+        run(sweep.run(report))
+
+    monkeypatch.setattr(bench_serve, "address", address)
+    monkeypatch.setattr(bench_serve, "modes", lambda *given: BOTH)
+    monkeypatch.setattr(bench_serve, "measure", measure)
+    return main(["bench", "serve", "--max-tokens", "9", "--repeat", "2", *options])
+
+
+def test_a_second_ctrl_c_does_not_lose_the_measurements(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def interrupted(*given: Any) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return document(*given)
+
+    monkeypatch.setattr("outrider.bench.load.report.document", interrupted)
+    out = tmp_path / "load.json"
+    assert measured(monkeypatch, FakeServer(), "--concurrency", "1,2", "--out", str(out), num_runs=4) == 130
+    result = json.loads(capsys.readouterr().out)
+    assert result == json.loads(out.read_text()) and result["interrupted"] and len(result["cells"]) == 2
+
+
+@pytest.mark.parametrize(("limit", "code"), [(0, 1), (2, 0)])
+def test_a_load_without_an_answer_is_an_error(
+    limit: int, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert measured(monkeypatch, FakeServer(limit=limit), "--concurrency", "3") == code
+    shown = capsys.readouterr()
+    assert "error: 3 at a time, plain:" in shown.err and "of 24 requests failed: 429: " in shown.err
+    assert (json.loads(shown.out)["cells"][0]["failed"] == 24) == code
+
+
+def test_answers_longer_than_the_context_are_refused() -> None:
+    swept(FakeServer(context=10), Load(concurrency=1))
+    with pytest.raises(OutriderError, match="invalid --max-tokens 9: the context of http://fake is 9 tokens"):
+        swept(FakeServer(context=9), Load(concurrency=1))
+
+
+@pytest.mark.parametrize(
+    "option", ["--temperature=-1", "--rest=inf", "--slo-token=nan", "--slo-first-token=inf", f"--seed={2**64}"]
+)
+def test_invalid_values_are_found_before_a_server_starts(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_serve, "address", lambda *given: pytest.fail("it was started"))
+    name, value = option.split("=")
+    assert main(["bench", "serve", option]) == 2
+    assert f"error: invalid {name} {value}" in capsys.readouterr().err
 
 
 def test_the_document_and_the_table_name_the_worst_cell() -> None:

@@ -55,6 +55,7 @@ class FakeServer:
     counts: bool = True  # whether every chunk has a token count
     limit: int = 1000  # maximum concurrent requests; beyond it the status is 429
     has_metrics: bool = True
+    context: int | None = None  # max_model_len, if the server states it
     bodies: list[dict[str, Any]] = field(default_factory=list)
     running: int = 0
     most: int = 0
@@ -68,7 +69,7 @@ class FakeServer:
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
-            return httpx.Response(200, json={"data": [{"id": "fake", "owned_by": self.owner}]})
+            return httpx.Response(200, json={"data": [{"id": "fake", "owned_by": self.owner, "max_model_len": self.context}]})
         if request.url.path == "/metrics":
             return httpx.Response(200, text=self._page()) if self.has_metrics else httpx.Response(404)
         body = json.loads(request.content)

@@ -17,6 +17,7 @@ from outrider.bench.load.arrivals import Load
 from outrider.bench.load.client import Client, Sample
 from outrider.bench.load.counters import Counters
 from outrider.progress import Progress
+from outrider.types import OutriderError
 
 WARMUP_TOKENS = 8
 TIMEOUT = httpx.Timeout(600.0, connect=30.0)
@@ -117,7 +118,10 @@ class Sweep:
         return len(self.loads) * self.traffic.repeat * len(self.modes)
 
     async def run(self, report: Callable[[Progress], None] = lambda progress: None) -> None:
-        """Run the sweep; the order of modes rotates. Raises ``httpx.HTTPError`` if a server does not answer."""
+        """Run the sweep; the order of modes rotates. Raises ``httpx.HTTPError`` if a server does not answer.
+
+        Raises ``OutriderError`` if the answers do not fit into a server's context.
+        """
         clock = asyncio.get_running_loop().time
         async with AsyncExitStack() as stack:
             clients = {mode.name: await self._client(stack, mode) for mode in self.modes}
@@ -160,6 +164,9 @@ class Sweep:
         answer = await http.get("/v1/models")
         answer.raise_for_status()
         self.servers[mode.name] = about = dict(answer.json()["data"][0])
+        context, most = about.get("max_model_len"), self.traffic.max_tokens  # Outrider and vLLM state their context
+        if isinstance(context, int) and most >= context:
+            raise OutriderError(f"invalid --max-tokens {most}: the context of {mode.url} is {context} tokens, prompt included")
         body = self.traffic.body(str(about["id"])) | dict(mode.more)
         counting = Client(http, body | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}})
         sample = await counting.ask("a", max_tokens=1)
