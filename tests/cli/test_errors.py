@@ -271,7 +271,7 @@ def test_an_invalid_line_of_prompts_is_named(outrider: Run, target: Path, tmp_pa
     [
         ('{"prompt": "caf\u00e9"}'.encode("latin-1"), "expected UTF-8 text"),
         ('{"prompt": "hi"}'.encode("utf-16"), "expected UTF-8 text"),
-        (gzip.compress(b'{"prompt": "hi"}'), "expected UTF-8 text, got gzip: its name must end in .gz"),
+        (gzip.compress(b'{"prompt": "hi"}', mtime=0), "expected UTF-8 text, got gzip: its name must end in .gz"),
     ],
 )
 def test_prompts_that_are_not_text(outrider: Run, target: Path, tmp_path: Path, content: bytes, why: str) -> None:
