@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from ipaddress import ip_address
-from math import ceil
 from time import monotonic
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
@@ -81,7 +80,7 @@ class GracefulServer(uvicorn.Server):
         """Return whether to stop listening. uvicorn asks ten times a second, then waits until answers are sent."""
         if self._deadline is not None:
             left = self._deadline - monotonic()
-            self.config.timeout_graceful_shutdown = max(ceil(left), 1)
+            self.config.timeout_graceful_shutdown = max(left, self._closing / 3)  # type: ignore[assignment]  # seconds
             if left <= 0:
                 self._bridge.stop_streams()  # clients get an error, then there are none left
             self.should_exit |= left <= -self._closing / 3 or not self._bridge.num_open
