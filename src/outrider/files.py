@@ -19,6 +19,11 @@ def expanded(source: str | Path) -> Path:
         return Path(source)
 
 
+def is_path(source: str | Path) -> bool:
+    """Return whether a source is written as a path, which a hub id is not."""
+    return str(source).startswith((".", "/", "~"))
+
+
 def not_a_model_folder(source: str | Path) -> str:
     """Say why a folder without a config.json cannot be loaded as a model."""
     if (expanded(source) / "adapter_config.json").is_file():

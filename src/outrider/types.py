@@ -176,6 +176,13 @@ class Context:
         return self if prices is None else replace(self, prices=prices)
 
 
+def joined(chunks: Sequence[Tensor]) -> Tensor:
+    """Concatenate chunks of rows; a single one is not copied, and none give an empty tensor."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return torch.cat(list(chunks)) if chunks else torch.empty(0)
+
+
 def spread(values: Tensor, rows: Sequence[int], batch: int, fill: int = 0) -> Tensor:
     """Scatter values [A, ...] of the requests ``rows`` to [B, ...]; the other rows are ``fill``."""
     if len(rows) == batch:

@@ -255,7 +255,7 @@ def test_a_large_batch_does_not_wait_for_a_probe_that_no_budget_pays():
     costs, length = CostBook(), 2400
     policy = Watching(MAX_K, costs)
     simulate(policy, cell := Cell(KEEPING, Text((0.02,)), 8, (length,)), costs)
-    assert max(policy.behind) < length / 3  # hidden states of so many tokens are kept
+    assert max(policy.behind) < length / 3  # the hidden states of these tokens are in memory
     assert sum(policy.drafting[length // 2 :]) > 1
     policy, cheap = Watching(MAX_K, costs := CostBook()), replace(KEEPING, base=0.1, step=0.05)  # pays for one of eight, too
     simulate(policy, replace(cell, machine=cheap, text=Text((0.02, 0.95), stretch=length // 2)), costs)

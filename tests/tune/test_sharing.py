@@ -27,7 +27,7 @@ def luck(seed: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
     return np.cumprod(draw.uniform(0.1, 1.0, (batch, LONGEST)), axis=1), draw.uniform(0.2, 1.0, batch)
 
 
-def speed(lens, gains, made, nodes, catching_up, priced: RoundPrices) -> float:
+def speed(lens, gains, made, nodes, catch_up, priced: RoundPrices) -> float:
     """Return the tokens per second of one choice, from the definition."""
     batch, cumulative = len(lens), [0, *np.cumsum(nodes)]
     gains = [made[b] * gains[b, : lens[b]].sum() for b in range(batch)]
@@ -37,7 +37,7 @@ def speed(lens, gains, made, nodes, catching_up, priced: RoundPrices) -> float:
         drafts = cumulative[max(lens)]
     seconds = priced.draft(max(lens), sum(n > 0 for n in lens)) + nobody * priced.plain
     seconds += (1 - nobody) * (priced.score(1 + drafts) + priced.outside)
-    seconds += sum(catching_up[b] * (1 + gains[b]) for b in range(batch) if lens[b])
+    seconds += sum(catch_up[b] * (1 + gains[b]) for b in range(batch) if lens[b])
     return (batch + sum(gains)) / seconds
 
 
@@ -45,11 +45,11 @@ def speed(lens, gains, made, nodes, catching_up, priced: RoundPrices) -> float:
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_value_of_a_choice_is_tokens_per_second(nodes, padded):
     gains, made = luck(0, 3)
-    catching_up, priced = np.array([0.0, 0.01, 0.02]), prices(0.3, padded)
-    shares = Shares(gains, made, np.array(nodes), catching_up, priced)
+    catch_up, priced = np.array([0.0, 0.01, 0.02]), prices(0.3, padded)
+    shares = Shares(gains, made, np.array(nodes), catch_up, priced)
     for lens in product(range(LONGEST + 1), repeat=3):
         if any(lens):
-            assert shares.speed(lens) == pytest.approx(speed(lens, gains, made, nodes, catching_up, priced))
+            assert shares.speed(lens) == pytest.approx(speed(lens, gains, made, nodes, catch_up, priced))
 
 
 @pytest.mark.parametrize("row", [0.02, 0.3, 2.0], ids=["cheap rows", "rows", "costly rows"])

@@ -250,5 +250,5 @@ def as_text(prompt: Prompt) -> str:
     if not prompt.is_chat:
         return prompt.text
     prefixes = {"user": "Question: ", "assistant": "Answer: "}
-    turns = [prefixes.get(message["role"], "") + message.get("content", "") for message in prompt.messages]
+    turns = [prefixes.get(message["role"], "") + message["content"] for message in prompt.messages]
     return "\n\n".join([*turns, "Answer:"])

@@ -18,7 +18,7 @@ from outrider.cli.options import MethodOptions, ModelOptions, read_option, value
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
 from outrider.family import TARGET, drafts
-from outrider.files import expanded, not_a_model_folder
+from outrider.files import expanded, is_path, not_a_model_folder
 from outrider.method_text import split_method
 from outrider.options import declared
 from outrider.registry import AUTO, PLAIN, VERIFIERS
@@ -159,7 +159,7 @@ def check_source(model: str | None) -> None:
         return
     if path.exists():
         raise OutriderError(f"{model} is a file: give the folder with config.json and the weights, or a .gguf file")
-    if not model or model.startswith((".", "/", "~")) or model.count("/") > 1:
+    if not model or is_path(model) or model.count("/") > 1:
         raise OutriderError(f"no model folder {model!r}: expected a folder, or a Hugging Face id owner/name")
     if not hub.is_reachable():
         hub.disable()  # otherwise huggingface_hub retries every file six times

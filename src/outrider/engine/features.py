@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.types import Context, Request
+from outrider.types import Context, Request, joined
 
 Hidden = Mapping[int, Sequence[Tensor]]  # layer -> by request: [T + 1 + num_drafts, H], see ``Scores``
 
@@ -61,7 +61,7 @@ class FeatureStore:
         rounds, hidden = [self._unseen.get(request_id, ()) for request_id in context.request_ids], {}
         for layer in self.layers:
             chunks = [[each.kept(layer) for each in unseen] for unseen in rounds]
-            hidden[layer] = [_joined(chunk) for chunk in chunks]
+            hidden[layer] = [joined(chunk) for chunk in chunks]
         return replace(context, hidden=hidden)
 
     def seen(self, request_ids: Sequence[str]) -> None:
@@ -88,9 +88,3 @@ class FeatureStore:
         for request_id in request_ids:
             self._prompts.pop(request_id, None)
             self._num_kept.pop(request_id, None)
-
-
-def _joined(chunks: Sequence[Tensor]) -> Tensor:
-    if len(chunks) == 1:
-        return chunks[0]
-    return torch.cat(list(chunks)) if chunks else torch.empty(0)

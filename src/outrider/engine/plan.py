@@ -14,7 +14,7 @@ from typing import Any
 
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError, printable, without_path
-from outrider.files import expanded, write_whole
+from outrider.files import expanded, is_path, write_whole
 from outrider.method_text import split_method, with_drafts
 from outrider.options import Option, declared
 from outrider.registry import AUTO, PROPOSERS
@@ -93,7 +93,7 @@ class Plan:
     def _resolved(self, source: str) -> str:
         if (self.folder / source).exists():
             return str(self.folder / source)
-        if self.file and source.startswith((".", "/", "~")) and not expanded(source).exists():
+        if self.file and is_path(source) and not expanded(source).exists():
             raise OutriderError(f"{source} does not exist")
         return source
 

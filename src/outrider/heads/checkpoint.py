@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from outrider.files import expanded, write_whole
+from outrider.files import expanded, is_path, write_whole
 from outrider.memory import INDEXES, WEIGHT_NAMES, weight_files, weight_map
 from outrider.runner.checkpoint_files import is_finite
 from outrider.types import OutriderError, first_line, is_out_of_memory
@@ -103,7 +103,7 @@ def find_folder(source: str | Path) -> Path:
     path = expanded(source)
     if path.is_dir() or (path.is_file() and path.suffix in SUFFIXES):
         return path
-    if path.exists() or str(source).startswith((".", "/", "~")) or str(source).count("/") != 1:
+    if path.exists() or is_path(source) or str(source).count("/") != 1:
         raise OutriderError(f"no head at {source}: expected a folder with config.json and weights, or a hub id")
     from huggingface_hub import snapshot_download
 

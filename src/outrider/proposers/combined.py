@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from outrider.method_text import options_by_part
@@ -18,7 +17,7 @@ from outrider.options import Whole, option
 from outrider.proposers.base import Proposer, merged
 from outrider.proposers.method import MethodConfig, MethodSpec, Setting
 from outrider.proposers.portable import Pair, Portable, TextDrafts
-from outrider.types import Context, Finding, OutriderError, Proposal, Request, Verdict
+from outrider.types import Context, Finding, OutriderError, Proposal, Request, Verdict, joined
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,7 @@ class _Part:
         """Draft for the requests of a view, which are ``rows`` of the batch."""
         hidden = {}
         for layer in self.proposer.needs_hidden:
-            chunks = [self._unseen.get(request_id, {}).get(layer) for request_id in view.request_ids]
-            hidden[layer] = [torch.cat(chunk) if chunk else torch.empty(0) for chunk in chunks]
+            hidden[layer] = [joined(self._unseen.get(request_id, {}).get(layer, ())) for request_id in view.request_ids]
         self.forget_hidden(view.request_ids)
         proposal = self.proposer.propose(replace(view, hidden=hidden), min(k, self.proposer.max_drafts))
         self.rows = set(rows)

@@ -65,8 +65,9 @@ class Layouts:
         total = ends[-1]
         parts = torch.tensor(numbers, device=self._device).split((batch, batch, batch, total, total))
         base_slots, row_ids, end_places, ids, positions = parts
-        self._cache.reserve(max([base + length for base, length in zip(bases, lens, strict=True)]))
-        self._cache.states.wrote(rows, bases, [base + length for base, length in zip(bases, lens, strict=True)])
+        stops = [base + length for base, length in zip(bases, lens, strict=True)]
+        self._cache.reserve(max(stops))
+        self._cache.states.wrote(rows, bases, stops)
         positions = positions.clamp_(max=self._max_len - 1)[None]
         stores, shape, visible = self._cache.tensors, self._cache.shape, self.causal(batch, width)
         layout = PassLayout(stores, shape.places, row_ids, base_slots, end_places, positions, visible, states=shape.states)

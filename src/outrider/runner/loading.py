@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from outrider.files import not_a_model_folder
+from outrider.files import is_path, not_a_model_folder
 from outrider.runner import attention, gguf, recurrence
 from outrider.runner.checkpoint_files import check_config_file, check_sizes, check_weight_files, is_finite
 from outrider.runner.checkpoints.formats import loader_options, method_of, quantization_of
@@ -193,7 +193,7 @@ def refuse_shared_scales(model: PreTrainedModel) -> None:
 def refuse_missing(source: str | Path) -> None:
     """Raise ``OutriderError`` for a path at which there is neither a folder nor a GGUF file."""
     path = Path(source)
-    looks_local = path.exists() or str(source).startswith((".", "/", "~")) or str(source).endswith(".gguf")
+    looks_local = path.exists() or is_path(source) or str(source).endswith(".gguf")
     if looks_local and not path.is_dir() and gguf.find(source) is None:
         raise OutriderError(f"no model folder at {source}: it {'is a file' if path.is_file() else 'does not exist'}")
 

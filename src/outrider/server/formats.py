@@ -97,7 +97,7 @@ MISTRAL_LIST: dict[str, Any] = {
     },
 }
 
-# Texts that a chat template contains, all of them, and the form of its model's replies. The first match is used.
+# A model's replies have the first form of which the chat template contains all markers.
 FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("<tool_call>", "<function="), QWEN_XML),
     (("<tool_call>", "<|im_start|>"), HERMES),

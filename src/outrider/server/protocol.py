@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -279,7 +280,7 @@ class Message(Body):
     parsed: Any = None
 
     @model_validator(mode="after")
-    def _said(self) -> Self:
+    def _has_content(self) -> Self:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise ValueError("content is missing: only an assistant's message with tool_calls may lack it")
         return self
@@ -375,7 +376,7 @@ class ChatBody(SamplingFields):
         """The name of the function that must be called, or None."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
 
-    @property
+    @cached_property
     def offered(self) -> list[dict[str, Any]]:
         """The tools for the chat template."""
         shown = [] if self.tool_choice == "none" else self.tools or []

@@ -258,6 +258,7 @@ class Replies:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
+        self._tool_template = None if tokenizer is None else template_of(tokenizer, with_tools=True)
         self._form = None if tokenizer is None else response_template(tokenizer)
         self._special: Any = None
         names = [] if tokenizer is None else tokenizer.convert_ids_to_tokens(sorted(special_ids(tokenizer)))
@@ -269,7 +270,7 @@ class Replies:
         """Raise ``OutriderError`` if the model cannot take the tools of a request, or its calls cannot be read."""
         if not body.offered:
             return
-        check_takes_tools(None if self._tokenizer is None else template_of(self._tokenizer, with_tools=True))
+        check_takes_tools(self._tool_template)
         if not body.is_json and (self._form is None or CALLS not in self._form.fields):
             raise OutriderError(UNKNOWN)
 

@@ -40,7 +40,7 @@ MAX_NEW_REQUEST_FACTOR = 8  # maximum factor of these, after unsuccessful probes
 PROBE_RATE = 0.8  # acceptance assumed for the length of a probe, at most MAX_PROBE
 MAX_PROBE = 4
 
-FAR_BEHIND = 512  # tokens that a proposer has not read, after which a request may be left out
+FAR_BEHIND = 512  # a request of which the proposer has not processed so many tokens may be left out
 MUCH_SAVED = 64  # tokens of a cached prefix for which a request may be left out of drafting; fewer cost little to process again
 MAX_LEFT_OUT = 64  # such requests in a row
 
@@ -366,18 +366,18 @@ class DraftLengthPolicy:
             self._lens = [0] * batch
             return
         longest = min(2 * self._reach + 1, self.max_k)
-        expected, gains, made, catching_up = [OPTIMISTIC_RATE] * longest, [], [], []
+        expected, gains, made, catch_up = [OPTIMISTIC_RATE] * longest, [], [], []
         for b, (track, request) in enumerate(zip(self._batch, self._requests, strict=True)):
             own, limit = request.num_draft_tokens if request.may_draft else 0, context.limits[b]
             gains.append(track.gains(expected, longest if own is None else own))  # at most its own K
             made.append(track.made_rates(longest))
-            catching_up.append(self.costs.catch_up(self._num_unseen(b)) / min(PREFILL_HORIZON, 1 + limit))
+            catch_up.append(self.costs.catch_up(self._num_unseen(b)) / min(PREFILL_HORIZON, 1 + limit))
         # The mean draft is shorter than requested where the proposer stops early, and takes less time and rows.
         lasting = [sum(chances) / batch for chances in zip(*[accumulate([1.0, *each[1:]], mul) for each in made], strict=True)]
         depths, draft = list(accumulate(lasting, initial=0.0)), prices.draft
         prices = replace(prices, draft=lambda k, num_drafting: draft(depths[int(k)], num_drafting))
         nodes = [*map(mul, self._nodes(longest), lasting)]
-        shares = Shares(gains, [each[0] for each in made], nodes, catching_up, prices, sum(rates) / batch)
+        shares = Shares(gains, [each[0] for each in made], nodes, catch_up, prices, sum(rates) / batch)
         lengths = [k for k in self._lengths if 0 < k <= longest]
         speed, lens = shares.best_together(lengths)
         if not all([request.may_draft for request in self._requests]):
@@ -441,8 +441,8 @@ class DraftLengthPolicy:
         return k
 
     def _longest_wait(self, context: Context) -> float:
-        """Return the rounds after which the next probe takes half of what any budget pays, because the proposer has to read the
-        tokens of all these rounds; infinite where that grows faster than the budget, or the requests end before.
+        """Return the pause after which a probe costs half of the largest budget: the proposer must process the tokens of all
+        rounds of the pause first. Infinite if this cost grows faster than the budget, or the requests end before.
         """
         growth = self.costs.catch_up(sum([request.may_draft for request in self._requests])) / (self._plain or 1.0)
         _, loss = self._probe_plan(context)
@@ -451,9 +451,9 @@ class DraftLengthPolicy:
         return wait if wait < left else inf
 
     def _give_up(self) -> bool:
-        """Leave out for good half of the requests in which the proposer is far behind. Return whether there are any.
+        """Leave half of the requests in which the proposer is far behind out for good. Return whether there are any.
 
-        No budget pays for a probe that reads all their tokens, and what is kept for it, hidden states say, would grow for ever.
+        No budget pays for processing all their tokens, and hidden states kept for that would grow without limit.
         """
         rows = [b for b, request in enumerate(self._requests) if request.may_draft and request.num_draft_tokens is None]
         rows = sorted([b for b in rows if self._num_unseen(b) > FAR_BEHIND], key=self._num_unseen)

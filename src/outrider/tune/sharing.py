@@ -26,17 +26,17 @@ class Shares:
         gains: Sequence[Sequence[float]],
         made: Sequence[float],
         nodes: Sequence[float],
-        catching_up: Sequence[float],
+        catch_up: Sequence[float],
         prices: RoundPrices,
         forced: float = 0.0,
     ) -> None:
         """``gains`` [B][N]: accepted tokens that a draft at each depth adds; ``made`` [B]: share of rounds with drafts.
 
-        ``nodes`` [N]: rows of the pass for each depth; ``catching_up`` [B]: the proposer's seconds per emitted token to prefill
+        ``nodes`` [N]: rows of the pass for each depth; ``catch_up`` [B]: the proposer's seconds per emitted token to prefill
         what it has not seen; ``forced``: rows that a grammar adds for each accepted draft, beyond those in ``prices``.
         """
         self.batch, self._nodes, self._prices, self._forced = len(gains), nodes, prices, forced
-        self._gains, self._made, self._catch_up = gains, made, catching_up
+        self._gains, self._made, self._catch_up = gains, made, catch_up
 
     def are_alike(self, within: float) -> bool:
         """Return whether the expected gains of the first drafts of all requests differ by less than that share of the best."""
@@ -54,15 +54,15 @@ class Shares:
         prices, nobody = self._prices, prod([1 - made for made in self._made])
         somebody = 1 - nobody
         share = 1.0 if prices.is_padded else sum(self._made) / self.batch / max(somebody, NEVER)
-        gained, catching_up, width, reached, speeds = 0.0, sum(self._catch_up), 1.0, 0, []
+        gained, total_catch_up, width, reached, speeds = 0.0, sum(self._catch_up), 1.0, 0, []
         for k in lengths:
             for depth in range(reached, k):
-                for gains, made, catch_up in zip(self._gains, self._made, self._catch_up, strict=True):
+                for gains, made, own_catch_up in zip(self._gains, self._made, self._catch_up, strict=True):
                     gained += gains[depth] * made
-                    catching_up += gains[depth] * made * catch_up
+                    total_catch_up += gains[depth] * made * own_catch_up
                 width += self._nodes[depth] * share
             reached = k
-            seconds = prices.draft(k, self.batch) + nobody * prices.plain + catching_up
+            seconds = prices.draft(k, self.batch) + nobody * prices.plain + total_catch_up
             seconds += somebody * (prices.score(width + self._forced * gained / self.batch) + prices.outside)
             speeds.append((self.batch + gained) / seconds)
         return speeds
@@ -102,23 +102,23 @@ class Shares:
         """Return tokens per second with the first draft, the first two, ..., when requesting k."""
         prices, batch, made, catch_up, forced = self._prices, self.batch, self._made, self._catch_up, self._forced / self.batch
         score, outside, is_padded = prices.score, prices.outside, prices.is_padded
-        gained, catching_up, tokens, num_drafting, deepest = 0.0, 0.0, 0.0, 0, 0
+        gained, total_catch_up, tokens, num_drafting, deepest = 0.0, 0.0, 0.0, 0, 0
         nobody = 1.0  # probability that no request has a draft and the pass is plain
         somebody = around = width = 0.0
         speeds = []
         for b, depth, gain, nodes in drafts:
             if depth == 1:
-                num_drafting, nobody, catching_up = num_drafting + 1, nobody * (1 - made[b]), catching_up + catch_up[b]
+                num_drafting, nobody, total_catch_up = num_drafting + 1, nobody * (1 - made[b]), total_catch_up + catch_up[b]
                 somebody = 1 - nobody
                 around = prices.draft(k, num_drafting) + nobody * prices.plain + somebody * outside
-            gained, catching_up = gained + gain, catching_up + catch_up[b] * gain
+            gained, total_catch_up = gained + gain, total_catch_up + catch_up[b] * gain
             if not is_padded:
                 tokens += made[b] * nodes
                 width = 1 + tokens / batch / max(somebody, NEVER)
             elif depth > deepest:
                 deepest, tokens = depth, tokens + nodes
                 width = 1 + tokens
-            speeds.append((batch + gained) / (around + catching_up + somebody * score(width + forced * gained)))
+            speeds.append((batch + gained) / (around + total_catch_up + somebody * score(width + forced * gained)))
         return speeds
 
 
