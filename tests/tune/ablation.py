@@ -57,6 +57,8 @@ NEUTRAL: dict[str, tuple[ModuleType, object]] = {
     "STEPS": (cost_book, 1),
     "UNKNOWN_COST_RATIO": (cost_book, 0.0),
     "MOST_TO_READ": (cost_book, inf),
+    "MOST_TO_DRAFT": (cost_book, inf),
+    "MOST_OUTSIDE": (cost_book, inf),
     "LINE_MEMORY": (cost_book, 1.0),
     "START_WEIGHT": (cost_book, 1e-6),
     "HICCUP": (cost_book, inf),

@@ -248,10 +248,13 @@ def weigh(cell: Cell) -> tuple[float, float]:
 
 
 class Recorded:
-    """Records the requests of another policy. ``first_draft``: additional seconds shown for the first drafts."""
+    """Records the requests of another policy.
 
-    def __init__(self, inner: LengthPolicy, first_draft: float = 0.0) -> None:
-        self.inner, self.first_draft = inner, first_draft
+    ``slow``: additional seconds shown for a phase of the ``slow_at``-th round with drafts, counted from 1.
+    """
+
+    def __init__(self, inner: LengthPolicy, slow: float = 0.0, phase: str = "draft", slow_at: int = 1) -> None:
+        self.inner, self.slow, self.phase, self.left = inner, slow, phase, slow_at
         self.requested: list[int] = []  # the maximum over requests
         self.lengths: list[list[int]] = []
         self.starts: list[int] = []  # rounds in which a prompt was prefilled
@@ -266,9 +269,9 @@ class Recorded:
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
         if is_prefill:
             self.starts.append(len(self.requested) - 1)
-        if round_.k:
-            round_.times.draft += self.first_draft
-            self.first_draft = 0.0
+        self.left -= round_.k > 0
+        if round_.k and self.left == 0:
+            setattr(round_.times, self.phase, getattr(round_.times, self.phase) + self.slow)
         self.inner.observe(context, round_, is_prefill)
 
     def release(self, request_ids: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from outrider.tune import DraftLengthPolicy
 from outrider.tune.acceptance import Acceptance
 from outrider.tune.policy import EXPLORATION_SHARE, Track
 from outrider.types import Context, Request, Round, SamplingParams
-from tests.tune import grid
+from tests.tune import grid, simulation
 from tests.tune.simulation import MAX_K, Cell, Machine, Recorded, Text, automatic, best_fixed, plain, simulate, weigh
 
 EMBEDDED, _ = grid.FAMILIES["embedded, draft"]
@@ -125,7 +125,32 @@ def test_compilation_while_nothing_is_drafted_is_harmless():
 def simulate_cold(cell: Cell, seconds: float) -> float:
     """Return the tokens per second after a first draft whose time is shown to the policy as ``seconds`` longer."""
     costs = CostBook()
-    return simulate(Recorded(DraftLengthPolicy(MAX_K, costs), first_draft=seconds), cell, costs)
+    return simulate(Recorded(DraftLengthPolicy(MAX_K, costs), slow=seconds), cell, costs)
+
+
+@pytest.mark.parametrize("phase", ["draft", "score", "verify"])
+@pytest.mark.parametrize("slow_at", range(1, 7))
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("machine", [EMBEDDED, LARGE, grid.SERVED["embedded in cache, served"]])
+def test_one_slow_round_does_not_end_drafting(machine, batch, slow_at, phase):
+    """A compilation or another process takes five seconds, thousands of a small target's plain rounds."""
+    text, costs = Text((0.9,)), CostBook()
+    policy = Recorded(DraftLengthPolicy(MAX_K, costs), 5.0, phase, slow_at)
+    simulate(policy, Cell(machine, text, batch, (64,) * 60, others=(text,) * (batch - 1)), costs)
+    assert grid.mean([k > 0 for k in policy.requested]) > 0.45
+
+
+@pytest.mark.parametrize("slow", [0.0, 5.0])
+def test_long_prompts_and_a_bad_first_request_do_not_end_drafting(monkeypatch, slow):
+    """Processing a prompt takes the draft longer than the initial budget of a probe."""
+    monkeypatch.setattr(simulation, "NUM_PROMPT_TOKENS", 500)
+    costs = CostBook()
+    policy = Recorded(DraftLengthPolicy(MAX_K, costs), slow)
+    simulate(policy, Cell(EMBEDDED, Text((0.02,)), lengths=(64,)), costs)
+    num_bad = len(policy.requested)
+    simulate(policy, good := Cell(EMBEDDED, Text((0.95,)), lengths=(64,) * 60), costs)
+    assert all(list(policy.may_draft.values())[-30:])
+    assert len(policy.requested) - num_bad < 0.5 * sum(good.lengths)
 
 
 def test_a_prompt_too_long_for_the_gain_of_drafts_is_not_prefilled():

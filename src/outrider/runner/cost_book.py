@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import TypeVar
 
 CACHE_BUCKET = 256  # committed tokens that share an entry
@@ -19,7 +20,9 @@ JUMP = 0.7  # an observation below this multiple of the mean replaces it: the me
 STEP_SLOPE = 0.05  # assumed growth of a pass per extra row, until two widths have run
 STEPS = 4  # table entries per unit of width
 UNKNOWN_COST_RATIO = 0.1  # assumed cost of a draft step relative to a plain pass, until one is measured
-MOST_TO_READ = 0.05  # limit of a proposer's catch-up cost per token, in plain rounds, until it is measured twice
+# Limits in plain rounds until a cost is measured twice, because one reading may include a compilation: of a proposer's catching
+# up with a token; of a draft; of verifier and host in a round with drafts.
+MOST_TO_READ, MOST_TO_DRAFT, MOST_OUTSIDE = 0.05, 1.0, 1.0
 LINE_MEMORY = 0.95  # decay per reading of the earlier readings of a fitted line
 START_WEIGHT = 0.3  # weight of each line's initial point: a draft of -1 tokens takes no time
 HICCUP = 2.0  # a reading above this multiple of the line is clipped
@@ -161,26 +164,34 @@ class MethodCosts:
     def __init__(self, book: CostBook, is_greedy: bool) -> None:
         self._book, self._is_greedy = book, is_greedy
         self._draft: dict[int, Line] = {}  # requests drafted for -> seconds of drafting
+        self._doubted: set[int] = set()  # the same of which a first reading was ignored
         self._catch_up: float | None = None  # seconds per token that the proposer had not processed
         self._last_catch_up = 0.0  # the last reading of it
         self._first_layer = 0  # where the passes over drafts begin
         self._outside: dict[int, float] = {}  # batch -> seconds of verifier and host in a round with drafts
 
-    def record_drafts(self, k: int, num_drafting: int, seconds: float) -> None:
+    def record_drafts(self, k: int, num_drafting: int, seconds: float, plain_round: float = inf) -> None:
         """Record the drafting of ``k`` tokens for ``num_drafting`` requests.
 
-        ``k``: the longest draft, or the requested number if none was made.
+        ``k``: the longest draft, or the requested number if none was made; ``plain_round``: seconds of a round without drafts.
+        A first reading above the limit is ignored, and a second one in its place counts as the limit.
         """
+        most = MOST_TO_DRAFT * k * plain_round
+        if num_drafting not in self._draft and seconds > most:
+            if num_drafting not in self._doubted:
+                self._doubted.add(num_drafting)
+                return
+            seconds = most
         self._draft.setdefault(num_drafting, Line()).add(k, seconds)
 
-    def record_drafted_round(self, batch: int, outside: float, first_layer: int | None) -> None:
+    def record_drafted_round(self, batch: int, outside: float, first_layer: int | None, plain_round: float = inf) -> None:
         """Record ``outside``, the seconds of verifier and host in a round with drafts.
 
         ``first_layer``: where its pass began; None if a grammar forced all drafts.
         """
         if first_layer is not None:
             self._first_layer = first_layer
-        _average(self._outside, batch, outside)
+        _average(self._outside, batch, outside if batch in self._outside else min(outside, MOST_OUTSIDE * plain_round))
 
     def record_catch_up(self, seconds: float, num_tokens: int, plain_round: float) -> float:
         """Record the time that a proposer took, beyond its draft steps, to process new committed tokens; return these seconds.
@@ -359,9 +370,9 @@ class Line:
     def add(self, k: int, seconds: float) -> None:
         """Add a reading. A much lower reading replaces the first one, which may include a compilation."""
         memory = LINE_MEMORY
-        if self.weight > 1.5:
+        if self.weight:
             seconds = min(seconds, HICCUP * self.at(k))
-        elif seconds < self.at(k) / 4:
+        if self.weight <= 1.5 and seconds < self.at(k) / 4:
             memory = 0.0
         self.weight = memory * self.weight + 1
         self._k = memory * self._k + k

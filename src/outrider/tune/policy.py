@@ -45,7 +45,7 @@ MUCH_SAVED = 64  # tokens of a cached prefix for which a request may be left out
 MAX_LEFT_OUT = 64  # such requests in a row
 
 EXPLORATION_SHARE = 0.02  # share of all time that may be lost
-FIRST_BUDGET, MAX_BUDGET = 4.0, 6.0  # in plain rounds: initial and maximum
+FIRST_BUDGET, MAX_BUDGET = 4.0, 6.0  # in plain rounds: initial, and maximum unless a probe is saved for
 
 PLAIN_CHECK_PERIOD = 48  # drafted rounds until a plain round is measured, if drafting gains at most THIN_GAIN
 THIN_GAIN = 1.3
@@ -107,7 +107,7 @@ class DraftLengthPolicy:
         self._lengths = [k for k in LENGTHS if k < max_k] + [max_k]
         self._tracks: dict[str, Track] = {}
         self._shared: dict[float, Acceptance] = {}  # by temperature, the strongest influence on acceptance
-        self._budget = FIRST_BUDGET
+        self._budget, self._most_budget = FIRST_BUDGET, MAX_BUDGET
         self._reach = FIRST_REACH  # longest draft so far
         self._requests: tuple[Request, ...] = ()
         self._batch: list[Track] = []
@@ -194,7 +194,7 @@ class DraftLengthPolicy:
             self._wait -= 1
             if self._plain is not None:
                 income = EXPLORATION_SHARE * (times.total - times.draft_prefill) / self._plain
-                self._budget = min(self._budget + income, MAX_BUDGET)
+                self._budget = min(self._budget + income, self._most_budget)
         if round_.k:
             # One with nothing but forced tokens was perhaps not drafted for.
             rows = zip(context.limits, round_.proposed_depths, forced, strict=True)
@@ -214,9 +214,9 @@ class DraftLengthPolicy:
             self._prefill_seconds = 0.0
         if not is_prefill:
             if longest:
-                self.costs.record_drafted_round(batch, times.verify + times.host, round_.first_layer)
+                self.costs.record_drafted_round(batch, times.verify + times.host, round_.first_layer, plain or inf)
             if num_unseen <= 0:  # otherwise the time includes catching up
-                self.costs.record_drafts(longest or round_.k, num_drafting, times.draft)
+                self.costs.record_drafts(longest or round_.k, num_drafting, times.draft, plain or inf)
         self._learn(drafted_for, context, round_)
         self._charge_budget(round_, num_drafting, catch_up if self._is_probe else 0.0, is_prefill)
         if self._is_probe:
@@ -249,7 +249,9 @@ class DraftLengthPolicy:
             self._leave_out(fresh, context)
 
     def _leave_out(self, rows: Sequence[int], context: Context) -> None:
-        """Leave new requests out of drafting in which no probe can become due and be paid: nothing is kept for one."""
+        """Leave new requests out of drafting in which no probe can become due and be paid: nothing is kept for one. Save for
+        one in a later request, unless it would lose more than all of that request's rounds without drafts take.
+        """
         requests = self._requests
         waiting = [b for b in rows if requests[b].may_draft and requests[b].num_draft_tokens is None]
         for b in waiting:
@@ -259,7 +261,9 @@ class DraftLengthPolicy:
             if self._wait <= limit:
                 requests[b].may_draft = True
                 _, loss = self._probe_plan(context)
-                requests[b].may_draft = loss <= min(self._budget + EXPLORATION_SHARE * limit, MAX_BUDGET)
+                requests[b].may_draft = loss <= min(self._budget + EXPLORATION_SHARE * limit, self._most_budget)
+                if not requests[b].may_draft and loss < limit:
+                    self._most_budget = max(loss, MAX_BUDGET)
 
     def _open(self, lens: Sequence[int]) -> list[int]:
         """Return the lengths with 0 for requests that take no part in drafting."""
@@ -308,7 +312,7 @@ class DraftLengthPolicy:
         for track, count, num_accepted in zip(self._batch, forced, round_.num_accepted, strict=True):
             track.add_forced(count, num_accepted + 1)
         if any(forced) and not any(round_.depths) and not is_prefill:  # perhaps no round is without them
-            self.costs.record_drafted_round(len(forced), round_.times.verify + round_.times.host, None)
+            self.costs.record_drafted_round(len(forced), round_.times.verify + round_.times.host, None, self._plain or inf)
         return forced
 
     def _learn(self, drafted_for: Sequence[int], context: Context, round_: Round) -> None:
@@ -350,7 +354,7 @@ class DraftLengthPolicy:
             seconds -= self.costs.widening(round_.forced, cache_len)
         won = sum(round_.num_accepted) / batch - ((seconds + catch_up) / plain - 1)
         income = EXPLORATION_SHARE * (round_.times.total / plain + won)
-        self._budget = min(self._budget + won + income, MAX_BUDGET)
+        self._budget = min(self._budget + won + income, self._most_budget)
 
     # --- decisions ----------------------------------------------------------------------------------------------------------
 
@@ -430,14 +434,14 @@ class DraftLengthPolicy:
     def _probe(self, context: Context) -> int:
         """Probe with a few drafts after a pause, in case the text became predictable."""
         k, loss = self._probe_plan(context)
-        while loss > MAX_BUDGET and self._give_up():
+        while loss > self._most_budget and self._give_up():
             k, loss = self._probe_plan(context)
         if k == 0:
             return 0
         if loss > self._budget:
             self._wait = 1 + int((loss - self._budget) / EXPLORATION_SHARE)
             return 0
-        self._is_probe, self._last_probe_loss = True, max(1.0, loss)
+        self._is_probe, self._last_probe_loss, self._most_budget = True, max(1.0, loss), MAX_BUDGET
         return k
 
     def _longest_wait(self, context: Context) -> float:
