@@ -506,7 +506,9 @@ def test_bench_keeps_finished_measurements_when_the_target_fails(
     assert code == 2 and not out and json.loads(out_file.read_text()) == kept  # earlier results are kept
 
 
-def test_bench_inflates(outrider: Run, target: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def inflatable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The large model of an inflated target is a small one."""
     from outrider.bench.shapes import Shape
 
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
@@ -514,6 +516,15 @@ def test_bench_inflates(outrider: Run, target: Path, draft: Path, tmp_path: Path
     monkeypatch.setattr(
         "outrider.bench.inflate.shape_for", lambda config, params: Shape(hidden=256, layers=5, heads=16, kv_heads=4, ffn=256)
     )
+
+
+def test_compare_inflates(outrider: Run, target: Path, draft: Path, inflatable: None) -> None:
+    options = ["-k", 3, "--max-tokens", 24, "--temperature", 0, PROMPT]
+    code, out, err = outrider("compare", *models(target, draft), "--max-len", 500, "--inflate", "1b", *options)
+    assert code == 0 and "writing the inflated model" in err and out == outrider("compare", *models(target, draft), *options)[1]
+
+
+def test_bench_inflates(outrider: Run, target: Path, draft: Path, inflatable: None) -> None:
     code, out, err = outrider(
         "bench", *models(target, draft), "--inflate", "1b", "--method", "draft", "-k", 2, "--workloads", "code",
         "--num-prompts", 1, "--max-tokens", 7, "--repeat", 1, "--max-len", 500,

@@ -28,12 +28,11 @@ from outrider.cli.options import (
 )
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
-from outrider.method_text import split_method
-from outrider.registry import AUTO, DEFAULT_METHOD, PROPOSERS
+from outrider.registry import AUTO, DEFAULT_METHOD
 from outrider.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from outrider.bench.contenders import Contender, Contenders
     from outrider.bench.grid import Group, Plan
@@ -102,7 +101,7 @@ def command(
     from outrider.bench.contenders import Contenders
     from outrider.bench.grid import Plan, run_grid
     from outrider.bench.workloads import encode
-    from outrider.cli.session import check_lengths, inflate_target, load_plain, resolve
+    from outrider.cli.session import check_lengths, inflated, load_plain, resolve
 
     check_outputs({"--out": outputs.out, "--html": outputs.html}, [grid.prompts], report=outputs.html)
     given = resolve(models, MethodOptions())
@@ -112,10 +111,10 @@ def command(
     busy = parse_list("--busy", grid.busy, int)
     check_axes(temperatures, batches, busy)
     prompts = read_workloads(grid, max(batches))
-    models, extra = inflate_target(models, grid.inflate)
-    given |= inflate_heads(chosen, given, models.target, grid.inflate)
-    width = max([contender.k for contender in chosen if isinstance(contender.k, int)], default=0)
     methods = [contender.method for contender in chosen]
+    models, drafts, extra = inflated(models, methods, given, grid.inflate)
+    given |= drafts
+    width = max([contender.k for contender in chosen if isinstance(contender.k, int)], default=0)
     llm = load_plain(models, methods, max_batch=max(batches), num_draft_tokens=width, drafts=given["drafts"])
     encoded = {name: [encode(llm.tokenizer, prompt) for prompt in group] for name, group in prompts.items()}
     plan = Plan(chosen, encoded, temperatures, batches, grid.max_tokens, grid.repeat, grid.seed, busy=busy)
@@ -216,22 +215,3 @@ def check_axes(temperatures: Sequence[float], batches: Sequence[int], busy: Sequ
     if min(busy) < 0 or max(busy) > MAX_BUSY:
         value = ",".join(map(str, busy))
         raise OutriderError(f"invalid --busy {value}: expected numbers of processes from 0 to {MAX_BUSY}")
-
-
-def inflate_heads(
-    chosen: Sequence[Contender], given: Mapping[str, Any], target: str | None, size: str | None
-) -> dict[str, Any]:
-    """Return ``draft`` and ``drafts`` with heads inflated like the target ``target``; draft models are unchanged."""
-    if size is None or target is None:
-        return {}
-    from outrider.cli.session import inflated_draft
-
-    draft, drafts = given.get("draft"), given["drafts"]
-    used: list[object] = []
-    for contender in chosen:
-        name, options = split_method(contender.method)
-        used += PROPOSERS.get(name).drafts_in(options, draft, drafts)
-    large = {source: inflated_draft(source, target) for source in set(map(str, used))}
-    shipped = {name: large.get(str(source), source) for name, source in drafts.items()}
-    found = {"drafts": large | shipped}
-    return found if draft is None else found | {"draft": large.get(str(draft), draft)}

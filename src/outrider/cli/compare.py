@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.console import err, painter_for, say, waiting
-from outrider.cli.options import MethodOptions, ModelOptions, ReadableOptions, given, with_groups
+from outrider.cli.options import MethodOptions, ModelOptions, ReadableOptions, flag, given, with_groups
 from outrider.cli.race_view import RaceView, shown_rounds
 from outrider.registry import AUTO, PLAIN, SPECULATIVE, VERIFIERS
 from outrider.sampling_params import SamplingParams
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 EXAMPLES = """Examples:
 
 outrider compare
+
+outrider compare --inflate 1b
 
 outrider compare -k 5 --max-tokens 100 "The ship left the harbour"
 
@@ -55,9 +57,11 @@ def command(
     models: ModelOptions,
     methods: MethodOptions,
     sampling: RaceOptions,
+    inflate: str | None = flag("Race at the cost of a larger model, such as 350m, 1b or 8b.", panel="Race"),
 ) -> None:
     """Run plain and speculative decoding side by side: show both outputs and speeds, and whether the outputs are equal."""
-    from outrider.cli.session import load, read_prompt, start
+    from outrider.cli.session import auto_method, inflated, load, read_prompt, resolve, start
+    from outrider.engine.methods import methods_in
 
     start()
     text = DEFAULT_PROMPT if prompt is None else read_prompt(prompt)
@@ -65,7 +69,10 @@ def command(
     is_lossless = models.verifier is None or VERIFIERS.get(models.verifier).lossless
     if sampling.temperature is None and is_lossless:  # equal outputs are easier to compare
         models = replace(models, same_text=True)
-    llm = load(models, methods, max_batch=2, prefix_cache=False, compile=models.compile or "always")
+    arguments = resolve(models, methods)
+    drafting = methods_in(methods.method or AUTO, lambda: auto_method(models))
+    models, drafts, _ = inflated(models, drafting, arguments, inflate)
+    llm = load(models, methods, **drafts, max_batch=2, prefix_cache=False, compile=models.compile or "always")
     from outrider.bench.contenders import Contender
     from outrider.bench.race import Race
     from outrider.bench.workloads import Prompt, encode
@@ -86,6 +93,8 @@ def command(
     say(MEANING)
     if cause := why_slower(plain.stats, speculative.stats):
         say(cause)
+    if models.target is None:
+        say("a larger target gains more; the same text at the cost of a 1B model: outrider compare --inflate 1b")
     sentence = verdict(llm.tokenizer, plain.output, speculative.output, params.is_greedy, models.same_text)
     err.print(sentence, markup=False, soft_wrap=True)  # tokens may contain markup
 
@@ -162,7 +171,6 @@ def why_slower(plain: GenerationStats, speculative: GenerationStats) -> str | No
     return (
         f"Slower: a round takes {rounds[0]:.1f} ms for {speculative.mean_acceptance_length:.2f} tokens, a plain one"
         f" {rounds[1]:.1f} ms for one. -k auto drafts only where that pays."
-        " Larger targets gain more: outrider bench --inflate 1b"
     )
 
 

@@ -6,7 +6,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from outrider.family import TARGET, drafts
 from outrider.files import expanded, is_path, not_a_model_folder
 from outrider.method_text import split_method
 from outrider.options import declared
-from outrider.registry import AUTO, PLAIN, VERIFIERS
+from outrider.registry import AUTO, PLAIN, PROPOSERS, VERIFIERS
 from outrider.runner.config import RunnerConfig
 
 if TYPE_CHECKING:
@@ -242,6 +242,27 @@ def inflated_draft(source: str, target: str) -> str:
     from outrider.heads.checkpoint import MODEL, kind_of
 
     return source if kind_of(Path(source)) in (None, MODEL) else str(inflated_head(source, Path(target)))
+
+
+def inflated(
+    models: ModelOptions, methods: Iterable[str], arguments: Mapping[str, Any], size: str | None
+) -> tuple[ModelOptions, dict[str, Any], dict[str, Any]]:
+    """Return options with the target inflated, the arguments of ``LLM`` that name drafts, and the fields for the results.
+
+    Heads of these methods are inflated like the target; draft models are unchanged.
+    """
+    models, note = inflate_target(models, size)
+    if size is None:
+        return models, {}, note
+    draft, drafts = arguments.get("draft"), arguments["drafts"]
+    used: list[object] = []
+    for method in methods:
+        name, options = split_method(method)
+        used += PROPOSERS.get(name).drafts_in(options, draft, drafts)
+    large = {source: inflated_draft(source, str(models.target)) for source in set(map(str, used))}
+    shipped = {name: large.get(str(source), source) for name, source in drafts.items()}
+    found = {"drafts": large | shipped}
+    return models, found if draft is None else found | {"draft": large.get(str(draft), draft)}, note
 
 
 @contextmanager
