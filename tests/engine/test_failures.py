@@ -299,6 +299,16 @@ def test_the_policy_observes_only_rounds_that_it_decided_on():
     assert policy.num_heard == 2
 
 
+def test_nothing_is_kept_of_requests_that_ended_in_an_interrupted_round():
+    engine = make_engine()
+    for request in requests(max_tokens=1):
+        engine.add(request)
+    engine.policy.observe = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert not engine.has_work and not engine._ledger._requests
+
+
 def test_every_request_can_continue_after_an_interrupt():
     runner = TableRunner()
     engine = make_engine(oracle(runner, 1), 3, runner=runner)

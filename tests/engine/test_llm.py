@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import signal
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -333,6 +334,49 @@ def test_ctrl_c_in_another_call_never_shortens_a_stream(place, options, model, t
             assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids
             assert "".join(chunk.text for chunk in chunks) == whole.text
         assert not llm.engine.has_work and not llm._inbox
+
+
+@pytest.mark.parametrize(
+    "place", ["scheduler.commit", "policy.observe", "runner.score", "scheduler.move", "scheduler.add", "runner.start"]
+)
+def test_a_signal_waits_for_the_end_of_the_step(place, model, tokenizer, monkeypatch):
+    """No stream of another call ends, whatever the signal arrives at, and nothing of the interrupted requests is left."""
+    llm = LLM(model, tokenizer=tokenizer, method="ngram", num_draft_tokens=3, compile="never")
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    whole = llm.generate(PROMPTS[0], params)[0].outputs[0]
+    holder, name = place.split(".")
+    owner = getattr(llm.engine, holder)
+    stream = llm.stream(PROMPTS[0], params)
+    chunks = [next(stream)]
+    with monkeypatch.context() as patch, pytest.raises(GenerationInterrupted):
+        original = getattr(owner, name)
+
+        def signalled(*args, **options):
+            patch.setattr(owner, name, original)  # a second signal would not wait
+            signal.raise_signal(signal.SIGINT)
+            return original(*args, **options)
+
+        patch.setattr(owner, name, signalled)
+        llm.generate(PROMPTS[1], params)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    chunks += list(stream)
+    assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids
+    assert not llm.engine.has_work and not llm._inbox
+    assert not llm.engine._ledger._requests and len(llm.runner.cache._row_of) == 0
+
+
+def test_a_second_signal_ends_the_step_at_once(model, tokenizer, monkeypatch):
+    llm = LLM(model, tokenizer=tokenizer, compile="never", method="plain")
+
+    def hanging(*_):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("not reached")
+
+    with monkeypatch.context() as patch, pytest.raises(GenerationInterrupted):
+        patch.setattr(llm.runner, "score", hanging)
+        llm.generate(PROMPTS[0])
+    assert llm.generate(PROMPTS[0])[0].outputs[0].token_ids and not llm.engine.has_work
 
 
 def test_an_abandoned_stream_may_be_collected_during_a_step(looking_up, monkeypatch):

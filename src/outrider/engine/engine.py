@@ -126,6 +126,8 @@ class Engine:
                 self.scheduler.move(entry, State.PREFILL)
                 if entry.finish_reason is None:
                     self._fits(entry)  # reserve its memory again
+                else:
+                    self._forget([entry.request.request_id])
             self._clock.take()
             raise
         finally:
@@ -203,8 +205,7 @@ class Engine:
             for entry in batch.entries:
                 self.scheduler.move(entry, State.DECODE)
         if ended:
-            self.policy.release(ended)
-            self._ledger.close(ended)
+            self._forget(ended)
         if self.observer is not None:
             self._clock.enter(None)
             self.observer(Observation(result, round_, is_prefill))
@@ -313,6 +314,11 @@ class Engine:
         self.runner.release(request_ids)
         self._guard.release(request_ids)
 
+    def _forget(self, request_ids: Sequence[str]) -> None:
+        """Drop what policy and statistics know of requests that ended."""
+        self.policy.release(request_ids)
+        self._ledger.close(request_ids)
+
     def _end(self, entry: Entry, reason: str) -> str:
         """End a request outside of a round. Returns its remaining text. The cache of a failed request is not reused."""
         text, request_id = self.scheduler.finish(entry, reason), entry.request.request_id
@@ -320,8 +326,7 @@ class Engine:
             self._release([request_id])
         else:
             self._retire([request_id])
-        self.policy.release([request_id])
-        self._ledger.close([request_id])
+        self._forget([request_id])
         return text
 
     def fail_running(self, error: BaseException) -> list[Emission]:

@@ -27,6 +27,7 @@ from outrider.engine.config import (
     warn_of_limits,
 )
 from outrider.engine.engine import lost
+from outrider.engine.interrupts import deferred_interrupts
 from outrider.engine.outputs import Chunk, Completion, Emission, Generation, GenerationInterrupted
 from outrider.engine.prompts import as_messages, as_params, as_prompts, as_token_ids, chat_ids
 from outrider.engine.stats import GenerationStats
@@ -261,7 +262,8 @@ class LLM:
         try:
             with self._open():
                 self._compile_for(jobs)
-                self._submit(jobs, open_ids)
+                with deferred_interrupts():
+                    self._submit(jobs, open_ids)
             while open_ids:
                 for request_id in [request_id for request_id in open_ids if self._inbox[request_id].emissions]:
                     completion, emissions = open_ids[request_id], self._inbox[request_id].emissions
@@ -275,11 +277,12 @@ class LLM:
                     if open_ids and not any(self._inbox[request_id].emissions for request_id in open_ids):
                         if not self.engine.has_work:
                             raise OutriderError(ENDED)
-                        self._step()
+                        with deferred_interrupts():
+                            self._step()
         finally:
-            for request_id, completion in open_ids.items():
-                completion.finish_reason = "abort"
-                with self._lock:
+            with self._lock, deferred_interrupts():
+                for request_id, completion in open_ids.items():
+                    completion.finish_reason = "abort"
                     self._inbox.pop(request_id, None)
                     completion.text += "" if self._is_closed else self._abort(request_id)
         completions = [completion for job in jobs for completion in job.generation.outputs]

@@ -181,8 +181,9 @@ class KVCache(PassThrough):
         if found is None:
             if not self._free and not self._grow_rows():
                 self._free.append(self._evicted())
-            found = self._row_of[request_id] = self._free.pop()
+            found = self._free.pop()
             self.cached_lens[found] = 0
+            self._row_of[request_id] = found
         return found
 
     def release(self, request_ids: Sequence[str]) -> None:
