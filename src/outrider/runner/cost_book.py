@@ -20,8 +20,8 @@ JUMP = 0.7  # an observation below this multiple of the mean replaces it: the me
 STEP_SLOPE = 0.05  # assumed growth of a pass per extra row, until two widths have run
 STEPS = 4  # table entries per unit of width
 UNKNOWN_COST_RATIO = 0.1  # assumed cost of a draft step relative to a plain pass, until one is measured
-# Limits in plain rounds until a cost is measured twice, because one reading may include a compilation: of a proposer's catching
-# up with a token; of a draft; of verifier and host in a round with drafts.
+# Limits of a first reading, in plain rounds: a proposer's catching up with a token; a draft; verifier and host of a drafted round.
+# A higher one, which may include a compilation, is ignored, and a second one counts as the limit.
 MOST_TO_READ, MOST_TO_DRAFT, MOST_OUTSIDE = 0.05, 1.0, 1.0
 LINE_MEMORY = 0.95  # decay per reading of the earlier readings of a fitted line
 START_WEIGHT = 0.3  # weight of each line's initial point: a draft of -1 tokens takes no time
@@ -164,7 +164,7 @@ class MethodCosts:
     def __init__(self, book: CostBook, is_greedy: bool) -> None:
         self._book, self._is_greedy = book, is_greedy
         self._draft: dict[int, Line] = {}  # requests drafted for -> seconds of drafting
-        self._doubted: set[int] = set()  # the same of which a first reading was ignored
+        self._doubted: set[tuple[str, int]] = set()  # costs of which a first reading was ignored
         self._catch_up: float | None = None  # seconds per token that the proposer had not processed
         self._last_catch_up = 0.0  # the last reading of it
         self._first_layer = 0  # where the passes over drafts begin
@@ -174,15 +174,12 @@ class MethodCosts:
         """Record the drafting of ``k`` tokens for ``num_drafting`` requests.
 
         ``k``: the longest draft, or the requested number if none was made; ``plain_round``: seconds of a round without drafts.
-        A first reading above the limit is ignored, and a second one in its place counts as the limit.
         """
-        most = MOST_TO_DRAFT * k * plain_round
-        if num_drafting not in self._draft and seconds > most:
-            if num_drafting not in self._doubted:
-                self._doubted.add(num_drafting)
-                return
-            seconds = most
-        self._draft.setdefault(num_drafting, Line()).add(k, seconds)
+        reading: float | None = seconds
+        if num_drafting not in self._draft:
+            reading = self._first(("drafts", num_drafting), seconds, MOST_TO_DRAFT * k * plain_round)
+        if reading is not None:
+            self._draft.setdefault(num_drafting, Line()).add(k, reading)
 
     def record_drafted_round(self, batch: int, outside: float, first_layer: int | None, plain_round: float = inf) -> None:
         """Record ``outside``, the seconds of verifier and host in a round with drafts.
@@ -191,7 +188,11 @@ class MethodCosts:
         """
         if first_layer is not None:
             self._first_layer = first_layer
-        _average(self._outside, batch, outside if batch in self._outside else min(outside, MOST_OUTSIDE * plain_round))
+        reading: float | None = outside
+        if batch not in self._outside:
+            reading = self._first(("outside", batch), outside, MOST_OUTSIDE * plain_round)
+        if reading is not None:
+            _average(self._outside, batch, reading)
 
     def record_catch_up(self, seconds: float, num_tokens: int, plain_round: float) -> float:
         """Record the time that a proposer took, beyond its draft steps, to process new committed tokens; return these seconds.
@@ -201,11 +202,20 @@ class MethodCosts:
         seconds = max(seconds, 0.0)
         each = seconds / num_tokens
         if self._catch_up is None:
-            self._catch_up = min(each, MOST_TO_READ * plain_round)
+            self._catch_up = self._first(("catch up", 1), each, MOST_TO_READ * plain_round)
         else:
             self._catch_up += 0.5 * (min(each, self._last_catch_up) - self._catch_up)
         self._last_catch_up = each
         return seconds
+
+    def _first(self, what: tuple[str, int], seconds: float, most: float) -> float | None:
+        """Return the first reading of a cost, ``most`` if it is higher; None, once, for one that may include a compilation."""
+        if seconds <= most:
+            return seconds
+        if what in self._doubted:
+            return most
+        self._doubted.add(what)
+        return None
 
     def draft(self, k: float, num_drafting: int, plain_pass: float) -> float:
         """Return the seconds of drafting k tokens for this many requests, or for the nearest measured number."""
