@@ -31,7 +31,7 @@ def test_the_hybrid_learns_and_runs(tmp_path: Path) -> None:
     assert model.config.layer_types.count("linear_attention") == 3
     stream = np.tile(np.arange(3, 67, dtype=np.uint16), 40)
     trainer = recipe.training(model, data.Mixture({"pattern": stream}, {"pattern": 1.0}, plan.seed), plan, tmp_path)
-    assert trainer.run()
+    trainer.run()
     losses = [point["loss"] for point in trainer.curve]
     assert losses[-1] < 0.5 * losses[0]
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")

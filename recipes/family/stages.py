@@ -123,14 +123,14 @@ def target_run(shop: Workshop) -> Trainer:
     return Trainer("target", net, batches, _loss(shop, "target", net, plan, skip), plan, shop.folder / "target", measure)
 
 
-def train_target(shop: Workshop) -> bool:
-    """Train the target to the end of its plan. Returns False if interrupted."""
+def train_target(shop: Workshop) -> None:
+    """Train the target to the end of its plan."""
     prepare(shop)
-    return target_run(shop).run()
+    target_run(shop).run()
 
 
-def train_against_loops(shop: Workshop) -> bool:
-    """Train the finished target against its own loops to the end of the plan. Returns False if interrupted."""
+def train_against_loops(shop: Workshop) -> None:
+    """Train the finished target against its own loops to the end of the plan."""
     preset = shop.preset
     plan = shop.plan(preset.loops_plan)
     net = model.build(preset.target, preset, plan.seed).to(shop.device)
@@ -149,7 +149,7 @@ def train_against_loops(shop: Workshop) -> bool:
         return {"bpb": evaluate.bits_per_byte(net, shop.held_out(final)), **shares}
 
     batches, loss = data.training_mixture(shop.tokens, plan.seed + 3), loops.LoopLoss(text, net, preset.against_loops)
-    return Trainer("loops", net, batches, loss, plan, shop.folder / "loops", measure).run()
+    Trainer("loops", net, batches, loss, plan, shop.folder / "loops", measure).run()
 
 
 def average(shop: Workshop, others: Sequence[Path]) -> None:
@@ -211,8 +211,8 @@ def new_draft(preset: Preset, teacher: LlamaForCausalLM, seed: int) -> LlamaForC
     return student
 
 
-def train_draft(shop: Workshop, target: Path, generated_rows: int | None = None) -> bool:
-    """Distil the draft from the target in a folder to the end of its plan. Returns False if interrupted."""
+def train_draft(shop: Workshop, target: Path, generated_rows: int | None = None) -> None:
+    """Distil the draft from the target in a folder to the end of its plan."""
     preset, how = shop.preset, shop.preset.distillation
     shop.claim_start("draft")
     plan = shop.plan(preset.draft_plan)
@@ -231,7 +231,7 @@ def train_draft(shop: Workshop, target: Path, generated_rows: int | None = None)
     def measure(final: bool) -> dict[str, Any]:
         return {"bpb": evaluate.bits_per_byte(student, shop.held_out(final))}
 
-    return Trainer("draft", student, batches, loss, plan, shop.folder / "draft", measure).run()
+    Trainer("draft", student, batches, loss, plan, shop.folder / "draft", measure).run()
 
 
 def hardware() -> str:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from outrider.train.plan import Plan
 from outrider.train.precision import run_dtype
 from outrider.train.trainer import Batches, Trainer
-from recipes import exit_unless, run
+from recipes import run
 from recipes.family import data, tokenizer
 from recipes.family.config import TOKEN_IDS
 from recipes.family.model import text_loss, write
@@ -57,7 +57,7 @@ def main(
     plan = Plan(10**9, 4096, ((1.0, 256),), minutes=minutes, muon_lr=0.01, adam_lr=0.0025, warmup=0.02)
     model = build(len(tokenizer.load(family / "tokenizer")), plan.seed)
     model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    exit_unless(training(model, data.training_mixture(family / "tokens", plan.seed), plan, work).run())
+    training(model, data.training_mixture(family / "tokens", plan.seed), plan, work).run()
     write(model, family / "tokenizer", work / "model")
 
 

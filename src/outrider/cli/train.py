@@ -82,7 +82,8 @@ def medusa(*, out: Out, run: MedusaRun, files: FileOptions, source: Source, leng
     from outrider.train.runs import train_medusa
 
     check_sizes(run, "heads", "layers")
-    done(train_medusa(workspace_of(files, source, out, run.start), out, paced(length, run.start), run), use("medusa", out))
+    train_medusa(workspace_of(files, source, out, run.start), out, paced(length, run.start), run)
+    done(use("medusa", out))
 
 
 @training
@@ -93,7 +94,8 @@ def eagle(*, out: Out, run: EagleRun, files: FileOptions, source: Source, length
     if run.generation == 1 and (run.layers, run.draft_vocab) != (None, None):
         raise OutriderError("--layers and --draft-vocab are EAGLE-3's: omit them with --generation 1")
     check_sizes(run, "generation", "layers", "draft_vocab")
-    done(train_eagle(workspace_of(files, source, out, run.start), out, paced(length, run.start), run), use("eagle", out))
+    train_eagle(workspace_of(files, source, out, run.start), out, paced(length, run.start), run)
+    done(use("eagle", out))
 
 
 @training
@@ -101,7 +103,8 @@ def mtp(*, out: Out, run: MtpRun, files: FileOptions, source: Source, length: He
     """Train an MTP head with one layer of the target's kind, or continue the one in a checkpoint."""
     from outrider.train.runs import train_mtp
 
-    done(train_mtp(workspace_of(files, source, out, run.start), out, paced(length, run.start), run), use("mtp", out))
+    train_mtp(workspace_of(files, source, out, run.start), out, paced(length, run.start), run)
+    done(use("mtp", out))
 
 
 @training
@@ -110,7 +113,8 @@ def dflash(*, out: Out, run: BlockRun, files: FileOptions, source: Source, lengt
     from outrider.train.runs import train_block
 
     check_sizes(run, "block_size", "layers", "hidden_states", "markov_rank", "selector_rank")
-    done(train_block(workspace_of(files, source, out, run.start), out, paced(length, run.start), run), use("dflash", out))
+    train_block(workspace_of(files, source, out, run.start), out, paced(length, run.start), run)
+    done(use("dflash", out))
 
 
 @training
@@ -140,7 +144,8 @@ def draft(  # noqa: PLR0913 - groups of options
     check_sizes(shape, "layers", "width", "from_layers", start=start)
     how = paced(length, start, MODEL_RATES if parallel is None else MASK_RATES)
     workspace = workspace_of(files, source, out, start, uses_prompts=teaching.on_policy > 0, copies=1)
-    done(train_draft(workspace, out, how, run), f"--draft {out}")
+    train_draft(workspace, out, how, run)
+    done(f"--draft {out}")
 
 
 @training
@@ -150,7 +155,8 @@ def early_exit(*, out: Out, skip: LayerSkip, files: FileOptions, source: Source,
 
     how = length.with_rates(MODEL_RATES)
     workspace = workspace_of(files, source, out, copies=COPIES)
-    done(train_early_exit(workspace, out, how, skip), f"--target {out} --method early-exit")
+    train_early_exit(workspace, out, how, skip)
+    done(f"--target {out} --method early-exit")
 
 
 COMMANDS = {"medusa": medusa, "eagle": eagle, "mtp": mtp, "dflash": dflash, "draft": draft, "early-exit": early_exit}
@@ -230,9 +236,6 @@ def check_out(out: Path, models: Sequence[str | Path]) -> None:
             raise OutriderError(f"--out {out} is the model that is read: give another folder, or it would be overwritten")
 
 
-def done(finished: bool, options: str) -> None:
-    """Print whether training finished, and how to use the result."""
-    if not finished:
-        typer.echo("progress is saved: repeat the command to resume", err=True)
-        raise KeyboardInterrupt
+def done(options: str) -> None:
+    """Print how to use the result."""
     typer.echo(f"done: use it with {options}; curve and measurements are in the same folder", err=True)
