@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -68,7 +68,6 @@ MASK_RATES = {"muon_lr": 0.006, "adam_lr": 0.0015}  # the same for weights that 
 class FileOptions:
     """The target, its training text and the work folder."""
 
-    panel: ClassVar[str] = WHAT
     target: str | None = flag("Folder or hub id of the target (default: the embedded one).")
     text: list[Path] | None = flag(
         "Text file, or JSONL with text, prompt and completion, or messages; plain or .gz; repeatable.", panel=TEXT
