@@ -78,42 +78,30 @@ class FileOptions:
 @training
 def medusa(*, out: Out, run: MedusaRun, files: FileOptions, source: Source, length: HeadPlan) -> None:
     """Train Medusa heads, in vLLM's format."""
-    from outrider.train.runs import train_medusa
-
     check_sizes(run, "heads", "layers")
-    train_medusa(workspace_of(files, source, out, run.start), out, paced(length, run.start), run)
-    done(use("medusa", out))
+    train_head("medusa", out, run, files, source, length)
 
 
 @training
 def eagle(*, out: Out, run: EagleRun, files: FileOptions, source: Source, length: HeadPlan) -> None:
     """Train an EAGLE head."""
-    from outrider.train.runs import train_eagle
-
     if run.generation == 1 and (run.layers, run.draft_vocab) != (None, None):
         raise OutriderError("--layers and --draft-vocab are EAGLE-3's: omit them with --generation 1")
     check_sizes(run, "generation", "layers", "draft_vocab")
-    train_eagle(workspace_of(files, source, out, run.start), out, paced(length, run.start), run)
-    done(use("eagle", out))
+    train_head("eagle", out, run, files, source, length)
 
 
 @training
 def mtp(*, out: Out, run: MtpRun, files: FileOptions, source: Source, length: HeadPlan) -> None:
     """Train an MTP head with one layer of the target's kind, or continue the one in a checkpoint."""
-    from outrider.train.runs import train_mtp
-
-    train_mtp(workspace_of(files, source, out, run.start), out, paced(length, run.start), run)
-    done(use("mtp", out))
+    train_head("mtp", out, run, files, source, length)
 
 
 @training
 def dflash(*, out: Out, run: BlockRun, files: FileOptions, source: Source, length: HeadPlan) -> None:
     """Train a block drafter, which drafts a block in one pass; written in z-lab's format."""
-    from outrider.train.runs import train_block
-
     check_sizes(run, "block_size", "layers", "hidden_states", "markov_rank", "selector_rank")
-    train_block(workspace_of(files, source, out, run.start), out, paced(length, run.start), run)
-    done(use("dflash", out))
+    train_head("dflash", out, run, files, source, length)
 
 
 @training
@@ -161,6 +149,16 @@ def early_exit(*, out: Out, skip: LayerSkip, files: FileOptions, source: Source,
 COMMANDS = {"medusa": medusa, "eagle": eagle, "mtp": mtp, "dflash": dflash, "draft": draft, "early-exit": early_exit}
 
 
+def train_head(method: str, out: Path, run: Any, files: FileOptions, source: Source, length: HeadPlan) -> None:
+    """Train a head for a method, and print how to use it."""
+    from outrider.train import runs
+
+    kinds = {"medusa": runs.train_medusa, "eagle": runs.train_eagle, "mtp": runs.train_mtp, "dflash": runs.train_block}
+    train: Any = kinds[method]
+    train(workspace_of(files, source, out, run.start), out, paced(length, run.start), run)
+    done(f"--method {method} --draft {out}")
+
+
 def check_sizes(run: Any, *names: str, start: str | None = None) -> None:
     """Raise ``OutriderError`` for given sizes together with a start, by default the run's, which determines them."""
     given = [name for name in names if getattr(run, name) != getattr(type(run), name)]
@@ -171,11 +169,6 @@ def check_sizes(run: Any, *names: str, start: str | None = None) -> None:
 def paced(length: HeadPlan, start: str | None, rates: dict[str, float] = MODEL_RATES) -> HeadPlan:
     """Return the training plan, with these default learning rates if it continues ``start``."""
     return length if start is None else length.with_rates(rates)
-
-
-def use(method: str, out: Path) -> str:
-    """Return the options with which a trained head is used."""
-    return f"--method {method} --draft {out}"
 
 
 def workspace_of(
