@@ -22,7 +22,7 @@ from outrider.train.claims import claim, fingerprint
 from outrider.train.distillation import DistillationLoss
 from outrider.train.layer_skip import EarlyExitLoss
 from outrider.train.options import Distillation, LayerSkip
-from outrider.train.plan import Plan
+from outrider.train.plan import TrainingPlan
 from outrider.train.trainer import RunningClock, Trainer
 from outrider.types import OutriderError
 from recipes import PACKAGE
@@ -34,7 +34,7 @@ PLAN = replace(TINY.target_plan, eval_every_s=1e9, save_every_s=1e9)
 CODE = 'def add(first, second):\n    """Return the sum."""\n    total = first + second\n    return total\n'
 
 
-def target_run(folder: Path, plan: Plan = PLAN) -> Trainer:
+def target_run(folder: Path, plan: TrainingPlan = PLAN) -> Trainer:
     """Return a run of a tiny target on tokens with an obvious pattern."""
     net = model.build(TINY.target, TINY, plan.seed)
     stream = np.tile(np.arange(3, 67, dtype=np.uint16), 40)

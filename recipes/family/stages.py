@@ -21,7 +21,7 @@ from outrider.train.distillation import DistillationLoss
 from outrider.train.draft_model import copy_layers
 from outrider.train.layer_skip import EarlyExitLoss
 from outrider.train.options import LayerSkip
-from outrider.train.plan import Plan
+from outrider.train.plan import TrainingPlan
 from outrider.train.precision import run_dtype
 from outrider.train.shrink import shrink
 from outrider.train.trainer import Trainer
@@ -49,7 +49,7 @@ class Workshop:
         """Return the sizes and plans."""
         return PRESETS[self.preset_name]
 
-    def plan(self, own: Plan) -> Plan:
+    def plan(self, own: TrainingPlan) -> TrainingPlan:
         """Return a preset's plan with this run's budgets."""
         tokens, minutes = self.tokens_in_all or own.max_tokens, self.minutes or own.minutes
         return replace(own, max_tokens=tokens, minutes=minutes, count_pauses=self.count_pauses)
@@ -96,7 +96,7 @@ def prepare(shop: Workshop) -> None:
     print({name: f"{count / 1e6:.2f} M tokens" for name, count in counts.items()}, flush=True)
 
 
-def _loss(shop: Workshop, name: str, net: LlamaForCausalLM, plan: Plan, skip: LayerSkip) -> EarlyExitLoss:
+def _loss(shop: Workshop, name: str, net: LlamaForCausalLM, plan: TrainingPlan, skip: LayerSkip) -> EarlyExitLoss:
     decoder = model.LlamaDecoder(net)
     if shop.compiled:
         model.compile_layers(net)

@@ -25,7 +25,7 @@ from outrider.train.layer_skip import EarlyExitLoss, drop_rates, exit_weights
 from outrider.train.model_runs import DraftRun, train_draft, train_early_exit
 from outrider.train.options import Distillation, DraftShape, EagleRun, HeadPlan, LayerSkip, MedusaRun
 from outrider.train.parallel import Parallel
-from outrider.train.plan import Plan
+from outrider.train.plan import TrainingPlan
 from outrider.train.runs import Workspace, train_eagle, train_medusa
 from outrider.train.shrink import can_shrink
 from outrider.train.trainer import Trainer
@@ -365,7 +365,7 @@ def test_compiled_training_equals_eager_training(kind, folder, runner, rows, tmp
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_matrices_of_layers_are_trained_by_muon_and_embeddings_are_not(kind):
     model = tiny(kind)
-    muon, adam = optim.build(model, Plan(1, 1, ((1.0, 1),)), torch.float32)
+    muon, adam = optim.build(model, TrainingPlan(1, 1, ((1.0, 1),)), torch.float32)
     assert len(muon.param_groups[0]["params"]) == 4 * (7 if kind == "llama" else 4)
     assert any(param is model.get_input_embeddings().weight for param in adam.param_groups[0]["params"])
 

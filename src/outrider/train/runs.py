@@ -29,7 +29,7 @@ from outrider.train.capture import FeatureCache, capture, check_captured
 from outrider.train.claims import claim, digest, fingerprint
 from outrider.train.medusa import MedusaLoss
 from outrider.train.options import BlockRun, EagleRun, HeadPlan, MedusaRun, MtpRun, Source
-from outrider.train.plan import SEED, Plan
+from outrider.train.plan import SEED, TrainingPlan
 from outrider.train.precision import run_dtype
 from outrider.train.rollout_loss import RolloutLoss
 from outrider.train.soft_entropy import SoftEntropy, compiled, soft_entropy
@@ -41,9 +41,9 @@ Measure = Callable[[bool], tuple[dict[str, Any], Any]]  # whether training has e
 NAME_OF_MTP, NAME_OF_BLOCK = "mtp", "dflash"  # subfolders of the work folder
 
 
-def plan_of(how: HeadPlan, rows: RowOrder) -> Plan:
+def plan_of(how: HeadPlan, rows: RowOrder) -> TrainingPlan:
     """Return the plan of the training loop. Batches consist of whole rows."""
-    return Plan(
+    return TrainingPlan(
         max(1, int(how.epochs * rows.num_training * rows.seq_len)),
         how.batch_tokens,
         ((1.0, rows.seq_len),),

@@ -21,7 +21,7 @@ from outrider.heads.checkpoint import replaced
 from outrider.progress import reporting
 from outrider.train import optim
 from outrider.train.claims import resuming
-from outrider.train.plan import Plan, step_seed
+from outrider.train.plan import TrainingPlan, step_seed
 from outrider.train.precision import run_dtype
 from outrider.types import OutriderError
 
@@ -75,7 +75,7 @@ class Trainer:
     model: nn.Module
     batches: Batches
     loss: Loss
-    plan: Plan
+    plan: TrainingPlan
     folder: Path
     evaluate: Callable[[bool], dict[str, Any]] | None = None  # argument: the long evaluation at the end
 
