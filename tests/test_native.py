@@ -113,7 +113,7 @@ def test_as_many_compilers_run_as_this_process_has_cores(monkeypatch: pytest.Mon
 
 
 def test_a_compiler_that_fails_without_a_message() -> None:
-    with pytest.raises(subprocess.SubprocessError, match="exit code 1"):
+    with pytest.raises(subprocess.SubprocessError, match="false ended with exit code 1"):
         build._run([["false"]])
 
 

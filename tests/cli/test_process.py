@@ -100,6 +100,12 @@ def test_a_closed_pipe_ends_the_command_silently(target: Path) -> None:
     assert "Traceback" not in err and "Exception ignored" not in err
 
 
+def test_a_closed_standard_output_is_no_error(target: Path) -> None:
+    program = f'exec "{sys.executable}" -m outrider generate --target "{target}" --method plain --max-tokens 3 hi >&-'
+    done = subprocess.run(["sh", "-c", program], stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 0 and "3 tokens" in done.stderr
+
+
 def test_a_second_ctrl_c_does_not_interrupt_the_message_of_the_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if debug:  # accepted before and after the command name
         args = [argument for argument in own if argument != "--debug"] + args[len(own) :]
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - the parent process may have closed it
     gc.disable()  # saves 0.5 s of imports; session.load enables it again
     try:
         with _signals_as_exceptions():

@@ -96,7 +96,7 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
 
     No thread waits for a command: Python joins threads before it exits, and SIGTERM would wait for the compiler.
     """
-    waiting, deadline = list(commands), monotonic() + TIMEOUT
+    waiting, deadline, program = list(commands), monotonic() + TIMEOUT, commands[0][0]
     with ExitStack() as files:
         try:
             while waiting or _running:
@@ -110,7 +110,8 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
                         errors = _running.pop(process)
                         if process.returncode:
                             errors.seek(0)
-                            raise subprocess.SubprocessError(errors.read().strip() or f"exit code {process.returncode}")
+                            cause = errors.read().strip() or f"{program} ended with exit code {process.returncode}"
+                            raise subprocess.SubprocessError(cause)
                     if _running and monotonic() > deadline:
                         raise subprocess.TimeoutExpired(next(iter(_running)).args, TIMEOUT)
                 sleep(POLL)

@@ -20,8 +20,8 @@ JUMP = 0.7  # an observation below this multiple of the mean replaces it: the me
 STEP_SLOPE = 0.05  # assumed growth of a pass per extra row, until two widths have run
 STEPS = 4  # table entries per unit of width
 UNKNOWN_COST_RATIO = 0.1  # assumed cost of a draft step relative to a plain pass, until one is measured
-# Limits of a first reading, in plain rounds: a proposer's catching up with a token; a draft; verifier and host of a drafted round.
-# A higher one, which may include a compilation, is ignored, and a second one counts as the limit.
+# Limits of a first reading, in plain rounds. A higher one, which may include a compilation, is ignored; a second one counts as
+# the limit. They are of a proposer's catching up with a token, of a draft, and of verifier and host in a round with drafts.
 MOST_TO_READ, MOST_TO_DRAFT, MOST_OUTSIDE = 0.05, 1.0, 1.0
 LINE_MEMORY = 0.95  # decay per reading of the earlier readings of a fitted line
 START_WEIGHT = 0.3  # weight of each line's initial point: a draft of -1 tokens takes no time
