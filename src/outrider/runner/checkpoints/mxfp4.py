@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.runner import blocks
-from outrider.runner.checkpoints.weight import LayerTensors, QuantizedWeight, unpack_pairs
+from outrider.runner.checkpoints.weight import Format, LayerTensors, QuantizedWeight, unpack_pairs
 from outrider.types import OutriderError, dtype_name
 
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -32,16 +32,11 @@ def read(layer: LayerTensors) -> QuantizedWeight:
     return QuantizedWeight(unpack_pairs(packed), 4, blocks.float4_scales(exponents), None, GROUP, kind="float4")
 
 
-class Mxfp4:
+class Mxfp4(Format):
     """Format of gpt-oss: experts in MXFP4, everything else in bfloat16."""
 
-    marks: tuple[str, ...] = ("weight_scale",)
-    keys: tuple[str, ...] = ()
-    has_codes = True
-    growth = 1.0
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        """``config``: the checkpoint's quantisation, of which nothing matters."""
+    marks = ("weight_scale",)
+    keys = ()
 
     def read(self, layer: LayerTensors) -> QuantizedWeight | Tensor:
         raise OutriderError(f"{layer.name} is quantised, where this format has only experts quantised")
