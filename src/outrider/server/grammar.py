@@ -131,9 +131,8 @@ class Grammars:
             making = asyncio.create_task(self._made(text, client))
             self._under_way[text] = making, client.turn
             making.add_done_callback(lambda _: self._under_way.pop(text))
-            making.add_done_callback(
-                lambda _: making.cancelled() or making.exception()
-            )  # mark as retrieved: all callers may be gone
+            # mark as retrieved: all callers may be gone
+            making.add_done_callback(lambda _: making.cancelled() or making.exception())
         return await asyncio.shield(self._under_way[text][0])  # other calls may await the same task
 
     def _check_room(self, client: Client) -> None:
