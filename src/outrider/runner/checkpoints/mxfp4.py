@@ -47,6 +47,7 @@ class StoredExperts(nn.Module):
 
     gate_up_proj_bias: nn.Parameter
     down_proj_bias: nn.Parameter
+    has_gate, is_transposed, is_concatenated = True, False, False  # as transformers describes experts
 
     def __init__(self, name: str, module: Any, found: Mapping[str, Tensor]) -> None:
         """``module``: transformers', on the meta device, called ``name``; ``found``: the files' tensors, by name.
