@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from outrider.engine.options import Speculation
-from outrider.engine.prompts import arguments_of, for_template
+from outrider.engine.prompts import arguments_of, as_prompts, for_template
 from outrider.options import declared
 from outrider.registry import PLAIN
 from outrider.types import Grammar, OutriderError, SamplingParams
@@ -237,11 +237,7 @@ class CompletionBody(SamplingFields):
 
     def prompts(self) -> list[str] | list[list[int]]:
         """Return the prompts as a list of strings or token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return self.prompt  # type: ignore[return-value]
+        return as_prompts(self.prompt)
 
 
 class TextPart(Body):
