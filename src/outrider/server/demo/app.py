@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,7 +82,25 @@ class Demo:
         except ValidationError as error:
             raise OutriderError(mistakes(error.errors())) from None
         prompt = await self._in_thread(lambda: self._track.encode(wanted))
-        return RaceStream(self, wanted, prompt)
+        return partial(self._stream, wanted, prompt)
+
+    async def _stream(self, wanted: RaceRequest, prompt: list[int], scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events of a race. The visitor stays in the queue for as long as the connection lasts."""
+        if len(self.line) >= MAX_WAITING:
+            full = f"{MAX_WAITING} visitors are already waiting: try again in a minute"
+            await refusal(full, 429, {"Retry-After": "30"})(scope, receive, send)
+            return
+
+        async def send_in_time(message: Message) -> None:
+            await asyncio.wait_for(send(message), UNREAD)
+
+        with self._place() as place:
+            async with aclosing(self._events(place, wanted, prompt)) as events:
+                stream = StreamingResponse(_written(events), media_type="text/event-stream")
+                try:
+                    await stream(scope, receive, send_in_time)
+                except (TimeoutError, ClientDisconnect):
+                    logger.info("a visitor stopped reading: the next one starts")
 
     async def _body(self, request: Request) -> bytes:
         body = b""
@@ -92,7 +111,7 @@ class Demo:
         return body
 
     @contextmanager
-    def place(self) -> Iterator[asyncio.Event]:
+    def _place(self) -> Iterator[asyncio.Event]:
         """Hold a place at the end of the line."""
         place = asyncio.Event()
         self.line.append(place)
@@ -103,7 +122,7 @@ class Demo:
             for later in self.line:
                 later.set()
 
-    async def events(self, place: asyncio.Event, wanted: RaceRequest, prompt: list[int]) -> AsyncGenerator[Event, None]:
+    async def _events(self, place: asyncio.Event, wanted: RaceRequest, prompt: list[int]) -> AsyncGenerator[Event, None]:
         """Yield the visitor's queue position, then the race. Closing the generator ends the race within one slice."""
         while ahead := self.line.index(place):
             yield {"type": "waiting", "ahead": ahead}
@@ -129,30 +148,6 @@ class Demo:
     def close(self) -> None:
         """Stop the engine thread after its current work."""
         self._thread.shutdown()
-
-
-class RaceStream:
-    """Response of a race. The visitor stays in the queue for as long as the connection lasts."""
-
-    def __init__(self, demo: Demo, wanted: RaceRequest, prompt: list[int]) -> None:
-        self._demo, self._wanted, self._prompt = demo, wanted, prompt
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if len(self._demo.line) >= MAX_WAITING:
-            full = f"{MAX_WAITING} visitors are already waiting: try again in a minute"
-            await refusal(full, 429, {"Retry-After": "30"})(scope, receive, send)
-            return
-
-        async def send_in_time(message: Message) -> None:
-            await asyncio.wait_for(send(message), UNREAD)
-
-        with self._demo.place() as place:
-            async with aclosing(self._demo.events(place, self._wanted, self._prompt)) as events:
-                stream = StreamingResponse(_written(events), media_type="text/event-stream")
-                try:
-                    await stream(scope, receive, send_in_time)
-                except (TimeoutError, ClientDisconnect):
-                    logger.info("a visitor stopped reading: the next one starts")
 
 
 async def _written(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
