@@ -286,10 +286,10 @@ class Message(Body):
 
     def plain(self) -> dict[str, Any]:
         """Return the message for a chat template."""
-        shown = {"role", "content", "name", "tool_calls", "tool_call_id"}
-        message = self.model_dump(include=shown, exclude={"tool_calls": {"__all__": {"index"}}})
+        shown = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
+        message = self.model_dump(include={*shown}, exclude={"tool_calls": {"__all__": {"index"}}})
         message["reasoning_content"] = self.reasoning_content or self.reasoning
-        return for_template({name: value for name, value in message.items() if value or name == "content"})
+        return for_template({name: message[name] for name in shown if message[name] or name == "content"})
 
 
 class Function(Body):
