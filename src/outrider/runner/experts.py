@@ -93,16 +93,13 @@ def pack_experts(module: Any, bits: int | None, given: Mapping[str, Tensor] | No
 
     ``given``: weights that are packed already, by the names of the originals.
     """
-    activation, sizes, is_stored = _activation(module), sizes_of(module), isinstance(module, StoredExperts)
+    activation, sizes = _activation(module), sizes_of(module)
     assert activation is not None and sizes is not None
     num_experts, inputs, inner = sizes
-    has_gate = is_stored or module.has_gate
-    is_turned = not is_stored and module.is_transposed
-    alternate = is_stored or not module.is_concatenated  # rows of gate and up projection
-    given = module.pack() if is_stored else given or {}
+    given = module.pack() if isinstance(module, StoredExperts) else given or {}
 
     def gates_first(tensor: Tensor, name: str) -> Tensor:
-        is_mixed = alternate and name == "gate_up_proj"
+        is_mixed = not module.is_concatenated and name == "gate_up_proj"  # rows of gate and up projection alternate
         return (torch.cat([tensor[:, ::2], tensor[:, 1::2]], 1) if is_mixed else tensor).flatten(0, 1)
 
     def packed(name: str, shape: tuple[int, int]) -> ExpertLinears:
@@ -111,13 +108,13 @@ def pack_experts(module: Any, bits: int | None, given: Mapping[str, Tensor] | No
         if name in given:
             return ExpertLinears(torch.empty(num_experts * shape[0], shape[1], device="meta"), bias, packed=given[name])
         weight = getattr(module, name).detach()
-        layer = ExpertLinears(gates_first(weight.transpose(1, 2) if is_turned else weight, name), bias, bits)
+        layer = ExpertLinears(gates_first(weight.transpose(1, 2) if module.is_transposed else weight, name), bias, bits)
         setattr(module, name, None)
         return layer
 
     wide, narrow = weights_of(module)
-    up, down = packed(wide, ((1 + has_gate) * inner, inputs)), packed(narrow, (inputs, inner))
-    return PackedExperts(up, down, num_experts, activation, has_gate)
+    up, down = packed(wide, ((1 + module.has_gate) * inner, inputs)), packed(narrow, (inputs, inner))
+    return PackedExperts(up, down, num_experts, activation, module.has_gate)
 
 
 class _OwnProduct(TorchFunctionMode):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
 Replay = Callable[[], None]
+Captured = tuple[list[Tensor], Replay, Sequence[Tensor]]  # inputs, replay, outputs
 Record = Callable[[Callable[[], Sequence[Tensor]], torch.device], tuple[Replay, Sequence[Tensor]]]
 
 MAX_GRAPHS = 128  # batches and draft trees of changing sizes have hundreds of shapes; engines usually capture 30 to 70
@@ -48,13 +48,6 @@ def record_cuda(function: Callable[[], Sequence[Tensor]], device: torch.device) 
     return graph.replay, outputs
 
 
-@dataclass
-class _Captured:
-    inputs: list[Tensor]
-    replay: Replay
-    outputs: Sequence[Tensor]
-
-
 class GraphRunner:
     """Runs a program through captured graphs, one for each combination of its inputs' shapes.
 
@@ -64,7 +57,7 @@ class GraphRunner:
     def __init__(self, function: Run, num_stores: int, record: Record = record_cuda) -> None:
         """``num_stores``: the inputs at the end that are tensors of the cache. ``record`` is replaced in tests without CUDA."""
         self._function, self._num_stores, self._record = function, num_stores, record
-        self._captured: dict[tuple[torch.Size, ...], _Captured] = {}  # the one used last is last
+        self._captured: dict[tuple[torch.Size, ...], Captured] = {}  # the one used last is last
         self._is_eager = False  # the program cannot be captured
         self._cache: tuple[int, ...] = ()  # address and shape of the captured cache
 
@@ -92,13 +85,13 @@ class GraphRunner:
                 self._is_eager = True
                 return self._function(inputs)
         self._captured[key] = found
-        for fixed, given in zip(found.inputs, own, strict=True):
+        inputs, replay, outputs = found
+        for fixed, given in zip(inputs, own, strict=True):
             fixed.copy_(given, non_blocking=True)
-        found.replay()
-        return found.outputs
+        replay()
+        return outputs
 
-    def _capture(self, own: list[Tensor], stores: list[Tensor]) -> _Captured:
+    def _capture(self, own: list[Tensor], stores: list[Tensor]) -> Captured:
         # Warm-up runs the program on the same inputs and writes the same slots as the replay.
         fixed = [given.clone() for given in own]
-        replay, outputs = self._record(lambda: self._function([*fixed, *stores]), own[0].device)
-        return _Captured(fixed, replay, outputs)
+        return fixed, *self._record(lambda: self._function([*fixed, *stores]), own[0].device)

@@ -174,14 +174,10 @@ def _visible_slots(bases: Tensor, positions: Tensor, visible: Tensor, capacity: 
     return seen
 
 
-def _fake_attend(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
-    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-
-
 define(
     "attend(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, int layer, Tensor cache_rows, Tensor bases,"
     " Tensor ends, Tensor positions, Tensor visible, float scale, float softcap, int window, int chunk=0, Tensor? sinks=None)",
-    _fake_attend,
+    lambda query, key, value, *_: query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]),
     reference_attend,
 )
 

@@ -37,14 +37,11 @@ class Shaping:
             for param in params
         ]
         self._settings = torch.tensor(rows, dtype=torch.float64, device=device).view(-1, 4)
+        temperatures = self._settings[:, :1, None]
+        self._greedy = temperatures == 0  # bool [B, 1, 1]
+        self._temperatures = torch.where(self._greedy, 1.0, temperatures)  # float64 [B, 1, 1]
         self._truncates = any(row[1:] != (0, 1.0, 0.0) for row in rows)
         self._native = native.serves(device)
-
-    @property
-    def _temperatures(self) -> Tensor:
-        """Return temperatures float64 [B, 1, 1], 1 for greedy rows."""
-        temperatures = self._settings[:, :1, None]
-        return torch.where(temperatures > 0, temperatures, 1.0)
 
     def probs(self, scores: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Return probabilities [B, M, V], one-hot for greedy rows, and the invalid rows of B * M: with NaN, +inf or only -inf.
@@ -59,7 +56,7 @@ class Shaping:
         if self._truncates:
             probs = reference_truncated(probs, self._settings[:, 1:])
         if any(self.is_greedy):
-            rows = torch.tensor(self.is_greedy, device=scores.device)
+            rows = self._greedy.flatten()
             best = scores[rows].argmax(dim=-1, keepdim=True)
             probs[rows] = torch.zeros_like(probs[rows]).scatter_(-1, best, 1.0)
         return probs, invalid
@@ -85,8 +82,7 @@ class Shaping:
         probs = torch.softmax(self.noisy(scores, keys), dim=-1)
         highest, token_ids = probs.topk(min(num_noisy, probs.shape[-1]), dim=-1)
         if keys:
-            greedy = torch.tensor(self.is_greedy, device=scores.device)[:, None, None]
-            highest = torch.where(greedy, highest, highest / highest.sum(-1, keepdim=True))
+            highest = torch.where(self._greedy, highest, highest / highest.sum(-1, keepdim=True))
         return token_ids[..., :top_k], highest[..., :top_k]
 
     def noisy(self, scores: Tensor, keys: Sequence[int]) -> Tensor:
@@ -104,7 +100,7 @@ class Shaping:
         if self._truncates:
             noisy = noisy.masked_fill(self.probs(scores, [scores.shape[1]] * len(scores))[0] == 0, -math.inf)
         if any(self.is_greedy):
-            noisy = torch.where(torch.tensor(self.is_greedy, device=scores.device)[:, None, None], scores, noisy)
+            noisy = torch.where(self._greedy, scores, noisy)
         return noisy
 
 

@@ -12,90 +12,64 @@ NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{conte
 # Repetitions are bounded, because patterns are searched whenever text arrives. Later in a reply, <think> is text.
 THINK = {"open_pattern": r"\A\s{0,8}<think>", "close_pattern": r"\s{0,8}</think>"}
 
-HERMES: dict[str, Any] = {
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "reasoning_content": THINK,
-        CALLS: {
-            "open_pattern": r"\s{0,8}<tool_call>",
-            "close": "</tool_call>",
-            "repeats": True,
-            "content": "json",
-            "transform": CALL,
-        },
-        "content": {},
+
+def _form(start_anchor: str | list[str], calls: dict[str, Any], reasoning: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return a template of replies with tool calls in JSON, which repeat unless ``calls`` says otherwise."""
+    fields = {} if reasoning is None else {REASONING[0]: reasoning}
+    fields[CALLS] = {"repeats": True, "content": "json", **calls}
+    return {"start_anchor": start_anchor, "fields": {**fields, "content": {}}}
+
+
+CHATML, MISTRAL_TURN = "<|im_start|>assistant\n", ["[/INST]", "[/TOOL_RESULTS]"]
+HERMES = _form(CHATML, {"open_pattern": r"\s{0,8}<tool_call>", "close": "</tool_call>", "transform": CALL}, THINK)
+QWEN_XML = _form(
+    CHATML,
+    {
+        # Qwen3-Coder often omits <tool_call>.
+        "open_pattern": r"\s{0,8}(?:<tool_call>\s{0,8})?<function=(?P<name>[^>\n]{1,64})>",
+        "close_pattern": r"</function>\s{0,8}</tool_call>",
+        "content": "xml-inline",
+        # Anything else matches without a key, which is an error.
+        "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>|\S"},
+        "transform": NAMED,
     },
-}
-QWEN_XML: dict[str, Any] = {
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "reasoning_content": THINK,
-        CALLS: {
-            # Qwen3-Coder often omits <tool_call>.
-            "open_pattern": r"\s{0,8}(?:<tool_call>\s{0,8})?<function=(?P<name>[^>\n]{1,64})>",
-            "close_pattern": r"</function>\s{0,8}</tool_call>",
-            "repeats": True,
-            "content": "xml-inline",
-            # Anything else matches without a key, which is an error.
-            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>|\S"},
-            "transform": NAMED,
-        },
-        "content": {},
+    THINK,
+)
+GEMMA = _form(
+    ["<|turn>model\n", "<tool_response|>"],
+    {
+        "open_pattern": r"\s{0,8}<\|tool_call>call:(?P<name>[\w.-]{1,64})",
+        "close": "<tool_call|>",
+        "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+        "transform": NAMED,
     },
-}
-GEMMA: dict[str, Any] = {
-    "start_anchor": ["<|turn>model\n", "<tool_response|>"],
-    "fields": {
-        "reasoning_content": {"open": "<|channel>thought\n", "close_pattern": r"\s{0,8}<channel\|>"},
-        CALLS: {
-            "open_pattern": r"\s{0,8}<\|tool_call>call:(?P<name>[\w.-]{1,64})",
-            "close": "<tool_call|>",
-            "repeats": True,
-            "content": "json",
-            "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
-            "transform": NAMED,
-        },
-        "content": {},
+    {"open": "<|channel>thought\n", "close_pattern": r"\s{0,8}<channel\|>"},
+)
+LLAMA = _form(
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    {
+        "open_pattern": r'\A\s{0,8}(?:<\|python_tag\|>\s{0,8})?(?=\{\s{0,8}"name"\s{0,8}:)',
+        "transform": {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.parameters}"}},
     },
-}
-LLAMA: dict[str, Any] = {
-    "start_anchor": "<|start_header_id|>assistant<|end_header_id|>\n\n",
-    "fields": {
-        CALLS: {
-            "open_pattern": r'\A\s{0,8}(?:<\|python_tag\|>\s{0,8})?(?=\{\s{0,8}"name"\s{0,8}:)',
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.parameters}"}},
-        },
-        "content": {},
+)
+MISTRAL = _form(
+    MISTRAL_TURN,
+    {
+        "open_pattern": r"\s{0,8}\[TOOL_CALLS\]\s{0,8}(?P<name>[\w.-]{1,64})(?:\[CALL_ID\]\w{1,64})?\[ARGS\]",
+        "close_pattern": r"(?=\[TOOL_CALLS\])",
+        "transform": NAMED,
     },
-}
-MISTRAL: dict[str, Any] = {
-    "start_anchor": ["[/INST]", "[/TOOL_RESULTS]"],
-    "fields": {
-        "reasoning_content": {"open_pattern": r"\A\s{0,8}\[THINK\]", "close_pattern": r"\s{0,8}\[/THINK\]"},
-        CALLS: {
-            "open_pattern": r"\s{0,8}\[TOOL_CALLS\]\s{0,8}(?P<name>[\w.-]{1,64})(?:\[CALL_ID\]\w{1,64})?\[ARGS\]",
-            "close_pattern": r"(?=\[TOOL_CALLS\])",
-            "repeats": True,
-            "content": "json",
-            "transform": NAMED,
-        },
-        "content": {},
+    {"open_pattern": r"\A\s{0,8}\[THINK\]", "close_pattern": r"\s{0,8}\[/THINK\]"},
+)
+MISTRAL_LIST = _form(
+    MISTRAL_TURN,
+    {
+        "open_pattern": r"\s{0,8}\[TOOL_CALLS\]",
+        "repeats": False,
+        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+        "transform_each": True,
     },
-}
-MISTRAL_LIST: dict[str, Any] = {
-    "start_anchor": ["[/INST]", "[/TOOL_RESULTS]"],
-    "fields": {
-        CALLS: {
-            "open_pattern": r"\s{0,8}\[TOOL_CALLS\]",
-            "content": "json",
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
-            "transform_each": True,
-        },
-        "content": {},
-    },
-}
+)
 
 # A model's replies have the first form of which the chat template contains all markers.
 FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (

@@ -24,6 +24,7 @@ from outrider.engine.queue import exceeds_share
 from outrider.server import schemas
 from outrider.server.bridge import Busy, Stopping
 from outrider.server.pool import WorkerPool
+from outrider.server.protocol import levels
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
@@ -47,23 +48,19 @@ MASKS_SECONDS, SECONDS_A_MASK = 0.5, 0.001
 
 def schema_text(schema: dict[str, Any], config: ServerConfig) -> str:
     """Return the schema as JSON text. Raises ``OutriderError`` if it exceeds the server's limits."""
-    num_values = 0
-    level: list[Any] = [schema]
-    for _ in range(config.max_schema_depth + 1):
-        inner: list[Any] = []
-        for value in level:
-            for key, choices in value.items() if isinstance(value, dict) else ():
-                if key in CHOICES and isinstance(choices, list) and len(choices) > config.max_schema_choices:
-                    most = config.max_schema_choices
-                    raise OutriderError(f"the JSON schema has {len(choices)} alternatives in one {key}: give at most {most}")
-            inner += value.values() if isinstance(value, dict) else value
-        num_values += len(inner)
+    num_values, deepest = -1, config.max_schema_depth  # without the schema itself
+    for depth, level in enumerate(levels(schema)):
+        num_values += len(level)
         if num_values > config.max_schema_values:
             raise OutriderError(f"the JSON schema has more than {config.max_schema_values} values: give a smaller one")
-        level = [value for value in inner if isinstance(value, (dict, list))]
-        if not level:
-            return json.dumps(schema)
-    raise OutriderError(f"the JSON schema is nested more than {config.max_schema_depth} levels deep: give a flatter one")
+        if depth > deepest and any(isinstance(value, (dict, list)) for value in level):
+            raise OutriderError(f"the JSON schema is nested more than {deepest} levels deep: give a flatter one")
+        pairs = [pair for value in level if isinstance(value, dict) for pair in value.items()]
+        for key, choices in pairs:
+            if key in CHOICES and isinstance(choices, list) and len(choices) > config.max_schema_choices:
+                most = config.max_schema_choices
+                raise OutriderError(f"the JSON schema has {len(choices)} alternatives in one {key}: give at most {most}")
+    return json.dumps(schema)
 
 
 class GrammarCompiler:
@@ -134,9 +131,8 @@ class Grammars:
             making = asyncio.create_task(self._made(text, client))
             self._under_way[text] = making, client.turn
             making.add_done_callback(lambda _: self._under_way.pop(text))
-            making.add_done_callback(
-                lambda _: making.cancelled() or making.exception()
-            )  # mark as retrieved: all callers may be gone
+            # mark as retrieved: all callers may be gone
+            making.add_done_callback(lambda _: making.cancelled() or making.exception())
         return await asyncio.shield(self._under_way[text][0])  # other calls may await the same task
 
     def _check_room(self, client: Client) -> None:

@@ -36,16 +36,11 @@ def tools(llm: LLM) -> dict[str, Any] | None:
         "split_special_tokens": found.split_special_tokens,
         "template": template_of(found),
         "tool_template": template_of(found, with_tools=True),
-        "special_tokens": {name: _plain(token) for name, token in found.special_tokens_map.items()},
+        "special_tokens": found.special_tokens_map,
         "vocab_size": max(llm.runner.vocab_size, len(found)),
         "mask_size": llm.runner.vocab_size,
         "eos_token_ids": sorted(eos_token_ids(llm.runner, found)),
     }
-
-
-def _plain(token: Any) -> Any:
-    """Return a special token, or a list of them, in a JSON-serialisable form."""
-    return [str(each) for each in token] if isinstance(token, (list, tuple)) else str(token)
 
 
 class Prompts:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from outrider.engine.options import Speculation
-from outrider.engine.prompts import arguments_of, for_template
+from outrider.engine.prompts import arguments_of, as_prompts, for_template
 from outrider.options import declared
 from outrider.registry import PLAIN
 from outrider.types import Grammar, OutriderError, SamplingParams
@@ -51,17 +51,20 @@ def _at_most(limit: int, what: str) -> BeforeValidator:
 
 def _shallow(value: Any) -> Any:
     """Validate that JSON is not nested so deeply that a library could fail, and that its strings are valid Unicode."""
+    for depth, _ in enumerate(levels(value)):
+        if depth == MAX_DEPTH:
+            raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+    _unicode(json.dumps(value, ensure_ascii=False))
+    return value
+
+
+def levels(value: Any) -> Iterator[list[Any]]:
+    """Yield the values of JSON at each depth, the whole first. Each level is read when it is asked for."""
     level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [inner for outer in level if isinstance(outer, (dict, list)) for inner in _values(outer)]
-        if not level:
-            _unicode(json.dumps(value, ensure_ascii=False))
-            return value
-    raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
-
-
-def _values(outer: dict[str, Any] | list[Any]) -> list[Any]:
-    return list(outer.values()) if isinstance(outer, dict) else outer
+    while level:
+        yield level
+        inside = [outer.values() if isinstance(outer, dict) else outer for outer in level if isinstance(outer, (dict, list))]
+        level = [inner for values in inside for inner in values]
 
 
 def _arguments(text: str) -> str:
@@ -234,11 +237,7 @@ class CompletionBody(SamplingFields):
 
     def prompts(self) -> list[str] | list[list[int]]:
         """Return the prompts as a list of strings or token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return self.prompt  # type: ignore[return-value]
+        return as_prompts(self.prompt)
 
 
 class TextPart(Body):
@@ -287,12 +286,10 @@ class Message(Body):
 
     def plain(self) -> dict[str, Any]:
         """Return the message for a chat template."""
-        content = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
-        reasoning = self.reasoning_content or self.reasoning
-        calls = None if self.tool_calls is None else [call.model_dump(exclude={"index"}) for call in self.tool_calls]
-        optional = {"name": self.name, "reasoning_content": reasoning, "tool_calls": calls, "tool_call_id": self.tool_call_id}
-        given = {name: value for name, value in optional.items() if value}
-        return for_template({"role": self.role, "content": content, **given})
+        shown = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
+        message = self.model_dump(include={*shown}, exclude={"tool_calls": {"__all__": {"index"}}})
+        message["reasoning_content"] = self.reasoning_content or self.reasoning
+        return for_template({name: message[name] for name in shown if message[name] or name == "content"})
 
 
 class Function(Body):

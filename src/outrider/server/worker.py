@@ -65,7 +65,11 @@ class Workbench:
                 return self._encode(
                     [self._render(job["messages"], job.get("tools"))], job["max_tokens"], add_special_tokens=False
                 )
-            return self._try_out(job["schema"])
+            from outrider.server.schemas import try_out
+
+            assert self._table is not None
+            try_out(self._table, job["schema"])
+            return {}
         except MemoryError:
             raise
         except OutriderError as error:
@@ -94,13 +98,6 @@ class Workbench:
         except Exception as error:
             raise OutriderError(f"the chat template rejects these messages: {str(error).strip()[:300]}") from error
         return str(rendered[0][0])
-
-    def _try_out(self, schema: str) -> Job:
-        from outrider.server.schemas import try_out
-
-        assert self._table is not None
-        try_out(self._table, schema)
-        return {}
 
 
 def limit_memory(num_bytes: int) -> None:

@@ -12,22 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.runner.checkpoints.weight import FLOATS, LayerTensors, QuantizedWeight, unpack_words
+from outrider.runner.checkpoints.weight import FLOATS, Format, LayerTensors, QuantizedWeight, unpack_words
 from outrider.types import OutriderError
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # positions of outputs 0 to 7 in a word
 
 
-class Awq:
+class Awq(Format):
     """Reads the layers of an AWQ checkpoint."""
 
     marks = ("qweight",)
-    has_codes = True
-    growth = 1.0
     keys = ("qweight", "qzeros", "scales")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Raises ``OutriderError`` for unsupported variants."""
         self.group_size = config.get("group_size", config.get("q_group_size"))
         version = str(config.get("version") or config.get("format") or "gemm").lower()
         bits = config.get("bits", config.get("w_bit"))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.runner.checkpoints import fp8, mxfp4, nvfp4
-from outrider.runner.checkpoints.weight import FLOATS, LayerTensors, QuantizedWeight, unpack_words
+from outrider.runner.checkpoints.weight import FLOATS, Format, LayerTensors, QuantizedWeight, unpack_words
 from outrider.types import OutriderError
 
 FORMATS = (
@@ -33,14 +33,13 @@ FORMATS = (
 BITS = (4, 8)
 
 
-class CompressedTensors:
+class CompressedTensors(Format):
     """Reads the layers of a checkpoint of compressed-tensors."""
 
     marks = ("weight_packed", "weight_scale")
     keys = ("weight", "weight_packed", "weight_scale", nvfp4.DIVISOR, "weight_zero_point", "weight_shape", "weight_g_idx")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Raises ``OutriderError`` for unsupported variants."""
         schemes = [scheme for scheme in (config.get("config_groups") or {}).values() if isinstance(scheme, dict)]
         for form in [config.get("format"), *(scheme.get("format") for scheme in schemes)]:
             if form is not None and form not in FORMATS:

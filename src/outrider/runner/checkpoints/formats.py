@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from outrider.types import OutriderError, first_line
 
 logger = logging.getLogger(__name__)
 
-FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
+FORMATS: dict[str, type[Format]] = {
     "gptq": Gptq,
     "awq": Awq,
     "compressed-tensors": CompressedTensors,

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.runner.checkpoints.weight import FLOATS, LayerTensors, exact_values
+from outrider.runner.checkpoints.weight import FLOATS, Format, LayerTensors, exact_values
 from outrider.types import OutriderError
 
 BLOCK = (128, 128)  # outputs and inputs
 SCALES = (*FLOATS, torch.float8_e8m0fnu)
 
 
-class Fp8:
+class Fp8(Format):
     """Reads the layers of an FP8 checkpoint."""
 
     marks = ("weight_scale_inv", "weight_scale")
@@ -28,7 +28,6 @@ class Fp8:
     keys = ("weight", "weight_scale_inv", "weight_scale")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Raises ``OutriderError`` for unsupported variants."""
         self.block = block_of(config.get("weight_block_size"))
         self.growth = growth(config)
 

@@ -13,22 +13,19 @@ from typing import Any
 
 import torch
 
-from outrider.runner.checkpoints.weight import FLOATS, LayerTensors, QuantizedWeight, unpack_words
+from outrider.runner.checkpoints.weight import FLOATS, Format, LayerTensors, QuantizedWeight, unpack_words
 from outrider.types import OutriderError
 
 ONES = {4: 0x11111111, 8: 0x01010101}  # one in each code of a word
 
 
-class Gptq:
+class Gptq(Format):
     """Reads the layers of a GPTQ checkpoint."""
 
     marks = ("qweight",)
-    has_codes = True
-    growth = 1.0
     keys = ("qweight", "qzeros", "scales", "g_idx")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Raises ``OutriderError`` for unsupported variants."""
         self.group_size = config.get("group_size")
         version = config.get("checkpoint_format") or config.get("format") or "gptq"
         if version not in ("gptq", "gptq_v2"):

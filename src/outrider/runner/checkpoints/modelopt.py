@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.runner.checkpoints import fp8, nvfp4
-from outrider.runner.checkpoints.weight import LayerTensors, QuantizedWeight
+from outrider.runner.checkpoints.weight import Format, LayerTensors, QuantizedWeight
 from outrider.types import OutriderError
 
 IN_4_BITS = ("NVFP4", "W4A16_NVFP4")
@@ -17,14 +17,13 @@ IN_8_BITS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
 SEVERAL = "MIXED_PRECISION"  # each layer states its own
 
 
-class ModelOpt:
+class ModelOpt(Format):
     """Reads the layers of a checkpoint of ModelOpt. Activations are not quantised, even if the checkpoint asks for it."""
 
     marks = ("weight_scale",)
     keys = ("weight", "weight_scale", nvfp4.FACTOR, "pre_quant_scale")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Raises ``OutriderError`` for unsupported variants."""
         stated = {config.get("quant_algo")}
         if SEVERAL in stated:
             stated = {layer.get("quant_algo") for layer in config["quantized_layers"].values()}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.runner import blocks
-from outrider.runner.checkpoints.weight import LayerTensors, QuantizedWeight, unpack_pairs
+from outrider.runner.checkpoints.weight import Format, LayerTensors, QuantizedWeight, unpack_pairs
 from outrider.types import OutriderError, dtype_name
 
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -32,16 +32,11 @@ def read(layer: LayerTensors) -> QuantizedWeight:
     return QuantizedWeight(unpack_pairs(packed), 4, blocks.float4_scales(exponents), None, GROUP, kind="float4")
 
 
-class Mxfp4:
+class Mxfp4(Format):
     """Format of gpt-oss: experts in MXFP4, everything else in bfloat16."""
 
-    marks: tuple[str, ...] = ("weight_scale",)
-    keys: tuple[str, ...] = ()
-    has_codes = True
-    growth = 1.0
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        """``config``: the checkpoint's quantisation, of which nothing matters."""
+    marks = ("weight_scale",)
+    keys = ()
 
     def read(self, layer: LayerTensors) -> QuantizedWeight | Tensor:
         raise OutriderError(f"{layer.name} is quantised, where this format has only experts quantised")
@@ -52,6 +47,7 @@ class StoredExperts(nn.Module):
 
     gate_up_proj_bias: nn.Parameter
     down_proj_bias: nn.Parameter
+    has_gate, is_transposed, is_concatenated = True, False, False  # as transformers describes experts
 
     def __init__(self, name: str, module: Any, found: Mapping[str, Tensor]) -> None:
         """``module``: transformers', on the meta device, called ``name``; ``found``: the files' tensors, by name.

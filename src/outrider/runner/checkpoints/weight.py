@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,35 +128,23 @@ class LayerTensors:
         return order
 
 
-class Format(Protocol):
+class Format:
     """How a quantised checkpoint stores its linear layers."""
 
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """Last parts of names: a layer that has such a tensor is quantised."""
-        ...
+    marks: tuple[str, ...]  # last parts of names: a layer that has such a tensor is quantised
+    keys: tuple[str, ...]  # last parts of the names of the tensors that ``read`` looks at
+    has_codes = True  # whether weights are codes that keep their 4 or 8 bits; False for floating-point numbers of 8 bits
+    growth = 1.0  # bytes in memory per byte in the files, at most
 
-    @property
-    def has_codes(self) -> bool:
-        """Whether weights are codes that keep their 4 or 8 bits; False for floating-point numbers of 8 bits."""
-        ...
-
-    @property
-    def growth(self) -> float:
-        """Bytes in memory per byte in the files, at most."""
-        ...
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Last parts of the names of the tensors that ``read`` looks at."""
-        ...
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """``config``: the checkpoint's quantisation. Raises ``OutriderError`` for unsupported variants."""
 
     def read(self, layer: LayerTensors) -> QuantizedWeight | Tensor:
         """Return the weight: codes, or values [outputs, inputs] where these are exact in 16 or 32 bits.
 
         On the meta device only dtypes and shapes are checked. Raises ``OutriderError``, in one line that names the tensor.
         """
-        ...
+        raise NotImplementedError
 
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)

@@ -30,7 +30,8 @@ class Architecture:
     none_if_missing: tuple[str, ...] = ()  # values that are None, not the config class's default, where the file has none
     # Values of a config, also of one beside the file, whose effect is in the file's tensors.
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    changes_like: str = ""  # the architecture whose changes of tensors transformers undoes, if not its own
+    # The architecture whose changes of tensors transformers undoes: by default its own, or none if ``restore`` is given.
+    changes_like: str = ""
     # Tensors that are parameters of the model one after another: A.weight becomes A.0.weight, A.1.weight ...
     stacked: tuple[str, ...] = ()
     layer_entries: tuple[str, ...] = ()  # entries with a number for each layer that are tensors: NAME becomes blk.0.NAME ...
@@ -39,16 +40,14 @@ class Architecture:
     # tensors that are in no layer.
     renamed: Mapping[str, str] = field(default_factory=dict)
     has_gates: bool = True  # experts have a gate projection
-    joined: str = (
-        "(?!)"  # pattern of tensors that come in pairs and form one parameter, its upper and its lower rows; experts do anyway
-    )
+    # Pattern of tensors that come in pairs and form one parameter, its upper and its lower rows; experts do anyway.
+    joined: str = "(?!)"
     # (parameter, config) -> order of a pair's rows, if it is another: row i of the parameter is row order[i] of the pair
     row_order: Callable[[str, Any], Array | None] = lambda *_: None
-    decoded: str = (
-        "(?!)"  # pattern of tensors that are dequantised, because ``restore`` moves columns, which blocks do not allow
-    )
+    # Pattern of tensors that are dequantised, because ``restore`` moves columns, which blocks do not allow.
+    decoded: str = "(?!)"
     shape_of: Callable[[str, Any], list[int] | None] = lambda *_: None  # (tensor, config): its shape, if not the parameter's
-    restore: Callable[[Array, str, Any], Array] | None = None  # (rows, tensor, config): undoes changes instead of transformers
+    restore: Callable[[Array, str, Any], Array] | None = None  # (rows, tensor, config): undoes further changes
     input_order: Callable[[str, Any], Array | None] = lambda *_: None  # (tensor, config): the input of each column
     variant: Callable[[Entry, Tensors], Architecture | None] = lambda *_: None  # another record for some files
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.runner.gguf import changes, configs, configs_gemma, configs_others
+from outrider.runner.gguf import changes, configs, configs_gemma
 from outrider.runner.gguf.architecture import Architecture
 
 
@@ -134,7 +134,8 @@ ARCHITECTURES = {
         configs.granitehybrid,
         renamed=GRANITE_EXPERTS | GRANITE_HYBRID,
         joined=r"ffn_(gate|up)(_shexp)?\.weight",
-        restore=changes.restore_granitehybrid,
+        changes_like="llama",
+        restore=changes.restore_mamba2,
     ),
     "smollm3": Architecture("smollm3", changes_like="llama"),
     "olmo2": Architecture("olmo2", variant=lambda entry, _: OLMO3 if entry("attention.sliding_window") else None),
@@ -152,13 +153,13 @@ ARCHITECTURES = {
     "starcoder2": Architecture("starcoder2", configs.starcoder2, scalings=()),
     "apertus": Architecture(
         "apertus",
-        configs_others.apertus,
+        configs.apertus,
         layer_entries=tuple(f"xielu.{name}" for name in ("alpha_n", "alpha_p", "beta", "eps")),
         renamed={r"xielu\.(\w+)": r"mlp.act_fn.\1"},
     ),
-    "phimoe": Architecture("phimoe", configs_others.phimoe, config_tensors=tuple(configs.PHI3_FACTORS.values())),
-    "exaone-moe": Architecture("exaone_moe", configs_others.exaone_moe, renamed=DEEPSEEK_BIAS),
-    "jais2": Architecture("jais2", configs_others.jais2),
+    "phimoe": Architecture("phimoe", configs.phimoe, config_tensors=tuple(configs.PHI3_FACTORS.values())),
+    "exaone-moe": Architecture("exaone_moe", configs.exaone_moe, renamed=DEEPSEEK_BIAS),
+    "jais2": Architecture("jais2", configs.jais2),
     "dots1": Architecture("dots1", configs.dots1, renamed=DEEPSEEK_BIAS),
     "falcon-h1": Architecture("falcon_h1", configs.falcon_h1, **FALCON_H1),
     "deepseek2": Architecture(

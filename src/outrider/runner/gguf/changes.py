@@ -109,15 +109,6 @@ def restore_mamba2(rows: Array, name: str, _: Any) -> Array:
     return rows
 
 
-def restore_granitehybrid(rows: Array, name: str, config: Any) -> Array:
-    """Undo changes of Mamba 2's tensors, and of queries and keys as in Llama's files."""
-    part = name_in_layer(name)
-    if part in ("attn_q.weight", "attn_k.weight"):
-        heads = config.num_attention_heads if part == "attn_q.weight" else config.num_key_value_heads
-        return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-    return restore_mamba2(rows, name, config)
-
-
 def is_unused_gemma3n(name: str, config: Any) -> bool:
     """Return whether a tensor belongs to keys or values of one of the last layers, which read those of earlier layers."""
     block = BLOCK.fullmatch(name)

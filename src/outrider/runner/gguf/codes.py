@@ -204,9 +204,8 @@ def _odd(numbers: Tensor) -> Tensor:
 
 
 def _tq1_0(raw: Tensor) -> Parts:
-    def digits(
-        packed: Tensor, count: int
-    ) -> Tensor:  # five digits to base 3 in a byte; those of all bytes that come first, first
+    # five digits to base 3 in a byte; those of all bytes that come first, first
+    def digits(packed: Tensor, count: int) -> Tensor:
         powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8)[:count, None]
         return ((packed[:, None] * powers).int() * 3 >> 8).flatten(1)  # the product wraps around at 256
 

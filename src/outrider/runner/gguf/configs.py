@@ -126,8 +126,12 @@ def add_experts(entry: Entry, values: Values, count: str, width: str = "", chose
 def add_deepseek_experts(entry: Entry, values: Values) -> None:
     """Add what DeepSeek's and GLM's configs say about experts: routed ones in groups, shared ones, first layers without."""
     add_experts(entry, values, "n_routed_experts", "moe_intermediate_size")
+    values["n_shared_experts"] = entry("expert_shared_count") or 0
+    _add_expert_groups(entry, values)
+
+
+def _add_expert_groups(entry: Entry, values: Values) -> None:
     values |= {
-        "n_shared_experts": entry("expert_shared_count") or 0,
         "first_k_dense_replace": entry("leading_dense_block_count") or 0,
         "routed_scaling_factor": entry("expert_weights_scale") or 1.0,
         "norm_topk_prob": bool(entry("expert_weights_norm")),
@@ -142,7 +146,11 @@ SOFTMAX, SIGMOID = 1, 2  # llama.cpp's codes of what a router does with its scor
 def has_sigmoids(entry: Entry, tensors: Tensors) -> bool:
     """Return whether a router takes sigmoids. Files that do not say so are known by the bias which only such routers have."""
     kind = entry("expert_gating_func")
-    return kind == SIGMOID or (not kind and any(name.endswith("exp_probs_b.bias") for name in tensors))
+    return kind == SIGMOID or (not kind and has_expert_bias(tensors))
+
+
+def has_expert_bias(tensors: Tensors) -> bool:
+    return any(name.endswith("exp_probs_b.bias") for name in tensors)
 
 
 def check_router(entry: Entry, expected: int) -> None:
@@ -229,7 +237,7 @@ def granitemoe(entry: Entry, _: Tensors, values: Values) -> None:
 def granitehybrid(entry: Entry, _: Tensors, values: Values) -> None:
     """Granite 4: layers of Mamba 2 and of attention, with a dense network beside the experts, or without experts."""
     _add_granite_scales(entry, values)
-    _add_mamba(entry, values)
+    _add_recurrent(entry, values, *MAMBA2)
     heads = by_layer(entry, "attention.head_count_kv")  # 0 where a layer is recurrent
     values |= {
         "num_key_value_heads": max(heads),
@@ -242,17 +250,19 @@ def granitehybrid(entry: Entry, _: Tensors, values: Values) -> None:
     }
 
 
-def _add_mamba(entry: Entry, values: Values) -> None:
-    """Add the sizes of Mamba 2."""
+def _add_recurrent(entry: Entry, values: Values, heads: str, head_dim: str, state: str, groups: str, conv: str) -> None:
+    """Add the sizes of Mamba 2 or of the delta rule: ``heads`` ... are their names in the config."""
     needed = partial(required, entry)
-    heads = needed("ssm.time_step_rank")
-    values |= {
-        "mamba_n_heads": heads,
-        "mamba_d_head": needed("ssm.inner_size") // heads,
-        "mamba_d_state": needed("ssm.state_size"),
-        "mamba_n_groups": needed("ssm.group_count"),
-        "mamba_d_conv": needed("ssm.conv_kernel"),
-    }
+    values[heads] = needed("ssm.time_step_rank")
+    values[head_dim] = needed("ssm.inner_size") // values[heads]
+    values |= {state: needed("ssm.state_size"), groups: needed("ssm.group_count"), conv: needed("ssm.conv_kernel")}
+
+
+DELTA = (
+    *("linear_num_value_heads", "linear_value_head_dim", "linear_key_head_dim"),
+    *("linear_num_key_heads", "linear_conv_kernel_dim"),
+)
+MAMBA2 = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
 
 
 def nemotron_h(entry: Entry, _: Tensors, values: Values) -> None:
@@ -261,17 +271,12 @@ def nemotron_h(entry: Entry, _: Tensors, values: Values) -> None:
     heads, widths = by_layer(entry, "attention.head_count_kv"), by_layer(entry, "feed_forward_length")
     dense = "moe" if entry("expert_count") else "mlp"
     kinds = zip(heads[:num_layers], widths[:num_layers], strict=True)
-    num_heads = needed("ssm.time_step_rank")
+    _add_recurrent(entry, values, "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
     values |= {
         "layer_types": ["full_attention" if number else dense if width else "linear_attention" for number, width in kinds],
         "num_key_value_heads": max(heads),
         "intermediate_size": max(widths),
         "layer_norm_epsilon": entry("attention.layer_norm_epsilon") or needed("attention.layer_norm_rms_epsilon"),
-        "mamba_num_heads": num_heads,
-        "mamba_head_dim": needed("ssm.inner_size") // num_heads,
-        "ssm_state_size": needed("ssm.state_size"),
-        "n_groups": needed("ssm.group_count"),
-        "conv_kernel": needed("ssm.conv_kernel"),
     }
     if dense == "moe":
         check_router(entry, SIGMOID)
@@ -304,7 +309,7 @@ def lfm2moe(entry: Entry, tensors: Tensors, values: Values) -> None:
     add_experts(entry, values, "num_experts", "moe_intermediate_size")
     values |= {
         "num_dense_layers": entry("leading_dense_block_count") or 0,
-        "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in tensors),
+        "use_expert_bias": has_expert_bias(tensors),
         "norm_topk_prob": True,  # in llama.cpp's code, like the next one
         "routed_scaling_factor": 1.0,
     }
@@ -318,20 +323,11 @@ def qwen35(entry: Entry, _: Tensors, values: Values) -> None:
 
 def _add_delta(entry: Entry, values: Values) -> None:
     """Add the layers of Qwen3-Next and 3.5: those with the delta rule, and those of attention."""
-    needed = partial(required, entry)
     kinds = {True: "linear_attention", False: "full_attention"}
-    num_layers = values["num_hidden_layers"]
-    period = needed("full_attention_interval")
+    num_layers, period = values["num_hidden_layers"], required(entry, "full_attention_interval")
     recurrent = entry("attention.recurrent_layers") or [(layer + 1) % period > 0 for layer in range(num_layers)]
-    heads = needed("ssm.time_step_rank")
-    values |= {
-        "layer_types": [kinds[bool(is_recurrent)] for is_recurrent in recurrent[:num_layers]],
-        "linear_conv_kernel_dim": needed("ssm.conv_kernel"),
-        "linear_key_head_dim": needed("ssm.state_size"),
-        "linear_num_key_heads": needed("ssm.group_count"),
-        "linear_num_value_heads": heads,
-        "linear_value_head_dim": needed("ssm.inner_size") // heads,
-    }
+    values["layer_types"] = [kinds[bool(is_recurrent)] for is_recurrent in recurrent[:num_layers]]
+    _add_recurrent(entry, values, *DELTA)
     _add_partial_rotary(entry, values, 1e7)
 
 
@@ -426,7 +422,7 @@ def afmoe(entry: Entry, _: Tensors, values: Values) -> None:
 
 
 def falcon_h1(entry: Entry, tensors: Tensors, values: Values) -> None:
-    _add_mamba(entry, values)
+    _add_recurrent(entry, values, *MAMBA2)
     values |= {
         "mamba_d_ssm": entry("ssm.inner_size"),
         "mamba_rms_norm": "blk.0.ssm_norm.weight" in tensors,
@@ -454,3 +450,40 @@ def phi2(entry: Entry, _: Tensors, values: Values) -> None:
     values["layer_norm_eps"] = required(entry, "attention.layer_norm_epsilon")
     rotated = required(entry, "rope.dimension_count") * values["num_attention_heads"] / values["hidden_size"]
     values["rope_parameters"] = unscaled(values, 1e4) | {"partial_rotary_factor": rotated}
+
+
+def apertus(_: Entry, tensors: Tensors, values: Values) -> None:
+    values["attention_bias"] = has_bias(tensors)
+    values.setdefault("rope_parameters", unscaled(values, 1.2e7))  # the config class defaults to Llama 3's factors
+
+
+def phimoe(entry: Entry, tensors: Tensors, values: Values) -> None:
+    if any(name in tensors for name in PHI3_FACTORS.values()):
+        raise ValueError(
+            "it lacks short_mscale and long_mscale of its longrope positions: put the model's config.json into the file's"
+            " folder and pass the folder"
+        )
+    add_experts(entry, values, "num_local_experts")
+    values |= {
+        "sliding_window": entry("attention.sliding_window") or None,  # 0 means none
+        "attention_bias": has_bias(tensors),
+        "lm_head_bias": "output.bias" in tensors,
+        "rope_parameters": unscaled(values, 1e4),
+    }
+
+
+def exaone_moe(entry: Entry, tensors: Tensors, values: Values) -> None:
+    exaone4(entry, tensors, values)
+    check_router(entry, SIGMOID)
+    add_experts(entry, values, "num_experts", "moe_intermediate_size")
+    values["num_shared_experts"] = required(entry, "expert_shared_count")
+    _add_expert_groups(entry, values)
+    entry("expert_shared_feed_forward_length")  # that of all shared experts together
+
+
+def jais2(entry: Entry, tensors: Tensors, values: Values) -> None:
+    values |= {
+        "layer_norm_eps": required(entry, "attention.layer_norm_epsilon"),
+        "attention_bias": has_bias(tensors),
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+    }

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, aclosing, suppress
+from contextlib import aclosing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,40 +45,13 @@ HEADERS = {
 }
 
 
-class Place(AbstractContextManager["Place"]):
-    """A visitor's place at the end of a line, a context manager that frees it, so that later visitors move up.
-
-    The visitor at the first place races. For one event loop.
-    """
-
-    def __init__(self, line: list[Place]) -> None:
-        self._line, self._moved = line, asyncio.Event()
-        line.append(self)
-
-    @property
-    def ahead(self) -> int:
-        """Number of visitors before this one; 0 if it is this visitor's turn."""
-        return self._line.index(self)
-
-    async def wait(self, seconds: float) -> None:
-        """Wait until the place moves up, at most ``seconds``."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._moved.wait(), seconds)
-        self._moved.clear()
-
-    def __exit__(self, *error: object) -> None:
-        self._line.remove(self)
-        for other in self._line:
-            other._moved.set()
-
-
 class Demo:
     """Routes and their shared state: the track, its thread, and the queue of visitors."""
 
     def __init__(self, track: Track, about: Mapping[str, Any]) -> None:
         """``about``: model description for the page."""
         self._track, self._about = track, dict(about)
-        self.line: list[Place] = []
+        self.line: list[asyncio.Event] = []  # the places of visitors, each set when it moves up; the first one races
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="demo-engine")
 
     def app(self) -> ASGIApp:
@@ -108,7 +82,25 @@ class Demo:
         except ValidationError as error:
             raise OutriderError(mistakes(error.errors())) from None
         prompt = await self._in_thread(lambda: self._track.encode(wanted))
-        return RaceStream(self, wanted, prompt)
+        return partial(self._stream, wanted, prompt)
+
+    async def _stream(self, wanted: RaceRequest, prompt: list[int], scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events of a race. The visitor stays in the queue for as long as the connection lasts."""
+        if len(self.line) >= MAX_WAITING:
+            full = f"{MAX_WAITING} visitors are already waiting: try again in a minute"
+            await refusal(full, 429, {"Retry-After": "30"})(scope, receive, send)
+            return
+
+        async def send_in_time(message: Message) -> None:
+            await asyncio.wait_for(send(message), UNREAD)
+
+        with self._place() as place:
+            async with aclosing(self._events(place, wanted, prompt)) as events:
+                stream = StreamingResponse(_written(events), media_type="text/event-stream")
+                try:
+                    await stream(scope, receive, send_in_time)
+                except (TimeoutError, ClientDisconnect):
+                    logger.info("a visitor stopped reading: the next one starts")
 
     async def _body(self, request: Request) -> bytes:
         body = b""
@@ -118,11 +110,25 @@ class Demo:
                 raise HTTPException(413, f"the body is longer than {MAX_BODY} bytes")
         return body
 
-    async def events(self, place: Place, wanted: RaceRequest, prompt: list[int]) -> AsyncGenerator[Event, None]:
+    @contextmanager
+    def _place(self) -> Iterator[asyncio.Event]:
+        """Hold a place at the end of the line."""
+        place = asyncio.Event()
+        self.line.append(place)
+        try:
+            yield place
+        finally:
+            self.line.remove(place)
+            for later in self.line:
+                later.set()
+
+    async def _events(self, place: asyncio.Event, wanted: RaceRequest, prompt: list[int]) -> AsyncGenerator[Event, None]:
         """Yield the visitor's queue position, then the race. Closing the generator ends the race within one slice."""
-        while place.ahead:
-            yield {"type": "waiting", "ahead": place.ahead}
-            await place.wait(HEARTBEAT)
+        while ahead := self.line.index(place):
+            yield {"type": "waiting", "ahead": ahead}
+            with suppress(TimeoutError):
+                await asyncio.wait_for(place.wait(), HEARTBEAT)
+            place.clear()
         racing = self._track.race(wanted, prompt)
         try:
             while (events := await self._in_thread(lambda: next(racing, None))) is not None:
@@ -142,30 +148,6 @@ class Demo:
     def close(self) -> None:
         """Stop the engine thread after its current work."""
         self._thread.shutdown()
-
-
-class RaceStream:
-    """Response of a race. The visitor stays in the queue for as long as the connection lasts."""
-
-    def __init__(self, demo: Demo, wanted: RaceRequest, prompt: list[int]) -> None:
-        self._demo, self._wanted, self._prompt = demo, wanted, prompt
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if len(self._demo.line) >= MAX_WAITING:
-            full = f"{MAX_WAITING} visitors are already waiting: try again in a minute"
-            await refusal(full, 429, {"Retry-After": "30"})(scope, receive, send)
-            return
-
-        async def send_in_time(message: Message) -> None:
-            await asyncio.wait_for(send(message), UNREAD)
-
-        with Place(self._demo.line) as place:
-            async with aclosing(self._demo.events(place, self._wanted, self._prompt)) as events:
-                stream = StreamingResponse(_written(events), media_type="text/event-stream")
-                try:
-                    await stream(scope, receive, send_in_time)
-                except (TimeoutError, ClientDisconnect):
-                    logger.info("a visitor stopped reading: the next one starts")
 
 
 async def _written(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from outrider.engine.round import RoundResult
 from outrider.verifiers.base import accept_prob, residual
+from outrider.verifiers.rejection import drawn_from
 
 Entry = dict[str, Any]  # of one token, for the page
 TOP = 5  # tokens shown per distribution
@@ -64,11 +65,7 @@ def _place(
     guesses: list[dict[str, Any]] = []
     for node in tried:
         token = int(ids[node])
-        if proposal.probs is None:
-            draft = torch.zeros_like(target)
-            draft[token] = 1.0
-        else:
-            draft = proposal.probs[0, node].to(target.device)
+        draft = drawn_from(proposal, 0, node, target).to(target.device)
         first = draft if first is None else first
         # Probability of acceptance when it was verified. None with coupled noise: the target's choice decides alone.
         chance = None if is_coupled else round(float(accept_prob(left[token], draft[token])), 4)
