@@ -31,13 +31,18 @@ QWEN_XML: dict[str, Any] = {
     "fields": {
         "reasoning_content": THINK,
         CALLS: {
-            # Qwen3-Coder often omits <tool_call>.
-            "open_pattern": r"\s{0,8}(?:<tool_call>\s{0,8})?<function=(?P<name>[^>\n]{1,64})>",
-            "close_pattern": r"</function>\s{0,8}</tool_call>",
+            # Qwen3-Coder often omits <tool_call> or </tool_call>, or encloses several functions in them. Values may contain
+            # </function>, which ends a call only after the function's name or a parameter.
+            "open_pattern": r"\s{0,8}(?:<tool_call>\s{0,8})?(?=<function=(?P<name>[^>\n]{1,64})>)",
+            "close_pattern": r"(?:<function=[^>\n]{1,64}>|</parameter>)\s{0,8}</function>"
+            r"(?:\s{0,8}(?:</tool_call>|\Z)|(?=\s{9}|\s{0,8}(?:[^\s<]|<[^/]|</[^t])))",
             "repeats": True,
             "content": "xml-inline",
             # Anything else matches without a key, which is an error.
-            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>|\S"},
+            "content_args": {
+                "tag_pattern": r"(?:\A<function=[^>\n]+>\s*)?"
+                r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?(?:</parameter>|\Z)|\S"
+            },
             "transform": NAMED,
         },
         "content": {},
@@ -62,10 +67,11 @@ LLAMA: dict[str, Any] = {
     "start_anchor": "<|start_header_id|>assistant<|end_header_id|>\n\n",
     "fields": {
         CALLS: {
-            "open_pattern": r'\A\s{0,8}(?:<\|python_tag\|>\s{0,8})?(?=\{\s{0,8}"name"\s{0,8}:)',
+            "open_pattern": r"\A\s{0,8}(?:<\|python_tag\|>\s{0,8})?"
+            r'(?=\{\s{0,8}"(?:name"\s{0,8}:|type"\s{0,8}:\s{0,8}"function"))',
             "repeats": True,
             "content": "json",
-            "transform": {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.parameters}"}},
+            "transform": CALL,
         },
         "content": {},
     },
@@ -96,6 +102,11 @@ MISTRAL_LIST: dict[str, Any] = {
         "content": {},
     },
 }
+# Its calls are unknown. The anchor is an opening marker at the end of the prompt, which may be closed, too.
+THINKING: dict[str, Any] = {
+    "start_anchor_pattern": r"(?=<think>\s{0,8}(?:</think>\s{0,8})?\Z)",
+    "fields": {"reasoning_content": THINK, "content": {}},
+}
 
 # A model's replies have the first form of which the chat template contains all markers.
 FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
@@ -105,4 +116,5 @@ FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("<|start_header_id|>", '"parameters": '), LLAMA),
     (("[TOOL_CALLS]", "[ARGS]"), MISTRAL),
     (("[TOOL_CALLS]",), MISTRAL_LIST),
+    (("<think>",), THINKING),
 )
