@@ -72,9 +72,9 @@ class Answer:
     call_id: str
     model: str
     tokens: TokenTexts
-    delimiters: frozenset[int] = frozenset()  # special tokens that are not skipped in the text
     choices: list[Completion] = field(default_factory=list)
     created: int = field(default_factory=lambda: int(time()))
+    delimiters: frozenset[int] = frozenset()  # special tokens that are not skipped in the text
 
     kind: ClassVar[str] = ""
     chunk_kind: ClassVar[str] = ""

@@ -104,7 +104,10 @@ class ArgumentsReply(Reply):
 
 
 class ListReply(Reply):
-    """Reply that is a JSON list of calls. The arguments are cut out of the text: decoding them would change numbers."""
+    """Reply that is a JSON list of calls, whose form the grammar of ``ChatBody.schema_asked`` forces.
+
+    The arguments are cut out of the text: decoding and encoding them would change numbers.
+    """
 
     def __init__(self) -> None:
         self._text, self._start, self._read = "", 0, 0  # start of the next call, and of what has not been read

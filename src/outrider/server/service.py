@@ -72,8 +72,8 @@ class Service:
     async def chat(self, body: ChatBody, http: Request) -> Response:
         """Handle ``POST /v1/chat/completions``."""
         call = _call(http)
-        delimiters = self._replies.delimiters(body)
-        answer = ChatAnswer("chatcmpl-" + call.request_id, self.config.name, self._tokens, delimiters)
+        answer = ChatAnswer("chatcmpl-" + call.request_id, self.config.name, self._tokens)
+        answer.delimiters = self._replies.delimiters(body)
         max_tokens = body.max_completion_tokens or body.max_tokens or self.llm.runner.max_len
         self._replies.check(body)
         messages = [message.plain() for message in body.messages]
