@@ -54,6 +54,7 @@ class Request:
     seed: int  # params.seed, or a random one; sample i of n has its own
     matcher: Matcher | None = None  # of params.grammar
     num_draft_tokens: int | None = None  # requested K, 0 for plain decoding; None: the policy decides
+    delimiters: frozenset[int] = frozenset()  # special tokens that are not skipped in the text
     may_draft: bool = True  # False: the proposer never drafts for it, so its hidden states are not kept
 
     @property

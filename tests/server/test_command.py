@@ -23,7 +23,8 @@ from outrider.engine.llm import LLM
 from outrider.engine.plan import KEYS, Plan, served_name
 from outrider.server import run
 from outrider.server.config import ServerConfig
-from outrider.server.protocol import ChatBody, CompletionBody, mistakes
+from outrider.server.mistakes import mistakes
+from outrider.server.protocol import ChatBody, CompletionBody
 from outrider.types import OutriderError
 
 from .served import Served, serving_process
@@ -217,6 +218,6 @@ def test_wrong_fields_are_named_in_the_words_of_the_api() -> None:
         return mistakes(error.value.errors())
 
     assert told(prompt="x", stream_options={}) == "stream_options needs stream: true"
-    assert told(prompt="\ud800") == "prompt: invalid Unicode: unpaired surrogate; prompt: Input should be a valid list"
+    assert told(prompt="\ud800") == "prompt: invalid Unicode: unpaired surrogate; prompt: expected a valid list"
     no_object = {"type": "model_attributes_type", "loc": (), "msg": "Input should be a valid dictionary"}
     assert "a JSON object, sent with the header Content-Type" in mistakes([no_object])

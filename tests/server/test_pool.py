@@ -97,9 +97,9 @@ async def test_other_tokenizers_run_in_the_server_process(plain: LLM, monkeypatc
     with pytest.raises(OutriderError, match="characters"):
         await prompts.encode(["a" * 10_000], ANYONE)
     asked: list[Any] = []
-    monkeypatch.setattr(plain, "chat_prompt", lambda messages, tools: asked.append(messages) or [7, 8])
-    await prompts.chat([{"role": "developer", "content": "Answer in French."}], ANYONE)
-    assert asked == [[{"role": "system", "content": "Answer in French."}]]
+    monkeypatch.setattr(plain, "chat_prompt", lambda messages, tools, variables: asked.extend([messages, variables]) or [7, 8])
+    await prompts.chat([{"role": "developer", "content": "Answer in French."}], ANYONE, (), {"effort": 1})
+    assert asked == [[{"role": "system", "content": "Answer in French."}], {"effort": 1}]
 
 
 def test_a_template_that_rejects_everything_does_not_stop_completions(plain: LLM) -> None:

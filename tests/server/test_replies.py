@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Iterable, Sequence
+from time import process_time
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_folder import make_tokenizer
 
+from outrider.engine import detokenizer
+from outrider.engine.detokenizer import DetokenizerFactory
 from outrider.server import formats
 from outrider.server.protocol import ChatBody
 from outrider.server.replies import (
@@ -93,10 +97,83 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str, list[tuple[str, Any]]]] = 
         [PARIS],
     ),
     "mistral list": (formats.MISTRAL_LIST, f"[TOOL_CALLS] {LISTED}", "", "", [PARIS, NOW]),
+    "hermes, parameters": (
+        formats.HERMES,
+        f'<tool_call>{{"name": "weather", "parameters": {ARGUMENTS}}}</tool_call>',
+        "",
+        "",
+        [PARIS],
+    ),
+    "hermes, two in one": (formats.HERMES, HERMES_CALLS.replace("</tool_call>\n<tool_call>", ""), "", "", [PARIS, NOW]),
+    "hermes, null": (formats.HERMES, '<tool_call>{"name": "time.now", "arguments": null}</tool_call>', "", "", [NOW]),
+    "hermes, half a character": (
+        formats.HERMES,
+        r'<tool_call>{"name": "weather", "arguments": {"city": "\ud83d"}}</tool_call>',
+        "",
+        "",
+        [("weather", {"city": "\ud83d"})],
+    ),
+    "hermes, text that looks like other types": (
+        formats.HERMES,
+        '<tool_call>{"name": "weather", "arguments": {"days": "3", "city": "None"}}</tool_call>',
+        "",
+        "",
+        [("weather", {"days": "3", "city": "None"})],
+    ),
+    "xml, the last token is missing": (formats.QWEN_XML, XML_CALLS.removesuffix("</tool_call>"), "", "", [PARIS, NOW]),
+    "xml, two functions in one": (
+        formats.QWEN_XML,
+        XML_CALLS.replace("</tool_call>\n<tool_call>\n", ""),
+        "",
+        "",
+        [PARIS, NOW],
+    ),
+    "xml, two functions alone": (
+        formats.QWEN_XML,
+        re.sub("</?tool_call>", "", XML_CALLS) + "Done </b>",
+        "Done </b>",
+        "",
+        [PARIS, NOW],
+    ),
+    "xml, a marker in a value": (
+        formats.QWEN_XML,
+        "<function=weather><parameter=city>a</function>b</parameter></function> <b>",
+        "<b>",
+        "",
+        [("weather", {"city": "a</function>b"})],
+    ),
+    "gemma, other keys and spaces": (
+        formats.GEMMA,
+        '<|tool_call>call:weather{city: <|"|>{a:1}<|"|>, user-id: "x,y:1", days :3}<tool_call|>',
+        "",
+        "",
+        [("weather", {"city": "{a:1}", "user-id": "x,y:1", "days": 3})],
+    ),
+    "llama, a type first": (
+        formats.LLAMA,
+        f'{{"type": "function", "name": "weather", "parameters": {ARGUMENTS}}}',
+        "",
+        "",
+        [PARIS],
+    ),
+    "llama, arguments": (formats.LLAMA, f'{{"name": "weather", "arguments": {ARGUMENTS}}}', "", "", [PARIS]),
+    "llama, null": (formats.LLAMA, '{"name": "time.now", "parameters": null}', "", "", [NOW]),
+    "llama, several": (
+        formats.LLAMA,
+        f'{{"name": "weather", "parameters": {ARGUMENTS}}}; {{"name": "time.now", "parameters": {{}}}}\n'
+        f'{{"type": "function", "name": "weather", "parameters": {ARGUMENTS}}}',
+        "",
+        "",
+        [PARIS, NOW, PARIS],
+    ),
+    "only reasoning": (formats.THINKING, "<think>\nHm.\n</think>\n\nYes <think>", "Yes <think>", "Hm.", []),
 }
 # Replies with a call that cannot be parsed: (form, reply, calls that can)
 BROKEN: dict[str, tuple[dict[str, Any], str, list[tuple[str, Any]]]] = {
     "no JSON": (formats.HERMES, "Hm <tool_call>\nweather(Paris)\n</tool_call> and so on", []),
+    "arguments under another name": (formats.HERMES, '<tool_call>{"name": "weather", "params": {"city": "a"}}</tool_call>', []),
+    "no arguments of an unknown function": (formats.HERMES, '<tool_call>{"name": "Ada"}</tool_call>', []),
+    "half a character in the name": (formats.HERMES, r'<tool_call>{"name": "a\ud83d", "arguments": {}}</tool_call>', []),
     "no name": (formats.HERMES, '<tool_call>{"arguments": {"city": "Paris"}}</tool_call>', []),
     "an empty name": (formats.HERMES, '<tool_call>{"name": "", "arguments": {}}</tool_call>', []),
     "a list": (formats.HERMES, '<tool_call>["weather"]</tool_call>', []),
@@ -132,8 +209,18 @@ def read(reply: Reply, chunks: Iterable[str]) -> Part:
     return part
 
 
-def parsed(form: dict[str, Any], chunks: Iterable[str], prompt_end: str = "", tools: Sequence[Any] = TOOLS) -> Part:
-    return read(ParsedReply(load_response_template(form), None, prompt_end, list(tools)), chunks)
+def parsed(
+    form: dict[str, Any], chunks: Iterable[str], prompt_end: str = "", tools: Sequence[Any] = TOOLS, **fields: Any
+) -> Part:
+    return read(parsed_reply(form, prompt_end, tools=list(tools), **fields), chunks)
+
+
+def parsed_reply(form: dict[str, Any], prompt_end: str = "", **fields: Any) -> ParsedReply:
+    return ParsedReply(load_response_template(form), prompt_end, chat_body(**{"tools": TOOLS} | fields))
+
+
+def chat_body(**fields: Any) -> ChatBody:
+    return ChatBody(messages=[{"role": "user", "content": "?"}], **fields)
 
 
 def splits(text: str) -> list[list[str]]:
@@ -191,6 +278,22 @@ def test_the_prompt_may_begin_the_reply(prompt_end: str, reply: str, content: st
         assert (part.content, part.reasoning) == (content, reasoning)
 
 
+@pytest.mark.parametrize(
+    ("prompt_end", "reply", "content", "reasoning"),
+    [
+        ("<think>a</think>b<|user|>c<|assistant|>", "\n<think>d</think>e", "e", "d"),
+        ("<|assistant|><think>\n", "d\n</think>\n\ne <think>", "e <think>", "d"),
+        ("<|assistant|>\n<think></think>\n", "e <think>", "e <think>", ""),
+    ],
+)
+def test_reasoning_is_read_without_a_format_of_calls(prompt_end: str, reply: str, content: str, reasoning: str) -> None:
+    for chunks in splits(reply):
+        part = parsed(formats.THINKING, chunks, prompt_end)
+        assert (part.content, part.reasoning) == (content, reasoning)
+        part = parsed(formats.THINKING, chunks, prompt_end, include_reasoning=False)
+        assert (part.content, part.reasoning) == (content, "")
+
+
 PIECES = [
     *(
         "<tool_call>",
@@ -203,6 +306,7 @@ PIECES = [
     ),
     *("<tool_call|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "{", "}", '"name": "', '"', "\n", " "),
     *('{"name": "weather", "arguments": {"city": "', '"}}', '{"city": "', '"}', "[THINK]", "<|channel>thought\n", "<channel|>"),
+    *('{"type": "function", "name": "weather", "parameters": {"city": "', ";", "\n" * 9, '<|"|>', ":", ",", "</tool", "</"),
 ]
 
 
@@ -230,6 +334,43 @@ def test_ids_suit_every_template_and_differ() -> None:
     assert len(ids) == 4 and all(re.fullmatch("[a-zA-Z0-9]{9}", each) for each in ids)
 
 
+@pytest.mark.parametrize("case", ["hermes", "xml", "gemma", "llama, several", "mistral", "mistral list"])
+def test_only_the_first_call_is_kept_without_parallel_calls(case: str) -> None:
+    form, text, content, *_ = CASES[case]
+    for chunks in splits(text):
+        part = parsed(form, chunks, parallel_tool_calls=False)
+        assert (part.content, calls_of(part)) == (content, [PARIS])
+
+
+def test_values_of_xml_get_the_types_of_their_schema() -> None:
+    place = {"type": "object", "properties": {"c": {"type": "string"}}}
+    kinds: dict[str, tuple[dict[str, Any], str, Any]] = {
+        "place": ({"$ref": "#/$defs/Pl~1ace"}, '{"c": "Oslo"}', {"c": "Oslo"}),
+        "option": ({"anyOf": [{"$ref": "#/$defs/Pl~1ace"}, {"type": "null"}]}, '{"c": "Oslo"}', {"c": "Oslo"}),
+        "nothing": ({"anyOf": [{"$ref": "#/$defs/Pl~1ace"}, {"type": "null"}]}, "None", None),
+        "all": ({"allOf": [{"$ref": "#/$defs/Pl~1ace"}]}, '{"c": "Oslo"}', {"c": "Oslo"}),
+        "itself": ({"$ref": "#"}, "{}", {}),
+        "loop": ({"$ref": "#/properties/loop"}, "1", "1"),
+        "chosen": ({"enum": [1, 2]}, "1", 1),
+        "fixed": ({"const": False}, "False", False),
+        "text": ({"enum": ["1", "2"]}, "1", "1"),
+        "zip": ({"type": ["integer", "string"]}, "00123", "00123"),
+        "whole": ({"type": "integer"}, "3.0", 3),
+        "number": ({"type": "number", "nullable": True}, "3", 3),
+        "none": ({"type": "number", "nullable": True}, "null", None),
+        "wrong": ({"type": "integer"}, "three", "three"),
+        "list": ({"type": "array"}, "[NaN]", "[NaN]"),
+        "deep": ({"type": "array"}, "[" * 100_000, "[" * 100_000),
+        "any": ({}, "1", "1"),
+    }
+    properties = {name: schema for name, (schema, _, _) in kinds.items()}
+    parameters = {"type": "object", "properties": properties, "$defs": {"Pl/ace": place}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    values = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, (_, text, _) in kinds.items())
+    part = parsed(formats.QWEN_XML, [f"<function=f>{values}<parameter=other>\n1\n</parameter></function>"], tools=tools)
+    assert calls_of(part) == [("f", {name: value for name, (_, _, value) in kinds.items()} | {"other": "1"})]
+
+
 def test_a_list_of_calls_is_complete_call_by_call() -> None:
     reply = ListReply()
     assert not reply.feed('[{"name": "weather", "arguments": {"city": "}').calls
@@ -247,6 +388,46 @@ def test_a_list_of_calls_is_complete_call_by_call() -> None:
             assert (part.content, calls_of(part)) == (content, calls)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"n": 1e999, "m": 0.1234567890123456789012, "k": [1.10e2, -0]}',
+        '{"n": ' + "1" * 5000 + "}",
+        r'{"a": "\ud83d", "b\\": "\"}]\\", "c": {"d": "{[\\\""}}',
+        '{"a":' * 2000 + "{}" + "}" * 2000,
+    ],
+)
+def test_arguments_in_a_list_are_not_changed(arguments: str) -> None:
+    text = f'[ {{"name": "weather", "arguments": {arguments} }},\n{{"name":"time.now","arguments":{{}}}}]'
+    for chunks in splits(text) if len(text) < 300 else [[text], list(text)]:
+        part = read(ListReply(), chunks)
+        found = [(call["function"]["name"], call["function"]["arguments"]) for call in part.calls]
+        assert found == [("weather", arguments), ("time.now", "{}")] and not part.content
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_lists_of_calls_are_read_in_any_chunks(seed: int) -> None:
+    rng = random.Random(seed)
+    pieces = ['"', "\\", "{", "}", "[", "]", ",", "u", "é"]
+    calls = [(name, {"a": "".join(rng.choices(pieces, k=rng.randint(0, 12)))}) for name in rng.choices(["f", "g.h"], k=4)]
+    text = json.dumps([{"name": name, "arguments": arguments} for name, arguments in calls], indent=rng.choice([None, 2]))
+    cuts = sorted(rng.choices(range(len(text)), k=8))
+    part = read(ListReply(), [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)])
+    assert calls_of(part) == calls and not part.content
+
+
+def test_reading_takes_linear_time() -> None:
+    strings = '<|"|>a<|"|>,' * 40_000
+    for reply, text, step in (
+        (ListReply(), '[{"name": "f", "arguments": {"a": [' + '{"b":1},' * 20_000 + "1]}}]", 8),
+        (parsed_reply(formats.QWEN_XML), "<function=f>" + "<parameter=a>" * 9000 + "</parameter></function>", 13),
+        (parsed_reply(formats.GEMMA), "<|tool_call>call:weather{a:[" + strings + "1]}<tool_call|>", 10_000),
+    ):
+        started = process_time()
+        part = read(reply, [text[at : at + step] for at in range(0, len(text), step)])
+        assert len(part.calls) == 1 and process_time() - started < 3.0
+
+
 def test_arguments_of_one_function_are_streamed() -> None:
     for chunks in splits(ARGUMENTS):
         first, *others = read(ArgumentsReply("weather"), chunks).calls
@@ -261,6 +442,7 @@ TEMPLATES = {
     "Llama": ('<|start_header_id|>{"name": name, "parameters": {}}', formats.LLAMA),
     "Mistral": ("[TOOL_CALLS]name[ARGS]", formats.MISTRAL),
     "older Mistral": ("[TOOL_CALLS] [", formats.MISTRAL_LIST),
+    "GLM-4.5": ("<tool_call>{name}<arg_key></tool_call> <|assistant|>\n<think></think>", formats.THINKING),
     "another one": ("<|call|>", None),
 }
 
@@ -282,19 +464,57 @@ def test_the_tokenizers_own_form_is_preferred(caplog: pytest.LogCaptureFixture) 
     }
     tokenizer.response_template = own
     for chunks in splits("(well))yesEND"):
-        part = read(ParsedReply(response_template(tokenizer), None, "assistant:", []), chunks)
+        part = read(ParsedReply(response_template(tokenizer), "assistant:", chat_body()), chunks)
         assert (part.content, part.reasoning) == ("yes", "well")
     tokenizer.response_template = {"version": 2, "fields": {}}
     assert response_template(tokenizer) == load_response_template(formats.GEMMA)
     assert "response_template is not used" in caplog.text
 
 
-def test_special_tokens_are_left_out_of_the_text() -> None:
-    tokenizer = make_tokenizer(chat_template=TEMPLATES["Hermes, Qwen"][0])
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<tool_call>"]})
-    text = f"Let <|im_start|>me<|im_end|> see.{HERMES_CALLS}<|end|>"
-    for skip, content in ((True, "Let me see."), (False, "Let <|im_start|>me<|im_end|> see.\n<|end|>")):
-        body = ChatBody(messages=[{"role": "user", "content": "?"}], tools=TOOLS, skip_special_tokens=skip)
-        for chunks in splits(text):
-            part = read(Replies(tokenizer).readers(body, tokenizer.encode("<|im_start|>assistant\n"))[0], chunks)
-            assert (part.content, calls_of(part)) == (content, [PARIS, NOW])
+@pytest.mark.parametrize("is_byte_level", [True, False])
+def test_only_special_tokens_are_left_out_of_the_text(is_byte_level: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make_tokenizer(chat_template=TEMPLATES["Mistral"][0])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<s>", "[INST]", "[TOOL_CALLS]", "[ARGS]", "[THINK]"]})
+    if not is_byte_level:
+        monkeypatch.setattr(detokenizer, "byte_table", lambda _: None)
+    factory, replies = DetokenizerFactory(tokenizer), Replies(tokenizer)
+    prompt = tokenizer.encode("Hi[/INST]")
+    special = tokenizer.convert_tokens_to_ids(["<s>", "[INST]"])
+    called = tokenizer.encode(f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}")
+    tokenizer.backend_tokenizer.encode_special_tokens = True
+    spelled = tokenizer.backend_tokenizer.encode("Use <s>old</s> and [INST] x.").ids
+    tokenizer.backend_tokenizer.encode_special_tokens = False
+    for skip, before in ((True, ""), (False, "<s>[INST]")):
+        body = chat_body(tools=TOOLS, skip_special_tokens=skip)
+        text = factory(prompt, skip, replies.delimiters(body))
+        chunks = [*(text.feed([token]) for token in [*special, *spelled, *called]), text.flush()]
+        part = read(replies.readers(body, prompt)[0], chunks)
+        assert (part.content, calls_of(part)) == (before + "Use <s>old</s> and [INST] x.", [PARIS])
+    assert not replies.delimiters(chat_body(tools=TOOLS, tool_choice="required"))
+
+
+def test_delimiters_are_found_in_patterns() -> None:
+    tokenizer = make_tokenizer(chat_template="")
+    names = [
+        "<tool_call>",
+        "</tool_call>",
+        "<think>",
+        "<|tool_call>",
+        "<tool_call|>",
+        '<|"|>',
+        "<|python_tag|>",
+        "[TOOL_CALLS]",
+        "x",
+    ]
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    found = {}
+    for case in ("Hermes, Qwen", "Gemma", "Llama", "older Mistral", "GLM-4.5"):
+        tokenizer.chat_template = TEMPLATES[case][0]
+        found[case] = set(tokenizer.convert_ids_to_tokens(sorted(Replies(tokenizer).delimiters(chat_body()))))
+    assert found == {
+        "Hermes, Qwen": {"<tool_call>", "</tool_call>", "<think>"},
+        "Gemma": {"<|tool_call>", "<tool_call|>", '<|"|>'},
+        "Llama": {"<|python_tag|>"},
+        "older Mistral": {"[TOOL_CALLS]"},
+        "GLM-4.5": {"<think>"},
+    }

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from outrider import LLM, OutriderError, SamplingParams
 from outrider.search.traffic import encoded, read_file
+from outrider.server.grammar import GrammarCompiler
+from outrider.server.prompts import tools as tools_of
+from outrider.server.protocol import ChatBody, Tool
 from outrider.server.replies import Part
 
 from .served import Served, serving
@@ -29,6 +32,7 @@ CHATML = (
     "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }}{{ call.function.arguments.items() | list }}"
     "</tool_call>{% endfor %}{% if message.tool_call_id %} for {{ message.tool_call_id }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if enable_thinking is false %}<think></think>{% endif %}{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}"
 )
 CITY = {"enum": ["Paris", "Lima", "Oslo"]}
 WEATHER: dict[str, Any] = {
@@ -96,13 +100,14 @@ Says = Callable[..., None]
 
 @pytest.fixture
 def says(tooled: Served, monkeypatch: pytest.MonkeyPatch) -> Says:
-    """Return ``says(text, ...)``, which makes the model write these texts in turn."""
+    """Return ``says(text, ...)``, which makes the model write these texts (or token ids) in turn."""
     llm, requests_for = tooled.llm, tooled.llm.requests_for
     assert llm.tokenizer is not None
     encode = llm.tokenizer.encode
 
-    def says(*texts: str) -> None:
-        script = Script([[*encode(text), 0] for text in texts], llm.runner.vocab_size)
+    def says(*texts: str | list[int]) -> None:
+        outputs = [[*(encode(text) if isinstance(text, str) else text), 0] for text in texts]
+        script = Script(outputs, llm.runner.vocab_size)
         monkeypatch.setattr(llm, "requests_for", lambda ids, params: requests_for(ids, replace(params, grammar=script)))
 
     return says
@@ -312,13 +317,17 @@ def nested(depth: int) -> dict[str, Any]:
             {"tool_choice": {"type": "function", "function": {"name": "other"}}},
             "unknown tool 'other': expected one of weather, now",
         ),
-        ({"response_format": {"type": "json_object"}}, "tools and response_format cannot be combined: choose one"),
-        ({"messages": called("{city: Oslo}")}, "messages.1.tool_calls.0.function.arguments: invalid arguments '{city: Oslo}'"),
-        ({"messages": called("[1]")}, "expected a JSON object"),
-        ({"messages": called("[" * 100_000)}, "expected a JSON object"),
-        ({"messages": called('{"a":' * 80 + "1" + "}" * 80)}, "more than 64 levels deep"),
-        ({"messages": called('{"a": "\\ud800"}')}, "unpaired surrogate"),
-        ({"messages": [{"role": "user"}]}, "content is missing: only an assistant's message with tool_calls may lack it"),
+        ({"response_format": {"type": "json_object"}}, "response_format cannot be combined with tools that may be called: set"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]}, "expected 'object'"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": ["object"]}}}]}, "expected 'object'"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "'chat_template' is set by the server"),
+        ({"chat_template_kwargs": {"a": "\ud800"}}, "unpaired surrogate"),
+        ({"reasoning_effort": "much"}, "reasoning_effort: expected 'none', 'minimal'"),
+        (
+            {"messages": [{"role": "user"}]},
+            "content is missing: only an assistant's message with tool_calls or reasoning_content",
+        ),
+        ({"messages": [USER, CALLED, {"role": "tool", "content": "x"}]}, "messages.2: tool_call_id is missing"),
         ({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": []}]}, "content is missing"),
         ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
         ({"messages": [USER, CALLED | {"refusal": "no", "speaker": "Ada"}]}, "messages.1.speaker: "),
@@ -327,6 +336,138 @@ def nested(depth: int) -> dict[str, Any]:
 def test_invalid_tools_and_calls_are_refused(tooled: Served, body: dict[str, Any], says: str) -> None:
     answer = tooled.post("/v1/chat/completions", **({"messages": [USER], "tools": TOOLS, "max_tokens": 2} | body))
     assert answer.status_code == 400 and says in answer.json()["error"]["message"], answer.text
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"tool_choice": {"type": "x"}}, "tool_choice.type: expected 'function'; tool_choice.function: missing"),
+        ({"tool_choice": 5}, "tool_choice: expected 'none', 'auto' or 'required'; tool_choice: expected a JSON object"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            'messages.0.content.0: unsupported part \'image_url\': expected {"type": "text", "text": ...}',
+        ),
+        ({"functions": []}, "functions: unknown field: use tools"),
+        ({"function_call": "auto"}, "function_call: unknown field: use tool_choice"),
+        ({"system": "Hi"}, 'system: unknown field: send a message with "role": "system"'),
+        ({"a." * 1000: 1}, "a." * 98 + "a..."),
+        ({"tools": 5}, "tools: expected a valid list"),
+    ],
+)
+def test_errors_are_in_plain_words(tooled: Served, body: dict[str, Any], message: str) -> None:
+    answer = tooled.post("/v1/chat/completions", **({"messages": [USER], "tools": TOOLS, "max_tokens": 2} | body))
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "O', "[1]", "[" * 100_000, '{"a":' * 80 + "1" + "}" * 80, r'{"a": "\ud800"}'])
+def test_arguments_that_are_not_complete_can_be_sent_back(tooled: Served, arguments: str) -> None:
+    answers = [chat(tooled, messages=called(given), max_tokens=2) for given in (arguments, "{}")]
+    assert answers[0]["usage"]["prompt_tokens"] == answers[1]["usage"]["prompt_tokens"]
+
+
+def test_a_message_may_have_only_reasoning(tooled: Served) -> None:
+    said = {"role": "assistant", "content": None, "reasoning_content": "Hm."}
+    answer = chat(tooled, messages=[USER, said], max_tokens=2)
+    assert answer["usage"]["prompt_tokens"] == len(tooled.llm.chat_prompt([USER, said], TOOLS))
+
+
+@pytest.mark.parametrize("choice", ["none", "required", NAMED])
+def test_tools_and_a_response_format_can_be_combined_unless_the_model_decides(tooled: Served, choice: Any) -> None:
+    asked = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes", "no"]}}}
+    (choice_,) = chat(tooled, tool_choice=choice, response_format=asked)["choices"]
+    if choice == "none":
+        assert choice_["message"]["content"] in ('"yes"', '"no"')
+    else:
+        assert choice_["message"]["tool_calls"]
+
+
+def test_a_request_sets_variables_of_the_template(tooled: Served) -> None:
+    def length(**body: Any) -> int:
+        return int(chat(tooled, max_tokens=1, **body)["usage"]["prompt_tokens"])
+
+    for body, variables in (
+        ({}, {}),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
+        ({"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "none"}),
+    ):
+        assert length(**body) == len(tooled.llm.chat_prompt([USER], TOOLS, variables))
+    lengths = {
+        length(**body) for body in ({}, {"reasoning_effort": "high"}, {"chat_template_kwargs": {"enable_thinking": False}})
+    }
+    assert len(lengths) == 3
+
+
+def test_reasoning_can_be_left_out(tooled: Served, says: Says) -> None:
+    for is_streamed in (False, True):
+        says(REPLY)
+        if is_streamed:
+            (message,), *_ = streamed(tooled, include_reasoning=False)
+        else:
+            message = chat(tooled, include_reasoning=False)["choices"][0]["message"]
+        assert message["content"] == "Let me see." and "reasoning_content" not in message and len(message["tool_calls"]) == 2
+
+
+def test_half_a_character_in_a_call_is_no_error(tooled: Served, says: Says) -> None:
+    text = r'<tool_call>{"name": "weather", "arguments": {"place": "\ud83d"}}</tool_call>'
+    says(text)
+    whole = chat(tooled)["choices"][0]["message"]
+    assert json.loads(whole["tool_calls"][0]["function"]["arguments"]) == {"place": "\ud83d"}
+    says(text)
+    assert without_ids(streamed(tooled)[0][0]) == without_ids(whole)
+
+
+def test_text_that_looks_like_a_special_token_is_kept(tooled: Served, says: Says) -> None:
+    tokenizer = tooled.llm.tokenizer
+    assert tokenizer is not None
+    text = "Write <|im_end|> or <think>."
+    backend = tokenizer.backend_tokenizer
+    backend.encode_special_tokens = True
+    spelled = backend.encode(text).ids
+    backend.encode_special_tokens = False
+    special = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    says([special, *spelled, special])
+    assert chat(tooled)["choices"][0]["message"]["content"] == text
+
+
+REFERRING: dict[str, dict[str, Any]] = {
+    "path": {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"const": 1}}},
+    "itself": {"properties": {"a": {"const": 1}, "b": {"$ref": "#"}}},
+    "anchor": {"properties": {"a": {"$ref": "#b"}}, "$defs": {"b": {"$anchor": "b", "const": 1}}},
+    "id": {
+        "$id": "https://a.b/c",
+        "properties": {"a": {"$ref": "#/$defs/b"}, "$id": {"const": 1}},
+        "$defs": {"b": {"const": 1}},
+    },
+}
+
+
+@pytest.mark.parametrize("case", REFERRING)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_references_in_parameters_stay_valid(tooled: Served, case: str, choice: Any) -> None:
+    schema = {**REFERRING[case], "required": ["a"], "additionalProperties": False}
+    tools = [TOOLS[1], {"type": "function", "function": {"name": "f", "parameters": schema}}]
+    body = ChatBody(messages=[USER], tools=tools, tool_choice=choice)
+    grammar = GrammarCompiler(tools_of(tooled.llm)).json(body.schema_asked)
+    for value, is_valid in ((1, True), (2, False)):
+        arguments = json.dumps({"a": value})
+        text = f'[{{"name": "f", "arguments": {arguments}}}]' if choice == "required" else arguments
+        assert tooled.llm.tokenizer is not None
+        ids = [*tooled.llm.tokenizer.encode(text), 0]
+        matcher = grammar.matcher()
+        accepted = all(bool(matcher.allowed(ids[:at], [])[token]) for at, token in enumerate(ids[:-1]))  # type: ignore[index]
+        assert accepted == is_valid
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object", "properties": {}}, {"properties": {}, "title": "Now"}])
+def test_empty_properties_are_no_parameters(parameters: Any) -> None:
+    tool = Tool(type="function", function={"name": "now", "parameters": parameters})
+    assert tool.arguments_schema()["additionalProperties"] is False
+    free = Tool(type="function", function={"name": "now", "parameters": {"properties": {}, "additionalProperties": True}})
+    assert free.arguments_schema()["additionalProperties"] is True
+    some = Tool(type="function", function={"name": "now", "parameters": {"properties": {"a": {}}}})
+    assert "additionalProperties" not in some.arguments_schema()
 
 
 def test_what_clients_store_is_accepted(tooled: Served) -> None:

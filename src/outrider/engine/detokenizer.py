@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from outrider.runner.tokenizers import BROKEN, byte_table, special_ids
@@ -45,8 +45,15 @@ class BytesDetokenizer:
 class WindowDetokenizer:
     """Any tokenizer: decode a window with and without new tokens and emit the difference, unless a character is incomplete."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
-        self._tokenizer, self._skips_special = tokenizer, skip_special_tokens
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        dropped: Collection[int] = (),
+    ) -> None:
+        """``dropped``: tokens that are not part of the text."""
+        self._tokenizer, self._skips_special, self._dropped = tokenizer, skip_special_tokens, dropped
         self._window = list(prompt_ids[-CONTEXT_TOKENS:])  # context tokens, then tokens not emitted yet
         self._shown = len(self._window)
         self._shown_text = self._text(self._window)
@@ -73,7 +80,8 @@ class WindowDetokenizer:
         return self._text(self._window)[len(self._shown_text) :]
 
     def _text(self, token_ids: list[int]) -> str:
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special, clean_up_tokenization_spaces=False)
+        shown = [token for token in token_ids if token not in self._dropped]
+        text = self._tokenizer.decode(shown, skip_special_tokens=self._skips_special, clean_up_tokenization_spaces=False)
         return text if isinstance(text, str) else "".join(text)
 
 
@@ -81,16 +89,22 @@ class DetokenizerFactory:
     """Creates each request's detokenizer; shared tables are computed once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._special = tokenizer, frozenset(special_ids(tokenizer))
         self._table = byte_table(tokenizer)
-        self._full_table = list(self._table or ())  # with the names of special tokens
-        for token in special_ids(tokenizer) if self._table is not None else ():
-            self._full_table[token] = str(tokenizer.convert_ids_to_tokens(token)).encode()
+        self._tables: dict[frozenset[int], list[bytes]] = {}  # with the names of these special tokens
 
-    def __call__(self, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
-        if self._table is not None:
-            return BytesDetokenizer(self._table if skip_special_tokens else self._full_table)
-        return WindowDetokenizer(self._tokenizer, prompt_ids, skip_special_tokens)
+    def __call__(
+        self, prompt_ids: Sequence[int], skip_special_tokens: bool = True, delimiters: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """``delimiters``: special tokens that are never skipped."""
+        shown = delimiters if skip_special_tokens else self._special
+        if self._table is None:
+            return WindowDetokenizer(self._tokenizer, prompt_ids, not shown, self._special - shown if shown else ())
+        if shown not in self._tables:
+            self._tables[shown] = list(self._table)
+            for token in shown:
+                self._tables[shown][token] = str(self._tokenizer.convert_ids_to_tokens(token)).encode()
+        return BytesDetokenizer(self._tables[shown])
 
 
 class StopScanner:

@@ -175,8 +175,15 @@ class LLM:
         """
         return self.generate(self.chat_prompt(messages, tools), params)[0]
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Convert messages ({"role", "content"}) to token ids with the tokenizer's chat template.
+
+        ``variables``: further variables for the template, such as ``enable_thinking``.
 
         Raises ``OutriderError`` if there is no template, it rejects the messages, or it has no place for the tools.
         """
@@ -186,7 +193,7 @@ class LLM:
         if not self.tokenizer.chat_template:
             raise OutriderError("the tokenizer has no chat template: use generate with a plain prompt")
         with self._open():
-            return chat_ids(self.tokenizer, conversation, tools)
+            return chat_ids(self.tokenizer, conversation, tools, variables)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Convert a prompt to token ids. Raises ``OutriderError`` for another type and for ids outside the vocabulary."""

@@ -146,14 +146,19 @@ def check_takes_tools(template: str | None) -> None:
 
 
 def chat_ids(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Convert messages to token ids with the tokenizer's chat template. Raises ``OutriderError`` if it rejects them."""
     if tools:
         check_takes_tools(template_of(tokenizer, with_tools=True))
     shown_tools: list[Any] | None = [dict(tool) for tool in tools] if tools else None
     try:
-        text = tokenizer.apply_chat_template(messages, tools=shown_tools, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            messages, tools=shown_tools, tokenize=False, add_generation_prompt=True, **(variables or {})
+        )
     except Exception as error:  # templates can raise anything
         roles = ", ".join(message["role"] for message in messages)
         raise OutriderError(f"the chat template rejects these messages ({roles}): {first_line(error)}") from error

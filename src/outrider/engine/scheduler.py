@@ -100,7 +100,9 @@ class Scheduler:
             max_tokens=min(params.max_tokens, self.max_len - request.num_prompt_tokens),
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids),
             detokenizer=(
-                self._make_detokenizer(request.token_ids, params.skip_special_tokens) if self._make_detokenizer else None
+                self._make_detokenizer(request.token_ids, params.skip_special_tokens, request.delimiters)
+                if self._make_detokenizer
+                else None
             ),
             scanner=StopScanner(params.stop) if params.stop else None,
             client=client,

@@ -74,6 +74,7 @@ class Answer:
     tokens: TokenTexts
     choices: list[Completion] = field(default_factory=list)
     created: int = field(default_factory=lambda: int(time()))
+    delimiters: frozenset[int] = frozenset()  # special tokens that are not skipped in the text
 
     kind: ClassVar[str] = ""
     chunk_kind: ClassVar[str] = ""

@@ -25,12 +25,17 @@ HERMES = _form(CHATML, {"open_pattern": r"\s{0,8}<tool_call>", "close": "</tool_
 QWEN_XML = _form(
     CHATML,
     {
-        # Qwen3-Coder often omits <tool_call>.
-        "open_pattern": r"\s{0,8}(?:<tool_call>\s{0,8})?<function=(?P<name>[^>\n]{1,64})>",
-        "close_pattern": r"</function>\s{0,8}</tool_call>",
+        # Qwen3-Coder often omits <tool_call> or </tool_call>, or encloses several functions in them. Values may contain
+        # </function>, which ends a call only after the function's name or a parameter.
+        "open_pattern": r"\s{0,8}(?:<tool_call>\s{0,8})?(?=<function=(?P<name>[^>\n]{1,64})>)",
+        "close_pattern": r"(?:<function=[^>\n]{1,64}>|</parameter>)\s{0,8}</function>"
+        r"(?:\s{0,8}(?:</tool_call>|\Z)|(?=\s{9}|\s{0,8}(?:[^\s<]|<[^/]|</[^t])))",
         "content": "xml-inline",
         # Anything else matches without a key, which is an error.
-        "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>|\S"},
+        "content_args": {
+            "tag_pattern": r"(?:\A<function=[^>\n]+>\s*)?"
+            r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?(?:</parameter>|\Z)|\S"
+        },
         "transform": NAMED,
     },
     THINK,
@@ -48,8 +53,9 @@ GEMMA = _form(
 LLAMA = _form(
     "<|start_header_id|>assistant<|end_header_id|>\n\n",
     {
-        "open_pattern": r'\A\s{0,8}(?:<\|python_tag\|>\s{0,8})?(?=\{\s{0,8}"name"\s{0,8}:)',
-        "transform": {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.parameters}"}},
+        "open_pattern": r"\A\s{0,8}(?:<\|python_tag\|>\s{0,8})?"
+        r'(?=\{\s{0,8}"(?:name"\s{0,8}:|type"\s{0,8}:\s{0,8}"function"))',
+        "transform": CALL,
     },
 )
 MISTRAL = _form(
@@ -70,6 +76,11 @@ MISTRAL_LIST = _form(
         "transform_each": True,
     },
 )
+# Its calls are unknown. The anchor is an opening marker at the end of the prompt, which may be closed, too.
+THINKING: dict[str, Any] = {
+    "start_anchor_pattern": r"(?=<think>\s{0,8}(?:</think>\s{0,8})?\Z)",
+    "fields": {REASONING[0]: THINK, "content": {}},
+}
 
 # A model's replies have the first form of which the chat template contains all markers.
 FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
@@ -79,4 +90,5 @@ FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("<|start_header_id|>", '"parameters": '), LLAMA),
     (("[TOOL_CALLS]", "[ARGS]"), MISTRAL),
     (("[TOOL_CALLS]",), MISTRAL_LIST),
+    (("<think>",), THINKING),
 )

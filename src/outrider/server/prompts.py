@@ -74,20 +74,26 @@ class Prompts:
         return await self._tokenised({"texts": texts}, sum(map(len, texts)), client)
 
     async def chat(
-        self, messages: list[dict[str, Any]], client: Client, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: list[dict[str, Any]],
+        client: Client,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
     ) -> list[list[int]]:
         """Return one prompt, rendered by the tokenizer's chat template. Raises ``OutriderError`` for invalid messages."""
+        variables = dict(variables or {})
         template, most = self._tool_template if tools else self._template, self._llm.runner.max_len
         if len(messages) > most:  # every message takes at least one token
             raise PromptTooLong(f"{len(messages)} messages do not fit into the context of {most} tokens: send fewer")
         calls = [message["tool_calls"] for message in messages if "tool_calls" in message]
         shown = "".join(message["content"] + message.get("reasoning_content", "") for message in messages)
-        num_characters = self._check_size(shown + "".join(map(json.dumps, [*calls, *tools])))
+        num_characters = self._check_size(shown + "".join(map(json.dumps, [*calls, *tools, variables])))
         if "developer" not in (template or ""):  # OpenAI's newer name; a template drops the messages of unknown roles
             messages = [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
         if self.pool is None or template is None:
-            return [await self._aside(lambda: self._llm.chat_prompt(messages, tools))]
-        return await self._tokenised({"messages": messages, "tools": list(tools)}, num_characters, client)
+            return [await self._aside(lambda: self._llm.chat_prompt(messages, tools, variables))]
+        job = {"messages": messages, "tools": list(tools), "variables": variables}
+        return await self._tokenised(job, num_characters, client)
 
     async def _tokenised(self, job: dict[str, Any], num_characters: int, client: Client) -> list[list[int]]:
         assert self.pool is not None

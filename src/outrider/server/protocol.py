@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
@@ -12,8 +11,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from outrider.engine.options import Speculation
 from outrider.engine.prompts import arguments_of, as_prompts, for_template
-from outrider.options import declared
+from outrider.options import declared, shown
 from outrider.registry import PLAIN
+from outrider.server.parameters import moved
 from outrider.types import Grammar, OutriderError, SamplingParams
 
 MAX_LOGPROBS = 20
@@ -23,10 +23,8 @@ MAX_FIELDS = 128  # fields per object: each wrong one adds an error
 MAX_BIASES = 4096
 MAX_MESSAGES = 4096  # of a conversation, and parts of a message
 MAX_TOOLS = 256  # of a call, and tool calls of a message
+OWN_VARIABLES = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize")
 MAX_DEPTH = 64  # of parameters and arguments of tools
-# Parts of an error location that pydantic adds for unions of types, such as function-after[_unicode(), constrained-str].
-PYDANTIC_TYPE = re.compile(r"^(constrained|function|nullable|tagged|lax|json)-|^[a-z-]+\[.*\]$")
-MAX_DETAIL = 200  # characters of one of pydantic's errors, which may quote the client's value
 
 
 def _unicode(text: str) -> str:
@@ -67,12 +65,27 @@ def levels(value: Any) -> Iterator[list[Any]]:
         level = [inner for values in inside for inner in values]
 
 
+def _of_object(schema: dict[str, Any]) -> dict[str, Any]:
+    """Validate that a schema is one of arguments, which have names."""
+    if schema.get("type", "object") != "object":
+        raise ValueError(f"invalid type {shown(schema['type'])}: expected 'object', because arguments have names")
+    return schema
+
+
+def _variables(given: dict[str, Any]) -> dict[str, Any]:
+    """Validate the variables for a chat template."""
+    for name in given:
+        if name in OWN_VARIABLES:
+            raise ValueError(f"{name!r} is set by the server: expected other variables of the chat template")
+    return given
+
+
 def _arguments(text: str) -> str:
-    """Validate the arguments of a tool call, which are JSON text."""
+    """Replace the arguments of a call that no template can show, such as truncated ones, by none."""
     try:
         _shallow(arguments_of(text))
-    except OutriderError as error:
-        raise ValueError(str(error)) from None
+    except (OutriderError, ValueError):
+        return "{}"
     return text
 
 
@@ -246,6 +259,13 @@ class TextPart(Body):
     type: Literal["text"]
     text: Text
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, part: Any) -> Any:
+        if isinstance(part, dict) and part.get("type", "text") != "text":
+            raise ValueError(f'unsupported part {shown(part["type"])}: expected {{"type": "text", "text": ...}}')
+        return part
+
 
 class CalledFunction(Body):
     """A function with the arguments of a call."""
@@ -280,15 +300,22 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("content is missing: only an assistant's message with tool_calls may lack it")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("tool_call_id is missing: a message with role tool needs the id of its call")
+        if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.thoughts)):
+            raise ValueError("content is missing: only an assistant's message with tool_calls or reasoning_content may lack it")
         return self
+
+    @property
+    def thoughts(self) -> str | None:
+        """The reasoning, under either name."""
+        return self.reasoning_content or self.reasoning
 
     def plain(self) -> dict[str, Any]:
         """Return the message for a chat template."""
         shown = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
         message = self.model_dump(include={*shown}, exclude={"tool_calls": {"__all__": {"index"}}})
-        message["reasoning_content"] = self.reasoning_content or self.reasoning
+        message["reasoning_content"] = self.thoughts
         return for_template({name: message[name] for name in shown if message[name] or name == "content"})
 
 
@@ -297,7 +324,7 @@ class Function(Body):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: Text | None = None
-    parameters: Annotated[dict[str, Any], AfterValidator(_shallow)] | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(_shallow), AfterValidator(_of_object)] | None = None
     strict: bool | None = None  # forced calls always match the parameters
 
 
@@ -309,21 +336,12 @@ class Tool(Body):
 
     def arguments_schema(self, place: str = "#") -> dict[str, Any]:
         """Return the JSON schema of the arguments; ``place``: where it is inserted in another schema."""
-        schema = self.function.parameters or {"additionalProperties": False}
-        found: dict[str, Any] = _moved({"type": "object", **schema}, place)
+        given = self.function.parameters or {"properties": {}}
+        has_none = given.get("properties") == {}
+        schema = {"type": "object", **({"additionalProperties": False} if has_none else {}), **given}
+        schema.pop("$id", None)  # otherwise references would be relative to it
+        found: dict[str, Any] = moved(schema, place)
         return found
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """Return a schema whose references to itself are valid where it is inserted."""
-    if isinstance(schema, list):
-        return [_moved(each, place) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: place + value[1:] if key == "$ref" and isinstance(value, str) and value[:1] == "#" else _moved(value, place)
-        for key, value in schema.items()
-    }
 
 
 class FunctionName(Body):
@@ -353,6 +371,11 @@ class ChatBody(SamplingFields):
     tools: Annotated[list[Tool], Field(fail_fast=True), _at_most(MAX_TOOLS, "tools")] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: Annotated[dict[Text, Any], AfterValidator(_shallow), AfterValidator(_variables)] = Field(
+        default_factory=dict
+    )
 
     @model_validator(mode="after")
     def _can_call(self) -> Self:
@@ -364,14 +387,19 @@ class ChatBody(SamplingFields):
             raise ValueError("tool_choice needs tools")
         if self.named is not None and self.named not in names:
             raise ValueError(f"tool_choice: unknown tool {self.named!r}: expected one of {', '.join(names)}")
-        if names and super().is_json:
-            raise ValueError("tools and response_format cannot be combined: choose one")
+        if self.offered and not self.is_forced and super().is_json:
+            raise ValueError('response_format cannot be combined with tools that may be called: set tool_choice to "none"')
         return self
 
     @property
     def named(self) -> str | None:
         """The name of the function that must be called, or None."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the reply must be a call."""
+        return self.named is not None or self.tool_choice == "required"
 
     @cached_property
     def offered(self) -> list[dict[str, Any]]:
@@ -380,8 +408,15 @@ class ChatBody(SamplingFields):
         return [tool.model_dump(exclude_none=True) for tool in shown]
 
     @property
+    def variables(self) -> dict[str, Any]:
+        """The variables for the chat template. Without effort templates that know ``enable_thinking`` disable reasoning."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        thinking = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
+        return {**effort, **thinking, **self.chat_template_kwargs}
+
+    @property
     def is_json(self) -> bool:
-        return self.named is not None or self.tool_choice == "required" or super().is_json
+        return self.is_forced or super().is_json
 
     @property
     def schema_asked(self) -> dict[str, Any] | None:
@@ -406,22 +441,3 @@ def _calls_schema(tools: dict[str, Tool], is_parallel: bool) -> dict[str, Any]:
         calls.append({"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False})
     most = {} if is_parallel else {"maxItems": 1}
     return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
-
-
-def mistakes(errors: Sequence[Any]) -> str:
-    """Format pydantic's errors as one line. Their locations are those inside the body."""
-    found = []
-    for error in errors[:3]:
-        is_unknown = error["type"] == "extra_forbidden"  # the location contains the client's field name
-        where = error["loc"]
-        if where[:1] == ("response_format",):
-            where = where[:1] + where[2:]  # without the value of its "type"
-        place = ".".join(str(part) for part in where if is_unknown or not PYDANTIC_TYPE.search(str(part)))
-        what = error["msg"].removeprefix("Value error, ")
-        if error["type"] in ("missing", "model_attributes_type") and not place:
-            what = "expected a JSON object, sent with the header Content-Type: application/json"
-        elif error["type"] == "json_invalid" and place:  # FastAPI's, whose message does not give the reason
-            place, what = "", f"invalid JSON at character {place}: {error['ctx']['error']}"
-        what = " ".join(f"{place}: {what}".removeprefix(": ").split())
-        found.append(what if len(what) <= MAX_DETAIL else what[: MAX_DETAIL - 3] + "...")
-    return "; ".join(dict.fromkeys(found))

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import secrets
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from transformers.utils.chat_parsing import parse_response
+from transformers.utils.chat_parsing.content_parsers import process_field
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from outrider.engine.prompts import arguments_of, check_takes_tools, template_of
 from outrider.runner.tokenizers import special_ids
 from outrider.server.formats import CALLS, FORMATS, REASONING
+from outrider.server.parameters import typed
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
@@ -33,6 +35,9 @@ logger = logging.getLogger(__name__)
 PREFIX_TOKENS = 256  # of the prompt's end, which may begin the reply, for example with <think>
 ID_CHARACTERS, ID_LENGTH = string.ascii_letters + string.digits, 9  # chat templates of Mistral accept no other ids
 DECODER = json.JSONDecoder()
+NOT_SEPARATOR = re.compile(r"[^;\s]")
+JSON_MARK = re.compile(r'[\\"\[\]{}]')
+LISTED_CALL = re.compile(r'[\s,\[]*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:(?P<arguments>.*)\}', re.DOTALL)
 UNKNOWN = 'no tool-call format of this model is known: set tool_choice to "required" or to a function'
 
 
@@ -99,26 +104,41 @@ class ArgumentsReply(Reply):
 
 
 class ListReply(Reply):
-    """Reply that is a JSON list of calls."""
+    """Reply that is a JSON list of calls, whose form the grammar of ``ChatBody.schema_asked`` forces.
+
+    The arguments are cut out of the text: decoding and encoding them would change numbers.
+    """
 
     def __init__(self) -> None:
-        self._rest = ""
+        self._text, self._start, self._read = "", 0, 0  # start of the next call, and of what has not been read
+        self._depth, self._is_string, self._escaped = 0, False, -1  # position of the character after a backslash
 
     def feed(self, text: str) -> Part:
-        self._rest += text
+        self._text += text
         part = Part()
-        while "}" in text:
-            rest = self._rest.lstrip("[, \n")
-            try:
-                call, end = DECODER.raw_decode(rest)
-                part.calls.append(self._call(call["name"], json.dumps(call["arguments"], ensure_ascii=False)))
-            except (ValueError, TypeError, KeyError):  # incomplete, or the end of the list
-                break
-            self._rest = rest[end:]
+        for match in JSON_MARK.finditer(self._text, self._read):
+            if match.start() == self._escaped:
+                continue
+            mark = match[0]
+            if mark == "\\":
+                self._escaped = match.end()
+            elif mark == '"':
+                self._is_string = not self._is_string
+            elif not self._is_string:
+                self._depth += 1 if mark in "[{" else -1
+                if mark == "}" and self._depth == 1:
+                    self._end_call(part, match.end())
+        self._read = len(self._text)
         return part
 
+    def _end_call(self, part: Part, end: int) -> None:
+        call = LISTED_CALL.fullmatch(self._text, self._start, end)
+        if call is not None:
+            part.calls.append(self._call(call["name"], call["arguments"].strip()))
+            self._start = end
+
     def finish(self) -> Part:
-        rest = self._rest.lstrip(", \n")
+        rest = self._text[self._start :].lstrip(", \n")
         return Part(rest if rest.strip("] \n") else "")
 
 
@@ -128,21 +148,19 @@ class ParsedReply(Reply):
     It differs from transformers' ``ResponseParser``, which raises if a call cannot be parsed and does not return its text.
     """
 
-    def __init__(self, form: Any, special: Any, prompt_end: str, tools: list[Any]) -> None:
-        """``form``: the loaded template; ``special``: pattern of special tokens, which are left out of the text, or None.
-
-        ``prompt_end`` is the end of the prompt; without ``tools`` calls are text.
-        """
-        self._form, self._tools = form, tools
-        self._opening = [each for name, each in form.fields.items() if each.open_re is not None and (tools or name != CALLS)]
-        end_of_turn = form.fields[form.implicit].close_re if form.implicit is not None else None
-        self._dropped = [pattern for pattern in (end_of_turn, special) if pattern is not None]
+    def __init__(self, form: Any, prompt_end: str, body: ChatBody) -> None:
+        """``form``: the loaded template; ``prompt_end``: end of the prompt. Without tools in ``body`` calls are text."""
+        self._form, self._body = form, body
+        fields = form.fields.items()
+        self._openings = [each for name, each in fields if each.open_re is not None and (body.offered or name != CALLS)]
+        self._end_of_turn = form.fields[form.implicit].close_re if form.implicit is not None else None
         self._field: Any = None  # field whose text follows; None outside of fields
+        self._opening: Any = None  # match of the delimiter before it
         self._is_fresh = False  # no text of this field yet: whitespace after a delimiter is dropped
         self._separator = ""  # between two parts of the content
         begun = [match.end() for match in form.start_anchor_re.finditer(prompt_end)]
         self._text = prompt_end[begun[-1] :] if begun else ""
-        self._position = self._field_start = 0
+        self._position = 0
         self._read(is_end=True)
 
     def feed(self, text: str) -> Part:
@@ -152,7 +170,8 @@ class ParsedReply(Reply):
     def finish(self) -> Part:
         part = self._read(is_end=True)
         if self._is_call:  # JSON shows whether it is complete; in other formats an argument may be missing
-            self._end_call(part, self._text[self._field_start :], is_complete=self._field.content == "json")
+            end = len(self._text)
+            self._end_call(part, self._opening, end if self._field.content == "json" else None, end)
         return part
 
     @property
@@ -168,12 +187,12 @@ class ParsedReply(Reply):
             self._position = text_end if match is None else match.end()
             if match is None or (following is self._field and match.end() == match.start()):
                 return part
-            if following is self._field:  # a dropped token
+            if following is self._field:  # the end of the turn
                 continue
-            call = self._text[self._field_start : self._position] if self._is_call else None
-            self._field, self._field_start, self._is_fresh = following, match.start(), True
-            if call is not None:
-                self._end_call(part, call, is_complete=True)
+            was_call, opening = self._is_call, self._opening
+            self._field, self._opening, self._is_fresh = following, match, True
+            if was_call:
+                self._end_call(part, opening, match.start(), match.end())
 
     def _next_delimiter(self, is_end: bool) -> tuple[Any, Any, int]:
         """Return the match of the next delimiter, or None, the field that follows it, and the end of the text before it."""
@@ -192,11 +211,11 @@ class ParsedReply(Reply):
 
     def _delimiters(self) -> list[tuple[Any, Any]]:
         """Return each pattern that may come next with the field that follows it."""
-        dropped = [(pattern, self._field) for pattern in self._dropped]
         if self._field is None:
-            return [(each.open_re, each) for each in self._opening] + dropped
-        closing = [(self._field.close_re, None)] if self._field.close_re is not None else []
-        return closing if self._is_call else closing + dropped
+            found = [(each.open_re, each) for each in self._openings]
+        else:
+            found = [(self._field.close_re, None)] if self._field.close_re is not None else []
+        return found if self._is_call or self._end_of_turn is None else [*found, (self._end_of_turn, self._field)]
 
     def _add_text(self, part: Part, text: str) -> None:
         name = self._form.implicit if self._field is None else self._field.name
@@ -207,37 +226,87 @@ class ParsedReply(Reply):
             text = text.lstrip()
             self._is_fresh = not text
         if name in REASONING:
-            part.reasoning += text
+            part.reasoning += text if self._body.include_reasoning else ""
         elif text:
             part.content += self._separator + text if was_fresh else text
             self._separator = "\n"
 
-    def _end_call(self, part: Part, text: str, is_complete: bool) -> None:
-        """Add the calls that a text contains, or the text if it cannot be parsed."""
-        calls = []
+    def _end_call(self, part: Part, opening: Any, end: int | None, text_end: int) -> None:
+        """Add the calls between a delimiter and ``end``; if they cannot be parsed, the text up to ``text_end``."""
+        calls: list[tuple[str, str]] = []
         with suppress(Exception):  # models write anything
-            message = parse_response(text, self._form, prefix="", tools=self._tools) if is_complete else {}
-            calls = [_name_and_arguments(call) for call in _flat(message.get(CALLS, []))]
-        part.calls += [self._call(*call) for call in calls]
+            captures = {name: value for name, value in opening.groupdict().items() if value is not None}
+            calls = self._parsed(self._text[opening.end() : end], captures) if end is not None else []
+        part.calls += [self._call(*call) for call in calls[: None if self._body.parallel_tool_calls else 1 - self.num_calls]]
         if not calls:
-            part.content += text
+            part.content += self._text[opening.start() : text_end]
             self._is_fresh = False
+
+    def _parsed(self, text: str, captures: dict[str, str]) -> list[tuple[str, str]]:
+        """Return the name and the arguments of each call in a field. Raises if they have another form."""
+        calls, texts = self._form.fields[CALLS], [text]
+        if calls.content == "json":  # transformers reads dialects slowly, and changes strings that look like keys
+            texts, calls = _values(plain_json(text, calls.content_args)), replace(calls, content_args={})
+        schemas = {tool.function.name: tool.function.parameters or {} for tool in self._body.tools or ()}
+        found = []
+        for call in _flat([process_field(each, calls, captures) for each in texts]):
+            name, arguments = _name_and_arguments(call, schemas)
+            if calls.content != "json":
+                arguments = typed(arguments, schemas.get(name, {}))
+            found.append((name, _as_json(arguments)))
+        return found
+
+
+def _values(text: str) -> list[str]:
+    """Return the JSON values in a text, which semicolons or white space separate. Raises if there is anything else."""
+    found, end = [], 0
+    while (start := NOT_SEPARATOR.search(text, end)) is not None:
+        _, end = DECODER.raw_decode(text, start.start())
+        found.append(text[start.start() : end])
+    return found
+
+
+def plain_json(text: str, dialect: Mapping[str, Any]) -> str:
+    """Return a dialect of JSON, described by ``content_args`` of a response template, as JSON."""
+    strings = [rf"{re.escape(opening)}(?s:(.*?)){re.escape(closing)}" for opening, closing in dialect.get("string_delims", [])]
+    keys = [r"(?<![\w.-])([\w.-]+)(?=\s{0,8}:)"] if dialect.get("unquoted_keys") else []
+    if not strings and not keys:
+        return text
+    pattern = "|".join([*strings, r'"(?:[^"\\]|\\.)*"', *keys])
+    return re.sub(pattern, lambda match: json.dumps(match[match.lastindex]) if match.lastindex else match[0], text)
 
 
 def _flat(calls: Any) -> list[Any]:
-    """Return the calls of a field, which may repeat and contain lists."""
+    """Return the calls of a field, which may contain lists."""
     return [each for call in calls for each in _flat(call)] if isinstance(calls, list) else [calls]
 
 
-def _name_and_arguments(call: Mapping[str, Any]) -> tuple[str, str]:
-    """Return a parsed call's name, and its arguments as JSON text. Raises if it has another form."""
+def _name_and_arguments(call: Mapping[str, Any], known: Container[str]) -> tuple[str, dict[str, Any]]:
+    """Return a parsed call's name and arguments. Raises if it has another form.
+
+    Only a call of a ``known`` function may lack arguments, and only if it does not have them under another name.
+    """
     function = call["function"]
-    name, arguments = function["name"], function.get("arguments", {})
+    name, arguments = function["name"], function.get("arguments")
+    if arguments is None:
+        arguments = function.get("parameters")
+    if arguments is None and name in known and function.keys() <= {"name", "type", "arguments", "parameters"}:
+        arguments = {}
     if isinstance(arguments, str):
         arguments = arguments_of(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise TypeError("expected a name and an object")
-    return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    name.encode()  # raises for an unpaired surrogate
+    return name, arguments
+
+
+def _as_json(arguments: dict[str, Any]) -> str:
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # an unpaired surrogate stays an escape
+        text = json.dumps(arguments)
+    return text
 
 
 def response_template(tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -253,6 +322,13 @@ def response_template(tokenizer: PreTrainedTokenizerBase) -> Any:
     return None if spec is None else load_response_template(spec)
 
 
+def _delimiters(form: Any) -> str:
+    """Return the delimiters of a response template, without the escapes of patterns."""
+    patterns = [pattern.pattern for field in form.fields.values() for pattern in (field.open_re, field.close_re) if pattern]
+    written = [*patterns, *(json.dumps(field.content_args) for field in form.fields.values())]
+    return re.sub(r"\\+(\W)", r"\1", " ".join(written))
+
+
 class Replies:
     """Creates the reader of each reply of one model."""
 
@@ -260,11 +336,12 @@ class Replies:
         self._tokenizer = tokenizer
         self._tool_template = None if tokenizer is None else template_of(tokenizer, with_tools=True)
         self._form = None if tokenizer is None else response_template(tokenizer)
-        self._special: Any = None
-        names = [] if tokenizer is None else tokenizer.convert_ids_to_tokens(sorted(special_ids(tokenizer)))
-        if names:  # a template compiles the pattern that finds parts of them, too
-            fields = {"special": {"open": names}}
-            self._special = load_response_template({"start_anchor": " ", "fields": fields}).fields["special"].open_re
+        self._delimiters: frozenset[int] = frozenset()
+        if tokenizer is not None and self._form is not None:
+            ids = sorted(special_ids(tokenizer))
+            text = _delimiters(self._form)
+            named = zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)
+            self._delimiters = frozenset(token for token, name in named if name in text)
 
     def check(self, body: ChatBody) -> None:
         """Raise ``OutriderError`` if the model cannot take the tools of a request, or its calls cannot be read."""
@@ -274,9 +351,9 @@ class Replies:
         if not body.is_json and (self._form is None or CALLS not in self._form.fields):
             raise OutriderError(UNKNOWN)
 
-    def is_parsed(self, body: ChatBody) -> bool:
-        """Return whether the reply is read with the model's format."""
-        return self._form is not None and not body.is_json
+    def delimiters(self, body: ChatBody) -> frozenset[int]:
+        """Return the special tokens that the reader of a reply needs in its text."""
+        return frozenset() if body.is_json else self._delimiters
 
     def readers(self, body: ChatBody, prompt_ids: Sequence[int]) -> list[Reply]:
         """Return a reader for each choice of a call. Uses the tokenizer."""
@@ -284,8 +361,7 @@ class Replies:
             return [ArgumentsReply(body.named) for _ in range(body.n)]
         if body.tool_choice == "required":
             return [ListReply() for _ in range(body.n)]
-        if self._tokenizer is None or not self.is_parsed(body):
+        if self._tokenizer is None or self._form is None or body.is_json:
             return [Reply() for _ in range(body.n)]
         end = self._tokenizer.decode(list(prompt_ids[-PREFIX_TOKENS:]), clean_up_tokenization_spaces=False)
-        special = self._special if body.skip_special_tokens else None
-        return [ParsedReply(self._form, special, str(end), body.offered) for _ in range(body.n)]
+        return [ParsedReply(self._form, str(end), body) for _ in range(body.n)]

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,8 +24,9 @@ from outrider.server.config import ServerConfig
 from outrider.server.gate import CLOSED, Call, error_body
 from outrider.server.grammar import Grammars, TokenGrammar
 from outrider.server.metrics import Metrics
+from outrider.server.mistakes import mistakes
 from outrider.server.prompts import Aside, Prompts, tools
-from outrider.server.protocol import ChatBody, CompletionBody, SamplingFields, StreamOptions, mistakes
+from outrider.server.protocol import ChatBody, CompletionBody, SamplingFields, StreamOptions
 from outrider.server.record import Record
 from outrider.server.replies import Replies
 from outrider.types import OutriderError, SamplingParams
@@ -73,20 +73,17 @@ class Service:
         """Handle ``POST /v1/chat/completions``."""
         call = _call(http)
         answer = ChatAnswer("chatcmpl-" + call.request_id, self.config.name, self._tokens)
+        answer.delimiters = self._replies.delimiters(body)
         max_tokens = body.max_completion_tokens or body.max_tokens or self.llm.runner.max_len
         self._replies.check(body)
-        is_parsed, logprobs = self._replies.is_parsed(body), body.num_logprobs()
         messages = [message.plain() for message in body.messages]
 
         async def encode() -> list[list[int]]:
-            prompts = await self._prompts.chat(messages, call.client, body.offered)
+            prompts = await self._prompts.chat(messages, call.client, body.offered, body.variables)
             answer.replies |= enumerate(await self._aside(lambda: self._replies.readers(body, prompts[0])))
             return prompts
 
-        def params(grammar: TokenGrammar | None) -> SamplingParams:
-            given = body.params(max_tokens, logprobs, grammar)
-            return replace(given, skip_special_tokens=False) if is_parsed else given
-
+        params = partial(body.params, max_tokens, body.num_logprobs())
         return await self._answer(body, http, answer, body.n, encode, params)
 
     def start(self) -> None:
@@ -177,7 +174,7 @@ class Service:
         for index, prompt in enumerate(prompts):
             group = self.llm.requests_for(prompt, params)
             for sample, request in enumerate(group):
-                request.num_draft_tokens = num_drafts
+                request.num_draft_tokens, request.delimiters = num_drafts, answer.delimiters
                 completion = Completion(
                     request.request_id, prompt_index=index, sample_index=sample, num_prompt_tokens=len(prompt)
                 )

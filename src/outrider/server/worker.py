@@ -62,9 +62,8 @@ class Workbench:
             if "texts" in job:
                 return self._encode(job["texts"], job["max_tokens"], add_special_tokens=True)
             if "messages" in job:
-                return self._encode(
-                    [self._render(job["messages"], job.get("tools"))], job["max_tokens"], add_special_tokens=False
-                )
+                text = self._render(job["messages"], job.get("tools"), job.get("variables", {}))
+                return self._encode([text], job["max_tokens"], add_special_tokens=False)
             from outrider.server.schemas import try_out
 
             assert self._table is not None
@@ -86,11 +85,11 @@ class Workbench:
             ids.append(found)
         return {"ids": ids}
 
-    def _render(self, messages: list[Job], tools: list[Any] | None) -> str:
+    def _render(self, messages: list[Job], tools: list[Any] | None, variables: Job) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self._setup["tool_template" if tools else "template"]
-        options = {"chat_template": template, **self._setup["special_tokens"]}
+        options = {"chat_template": template, **self._setup["special_tokens"], **variables}
         try:
             rendered: Any = render_jinja_template([messages], tools=tools or None, add_generation_prompt=True, **options)
         except MemoryError:

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.server.demo.race import Event
 from outrider.server.demo.track import MAX_PROMPT, MAX_TOKENS, RaceRequest, Track
-from outrider.server.protocol import mistakes
+from outrider.server.mistakes import mistakes
 from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,62 @@
+"""Describe what is wrong with a request body in one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from outrider.server.protocol import Body
+
+# Parts of an error location that pydantic adds for unions of types, such as function-after[_unicode(), constrained-str].
+PYDANTIC_TYPE = re.compile(r"^(constrained|function|nullable|tagged|lax|json)-|^[a-z-]+\[.*\]$")
+WORDS = {
+    "Input should be greater": "expected a value greater",
+    "Input should be less": "expected a value less",
+    "Input should be": "expected",
+    "Field required": "missing",
+}
+INSTEAD = {
+    "functions": ": use tools",
+    "function_call": ": use tool_choice",
+    "system": ': send a message with "role": "system"',
+}
+MAX_ERRORS = 32  # of pydantic's that are read
+MAX_DETAIL = 200  # characters of one of pydantic's errors, which may quote the client's value
+
+
+def mistakes(errors: Sequence[Any]) -> str:
+    """Format pydantic's errors as one line. Their locations are those inside the body."""
+    found = dict.fromkeys((_place(error), _what(error)) for error in errors[:MAX_ERRORS])
+    outer = {place[:index] for place, _ in found for index, letter in enumerate(place) if letter == "."}  # of a union, say
+    lines = [" ".join(f"{place}: {what}".removeprefix(": ").split()) for place, what in found if place not in outer]
+    return "; ".join(line if len(line) <= MAX_DETAIL else line[: MAX_DETAIL - 3] + "..." for line in lines[:3])
+
+
+def _place(error: Any) -> str:
+    """Return the place of an error without the parts that are not the client's, its beginning if it is long."""
+    where, kinds = error["loc"], {kind.__name__ for kind in Body.__subclasses__()}
+    if error["type"] == "json_invalid":
+        return ""
+    if where[:1] == ("response_format",):
+        where = where[:1] + where[2:]  # without the value of its "type"
+    name = where[-1:] if error["type"] == "extra_forbidden" else ()  # the client's, which may be anything
+    parts = map(str, where[: len(where) - len(name)])
+    named = [part for part in parts if not PYDANTIC_TYPE.search(part) and part not in kinds]
+    return ".".join([*named, *name])[:MAX_DETAIL]
+
+
+def _what(error: Any) -> str:
+    kind, where = error["type"], error["loc"]
+    if kind == "extra_forbidden":
+        return f"unknown field{INSTEAD.get(where[-1], '')}"
+    if kind in ("missing", "model_attributes_type") and not where:
+        return "expected a JSON object, sent with the header Content-Type: application/json"
+    if kind == "json_invalid" and where:  # FastAPI's, whose message does not give the reason
+        return f"invalid JSON at character {where[-1]}: {error['ctx']['error']}"
+    if kind in ("model_type", "dict_type", "model_attributes_type"):
+        return "expected a JSON object"
+    words = str(error["msg"]).removeprefix("Value error, ")
+    for pydantics, plain in WORDS.items():
+        words = words.replace(pydantics, plain)
+    return words
