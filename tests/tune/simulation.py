@@ -251,10 +251,19 @@ class Recorded:
     """Records the requests of another policy.
 
     ``slow``: additional seconds shown for a phase of the ``slow_at``-th round with drafts, counted from 1.
+    ``cold``: rounds with drafts, and the factor of the times of drafting and host shown for them.
     """
 
-    def __init__(self, inner: LengthPolicy, slow: float = 0.0, phase: str = "draft", slow_at: int = 1) -> None:
+    def __init__(
+        self,
+        inner: LengthPolicy,
+        slow: float = 0.0,
+        phase: str = "draft",
+        slow_at: int = 1,
+        cold: tuple[int, float] = (0, 1.0),
+    ) -> None:
         self.inner, self.slow, self.phase, self.left = inner, slow, phase, slow_at
+        self.num_cold, self.factor = cold
         self.requested: list[int] = []  # the maximum over requests
         self.lengths: list[list[int]] = []
         self.starts: list[int] = []  # rounds in which a prompt was prefilled
@@ -272,6 +281,10 @@ class Recorded:
         self.left -= round_.k > 0
         if round_.k and self.left == 0:
             setattr(round_.times, self.phase, getattr(round_.times, self.phase) + self.slow)
+        if round_.k and self.num_cold > 0:
+            self.num_cold -= 1
+            round_.times.draft *= self.factor
+            round_.times.host *= self.factor
         self.inner.observe(context, round_, is_prefill)
 
     def release(self, request_ids: Sequence[str]) -> None:

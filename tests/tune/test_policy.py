@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, product
 from operator import mul
 
 import pytest
@@ -138,6 +138,18 @@ def test_one_slow_round_does_not_end_drafting(machine, batch, slow_at, phase):
     policy = Recorded(DraftLengthPolicy(MAX_K, costs), 5.0, phase, slow_at)
     simulate(policy, Cell(machine, text, batch, (64,) * 60, others=(text,) * (batch - 1)), costs)
     assert grid.mean([k > 0 for k in policy.requested]) > 0.45
+
+
+@pytest.mark.parametrize("cold", [(12, 1.8), (4, 3.0)])
+def test_drafting_is_not_given_up_because_its_first_rounds_are_slow(cold):
+    """A small target; the first drafts run cold code. Speed over 16 answers, relative to the best fixed length."""
+    small = Machine(0.8, 0.06, 0.3, 0.09, 0.014, 0.35, cold=0.2)
+    shares = []
+    for rate, seed in product((0.7, 0.8), range(8)):
+        costs, cell = CostBook(), Cell(small, Text((rate,)), lengths=(64,) * 16, seed=seed)
+        policy = Recorded(DraftLengthPolicy(MAX_K, costs), cold=cold)
+        shares.append(simulate(policy, cell, costs) / best_fixed(cell))
+    assert grid.mean(shares) > (0.965 if cold[0] == 12 else 0.925)
 
 
 @pytest.mark.parametrize("slow", [0.0, 5.0])

@@ -23,7 +23,7 @@ from outrider.types import Context, DraftPrices, Request, Round
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 23)  # candidate lengths, in addition to the maximum
 CAPS = (1, 2, 4, 8, 16)  # candidate maximum K if each request has its own
 DECISION_PERIOD = 6  # rounds between decisions
-EARLY_ROUNDS = 16  # initial drafted rounds with a decision each
+EARLY_ROUNDS = 16  # first drafted rounds, slower than later ones: a decision each, none against drafts while the budget lasts
 HYSTERESIS = 1.02  # predicted gain required to change K
 # predicted gain required for a K per request: with few observations, differences between requests may be chance
 SEPARATE_GAIN = 1.04
@@ -125,7 +125,7 @@ class DraftLengthPolicy:
         self._new_request_factor = 1  # factor of a new request's pause, doubled by each unsuccessful probe
         self._is_plain = True  # no drafts were requested in this round, except by requests with their own K
         self._is_probe = False
-        self._num_drafted = 0
+        self._num_drafted, self._is_early = 0, True
         self._num_unchecked = 0  # drafted rounds since the last one without drafts
         self._prefill_seconds = 0.0  # of the proposer, in rounds since it was last found to catch up
 
@@ -137,8 +137,7 @@ class DraftLengthPolicy:
     @property
     def prices(self) -> DraftPrices | None:
         """Return the prices of further drafts; None if requests have their own K."""
-        has_own = any([request.num_draft_tokens is not None for request in self._requests])
-        return None if has_own else self._draft_prices
+        return None if any([request.num_draft_tokens is not None for request in self._requests]) else self._draft_prices
 
     def start(self, request: Request, batch: int, num_draft_cached: int, num_recomputed: int) -> bool:
         """See ``LengthPolicy``. Where drafts would not pay, 1, 2, 4, ... requests with a long prefix in a row are left out."""
@@ -391,11 +390,12 @@ class DraftLengthPolicy:
             apart = shares.best([k for k in lengths if k in CAPS or k == lengths[-1]])
             speed, lens = apart if apart[0] >= SEPARATE_GAIN * speed else (speed, lens)
         plain = batch / prices.plain
+        self._is_early &= self._num_drafted < EARLY_ROUNDS and self._budget >= 1
         if max(before) <= longest:
             kept = shares.speed(before) if any(before) else plain
-            if max(speed, plain) < HYSTERESIS * kept:
+            if max(speed, plain) < HYSTERESIS * kept and (any(before) or not self._is_early):
                 speed, lens = kept, before
-        if speed <= plain:
+        if speed <= plain and not self._is_early:
             lens = [0] * batch
         if any(lens):
             self._wait = 0
