@@ -14,7 +14,7 @@ from math import inf, log
 from types import ModuleType
 
 from outrider.runner import cost_book
-from outrider.tune import acceptance, policy
+from outrider.tune import acceptance, policy, track
 from tests.tune import grid
 from tests.tune.simulation import MAX_K, Cell, automatic, plain
 
@@ -25,14 +25,15 @@ NEUTRAL: dict[str, tuple[ModuleType, object]] = {
     "CAPS": (policy, tuple(range(1, MAX_K + 1))),
     "DECISION_PERIOD": (policy, 1),
     "EARLY_ROUNDS": (policy, 0),
+    "TRIAL_ROUNDS": (policy, 0),
     "HYSTERESIS": (policy, 1.0),
     "SEPARATE_GAIN": (policy, 1.0),
     "ALIKE": (policy, 0.0),
-    "DECAY": (policy, 1.0),
+    "DECAY": (track, 1.0),
     "SHARED_DECAY": (policy, 1.0),
     "FIRST_REACH": (policy, MAX_K),
     "PREFILL_HORIZON": (policy, MANY),
-    "FIRST_PAUSE": (policy, 1),
+    "FIRST_PAUSE": (track, 1),
     "MAX_PAUSE": (policy, MANY),
     "NEW_REQUEST_WAIT": (policy, MANY),
     "NEW_REQUEST_PAUSE": (policy, MANY),
@@ -63,7 +64,7 @@ NEUTRAL: dict[str, tuple[ModuleType, object]] = {
     "START_WEIGHT": (cost_book, 1e-6),
     "HICCUP": (cost_book, inf),
 }
-USERS = (policy, acceptance, cost_book)
+USERS = (policy, track, acceptance, cost_book)
 
 
 @contextmanager
@@ -72,17 +73,17 @@ def neutral(name: str) -> Iterator[None]:
     module, value = NEUTRAL[name]
     before = getattr(module, name)
     users = [user for user in USERS if getattr(user, name, None) is before]
-    defaults = policy.Track.__init__.__defaults__
+    defaults = track.Track.__init__.__defaults__
     for user in users:
         setattr(user, name, value)
     if name == "FIRST_PAUSE":
-        policy.Track.__init__.__defaults__ = (0, value, value)
+        track.Track.__init__.__defaults__ = (0, value, value)
     try:
         yield
     finally:
         for user in users:
             setattr(user, name, before)
-        policy.Track.__init__.__defaults__ = defaults
+        track.Track.__init__.__defaults__ = defaults
 
 
 def speeds(cells: Mapping[grid.Key, Cell]) -> dict[grid.Key, float]:

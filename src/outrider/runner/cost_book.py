@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TypeVar
 
@@ -20,9 +20,10 @@ JUMP = 0.7  # an observation below this multiple of the mean replaces it: the me
 STEP_SLOPE = 0.05  # assumed growth of a pass per extra row, until two widths have run
 STEPS = 4  # table entries per unit of width
 UNKNOWN_COST_RATIO = 0.1  # assumed cost of a draft step relative to a plain pass, until one is measured
-# Limits of a first reading, in plain rounds. A higher one, which may include a compilation, is ignored; a second one counts as
-# the limit. They are of a proposer's catching up with a token, of a draft, and of verifier and host in a round with drafts.
-MOST_TO_READ, MOST_TO_DRAFT, MOST_OUTSIDE = 0.05, 1.0, 1.0
+MOST_TO_READ = 0.05  # limit of a proposer's catch-up cost per token, in plain rounds, until it is measured twice
+# Limits of a first reading, in plain rounds, of a draft and of verifier and host in a round with drafts. A higher one, which
+# may include a compilation, is ignored; a second one counts as the limit.
+MOST_TO_DRAFT, MOST_OUTSIDE = 1.0, 1.0
 LINE_MEMORY = 0.95  # decay per reading of the earlier readings of a fitted line
 START_WEIGHT = 0.3  # weight of each line's initial point: a draft of -1 tokens takes no time
 HICCUP = 2.0  # a reading above this multiple of the line is clipped
@@ -49,6 +50,16 @@ class RoundPrices:
     draft: Callable[[float, int], float]  # (k, requests drafted for) -> seconds
     score: Callable[[float], float]  # width -> seconds
     is_padded: bool  # each request of a pass is padded to the longest
+
+    @property
+    def at_best(self) -> RoundPrices:
+        """Return what later rounds may cost if the first ones were slow: drafts a share of a round, the rest as without any."""
+        draft, most = self.draft, UNKNOWN_COST_RATIO * self.plain
+        return replace(
+            self,
+            outside=min(self.outside, self.plain - self.score(1.0)),
+            draft=lambda k, num_drafting: min(draft(k, num_drafting), most * k),
+        )
 
 
 class CostBook:
@@ -164,7 +175,7 @@ class MethodCosts:
     def __init__(self, book: CostBook, is_greedy: bool) -> None:
         self._book, self._is_greedy = book, is_greedy
         self._draft: dict[int, Line] = {}  # requests drafted for -> seconds of drafting
-        self._doubted: set[tuple[str, int]] = set()  # costs of which a first reading was ignored
+        self._doubted: set[tuple[str, int]] = set()  # costs of which the first reading was ignored
         self._catch_up: float | None = None  # seconds per token that the proposer had not processed
         self._last_catch_up = 0.0  # the last reading of it
         self._first_layer = 0  # where the passes over drafts begin
@@ -202,7 +213,7 @@ class MethodCosts:
         seconds = max(seconds, 0.0)
         each = seconds / num_tokens
         if self._catch_up is None:
-            self._catch_up = self._first(("catch up", 1), each, MOST_TO_READ * plain_round)
+            self._catch_up = min(each, MOST_TO_READ * plain_round)
         else:
             self._catch_up += 0.5 * (min(each, self._last_catch_up) - self._catch_up)
         self._last_catch_up = each

@@ -10,7 +10,7 @@ is taken from an exploration budget, to which a small share of all time is added
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import inf
 from operator import mul
@@ -18,23 +18,24 @@ from operator import mul
 from outrider.runner.cost_book import CostBook, MethodCosts, RoundPrices
 from outrider.tune.acceptance import OPTIMISTIC_RATE, Acceptance
 from outrider.tune.sharing import Shares
+from outrider.tune.track import DECAY, FIRST_PAUSE, Track
 from outrider.types import Context, DraftPrices, Request, Round
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 23)  # candidate lengths, in addition to the maximum
 CAPS = (1, 2, 4, 8, 16)  # candidate maximum K if each request has its own
 DECISION_PERIOD = 6  # rounds between decisions
-EARLY_ROUNDS = 16  # first drafted rounds, slower than later ones: a decision each, none against drafts while the budget lasts
+EARLY_ROUNDS = 16  # initial drafted rounds with a decision each
+TRIAL_ROUNDS = 12  # of these, slower than later ones: a decision against drafts only if they cannot pay
 HYSTERESIS = 1.02  # predicted gain required to change K
 # predicted gain required for a K per request: with few observations, differences between requests may be chance
 SEPARATE_GAIN = 1.04
 ALIKE = 0.1  # requests get one K if their expected gains differ by less than this share
-DECAY = 0.93  # decay of a request's counts per round: about 14 rounds
 SHARED_DECAY = 0.99  # decay of the counts that new requests start with
 FIRST_REACH = 1  # a draft may be one longer than twice the longest so far
 MAX_TEMPERATURE = 2.0  # higher temperatures share its counts, which bounds the number of counts
 PREFILL_HORIZON = 64  # tokens over which a proposer's prefill must pay off
 
-FIRST_PAUSE, MAX_PAUSE = 8, 256  # rounds without drafts before the next probe
+MAX_PAUSE = 256  # rounds without drafts before the next probe
 NEW_REQUEST_WAIT, NEW_REQUEST_PAUSE = 4, 16  # limits, times the batch size, when a request joins
 MAX_NEW_REQUEST_FACTOR = 8  # maximum factor of these, after unsuccessful probes
 PROBE_RATE = 0.8  # acceptance assumed for the length of a probe, at most MAX_PROBE
@@ -49,51 +50,6 @@ FIRST_BUDGET, MAX_BUDGET = 4.0, 6.0  # in plain rounds: initial, and maximum unl
 
 PLAIN_CHECK_PERIOD = 48  # drafted rounds until a plain round is measured, if drafting gains at most THIN_GAIN
 THIN_GAIN = 1.3
-
-
-@dataclass(slots=True)
-class Track:
-    """Policy state of a request."""
-
-    shared: Acceptance  # shared by requests with its temperature
-    own: Acceptance
-    num_seen: int = 0  # committed tokens at the last call of the proposer
-    is_new: bool = True  # no round of it has begun
-    rest: int = FIRST_PAUSE  # rounds until a draft for it is tried again while others draft
-    pause: int = FIRST_PAUSE  # initial value of that rest
-    # Decaying counts: rows that a grammar forced, all other tokens of these rounds; the proposer's drafts, those not forced.
-    forced_rows: float = 0.0
-    free_tokens: float = 0.0
-    num_own: float = 0.0
-    num_free: float = 0.0
-
-    def gains(self, expected: Sequence[float], most: int) -> list[float]:
-        """Return, for each depth of ``expected``, the accepted tokens that requesting a draft there adds, given that there is a
-        first one; 0 for depths beyond ``most``.
-
-        Drafts that a grammar forces add none: depths and values are scaled by the share of drafts that are free.
-        """
-        gains = list(accumulate(self.shared.request_rates(self.own, expected), mul))
-        share = self.num_free / self.num_own if self.num_own else 1.0
-        gains = [share * gains[int(share * depth)] for depth in range(len(gains))]
-        most = max(most, 0)
-        return gains[:most] + [0.0] * len(gains[most:])
-
-    @property
-    def forced(self) -> float:
-        """Return the rows that its grammar adds to passes for each other token: a property of the text, whatever K is."""
-        return self.forced_rows / self.free_tokens if self.forced_rows else 0.0
-
-    def add_forced(self, num_forced: int, num_others: int) -> None:
-        self.forced_rows = DECAY * self.forced_rows + num_forced
-        self.free_tokens = DECAY * self.free_tokens + num_others
-
-    def add_own(self, num_own: int, num_free: int) -> None:
-        self.num_own = DECAY * self.num_own + num_own
-        self.num_free = DECAY * self.num_free + num_free
-
-    def made_rates(self, longest: int) -> list[float]:
-        return self.own.made_rates(self.shared.made_rates([1.0] * longest))
 
 
 class DraftLengthPolicy:
@@ -125,7 +81,7 @@ class DraftLengthPolicy:
         self._new_request_factor = 1  # factor of a new request's pause, doubled by each unsuccessful probe
         self._is_plain = True  # no drafts were requested in this round, except by requests with their own K
         self._is_probe = False
-        self._num_drafted, self._is_early = 0, True
+        self._num_drafted, self._is_trial = 0, True
         self._num_unchecked = 0  # drafted rounds since the last one without drafts
         self._prefill_seconds = 0.0  # of the proposer, in rounds since it was last found to catch up
 
@@ -377,25 +333,28 @@ class DraftLengthPolicy:
             catch_up.append(self.costs.catch_up(self._num_unseen(b)) / min(PREFILL_HORIZON, 1 + limit))
         # The mean draft is shorter than requested where the proposer stops early, and takes less time and rows.
         lasting = [sum(chances) / batch for chances in zip(*[accumulate([1.0, *each[1:]], mul) for each in made], strict=True)]
-        depths, draft = list(accumulate(lasting, initial=0.0)), prices.draft
-        prices = replace(prices, draft=lambda k, num_drafting: draft(depths[int(k)], num_drafting))
-        nodes = [*map(mul, self._nodes(longest), lasting)]
-        shares = Shares(gains, [each[0] for each in made], nodes, catch_up, prices, sum(rates) / batch)
+        depths, nodes = list(accumulate(lasting, initial=0.0)), [*map(mul, self._nodes(longest), lasting)]
+
+        def shares_at(prices: RoundPrices) -> Shares:
+            draft = prices.draft
+            at_depth = replace(prices, draft=lambda k, num_drafting: draft(depths[int(k)], num_drafting))
+            return Shares(gains, [each[0] for each in made], nodes, catch_up, at_depth, sum(rates) / batch)
+
+        shares = shares_at(prices)
         lengths = [k for k in self._lengths if 0 < k <= longest]
-        speed, lens = shares.best_together(lengths)
-        if not all([request.may_draft for request in self._requests]):
-            lens = self._open(lens)
-            speed = shares.speed(lens) if any(lens) else 0.0
-        if not shares.are_alike(ALIKE):
-            apart = shares.best([k for k in lengths if k in CAPS or k == lengths[-1]])
-            speed, lens = apart if apart[0] >= SEPARATE_GAIN * speed else (speed, lens)
+        speed, lens = self._best(shares, lengths)
         plain = batch / prices.plain
-        self._is_early &= self._num_drafted < EARLY_ROUNDS and self._budget >= 1
+        self._is_trial &= self._num_drafted < TRIAL_ROUNDS and self._budget >= 1
+        may_pay = (
+            self._is_trial
+            and not self._has_grammars
+            and shares_at(prices.at_best).best_together(lengths)[0] > HYSTERESIS * plain
+        )
         if max(before) <= longest:
             kept = shares.speed(before) if any(before) else plain
-            if max(speed, plain) < HYSTERESIS * kept and (any(before) or not self._is_early):
+            if max(speed, plain) < HYSTERESIS * kept and (any(before) or not may_pay):
                 speed, lens = kept, before
-        if speed <= plain and not self._is_early:
+        if speed <= plain and not may_pay:
             lens = [0] * batch
         if any(lens):
             self._wait = 0
@@ -403,8 +362,19 @@ class DraftLengthPolicy:
             self._wait = self._pause
         self._lens, self._expected_speedup = lens, max(speed / plain, 1.0)
         best, depth = max(speed, plain), depths[max(self._k, 1)]
-        step, widening = draft(2, batch) - draft(1, batch), prices.score(1 + depth) - prices.score(1)
+        step, widening = prices.draft(2, batch) - prices.draft(1, batch), prices.score(1 + depth) - prices.score(1)
         self._draft_prices = DraftPrices(best * step, best * max(widening, 0.0) / (batch * depth))
+
+    def _best(self, shares: Shares, lengths: Sequence[int]) -> tuple[float, list[int]]:
+        """Return the best speed of the batch with drafts, and its lengths: one for all requests unless they differ."""
+        speed, lens = shares.best_together(lengths)
+        if not all([request.may_draft for request in self._requests]):
+            lens = self._open(lens)
+            speed = shares.speed(lens) if any(lens) else 0.0
+        if not shares.are_alike(ALIKE):
+            apart = shares.best([k for k in lengths if k in CAPS or k == lengths[-1]])
+            speed, lens = apart if apart[0] >= SEPARATE_GAIN * speed else (speed, lens)
+        return speed, lens
 
     def _pays(self, request: Request, batch: int) -> bool:
         """Return whether drafts for a batch of requests like this one are expected to pay; True while costs are unknown."""
