@@ -32,7 +32,7 @@ from outrider.family import DRAFT
 from outrider.method_text import split_methods
 from outrider.registry import PLAIN
 from outrider.search import Question, Search
-from outrider.search.choice import Choice
+from outrider.search.choice import Decision
 from outrider.search.journal import Journal
 from outrider.search.measurements import Group, Measurements
 from outrider.search.traffic import Text, encoded, read_builtin
@@ -73,7 +73,7 @@ class Check:
         params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=0)
         return encoded(self.llm.tokenizer, read_builtin([traffic], args.num_prompts, params), self.llm.runner.max_len)
 
-    def search(self, traffic: str, methods: str, draft: str | None) -> tuple[Search, Choice, list[tuple[float, str]]]:
+    def search(self, traffic: str, methods: str, draft: str | None) -> tuple[Search, Decision, list[tuple[float, str]]]:
         """Run the search as the command does, including the loading of drafts.
 
         Also returns, with seconds from the start, the fastest contender after each rung and the final plan.

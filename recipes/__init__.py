@@ -30,12 +30,6 @@ def work_folder(folder: Path) -> None:
     (folder / ".gitignore").write_text("*\n")
 
 
-def exit_unless(finished: bool) -> None:
-    """Exit after an interrupted run."""
-    if not finished:
-        sys.exit("interrupted: the checkpoint is saved, run the same command to resume")
-
-
 def table(header: Sequence[object], rows: Iterable[Iterable[object]]) -> str:
     """Return a Markdown table."""
     first, *others = ("| " + " | ".join(map(str, row)) + " |" for row in (header, *rows))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from outrider.train.trainer import Trainer
 
 
@@ -18,3 +20,9 @@ def cut_after(steps: int, trainer: Trainer) -> Trainer:
 
     trainer.train_step = train_step  # type: ignore[method-assign]
     return trainer
+
+
+def run_until(steps: int, trainer: Trainer) -> None:
+    """Run the trainer, and interrupt it at the end of this many steps."""
+    with pytest.raises(KeyboardInterrupt):
+        cut_after(steps, trainer).run()

@@ -62,7 +62,7 @@ def test_it_is_trained_from_the_familys_text_and_drafts_for_the_embedded_target(
     assert foreign.prepare(work, texts, 1.0, 999, []).get_vocab() == learned.get_vocab()  # it is not trained again
     mixed = foreign.mixture(work / "tokens")
     assert mixed.names[-1] == "written" and abs(mixed.shares[-1] - 0.5) < 1e-9
-    assert foreign.train(work, Path(family.__file__).parent, 0.002, out)
+    foreign.train(work, Path(family.__file__).parent, 0.002, out)
     measured = json.loads((out / "measured.json").read_text())
     assert measured["vocabulary"] == len(learned) < 4096 and 256 <= measured["tokens_in_common"] <= len(learned)
     prompt, params = "def add(first, second):\n", SamplingParams(max_tokens=12, ignore_eos=True)

@@ -9,7 +9,7 @@ import pytest
 from tiny_folder import make_tokenizer
 
 from outrider import LLM, SamplingParams
-from outrider.train.plan import Plan
+from outrider.train.plan import TrainingPlan
 from recipes.family import data
 from recipes.family.model import write
 from recipes.hybrid import __main__ as recipe
@@ -26,12 +26,12 @@ TINY = {
 
 @pytest.mark.filterwarnings("ignore")  # transformers warns of missing kernels
 def test_the_hybrid_learns_and_runs(tmp_path: Path) -> None:
-    plan = Plan(24_000, 512, ((1.0, 32),), muon_lr=0.02, warmup=0.0, eval_every_s=1e9, save_every_s=1e9)
+    plan = TrainingPlan(24_000, 512, ((1.0, 32),), muon_lr=0.02, warmup=0.0, eval_every_s=1e9, save_every_s=1e9)
     model = recipe.build(320, plan.seed, **TINY)
     assert model.config.layer_types.count("linear_attention") == 3
     stream = np.tile(np.arange(3, 67, dtype=np.uint16), 40)
     trainer = recipe.training(model, data.Mixture({"pattern": stream}, {"pattern": 1.0}, plan.seed), plan, tmp_path)
-    assert trainer.run()
+    trainer.run()
     losses = [point["loss"] for point in trainer.curve]
     assert losses[-1] < 0.5 * losses[0]
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")

@@ -12,7 +12,7 @@ import typer
 from outrider.train.model_runs import DraftRun, train_draft, trainable
 from outrider.train.options import DIVERGENCES, Distillation, DraftShape, HeadPlan
 from outrider.train.parallel import Parallel
-from recipes import PACKAGE, exit_unless, run, work_folder
+from recipes import PACKAGE, run, work_folder
 from recipes.drafts import foreign as foreign_draft
 from recipes.family import model, report, tokenizer
 from recipes.family.config import PRESETS, SEED
@@ -52,7 +52,7 @@ def distilled(  # noqa: PLR0913 - one parameter an option
     muon, adam = FRESH if fresh else LEARNED
     kind = DraftRun(shape, None if fresh else str(family / "draft"), Distillation(loss=loss), name="distilled")
     how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=muon, adam_lr=adam, seed=SEED, compile=True)
-    exit_unless(train_draft(at, out, how, kind))
+    train_draft(at, out, how, kind)
     compare(family, out, tokens)
 
 
@@ -83,7 +83,7 @@ def parallel(
     kind = DraftRun(start=str(family / "draft"), parallel=Parallel(depths=8), name="parallel")
     how = HeadPlan(minutes=minutes, epochs=40, batch_tokens=1024, muon_lr=muon, adam_lr=adam, seed=SEED, compile=True)
     at = replace(workspace(family / "target", tokens, work, rows), target=trainable(str(family / "target")))
-    exit_unless(train_draft(at, out, how, kind))
+    train_draft(at, out, how, kind)
 
 
 @app.command()
@@ -109,7 +109,7 @@ def foreign(  # noqa: PLR0913 - one parameter an option
         learned, at = tokenizer.load(family / "target"), workspace(family / "target", tokens, rows_work, rows)
         written = [str(learned.decode(row)) for row in at.training_rows().tolist()]
     foreign_draft.prepare(work, corpus, megabytes, vocab, written)
-    exit_unless(foreign_draft.train(work, family, minutes, out))
+    foreign_draft.train(work, family, minutes, out)
 
 
 if __name__ == "__main__":

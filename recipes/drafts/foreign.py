@@ -61,8 +61,8 @@ def pieces(own: PreTrainedTokenizerFast, target: PreTrainedTokenizerFast) -> Ten
     return table
 
 
-def train(folder: Path, family: Path, minutes: float, out: Path) -> bool:
-    """Train the draft on the output of ``prepare`` in ``folder`` and write it to ``out``. Returns False if interrupted."""
+def train(folder: Path, family: Path, minutes: float, out: Path) -> None:
+    """Train the draft on the output of ``prepare`` in ``folder`` and write it to ``out``."""
     learned, of_target = tokenizer.load(folder / "tokenizer"), tokenizer.load(family / "target")
     preset = replace(PRESETS["cpu"], vocab=len(learned))
     net = model.build(preset.draft, preset, SEED + 11)
@@ -74,8 +74,7 @@ def train(folder: Path, family: Path, minutes: float, out: Path) -> bool:
     def measure(final: bool) -> dict[str, Any]:
         return {"bpb": evaluate.bits_per_byte(net, found)}
 
-    if not Trainer("foreign", net, mixture(folder / "tokens"), loss, plan, folder / "foreign", measure).run():
-        return False
+    Trainer("foreign", net, mixture(folder / "tokens"), loss, plan, folder / "foreign", measure).run()
     model.export(folder / "foreign" / "checkpoint.pt", preset.draft, preset, folder / "tokenizer", out)
     plots.draw("foreign", folder / "foreign", out)
     with torch.no_grad():
@@ -83,4 +82,3 @@ def train(folder: Path, family: Path, minutes: float, out: Path) -> bool:
     common = len(set(learned.get_vocab()) & set(of_target.get_vocab()))
     measured = {"vocabulary": len(learned), "tokens_in_common": common, "bits_per_byte": bits}
     (out / "measured.json").write_text(json.dumps(measured, indent=1) + "\n")
-    return True

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from recipes import PACKAGE, exit_unless, run, work_folder
+from recipes import PACKAGE, run, work_folder
 
 from . import stages
 from .config import PRESETS
@@ -69,7 +69,7 @@ def target(
     """Train the target. Run again to resume."""
     check_model(start)
     shop = workshop(preset, corpus, work, minutes=minutes, tokens_in_all=tokens, count_pauses=wall, start=start)
-    exit_unless(stages.train_target(shop))
+    stages.train_target(shop)
 
 
 @app.command()
@@ -83,7 +83,7 @@ def loops(
     """Train the finished target against its own greedy loops. Run again to resume."""
     shop = workshop(preset, corpus, work, minutes=minutes, count_pauses=wall)
     check_trained(work / "target", "target")
-    exit_unless(stages.train_against_loops(shop))
+    stages.train_against_loops(shop)
 
 
 @app.command()
@@ -113,7 +113,7 @@ def draft(  # noqa: PLR0913 - one parameter an option
         check_trained(work / stages.finished(shop), "loops")
         teacher = work / "export" / "target"
         stages.export_model(shop, stages.finished(shop), teacher)
-    exit_unless(stages.train_draft(shop, teacher, rows))
+    stages.train_draft(shop, teacher, rows)
 
 
 @app.command()

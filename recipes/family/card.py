@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.cli.options import READABLE_TEMPERATURE, READABLE_TOP_P
-from outrider.train.plan import Plan
+from outrider.train.plan import TrainingPlan
 from recipes import table
 
 from . import corpus
@@ -53,7 +53,7 @@ def sources(tokens: dict[str, int]) -> list[str]:
     ]
 
 
-def training(name: str, plan: Plan, curve: list[dict[str, Any]], hardware: str) -> str:
+def training(name: str, plan: TrainingPlan, curve: list[dict[str, Any]], hardware: str) -> str:
     """Return the settings and the end of one training run."""
     last = curve[-1]
     return (

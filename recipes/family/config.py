@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from outrider.train.options import Distillation, LayerSkip
 from outrider.train.plan import SEED as SEED
-from outrider.train.plan import Plan
+from outrider.train.plan import TrainingPlan
 
 END, USER, ASSISTANT = "<|endoftext|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (END, USER, ASSISTANT)
@@ -63,10 +63,10 @@ class Preset:
     vocab: int
     target: Shape
     draft: Shape
-    target_plan: Plan
-    further_plan: Plan  # of a run that goes on from a finished target; ends at the rates at which loops_plan begins
-    loops_plan: Plan
-    draft_plan: Plan
+    target_plan: TrainingPlan
+    further_plan: TrainingPlan  # of a run that goes on from a finished target; ends at the rates at which loops_plan begins
+    loops_plan: TrainingPlan
+    draft_plan: TrainingPlan
     layer_skip: LayerSkip
     source_megabytes: float  # maximum text per source
     distillation: DraftText
@@ -79,12 +79,12 @@ CPU = Preset(
     target=Shape(hidden=256, layers=14, heads=4, kv_heads=2, intermediate=768),
     draft=Shape(hidden=192, layers=2, heads=3, kv_heads=1, intermediate=512),
     # the learning rates fall to a quarter here, and from there to zero in training against loops
-    target_plan=Plan(150_000_000, 8192, ((0.88, 256), (0.97, 512), (1.0, 1024)), end=0.25),
-    further_plan=Plan(
+    target_plan=TrainingPlan(150_000_000, 8192, ((0.88, 256), (0.97, 512), (1.0, 1024)), end=0.25),
+    further_plan=TrainingPlan(
         35_000_000, 8192, ((0.92, 256), (0.98, 512), (1.0, 1024)), muon_lr=0.01, adam_lr=0.002, decay=1.0, end=0.5
     ),
-    loops_plan=Plan(4_000_000, 8192, ((1.0, 512),), muon_lr=0.005, adam_lr=0.001, warmup=0.02, decay=1.0),
-    draft_plan=Plan(20_000_000, 4096, ((1.0, 256),), minutes=40, muon_lr=0.01, adam_lr=0.0025, warmup=0.02),
+    loops_plan=TrainingPlan(4_000_000, 8192, ((1.0, 512),), muon_lr=0.005, adam_lr=0.001, warmup=0.02, decay=1.0),
+    draft_plan=TrainingPlan(20_000_000, 4096, ((1.0, 256),), minutes=40, muon_lr=0.01, adam_lr=0.0025, warmup=0.02),
     layer_skip=LayerSkip(exit_scale=0.5, exit_share=0.25, from_scratch=True, whole_steps=True, grow_at=0.55),
     source_megabytes=40,
     distillation=DraftText(3072),
@@ -94,7 +94,7 @@ PRESETS = {
     "cpu": CPU,
     "gpu": replace(  # the same models with the plans of the shipped target: 4 minutes of an H100
         CPU,
-        further_plan=Plan(
+        further_plan=TrainingPlan(
             76_500_000,
             32_768,
             ((0.9, 256), (0.97, 512), (1.0, 1024)),
@@ -104,17 +104,19 @@ PRESETS = {
             end=0.15,
             seed=81,
         ),
-        loops_plan=Plan(14_300_000, 32_768, ((1.0, 512),), muon_lr=0.004, adam_lr=0.0008, warmup=0.02, decay=1.0, seed=82),
+        loops_plan=TrainingPlan(
+            14_300_000, 32_768, ((1.0, 512),), muon_lr=0.004, adam_lr=0.0008, warmup=0.02, decay=1.0, seed=82
+        ),
         against_loops=AgainstLoops(rows=64),
     ),
     "tiny": Preset(  # for tests: takes seconds on any machine
         vocab=320,
         target=Shape(hidden=64, layers=3, heads=1, kv_heads=1, intermediate=96),
         draft=Shape(hidden=64, layers=1, heads=1, kv_heads=1, intermediate=96),
-        target_plan=Plan(20_000, 256, ((0.5, 32), (1.0, 64))),
-        further_plan=Plan(10_000, 256, ((0.5, 32), (1.0, 64)), decay=1.0, end=0.1),
-        loops_plan=Plan(5_000, 256, ((1.0, 64),), muon_lr=0.002, adam_lr=0.0004),
-        draft_plan=Plan(10_000, 256, ((1.0, 32),)),
+        target_plan=TrainingPlan(20_000, 256, ((0.5, 32), (1.0, 64))),
+        further_plan=TrainingPlan(10_000, 256, ((0.5, 32), (1.0, 64)), decay=1.0, end=0.1),
+        loops_plan=TrainingPlan(5_000, 256, ((1.0, 64),), muon_lr=0.002, adam_lr=0.0004),
+        draft_plan=TrainingPlan(10_000, 256, ((1.0, 32),)),
         layer_skip=LayerSkip(exit_scale=0.2, exit_share=0.5, from_scratch=True, whole_steps=True),
         source_megabytes=1,
         distillation=DraftText(8, 8, 24, 4, layers=(0,)),

@@ -21,7 +21,7 @@ from outrider.train.distillation import DistillationLoss
 from outrider.train.draft_model import copy_layers
 from outrider.train.layer_skip import EarlyExitLoss
 from outrider.train.options import LayerSkip
-from outrider.train.plan import Plan
+from outrider.train.plan import TrainingPlan
 from outrider.train.precision import run_dtype
 from outrider.train.shrink import shrink
 from outrider.train.trainer import Trainer
@@ -49,7 +49,7 @@ class Workshop:
         """Return the sizes and plans."""
         return PRESETS[self.preset_name]
 
-    def plan(self, own: Plan) -> Plan:
+    def plan(self, own: TrainingPlan) -> TrainingPlan:
         """Return a preset's plan with this run's budgets."""
         tokens, minutes = self.tokens_in_all or own.max_tokens, self.minutes or own.minutes
         return replace(own, max_tokens=tokens, minutes=minutes, count_pauses=self.count_pauses)
@@ -96,7 +96,7 @@ def prepare(shop: Workshop) -> None:
     print({name: f"{count / 1e6:.2f} M tokens" for name, count in counts.items()}, flush=True)
 
 
-def _loss(shop: Workshop, name: str, net: LlamaForCausalLM, plan: Plan, skip: LayerSkip) -> EarlyExitLoss:
+def _loss(shop: Workshop, name: str, net: LlamaForCausalLM, plan: TrainingPlan, skip: LayerSkip) -> EarlyExitLoss:
     decoder = model.LlamaDecoder(net)
     if shop.compiled:
         model.compile_layers(net)
@@ -123,14 +123,14 @@ def target_run(shop: Workshop) -> Trainer:
     return Trainer("target", net, batches, _loss(shop, "target", net, plan, skip), plan, shop.folder / "target", measure)
 
 
-def train_target(shop: Workshop) -> bool:
-    """Train the target to the end of its plan. Returns False if interrupted."""
+def train_target(shop: Workshop) -> None:
+    """Train the target to the end of its plan."""
     prepare(shop)
-    return target_run(shop).run()
+    target_run(shop).run()
 
 
-def train_against_loops(shop: Workshop) -> bool:
-    """Train the finished target against its own loops to the end of the plan. Returns False if interrupted."""
+def train_against_loops(shop: Workshop) -> None:
+    """Train the finished target against its own loops to the end of the plan."""
     preset = shop.preset
     plan = shop.plan(preset.loops_plan)
     net = model.build(preset.target, preset, plan.seed).to(shop.device)
@@ -149,7 +149,7 @@ def train_against_loops(shop: Workshop) -> bool:
         return {"bpb": evaluate.bits_per_byte(net, shop.held_out(final)), **shares}
 
     batches, loss = data.training_mixture(shop.tokens, plan.seed + 3), loops.LoopLoss(text, net, preset.against_loops)
-    return Trainer("loops", net, batches, loss, plan, shop.folder / "loops", measure).run()
+    Trainer("loops", net, batches, loss, plan, shop.folder / "loops", measure).run()
 
 
 def average(shop: Workshop, others: Sequence[Path]) -> None:
@@ -211,8 +211,8 @@ def new_draft(preset: Preset, teacher: LlamaForCausalLM, seed: int) -> LlamaForC
     return student
 
 
-def train_draft(shop: Workshop, target: Path, generated_rows: int | None = None) -> bool:
-    """Distil the draft from the target in a folder to the end of its plan. Returns False if interrupted."""
+def train_draft(shop: Workshop, target: Path, generated_rows: int | None = None) -> None:
+    """Distil the draft from the target in a folder to the end of its plan."""
     preset, how = shop.preset, shop.preset.distillation
     shop.claim_start("draft")
     plan = shop.plan(preset.draft_plan)
@@ -231,7 +231,7 @@ def train_draft(shop: Workshop, target: Path, generated_rows: int | None = None)
     def measure(final: bool) -> dict[str, Any]:
         return {"bpb": evaluate.bits_per_byte(student, shop.held_out(final))}
 
-    return Trainer("draft", student, batches, loss, plan, shop.folder / "draft", measure).run()
+    Trainer("draft", student, batches, loss, plan, shop.folder / "draft", measure).run()
 
 
 def hardware() -> str:

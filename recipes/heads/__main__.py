@@ -22,7 +22,7 @@ from outrider.train.runs import (
     train_medusa,
     train_mtp,
 )
-from recipes import PACKAGE, exit_unless, run
+from recipes import PACKAGE, run
 from recipes.family.config import SEED
 from recipes.family.stages import hardware
 from recipes.heads.card import publish
@@ -52,32 +52,30 @@ def hidden_states(num_layers: int) -> tuple[int, int, int]:
     return 2, num_layers // 2, num_layers - 1
 
 
-def train(name: str, at: Workspace, how: Options) -> bool:
-    """Train one head. Returns False if interrupted."""
+def train(name: str, at: Workspace, how: Options) -> None:
+    """Train one head."""
     layers = hidden_states(at.runner.num_layers)
     at.features([*layers, at.runner.num_layers])  # what all of them read, captured once
     plan = HeadPlan(minutes=how.minutes, epochs=40, batch_tokens=2048, muon_lr=0.01, adam_lr=0.001, seed=SEED, compile=True)
     out, start = how.package / name, None if how.start is None else str(how.start / name)
     if name == "medusa":
-        finished = train_medusa(at, out, plan, MedusaRun(4, 3, start))
+        train_medusa(at, out, plan, MedusaRun(4, 3, start))
     elif name == "eagle1":
-        finished = train_eagle(at, out, plan, EagleRun(1, steps=2, start=start))
+        train_eagle(at, out, plan, EagleRun(1, steps=2, start=start))
     elif name == "eagle3":
-        finished = train_eagle(at, out, plan, EagleRun(3, 3, layers, start=start))
+        train_eagle(at, out, plan, EagleRun(3, 3, layers, start=start))
     elif name == "mtp":
-        finished = train_mtp(at, out, plan, MtpRun(3, start))
+        train_mtp(at, out, plan, MtpRun(3, start))
     else:
-        finished = train_block(at, out, plan, BlockRun(8, 2, layers, markov_rank=128, start=start))
-    if finished:
-        publish(name, out, len(at.training_rows()), how.hardware or hardware(), how.start is not None)
-    return finished
+        train_block(at, out, plan, BlockRun(8, 2, layers, markov_rank=128, start=start))
+    publish(name, out, len(at.training_rows()), how.hardware or hardware(), how.start is not None)
 
 
 def train_all(names: Sequence[str], how: Options) -> None:
-    """Train heads in order, each to its end. Exits if one is interrupted."""
+    """Train heads in order, each to its end."""
     at = workspace(how.target, how.tokens, how.work, how.rows)
     for name in names:
-        exit_unless(train(name, at, how))
+        train(name, at, how)
 
 
 @app.command()

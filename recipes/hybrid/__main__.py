@@ -9,10 +9,10 @@ import torch
 import typer
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from outrider.train.plan import Plan
+from outrider.train.plan import TrainingPlan
 from outrider.train.precision import run_dtype
 from outrider.train.trainer import Batches, Trainer
-from recipes import exit_unless, run
+from recipes import run
 from recipes.family import data, tokenizer
 from recipes.family.config import TOKEN_IDS
 from recipes.family.model import text_loss, write
@@ -41,7 +41,7 @@ def build(vocab_size: int, seed: int, **changes: Any) -> Qwen3_5ForCausalLM:
     return Qwen3_5ForCausalLM(config).float()
 
 
-def training(model: PreTrainedModel, batches: Batches, plan: Plan, folder: Path) -> Trainer:
+def training(model: PreTrainedModel, batches: Batches, plan: TrainingPlan, folder: Path) -> Trainer:
     """Return the training run."""
     return Trainer("hybrid", model, batches, text_loss(model, run_dtype(folder, model.device)), plan, folder)
 
@@ -54,10 +54,10 @@ def main(
 ) -> None:
     """Train and export. Run again to resume."""
     data.check_tokens(family / "tokens")
-    plan = Plan(10**9, 4096, ((1.0, 256),), minutes=minutes, muon_lr=0.01, adam_lr=0.0025, warmup=0.02)
+    plan = TrainingPlan(10**9, 4096, ((1.0, 256),), minutes=minutes, muon_lr=0.01, adam_lr=0.0025, warmup=0.02)
     model = build(len(tokenizer.load(family / "tokenizer")), plan.seed)
     model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    exit_unless(training(model, data.training_mixture(family / "tokens", plan.seed), plan, work).run())
+    training(model, data.training_mixture(family / "tokens", plan.seed), plan, work).run()
     write(model, family / "tokenizer", work / "model")
 
 

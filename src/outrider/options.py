@@ -94,10 +94,15 @@ def declared(config: Any) -> dict[str, Option]:
     return {each.name: each.metadata[OPTION] for each in fields(config) if OPTION in each.metadata}
 
 
-def check(config: Any) -> None:
-    """Validate and normalise all options of a dataclass instance in place. Raises ``OutriderError``."""
-    for name, each in declared(config).items():
-        object.__setattr__(config, name, each.read(name, getattr(config, name)))
+class CheckedOptions:
+    """Base class of frozen dataclasses of options, which are validated and normalised.
+
+    Raises ``OutriderError`` for a value of the wrong type or out of bounds.
+    """
+
+    def __post_init__(self) -> None:
+        for name, each in declared(self).items():
+            object.__setattr__(self, name, each.read(name, getattr(self, name)))
 
 
 def shown(value: object) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from outrider.errors import OutriderError
-from outrider.options import INT32, SAMPLING, Biases, Flag, Number, Objects, Texts, TokenIds, Whole, check, has, option
+from outrider.options import INT32, SAMPLING, Biases, CheckedOptions, Flag, Number, Objects, Texts, TokenIds, Whole, has, option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,7 @@ class Grammar(Protocol):
 
 
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(CheckedOptions):
     """Sampling parameters of a request, which apply to the draft's and the target's distribution alike.
 
     Order of application: logit bias and token masks, grammar, penalties, temperature, top-k, top-p, min-p. The default
@@ -80,7 +80,7 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         object.__setattr__(self, "top_k", max(self.top_k, 0))
         if self.grammar is not None and self.ignore_eos:
             raise OutriderError("ignore_eos=True cannot be combined with a grammar: the grammar ends the text")

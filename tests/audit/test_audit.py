@@ -14,7 +14,7 @@ from outrider.audit import wrong
 from outrider.audit.certificate import Certificate, document
 from outrider.audit.greedy import Difference, GreedyResult
 from outrider.audit.rig import Rig, Way
-from outrider.audit.sampling import AS_IS, STRESSED, Caught, Outcome, Plan, Question, audit_samples, judge, make_plan
+from outrider.audit.sampling import AS_IS, STRESSED, Caught, Outcome, Question, SamplePlan, audit_samples, judge, make_plan
 from outrider.audit.watching import Stressed
 from outrider.proposers.base import ScriptedProposer
 from outrider.proposers.plain import PlainProposer
@@ -72,14 +72,14 @@ def test_a_correct_verifier_is_certified_and_every_wrong_one_caught(audited: Cer
 
 
 @pytest.fixture(scope="module")
-def plan(audited: Certificate) -> Plan:
+def plan(audited: Certificate) -> SamplePlan:
     """Plan for ``QUESTION``; it depends on the drafts but not on the verifier."""
     assert audited.sampling is not None
     return audited.sampling.plan
 
 
 @pytest.mark.parametrize("control", wrong.CONTROLS, ids=lambda control: control.name)
-def test_a_wrong_verifier_is_not_certified(rig: Rig, drafts: TableDraft, plan: Plan, control: wrong.Control) -> None:
+def test_a_wrong_verifier_is_not_certified(rig: Rig, drafts: TableDraft, plan: SamplePlan, control: wrong.Control) -> None:
     """A control that is detectable with unchanged drafts does not need the many samples with replaced drafts."""
     enough = plan if plan.reach[control.name].part == STRESSED else few_stressed(plan)
     assert least_p(judge(rig, Way(drafts, control.verifier(5), 2), QUESTION, enough, quiet)) <= QUESTION.alpha
@@ -90,7 +90,7 @@ def least_p(outcome: Outcome) -> float:
     return 0.0 if outcome.impossible else min((value for values in outcome.adjusted.values() for value in values), default=1.0)
 
 
-def few_stressed(plan: Plan) -> Plan:
+def few_stressed(plan: SamplePlan) -> SamplePlan:
     return replace(plan, samples={**plan.samples, STRESSED: 300})
 
 
@@ -104,7 +104,7 @@ def test_point_masses_and_truncation_pass_too(rig: Rig, drafts: TableDraft, veri
         assert least_p(judge(rig, way, question, make_plan(rig, way, question, quiet), quiet)) > question.alpha
 
 
-def test_a_lossy_verifier_fails_and_is_called_lossy(rig: Rig, drafts: TableDraft, plan: Plan) -> None:
+def test_a_lossy_verifier_fails_and_is_called_lossy(rig: Rig, drafts: TableDraft, plan: SamplePlan) -> None:
     way = Way(drafts, TypicalVerifier(), 2)
     assert least_p(judge(rig, way, QUESTION, few_stressed(plan), quiet)) <= 1e-6
     assert Certificate("m", "TypicalVerifier", way.verifier.lossless, QUESTION, GreedyResult(1, 1, 0, 0)).verdict == "lossy"
@@ -140,7 +140,7 @@ def test_audits_with_too_many_samples_are_refused(rig: Rig, drafts: TableDraft) 
         make_plan(rig, Way(drafts, RejectionVerifier(), 2), replace(QUESTION, tv=0.002), quiet)
 
 
-def test_a_failing_proposer_makes_it_void(rig: Rig, plan: Plan) -> None:
+def test_a_failing_proposer_makes_it_void(rig: Rig, plan: SamplePlan) -> None:
     class Failing(TableDraft):
         def propose(self, context, k):  # type: ignore[no-untyped-def]
             if any(request.num_output_tokens > 1 for request in context.requests):

@@ -14,7 +14,7 @@ from outrider import LLM
 from outrider.bench import cells, grid, workloads
 from outrider.bench.breakdown import PARTS, Rounds, main_part
 from outrider.bench.contenders import Contender, Contenders
-from outrider.bench.grid import PLAIN_CONTENDER, Group, Plan
+from outrider.bench.grid import PLAIN_CONTENDER, GridPlan, Group
 from outrider.bench.measure import Batch, PeakMemory, Run, generate
 from outrider.types import Context, OutriderError, PhaseTimes, Proposal, Round, Scores
 
@@ -29,7 +29,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 def test_contenders_share_the_target_and_restore_its_engine(llm: LLM) -> None:
     contenders, engine, policy = Contenders(llm), llm.engine, llm.engine.policy
     prompt = workloads.encode(llm.tokenizer, workloads.Prompt("x", "for i in range(10):\n    print(i)\nfor i in"))
-    plan = Plan((NGRAM,), {"x": [prompt]}, max_tokens=20)
+    plan = GridPlan((NGRAM,), {"x": [prompt]}, max_tokens=20)
     runs = {c: generate(contenders, c, [prompt], plan.params(0, 0), 1) for c in (PLAIN_CONTENDER, NGRAM)}
     assert runs[NGRAM].token_ids == runs[PLAIN_CONTENDER].token_ids
     assert runs[PLAIN_CONTENDER].stats.num_drafts == 0 and runs[NGRAM].stats.num_drafts > 0
@@ -50,7 +50,7 @@ def test_plain_and_contenders_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(grid, "generate", note)
     monkeypatch.setattr(grid, "warm_up", lambda *args: None)
-    plan = Plan((NGRAM, Contender("ngram", 5)), {"x": [[1], [2], [3], [4], [5]]}, batches=(2,), repeat=2)  # [5] is left out
+    plan = GridPlan((NGRAM, Contender("ngram", 5)), {"x": [[1], [2], [3], [4], [5]]}, batches=(2,), repeat=2)  # [5] is left out
     (group,) = grid.run_grid(Contenders(llm), plan)
     assert order == [
         "plain [[1], [2]]", "ngram k=3 [[1], [2]]", "ngram k=5 [[1], [2]]",
@@ -73,7 +73,7 @@ def test_busy_processes_run_only_during_the_measurement(llm: LLM, monkeypatch: p
         return real(*args)
 
     monkeypatch.setattr(grid, "generate", count)
-    plan = Plan((NGRAM,), {"x": [[1, 2, 3]]}, max_tokens=4, repeat=1, busy=(0, 2))
+    plan = GridPlan((NGRAM,), {"x": [[1, 2, 3]]}, max_tokens=4, repeat=1, busy=(0, 2))
     groups = list(grid.run_grid(Contenders(llm), plan))
     assert [group.busy for group in groups] == [0, 2] and {cell["busy"] for cell in cells.cells(groups)} == {0, 2}
     assert running[-2:] == [2, 2] and set(running[:-2]) == {0} and plan.num_runs == 4
@@ -83,7 +83,7 @@ def test_busy_processes_run_only_during_the_measurement(llm: LLM, monkeypatch: p
 def test_contenders_do_not_remember_outputs_of_other_runs_or_repeats(llm: LLM) -> None:
     contenders = Contenders(llm)
     first, second = (Contender("suffix:earlier_tokens=4000", k) for k in (3, 5))
-    params = Plan((), {}, max_tokens=20).params(0, 0)
+    params = GridPlan((), {}, max_tokens=20).params(0, 0)
 
     def num_remembered(contender: Contender) -> int:
         with contenders.active(contender):
@@ -137,7 +137,7 @@ def test_a_run_records_latencies_memory_and_predicted_plain_speed(llm: LLM) -> N
         workloads.encode(llm.tokenizer, workloads.Prompt("x", text)) for text in ("for i in range(10):", "def add(", "The")
     ]
     llm.engine._clock.take()  # what was measured after the last round of another test
-    run = generate(Contenders(llm), PLAIN_CONTENDER, prompts, Plan((), {}, max_tokens=8).params(0, 0), 2)
+    run = generate(Contenders(llm), PLAIN_CONTENDER, prompts, GridPlan((), {}, max_tokens=8).params(0, 0), 2)
     assert [batch.num_tokens for batch in run.batches] == [16, 8]
     assert len(run.pauses) == 3 * 7 and all(seconds > 0 and tokens == 1 for seconds, tokens in run.pauses)
     # The prediction covers the time of the rounds, without the caller's loop. What follows a round counts for the next one,
@@ -154,7 +154,7 @@ def test_a_run_records_latencies_memory_and_predicted_plain_speed(llm: LLM) -> N
 def test_decoding_starts_after_the_first_tokens_of_every_prompt(tmp_path: Path) -> None:
     llm = LLM(make_folder(tmp_path), method="plain", compile="never", max_batch=2, prefill_chunk=20)
     prompts = [[7, 8, 9], [10 + i % 30 for i in range(90)]]  # the second is prefilled in five chunks while the first decodes
-    run = generate(Contenders(llm), PLAIN_CONTENDER, prompts, Plan((), {}, max_tokens=12).params(0, 0), 2)
+    run = generate(Contenders(llm), PLAIN_CONTENDER, prompts, GridPlan((), {}, max_tokens=12).params(0, 0), 2)
     (batch,) = run.batches
     assert batch.num_tokens == 24 and batch.first_tokens >= 5
     assert batch.waits[0] < batch.waits[1] == batch.first_seconds
@@ -174,7 +174,7 @@ def test_a_failing_target_ends_the_measurement(llm: LLM, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(llm.runner, "score", failing)
     with pytest.raises(OutriderError, match="out of memory"):
-        generate(Contenders(llm), PLAIN_CONTENDER, [[7, 8], [9, 8]], Plan((), {}, max_tokens=4).params(0, 0), 2)
+        generate(Contenders(llm), PLAIN_CONTENDER, [[7, 8], [9, 8]], GridPlan((), {}, max_tokens=4).params(0, 0), 2)
     assert not llm.engine.has_work
 
 

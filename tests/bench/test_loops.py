@@ -13,7 +13,7 @@ from outrider import LLM
 from outrider.bench import cells, loops
 from outrider.bench.contenders import Contender, Contenders
 from outrider.bench.documents import headline, loop_warnings
-from outrider.bench.grid import PLAIN_CONTENDER, Group, Plan
+from outrider.bench.grid import PLAIN_CONTENDER, GridPlan, Group
 from outrider.bench.loops import MAX_PERIOD, ends_in_loop, in_loops, loop_share, loop_start
 from outrider.bench.measure import Arrival, Batch, Run, generate
 from outrider.types import PhaseTimes, Round
@@ -151,7 +151,7 @@ def test_a_real_run_records_token_arrivals(tmp_path_factory: pytest.TempPathFact
     folder = make_folder(tmp_path_factory.mktemp("loops") / "model")
     llm = LLM(folder, method="plain", compile="never", max_batch=2, prefill_chunk=20)
     prompts = [[7, 8, 9], [10 + i % 30 for i in range(90)]]
-    measured = generate(Contenders(llm), NGRAM, prompts, Plan((), {}, max_tokens=40).params(0, 0), size)
+    measured = generate(Contenders(llm), NGRAM, prompts, GridPlan((), {}, max_tokens=40).params(0, 0), size)
     for whole in measured.batches:
         seconds = [each.seconds for each in whole.arrivals]
         assert seconds == sorted(seconds) and len(whole.rounds) == whole.arrivals[-1].num_rounds

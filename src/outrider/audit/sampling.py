@@ -65,7 +65,7 @@ class Reach:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SamplePlan:
     """Samples per part over all prompts, with the reasons."""
 
     samples: dict[str, int]
@@ -117,7 +117,7 @@ class Caught:
 class SamplingResult:
     """Results of the sampled part of an audit."""
 
-    plan: Plan
+    plan: SamplePlan
     outcome: Outcome
     controls: list[Caught] = field(default_factory=list)
 
@@ -155,7 +155,7 @@ def audit_samples(rig: Rig, way: Way, question: Question, say: Say) -> SamplingR
     return result
 
 
-def make_plan(rig: Rig, way: Way, question: Question, say: Say) -> Plan:
+def make_plan(rig: Rig, way: Way, question: Question, say: Say) -> SamplePlan:
     """Plan samples to detect ``tv`` with unchanged drafts, and with half replaced for controls not detected otherwise."""
     gauges, per_sample = {}, {}
     for number, part in enumerate((AS_IS, STRESSED)):
@@ -187,7 +187,7 @@ def make_plan(rig: Rig, way: Way, question: Question, say: Say) -> Plan:
         if needed > question.max_samples:
             shown = f"more than {question.max_samples:,}" if math.isinf(needed) else f"{needed:,.0f}"
             raise OutriderError(f"the audit needs {shown} samples ({part}): lower --power, raise --tv, or raise --max-samples")
-    return Plan(
+    return SamplePlan(
         {part: _rounded_up(needed, len(question.prompts)) for part, needed in samples.items()},
         reach,
         gauges[AS_IS].mean_distance,
@@ -213,7 +213,7 @@ def samples_for_tv(rig: Rig, question: Question) -> float:
     return math.inf
 
 
-def judge(rig: Rig, way: Way, question: Question, plan: Plan, say: Say) -> Outcome:
+def judge(rig: Rig, way: Way, question: Question, plan: SamplePlan, say: Say) -> Outcome:
     """Draw all samples of the plan with the audited verifier."""
     before = rig.faults
     *_, outcome = _outcomes(rig, way, question, list(plan.samples.items()), 1, lambda part, done: say(part, done, plan.total))
@@ -221,7 +221,7 @@ def judge(rig: Rig, way: Way, question: Question, plan: Plan, say: Say) -> Outco
     return outcome
 
 
-def catch(rig: Rig, way: Way, question: Question, plan: Plan, control: Control, number: int, say: Say) -> Caught:
+def catch(rig: Rig, way: Way, question: Question, plan: SamplePlan, control: Control, number: int, say: Say) -> Caught:
     """Run a control, prompt by prompt, until a test rejects it at the strictest level: first with the expected number of
     samples, then with all of the plan."""
     reach = plan.reach[control.name]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.bench.breakdown import Rounds
 from outrider.bench.contenders import Contender
-from outrider.bench.grid import PLAIN_CONTENDER, Group, Plan
+from outrider.bench.grid import PLAIN_CONTENDER, GridPlan, Group
 from outrider.bench.loops import ends_in_loop, loop_share, loop_start
 from outrider.bench.measure import PHASES, Run
 from outrider.bench.provenance import provenance
@@ -31,7 +31,9 @@ DEFINITIONS = (
 )
 
 
-def document(plan: Plan, groups: Sequence[Group], runner: ModelRunner, target: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+def document(
+    plan: GridPlan, groups: Sequence[Group], runner: ModelRunner, target: str, extra: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the benchmark document, JSON-ready."""
     return {
         "target": target,

@@ -24,7 +24,7 @@ BUSY = "import os\nwhile os.getppid() == {}: sum(range(10_000))"
 
 
 @dataclass(frozen=True)
-class Plan:
+class GridPlan:
     """Contenders x temperatures x batches x workloads x busy processes, ``repeat`` times each.
 
     Only whole batches run: a last one with fewer prompts is left out.
@@ -37,7 +37,6 @@ class Plan:
     max_tokens: int = 64
     repeat: int = 3
     seed: int = 0
-    ignore_eos: bool = True  # so that every contender generates the same number of tokens
     busy: tuple[int, ...] = (0,)  # numbers of other busy processes
 
     def groups(self) -> Iterator[tuple[float, int, str, int]]:
@@ -51,9 +50,8 @@ class Plan:
         return len(self.temperatures) * len(self.busy) * parts * self.repeat * (1 + len(self.contenders))
 
     def params(self, temperature: float, repeat: int) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=self.max_tokens, temperature=temperature, seed=self.seed + repeat, ignore_eos=self.ignore_eos
-        )
+        """Return sampling settings with which every contender generates the same number of tokens."""
+        return SamplingParams(max_tokens=self.max_tokens, temperature=temperature, seed=self.seed + repeat, ignore_eos=True)
 
 
 @dataclass
@@ -67,7 +65,9 @@ class Group:
     busy: int = 0  # number of other busy processes
 
 
-def run_grid(contenders: Contenders, plan: Plan, report: Callable[[Progress], None] = lambda progress: None) -> Iterator[Group]:
+def run_grid(
+    contenders: Contenders, plan: GridPlan, report: Callable[[Progress], None] = lambda progress: None
+) -> Iterator[Group]:
     """Yield each group after its last repeat. Closing the iterator or an interrupt loses only the running repeat.
 
     Plain decoding and the contenders take turns at each batch of prompts in rotating order, so that changes in the machine's

@@ -11,11 +11,11 @@ from outrider.bench.breakdown import MEANING, PARTS
 from outrider.bench.documents import Cell, condition, headline, is_plain, label, loop_warnings
 from outrider.bench.loops import MAX_PERIOD, MIN_REPEATS
 from outrider.bench.pooling import at, distinct
-from outrider.bench.tables import number, reason, span
+from outrider.bench.tables import Columns, number, percent, reason, rows_of, span
 from outrider.types import OutriderError, how_to_install
 
 FACTS = ("target", "device", "dtype", "weights", "threads", "command", "date", "commit", "version", "max_tokens", "repeat")
-Rows = list[list[str]]
+Section = tuple[str, str, list[str], list[list[str]]]  # title, note, headings and rows of a table
 
 
 def check_installed() -> None:
@@ -81,7 +81,7 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _reasons(cells: Sequence[Cell]) -> tuple[str, str, list[str], Rows]:
+def _reasons(cells: Sequence[Cell]) -> Section:
     columns = ["condition", "method", "alpha", "mean K", "c", "formula", "measured", "off by", "mostly", *PARTS]
     rows = []
     for cell in cells:
@@ -98,24 +98,7 @@ def _reasons(cells: Sequence[Cell]) -> tuple[str, str, list[str], Rows]:
     return "Expected and measured speedup", note, columns, rows
 
 
-def _predictions(cells: Sequence[Cell]) -> tuple[str, str, list[str], Rows]:
-    columns = ["condition", "method", "plain, predicted (tok/s)", "plain, measured (tok/s)", "error"]
-    rows = [
-        [
-            condition(cell),
-            label(cell),
-            number(cell["predicted_plain_tok_s"], 1),
-            number(cell["plain_tok_s"], 1),
-            f"{cell['prediction_error_percent']:+.1f}%",
-        ]
-        for cell in cells
-        if cell["prediction_error_percent"] is not None
-    ]
-    note = "Prediction of plain decoding in a request's summary, compared with its measurement in the same repeat."
-    return "Accuracy of the predicted plain speed", note, columns, rows
-
-
-def _latencies(cells: Sequence[Cell]) -> tuple[str, str, list[str], Rows]:
+def _latencies(cells: Sequence[Cell]) -> Section:
     kinds = {"time_to_first_token_ms": "first token", "inter_token_ms": "between tokens", "pause_ms": "between rounds"}
     columns = ["condition", "method", *(f"{name}, {at} (ms)" for name in kinds.values() for at in ("p50", "p95")), "peak MB"]
     rows = []
@@ -129,7 +112,7 @@ def _latencies(cells: Sequence[Cell]) -> tuple[str, str, list[str], Rows]:
     return "Latency and memory", note, columns, rows
 
 
-def _loops(cells: Sequence[Cell]) -> tuple[str, str, list[str], Rows]:
+def _loops(cells: Sequence[Cell]) -> Section:
     columns = ["condition", "method", "tokens in loops", "texts that end in one", "tokens before loops"]
     columns += [f"{name}, {part}" for name in ("tok/s", "speedup", "alpha") for part in ("before loops", "whole texts")]
     rows = []
@@ -146,22 +129,27 @@ def _loops(cells: Sequence[Cell]) -> tuple[str, str, list[str], Rows]:
     return "Loops", note, columns, rows
 
 
-def _all(cells: Sequence[Cell]) -> tuple[str, str, list[str], Rows]:
-    columns = ["condition", "method", "tok/s", "plain tok/s", "speedup", "95%", "tok/pass", "alpha", "same text", "faults"]
-    rows = [
-        [
-            condition(cell),
-            label(cell),
-            number(cell["tok_s"], 1),
-            number(cell["plain_tok_s"], 1),
-            number(cell["speedup"], 2),
-            span(cell["speedup_interval"]),
-            number(cell["mean_acceptance_length"], 2),
-            number(cell["acceptance_rate"], 3),
-            "" if cell["same_text"] is None else f"{cell['same_text']:.0%}",
-            str(cell["faults"]),
-        ]
-        for cell in cells
-    ]
+def _predictions(cells: Sequence[Cell]) -> Section:
+    columns: Columns = {
+        "plain, predicted (tok/s)": lambda cell: number(cell["predicted_plain_tok_s"], 1),
+        "plain, measured (tok/s)": lambda cell: number(cell["plain_tok_s"], 1),
+        "error": lambda cell: f"{cell['prediction_error_percent']:+.1f}%",
+    }
+    shown = [cell for cell in cells if cell["prediction_error_percent"] is not None]
+    note = "Prediction of plain decoding in a request's summary, compared with its measurement in the same repeat."
+    return "Accuracy of the predicted plain speed", note, ["condition", "method", *columns], rows_of(columns, shown)
+
+
+def _all(cells: Sequence[Cell]) -> Section:
+    columns: Columns = {
+        "tok/s": lambda cell: number(cell["tok_s"], 1),
+        "plain tok/s": lambda cell: number(cell["plain_tok_s"], 1),
+        "speedup": lambda cell: number(cell["speedup"], 2),
+        "95%": lambda cell: span(cell["speedup_interval"]),
+        "tok/pass": lambda cell: number(cell["mean_acceptance_length"], 2),
+        "alpha": lambda cell: number(cell["acceptance_rate"], 3),
+        "same text": lambda cell: percent(cell["same_text"]),
+        "faults": lambda cell: str(cell["faults"]),
+    }
     note = "Prefill included. Intervals: bootstrap over repeats and prompts, with paired measurements."
-    return "All cells", note, columns, rows
+    return "All cells", note, ["condition", "method", *columns], rows_of(columns, cells)

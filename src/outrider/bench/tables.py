@@ -16,13 +16,87 @@ from outrider.errors import printable
 
 MANY_WORKLOADS = 3  # minimum number of workloads for a table of workloads x methods
 TOLERANCE = 0.1  # largest relative difference to the formula that is not explained
+Columns = Mapping[str, Callable[[Cell], str]]  # heading -> entry of a cell
+
+
+def reason(cell: Cell) -> str:
+    """Return the largest part of the difference to the formula, if the difference exceeds a tenth."""
+    expected, measured, difference = cell["expected_speedup"], cell["decode_speedup"], cell["difference"]
+    if not expected or not measured or not difference or abs(measured / expected - 1) <= TOLERANCE:
+        return ""
+    name = main_part(difference)
+    return f"{name} {difference[name]:+.2f}"
+
+
+def span(interval: Sequence[float] | None) -> str:
+    """Format an interval, such as ``1.41-1.52``."""
+    return "" if interval is None else f"{interval[0]:.2f}-{interval[1]:.2f}"
+
+
+def number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
+def round_ms(ms: Mapping[str, float]) -> str:
+    """Format the milliseconds of a round: of drafting, scoring and everything else."""
+    return f"{ms['draft']:.1f}+{ms['score']:.1f}+{ms['verify'] + ms['host']:.1f}"
+
+
+SPEEDS: Columns = {
+    "tok/s": lambda cell: number(cell["tok_s"], 1),
+    "speedup": lambda cell: number(cell["speedup"], 2),
+    "95%": lambda cell: "" if is_plain(cell) else span(cell["speedup_interval"]),
+    "tok/pass": lambda cell: number(cell["mean_acceptance_length"], 2),
+    "alpha": lambda cell: "" if is_plain(cell) else number(cell["acceptance_rate"], 2),
+    "ms": lambda cell: round_ms(cell["ms"]),
+    "same": lambda cell: "" if is_plain(cell) else percent(cell["same_text"]),
+}
+LOOPS: Columns = {
+    "loops": lambda cell: percent(cell["loop_share"]),
+    "before": lambda cell: str(cell["tokens_before_loops"]),
+    **{name: SPEEDS[name] for name in ("tok/s", "speedup", "95%", "tok/pass", "alpha")},
+}
+REASONS: Columns = {
+    "c": lambda cell: number(cell["cost_ratio"], 3),
+    "formula": lambda cell: number(cell["expected_speedup"], 2),
+    "measured": lambda cell: "" if is_plain(cell) else number(cell["decode_speedup"], 2),
+    "mostly": reason,
+    "first": lambda cell: number((cell["time_to_first_token_ms"] or {}).get("p50"), 0),
+    "between": lambda cell: "{p50:.1f}/{p95:.1f}".format(**cell["inter_token_ms"]) if cell["inter_token_ms"] else "",
+    "plain": lambda cell: "" if cell["prediction_error_percent"] is None else f"{cell['prediction_error_percent']:+.0f}%",
+}
 
 
 def tables(result: Mapping[str, Any]) -> list[Table]:
     """Return the tables: speed and acceptance, expected speedup and latency; if there are many workloads, methods by workload;
     if outputs loop, the speed over the whole outputs."""
-    found = [_speeds(result), _reasons(result), *_matrices([headline(cell) for cell in result["cells"]])]
-    return [*found, _whole_texts(result)] if any(cell["before_loops"] for cell in result["cells"]) else found
+    cells, precision = [headline(cell) for cell in result["cells"]], result.get("weights") or result["dtype"]
+    speeds = f"{result['target']} on {result['device']}, {precision}; ms per round: draft + score + other"
+    reasons = (
+        "speedup after the first token: formula, measured, largest difference;\n"
+        "ms to the first token, between tokens (p50/p95); error of predicted plain"
+    )
+    loops = (
+        "loops: share of tokens in loops; before: tokens before the first loop, which\n"
+        "the tables above cover. This table covers the whole outputs, loops included:"
+    )
+    found = [_table(speeds, SPEEDS, cells), _table(reasons, REASONS, cells), *_matrices(cells)]
+    return [*found, _table(loops, LOOPS, result["cells"])] if any(cell["before_loops"] for cell in result["cells"]) else found
+
+
+def _table(title: str, columns: Columns, cells: Iterable[Cell]) -> Table:
+    view = table_of(title, *columns)
+    fill(view, rows_of(columns, cells))
+    return view
+
+
+def rows_of(columns: Columns, cells: Iterable[Cell]) -> list[list[str]]:
+    """Return the entries of each cell: condition, method, and those of the columns."""
+    return [[condition(cell), label(cell), *(entry(cell) for entry in columns.values())] for cell in cells]
 
 
 def _matrices(cells: Sequence[Cell]) -> Iterator[Table]:
@@ -57,82 +131,6 @@ def _pair(cells: Sequence[Cell]) -> str:
     return f"{fmean(cell['mean_acceptance_length'] for cell in cells):.2f} {speedup:.2f}x"
 
 
-def _speeds(result: Mapping[str, Any]) -> Table:
-    precision = result.get("weights") or result["dtype"]
-    title = f"{result['target']} on {result['device']}, {precision}; ms per round: draft + score + other"
-    view = table_of(title, "tok/s", "speedup", "95%", "tok/pass", "alpha", "ms", "same")
-    fill(view, _rows(map(headline, result["cells"]), _speed_row))
-    return view
-
-
-def _whole_texts(result: Mapping[str, Any]) -> Table:
-    title = (
-        "loops: share of tokens in loops; before: tokens before the first loop, which\n"
-        "the tables above cover. This table covers the whole outputs, loops included:"
-    )
-    view = table_of(title, "loops", "before", "tok/s", "speedup", "95%", "tok/pass", "alpha")
-    fill(view, _rows(result["cells"], _whole_row))
-    return view
-
-
-def _whole_row(cell: Cell) -> list[str]:
-    return [f"{cell['loop_share']:.0%}", str(cell["tokens_before_loops"]), *_speed_row(cell)[:5]]
-
-
-def _speed_row(cell: Cell) -> list[str]:
-    ms, plain = cell["ms"], is_plain(cell)
-    return [
-        f"{cell['tok_s']:.1f}",
-        number(cell["speedup"], 2),
-        "" if plain else span(cell["speedup_interval"]),
-        f"{cell['mean_acceptance_length']:.2f}",
-        "" if plain else f"{cell['acceptance_rate']:.2f}",
-        f"{ms['draft']:.1f}+{ms['score']:.1f}+{ms['verify'] + ms['host']:.1f}",
-        "" if plain or cell["same_text"] is None else f"{cell['same_text']:.0%}",
-    ]
-
-
-def _reasons(result: Mapping[str, Any]) -> Table:
-    title = (
-        "speedup after the first token: formula, measured, largest difference;\n"
-        "ms to the first token, between tokens (p50/p95); error of predicted plain"
-    )
-    view = table_of(title, "c", "formula", "measured", "mostly", "first", "between", "plain")
-    fill(view, _rows(map(headline, result["cells"]), _reason_row))
-    return view
-
-
-def _reason_row(cell: Cell) -> list[str]:
-    first, between, error = cell["time_to_first_token_ms"], cell["inter_token_ms"], cell["prediction_error_percent"]
-    return [
-        number(cell["cost_ratio"], 3),
-        number(cell["expected_speedup"], 2),
-        "" if is_plain(cell) else number(cell["decode_speedup"], 2),
-        reason(cell),
-        number(first and first["p50"], 0),
-        f"{between['p50']:.1f}/{between['p95']:.1f}" if between else "",
-        "" if error is None else f"{error:+.0f}%",
-    ]
-
-
-def reason(cell: Cell) -> str:
-    """Return the largest part of the difference to the formula, if the difference exceeds a tenth."""
-    expected, measured, difference = cell["expected_speedup"], cell["decode_speedup"], cell["difference"]
-    if not expected or not measured or not difference or abs(measured / expected - 1) <= TOLERANCE:
-        return ""
-    name = main_part(difference)
-    return f"{name} {difference[name]:+.2f}"
-
-
-def span(interval: Sequence[float] | None) -> str:
-    """Format an interval, such as ``1.41-1.52``."""
-    return "" if interval is None else f"{interval[0]:.2f}-{interval[1]:.2f}"
-
-
-def number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
 def add_row(view: Table, entries: Sequence[str]) -> None:
     """Add a row to a table without interpreting markup and control characters in names."""
     view.add_row(*(Text(printable(entry)) for entry in entries))
@@ -153,10 +151,6 @@ def table_of(title: str, *columns: str, keys: Sequence[str] = ("workload", "meth
     for name in columns:
         view.add_column(name, justify="right", no_wrap=True)
     return view
-
-
-def _rows(cells: Iterable[Cell], row: Callable[[Cell], list[str]]) -> Iterator[list[str]]:
-    return ([condition(cell), label(cell), *row(cell)] for cell in cells)
 
 
 def fill(view: Table, rows: Iterable[Sequence[str]]) -> None:

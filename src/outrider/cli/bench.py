@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from outrider.bench.contenders import Contender, Contenders
-    from outrider.bench.grid import Group, Plan
+    from outrider.bench.grid import GridPlan, Group
     from outrider.engine.llm import LLM
 
 MAX_BUSY = 1024
@@ -99,7 +99,7 @@ def command(
     if context.invoked_subcommand is not None:
         return
     from outrider.bench.contenders import Contenders
-    from outrider.bench.grid import Plan, run_grid
+    from outrider.bench.grid import GridPlan, run_grid
     from outrider.bench.workloads import encode
     from outrider.cli.session import check_lengths, inflated, load_plain, resolve
 
@@ -117,7 +117,7 @@ def command(
     width = max([contender.k for contender in chosen if isinstance(contender.k, int)], default=0)
     llm = load_plain(models, methods, max_batch=max(batches), num_draft_tokens=width, drafts=given["drafts"])
     encoded = {name: [encode(llm.tokenizer, prompt) for prompt in group] for name, group in prompts.items()}
-    plan = Plan(chosen, encoded, temperatures, batches, grid.max_tokens, grid.repeat, grid.seed, busy=busy)
+    plan = GridPlan(chosen, encoded, temperatures, batches, grid.max_tokens, grid.repeat, grid.seed, busy=busy)
     for workload, token_ids in encoded.items():
         check_lengths(token_ids, llm, grid.max_tokens, f"--max-tokens {grid.max_tokens}", f" of {workload!r}")
     name = Path(models.target).name if models.target and grid.inflate else models.target or "embedded"  # no cache path
@@ -147,7 +147,7 @@ def prepare(contenders: Contenders, chosen: Sequence[Contender]) -> None:
                 raise OutriderError(f"{contender.method}: {error}") from error
 
 
-def finish(plan: Plan, groups: Sequence[Group], llm: LLM, extra: dict[str, Any], outputs: OutputOptions) -> None:
+def finish(plan: GridPlan, groups: Sequence[Group], llm: LLM, extra: dict[str, Any], outputs: OutputOptions) -> None:
     """Write the document to its file, the tables to stderr, the document to stdout on one line, and the report."""
     from rich.text import Text
 

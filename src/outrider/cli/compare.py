@@ -142,14 +142,14 @@ def write(race: Race, text: str) -> None:
 
 def table(lanes: list[Lane], titles: dict[str, str]) -> Table:
     """Return a table of speed and acceptance of both lanes, excluding the first tokens."""
-    from outrider.bench.tables import bare_table
+    from outrider.bench.tables import bare_table, round_ms
 
     view = bare_table()
     for name in ("", "tokens", "first token", "tok/s", "speedup", "tok/pass", "accepted", "ms"):
         view.add_column(name, justify="right" if name else "left", no_wrap=True)
     plain = lanes[0]
     for lane in lanes:
-        stats, ms = lane.stats, lane.stats.ms_per_round
+        stats = lane.stats
         view.add_row(
             titles[lane.name],
             str(len(lane.output)),
@@ -158,7 +158,7 @@ def table(lanes: list[Lane], titles: dict[str, str]) -> Table:
             f"{stats.tok_s / plain.stats.tok_s:.2f}" if plain.stats.tok_s else "",
             f"{stats.mean_acceptance_length:.2f}",
             "" if lane is plain else f"{stats.acceptance_rate:.0%}",
-            f"{ms['draft']:.1f}+{ms['score']:.1f}+{ms['verify'] + ms['host']:.1f}",
+            round_ms(stats.ms_per_round),
         )
     return view
 

@@ -124,7 +124,7 @@ def with_groups(command: Callable[..., Result], panel: str | None = None) -> Cal
 
     A parameter ``Annotated[dict[str, Any], Config]`` has the options of ``Config`` and receives those that were given.
     Fields are declared by ``given``, ``flag`` or ``outrider.options.option``; other fields are no options. A class attribute
-    ``panel`` of the dataclass is the heading of its options in the help; the argument ``panel`` is that of the command's own.
+    ``panel`` of the dataclass is the heading of its options in the help; the argument ``panel`` is that of all other options.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
@@ -144,7 +144,7 @@ def with_groups(command: Callable[..., Result], panel: str | None = None) -> Cal
             is_own = OPTION in each.metadata  # declared by the group itself
             shared = Reference(group, several=False, more="") if is_own else each.metadata[FLAG]
             default = None if is_own else each.default
-            annotation = _annotation(each.name, shared, default, types[each.name], getattr(group, "panel", None))
+            annotation = _annotation(each.name, shared, default, types[each.name], getattr(group, "panel", panel))
             parameters.append(
                 inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
             )

@@ -25,7 +25,7 @@ from outrider.registry import AUTO, PLAIN, PROPOSERS, VERIFIERS
 from outrider.runner.config import RunnerConfig
 
 if TYPE_CHECKING:
-    from outrider.engine.finding import Choice
+    from outrider.engine.finding import MethodChoice
     from outrider.engine.llm import LLM
     from outrider.engine.outputs import Chunk
     from outrider.proposers.base import Proposer
@@ -87,7 +87,7 @@ def check_methods(methods: Iterable[str], models: ModelOptions) -> None:
             check_draft(str(source))
 
 
-def auto_method(models: ModelOptions) -> Choice:
+def auto_method(models: ModelOptions) -> MethodChoice:
     """Return the choice of method ``auto`` for these options."""
     from outrider.engine.methods import auto_choice
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -68,7 +68,6 @@ MASK_RATES = {"muon_lr": 0.006, "adam_lr": 0.0015}  # the same for weights that 
 class FileOptions:
     """The target, its training text and the work folder."""
 
-    panel: ClassVar[str] = WHAT
     target: str | None = flag("Folder or hub id of the target (default: the embedded one).")
     text: list[Path] | None = flag(
         "Text file, or JSONL with text, prompt and completion, or messages; plain or .gz; repeatable.", panel=TEXT
@@ -79,38 +78,30 @@ class FileOptions:
 @training
 def medusa(*, out: Out, run: MedusaRun, files: FileOptions, source: Source, length: HeadPlan) -> None:
     """Train Medusa heads, in vLLM's format."""
-    from outrider.train.runs import train_medusa
-
     check_sizes(run, "heads", "layers")
-    done(train_medusa(workspace_of(files, source, out, run.start), out, paced(length, run.start), run), use("medusa", out))
+    train_head("medusa", out, run, files, source, length)
 
 
 @training
 def eagle(*, out: Out, run: EagleRun, files: FileOptions, source: Source, length: HeadPlan) -> None:
     """Train an EAGLE head."""
-    from outrider.train.runs import train_eagle
-
     if run.generation == 1 and (run.layers, run.draft_vocab) != (None, None):
         raise OutriderError("--layers and --draft-vocab are EAGLE-3's: omit them with --generation 1")
     check_sizes(run, "generation", "layers", "draft_vocab")
-    done(train_eagle(workspace_of(files, source, out, run.start), out, paced(length, run.start), run), use("eagle", out))
+    train_head("eagle", out, run, files, source, length)
 
 
 @training
 def mtp(*, out: Out, run: MtpRun, files: FileOptions, source: Source, length: HeadPlan) -> None:
     """Train an MTP head with one layer of the target's kind, or continue the one in a checkpoint."""
-    from outrider.train.runs import train_mtp
-
-    done(train_mtp(workspace_of(files, source, out, run.start), out, paced(length, run.start), run), use("mtp", out))
+    train_head("mtp", out, run, files, source, length)
 
 
 @training
 def dflash(*, out: Out, run: BlockRun, files: FileOptions, source: Source, length: HeadPlan) -> None:
     """Train a block drafter, which drafts a block in one pass; written in z-lab's format."""
-    from outrider.train.runs import train_block
-
     check_sizes(run, "block_size", "layers", "hidden_states", "markov_rank", "selector_rank")
-    done(train_block(workspace_of(files, source, out, run.start), out, paced(length, run.start), run), use("dflash", out))
+    train_head("dflash", out, run, files, source, length)
 
 
 @training
@@ -140,7 +131,8 @@ def draft(  # noqa: PLR0913 - groups of options
     check_sizes(shape, "layers", "width", "from_layers", start=start)
     how = paced(length, start, MODEL_RATES if parallel is None else MASK_RATES)
     workspace = workspace_of(files, source, out, start, uses_prompts=teaching.on_policy > 0, copies=1)
-    done(train_draft(workspace, out, how, run), f"--draft {out}")
+    train_draft(workspace, out, how, run)
+    done(f"--draft {out}")
 
 
 @training
@@ -150,10 +142,21 @@ def early_exit(*, out: Out, skip: LayerSkip, files: FileOptions, source: Source,
 
     how = length.with_rates(MODEL_RATES)
     workspace = workspace_of(files, source, out, copies=COPIES)
-    done(train_early_exit(workspace, out, how, skip), f"--target {out} --method early-exit")
+    train_early_exit(workspace, out, how, skip)
+    done(f"--target {out} --method early-exit")
 
 
 COMMANDS = {"medusa": medusa, "eagle": eagle, "mtp": mtp, "dflash": dflash, "draft": draft, "early-exit": early_exit}
+
+
+def train_head(method: str, out: Path, run: Any, files: FileOptions, source: Source, length: HeadPlan) -> None:
+    """Train a head for a method, and print how to use it."""
+    from outrider.train import runs
+
+    kinds = {"medusa": runs.train_medusa, "eagle": runs.train_eagle, "mtp": runs.train_mtp, "dflash": runs.train_block}
+    train: Any = kinds[method]
+    train(workspace_of(files, source, out, run.start), out, paced(length, run.start), run)
+    done(f"--method {method} --draft {out}")
 
 
 def check_sizes(run: Any, *names: str, start: str | None = None) -> None:
@@ -166,11 +169,6 @@ def check_sizes(run: Any, *names: str, start: str | None = None) -> None:
 def paced(length: HeadPlan, start: str | None, rates: dict[str, float] = MODEL_RATES) -> HeadPlan:
     """Return the training plan, with these default learning rates if it continues ``start``."""
     return length if start is None else length.with_rates(rates)
-
-
-def use(method: str, out: Path) -> str:
-    """Return the options with which a trained head is used."""
-    return f"--method {method} --draft {out}"
 
 
 def workspace_of(
@@ -230,9 +228,6 @@ def check_out(out: Path, models: Sequence[str | Path]) -> None:
             raise OutriderError(f"--out {out} is the model that is read: give another folder, or it would be overwritten")
 
 
-def done(finished: bool, options: str) -> None:
-    """Print whether training finished, and how to use the result."""
-    if not finished:
-        typer.echo("progress is saved: repeat the command to resume", err=True)
-        raise KeyboardInterrupt
+def done(options: str) -> None:
+    """Print how to use the result."""
     typer.echo(f"done: use it with {options}; curve and measurements are in the same folder", err=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from outrider.runner import ModelRunner
     from outrider.search import Question, Search
-    from outrider.search.choice import Choice
+    from outrider.search.choice import Decision
     from outrider.search.traffic import Text, TrafficRequest
 
 PLAN = "plan.toml"
@@ -151,7 +151,7 @@ def command(
     finish(search, chosen, models, output)
 
 
-def finish(search: Search, chosen: Choice, models: ModelOptions, output: OutputOptions) -> None:
+def finish(search: Search, chosen: Decision, models: ModelOptions, output: OutputOptions) -> None:
     """Write plan, document and report to their files and the table to the screen."""
     from rich.console import Console
 
@@ -173,7 +173,7 @@ def finish(search: Search, chosen: Choice, models: ModelOptions, output: OutputO
         out.print(line, markup=False, soft_wrap=True)
 
 
-def plan_values(models: ModelOptions, chosen: Choice, search: Search) -> dict[str, Any]:
+def plan_values(models: ModelOptions, chosen: Decision, search: Search) -> dict[str, Any]:
     """Return the plan's values: the chosen method, and the options of the models."""
     contender, known = chosen.chosen, search.llm.speculation.drafts
     takes_draft = not contender.is_plain and PROPOSERS.get(split_method(contender.method)[0]).takes_draft

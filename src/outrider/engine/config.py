@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from outrider import family
 from outrider.engine.detokenizer import DetokenizerFactory
 from outrider.engine.engine import Engine
-from outrider.engine.finding import Choice, choices, local_path
+from outrider.engine.finding import MethodChoice, choices, local_path
 from outrider.engine.options import Speculation, is_tokenizer
 from outrider.engine.policy import FixedLength, LengthPolicy
 from outrider.engine.scheduler import Scheduler
@@ -172,7 +172,7 @@ def choose_proposer(
 
 
 def _fitting(
-    choice: Choice, speculation: Speculation, runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None
+    choice: MethodChoice, speculation: Speculation, runner: ModelRunner, tokenizer: PreTrainedTokenizerBase | None
 ) -> Proposer | None:
     """Build a choice; None if it was found automatically and does not fit. A draft named by the user may need translation."""
     chosen = replace(speculation, method=choice.method, draft=choice.draft)

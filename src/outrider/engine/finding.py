@@ -57,7 +57,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Choice:
+class MethodChoice:
     """A method with its draft, and the reason for the choice."""
 
     method: str
@@ -82,19 +82,19 @@ class Choice:
 
 def choices(
     target: TargetFiles | None, draft: object, drafts: Mapping[str, object], download: bool = False
-) -> Iterator[Choice]:
+) -> Iterator[MethodChoice]:
     """Yield choices of method and draft, best first. The last one always fits.
 
     ``draft``: given by the user; ``drafts``: declared with the target. If there is one of these, it is the only choice.
     Otherwise candidates are searched, and each one that does not fit is logged in one line.
     """
     if draft is not None:
-        yield Choice(_method_for(draft, target), draft, f"{_named(draft)}, as specified")
+        yield MethodChoice(_method_for(draft, target), draft, f"{_named(draft)}, as specified")
         return
     declared = [spec for spec in _methods() if spec.precedence and spec.own_draft in drafts]
     if declared:
         best = max(declared, key=lambda spec: spec.precedence)
-        yield Choice(best.name, None, f"{best.own_draft} (comes with the target)")
+        yield MethodChoice(best.name, None, f"{best.own_draft} (comes with the target)")
         return
     absent = ""
     for candidate in () if target is None else candidates(target, download):
@@ -106,8 +106,8 @@ def choices(
         else:
             source = None if candidate.source is None else str(candidate.source)
             what = f"{candidate.what} {candidate.name}".strip()
-            yield Choice(candidate.method, source, f"{what} ({candidate.where})", is_found=True)
-    yield Choice(DEFAULT_METHOD, None, f"{DEFAULT_METHOD}: no drafter was found for the target{absent}")
+            yield MethodChoice(candidate.method, source, f"{what} ({candidate.where})", is_found=True)
+    yield MethodChoice(DEFAULT_METHOD, None, f"{DEFAULT_METHOD}: no drafter was found for the target{absent}")
 
 
 def candidates(target: TargetFiles, download: bool = False) -> Iterator[Candidate]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from outrider.engine.config import build_proposer, check_trees, in_one_line
-from outrider.engine.finding import Choice, choices, target_files
+from outrider.engine.finding import MethodChoice, choices, target_files
 from outrider.engine.options import Speculation
 from outrider.method_text import split_method, split_methods
 from outrider.proposers.base import Proposer
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 ALL = "all"
 
 
-def auto_choice(target: object, draft: object, drafts: Mapping[str, object], download: bool = False) -> Choice:
+def auto_choice(target: object, draft: object, drafts: Mapping[str, object], download: bool = False) -> MethodChoice:
     """Return and log the choice of method ``auto`` for a target that is not loaded."""
     choice = next(choices(target_files(target), draft, drafts, download))
     logger.info("method auto: %s", choice.what)
     return choice
 
 
-def methods_in(text: str, auto: Callable[[], Choice]) -> list[str]:
+def methods_in(text: str, auto: Callable[[], MethodChoice]) -> list[str]:
     """Split a comma-separated list of methods, without duplicates; ``auto`` is replaced by the method that it chooses."""
     named = (auto().text if method == AUTO else method for method in split_methods(text))
     return list(dict.fromkeys(named))

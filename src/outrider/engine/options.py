@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.errors import OutriderError
 from outrider.method_text import split_method
-from outrider.options import INT32, METHOD, MODELS, Flag, Keyed, Objects, Source, Text, Whole, check, has, option
+from outrider.options import INT32, METHOD, MODELS, CheckedOptions, Flag, Keyed, Objects, Source, Text, Whole, has, option
 from outrider.registry import AUTO, DEFAULT_METHOD, PROPOSERS, VERIFIERS
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class DraftLength:
 
 
 @dataclass(frozen=True)
-class Speculation:
+class Speculation(CheckedOptions):
     """Options of drafting and verification.
 
     Raises ``OutriderError`` for a value of the wrong type or out of bounds.
@@ -124,7 +124,7 @@ class Speculation:
     )
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         if self.method != AUTO:
             PROPOSERS.get(split_method(self.method)[0])
         verifier = VERIFIERS.get(self.verifier) if isinstance(self.verifier, str) else self.verifier

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from outrider.heads.checkpoint import MODEL, DraftKind, kinds_of
 from outrider.memory import on_this_machine
-from outrider.options import check, declared, path_or_text
+from outrider.options import CheckedOptions, declared, path_or_text
 from outrider.proposers.base import Proposer
 from outrider.proposers.portable import Portable
 from outrider.types import Finding, OutriderError
@@ -28,14 +28,11 @@ Config = TypeVar("Config", bound="MethodConfig")
 
 
 @dataclass(frozen=True)
-class MethodConfig:
+class MethodConfig(CheckedOptions):
     """Base class of methods' options, each declared as a field by ``outrider.options.option``. It has none itself.
 
     Raises ``OutriderError`` for a value of the wrong type or out of bounds.
     """
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @dataclass(frozen=True)

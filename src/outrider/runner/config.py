@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from outrider.options import INT32, LIMITS, MODELS, Choice, Flag, Number, Whole, check, option
+from outrider.options import INT32, LIMITS, MODELS, CheckedOptions, Choice, Flag, Number, Whole, option
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class RunnerConfig:
+class RunnerConfig(CheckedOptions):
     """How a model is executed. Raises ``OutriderError`` for a value of the wrong type or out of bounds."""
 
     dtype: str | torch.dtype = option(
@@ -93,9 +93,6 @@ class RunnerConfig:
         "Check that a loaded model's output equals that of its own forward pass without a cache.",
         panel=MODELS,
     )
-
-    def __post_init__(self) -> None:
-        check(self)
 
     @property
     def bits(self) -> int | None:

@@ -16,7 +16,7 @@ MAX_LOSS = 0.03  # largest loss of speed accepted for a simpler method
 
 
 @dataclass(frozen=True)
-class Choice:
+class Decision:
     """The chosen contender and the reason; for each other one, by label, the reason against it."""
 
     chosen: Contender
@@ -33,7 +33,7 @@ def simplicity(contender: Contender, proposers: Mapping[str, Proposer]) -> tuple
     return 1, name.count("+"), PROPOSERS.get(name).takes_draft, not proposers[contender.method].reads_text_only
 
 
-def choose(finalists: Sequence[Contender], ratio: Callable[[str, str], Ratio], proposers: Mapping[str, Proposer]) -> Choice:
+def choose(finalists: Sequence[Contender], ratio: Callable[[str, str], Ratio], proposers: Mapping[str, Proposer]) -> Decision:
     """Choose the simplest method that is as fast as the fastest one, at its fastest draft length.
 
     ``ratio``: speed of one label / speed of another. A method is as fast as the fastest if the interval of their ratio contains
@@ -49,7 +49,7 @@ def choose(finalists: Sequence[Contender], ratio: Callable[[str, str], Ratio], p
             others[each.label] = f"{_ratio_text(speedups[each])} plain decoding's speed: {words}"
     if not winners:
         reason = "no candidate is significantly faster than plain decoding: do not speculate"
-        return Choice(PLAIN_CONTENDER, None, reason, others)
+        return Decision(PLAIN_CONTENDER, None, reason, others)
     winners.sort(key=lambda each: -speedups[each].value)
     leaders = {each.method: each for each in reversed(winners)}  # fastest length of each method
     best = winners[0]
@@ -66,7 +66,7 @@ def choose(finalists: Sequence[Contender], ratio: Callable[[str, str], Ratio], p
     if chosen != best:
         lead = against[chosen]
         reason += f"; {best.label} measured {lead.value:.2f} times as fast, within noise, but this is simpler"
-    return Choice(chosen, speedups[chosen], reason, others)
+    return Decision(chosen, speedups[chosen], reason, others)
 
 
 def is_faster(speedup: Ratio) -> bool:

@@ -15,14 +15,14 @@ from outrider.search.search import Passed, Search
 
 if TYPE_CHECKING:
     from outrider.bench.plots import Plot
-    from outrider.search.choice import Choice
+    from outrider.search.choice import Decision
 
 COLUMNS = ("method", "k", "speedup", "95%", "tokens per round", "prompts", "why")
 RUNG = ("rung", "contenders", "batches of prompts", "fastest", "resolved")
 SHOWN, TOLD = 10, 4  # candidates in the terminal's table, and explained below it; the HTML page lists all
 
 
-def result(search: Search, chosen: Choice, target: str) -> dict[str, Any]:
+def result(search: Search, chosen: Decision, target: str) -> dict[str, Any]:
     """Return the result of a search as JSON-ready data: the plan, the speedup of every candidate, and each rung."""
     journal, question, gap = search.journal, search.question, search.oracle_gap()
     rows = [_candidate(search, chosen, each) for each in search.candidates.values() if each.method not in search.reasons]
@@ -50,7 +50,7 @@ def result(search: Search, chosen: Choice, target: str) -> dict[str, Any]:
     }
 
 
-def _candidate(search: Search, chosen: Choice, contender: Contender) -> dict[str, Any]:
+def _candidate(search: Search, chosen: Decision, contender: Contender) -> dict[str, Any]:
     label = contender.label
     found = search.measured.ratio(label)
     return {

@@ -22,7 +22,7 @@ from outrider.progress import Progress
 from outrider.proposers.base import Proposer
 from outrider.registry import AUTO, PLAIN, PROPOSERS
 from outrider.search import choice, halving, oracle
-from outrider.search.choice import Choice
+from outrider.search.choice import Decision
 from outrider.search.halving import Rung, Standing
 from outrider.search.journal import Journal, JournalError
 from outrider.search.measurements import Group, Measurements
@@ -91,7 +91,7 @@ class Search:
         self._timed, self._spent = 0, 0.0  # runs of this process (not from the journal), and their seconds
         self._started = perf_counter()
 
-    def run(self) -> Choice:
+    def run(self) -> Decision:
         """Run all stages and return the choice. Raises ``OutriderError`` if the target fails."""
         num_used = max(len(self.texts) // batch * batch for batch in self.question.batches)  # only whole batches run
         self.texts = self.record()[:num_used]

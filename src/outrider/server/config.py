@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from outrider.errors import OutriderError, without_path
-from outrider.options import INT32, LIMITS, LISTEN, File, Number, Text, Whole, check, option
+from outrider.options import INT32, LIMITS, LISTEN, CheckedOptions, File, Number, Text, Whole, option
 
 KEYS_VARIABLE = "OUTRIDER_API_KEYS"
 COUNT, POSITIVE = Whole(1, INT32), Number(above=0)
@@ -20,7 +20,7 @@ limit = partial(option, panel=LIMITS)
 
 
 @dataclass(frozen=True)
-class ServerConfig:
+class ServerConfig(CheckedOptions):
     """Where the server listens and what it allows. Raises ``OutriderError`` for a value of the wrong type or out of bounds."""
 
     host: str = option(Text(), "127.0.0.1", "Address to listen on; 127.0.0.1 accepts only this machine.", panel=LISTEN)
@@ -57,9 +57,6 @@ class ServerConfig:
     record: Path | None = option(
         File(), None, "Append the requests to this file, text included; outrider tune reads it.", panel=LISTEN
     )
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @dataclass(frozen=True)

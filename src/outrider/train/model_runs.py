@@ -43,8 +43,8 @@ COPIES = 3  # of the weights in float32 while a model is trained: themselves, gr
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 
 
-def train_early_exit(workspace: Workspace, out: Path, how: HeadPlan, skip: LayerSkip) -> bool:
-    """Continue training the target for early exit and write it. Return False if interrupted.
+def train_early_exit(workspace: Workspace, out: Path, how: HeadPlan, skip: LayerSkip) -> None:
+    """Continue training the target for early exit and write it.
 
     Raises ``OutriderError`` for a target with fewer than three layers, or one whose layers do not run one by one.
     """
@@ -68,11 +68,8 @@ def train_early_exit(workspace: Workspace, out: Path, how: HeadPlan, skip: Layer
         layer.compile()  # for any number of rows, because dropout skips some
     loss = EarlyExitLoss(decoder, skip, workspace.dtype("early-exit"), how.seed)
     after = run_job(workspace, "early-exit", model, rows, loss, how, measure)
-    if after is None:
-        return False
     _save(workspace, model, out)
     finish(workspace, "early-exit", out, {"before": before, "after": after})
-    return True
 
 
 @torch.no_grad()
@@ -101,8 +98,8 @@ class DraftRun:
     name: str = "draft"  # subfolder of the work folder
 
 
-def train_draft(workspace: Workspace, out: Path, how: HeadPlan, kind: DraftRun = DraftRun()) -> bool:
-    """Train a small model on the target's logits and write it. Return False if interrupted.
+def train_draft(workspace: Workspace, out: Path, how: HeadPlan, kind: DraftRun = DraftRun()) -> None:
+    """Train a small model on the target's logits and write it.
 
     Raises ``OutriderError`` for invalid sizes and for a draft with another vocabulary.
     """
@@ -141,11 +138,8 @@ def train_draft(workspace: Workspace, out: Path, how: HeadPlan, kind: DraftRun =
             layer.compile(dynamic=False)
         loss.divergence = torch.compile(loss.divergence, dynamic=False)
     after = run_job(workspace, kind.name, draft, rows, loss, how, measure)
-    if after is None:
-        return False
     _save(workspace, draft, out)
     finish(workspace, kind.name, out, {"parameters": draft.num_parameters(), "before": before, "after": after})
-    return True
 
 
 @torch.no_grad()

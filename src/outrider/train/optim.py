@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.train.plan import Plan
+from outrider.train.plan import TrainingPlan
 
 IN_LAYER = re.compile(r"\b(layers|h|blocks)\.\d+\.")  # names of a layer's weights; h is GPT-2's, blocks MPT's
 NEWTON_SCHULZ, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
@@ -96,7 +96,7 @@ class Muon(torch.optim.Optimizer):
             param.add_(update, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
 
 
-def build(model: nn.Module, plan: Plan, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
+def build(model: nn.Module, plan: TrainingPlan, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
     """Return the optimizers of one model, each with parameters; the schedule scales `base_lr` of each group.
 
     ``dtype``: of Muon's products.
@@ -119,7 +119,7 @@ def build(model: nn.Module, plan: Plan, dtype: torch.dtype) -> list[torch.optim.
     return optimizers
 
 
-def lr_factor(progress: float, plan: Plan) -> float:
+def lr_factor(progress: float, plan: TrainingPlan) -> float:
     """Return the learning-rate factor: warm-up, constant, then linear decay over the last `decay`, at least `end`."""
     rising = progress / plan.warmup if plan.warmup else 1.0
     falling = (1.0 - progress) / plan.decay if plan.decay else 1.0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from outrider.errors import OutriderError
-from outrider.options import Choice, Flag, IntChoice, Number, Several, Text, Whole, check, declared, option
+from outrider.options import CheckedOptions, Choice, Flag, IntChoice, Number, Several, Text, Whole, declared, option
 from outrider.train.plan import SEED
 
 WHAT, TEXT, LENGTH = "What", "Text", "How long"  # headings of the help
@@ -19,17 +19,7 @@ DIVERGENCES = ("kl", "tv")
 
 
 @dataclass(frozen=True)
-class Checked:
-    """Base class of options. Raises ``OutriderError`` for a value of the wrong type or out of bounds."""
-
-    panel: ClassVar[str] = WHAT
-
-    def __post_init__(self) -> None:
-        check(self)
-
-
-@dataclass(frozen=True)
-class Source(Checked):
+class Source(CheckedOptions):
     """Source of the training text."""
 
     panel: ClassVar[str] = TEXT
@@ -42,7 +32,7 @@ class Source(Checked):
 
 
 @dataclass(frozen=True)
-class HeadPlan(Checked):
+class HeadPlan(CheckedOptions):
     """Training length and learning rates of a head or a model."""
 
     panel: ClassVar[str] = LENGTH
@@ -67,7 +57,7 @@ class HeadPlan(Checked):
 
 
 @dataclass(frozen=True)
-class MedusaRun(Checked):
+class MedusaRun(CheckedOptions):
     """Medusa heads to train."""
 
     heads: int = option(Whole(1), 4, "Number of heads, the longest draft.")
@@ -76,7 +66,7 @@ class MedusaRun(Checked):
 
 
 @dataclass(frozen=True)
-class EagleRun(Checked):
+class EagleRun(CheckedOptions):
     """Variant of the EAGLE head to train."""
 
     generation: int = option(IntChoice((1, 3)), 3, "1 (EAGLE-1 and EAGLE-2, which share their weights) or 3.")
@@ -107,7 +97,7 @@ class EagleRun(Checked):
 
 
 @dataclass(frozen=True)
-class MtpRun(Checked):
+class MtpRun(CheckedOptions):
     """How to train an MTP head."""
 
     steps: int = option(Whole(1), 3, "Depths trained per step.")
@@ -126,7 +116,7 @@ class MtpRun(Checked):
 
 
 @dataclass(frozen=True)
-class BlockRun(Checked):
+class BlockRun(CheckedOptions):
     """The block drafter to train."""
 
     block_size: int = option(Whole(2), 16, "Tokens of a block, the last committed one included: one more than drafts.")
@@ -157,7 +147,7 @@ class BlockRun(Checked):
 
 
 @dataclass(frozen=True)
-class DraftShape(Checked):
+class DraftShape(CheckedOptions):
     """Size of a draft; None values are derived from the target."""
 
     layers: int | None = option(Whole(1), None, "Layers of the draft (default: an eighth of the target's, at least two).")
@@ -168,7 +158,7 @@ class DraftShape(Checked):
 
 
 @dataclass(frozen=True)
-class Distillation(Checked):
+class Distillation(CheckedOptions):
     """Distillation settings."""
 
     loss: str = option(Choice(DIVERGENCES), "kl", "kl (forward KL) or tv (total variation, the rejection rate when sampling).")
@@ -184,7 +174,7 @@ class Distillation(Checked):
 
 
 @dataclass(frozen=True)
-class LayerSkip(Checked):
+class LayerSkip(CheckedOptions):
     """Settings of layer dropout, early-exit loss, and exits per step.
 
     With ``grow_at`` only every second layer is trained until that share of the run, for a randomly initialised model. The

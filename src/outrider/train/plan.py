@@ -13,7 +13,7 @@ def step_seed(seed: int, step: int) -> int:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """Training length and learning rates of one model.
 
     Progress runs from 0 to 1 and is the larger of the token and the time fraction; `seq_lens` holds

@@ -29,7 +29,7 @@ from outrider.train.capture import FeatureCache, capture, check_captured
 from outrider.train.claims import claim, digest, fingerprint
 from outrider.train.medusa import MedusaLoss
 from outrider.train.options import BlockRun, EagleRun, HeadPlan, MedusaRun, MtpRun, Source
-from outrider.train.plan import SEED, Plan
+from outrider.train.plan import SEED, TrainingPlan
 from outrider.train.precision import run_dtype
 from outrider.train.rollout_loss import RolloutLoss
 from outrider.train.soft_entropy import SoftEntropy, compiled, soft_entropy
@@ -41,9 +41,9 @@ Measure = Callable[[bool], tuple[dict[str, Any], Any]]  # whether training has e
 NAME_OF_MTP, NAME_OF_BLOCK = "mtp", "dflash"  # subfolders of the work folder
 
 
-def plan_of(how: HeadPlan, rows: RowOrder) -> Plan:
+def plan_of(how: HeadPlan, rows: RowOrder) -> TrainingPlan:
     """Return the plan of the training loop. Batches consist of whole rows."""
-    return Plan(
+    return TrainingPlan(
         max(1, int(how.epochs * rows.num_training * rows.seq_len)),
         how.batch_tokens,
         ((1.0, rows.seq_len),),
@@ -122,8 +122,8 @@ class Workspace:
         return self.rows
 
 
-def train_medusa(workspace: Workspace, out: Path, how: HeadPlan, kind: MedusaRun) -> bool:
-    """Train heads and write them in vLLM's format with their measured accuracies. Return False if interrupted.
+def train_medusa(workspace: Workspace, out: Path, how: HeadPlan, kind: MedusaRun) -> None:
+    """Train heads and write them in vLLM's format with their measured accuracies.
 
     Raises ``OutriderError`` for invalid settings before any text is generated or read.
     """
@@ -150,11 +150,8 @@ def train_medusa(workspace: Workspace, out: Path, how: HeadPlan, kind: MedusaRun
         return {f"held_{head}": row[0] for head, row in enumerate(found, 1)}, found
 
     accuracies = run_job(workspace, "medusa", heads, cache, loss, how, measure)
-    if accuracies is None:
-        return False
     medusa_heads.export(heads.to(checkpoint_dtype(runner.model)), out, runner.vocab_size, accuracies)
     finish(workspace, "medusa", out, {"accuracies": accuracies})
-    return True
 
 
 def eagle_sizes(kind: EagleRun, runner: ModelRunner, seq_len: int) -> tuple[tuple[int, ...], int, int | None]:
@@ -173,8 +170,8 @@ def eagle_sizes(kind: EagleRun, runner: ModelRunner, seq_len: int) -> tuple[tupl
     return layers, steps, vocab
 
 
-def train_eagle(workspace: Workspace, out: Path, how: HeadPlan, kind: EagleRun) -> bool:
-    """Train a head and write it in the requested formats, the first to ``out`` itself. Return False if interrupted.
+def train_eagle(workspace: Workspace, out: Path, how: HeadPlan, kind: EagleRun) -> None:
+    """Train a head and write it in the requested formats, the first to ``out`` itself.
 
     Raises ``OutriderError`` like ``eagle_sizes`` and ``eagle_formats.load``, before any text is generated or read.
     """
@@ -195,17 +192,14 @@ def train_eagle(workspace: Workspace, out: Path, how: HeadPlan, kind: EagleRun) 
     if head is None:
         head = shapes.new_eagle(runner, kind.generation, layers, draft_ids)
     found = _train_rollout(workspace, name, head, cache, how, steps)
-    if found is None:
-        return False
     for index, form in enumerate(kind.format):
         folder = out if index == 0 else out.with_name(f"{out.name}-{form}")
         eagle_formats.export(head, folder, form, runner.name, found["acceptance_by_rank"])
     finish(workspace, name, out, found)
-    return True
 
 
-def train_mtp(workspace: Workspace, out: Path, how: HeadPlan, kind: MtpRun) -> bool:
-    """Train an MTP head, new or continued, and write it to ``out``. Return False if interrupted.
+def train_mtp(workspace: Workspace, out: Path, how: HeadPlan, kind: MtpRun) -> None:
+    """Train an MTP head, new or continued, and write it to ``out``.
 
     Raises ``OutriderError`` like ``check_steps`` and ``mtp_formats.load``, before any text is generated or read.
     """
@@ -216,11 +210,8 @@ def train_mtp(workspace: Workspace, out: Path, how: HeadPlan, kind: MtpRun) -> b
     workspace.claim(NAME_OF_MTP, steps=kind.steps, start=kind.start)
     cache = workspace.features([runner.num_layers])
     found = _train_rollout(workspace, NAME_OF_MTP, head, cache, how, kind.steps)
-    if found is None:
-        return False
     mtp_formats.export(head, out, kind.format, found["acceptance_by_rank"])
     finish(workspace, NAME_OF_MTP, out, found)
-    return True
 
 
 def block_sizes(kind: BlockRun, runner: ModelRunner, seq_len: int) -> shapes.BlockSizes:
@@ -236,8 +227,8 @@ def block_sizes(kind: BlockRun, runner: ModelRunner, seq_len: int) -> shapes.Blo
     return shapes.BlockSizes(states, layers, kind.block_size, kind.markov_rank, kind.selector_rank)
 
 
-def train_block(workspace: Workspace, out: Path, how: HeadPlan, kind: BlockRun) -> bool:
-    """Train a block drafter and write it to ``out`` with its acceptance by position. Return False if interrupted.
+def train_block(workspace: Workspace, out: Path, how: HeadPlan, kind: BlockRun) -> None:
+    """Train a block drafter and write it to ``out`` with its acceptance by position.
 
     Raises ``OutriderError`` like ``block_sizes`` and ``block_formats.load``, before any text is generated or read.
     """
@@ -267,11 +258,8 @@ def train_block(workspace: Workspace, out: Path, how: HeadPlan, kind: BlockRun) 
         return by_draft("held", found["greedy"]), found
 
     found = run_job(workspace, NAME_OF_BLOCK, head, cache, loss, how, measure)
-    if found is None:
-        return False
     block_formats.export(head.to(checkpoint_dtype(runner.model)), out, runner.num_layers, found["sampled"])
     finish(workspace, NAME_OF_BLOCK, out, {"acceptance_by_position": found})
-    return True
 
 
 def check_steps(runner: ModelRunner, layers: Sequence[int], steps: int, seq_len: int) -> None:
@@ -283,11 +271,8 @@ def check_steps(runner: ModelRunner, layers: Sequence[int], steps: int, seq_len:
 
 def _train_rollout(
     workspace: Workspace, name: str, head: RolloutHead, cache: FeatureCache, how: HeadPlan, steps: int
-) -> dict[str, Any] | None:
-    """Train a head over this many depths and convert it to its target's dtype. Return what was measured.
-
-    None if interrupted.
-    """
+) -> dict[str, Any]:
+    """Train a head over this many depths and convert it to its target's dtype. Return what was measured."""
     if how.compile:
         for layer in head.layers:
             layer.compile(dynamic=False)
@@ -299,8 +284,6 @@ def _train_rollout(
         return found, found
 
     found = run_job(workspace, name, head, cache, loss, how, measure)
-    if found is None:
-        return None
     ranks = loss.sibling_acceptance()
     head.to(checkpoint_dtype(workspace.model))
     return {"held_out": found, "acceptance_by_rank": ranks}
@@ -309,10 +292,7 @@ def _train_rollout(
 def run_job(
     workspace: Workspace, name: str, model: nn.Module, rows: RowOrder, loss: Loss, how: HeadPlan, measure: Measure
 ) -> Any:
-    """Train ``model`` in this part of the work folder, resuming if interrupted.
-
-    Return what the final measurement found; None if interrupted.
-    """
+    """Train ``model`` in this part of the work folder, resuming if interrupted. Return what the final measurement found."""
     last: list[Any] = []
 
     def evaluate(final: bool) -> dict[str, Any]:
@@ -320,10 +300,8 @@ def run_job(
         last[:] = [found]
         return values
 
-    finished = Trainer(name, model, rows, loss, plan_of(how, rows), workspace.work / name, evaluate).run()
+    Trainer(name, model, rows, loss, plan_of(how, rows), workspace.work / name, evaluate).run()
     model.eval().requires_grad_(False)
-    if not finished:
-        return None
     return last[0] if last else measure(True)[1]  # a resumed run may already have ended
 
 

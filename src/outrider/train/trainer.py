@@ -21,7 +21,7 @@ from outrider.heads.checkpoint import replaced
 from outrider.progress import reporting
 from outrider.train import optim
 from outrider.train.claims import resuming
-from outrider.train.plan import Plan, step_seed
+from outrider.train.plan import TrainingPlan, step_seed
 from outrider.train.precision import run_dtype
 from outrider.types import OutriderError
 
@@ -75,7 +75,7 @@ class Trainer:
     model: nn.Module
     batches: Batches
     loss: Loss
-    plan: Plan
+    plan: TrainingPlan
     folder: Path
     evaluate: Callable[[bool], dict[str, Any]] | None = None  # argument: the long evaluation at the end
 
@@ -161,8 +161,8 @@ class Trainer:
         point = {key: round(float(value), 4) for key, value in parts.items()}
         return {"step": self.step, "tokens": self.tokens, "seconds": round(self.clock.elapsed, 1), **point}
 
-    def run(self) -> bool:
-        """Train until done (True), or interrupted (False); a checkpoint is written either way.
+    def run(self) -> None:
+        """Train until done. Raises ``KeyboardInterrupt`` if interrupted; a checkpoint is written either way.
 
         The final measurement follows the checkpoint, so that an interruption ends it at once and a resumed run repeats it.
         """
@@ -186,12 +186,12 @@ class Trainer:
             for number, handler in previous.items():
                 signal.signal(number, handler)
         if self.progress < 1.0 or self.interrupted:
-            return False
+            logger.warning("progress is saved: repeat the command to resume")
+            raise KeyboardInterrupt
         if "final" not in self.curve[-1]:
             logger.info("%s: measuring on held-out text", self.name)
             self.curve[-1] |= self._evaluate(final=True) | {"final": True}
             self.save()
-        return True
 
     def _evaluate(self, final: bool) -> dict[str, Any]:
         if self.evaluate is None:
