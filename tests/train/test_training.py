@@ -526,7 +526,10 @@ def test_a_resumed_run_with_another_pace_says_so_in_one_line(runner, cache, tmp_
 
 def test_a_second_process_does_not_train_in_the_same_folder(runner, cache, tmp_path):
     trainer = run_of("medusa", runner, cache, tmp_path)
-    with exclusive(tmp_path), pytest.raises(OutriderError, match=r"another run is training in .*: wait for it, or give another"):
+    with (
+        exclusive(tmp_path),
+        pytest.raises(OutriderError, match=r"another run is training in .*: wait for it, or give another"),
+    ):
         trainer.run()
     trainer.run()
 
