@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_folder import TEXT, make_folder
 
+from outrider.heads.checkpoint import write_folder
 from outrider.runner import loading
 
 from .test_errors import Run, assert_one_line
@@ -201,6 +203,21 @@ def test_a_head_replaces_an_earlier_one_and_no_index_of_its_files_is_left(
     again = outrider(*train)
     assert again.code == 0, again.err
     assert not index.exists()
+
+
+def test_a_run_that_was_interrupted_while_it_wrote_the_head_is_repeated(
+    outrider: Run, target: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*given: Any, **rates: object) -> None:
+        write_folder(*given, **rates)
+        raise KeyboardInterrupt
+
+    train = ("train", "mtp", "--target", target, "--text", text, "--out", tmp_path / "head", *FAST, "--steps", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("outrider.heads.mtp_formats.write_folder", interrupted)
+        assert outrider(*train).code != 0
+    again = outrider(*train)
+    assert again.code == 0, again.err
 
 
 def test_usage_errors_are_one_line(outrider: Run, target: Path, text: Path, tmp_path: Path) -> None:
