@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_folder import TEXT, make_folder
 
+from outrider.heads.checkpoint import write_folder
 from outrider.runner import loading
 
 from .test_errors import Run, assert_one_line
@@ -146,7 +148,9 @@ def test_usage_errors_of_model_training_are_one_line(outrider: Run, target: Path
         ("mtp", ("--out", ""), "invalid --out '.': give a named folder"),
         ("mtp", ("--out", "TARGET"), "is the model that is read: give another folder"),
         ("mtp", ("--start", "packed", "--out", "packed"), "is the model that is read: give another folder"),
+        ("mtp", ("--out", "packed"), "holds a model that was not trained here: give another folder"),
         ("mtp", ("--text", "packed"), "is not a file"),
+        ("mtp", ("--text", "binary"), "it has NUL characters"),
     ],
 )
 def test_errors_are_found_before_the_target_is_loaded(  # noqa: PLR0913 - fixtures
@@ -160,7 +164,9 @@ def test_errors_are_found_before_the_target_is_loaded(  # noqa: PLR0913 - fixtur
     (packed / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr("outrider.runner.ModelRunner.load", never)
     monkeypatch.setattr("outrider.runner.loading.load_model", never)
-    named = {"packed": packed, "TARGET": target}
+    binary = tmp_path / "binary"
+    binary.write_bytes(bytes(9))
+    named = {"packed": packed, "TARGET": target, "binary": binary}
     common = ("--target", target, "--text", text, "--out", tmp_path / "made", *FAST)
     assert_one_line(outrider("train", kind, *common, *(named.get(each, each) for each in options)), message)
     assert not (tmp_path / "made").exists() and not (tmp_path / "made-work").exists()
@@ -185,6 +191,33 @@ def test_a_model_for_training_is_loaded_once_if_it_fits_in_float32(
     assert made.code == 0, made.err
     assert loaded == [str(target)]
     assert json.loads((tmp_path / "made" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_head_replaces_an_earlier_one_and_no_index_of_its_files_is_left(
+    outrider: Run, target: Path, text: Path, tmp_path: Path
+) -> None:
+    train = ("train", "mtp", "--target", target, "--text", text, "--out", tmp_path / "head", *FAST, "--steps", 1)
+    assert outrider(*train).code == 0
+    index = tmp_path / "head" / "model.safetensors.index.json"
+    index.write_text("{}")
+    again = outrider(*train)
+    assert again.code == 0, again.err
+    assert not index.exists()
+
+
+def test_a_run_that_was_interrupted_while_it_wrote_the_head_is_repeated(
+    outrider: Run, target: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*given: Any, **rates: object) -> None:
+        write_folder(*given, **rates)
+        raise KeyboardInterrupt
+
+    train = ("train", "mtp", "--target", target, "--text", text, "--out", tmp_path / "head", *FAST, "--steps", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("outrider.heads.mtp_formats.write_folder", interrupted)
+        assert outrider(*train).code != 0
+    again = outrider(*train)
+    assert again.code == 0, again.err
 
 
 def test_usage_errors_are_one_line(outrider: Run, target: Path, text: Path, tmp_path: Path) -> None:

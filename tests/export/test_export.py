@@ -53,8 +53,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writers.write_speculators(folder / "speculators", VOCAB, 64)
     writers.write_eagle1(folder / "eagle1", VOCAB)
     writers.write_medusa(folder / "medusa", VOCAB, 3)
-    (folder / "mtp").mkdir()
-    save_file({"mtp.fc.weight": torch.zeros(2, 4)}, folder / "mtp" / "model.safetensors")
+    for name, kind in (("mtp", "qwen3_next"), ("mtp-llama", "llama")):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps({"model_type": kind}))
+        save_file({"mtp.fc.weight": torch.zeros(2, 4)}, folder / name / "model.safetensors")
     write_block_drafters(folder)
     return folder
 
@@ -145,14 +147,14 @@ def window(least: int, most: int) -> dict[str, int]:
         ("dflash:draft=dflash", "auto", {"method": "dflash", "num_speculative_tokens": 5, **DRAWN}),
         ("dflash:draft=dspark", 3, {"method": "dspark", "num_speculative_tokens": 3, **DRAWN}),
         ("dflash:draft=dflash-speculators-tables", 9, {"method": "dflash", "num_speculative_tokens": 5, **DRAWN}),
-        ("eagle:draft=eagle1", 2, {"method": "eagle", "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}),
+        ("eagle:draft=eagle1", 2, {"method": "eagle", "model": "./heads", "num_speculative_tokens": 2, **DRAWN}),
     ],
 )  # fmt: skip
 def test_methods_under_vllms_names(method: str, num_draft_tokens: Any, says: Any, export: Any, models: Path) -> None:
     folder, said = export("vllm", method=in_folder(method, models), num_draft_tokens=num_draft_tokens)
     found = vllm_settings(folder).get("speculative-config")
     if says is not None and "draft_sample_method" in says:
-        says = says | {"model": str(models / method.split("=")[1])}
+        says = {"model": str(models / method.split("=")[1])} | says
     assert found == says
     assert bool([note for note in said.notes if "typical" in note]) == (num_draft_tokens == "auto")
 
@@ -262,6 +264,27 @@ def test_a_head_with_both_layer_numberings_is_not_converted(export: Any, models:
     assert load_file(folder / "heads" / "model.safetensors")["fc.weight"].dtype == torch.float16
 
 
+@pytest.mark.parametrize(("to", "architecture"), [("vllm", "LlamaForCausalLM"), ("sglang", "LlamaForCausalLMEagle")])
+def test_engines_read_no_attention_bias_from_an_eagle1_head(
+    to: str, architecture: str, export: Any, models: Path, tmp_path: Path
+) -> None:
+    folder, said = export(to, method=f"eagle:draft={models / 'eagle1'}:top_k=1", num_draft_tokens=3, dtype="float32")
+    config = json.loads((folder / "heads" / "config.json").read_text())
+    assert config["architectures"] == [architecture] and "bias" not in config
+    assert torch.equal(load_file(folder / "heads" / "model.safetensors")["fc.bias"], models_bias(models / "eagle1"))
+    assert any("vLLM ignores the bias" in note for note in said.notes) == (to == "vllm")
+    writers.write_eagle1(tmp_path / "head", VOCAB, bias=False)
+    folder, said = export(to, method=f"eagle:draft={tmp_path / 'head'}:top_k=1", num_draft_tokens=3)
+    assert not any("bias" in note for note in said.notes)
+    if to == "vllm":
+        assert vllm_settings(folder)["speculative-config"]["model"] == str(tmp_path / "head")
+
+
+def models_bias(folder: Path) -> torch.Tensor:
+    bias: torch.Tensor = torch.load(folder / "pytorch_model.bin", weights_only=True)["fc.bias"]
+    return bias
+
+
 def test_original_medusa_heads_are_converted_for_vllm(export: Any, models: Path) -> None:
     folder, said = export("vllm", method=f"medusa:draft={models / 'medusa'}", num_draft_tokens=2)
     assert json.loads((folder / "heads" / "config.json").read_text())["num_heads"] == 3
@@ -276,7 +299,7 @@ def test_original_medusa_heads_are_converted_for_vllm(export: Any, models: Path)
         ("draft", "STANDALONE --speculative-draft-model-path {draft} --speculative-num-steps 3 --speculative-eagle-topk 1"
                   " --speculative-num-draft-tokens 4"),
         ("ngram", "NGRAM --speculative-num-draft-tokens 4"),
-        ("eagle:draft={eagle1}:top_k=1", "EAGLE --speculative-draft-model-path {eagle1} --speculative-num-steps 3"
+        ("eagle:draft={eagle1}:top_k=1", "EAGLE --speculative-draft-model-path heads --speculative-num-steps 3"
                                          " --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"),
         ("mtp:draft={mtp}:top_k=1", "NEXTN --speculative-draft-model-path {mtp} --speculative-num-steps 3"
                                     " --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"),
@@ -355,6 +378,8 @@ REFUSED = [
     ("vllm", {"method": "eagle:draft={models}/eagle3:top_k=4"}, "vLLM does not support trees.*top_k=1"),
     ("vllm", {"method": "mtp:draft={models}/mtp:top_k=4"}, "vLLM does not support trees.*top_k=1"),
     ("vllm", {"method": "mtp"}, "target holds no MTP head"),
+    ("vllm", {"method": "mtp:draft={models}/mtp-llama"}, "no MTP heads for models of type 'llama': train an EAGLE head"),
+    ("sglang", {"method": "mtp:draft={models}/mtp-llama"}, "SGLang has no MTP heads for models of type 'llama'"),
     ("vllm", {"method": "ngram", "same_text": True}, "same-text"),
     ("vllm", {"method": "ngram", "verifier": "typical"}, "does not support the verifier"),
     ("sglang", {"method": "medusa:draft={models}/medusa"}, "SGLang cannot draft with parallel heads .*EAGLE"),

@@ -215,6 +215,17 @@ def test_an_eagle1_head_round_trips(qkv_bias, tmp_path):
         eagle_formats.export(load(tmp_path / "in"), tmp_path / "out", "speculators")
 
 
+def test_an_eagle1_head_without_a_bias_is_written_with_zeros(tmp_path):
+    """SGLang and the authors' code expect a bias; "bias" in the config is read as the attention's."""
+    write_eagle1(tmp_path / "in", VOCAB, bias=False)
+    eagle_formats.export(load(tmp_path / "in"), tmp_path / "out")
+    from safetensors.torch import load_file
+
+    assert not load_file(tmp_path / "out" / "model.safetensors")["fc.bias"].any()
+    assert "bias" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert load(tmp_path / "out").fc.bias is None
+
+
 def rewrite(folder, change):
     from safetensors.torch import load_file, save_file
 

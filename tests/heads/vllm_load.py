@@ -17,6 +17,17 @@ def main() -> None:
     torch.accelerator.empty_cache = lambda: None  # as in vLLM's CPU worker: without an accelerator the original raises
     # After loading, vLLM packs the weights for CPU kernels and drops them. Weights before packing are compared.
     base_loader.process_weights_after_loading = lambda *_: None
+    initialize = base_loader.initialize_model
+
+    def unfilled(*args: object, **options: object) -> torch.nn.Module:
+        """What no file fills stays NaN: vLLM allocates parameters without values."""
+        model = initialize(*args, **options)
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data.fill_(float("nan"))
+        return model
+
+    base_loader.initialize_model = unfilled
     target, head, method, tokens, out = sys.argv[1:]
     speculative = {"method": method, "model": head, "num_speculative_tokens": int(tokens)}
     args = EngineArgs(

@@ -11,7 +11,7 @@ import torch
 from cut import cut_after
 from safetensors.torch import load_file, save_file
 from tiny_folder import make_folder, make_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, GemmaConfig, GPT2Config, LlamaConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Gemma2Config, GemmaConfig, GPT2Config, LlamaConfig
 
 from outrider import LLM, SamplingParams
 from outrider.runner import ModelRunner, RunnerConfig
@@ -175,6 +175,14 @@ def test_early_exit_training_improves_exits_and_writes_a_model_folder(workspace,
     assert early.stats.acceptance_rate > 0.5
 
 
+def test_the_loss_is_the_mean_over_all_held_out_rows(monkeypatch):
+    monkeypatch.setattr(model_runs, "ROWS", 2)
+    model, ids = tiny("llama"), torch.randint(0, 64, (3, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted = torch.nn.functional.cross_entropy(model(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten())
+    assert model_runs.measure_exits(Decoder(model), ids)["loss"] == pytest.approx(float(wanted), abs=1e-4)
+
+
 # -- distillation ------------------------------------------------------------------------------------------------------------
 
 
@@ -211,6 +219,51 @@ def test_a_draft_is_initialised_with_layers_of_its_target(folder):
         mine, theirs = Decoder(draft), Decoder(target)
         wanted = theirs.logits(theirs.hidden_states(ids, runs)[-1])
         torch.testing.assert_close(mine.logits(mine.hidden_states(ids)[-1]), wanted)
+
+
+MIXED = [  # dense layers and layers with experts
+    ("qwen3_moe", {"mlp_only_layers": [4]}),
+    ("qwen3_moe", {"mlp_only_layers": [0, 4]}),  # as many as the draft has layers
+    ("qwen3_moe", {"mlp_only_layers": list(range(8))}),
+    ("qwen3_moe", {"decoder_sparse_step": 2}),
+    ("deepseek_v3", {"first_k_dense_replace": 3}),
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "options"), MIXED, ids=lambda each: str(each))
+def test_a_draft_has_experts_where_its_layers_of_the_target_have_them(kind, options):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4}
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_experts": 4, "n_routed_experts": 4, "n_group": 1}
+    latent = {"q_lora_rank": 12, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
+    every = sizes | experts | (latent if kind == "deepseek_v3" else {}) | {"topk_group": 1, "num_hidden_layers": 8} | options
+    target = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**every), dtype=torch.float32)
+    draft, _ = new_draft(target, DraftShape())
+    again = AutoModelForCausalLM.from_config(type(draft.config)(**draft.config.to_dict()), dtype=torch.float32)
+    for mine, index in ((0, 0), (1, 4)):
+        wanted = target.model.layers[index].state_dict()
+        for name, tensor in draft.model.layers[mine].state_dict().items():
+            assert torch.equal(tensor, wanted[name])
+        assert again.model.layers[mine].state_dict().keys() == wanted.keys()  # as its folder says
+
+
+def test_layers_of_other_kinds_than_a_draft_can_have_are_refused():
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = CONFIG_MAPPING["glm4_moe"](**sizes, **experts, head_dim=8, num_hidden_layers=5, first_k_dense_replace=1)
+    with pytest.raises(
+        OutriderError, match="layer 2 of the target has another kind than layer 0 of a draft: give --from-layers"
+    ):
+        new_draft(AutoModelForCausalLM.from_config(config, dtype=torch.float32), DraftShape(from_layers=(2, 0)))
+
+
+def test_a_new_draft_of_a_hybrid_has_full_attention():
+    types = ["linear_attention"] * 3 + ["full_attention"]
+    assert chosen_layers(DraftShape(), 8, types * 2) == (0, 3)
+    assert chosen_layers(DraftShape(layers=1), 8, types * 2) == (3,)
+    assert chosen_layers(DraftShape(layers=4), 8, types * 2) == (0, 2, 4, 7)
+    assert chosen_layers(DraftShape(from_layers=(0, 1)), 8, types * 2) == (0, 1)
+    assert chosen_layers(DraftShape(), 8, ["full_attention"] * 8) == chosen_layers(DraftShape(), 8) == (0, 4)
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from dataclasses import replace
 from itertools import accumulate
@@ -15,8 +14,7 @@ from cut import run_until
 from heads.mtp_checkpoints import tiny_target
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from tiny_folder import TEXT, letter_tokenizer, make_folder, make_tokenizer
-from tokenizers import processors
+from tiny_folder import letter_tokenizer, make_folder
 from toy import outputs_of
 from transformers import AutoModelForCausalLM, GPT2Config
 
@@ -31,12 +29,12 @@ from outrider.runner import ModelRunner, RunnerConfig
 from outrider.train import precision, shapes
 from outrider.train.block_loss import BlockLoss
 from outrider.train.capture import capture, read_rows
-from outrider.train.claims import fingerprint
+from outrider.train.claims import exclusive, fingerprint
 from outrider.train.medusa import MedusaLoss
 from outrider.train.options import BlockRun, EagleRun, HeadPlan, MedusaRun, MtpRun, Source
 from outrider.train.rollout_loss import RolloutLoss
-from outrider.train.runs import Workspace, plan_of, train_block, train_eagle, train_medusa, train_mtp
-from outrider.train.text import RowOrder, read_documents, regenerate, token_rows
+from outrider.train.runs import Workspace, eagle_sizes, plan_of, train_block, train_eagle, train_medusa, train_mtp
+from outrider.train.text import RowOrder, regenerate
 from outrider.train.trainer import RunningClock, Trainer
 from outrider.types import OutriderError
 
@@ -483,6 +481,59 @@ def test_a_reduced_vocabulary_is_counted_without_held_out_rows(runner, rows, tmp
     assert torch.equal(counted[0], rows[:-3])
 
 
+def test_heads_that_do_not_fit_into_memory_are_refused_before_they_are_built(runner, monkeypatch):
+    monkeypatch.setattr("outrider.memory.total_memory", lambda: 10**9)
+    built = shapes.MedusaHeads, shapes.BlockHead
+
+    def watched(kind):
+        def make(shape):
+            if torch.get_default_device().type != "meta":
+                raise AssertionError("the head was built")
+            return kind(shape)
+
+        return make
+
+    monkeypatch.setattr(shapes, "MedusaHeads", watched(built[0]))
+    monkeypatch.setattr(shapes, "BlockHead", watched(built[1]))
+    sizes = shapes.BlockSizes((2,), 1, 4, markov_rank=10**6)
+    for make in (lambda: shapes.new_medusa(runner, 1, 10**5), lambda: shapes.new_block(runner, sizes, 319)):
+        with pytest.raises(OutriderError, match=r"gradients and optimizer state, takes at least .* of memory: train a smaller"):
+            make()
+
+
+def test_rows_too_short_for_medusa_heads_are_refused_before_the_heads_are_built(runner, rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(shapes, "new_medusa", None)
+    with pytest.raises(OutriderError, match="too short for 100000 heads"):
+        train_medusa(Workspace(runner, None, tmp_path, rows=rows), tmp_path, HeadPlan(), MedusaRun(10**5))
+
+
+def test_a_draft_vocabulary_of_all_tokens_is_not_a_reduced_one(runner):
+    assert eagle_sizes(EagleRun(3, draft_vocab=runner.vocab_size), runner, SEQ)[2] is None
+    assert eagle_sizes(EagleRun(3, draft_vocab=runner.vocab_size - 1), runner, SEQ)[2] == runner.vocab_size - 1
+
+
+def test_a_new_eagle1_head_has_no_bias_in_fc(runner):
+    """vLLM's has none."""
+    assert shapes.new_eagle(runner, 1, (LAYERS,), None).fc.bias is None
+
+
+def test_a_resumed_run_with_another_pace_says_so_in_one_line(runner, cache, tmp_path, caplog):
+    run_until(2, run_of("medusa", runner, cache, tmp_path))
+    assert run_of("medusa", runner, cache, tmp_path).step == 2 and "resuming" not in caplog.text
+    run_of("medusa", runner, cache, tmp_path, steps=9)
+    assert "medusa: resuming with another --epochs: the weights will differ" in caplog.text
+
+
+def test_a_second_process_does_not_train_in_the_same_folder(runner, cache, tmp_path):
+    trainer = run_of("medusa", runner, cache, tmp_path)
+    with (
+        exclusive(tmp_path),
+        pytest.raises(OutriderError, match=r"another run is training in .*: wait for it, or give another"),
+    ):
+        trainer.run()
+    trainer.run()
+
+
 @pytest.mark.parametrize("kind", ["medusa", "eagle3"])
 def test_a_run_with_other_settings_is_not_resumed(kind, runner, rows, tmp_path, monkeypatch):
     workspace = Workspace(runner, None, tmp_path / "work", rows=rows)
@@ -528,6 +579,7 @@ def test_invalid_training_is_reported_before_the_target_generates_text(runner, t
         (lambda: train_eagle(workspace, tmp_path, how, EagleRun(3, layers=(1, 2, 9))), "has 0 to 6"),
         (lambda: train_eagle(workspace, tmp_path, how, EagleRun(3, steps=40)), "too short for 40 steps"),
         (lambda: train_eagle(workspace, tmp_path, how, EagleRun(3, draft_vocab=10**6)), "draft vocabulary of 1000000"),
+        (lambda: train_eagle(workspace, tmp_path, how, EagleRun(3, layers=(1, 1, 1))), "three different ones"),
         (lambda: train_eagle(workspace, tmp_path, how, EagleRun(1, format=("speculators",))), "native format only"),
     ]
     for run, message in cases:
@@ -546,86 +598,6 @@ def test_progress_in_a_log_is_a_line_now_and_then_with_the_remaining_time(capsys
         "12:00:00 draft  30.0% left 1.2 min | step 3 loss 3.000",
         "12:00:00 draft  40.0% left 0.7 min | step 4 loss 3.000 bpb {'total': 2.0}",
     ]
-
-
-def test_text_is_read_from_plain_files_and_all_kinds_of_lines(llm, tmp_path):
-    plain, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
-    plain.write_text(TEXT)
-    chat = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "1"}]
-    old = [{"from": "human", "value": "add"}, {"from": "gpt", "value": "1"}]
-    entries = [{"text": "x = 1"}, {"prompt": "a", "completion": "b"}, {"messages": chat}, {"conversations": old}]
-    lines.write_text("\n".join(map(json.dumps, entries)))
-    found = [llm.tokenizer.decode(ids) for ids in read_documents(lines, llm.tokenizer)]
-    assert found[:2] == ["x = 1", "ab"] and found[2] == found[3] == "<|user|>add\n<|assistant|>1\n"
-    rows = token_rows([plain, lines], llm.tokenizer, 16, 10**6)
-    assert llm.tokenizer.decode(rows.flatten().tolist()).startswith(TEXT[:40])
-    assert token_rows([plain], llm.tokenizer, 16, 40).shape == (2, 16)
-    for kind, content in (("a.txt", TEXT.encode()), ("b.jsonl", lines.read_bytes())):
-        packed = tmp_path / f"{kind}.gz"
-        packed.write_bytes(gzip.compress(b"\xef\xbb\xbf" + content))  # some editors write a byte order mark
-        assert list(read_documents(packed, llm.tokenizer)) == list(read_documents(tmp_path / kind, llm.tokenizer))
-
-
-def test_text_is_read_in_pieces_and_only_as_far_as_needed(llm, tmp_path, monkeypatch):
-    monkeypatch.setattr("outrider.train.text.PIECE", 100)
-    path, read = tmp_path / "a.txt", []
-    path.write_text(TEXT * 4)
-    (whole,) = read_documents(path, llm.tokenizer)
-    assert llm.tokenizer.decode(whole) == TEXT * 4
-    counting = SimpleNamespace(eos_token_id=1, encode=lambda text, **_: (read.append(text), [5] * len(text))[1])
-    missing = tmp_path / "none.txt"
-    assert token_rows([path, missing], counting, 16, 70).shape == (4, 16)
-    assert len(read) == 1 and read[0] == TEXT[: len(read[0])] and read[0].endswith("\n")
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "why"),
-    [
-        ("a.txt", b"na\xefve", "'utf-8' codec can't decode byte 0xef in position 2"),
-        ("a.jsonl", b'{"text": "na\xefve"}', "'utf-8' codec can't decode byte 0xef"),
-        ("a.txt", gzip.compress(b"text", mtime=0), "can't decode byte 0x8b"),
-        ("a.txt.gz", b"text", "Not a gzipped file"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}' * 9, mtime=0)[:-9], "ended before the end-of-stream marker"),
-    ],
-)
-def test_a_file_that_is_not_text_is_refused(name, content, why, llm, tmp_path):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(OutriderError, match=rf"cannot read .*{name}: .*{why}.*; expected UTF-8 text, or JSONL, plain or .gz"):
-        list(read_documents(tmp_path / name, llm.tokenizer))
-    with pytest.raises(OutriderError, match="is not a file"):
-        list(read_documents(tmp_path, llm.tokenizer))
-
-
-def test_a_chat_has_the_begin_token_of_its_template_only(tmp_path):
-    tokenizer = make_tokenizer()
-    tokenizer.add_special_tokens({"bos_token": "<s>"})
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
-    )
-    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    lines = tmp_path / "a.jsonl"
-    lines.write_text(json.dumps({"messages": [{"role": "user", "content": "add"}]}) + "\n" + json.dumps({"text": "add"}))
-    for ids in read_documents(lines, tokenizer):
-        assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ({"text": "a\ud800"}, "line 1: invalid Unicode: unpaired surrogate at index 1"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "line 1: no system role"),
-        ({"messages": [{"role": "user", "content": None}]}, r"line 1: .* \(content is null, not a string\)"),
-        ({"text": None}, r"line 1: .* \(text is null, not a string\)"),
-        ({"text": ["a", "b"]}, r'line 1: .* \(text is \["a", "b"\], not a string\)'),
-        ({"prompt": None, "completion": "x"}, r"line 1: .* \(prompt is null, not a string\)"),
-    ],
-)
-def test_a_line_that_cannot_be_read_is_named(entry, message, llm, tmp_path):
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    (tmp_path / "a.jsonl").write_text(json.dumps(entry))
-    with pytest.raises(OutriderError, match=message):
-        list(read_documents(tmp_path / "a.jsonl", tokenizer))
 
 
 def test_invalid_training_gives_a_one_line_error(runner, llm, rows, tmp_path):

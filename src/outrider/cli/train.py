@@ -15,8 +15,10 @@ from outrider.cli.options import check_counts, flag, with_groups
 from outrider.errors import OutriderError
 from outrider.family import TARGET
 from outrider.files import expanded
+from outrider.memory import weight_files
 from outrider.options import flag_name, path_or_text
 from outrider.train.options import (
+    MEASURED,
     TEXT,
     WHAT,
     BlockRun,
@@ -138,7 +140,8 @@ def draft(  # noqa: PLR0913 - groups of options
 @training
 def early_exit(*, out: Out, skip: LayerSkip, files: FileOptions, source: Source, length: HeadPlan) -> None:
     """Fine-tune a model so that its first layers can draft for it (LayerSkip), and write it as a Hugging Face folder."""
-    from outrider.train.model_runs import COPIES, train_early_exit
+    from outrider.train.model_runs import train_early_exit
+    from outrider.train.shapes import COPIES
 
     how = length.with_rates(MODEL_RATES)
     workspace = workspace_of(files, source, out, copies=COPIES)
@@ -174,7 +177,7 @@ def paced(length: HeadPlan, start: str | None, rates: dict[str, float] = MODEL_R
 def workspace_of(
     files: FileOptions, source: Source, out: Path, start: str | None = None, *, uses_prompts: bool = False, copies: int = 0
 ) -> Workspace:
-    """Check the options, then load the target, then create the folders.
+    """Check the options, then create the folders, then load the target.
 
     ``start``: a checkpoint that the run reads besides the target. ``uses_prompts``: --prompt-len has a use without
     --regenerate. ``copies``: of the target's weights in float32, in which models are trained; 0 to run it as it is.
@@ -203,29 +206,33 @@ def workspace_of(
         check_trainable(str(target), copies)
         if start is not None:
             check_trainable(start)
-    show_notices()
-    with loading(f"loading {files.target or 'the embedded model'}"):
-        from outrider.engine.config import load_tokenizer
-        from outrider.runner import ModelRunner, RunnerConfig
-
-        loaded = trainable(str(target)) if copies else ModelRunner.load(target, RunnerConfig(max_batch=16))
-        tokenizer = load_tokenizer(target)
     work = files.work or out.with_name(f"{out.name}-work")
     try:
         work.mkdir(parents=True, exist_ok=True)
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutriderError(f"cannot create the folder {error.filename}: {error.strerror}") from None
+    show_notices()
+    with loading(f"loading {files.target or 'the embedded model'}"):
+        from outrider.engine.config import load_tokenizer
+        from outrider.runner import ModelRunner, RunnerConfig
+
+        tokenizer = load_tokenizer(target)  # first, because it takes no time
+        loaded = trainable(str(target)) if copies else ModelRunner.load(target, RunnerConfig(max_batch=16))
     return Workspace(loaded, tokenizer, work, source)
 
 
 def check_out(out: Path, models: Sequence[str | Path]) -> None:
-    """Raise ``OutriderError`` for an output folder without a name, or one that holds a model that the run reads."""
+    """Raise ``OutriderError`` for an output folder without a name, or with a model that the run reads or did not train."""
     if out.name in ("", ".."):
         raise OutriderError(f"invalid --out {str(out)!r}: give a named folder, such as ./head")
     for model in map(expanded, models):
         if out.exists() and model.exists() and out.samefile(model):
             raise OutriderError(f"--out {out} is the model that is read: give another folder, or it would be overwritten")
+    if not (out / MEASURED).exists() and ((out / "config.json").exists() or weight_files(out)):
+        raise OutriderError(
+            f"--out {out} holds a model that was not trained here: give another folder, or it would be replaced"
+        )
 
 
 def done(options: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -13,41 +14,52 @@ from outrider.export.wanted import Wanted
 from outrider.heads import block_formats, eagle_formats, medusa
 from outrider.heads.block import BlockShape
 from outrider.heads.checkpoint import MTP, find_folder, kinds_of, read_config, read_folder
+from outrider.heads.eagle import EagleShape
 from outrider.proposers import portable
 from outrider.proposers.recognition import TargetFiles
+from outrider.runner.loading import load_config
 from outrider.types import OutriderError
 
 Heads = TypeVar("Heads", bound=nn.Module)
 FOLDER = "heads"  # inside the folder of an export
 
 
-def feature_head(kind: portable.FeatureHead, wanted: Wanted, folder: Path) -> tuple[str, int]:
-    """Return the head's folder (relative to ``folder`` if converted) and its generation, 1 or 3.
+def feature_head(kind: portable.FeatureHead, wanted: Wanted, folder: Path, eagle_1: str) -> tuple[str, EagleShape]:
+    """Return the head's folder (relative to ``folder`` if converted) and its shape.
 
     A native head whose config names its layers in both numbering conventions is not converted; otherwise engines guess or
-    misread them. Raises ``OutriderError`` for a head that does not fit the target.
+    misread them. ``eagle_1``: the engine's architecture for EAGLE-1 heads. Raises ``OutriderError`` for a head that does not
+    fit the target.
     """
     head = eagle_formats.load(kind.source, _files(wanted))
     written = read_config(find_folder(kind.source))
-    if head.shape.generation == 1:
-        return kind.source, 1
+    names = written.get("architectures")
+    if names == [eagle_1] and head.shape.generation == 1 and not written.get("bias"):  # engines read it as the attention's
+        return kind.source, head.shape
     inner = (written.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    is_native = written.get("architectures") == ["LlamaForCausalLMEagle3"]
+    is_native = names == ["LlamaForCausalLMEagle3"]
     if is_native and kind.hidden_states is None and inner and written.get("eagle_aux_hidden_state_layer_ids"):
-        return kind.source, 3
+        return kind.source, head.shape
     if kind.hidden_states is not None:
         head.shape = replace(head.shape, hidden_states=kind.hidden_states)
-    eagle_formats.export(_as_stored(head, kind.source), folder / FOLDER, "native", verifier=wanted.target)
-    return FOLDER, 3
+    eagle_formats.export(_as_stored(head, kind.source), folder / FOLDER, architecture=eagle_1)
+    return FOLDER, head.shape
 
 
-def own_head(kind: portable.OwnHead, wanted: Wanted) -> str | None:
-    """Return the folder of a head of the target's own kind; None: the target's. Raises ``OutriderError`` if it holds none."""
-    folder = Path(kind.source or wanted.target)
+def own_head(kind: portable.OwnHead, wanted: Wanted, engine: str, types: Collection[str]) -> str | None:
+    """Return the folder of a head of the target's own kind; None: the target's.
+
+    Raises ``OutriderError`` if it holds none, or for a model type other than ``types``, for which the engine has MTP heads.
+    """
+    own, folder = kind.source, Path(kind.source or wanted.target)
     found = kinds_of(folder)
     if found and MTP not in found:
         raise OutriderError(f"{folder} holds no MTP head: give the method's draft a folder that does, or train one")
-    return kind.source
+    named = load_config(wanted.target).model_type if own is None else read_config(find_folder(own)).get("model_type")
+    if named not in types:
+        advice = "train an EAGLE head (outrider train eagle), or serve the plan with `outrider serve`"
+        raise OutriderError(f"{engine} has no MTP heads for models of type {named!r}: {advice}")
+    return own
 
 
 def block_drafter(kind: portable.BlockDrafter, wanted: Wanted, folder: Path, reads_speculators: bool) -> tuple[str, BlockShape]:

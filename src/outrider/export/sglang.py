@@ -17,6 +17,22 @@ from outrider.types import OutriderError
 
 LAUNCH = ("python", "-m", "sglang.launch_server")
 SMALLER = "give the plan a draft model, or an EAGLE head trained on the target"
+MTP_TYPES = (  # model types that SGLang turns into an MTP head's (``ModelConfig._config_draft_model``)
+    *(
+        "qwen3_next",
+        "qwen3_moe",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "mimo",
+        "step3p5",
+        "step3p7",
+        "hy_v3",
+        "deepseek_v3",
+        "deepseek_v32",
+    ),
+    *("deepseek_v4", "glm4_moe", "glm4_moe_lite", "glm_ocr", "glm_moe_dsa", "ernie4_5_moe", "exaone_moe", "nemotron_h"),
+    *("longcat_flash", "bailing_moe", "gemma4_assistant"),
+)
 TREE_NODES = 60  # drafts per tree on a GPU, as in Outrider
 
 
@@ -87,10 +103,10 @@ class Sglang(Engine):
             raise self.refuse(wanted)
         own: str | None
         if isinstance(kind, portable.FeatureHead):
-            own, generation = heads.feature_head(kind, wanted, folder)
-            algorithm = "EAGLE3" if generation == 3 else "EAGLE"
+            own, eagle = heads.feature_head(kind, wanted, folder, "LlamaForCausalLMEagle")
+            algorithm = "EAGLE3" if eagle.generation == 3 else "EAGLE"
         else:
-            own, algorithm = heads.own_head(kind, wanted), "NEXTN"  # with one layer of the target's kind
+            own, algorithm = heads.own_head(kind, wanted, self.name, MTP_TYPES), "NEXTN"  # with one layer of the target's kind
         head: dict[str, str | int] = {} if own is None else {"speculative-draft-model-path": own}
         if kind.top_k > 1:
             nodes = kind.max_nodes or min(TREE_NODES, 2 * k)

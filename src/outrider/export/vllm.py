@@ -25,6 +25,12 @@ RULES: Mapping[str, Mapping[str, str]] = {
     "exact": {},
 }
 
+MTP_TYPES = (  # model types that vLLM turns into an MTP head's (``SpeculativeConfig.hf_config_override``)
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "mimo", "step3p5", "step3p7", "hy_v3"),
+    *("deepseek_v3", "deepseek_v32", "deepseek_v4", "glm4_moe", "glm4_moe_lite", "glm_ocr", "glm_moe_dsa", "glm5_next"),
+    *("ernie4_5_moe", "exaone_moe", "exaone4_5", "nemotron_h", "longcat_flash", "pangu_ultra_moe", "bailing_hybrid"),
+    *("gemma4_assistant", "gemma4_unified_assistant"),
+)
 POINT_MASSES = (portable.TextDrafts, portable.Lookup, portable.ParallelHeads)  # their drafts are not sampled
 
 
@@ -97,10 +103,15 @@ class Vllm(Engine):
             raise OutriderError("vLLM does not support trees: append :top_k=1 to the method, or remove its tree options")
         notes = ["vLLM drafts a chain; Outrider a tree, which accepts more."] if getattr(kind, "top_k", 1) > 1 else []
         if isinstance(kind, portable.FeatureHead):
-            source, generation = heads.feature_head(kind, wanted, folder)
-            return {"method": "eagle3" if generation == 3 else "eagle", "model": _within(source)}, notes
+            source, eagle = heads.feature_head(kind, wanted, folder, "LlamaForCausalLM")
+            if eagle.fc_bias:
+                notes = [
+                    *notes,
+                    "vLLM ignores the bias of the head's fc, so that it may accept less: train a new head for vLLM.",
+                ]
+            return {"method": "eagle3" if eagle.generation == 3 else "eagle", "model": _within(source)}, notes
         if isinstance(kind, portable.OwnHead):
-            model = heads.own_head(kind, wanted)
+            model = heads.own_head(kind, wanted, self.name, MTP_TYPES)
             return {"method": "mtp", **({} if model is None else {"model": model})}, notes
         raise self.refuse(wanted)
 

@@ -306,6 +306,8 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
     config = {**config, "outrider": stored} if stored else config
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(folder / "model.safetensors", tensors)
+    for name in INDEXES:  # of an earlier model in the folder
+        (folder / name).unlink(missing_ok=True)
     write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 

@@ -42,6 +42,7 @@ OUT_BIAS = "layers.0.self_attn.o_proj.bias"
 LLAMA_LIKE = ("llama", "eagle", "qwen2", "qwen3")
 SECTIONS = ("transformer_layer_config", "model", "eagle_config", "outrider")  # nested configs
 FORMATS = ("native", "speculators")
+EAGLE_1 = "LlamaForCausalLM"  # architecture of the authors' EAGLE-1 heads
 
 
 def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None = None) -> EagleHead:
@@ -57,6 +58,9 @@ def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None 
     tensors = {_plain_name(name): tensor for name, tensor in tensors.items()}
     check_sections(config, SECTIONS, source)
     layer = config.get("transformer_layer_config") or config.get("model") or config
+    bias = tensors.get("fc.bias")
+    if bias is not None and not bias.is_meta and not bias.any():  # as ``export`` writes a head without one
+        del tensors["fc.bias"]
     if "fc.weight" not in tensors:
         raise OutriderError(f"{source} is not an EAGLE head: fc.weight is missing")
     check_dims(tensors, {"fc.weight": 2, "embed_tokens.weight": 2, "lm_head.weight": 2}, source)
@@ -150,11 +154,17 @@ def _shape_of_generation_3(
 
 
 def export(
-    head: EagleHead, folder: Path, kind: str = "native", verifier: str = "", acceptance: list[float] | None = None
+    head: EagleHead,
+    folder: Path,
+    kind: str = "native",
+    verifier: str = "",
+    acceptance: list[float] | None = None,
+    architecture: str = EAGLE_1,
 ) -> None:
     """Write a head. ``kind``: native or speculators (EAGLE-3 only); ``verifier``: the target's name, for the config.
 
-    ``acceptance``: measured acceptance of the first, second, ... sibling, which determines tree shapes.
+    ``acceptance``: measured acceptance of the first, second, ... sibling, which determines tree shapes. ``architecture``: the
+    name in the config of an EAGLE-1 head.
     """
     shape = head.shape
     if kind not in FORMATS:
@@ -172,7 +182,9 @@ def export(
         tensors["t2d"] = torch.zeros(shape.config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     layer = _layer_config(head)
     if shape.generation == 1:
-        config = layer | {"architectures": ["LlamaForCausalLM"], "bias": shape.fc_bias}
+        # SGLang and the authors' code expect a bias of fc. No "bias" in the config: engines read it as the attention's.
+        tensors.setdefault("fc.bias", torch.zeros_like(head.fc.weight[:, 0]))
+        config = layer | {"architectures": [architecture]}
     elif kind == "native":
         tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
         config = layer | _variant(shape) | _native(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -53,6 +54,17 @@ def once(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise TypeError("expected an object")
     return found
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Context manager: lock a folder of checkpoints. Raises ``OutriderError`` if another process has locked it."""
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OutriderError(f"another run is training in {folder}: wait for it, or give another --out and --work") from None
+        yield
 
 
 @contextmanager

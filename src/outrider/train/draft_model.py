@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from outrider.runner.loading import decoder_layers, text_config
@@ -18,8 +19,11 @@ LAYERS_SHARE, FEW = 8, 2  # an eighth of the target's layers, at least two: one 
 NEURONS = 32  # the feed-forward width is a multiple
 
 
-def chosen_layers(shape: DraftShape, total: int) -> tuple[int, ...]:
-    """Return the target layers that initialise the draft. Raises ``OutriderError`` for invalid layers."""
+def chosen_layers(shape: DraftShape, total: int, types: Sequence[str] = ()) -> tuple[int, ...]:
+    """Return the target layers that initialise the draft, by default with one of full attention if the target has any.
+
+    ``types``: the kind of each layer's attention. Raises ``OutriderError`` for invalid layers.
+    """
     if total < 2:
         raise OutriderError("the target has one layer: a draft needs fewer layers than its target")
     count = shape.layers or len(shape.from_layers or ()) or max(min(FEW, total - 1), total // LAYERS_SHARE)
@@ -30,6 +34,9 @@ def chosen_layers(shape: DraftShape, total: int) -> tuple[int, ...]:
         raise OutriderError(
             f"invalid layers {layers}: a draft with {count} layers needs {count} of the target's layers 0 to {total - 1}"
         )
+    full = [index for index, kind in enumerate(types) if kind == "full_attention"]
+    if shape.from_layers is None and full and not set(full) & set(layers):
+        layers = tuple(sorted({*layers[:-1], min(full, key=lambda index: abs(index - layers[-1]))}))
     return layers
 
 
@@ -40,6 +47,7 @@ def draft_config(target: PreTrainedConfig, layers: Sequence[int], width: int) ->
         if "layer" in name and isinstance(value, (list, tuple)) and len(value) == target.num_hidden_layers:
             setattr(config, name, [value[index] for index in layers])  # per-layer settings, such as the attention type
     config.num_hidden_layers = len(layers)
+    _keep_experts(config, target, layers)
     if width == target.hidden_size:
         return config  # type: ignore[no-any-return]
     heads = int(target.num_attention_heads)
@@ -55,10 +63,22 @@ def draft_config(target: PreTrainedConfig, layers: Sequence[int], width: int) ->
     return config  # type: ignore[no-any-return]
 
 
+def _keep_experts(config: Any, target: Any, layers: Sequence[int]) -> None:
+    """Set the entries that say which layers have experts, DeepSeek's and Qwen's, for the chosen layers of the target."""
+    first, step = (getattr(target, name, None) for name in ("first_k_dense_replace", "decoder_sparse_step"))
+    if first:
+        config.first_k_dense_replace = sum(index < first for index in layers)
+    if step:  # experts in every n-th layer, except the named ones
+        named = target.mlp_only_layers
+        config.mlp_only_layers = [new for new, index in enumerate(layers) if index in named or (index + 1) % step]
+        config.decoder_sparse_step = 1
+
+
 def new_draft(target: PreTrainedModel, shape: DraftShape) -> tuple[PreTrainedModel, str]:
     """Return a draft in float32 and a description of its initialisation. Raises ``OutriderError`` for an invalid size."""
     config = text_config(target)
-    layers, width = chosen_layers(shape, config.num_hidden_layers), shape.width or int(config.hidden_size)
+    layers = chosen_layers(shape, config.num_hidden_layers, getattr(config, "layer_types", None) or ())
+    width = shape.width or int(config.hidden_size)
     names = ", ".join(map(str, layers))
     if not 1 <= width <= config.hidden_size:
         raise OutriderError(
@@ -81,11 +101,23 @@ def new_draft(target: PreTrainedModel, shape: DraftShape) -> tuple[PreTrainedMod
 
 @torch.no_grad()
 def copy_layers(target: PreTrainedModel, draft: PreTrainedModel, layers: Sequence[int]) -> None:
-    """Copy target layer ``layers[i]`` to draft layer i, and everything outside the layers."""
-    for small, index in zip(decoder_layers(draft), layers, strict=True):
-        small.load_state_dict(decoder_layers(target)[index].state_dict())
+    """Copy target layer ``layers[i]`` to draft layer i, and everything outside the layers.
+
+    Raises ``OutriderError`` if the draft has layers of other kinds than those.
+    """
+    for place, (small, index) in enumerate(zip(decoder_layers(draft), layers, strict=True)):
+        weights = decoder_layers(target)[index].state_dict()
+        if _shapes(weights) != _shapes(small.state_dict()):
+            raise OutriderError(
+                f"layer {index} of the target has another kind than layer {place} of a draft: give --from-layers"
+            )
+        small.load_state_dict(weights)
     of_target = target.state_dict(keep_vars=True)
     own = {id(tensor) for tensor in decoder_layers(draft).state_dict(keep_vars=True).values()}
     for name, tensor in draft.state_dict(keep_vars=True).items():
         if id(tensor) not in own and name in of_target and of_target[name].shape == tensor.shape:
             tensor.copy_(of_target[name])
+
+
+def _shapes(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in weights.items()}

@@ -33,13 +33,12 @@ from outrider.train.layer_skip import EarlyExitLoss
 from outrider.train.options import Distillation, DraftShape, HeadPlan, LayerSkip
 from outrider.train.parallel import Masks, Parallel
 from outrider.train.runs import Workspace, checkpoint_dtype, finish, run_job
+from outrider.train.shapes import COPIES, FLOAT32
 from outrider.train.text import TextRows, check_continuation
 from outrider.types import OutriderError, first_line
 
 logger = logging.getLogger(__name__)
 
-FLOAT32 = 4  # bytes of a weight
-COPIES = 3  # of the weights in float32 while a model is trained: themselves, gradients, and at least one state of the optimizer
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 
 
@@ -68,23 +67,23 @@ def train_early_exit(workspace: Workspace, out: Path, how: HeadPlan, skip: Layer
         layer.compile()  # for any number of rows, because dropout skips some
     loss = EarlyExitLoss(decoder, skip, workspace.dtype("early-exit"), how.seed)
     after = run_job(workspace, "early-exit", model, rows, loss, how, measure)
-    _save(workspace, model, out)
     finish(workspace, "early-exit", out, {"before": before, "after": after})
+    _save(workspace, model, out)
 
 
 @torch.no_grad()
 def measure_exits(decoder: Decoder, rows: Tensor) -> dict[str, Any]:
     """Return the model's loss on rows [R, S], and the acceptance of each early exit's drafts, by layers run."""
     pairs: dict[int, list[tuple[Tensor, Tensor]]] = {depth: [] for depth in range(1, len(decoder.layers))}
-    losses = []
+    loss = 0.0
     decoder.model.eval()
     for ids in rows.to(decoder.model.device).split(ROWS):
         states = decoder.hidden_states(ids[:, :-1])
         end = decoder.logits(states[-1])
-        losses.append(float(torch.nn.functional.cross_entropy(end.flatten(0, 1).float(), ids[:, 1:].flatten())))
+        loss += len(ids) * float(torch.nn.functional.cross_entropy(end.flatten(0, 1).float(), ids[:, 1:].flatten()))
         for depth, found in pairs.items():
             found.append(acceptance(end, decoder.logits(states[depth - 1])))
-    return {"loss": round(sum(losses) / len(losses), 4), "exits": {str(depth): summary(each) for depth, each in pairs.items()}}
+    return {"loss": round(loss / len(rows), 4), "exits": {str(depth): summary(each) for depth, each in pairs.items()}}
 
 
 @dataclass(frozen=True)
@@ -138,8 +137,8 @@ def train_draft(workspace: Workspace, out: Path, how: HeadPlan, kind: DraftRun =
             layer.compile(dynamic=False)
         loss.divergence = torch.compile(loss.divergence, dynamic=False)
     after = run_job(workspace, kind.name, draft, rows, loss, how, measure)
-    _save(workspace, draft, out)
     finish(workspace, kind.name, out, {"parameters": draft.num_parameters(), "before": before, "after": after})
+    _save(workspace, draft, out)
 
 
 @torch.no_grad()

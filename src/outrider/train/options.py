@@ -11,6 +11,7 @@ from outrider.errors import OutriderError
 from outrider.options import CheckedOptions, Choice, Flag, IntChoice, Number, Several, Text, Whole, declared, option
 from outrider.train.plan import SEED
 
+MEASURED = "measured.json"  # in an output folder; marks it as one
 WHAT, TEXT, LENGTH = "What", "Text", "How long"  # headings of the help
 FOLDER = Text("a folder or a hub id")
 CONTINUE = "Continue this head, a folder or hub id, instead of a new one; its sizes stay."
@@ -75,7 +76,7 @@ class EagleRun(CheckedOptions):
         LAYERS, None, "Three hidden states for EAGLE-3, numbered as in transformers (default: 2, n/2, n-3)."
     )
     draft_vocab: int | None = option(
-        Whole(1), None, "EAGLE-3: draft only this many of the most frequent tokens (default: all)."
+        Whole(2), None, "EAGLE-3: draft only this many of the most frequent tokens (default: all)."
     )
     format: tuple[str, ...] = option(
         Several(Text(), "native, speculators or both"), ("native",), "native, speculators, or both separated by a comma."
@@ -92,8 +93,8 @@ class EagleRun(CheckedOptions):
             raise OutriderError(f"invalid format {unknown[0]!r}: expected {', '.join(FORMATS)}")
         if self.generation == 1 and "speculators" in self.format:
             raise OutriderError("EAGLE-1 heads support the native format only")
-        if self.generation == 3 and self.layers is not None and len(self.layers) != 3:
-            raise OutriderError(f"invalid hidden states {self.layers}: EAGLE-3 reads three, such as 2,7,11")
+        if self.generation == 3 and self.layers is not None and (len(self.layers), len({*self.layers})) != (3, 3):
+            raise OutriderError(f"invalid hidden states {self.layers}: EAGLE-3 reads three different ones, such as 2,7,11")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
+from outrider.files import write_whole
 from outrider.heads import block_formats, eagle_formats, mtp_formats
 from outrider.heads import medusa as medusa_heads
 from outrider.heads.eagle import default_hidden_states
@@ -28,7 +29,7 @@ from outrider.train.block_loss import BlockLoss, by_draft
 from outrider.train.capture import FeatureCache, capture, check_captured
 from outrider.train.claims import claim, digest, fingerprint
 from outrider.train.medusa import MedusaLoss
-from outrider.train.options import BlockRun, EagleRun, HeadPlan, MedusaRun, MtpRun, Source
+from outrider.train.options import MEASURED, BlockRun, EagleRun, HeadPlan, MedusaRun, MtpRun, Source
 from outrider.train.plan import SEED, TrainingPlan
 from outrider.train.precision import run_dtype
 from outrider.train.rollout_loss import RolloutLoss
@@ -129,17 +130,17 @@ def train_medusa(workspace: Workspace, out: Path, how: HeadPlan, kind: MedusaRun
     """
     runner = workspace.runner
     torch.manual_seed(how.seed)
+    check_captured(runner, [runner.num_layers], workspace.seq_len)
     if kind.start is None:
+        _check_rows(workspace, kind.heads)
         heads = shapes.new_medusa(runner, kind.heads, kind.layers)
     else:
         heads = medusa_heads.load(kind.start, runner.vocab_size)[0].requires_grad_(True)
+        _check_rows(workspace, heads.shape.num_heads)
     medusa_heads.check_fit(heads.to(runner.device), runner)
     shape = heads.shape
     if shape.mapped:
         raise OutriderError(f"{kind.start} drafts a part of the vocabulary: only heads for all tokens can be continued")
-    if workspace.seq_len < shape.num_heads + 3:
-        raise OutriderError(f"rows of {workspace.seq_len} tokens are too short for {shape.num_heads} heads")
-    check_captured(runner, [runner.num_layers], workspace.seq_len)
     workspace.claim("medusa", heads=shape.num_heads, layers=shape.num_layers, start=kind.start)
     cache = workspace.features([runner.num_layers])
     output = shapes.output_layer(runner)
@@ -150,8 +151,14 @@ def train_medusa(workspace: Workspace, out: Path, how: HeadPlan, kind: MedusaRun
         return {f"held_{head}": row[0] for head, row in enumerate(found, 1)}, found
 
     accuracies = run_job(workspace, "medusa", heads, cache, loss, how, measure)
-    medusa_heads.export(heads.to(checkpoint_dtype(runner.model)), out, runner.vocab_size, accuracies)
     finish(workspace, "medusa", out, {"accuracies": accuracies})
+    medusa_heads.export(heads.to(checkpoint_dtype(runner.model)), out, runner.vocab_size, accuracies)
+
+
+def _check_rows(workspace: Workspace, num_heads: int) -> None:
+    """Raise ``OutriderError`` for rows that are too short for this number of Medusa heads."""
+    if workspace.seq_len < num_heads + 3:
+        raise OutriderError(f"rows of {workspace.seq_len} tokens are too short for {num_heads} heads")
 
 
 def eagle_sizes(kind: EagleRun, runner: ModelRunner, seq_len: int) -> tuple[tuple[int, ...], int, int | None]:
@@ -167,7 +174,7 @@ def eagle_sizes(kind: EagleRun, runner: ModelRunner, seq_len: int) -> tuple[tupl
     check_steps(runner, layers, steps, seq_len)
     if vocab is not None and vocab > runner.vocab_size:
         raise OutriderError(f"invalid draft vocabulary of {vocab} tokens: the target has {runner.vocab_size}")
-    return layers, steps, vocab
+    return layers, steps, None if vocab == runner.vocab_size else vocab  # a reduced vocabulary of all tokens has no format
 
 
 def train_eagle(workspace: Workspace, out: Path, how: HeadPlan, kind: EagleRun) -> None:
@@ -192,10 +199,10 @@ def train_eagle(workspace: Workspace, out: Path, how: HeadPlan, kind: EagleRun) 
     if head is None:
         head = shapes.new_eagle(runner, kind.generation, layers, draft_ids)
     found = _train_rollout(workspace, name, head, cache, how, steps)
+    finish(workspace, name, out, found)
     for index, form in enumerate(kind.format):
         folder = out if index == 0 else out.with_name(f"{out.name}-{form}")
         eagle_formats.export(head, folder, form, runner.name, found["acceptance_by_rank"])
-    finish(workspace, name, out, found)
 
 
 def train_mtp(workspace: Workspace, out: Path, how: HeadPlan, kind: MtpRun) -> None:
@@ -210,8 +217,8 @@ def train_mtp(workspace: Workspace, out: Path, how: HeadPlan, kind: MtpRun) -> N
     workspace.claim(NAME_OF_MTP, steps=kind.steps, start=kind.start)
     cache = workspace.features([runner.num_layers])
     found = _train_rollout(workspace, NAME_OF_MTP, head, cache, how, kind.steps)
-    mtp_formats.export(head, out, kind.format, found["acceptance_by_rank"])
     finish(workspace, NAME_OF_MTP, out, found)
+    mtp_formats.export(head, out, kind.format, found["acceptance_by_rank"])
 
 
 def block_sizes(kind: BlockRun, runner: ModelRunner, seq_len: int) -> shapes.BlockSizes:
@@ -258,8 +265,8 @@ def train_block(workspace: Workspace, out: Path, how: HeadPlan, kind: BlockRun) 
         return by_draft("held", found["greedy"]), found
 
     found = run_job(workspace, NAME_OF_BLOCK, head, cache, loss, how, measure)
-    block_formats.export(head.to(checkpoint_dtype(runner.model)), out, runner.num_layers, found["sampled"])
     finish(workspace, NAME_OF_BLOCK, out, {"acceptance_by_position": found})
+    block_formats.export(head.to(checkpoint_dtype(runner.model)), out, runner.num_layers, found["sampled"])
 
 
 def check_steps(runner: ModelRunner, layers: Sequence[int], steps: int, seq_len: int) -> None:
@@ -312,6 +319,7 @@ def checkpoint_dtype(model: PreTrainedModel) -> torch.dtype:
 
 
 def finish(workspace: Workspace, name: str, out: Path, found: dict[str, Any]) -> None:
-    """Write the curve and the measurements to the output folder."""
+    """Write the curve and the measurements to the output folder, before the model, so that they mark it as trained here."""
+    out.mkdir(parents=True, exist_ok=True)
     plots.draw(name, workspace.work / name, out)
-    (out / "measured.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_whole(out / MEASURED, json.dumps(found, indent=1) + "\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from outrider.heads.feature_head import FeatureHead
 from outrider.heads.medusa import MedusaHeads, MedusaShape
 from outrider.heads.mtp import Body, MtpHead
 from outrider.heads.own_logits import Postprocess, postprocess_of
+from outrider.memory import require_memory
 from outrider.runner import ModelRunner, loading
 from outrider.runner.linear import weight_of
 from outrider.train import rollout_attention
@@ -27,6 +29,10 @@ logger = logging.getLogger(__name__)
 
 Config = TypeVar("Config", LlamaConfig, Qwen3Config)
 Head = TypeVar("Head", bound=FeatureHead)
+Made = TypeVar("Made", bound=nn.Module)
+
+FLOAT32 = 4  # bytes of a weight
+COPIES = 3  # of the weights in float32 in training: themselves, gradients, and at least one state of the optimizer
 
 
 class OutputLayer(nn.Linear):
@@ -71,11 +77,22 @@ def final_scale(runner: ModelRunner) -> Tensor:
     return scale.float()
 
 
+def _fitting(make: Callable[[], Made], runner: ModelRunner) -> Made:
+    """Return the head that ``make`` builds. Raises ``OutriderError`` if its training takes more than the memory."""
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in make().parameters())
+    if runner.device.type == "cpu":
+        what = "the head in float32, with gradients and optimizer state, takes at least"
+        require_memory(FLOAT32 * COPIES * size, what, "train a smaller one")
+    return make()
+
+
 def new_medusa(runner: ModelRunner, num_heads: int, num_layers: int) -> MedusaHeads:
     """Return heads initialised as the target's output head, with zero blocks (Cai et al. 2024, section 2.1)."""
     if num_heads < 1 or num_layers < 1:
         raise OutriderError("invalid number of heads or layers: expected at least 1")
-    heads = MedusaHeads(MedusaShape(num_heads, num_layers, runner.hidden_size, runner.vocab_size))
+    shape = MedusaShape(num_heads, num_layers, runner.hidden_size, runner.vocab_size)
+    heads = _fitting(lambda: MedusaHeads(shape), runner)
     weight = output_layer(runner).plain_weight()[: runner.vocab_size]
     blocks: list[Any] = list(heads.blocks)
     for block, head in zip(blocks, heads.lm_heads, strict=True):
@@ -111,14 +128,12 @@ def new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ..
     config, hidden = head_config(runner, LlamaConfig), runner.hidden_size
     size = runner.vocab_size if draft_ids is None else len(draft_ids)
     if generation == 1:
-        shape = EagleShape(1, config, hidden, (runner.num_layers,), runner.vocab_size, fc_bias=True)
+        shape = EagleShape(1, config, hidden, (runner.num_layers,), runner.vocab_size)
     else:
         shape = EagleShape(3, config, hidden, hidden_states, size, reduced=draft_ids is not None)
     head, output = EagleHead(shape), output_layer(runner)
     with torch.no_grad():
         _repeat_feature(head)
-        if head.fc.bias is not None:
-            nn.init.zeros_(head.fc.bias)
         if generation == 3:
             chosen = torch.arange(size) if draft_ids is None else draft_ids
             head.lm_head.weight.copy_(output.plain_weight()[chosen.to(output.weight.device)])
@@ -160,20 +175,19 @@ class BlockSizes:
 def new_block(runner: ModelRunner, sizes: BlockSizes, mask_token_id: int) -> BlockHead:
     """Return a block drafter whose layers initially add nothing."""
     config, hidden = head_config(runner, Qwen3Config, sizes.num_layers), runner.hidden_size
-    head = BlockHead(
-        BlockShape(
-            config,
-            hidden,
-            sizes.hidden_states,
-            sizes.block_size,
-            mask_token_id,
-            runner.vocab_size,
-            (0,) * sizes.num_layers,
-            predicts_next=sizes.markov_rank > 0,
-            markov_rank=sizes.markov_rank,
-            **(_second(sizes.selector_rank, hidden, runner.vocab_size) if sizes.selector_rank else {}),
-        )
+    shape = BlockShape(
+        config,
+        hidden,
+        sizes.hidden_states,
+        sizes.block_size,
+        mask_token_id,
+        runner.vocab_size,
+        (0,) * sizes.num_layers,
+        predicts_next=sizes.markov_rank > 0,
+        markov_rank=sizes.markov_rank,
+        **(_second(sizes.selector_rank, hidden, runner.vocab_size) if sizes.selector_rank else {}),
     )
+    head = _fitting(lambda: BlockHead(shape), runner)
     with torch.no_grad():
         _add_nothing(head)
         head.norm.weight.copy_(final_scale(runner))

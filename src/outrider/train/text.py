@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,9 +27,14 @@ GOLDEN = 0.6180339887498949
 
 
 def check_text_file(path: Path) -> None:
-    """Raise ``OutriderError`` unless there is such a file."""
+    """Raise ``OutriderError`` unless there is such a file, and its beginning, or its first line for JSONL, can be read."""
     if not path.is_file():
         raise OutriderError(f"text file {path} is not a file" if path.exists() else f"text file {path} does not exist")
+    with _opened(path) as file:
+        if _has_lines(path):
+            next(_entries(path, file), None)
+        else:
+            _checked(file.read(PIECE))
 
 
 def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase, most: int | None = None) -> Iterator[list[int]]:
@@ -39,55 +45,88 @@ def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase, most: int | N
     of an invalid line.
     """
     check_text_file(path)
-    kind = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    with _opened(path) as file:
+        if _has_lines(path):
+            for place, entry in _entries(path, file):
+                yield _document(place, entry, tokenizer)
+        else:
+            yield _whole(file, tokenizer, most)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[str]]:
+    """Open a text file. Raises ``OutriderError`` if it cannot be read, or is not text."""
     try:
         with open_text(path) as file:
-            if kind in (".jsonl", ".json"):
-                yield from _lines(path, file, tokenizer)
-            else:
-                yield _whole(file, tokenizer, most)
-    except READ_ERRORS as error:
+            yield file
+    except (*READ_ERRORS, UnicodeError) as error:
         raise OutriderError(f"cannot read {path}: {first_line(error)}; expected UTF-8 text, or JSONL, plain or .gz") from error
+
+
+def _has_lines(path: Path) -> bool:
+    """Return whether a file has one document per line, by its name."""
+    kind = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    return kind.lower() in (".jsonl", ".ndjson", ".json")
+
+
+def _checked(text: str) -> str:
+    """Return the text. Raises UnicodeError for NUL characters, which are valid UTF-8."""
+    if "\0" in text:
+        raise UnicodeError("it has NUL characters, like UTF-16 or binary files")
+    return text
 
 
 def _whole(file: IO[str], tokenizer: PreTrainedTokenizerBase, most: int | None) -> list[int]:
     """Return the ids of a text, encoded in pieces that end with a line, because encoding a large text at once needs 200 bytes
     per character.
     """
-    ids: list[int] = tokenizer.encode(file.read(PIECE) + file.readline(PIECE))
-    while (most is None or len(ids) < most) and (piece := file.read(PIECE) + file.readline(PIECE)):
+    ids: list[int] = tokenizer.encode(_checked(file.read(PIECE) + file.readline(PIECE)))
+    while (most is None or len(ids) < most) and (piece := _checked(file.read(PIECE) + file.readline(PIECE))):
         ids += tokenizer.encode(piece, add_special_tokens=False)
     return ids
 
 
-def _lines(path: Path, file: IO[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+def _entries(path: Path, file: IO[str]) -> Iterator[tuple[str, str | list[Any]]]:
+    """Yield the place of each line, for messages, and its text or chat. Raises ``OutriderError`` for an invalid line."""
     for number, line in enumerate(file, start=1):
-        if line.strip():
-            try:
-                yield _document(json.loads(line), tokenizer)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                hint = 'expected JSON with "text", "prompt" and "completion", or "messages"'
-                why = f"no {error}" if isinstance(error, KeyError) else error
-                raise OutriderError(f"{path}, line {number}: {hint} ({why})") from None
-            except Exception as error:  # chat templates raise anything
-                raise OutriderError(f"{path}, line {number}: {first_line(error)}") from error
+        if not _checked(line).strip():
+            continue
+        place = f"{path}, line {number}"
+        try:
+            entry = _entry(json.loads(line))
+        except (ValueError, KeyError, TypeError) as error:
+            hint = 'expected JSON with "text", "prompt" and "completion", or "messages"'
+            why = f"no {error}" if isinstance(error, KeyError) else error
+            raise OutriderError(f"{place}: {hint} ({why})") from None
+        yield place, entry
 
 
-def _document(entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _entry(entry: Any) -> str | list[Any]:
+    """Return the text of a line, or its chat. Raises KeyError, TypeError or ValueError if it has another form."""
+    if not isinstance(entry, dict):
+        raise TypeError(f"it is a {type(entry).__name__}, not an object")
     if "text" in entry:
-        return _encoded(_string(entry, "text"), tokenizer)
-    messages = entry.get("messages") or entry.get("conversations")
-    if messages is not None:
-        chat = [{"role": ROLES.get(role := m.get("role") or m["from"], role), "content": _content(m)} for m in messages]
-        text = str(tokenizer.apply_chat_template(chat, tokenize=False))
-        return _encoded(text, tokenizer, add_special_tokens=False)  # the template writes its own
-    return _encoded(_string(entry, "prompt") + _string(entry, "completion"), tokenizer)
+        return _string(entry, "text")
+    name = next((each for each in ("messages", "conversations") if entry.get(each) is not None), None)
+    if name is None:
+        return _string(entry, "prompt") + _string(entry, "completion")
+    chat = entry[name]
+    if not isinstance(chat, list) or not chat or not all([isinstance(message, dict) for message in chat]):
+        raise TypeError(f"{name} is {json.dumps(chat)[:60]}, not a list of messages")
+    return [{"role": ROLES.get(role := _either(m, "role", "from"), role), "content": _content(m)} for m in chat]
 
 
 def _content(message: dict[str, Any]) -> str | list[Any]:
     """Return the text of a message, or its list of parts, which is left to the template."""
-    key = "content" if "content" in message else "value"
-    return message[key] if isinstance(message[key], list) else _string(message, key)
+    content = _either(message, "content", "value")
+    return content if isinstance(content, list) else _string(message, "content" if "content" in message else "value")
+
+
+def _either(message: dict[str, Any], key: str, old: str) -> Any:
+    """Return an entry of a message, by its name in ``messages`` or ``conversations``."""
+    if key not in message and old not in message:
+        raise ValueError(f'a message has no "{key}"')
+    return message[key] if key in message else message[old]
 
 
 def _string(entry: dict[str, Any], key: str) -> str:
@@ -97,9 +136,16 @@ def _string(entry: dict[str, Any], key: str) -> str:
     return value
 
 
-def _encoded(text: str, tokenizer: PreTrainedTokenizerBase, **options: bool) -> list[int]:
-    check_text(text)
-    ids: list[int] = tokenizer.encode(text, **options)
+def _document(place: str, entry: str | list[Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    try:
+        text = entry if isinstance(entry, str) else str(tokenizer.apply_chat_template(entry, tokenize=False))
+    except Exception as error:  # chat templates raise anything
+        raise OutriderError(f"{place}: the target's chat template failed: {first_line(error)}") from error
+    try:
+        check_text(text)
+    except OutriderError as error:
+        raise OutriderError(f"{place}: {error}") from None
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=isinstance(entry, str))  # a template writes its own
     return ids
 
 

@@ -20,7 +20,7 @@ from outrider.files import write_whole
 from outrider.heads.checkpoint import replaced
 from outrider.progress import reporting
 from outrider.train import optim
-from outrider.train.claims import resuming
+from outrider.train.claims import exclusive, resuming
 from outrider.train.plan import TrainingPlan, step_seed
 from outrider.train.precision import run_dtype
 from outrider.types import OutriderError
@@ -29,6 +29,13 @@ logger = logging.getLogger(__name__)
 
 # (batch, step, progress) -> the loss, and parts of it to plot (floats or 0-d tensors)
 Loss = Callable[[Tensor, int, float], tuple[Tensor, dict[str, Any]]]
+PACE = {  # settings that a resumed run may change, and their options
+    "max_tokens": "--epochs",
+    "batch_tokens": "--batch-tokens",
+    "minutes": "--minutes",
+    "muon_lr": "--muon-lr",
+    "adam_lr": "--adam-lr",
+}
 MAX_GAP_S = 5.0
 PAUSE = 4.0  # multiple of the usual gap above which a gap is a pause, whatever the step time
 MEMORY = 0.9  # decay of earlier gaps
@@ -121,6 +128,7 @@ class Trainer:
             "tokens": self.tokens,
             "elapsed": self.clock.elapsed,
             "curve": self.curve,
+            "pace": {name: getattr(self.plan, name) for name in PACE},
         }
         with replaced(self.checkpoint) as unfinished:
             torch.save(state, unfinished)
@@ -139,6 +147,10 @@ class Trainer:
             self.batches.rows_drawn.update(state["rows_drawn"])
             self.step, self.tokens, self.curve = state["step"], state["tokens"], state["curve"]
             self.clock = RunningClock(state["elapsed"], self.max_gap)
+            changed = [PACE[name] for name, value in state.get("pace", {}).items() if value != getattr(self.plan, name)]
+        if changed:
+            said = "%s: resuming with another %s: the weights will differ from those of a run in one piece"
+            logger.warning(said, self.name, " and ".join(changed))
 
     def train_step(self) -> dict[str, Any]:
         """Run one update; return its point of the curve."""
@@ -170,7 +182,7 @@ class Trainer:
         evaluated = saved = self.clock.elapsed
         self.model.train()
         try:
-            with reporting(self.name) as report:
+            with exclusive(self.folder), reporting(self.name) as report:
                 while self.progress < 1.0 and not self.interrupted:
                     point = self.train_step()
                     if self.clock.elapsed - evaluated > self.plan.eval_every_s:
