@@ -34,8 +34,9 @@ TIMEOUT = 600.0  # seconds for all units
 POLL = 0.02  # seconds between checks of the running compilers
 # -ffp-contract=off: otherwise compilers fuse a product and a sum in one copy of a function and not in another (GCC avoids
 # chains of fused additions on AMD CPUs), and a row's bits would depend on the copy that computes it.
+NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"  # on ARM old clangs lack the latter
 FLAGS = (
-    *("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
+    *("-std=c++20", "-O3", NATIVE, "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
     *("-fPIC", "-fvisibility=hidden"),
 )
 _running: dict[subprocess.Popen[bytes], IO[str]] = {}  # commands and their standard errors
