@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
 
 from outrider import native
 from outrider.memory import require_memory
@@ -146,11 +146,12 @@ def _set_orders(model: PreTrainedModel, file: GgufFile, packed: Mapping[str, str
 def restorer(config: PreTrainedConfig, file: GgufFile) -> Callable[[Array, str], Array]:
     """Return what undoes llama.cpp's changes of a tensor's rows, such as the order of those of queries and keys."""
     restore = file.record.restore
-    found: Any = TENSOR_PROCESSORS.get(file.record.changes_like or ("" if restore else file.architecture), TensorProcessor)
-    processor = found(config={name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")})
+    found: Any = TENSOR_PROCESSORS.get(file.record.changes_like or ("" if restore else file.architecture))
+    names = ("num_attention_heads", "num_key_value_heads")
+    processor = None if found is None else found(config={name: getattr(config, name) for name in names})
 
     def restored(rows: Array, name: str) -> Array:
-        rows = processor.process(weights=rows, name=name).weights
+        rows = rows if processor is None else processor.process(weights=rows, name=name).weights
         return rows if restore is None else restore(rows, name, config)
 
     return restored
