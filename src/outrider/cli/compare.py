@@ -69,9 +69,10 @@ def command(
     is_lossless = models.verifier is None or VERIFIERS.get(models.verifier).lossless
     if sampling.temperature is None and is_lossless:  # equal outputs are easier to compare
         models = replace(models, same_text=True)
-    arguments = resolve(models, methods)
-    drafting = methods_in(methods.method or AUTO, lambda: auto_method(models))
-    models, drafts, _ = inflated(models, drafting, arguments, inflate)
+    drafts: dict[str, Any] = {}
+    if inflate is not None:
+        drafting = methods_in(methods.method or AUTO, lambda: auto_method(models))
+        models, drafts, _ = inflated(models, drafting, resolve(models, methods), inflate)
     llm = load(models, methods, **drafts, max_batch=2, prefix_cache=False, compile=models.compile or "always")
     from outrider.bench.contenders import Contender
     from outrider.bench.race import Race

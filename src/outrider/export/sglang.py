@@ -18,19 +18,9 @@ from outrider.types import OutriderError
 LAUNCH = ("python", "-m", "sglang.launch_server")
 SMALLER = "give the plan a draft model, or an EAGLE head trained on the target"
 MTP_TYPES = (  # model types that SGLang turns into an MTP head's (``ModelConfig._config_draft_model``)
-    *(
-        "qwen3_next",
-        "qwen3_moe",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "mimo",
-        "step3p5",
-        "step3p7",
-        "hy_v3",
-        "deepseek_v3",
-        "deepseek_v32",
-    ),
-    *("deepseek_v4", "glm4_moe", "glm4_moe_lite", "glm_ocr", "glm_moe_dsa", "ernie4_5_moe", "exaone_moe", "nemotron_h"),
+    *("qwen3_next", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "mimo", "step3p5", "step3p7", "hy_v3"),
+    *("deepseek_v3", "deepseek_v32", "deepseek_v4"),
+    *("glm4_moe", "glm4_moe_lite", "glm_ocr", "glm_moe_dsa", "ernie4_5_moe", "exaone_moe", "nemotron_h"),
     *("longcat_flash", "bailing_moe", "gemma4_assistant"),
 )
 TREE_NODES = 60  # drafts per tree on a GPU, as in Outrider

@@ -105,10 +105,7 @@ class Vllm(Engine):
         if isinstance(kind, portable.FeatureHead):
             source, eagle = heads.feature_head(kind, wanted, folder, "LlamaForCausalLM")
             if eagle.fc_bias:
-                notes = [
-                    *notes,
-                    "vLLM ignores the bias of the head's fc, so that it may accept less: train a new head for vLLM.",
-                ]
+                notes.append("vLLM ignores the bias of the head's fc, so that it may accept less: train a new head for vLLM.")
             return {"method": "eagle3" if eagle.generation == 3 else "eagle", "model": _within(source)}, notes
         if isinstance(kind, portable.OwnHead):
             model = heads.own_head(kind, wanted, self.name, MTP_TYPES)

@@ -137,7 +137,7 @@ def _exit() -> None:
 
 
 def cpu_flags() -> str:
-    """Return the CPU features that ``-march=native`` depends on."""
+    """Return the CPU features that ``NATIVE`` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -53,7 +53,9 @@ class RoundPrices:
 
     @property
     def at_best(self) -> RoundPrices:
-        """Return what later rounds may cost if the first ones were slow: drafts a share of a round, the rest as without any."""
+        """Return the lowest costs expected of later rounds: drafts cost at most the share assumed before they are measured,
+        verifier and host as much as without drafts.
+        """
         draft, most = self.draft, UNKNOWN_COST_RATIO * self.plain
         return replace(
             self,
@@ -175,7 +177,7 @@ class MethodCosts:
     def __init__(self, book: CostBook, is_greedy: bool) -> None:
         self._book, self._is_greedy = book, is_greedy
         self._draft: dict[int, Line] = {}  # requests drafted for -> seconds of drafting
-        self._doubted: set[tuple[str, int]] = set()  # costs of which the first reading was ignored
+        self._ignored: set[tuple[str, int]] = set()  # costs whose first reading was ignored
         self._catch_up: float | None = None  # seconds per token that the proposer had not processed
         self._last_catch_up = 0.0  # the last reading of it
         self._first_layer = 0  # where the passes over drafts begin
@@ -186,11 +188,12 @@ class MethodCosts:
 
         ``k``: the longest draft, or the requested number if none was made; ``plain_round``: seconds of a round without drafts.
         """
-        reading: float | None = seconds
         if num_drafting not in self._draft:
-            reading = self._first(("drafts", num_drafting), seconds, MOST_TO_DRAFT * k * plain_round)
-        if reading is not None:
-            self._draft.setdefault(num_drafting, Line()).add(k, reading)
+            most = MOST_TO_DRAFT * k * plain_round
+            if self._ignores(("drafts", num_drafting), seconds, most):
+                return
+            seconds = min(seconds, most)
+        self._draft.setdefault(num_drafting, Line()).add(k, seconds)
 
     def record_drafted_round(self, batch: int, outside: float, first_layer: int | None, plain_round: float = inf) -> None:
         """Record ``outside``, the seconds of verifier and host in a round with drafts.
@@ -199,11 +202,12 @@ class MethodCosts:
         """
         if first_layer is not None:
             self._first_layer = first_layer
-        reading: float | None = outside
         if batch not in self._outside:
-            reading = self._first(("outside", batch), outside, MOST_OUTSIDE * plain_round)
-        if reading is not None:
-            _average(self._outside, batch, reading)
+            most = MOST_OUTSIDE * plain_round
+            if self._ignores(("outside", batch), outside, most):
+                return
+            outside = min(outside, most)
+        _average(self._outside, batch, outside)
 
     def record_catch_up(self, seconds: float, num_tokens: int, plain_round: float) -> float:
         """Record the time that a proposer took, beyond its draft steps, to process new committed tokens; return these seconds.
@@ -219,14 +223,12 @@ class MethodCosts:
         self._last_catch_up = each
         return seconds
 
-    def _first(self, what: tuple[str, int], seconds: float, most: float) -> float | None:
-        """Return the first reading of a cost, ``most`` if it is higher; None, once, for one that may include a compilation."""
-        if seconds <= most:
-            return seconds
-        if what in self._doubted:
-            return most
-        self._doubted.add(what)
-        return None
+    def _ignores(self, what: tuple[str, int], seconds: float, most: float) -> bool:
+        """Return whether to ignore a first reading because it is above ``most``: once for each cost."""
+        if seconds <= most or what in self._ignored:
+            return False
+        self._ignored.add(what)
+        return True
 
     def draft(self, k: float, num_drafting: int, plain_pass: float) -> float:
         """Return the seconds of drafting k tokens for this many requests, or for the nearest measured number."""

@@ -82,7 +82,7 @@ THINKING: dict[str, Any] = {
     "fields": {REASONING[0]: THINK, "content": {}},
 }
 
-# A model's replies have the first form of which the chat template contains all markers.
+# A model's replies are read in the first form whose markers are all in its chat template.
 FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("<tool_call>", "<function="), QWEN_XML),
     (("<tool_call>", "<|im_start|>"), HERMES),

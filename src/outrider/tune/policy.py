@@ -25,7 +25,8 @@ LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 23)  # candidate lengths, in addi
 CAPS = (1, 2, 4, 8, 16)  # candidate maximum K if each request has its own
 DECISION_PERIOD = 6  # rounds between decisions
 EARLY_ROUNDS = 16  # initial drafted rounds with a decision each
-TRIAL_ROUNDS = 12  # of these, slower than later ones: a decision against drafts only if they cannot pay
+# The first of these are slower than later ones: while they last, and the budget, drafts are given up only if they cannot pay.
+TRIAL_ROUNDS = 12
 HYSTERESIS = 1.02  # predicted gain required to change K
 # predicted gain required for a K per request: with few observations, differences between requests may be chance
 SEPARATE_GAIN = 1.04
@@ -41,7 +42,7 @@ MAX_NEW_REQUEST_FACTOR = 8  # maximum factor of these, after unsuccessful probes
 PROBE_RATE = 0.8  # acceptance assumed for the length of a probe, at most MAX_PROBE
 MAX_PROBE = 4
 
-FAR_BEHIND = 512  # a request of which the proposer has not processed so many tokens may be left out
+FAR_BEHIND = 512  # tokens that the proposer has not processed, above which a request may be left out
 MUCH_SAVED = 64  # tokens of a cached prefix for which a request may be left out of drafting; fewer cost little to process again
 MAX_LEFT_OUT = 64  # such requests in a row
 
@@ -63,7 +64,8 @@ class DraftLengthPolicy:
         self._lengths = [k for k in LENGTHS if k < max_k] + [max_k]
         self._tracks: dict[str, Track] = {}
         self._shared: dict[float, Acceptance] = {}  # by temperature, the strongest influence on acceptance
-        self._budget, self._most_budget = FIRST_BUDGET, MAX_BUDGET
+        self._budget = FIRST_BUDGET
+        self._most_budget = MAX_BUDGET  # more while a probe is saved for: what it loses
         self._reach = FIRST_REACH  # longest draft so far
         self._requests: tuple[Request, ...] = ()
         self._batch: list[Track] = []
@@ -81,7 +83,8 @@ class DraftLengthPolicy:
         self._new_request_factor = 1  # factor of a new request's pause, doubled by each unsuccessful probe
         self._is_plain = True  # no drafts were requested in this round, except by requests with their own K
         self._is_probe = False
-        self._num_drafted, self._is_trial = 0, True
+        self._num_drafted = 0
+        self._is_trial = True
         self._num_unchecked = 0  # drafted rounds since the last one without drafts
         self._prefill_seconds = 0.0  # of the proposer, in rounds since it was last found to catch up
 
@@ -93,7 +96,11 @@ class DraftLengthPolicy:
     @property
     def prices(self) -> DraftPrices | None:
         """Return the prices of further drafts; None if requests have their own K."""
-        return None if any([request.num_draft_tokens is not None for request in self._requests]) else self._draft_prices
+        return None if self._has_own_k else self._draft_prices
+
+    @property
+    def _has_own_k(self) -> bool:
+        return any([request.num_draft_tokens is not None for request in self._requests])
 
     def start(self, request: Request, batch: int, num_draft_cached: int, num_recomputed: int) -> bool:
         """See ``LengthPolicy``. Where drafts would not pay, 1, 2, 4, ... requests with a long prefix in a row are left out."""
@@ -204,8 +211,9 @@ class DraftLengthPolicy:
             self._leave_out(fresh, context)
 
     def _leave_out(self, rows: Sequence[int], context: Context) -> None:
-        """Leave new requests out of drafting in which no probe can become due and be paid: nothing is kept for one. Save for
-        one in a later request, unless it would lose more than all of that request's rounds without drafts take.
+        """Leave new requests out of drafting in which no probe can become due and be paid: nothing is kept for one.
+
+        If one loses less than the request's rounds without drafts take, the budget may grow to pay for one in a later request.
         """
         requests = self._requests
         waiting = [b for b in rows if requests[b].may_draft and requests[b].num_draft_tokens is None]
@@ -299,7 +307,7 @@ class DraftLengthPolicy:
         """
         plain, batch = self._plain, len(round_.depths)
         # Rounds of requests with their own K do not depend on decisions.
-        if plain is None or any([request.num_draft_tokens is not None for request in self._requests]):
+        if plain is None or self._has_own_k:
             return
         cache_len = len(self._requests[0].token_ids)
         seconds = self.costs.round(round_.k, round_.lens, max(round_.proposed_depths), num_drafting, cache_len)
