@@ -331,7 +331,7 @@ class PhaseTimes:
 
     @property
     def total(self) -> float:
-        return sum(self.by_phase().values())
+        return self.draft + self.score + self.verify + self.host + self.prefill + self.draft_prefill
 
     def by_phase(self) -> dict[str, float]:
         return {field.name: getattr(self, field.name) for field in fields(self)}

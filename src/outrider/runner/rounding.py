@@ -34,7 +34,7 @@ def refuse_rounding(
             " omit weights=..."
         )
     if not native.load():
-        raise OutriderError(f"weights={weights} needs Outrider's CPU kernels, which cannot be built: install g++")
+        raise OutriderError(f"weights={weights} needs Outrider's CPU kernels, which cannot be built: a warning says why")
     if model_class is None:
         return
     problem = _mostly_other(config, model_class)
