@@ -21,7 +21,7 @@ class OutriderError(Exception):
 
 
 class PromptTooLong(OutriderError):
-    """The prompt leaves no room in the context."""
+    """The prompt leaves no room in the context. The message begins as clients expect that recognise it by its words."""
 
 
 def how_to_install(extra: str) -> str:

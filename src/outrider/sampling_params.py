@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Protocol
 
 from outrider.errors import OutriderError
@@ -39,8 +39,8 @@ class SamplingParams(CheckedOptions):
 
     Order of application: logit bias and token masks, grammar, penalties, temperature, top-k, top-p, min-p. The default
     temperature, 0 (greedy), is also that of the command line, except for ``chat`` and ``compare``, and of the server. Numpy
-    scalars and arrays, 0-d and 1-d tensors are converted to Python numbers. Raises ``OutriderError`` for any other type and for
-    a value out of bounds.
+    scalars and arrays, 0-d and 1-d tensors are converted to Python numbers. None stands for the default; of ``max_tokens``, for
+    the end of the context. Raises ``OutriderError`` for any other type and for a value out of bounds.
     """
 
     max_tokens: int = option(Whole(1, INT32), 256, "Maximum number of tokens to generate.", panel=SAMPLING)
@@ -80,6 +80,10 @@ class SamplingParams(CheckedOptions):
     )
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            if getattr(self, each.name) is None:
+                default = each.default if each.default_factory is MISSING else each.default_factory()
+                object.__setattr__(self, each.name, INT32 if each.name == "max_tokens" else default)
         super().__post_init__()
         object.__setattr__(self, "top_k", max(self.top_k, 0))
         if self.grammar is not None and self.ignore_eos:

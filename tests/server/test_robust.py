@@ -72,7 +72,7 @@ def test_a_disconnect_during_tokens_ends_the_request(turns: int) -> None:
     """``turns`` of the event loop are between the two events; in one of them, waiting is cancelled just as it ends."""
     cancelled: set[str] = set()
     stream = Stream(SimpleNamespace(cancel=cancelled.update), ["r"], monotonic() + 20)  # type: ignore[arg-type]
-    tokens = Emission("r", [5], ["plain"], "a", None, None, None, GenerationStats())
+    tokens = Emission("r", [5], ["plain"], "a", None, None, None, None, GenerationStats())
 
     class Answering:
         close = staticmethod(stream.close)
@@ -97,7 +97,7 @@ def test_a_disconnect_during_tokens_ends_the_request(turns: int) -> None:
 def test_tokens_within_the_interval_are_sent_together_but_an_end_at_once() -> None:
     def emission(request_id: str, text: str, end: str | None = None) -> Emission:
         logprobs = [TokenLogprobs(-1.0)]
-        return Emission(request_id, [len(text)], ["plain"], text, logprobs, end, None, GenerationStats())
+        return Emission(request_id, [len(text)], ["plain"], text, logprobs, end, None, None, GenerationStats())
 
     async def run() -> list[tuple[float, str, str]]:
         stream, seen, started = Stream(SimpleNamespace(), ["r", "s"], monotonic() + 20, 0.3), [], monotonic()  # type: ignore

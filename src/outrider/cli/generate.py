@@ -144,6 +144,7 @@ def _document(llm: LLM, prompt: str, params: SamplingParams) -> dict[str, Any]:
         "token_ids": completion.token_ids,
         "origins": completion.origins,
         "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
         "num_prompt_tokens": completion.num_prompt_tokens,
         "drafter": llm.drafter,
         "stats": stats_document(completion.stats),

@@ -218,7 +218,8 @@ class Engine:
             rows = [0] + [node + 1 for node in result.verdict.paths[b]]
             logprobs = token_logprobs(result.scores.logits[b], rows[: len(token_ids)], token_ids, request.params.logprobs)
         stats = self._ledger.of(request.request_id)
-        return Emission(request.request_id, token_ids, origins, result.texts[b], logprobs, entry.finish_reason, None, stats)
+        reasons = entry.finish_reason, entry.stop_reason
+        return Emission(request.request_id, token_ids, origins, result.texts[b], logprobs, *reasons, None, stats)
 
     # --- prefill ------------------------------------------------------------------------------------------------------------
 
@@ -338,12 +339,12 @@ class Engine:
         logger.debug("request %s failed", entry.request.request_id, exc_info=error)
         stats = self._ledger.of(entry.request.request_id)
         text = self._end(entry, "error")
-        return Emission(entry.request.request_id, [], [], text, None, "error", _message(error), stats)
+        return Emission(entry.request.request_id, [], [], text, None, "error", None, _message(error), stats)
 
 
 def lost(request_id: str, error: BaseException) -> Emission:
     """Error emission for a request that the engine does not know: rejected, lost in a step that failed, or after a stop."""
-    return Emission(request_id, [], [], "", None, "error", _message(error), GenerationStats())
+    return Emission(request_id, [], [], "", None, "error", None, _message(error), GenerationStats())
 
 
 def _message(error: BaseException | None) -> str:

@@ -20,6 +20,7 @@ class Emission:
     text: str = ""  # empty while text is held back for an incomplete character or a possible stop string
     logprobs: list[TokenLogprobs] | None = None  # one per token, if SamplingParams.logprobs is set
     finish_reason: str | None = None  # None while it runs, then "stop", "length", "error" or "abort"
+    stop_reason: int | str | None = None  # stop string or stop token that ended it; None for the end-of-text token
     error: str | None = None
     stats: GenerationStats = field(default_factory=GenerationStats)  # of the request, updated while it runs
 
@@ -30,7 +31,8 @@ class Emission:
         self.text += later.text
         if later.logprobs is not None:
             self.logprobs = (self.logprobs or []) + later.logprobs
-        self.finish_reason, self.error, self.stats = later.finish_reason, later.error, later.stats
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+        self.error, self.stats = later.error, later.stats
 
     def followed_by(self, later: Emission) -> Emission:
         """Return the concatenation of both emissions; this one is unchanged."""

@@ -43,6 +43,8 @@ class Plan:
         """Read a plan. Raises ``OutriderError`` for an unreadable file, an unknown key or an invalid value."""
         if file.is_char_device() or file.is_block_device():  # /dev/null would read as an empty plan
             raise OutriderError(f"{file} is a device: give a plan file")
+        if file.is_dir():
+            raise OutriderError(f"{file} is a folder, not a plan file: give a model's folder with --target")
         try:
             values = tomllib.loads(file.read_text(encoding="utf-8-sig"))
         except FileNotFoundError as error:

@@ -103,7 +103,7 @@ def _text_of(message: Mapping[str, Any]) -> str:
     if isinstance(content, (list, tuple)):
         texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
         known = [text for text in texts if isinstance(text, str)]
-        content = "".join(known) if len(known) == len(content) else None
+        content = "\n".join(known) if len(known) == len(content) else None
     if not isinstance(content, str):
         expected = 'expected text, or a list of parts {"type": "text", "text": ...}'
         raise OutriderError(f"invalid content {shown(message.get('content'))} of a message: {expected}")

@@ -35,6 +35,16 @@ class Entry:
     state: State = State.PREFILL
     finish_reason: str | None = None
 
+    @property
+    def stop_reason(self) -> int | str | None:
+        """Return the stop string, or the token of ``stop_token_ids``, that ended the output."""
+        if self.finish_reason != "stop":
+            return None
+        if self.scanner is not None and self.scanner.stopped_by is not None:
+            return self.scanner.stopped_by
+        last = self.request.token_ids[-1]
+        return last if last in self.request.params.stop_token_ids else None
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -88,8 +98,8 @@ class Scheduler:
             raise OutriderError("empty prompt: expected at least one token")
         if num_tokens >= self.max_len:
             raise PromptTooLong(
-                f"the prompt has {num_tokens} tokens, which leaves no room in the context of {self.max_len}: "
-                "shorten the prompt, or raise max_len=... if the model supports a longer context"
+                f"the prompt is too long: it has {num_tokens} tokens, which leaves no room in the context of {self.max_len}: "
+                "shorten it, or raise max_len=... if the model supports a longer context"
             )
 
     def add(self, request: Request, fork_of: str | None = None, client: str = "", priority: int = 0) -> Entry:

@@ -208,4 +208,5 @@ def _finite(logprob: float) -> float:
 
 
 def _choice(index: int, part: Chunk, logprobs: dict[str, Any] | None, **content: str | dict[str, Any]) -> dict[str, Any]:
-    return {"index": index, **content, "logprobs": logprobs, "finish_reason": part.finish_reason}
+    reasons = {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
+    return {"index": index, **content, "logprobs": logprobs, **reasons}

@@ -1,8 +1,8 @@
-"""Prometheus metrics, under vLLM's names where vLLM has them, so that its dashboards work."""
+"""Prometheus metrics, under vLLM's names where vLLM has them, so that most of its dashboards work."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 Kind = type[CounterMetricFamily | GaugeMetricFamily]
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0)
+TOKENS = tuple(float(2**power) for power in range(19))
 TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -30,7 +31,9 @@ class Metrics:
         self.first_token = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", SECONDS)
         self.between_tokens = histogram("vllm:inter_token_latency_seconds", "Seconds per later token.", TOKEN_SECONDS)
         self.whole = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", SECONDS)
-        self.prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens.", labels, registry=self.registry).labels(**here)
+        self._prompt_lens = histogram("vllm:request_prompt_tokens", "Prompt tokens of a prompt.", TOKENS)
+        self._output_lens = histogram("vllm:request_generation_tokens", "Generated tokens of a sequence.", TOKENS)
+        self._prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens.", labels, registry=self.registry).labels(**here)
         self._ended = Counter(
             "vllm:request_success", "Sequences that ended.", [*labels, "finished_reason"], registry=self.registry
         )
@@ -39,7 +42,13 @@ class Metrics:
         )
         self._here = here
 
-    def ended(self, reason: str) -> None:
+    def accepted(self, prompts: Sequence[Sequence[int]]) -> None:
+        for prompt in prompts:
+            self._prompt_tokens.inc(len(prompt))
+            self._prompt_lens.observe(len(prompt))
+
+    def ended(self, reason: str, num_tokens: int) -> None:
+        self._output_lens.observe(num_tokens)
         self._ended.labels(**self._here, finished_reason=reason).inc()
 
     def refused(self, status: int) -> None:

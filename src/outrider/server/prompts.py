@@ -84,7 +84,9 @@ class Prompts:
         variables = dict(variables or {})
         template, most = self._tool_template if tools else self._template, self._llm.runner.max_len
         if len(messages) > most:  # every message takes at least one token
-            raise PromptTooLong(f"{len(messages)} messages do not fit into the context of {most} tokens: send fewer")
+            raise PromptTooLong(
+                f"the prompt is too long: {len(messages)} messages do not fit into the context of {most} tokens: send fewer"
+            )
         calls = [message["tool_calls"] for message in messages if "tool_calls" in message]
         shown = "".join(message["content"] + message.get("reasoning_content", "") for message in messages)
         num_characters = self._check_size(shown + "".join(map(json.dumps, [*calls, *tools, variables])))
@@ -110,7 +112,7 @@ class Prompts:
             return len(prompt)
         if len(prompt) > self._max_characters:
             raise PromptTooLong(
-                f"the prompt has {len(prompt)} characters; the context of {self._llm.runner.max_len} tokens takes at most "
-                f"{self._max_characters}: shorten the prompt"
+                f"the prompt is too long: it has {len(prompt)} characters, and the context of {self._llm.runner.max_len} "
+                f"tokens takes at most {self._max_characters}: shorten it"
             )
         return len(prompt)

@@ -147,7 +147,7 @@ class Service:
             prompts, params = prepared
             samples = self._samples(body, prompts, params, answer)
             stream = self.bridge.submit(samples, deadline, call.client)
-        self.metrics.prompt_tokens.inc(sum(map(len, prompts)))
+        self.metrics.accepted(prompts)
         if self._record is not None:
             self._aside_thread.submit(self._record.add, body)
         watched = Watched(stream, answer, call, self.metrics, params)
@@ -226,7 +226,7 @@ class Watched:
         for completion in self.answer.choices:
             if completion.finish_reason is None:
                 completion.finish_reason = "abort"
-                self._metrics.ended("abort")
+                self._metrics.ended("abort", len(completion.token_ids))
         usage = self.answer.usage()
         self._call.facts |= {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
         self._call.facts["finish_reason"] = [completion.finish_reason for completion in self.answer.choices]
@@ -242,7 +242,7 @@ class Watched:
         self._last[index] = now
         if chunk.finish_reason is not None:
             self._metrics.whole.observe(now - self._call.arrived)
-            self._metrics.ended(chunk.finish_reason)
+            self._metrics.ended(chunk.finish_reason, len(self.answer.choices[index].token_ids))
 
 
 class TargetFailed(OutriderError):
@@ -336,7 +336,8 @@ def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
         return error.status_code, error_body(str(error.detail), "invalid_request_error"), dict(error.headers or {})
     if isinstance(error, RequestValidationError):
         inside = [{**each, "loc": each["loc"][1:]} for each in error.errors()]  # the first part is "body"
-        param = str(inside[0]["loc"][0]) if inside[0]["loc"] else None
+        where = inside[0]["loc"] if inside[0]["type"] != "json_invalid" else ()  # of broken JSON it is a position
+        param = str(where[0]) if where else None
         return 400, error_body(mistakes(inside), "invalid_request_error", "invalid_body", param), {}
     if isinstance(error, PromptTooLong):
         return 400, error_body(str(error), "invalid_request_error", "context_length_exceeded"), {}

@@ -5,7 +5,8 @@ before weights are read.
 """
 
 from outrider.runner.gguf.file import PLAIN, GgufFile, by_parameter
-from outrider.runner.gguf.source import architecture_of, find, load_config, load_tokenizer
+from outrider.runner.gguf.source import architecture_of, find, load_config
+from outrider.runner.gguf.tokenizer import load_tokenizer
 from outrider.runner.gguf.weights import fill, restorer, rows_of, values_of
 
 __all__ = [

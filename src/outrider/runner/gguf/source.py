@@ -1,21 +1,11 @@
-"""Find GGUF files, and load the config and the tokenizer that a file holds."""
+"""Find GGUF files, and load the config that a file holds."""
 
 from __future__ import annotations
 
-import logging
 import re
 from pathlib import Path
-from typing import Any
 
-from transformers import (
-    CONFIG_MAPPING,
-    TOKENIZER_MAPPING,
-    AutoConfig,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-    TokenizersBackend,
-)
+from transformers import AutoConfig, PreTrainedConfig
 
 from outrider.files import expanded
 from outrider.memory import gguf_parts, weight_files
@@ -23,12 +13,8 @@ from outrider.runner.gguf.architectures import ARCHITECTURES
 from outrider.runner.gguf.file import GgufFile
 from outrider.types import OutriderError
 
-logger = logging.getLogger(__name__)
-
 # The beginning of every file of llama.cpp: version, numbers of tensors and entries, and the first entry, a string.
 FIRST_ENTRY = re.compile(rb"GGUF.{20}\x14\0{7}general\.architecture\x08\0{3}(.{8})(.*)", re.DOTALL)
-# Rules for which GPT-2's gives the same tokens: merges learned from single digits never join two of them.
-SPLIT_LIKE_GPT2 = ("gpt-2", "smollm")
 
 
 def find(source: object) -> Path | None:
@@ -61,20 +47,7 @@ def architecture_of(path: Path) -> str:
     return found[2][: int.from_bytes(found[1], "little")].decode(errors="replace") if found else ""
 
 
-def load_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder, hub id or GGUF file, as ``AutoTokenizer`` does."""
-    path = find(source)
-    if path is None or _beside(source, path, "tokenizer.json", "tokenizer_config.json"):
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    file = GgufFile.open(path)
-    _warn_of_an_unknown_split(file)
-    if file.architecture in ARCHITECTURES:  # not by from_pretrained, which would prefer a tokenizer.json beside the file
-        kind: Any = TOKENIZER_MAPPING.get(CONFIG_MAPPING[file.record.model_type], TokenizersBackend)
-        return kind(gguf_file=path.name, name_or_path=str(path.parent))  # type: ignore[no-any-return]
-    return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)  # reads the whole header with gguf's own class
-
-
-def _beside(source: str | Path, file: Path, *names: str) -> bool:
+def is_beside(source: str | Path, file: Path, *names: str) -> bool:
     """Return whether any of these files is next to a GGUF file. They count only if the folder was given."""
     return expanded(source).is_dir() and any((file.parent / name).exists() for name in names)
 
@@ -87,25 +60,10 @@ def load_config(source: str | Path, path: Path) -> PreTrainedConfig:
     file = GgufFile.open(path)
     file.refuse_unsupported()
     config: PreTrainedConfig = (
-        AutoConfig.from_pretrained(path.parent) if _beside(source, path, "config.json") else file.config()
+        AutoConfig.from_pretrained(path.parent) if is_beside(source, path, "config.json") else file.config()
     )
     for name, value in file.record.fixed.items():
         setattr(config, name, value)
     if file.is_quantized:
         config.quantization_config = {"quant_method": "gguf"}
     return config
-
-
-def _warn_of_an_unknown_split(file: GgufFile) -> None:
-    """Log a warning if transformers splits text before BPE by GPT-2's rule in place of the one that the file names."""
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-
-    name = file.entry("tokenizer.ggml.pre")
-    is_known = name in GGUF_PRE_TOKENIZER_SPLITS or name in SPLIT_LIKE_GPT2
-    if file.entry("tokenizer.ggml.model") == "gpt2" and not is_known:
-        logger.warning(
-            "%s: its tokenizer splits text by the rule %r, which transformers does not know: text is split by GPT-2's"
-            " rule and may give other token ids; pass the original model's folder as the tokenizer (--tokenizer)",
-            file.path,
-            name,
-        )

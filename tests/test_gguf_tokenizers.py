@@ -1,0 +1,88 @@
+"""Tokenizers of GGUF files give the ids of the models' own tokenizers, where transformers' reading of the header does not."""
+
+from __future__ import annotations
+
+import pytest
+
+gguf = pytest.importorskip("gguf", reason="needs the package gguf")
+
+import gguf_files  # noqa: E402
+from gguf import GGMLQuantizationType as Kind  # noqa: E402
+from tiny_folder import make_tokenizer  # noqa: E402
+
+from outrider.engine.config import load_tokenizer  # noqa: E402
+
+NAME = "tokenizer.ggml."
+
+
+def loaded(folder, rule="gpt-2", tokens=None, kind="gpt2", scores=None, bos=None):
+    """Return the tokenizer of a file: that of ``tiny_folder`` with another rule and other tokens by id."""
+
+    def change(writer):
+        entries = writer.kv_data[0]
+        entries[NAME + "pre"].value = rule
+        entries[NAME + "model"].value = kind
+        for index, token in (tokens or {}).items():
+            entries[NAME + "tokens"].value[index] = token
+        if bos is not None:
+            writer.add_bos_token_id(bos)
+        if scores is not None:
+            del entries[NAME + "merges"]
+            writer.add_token_scores(scores)
+
+    gguf_files.write(folder / "model.gguf", gguf_files.make_model("llama"), lambda _: Kind.F16, change)
+    return load_tokenizer(folder / "model.gguf")
+
+
+def test_special_tokens_may_have_any_characters(tmp_path):
+    """DeepSeek's have bars outside the byte alphabet; transformers gives them ids beyond the vocabulary."""
+    tokenizer, original = loaded(tmp_path, tokens={0: "<｜end｜>"}), make_tokenizer()
+    assert tokenizer.eos_token_id == 0 and tokenizer.all_special_ids == [0] and len(tokenizer) == len(original)
+    assert tokenizer.encode("def<｜end｜>add") == original.encode("def<|end|>add")
+    assert tokenizer.decode([0], skip_special_tokens=True) == ""
+
+
+def test_a_special_token_of_gpt_2_is_text_in_other_vocabularies(tmp_path):
+    tokenizer, text = loaded(tmp_path), "a <|endoftext|> b"
+    assert tokenizer.encode(text) == make_tokenizer().encode(text) and max(tokenizer.encode(text)) < 320
+
+
+@pytest.mark.parametrize(("rule", "joins"), [("llama-bpe", True), ("glm4", True), ("gpt-2", False), ("qwen2", False)])
+def test_a_piece_of_text_that_is_a_token_stays_one(rule, joins, tmp_path):
+    """Llama 3 has tokens that no merges lead to."""
+    ids = loaded(tmp_path, rule, tokens={256: "zqx"}).encode("zqx", add_special_tokens=False)  # in place of an unused byte
+    assert (ids == [256]) is joins
+
+
+@pytest.mark.parametrize(("rule", "adds"), [("llama-bpe", True), ("tekken", True), ("gpt-2", False)])
+def test_bos_is_added_by_rule_if_the_file_does_not_say(rule, adds, tmp_path):
+    assert (loaded(tmp_path, rule, bos=0).encode("def")[0] == 0) is adds
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "pieces"),
+    [
+        ("gpt-2", "12345", 1),
+        ("command-r", "12345", 5),
+        ("deepseek-v3", "12345", 2),
+        ("glm4", "12345", 2),
+        ("hunyuan", "12345", 5),
+    ],
+)
+def test_text_is_split_by_the_files_rule(rule, text, pieces, tmp_path):
+    split = loaded(tmp_path, rule).backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert len(split) == pieces
+
+
+def test_qwens_text_is_composed_first(tmp_path):
+    tokenizer = loaded(tmp_path, "qwen2")
+    assert tokenizer.encode("cafe\u0301") == tokenizer.encode("caf\u00e9")
+
+
+def test_llama_2_adds_a_space_before_one(tmp_path):
+    """SentencePiece prepends a space to any text; transformers, not to a text that begins with one."""
+    tokens = {1: "\u2581", 2: "\u2581\u2581", 3: "\u2581\u2581d"}
+    scores = [-1000.0] * 320
+    scores[1:4] = [-3.0, -1.0, -2.0]
+    tokenizer = loaded(tmp_path, "default", tokens, kind="llama", scores=scores)
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode(" d", add_special_tokens=False)) == ["\u2581\u2581d"]
