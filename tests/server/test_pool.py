@@ -76,11 +76,15 @@ async def test_workers_match_the_tokenizer(plain: LLM) -> None:
 
 
 @in_loop
-async def test_developer_messages_are_system_messages_for_a_template_without_that_role(plain: LLM) -> None:
+async def test_developer_messages_are_system_messages(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def messages(role: str) -> list[dict[str, str]]:
         return [{"role": role, "content": "Answer in French."}, {"role": "user", "content": "Who?"}]
 
     async with started(Prompts(plain, ServerConfig(), tools(plain), aside)) as prompts:
+        assert await prompts.chat(messages("developer"), ANYONE) == [plain.chat_prompt(messages("system"))]
+    told = {**(tools(plain) or {}), "template": (plain.tokenizer.chat_template or "") + "{# the developer's instructions #}"}
+    monkeypatch.setattr(plain.tokenizer, "chat_template", told["template"])
+    async with started(Prompts(plain, ServerConfig(), told, aside)) as prompts:
         assert await prompts.chat(messages("developer"), ANYONE) == [plain.chat_prompt(messages("system"))]
 
 

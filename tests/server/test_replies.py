@@ -47,6 +47,11 @@ XML_CALLS = (
 GEMMA_CALLS = (
     '<|tool_call>call:weather{city:<|"|>the "old" {Paris}<|"|>,days:3}<tool_call|><|tool_call>call:time.now{}<tool_call|>'
 )
+KIMI_CALLS = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    f"{ARGUMENTS}<|tool_call_end|><|tool_call_begin|>functions.time.now:1<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    "<|tool_calls_section_end|>"
+)
 LISTED = json.dumps([{"name": PARIS[0], "arguments": PARIS[1]}, {"name": NOW[0], "arguments": NOW[1]}])
 # (form, reply, content, reasoning, calls)
 CASES: dict[str, tuple[dict[str, Any], str, str, str, list[tuple[str, Any]]]] = {
@@ -166,6 +171,133 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str, list[tuple[str, Any]]]] = 
         "",
         [PARIS, NOW, PARIS],
     ),
+    "hermes, a list": (formats.HERMES, f"Let me see.<TOOLCALL>{LISTED}</TOOLCALL>", "Let me see.", "", [PARIS, NOW]),
+    "hermes, lines": (
+        formats.HERMES,
+        f'<tool_calls>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n{{"name": "time.now", "arguments": {{}}}}\n'
+        "</tool_calls>",
+        "",
+        "",
+        [PARIS, NOW],
+    ),
+    "hermes, no end": (formats.HERMES, f"<|tool_call|>{LISTED}", "", "", [PARIS, NOW]),
+    "hermes, a marker in a string": (
+        formats.HERMES,
+        r'<tool_call>{"name": "weather", "arguments": {"city": "\"</tool_call> <tool_call>"}}</tool_call>!',
+        "!",
+        "",
+        [("weather", {"city": '"</tool_call> <tool_call>'})],
+    ),
+    "mistral, a marker in a string": (
+        formats.MISTRAL,
+        '[TOOL_CALLS]weather[ARGS]{"city": "[TOOL_CALLS]"}[TOOL_CALLS]time.now[ARGS]{}',
+        "",
+        "",
+        [("weather", {"city": "[TOOL_CALLS]"}), NOW],
+    ),
+    "gemma, Python's names": (
+        formats.GEMMA,
+        '<|tool_call>call:weather{city:<|"|>None<|"|>,days:None,b:[True,False]}<tool_call|>',
+        "",
+        "",
+        [("weather", {"city": "None", "days": None, "b": [True, False]})],
+    ),
+    "seed": (
+        formats.SEED,
+        "<seed:think>I should ask.</seed:think>Let me see.\n\n<seed:tool_call>\n<function=weather>\n"
+        '<parameter=city>the "old" {Paris}</parameter>\n<parameter=days>3</parameter>\n</function>\n</seed:tool_call>\n'
+        "<seed:tool_call>\n<function=time.now>\n</function>\n</seed:tool_call>",
+        "Let me see.",
+        "I should ask.",
+        [PARIS, NOW],
+    ),
+    "minimax": (
+        formats.MINIMAX,
+        '<think>\nI should ask.\n</think>\n\nLet me see.\n<minimax:tool_call>\n<invoke name="weather">\n'
+        '<parameter name="city">the "old" {Paris}</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n'
+        '<invoke name="time.now">\n</invoke>\n</minimax:tool_call>',
+        "Let me see.",
+        "I should ask.",
+        [PARIS, NOW],
+    ),
+    "deepseek, tags": (
+        formats.DEEPSEEK_TAGS,
+        'Let me see.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
+        '<｜DSML｜parameter name="city" string="true">'
+        'the "old" {Paris}</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
+        '</｜DSML｜invoke>\n<｜DSML｜invoke name="time.now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        "Let me see.",
+        "",
+        [PARIS, NOW],
+    ),
+    "deepseek": (
+        formats.DEEPSEEK,
+        f"Let me see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>"
+        "<｜tool▁call▁begin｜>time.now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "Let me see.",
+        "",
+        [PARIS, NOW],
+    ),
+    "deepseek, older": (
+        formats.DEEPSEEK,
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+        f"{ARGUMENTS}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>time.now\n```json\n{{}}\n```"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "",
+        "",
+        [PARIS, NOW],
+    ),
+    "kimi": (
+        formats.KIMI,
+        f"<think>I should ask.</think>Let me see.{KIMI_CALLS}",
+        "Let me see.",
+        "I should ask.",
+        [PARIS, NOW],
+    ),
+    "glm": (
+        formats.GLM,
+        "\n<think>I should ask.</think>\nLet me see.\n<tool_call>weather\n<arg_key>city</arg_key>\n"
+        '<arg_value>the "old" {Paris}</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n'
+        "<tool_call>time.now\n</tool_call>",
+        "Let me see.",
+        "I should ask.",
+        [PARIS, NOW],
+    ),
+    "glm, without lines": (
+        formats.GLM,
+        "<tool_call>time.now</tool_call><tool_call>weather<arg_key>city</arg_key><arg_value> </tool_call></arg_value>"
+        "</tool_call>",
+        "",
+        "",
+        [NOW, ("weather", {"city": " </tool_call>"})],
+    ),
+    "gpt-oss": (
+        formats.GPT_OSS,
+        "<|channel|>analysis<|message|>I should ask.<|end|><|start|>assistant<|channel|>commentary<|message|>Let me see.<|end|>"
+        f"<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ARGUMENTS}<|call|>"
+        "<|start|>assistant to=functions.time.now<|channel|>commentary json<|message|>{}",
+        "Let me see.",
+        "I should ask.",
+        [PARIS, NOW],
+    ),
+    "gpt-oss, no call": (
+        formats.GPT_OSS,
+        "<|channel|>analysis<|message|>I see.<|end|><|start|>assistant<|channel|>final<|message|>Yes",
+        "Yes",
+        "I see.",
+        [],
+    ),
+    "gpt-oss, no channel": (formats.GPT_OSS, "Yes <|end|>", "Yes <|end|>", "", []),
+    "command": (
+        formats.COMMAND,
+        "<|START_THINKING|>I should ask.<|END_THINKING|><|START_ACTION|>[\n"
+        f'{{"tool_call_id": "0", "tool_name": "weather", "parameters": {ARGUMENTS}}},\n'
+        '{"tool_call_id": "1", "tool_name": "time.now", "parameters": {}}\n]<|END_ACTION|>',
+        "",
+        "I should ask.",
+        [PARIS, NOW],
+    ),
+    "command, no call": (formats.COMMAND, "<|START_RESPONSE|>Yes<|END_RESPONSE|>", "Yes", "", []),
     "only reasoning": (formats.THINKING, "<think>\nHm.\n</think>\n\nYes <think>", "Yes <think>", "Hm.", []),
 }
 # Replies with a call that cannot be parsed: (form, reply, calls that can)
@@ -257,7 +389,7 @@ def test_the_reply_goes_on_after_a_broken_call() -> None:
 
 @pytest.mark.parametrize("form", [form for _, form in formats.FORMATS])
 def test_calls_are_text_without_tools(form: dict[str, Any]) -> None:
-    for case in ("hermes", "xml", "gemma", "llama", "mistral", "mistral list"):
+    for case in ("hermes", "xml", "gemma", "llama", "mistral", "mistral list", "deepseek", "glm, without lines"):
         text = CASES[case][1]
         assert parsed(form, list(text), tools=()).content == text
 
@@ -269,7 +401,8 @@ def test_calls_are_text_without_tools(form: dict[str, Any]) -> None:
         ("<|im_start|>assistant\n<think>\n", "I see", "", "I see"),
         ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "Yes <think>", "Yes <think>", ""),
         ("<|im_start|>assistant\n<think>\nold</think><|im_end|>\n<|im_start|>assistant\n", "<think>a</think>b", "b", "a"),
-        ("<think>\n", "Yes", "Yes", ""),  # where the reply begins is unknown
+        ("assistant: <think>\n", "I see.</think>Yes", "Yes", "I see."),
+        ("<think>\nold</think>", "Yes", "Yes", ""),
     ],
 )
 def test_the_prompt_may_begin_the_reply(prompt_end: str, reply: str, content: str, reasoning: str) -> None:
@@ -307,6 +440,33 @@ PIECES = [
     *("<tool_call|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "{", "}", '"name": "', '"', "\n", " "),
     *('{"name": "weather", "arguments": {"city": "', '"}}', '{"city": "', '"}', "[THINK]", "<|channel>thought\n", "<channel|>"),
     *('{"type": "function", "name": "weather", "parameters": {"city": "', ";", "\n" * 9, '<|"|>', ":", ",", "</tool", "</"),
+    *("<seed:think>", "<seed:tool_call>", "</seed:tool_call>", "<minimax:tool_call>", '<invoke name="weather">', "</invoke>"),
+    *(
+        '<parameter name="city">',
+        "</minimax:tool_call>",
+        '<｜DSML｜invoke name="weather">',
+        "</｜DSML｜invoke>",
+        "[TOOL_CALLS]weather",
+    ),
+    *(
+        '<｜DSML｜parameter name="city" string="true">',
+        "</｜DSML｜parameter>",
+        "</｜DSML｜function_calls>",
+        "</｜DSML｜tool_calls>",
+    ),
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>weather<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    *("<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n", "\n```", "<｜tool▁sep｜>", "{}", "functions.weather:0"),
+    *(
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
+        "weather",
+        "</arg",
+    ),
+    *("<tool_call>weather", "<arg_key>city</arg_key>", "<arg_value>", "</arg_value>", "<|start|>assistant", "<|channel|>final"),
+    *("<|channel|>analysis", "<|channel|>commentary", " to=functions.weather", "<|message|>", "<|end|>", "<|START_ACTION|>"),
+    *('[{"tool_name": "weather", "parameters": {"city": "', "}]<|END_ACTION|>", "<|START_THINKING|>", "<|START_RESPONSE|>"),
 ]
 
 
@@ -332,6 +492,10 @@ def test_ids_suit_every_template_and_differ() -> None:
     assert [call["index"] for call in found] == [0, 1, 0, 1]
     ids = {call["id"] for call in found}
     assert len(ids) == 4 and all(re.fullmatch("[a-zA-Z0-9]{9}", each) for each in ids)
+
+
+def test_ids_that_a_model_writes_are_kept() -> None:
+    assert [call["id"] for call in parsed(formats.KIMI, [KIMI_CALLS]).calls] == ["functions.weather:0", "functions.time.now:1"]
 
 
 @pytest.mark.parametrize("case", ["hermes", "xml", "gemma", "llama, several", "mistral", "mistral list"])
@@ -421,11 +585,16 @@ def test_reading_takes_linear_time() -> None:
     for reply, text, step in (
         (ListReply(), '[{"name": "f", "arguments": {"a": [' + '{"b":1},' * 20_000 + "1]}}]", 8),
         (parsed_reply(formats.QWEN_XML), "<function=f>" + "<parameter=a>" * 9000 + "</parameter></function>", 13),
+        (
+            parsed_reply(formats.HERMES),
+            f'<tool_call>{{"name": "f", "arguments": {{"a": "{"</tool_call>" * 9000}{HERMES_CALLS}',
+            12,
+        ),
         (parsed_reply(formats.GEMMA), "<|tool_call>call:weather{a:[" + strings + "1]}<tool_call|>", 10_000),
     ):
         started = process_time()
         part = read(reply, [text[at : at + step] for at in range(0, len(text), step)])
-        assert len(part.calls) == 1 and process_time() - started < 3.0
+        assert part.calls and process_time() - started < 3.0
 
 
 def test_arguments_of_one_function_are_streamed() -> None:
@@ -442,7 +611,17 @@ TEMPLATES = {
     "Llama": ('<|start_header_id|>{"name": name, "parameters": {}}', formats.LLAMA),
     "Mistral": ("[TOOL_CALLS]name[ARGS]", formats.MISTRAL),
     "older Mistral": ("[TOOL_CALLS] [", formats.MISTRAL_LIST),
-    "GLM-4.5": ("<tool_call>{name}<arg_key></tool_call> <|assistant|>\n<think></think>", formats.THINKING),
+    "GLM": ("<tool_call>{name}<arg_key></tool_call> <|assistant|>\n<think></think>", formats.GLM),
+    "Granite 4": ("<|start_of_role|><tool_call>", formats.HERMES),
+    "Nemotron Nano": ("<think><TOOLCALL>", formats.HERMES),
+    "Seed": ("<seed:tool_call><function=", formats.SEED),
+    "MiniMax": ("<think><minimax:tool_call>", formats.MINIMAX),
+    "DeepSeek-V3.2": ("<think><｜DSML｜invoke", formats.DEEPSEEK_TAGS),
+    "DeepSeek-V3.1": ("<think><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", formats.DEEPSEEK),
+    "Kimi": ("<|im_start|><|tool_call_begin|>{id}<|tool_call_argument_begin|>", formats.KIMI),
+    "gpt-oss": ("<|channel|>commentary to=functions.", formats.GPT_OSS),
+    "Command": ("<|START_ACTION|>[", formats.COMMAND),
+    "reasoning only": ("{{ tool }}<think>", formats.THINKING),
     "another one": ("<|call|>", None),
 }
 
@@ -508,7 +687,7 @@ def test_delimiters_are_found_in_patterns() -> None:
     ]
     tokenizer.add_special_tokens({"additional_special_tokens": names})
     found = {}
-    for case in ("Hermes, Qwen", "Gemma", "Llama", "older Mistral", "GLM-4.5"):
+    for case in ("Hermes, Qwen", "Gemma", "Llama", "older Mistral", "reasoning only"):
         tokenizer.chat_template = TEMPLATES[case][0]
         found[case] = set(tokenizer.convert_ids_to_tokens(sorted(Replies(tokenizer).delimiters(chat_body()))))
     assert found == {
@@ -516,5 +695,5 @@ def test_delimiters_are_found_in_patterns() -> None:
         "Gemma": {"<|tool_call>", "<tool_call|>", '<|"|>'},
         "Llama": {"<|python_tag|>"},
         "older Mistral": {"[TOOL_CALLS]"},
-        "GLM-4.5": {"<think>"},
+        "reasoning only": {"<think>"},
     }

@@ -16,6 +16,7 @@ from tiny_folder import make_folder, make_tokenizer
 from torch import Tensor
 
 from outrider import LLM, OutriderError, SamplingParams
+from outrider.engine.prompts import chat_ids, shown_tool, takes_tools
 from outrider.search.traffic import encoded, read_file
 from outrider.server.grammar import GrammarCompiler
 from outrider.server.prompts import tools as tools_of
@@ -496,6 +497,41 @@ def test_a_template_without_tools_is_refused(served: Served) -> None:
         assert "the model's chat template has no place for tools" in answer.json()["error"]["message"]
     with pytest.raises(OutriderError, match="no place for tools"):
         served.llm.chat([USER], SamplingParams(max_tokens=1), TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("template", "is_read"),
+    [
+        ("{% if tools is defined and tools %}{{ tools }}{% endif %}", True),
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}{% break %}", True),
+        ("{% for tool in tools %}{% generation %}{{ tool }}{%- endgeneration -%}{% endfor %}", True),
+        ("{{ xml_tools }}{% generation %}{% endgeneration %}", False),
+        ("{% for message in messages %}{{ message['tools'] }} Use your tools.{% endfor %}", False),
+        ("{{ tools", True),
+        (None, False),
+    ],
+)
+def test_tools_are_a_variable_of_the_template(template: str | None, is_read: bool) -> None:
+    assert takes_tools(template) == is_read
+
+
+def test_templates_get_the_fields_of_tools_that_clients_may_omit() -> None:
+    function = {"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}}
+    for given in ({}, {"description": None, "parameters": {}}, {"parameters": {"type": "object"}}):
+        tool = {"type": "function", "function": {"name": "now", **given}}
+        assert shown_tool(tool) == {"type": "function", "function": function}
+        assert ChatBody(messages=[USER], tools=[tool]).offered == [shown_tool(tool)]  # type: ignore[list-item]
+    for other in (
+        {"name": "now"},
+        {"function": {"name": "now", "description": "The time.", "parameters": None, "strict": True}},
+    ):
+        assert shown_tool(other)[next(iter(other))] == other.get(
+            "name", function | {"description": "The time.", "strict": True}
+        )
+    tokenizer = make_tokenizer(
+        chat_template="{% for t in tools %}{{ t.function.description + t.function.parameters.type }}{% endfor %}"
+    )
+    assert tokenizer.decode(chat_ids(tokenizer, [USER], TOOLS)) == "A forecast.objectobject"
 
 
 def test_a_tokenizer_may_have_a_template_for_tools(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +24,7 @@ class Array(Protocol):
         ...
 
 
+GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # tags of transformers
 Prompt = str | Sequence[int] | Array
 Prompts = Prompt | Sequence[str] | Sequence[Sequence[int]] | Sequence[Array]
 EXPECTED = "text, token ids (a list, 1-d array or 1-d tensor of integers), or a list of either"
@@ -115,6 +118,18 @@ def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
     return {**function, "arguments": arguments_of(arguments) if isinstance(arguments, str) else arguments}
 
 
+def shown_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool in OpenAI's format with the fields that may be omitted there; many chat templates fail without them."""
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        return dict(tool)
+    given = {name: value for name, value in function.items() if value is not None}
+    parameters = given.get("parameters", {})
+    if isinstance(parameters, Mapping):
+        given["parameters"] = {"type": "object", "properties": {}, **parameters}
+    return {**tool, "function": {"name": "", "description": "", **given}}
+
+
 def arguments_of(text: str) -> dict[str, Any]:
     """Return the arguments of a tool call from their JSON text; none for an empty one. Raises ``OutriderError`` for others."""
     try:
@@ -134,9 +149,16 @@ def template_of(tokenizer: PreTrainedTokenizerBase, with_tools: bool = False) ->
         return None
 
 
+@lru_cache(maxsize=16)
 def takes_tools(template: str | None) -> bool:
-    """Return whether a chat template shows tools to the model."""
-    return "tools" in (template or "")
+    """Return whether a chat template reads the variable ``tools``. Some only mention tools, or read them from elsewhere."""
+    from jinja2 import Environment, TemplateError, meta
+
+    text = GENERATION.sub("", template or "")
+    try:
+        return "tools" in meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text))
+    except TemplateError:
+        return "tools" in text
 
 
 def check_takes_tools(template: str | None) -> None:
@@ -154,7 +176,7 @@ def chat_ids(
     """Convert messages to token ids with the tokenizer's chat template. Raises ``OutriderError`` if it rejects them."""
     if tools:
         check_takes_tools(template_of(tokenizer, with_tools=True))
-    shown_tools: list[Any] | None = [dict(tool) for tool in tools] if tools else None
+    shown_tools: list[Any] | None = [shown_tool(tool) for tool in tools] if tools else None
     try:
         text = tokenizer.apply_chat_template(
             messages, tools=shown_tools, tokenize=False, add_generation_prompt=True, **(variables or {})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 CALLS = "tool_calls"  # name of the field of tool calls
@@ -10,38 +12,71 @@ REASONING = ("reasoning_content", "reasoning", "thinking")  # names of fields of
 CALL = {"type": "function", "function": "{content}"}
 NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 # Repetitions are bounded, because patterns are searched whenever text arrives. Later in a reply, <think> is text.
-THINK = {"open_pattern": r"\A\s{0,8}<think>", "close_pattern": r"\s{0,8}</think>"}
+THINK = {"open_pattern": r"\A\s{0,8}(?:<think>|<seed:think>)", "close_pattern": r"\s{0,8}(?:</think>|</seed:think>)"}
+# An opening marker at the end of the prompt begins the reply; it may be closed, too.
+BEGUN = r"(?=(?:<think>|<seed:think>)\s{0,8}(?:</think>\s{0,8}|</seed:think>\s{0,8})?\Z)"
 
 
-def _form(start_anchor: str | list[str], calls: dict[str, Any], reasoning: dict[str, Any] | None = None) -> dict[str, Any]:
+def _form(calls: dict[str, Any], reasoning: dict[str, Any] | None = THINK, **anchor: Any) -> dict[str, Any]:
     """Return a template of replies with tool calls in JSON, which repeat unless ``calls`` says otherwise."""
     fields = {} if reasoning is None else {REASONING[0]: reasoning}
     fields[CALLS] = {"repeats": True, "content": "json", **calls}
-    return {"start_anchor": start_anchor, "fields": {**fields, "content": {}}}
+    return {**(anchor or {"start_anchor_pattern": BEGUN}), "fields": {**fields, "content": {}}}
 
 
-CHATML, MISTRAL_TURN = "<|im_start|>assistant\n", ["[/INST]", "[/TOOL_RESULTS]"]
-HERMES = _form(CHATML, {"open_pattern": r"\s{0,8}<tool_call>", "close": "</tool_call>", "transform": CALL}, THINK)
-QWEN_XML = _form(
-    CHATML,
-    {
-        # Qwen3-Coder often omits <tool_call> or </tool_call>, or encloses several functions in them. Values may contain
-        # </function>, which ends a call only after the function's name or a parameter.
-        "open_pattern": r"\s{0,8}(?:<tool_call>\s{0,8})?(?=<function=(?P<name>[^>\n]{1,64})>)",
-        "close_pattern": r"(?:<function=[^>\n]{1,64}>|</parameter>)\s{0,8}</function>"
-        r"(?:\s{0,8}(?:</tool_call>|\Z)|(?=\s{9}|\s{0,8}(?:[^\s<]|<[^/]|</[^t])))",
+def _then(*ends: str) -> str:
+    """Return a pattern of one of these markers, which may be missing, or cut at the end of the text."""
+    cut = "|".join(re.escape(end[:size]) for end in ends for size in range(len(end)))
+    return rf"(?:\s{{0,8}}(?:{_any(*ends)}|(?:{cut})\Z))?"
+
+
+def _any(*markers: str) -> str:
+    return "|".join(map(re.escape, markers))
+
+
+def _tags(function: str, parameter: str, ends: tuple[str, str], around: Sequence[str] = (), edge: str = "") -> dict[str, Any]:
+    """Return the form of calls with a tag per argument.
+
+    ``function``, ``parameter``: patterns of the opening tags with %s for the name. ``ends``: markers after a value and after a
+    call. ``around``: names of tags around calls, which may be missing. ``edge``: pattern before and after a value.
+    """
+    name = r'[^<>"\s]{1,64}'
+    # Values may contain the marker after a call, which ends one only after the function's name or a value.
+    after_value, after_call = map(re.escape, ends)
+    before = rf"(?:(?:{_any(*[f'<{tag}>' for tag in around])})\s{{0,8}})?" if around else ""
+    after = _then(*[f"</{tag}>" for tag in around]) if around else ""
+    key, opened = parameter % r'(?P<key>[^<>"\n]+)', function % name
+    calls = {
+        "open_pattern": rf"\s{{0,8}}{before}(?={function % f'(?P<name>{name})'})",
+        "close_pattern": rf"(?:{opened}|{after_value})\s{{0,8}}{after_call}{after}",
         "content": "xml-inline",
         # Anything else matches without a key, which is an error.
-        "content_args": {
-            "tag_pattern": r"(?:\A<function=[^>\n]+>\s*)?"
-            r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?(?:</parameter>|\Z)|\S"
-        },
+        "content_args": {"tag_pattern": rf"(?:\A{opened}\s*)?{key}{edge}(?P<value>.*?){edge}(?:{after_value}|\Z)|\S"},
         "transform": NAMED,
-    },
-    THINK,
+    }
+    return _form(calls)
+
+
+MISTRAL_TURN = {"start_anchor": ["[/INST]", "[/TOOL_RESULTS]"]}
+HERMES = _form(
+    {
+        "open_pattern": r"\s{0,8}(?:<tool_call>|<tool_calls>|<TOOLCALL>|<\|tool_call\|>)",
+        "close_pattern": r"</tool_call>|</tool_calls>|</TOOLCALL>|<\|/tool_call\|>",
+        "transform": CALL,
+    }
 )
+# Qwen3-Coder often omits <tool_call> or </tool_call>, or encloses several functions in them.
+QWEN_XML = _tags("<function=%s>", "<parameter=%s>", ("</parameter>", "</function>"), ("tool_call",), edge=r"\n?")
+SEED = _tags("<function=%s>", "<parameter=%s>", ("</parameter>", "</function>"), ("seed:tool_call",))
+MINIMAX = _tags('<invoke name="%s">', '<parameter name="%s">', ("</parameter>", "</invoke>"), ("minimax:tool_call",))
+DEEPSEEK_TAGS = _tags(
+    '<｜DSML｜invoke name="%s">',
+    '<｜DSML｜parameter name="%s"(?: string="(?:true|false)")?>',
+    ("</｜DSML｜parameter>", "</｜DSML｜invoke>"),
+    ("｜DSML｜function_calls", "｜DSML｜tool_calls"),
+)
+GLM = _tags(r"<tool_call>\s{0,8}%s\s{0,8}(?=<)", r"<arg_key>%s</arg_key>\s{0,8}<arg_value>", ("</arg_value>", "</tool_call>"))
 GEMMA = _form(
-    ["<|turn>model\n", "<tool_response|>"],
     {
         "open_pattern": r"\s{0,8}<\|tool_call>call:(?P<name>[\w.-]{1,64})",
         "close": "<tool_call|>",
@@ -49,43 +84,110 @@ GEMMA = _form(
         "transform": NAMED,
     },
     {"open": "<|channel>thought\n", "close_pattern": r"\s{0,8}<channel\|>"},
+    start_anchor=["<|turn>model\n", "<tool_response|>"],
 )
 LLAMA = _form(
-    "<|start_header_id|>assistant<|end_header_id|>\n\n",
     {
         "open_pattern": r"\A\s{0,8}(?:<\|python_tag\|>\s{0,8})?"
         r'(?=\{\s{0,8}"(?:name"\s{0,8}:|type"\s{0,8}:\s{0,8}"function"))',
         "transform": CALL,
     },
+    None,
 )
 MISTRAL = _form(
-    MISTRAL_TURN,
     {
         "open_pattern": r"\s{0,8}\[TOOL_CALLS\]\s{0,8}(?P<name>[\w.-]{1,64})(?:\[CALL_ID\]\w{1,64})?\[ARGS\]",
         "close_pattern": r"(?=\[TOOL_CALLS\])",
         "transform": NAMED,
     },
     {"open_pattern": r"\A\s{0,8}\[THINK\]", "close_pattern": r"\s{0,8}\[/THINK\]"},
+    **MISTRAL_TURN,
 )
 MISTRAL_LIST = _form(
-    MISTRAL_TURN,
     {
         "open_pattern": r"\s{0,8}\[TOOL_CALLS\]",
         "repeats": False,
         "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
         "transform_each": True,
     },
+    None,
+    **MISTRAL_TURN,
 )
-# Its calls are unknown. The anchor is an opening marker at the end of the prompt, which may be closed, too.
-THINKING: dict[str, Any] = {
-    "start_anchor_pattern": r"(?=<think>\s{0,8}(?:</think>\s{0,8})?\Z)",
-    "fields": {REASONING[0]: THINK, "content": {}},
+KIMI = _form(
+    {
+        "open_pattern": r"\s{0,8}(?:<\|tool_calls_section_begin\|>\s{0,8})?<\|tool_call_begin\|>\s{0,8}"
+        r"(?P<id>(?:functions\.)?(?P<name>[\w.-]{1,64})(?::\d{1,4})?)\s{0,8}<\|tool_call_argument_begin\|>",
+        "close_pattern": r"<\|tool_call_end\|>" + _then("<|tool_calls_section_end|>"),
+        "transform": NAMED,
+    }
+)
+DEEPSEEK = _form(
+    {
+        # V3 and R1 write the kind and a block of Markdown.
+        "open_pattern": r"\s{0,8}(?:<｜tool▁calls▁begin｜>\s{0,8})?<｜tool▁call▁begin｜>\s{0,8}(?:function<｜tool▁sep｜>"
+        r"(?P<name>[\w.-]{1,64})\s{1,8}```json|(?!function<｜tool▁sep｜>)(?P<name>[\w.-]{1,64})<｜tool▁sep｜>)",
+        "close_pattern": r"(?:\s{0,8}```)?\s{0,8}<｜tool▁call▁end｜>" + _then("<｜tool▁calls▁end｜>"),
+        "transform": NAMED,
+    }
+)
+GPT_TURN, GPT_END = r"(?:<\|start\|>assistant)?\s{0,8}", r"<\|end\|>|<\|return\|>|<\|call\|>|(?=<\|start\|>)"
+GPT_CHANNEL = r"(?:<\|channel\|>(?:commentary|analysis))?\s{0,8}"
+GPT_OSS = {
+    "start_anchor": "<|start|>assistant",
+    "fields": {
+        REASONING[0]: {"open_pattern": GPT_TURN + r"<\|channel\|>analysis\s{0,8}<\|message\|>", "close_pattern": GPT_END},
+        CALLS: {
+            "open_pattern": rf"{GPT_TURN}{GPT_CHANNEL}to=functions\.(?P<name>[\w.-]{{1,64}})\s{{0,8}}{GPT_CHANNEL}"
+            r"(?:<\|constrain\|>)?\w{0,64}\s{0,8}<\|message\|>",
+            "close_pattern": GPT_END,
+            "repeats": True,
+            "content": "json",
+            "transform": NAMED,
+        },
+        "content": {
+            "open_pattern": GPT_TURN + r"<\|channel\|>(?:final|commentary)\s{0,8}(?:<\|constrain\|>\w{1,64})?<\|message\|>",
+            "close_pattern": GPT_END,
+        },
+        "text": {},  # outside of messages
+    },
 }
+COMMAND = {
+    "start_anchor": "<|CHATBOT_TOKEN|>",
+    "fields": {
+        REASONING[0]: {"open": "<|START_THINKING|>", "close_pattern": r"\s{0,8}<\|END_THINKING\|>"},
+        CALLS: {
+            "open_pattern": r"\s{0,8}<\|START_ACTION\|>",
+            "close": "<|END_ACTION|>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": {"name": "{tool_name}", "arguments": "{parameters}"}},
+            "transform_each": True,
+        },
+        "content": {
+            "open_pattern": r"\s{0,8}(?:<\|START_RESPONSE\|>|<\|START_TEXT\|>)",
+            "close_pattern": r"<\|END_RESPONSE\|>|<\|END_TEXT\|>",
+        },
+        "text": {},  # outside of markers
+    },
+}
+THINKING: dict[str, Any] = {"start_anchor_pattern": BEGUN, "fields": {REASONING[0]: THINK, "content": {}}}  # unknown calls
 
 # A model's replies are read in the first form whose markers are all in its chat template.
 FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
+    (("<seed:tool_call>",), SEED),
+    (("<minimax:tool_call>",), MINIMAX),
+    (("｜DSML｜",), DEEPSEEK_TAGS),
+    (("<｜tool▁call▁begin｜>",), DEEPSEEK),
+    (("<|tool_call_argument_begin|>",), KIMI),
+    (("<|channel|>commentary", "functions."), GPT_OSS),
+    (("<|START_ACTION|>",), COMMAND),
     (("<tool_call>", "<function="), QWEN_XML),
+    (("<tool_call>", "<arg_key>"), GLM),
     (("<tool_call>", "<|im_start|>"), HERMES),
+    (("<tool_call>", "<|start_of_role|>"), HERMES),
+    (("<tool_calls>",), HERMES),
+    (("<TOOLCALL>",), HERMES),
+    (("<|tool_call|>",), HERMES),
     (("<|tool_call>",), GEMMA),
     (("<|start_header_id|>", '"parameters": '), LLAMA),
     (("[TOOL_CALLS]", "[ARGS]"), MISTRAL),

@@ -90,8 +90,8 @@ class Prompts:
         calls = [message["tool_calls"] for message in messages if "tool_calls" in message]
         shown = "".join(message["content"] + message.get("reasoning_content", "") for message in messages)
         num_characters = self._check_size(shown + "".join(map(json.dumps, [*calls, *tools, variables])))
-        if "developer" not in (template or ""):  # OpenAI's newer name; a template drops the messages of unknown roles
-            messages = [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
+        # OpenAI's newer name: templates drop messages of unknown roles, or know a developer who is not meant.
+        messages = [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
         if self.pool is None or template is None:
             return [await self._aside(lambda: self._llm.chat_prompt(messages, tools, variables))]
         job = {"messages": messages, "tools": list(tools), "variables": variables}

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from outrider.engine.options import Speculation
-from outrider.engine.prompts import arguments_of, as_prompts, for_template
+from outrider.engine.prompts import arguments_of, as_prompts, for_template, shown_tool
 from outrider.options import declared, shown
 from outrider.registry import PLAIN
 from outrider.server.parameters import moved
@@ -405,7 +405,7 @@ class ChatBody(SamplingFields):
     def offered(self) -> list[dict[str, Any]]:
         """The tools for the chat template."""
         shown = [] if self.tool_choice == "none" else self.tools or []
-        return [tool.model_dump(exclude_none=True) for tool in shown]
+        return [shown_tool(tool.model_dump(exclude_none=True)) for tool in shown]
 
     @property
     def variables(self) -> dict[str, Any]:

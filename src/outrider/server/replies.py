@@ -22,7 +22,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 from outrider.engine.prompts import arguments_of, check_takes_tools, template_of
 from outrider.runner.tokenizers import special_ids
 from outrider.server.formats import CALLS, FORMATS, REASONING
-from outrider.server.parameters import typed
+from outrider.server.parameters import PYTHONIC, typed
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 PREFIX_TOKENS = 256  # of the prompt's end, which may begin the reply, for example with <think>
 ID_CHARACTERS, ID_LENGTH = string.ascii_letters + string.digits, 9  # chat templates of Mistral accept no other ids
 DECODER = json.JSONDecoder()
+MAX_QUOTED = 16  # markers in the strings of one call that are checked, which takes time
 NOT_SEPARATOR = re.compile(r"[^;\s]")
 JSON_MARK = re.compile(r'[\\"\[\]{}]')
 LISTED_CALL = re.compile(r'[\s,\[]*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:(?P<arguments>.*)\}', re.DOTALL)
@@ -80,8 +81,8 @@ class Reply:
         """Return what was held back. Must be the last call."""
         return Part()
 
-    def _call(self, name: str, arguments: str) -> dict[str, Any]:
-        call_id = "".join(secrets.choice(ID_CHARACTERS) for _ in range(ID_LENGTH))
+    def _call(self, name: str, arguments: str, call_id: str | None = None) -> dict[str, Any]:
+        call_id = call_id or "".join(secrets.choice(ID_CHARACTERS) for _ in range(ID_LENGTH))
         self.num_calls += 1
         function = {"name": name, "arguments": arguments}
         return {"index": self.num_calls - 1, "id": call_id, "type": "function", "function": function}
@@ -157,6 +158,7 @@ class ParsedReply(Reply):
         self._field: Any = None  # field whose text follows; None outside of fields
         self._opening: Any = None  # match of the delimiter before it
         self._is_fresh = False  # no text of this field yet: whitespace after a delimiter is dropped
+        self._num_quoted = 0  # markers of the end of a call that were found in its strings
         self._separator = ""  # between two parts of the content
         begun = [match.end() for match in form.start_anchor_re.finditer(prompt_end)]
         self._text = prompt_end[begun[-1] :] if begun else ""
@@ -190,7 +192,7 @@ class ParsedReply(Reply):
             if following is self._field:  # the end of the turn
                 continue
             was_call, opening = self._is_call, self._opening
-            self._field, self._opening, self._is_fresh = following, match, True
+            self._field, self._opening, self._is_fresh, self._num_quoted = following, match, True, 0
             if was_call:
                 self._end_call(part, opening, match.start(), match.end())
 
@@ -199,6 +201,8 @@ class ParsedReply(Reply):
         found, following, held_from = None, None, len(self._text)
         for pattern, after in self._delimiters():
             match = pattern.search(self._text, self._position, partial=not is_end)
+            while match is not None and not match.partial and self._is_quoted(match.start()):
+                match = pattern.search(self._text, match.start() + 1, partial=not is_end)
             if match is None:
                 continue
             if not is_end and (match.partial or match.end() == len(self._text)):  # it may be longer
@@ -208,6 +212,20 @@ class ParsedReply(Reply):
         if found is None or found.start() >= held_from:
             return None, None, held_from
         return found, following, found.start()
+
+    def _is_quoted(self, end: int) -> bool:
+        """Return whether a string of a call in JSON, otherwise valid so far, continues at ``end``."""
+        if not self._is_call or self._field.content != "json" or self._num_quoted == MAX_QUOTED:
+            return False
+        try:
+            _values(plain_json(self._text[self._opening.end() : end], self._field.content_args))
+        except json.JSONDecodeError as error:
+            is_open = error.msg.startswith("Unterminated string")
+            self._num_quoted += is_open
+            return is_open
+        except RecursionError:
+            pass
+        return False
 
     def _delimiters(self) -> list[tuple[Any, Any]]:
         """Return each pattern that may come next with the field that follows it."""
@@ -237,7 +255,8 @@ class ParsedReply(Reply):
         with suppress(Exception):  # models write anything
             captures = {name: value for name, value in opening.groupdict().items() if value is not None}
             calls = self._parsed(self._text[opening.end() : end], captures) if end is not None else []
-        part.calls += [self._call(*call) for call in calls[: None if self._body.parallel_tool_calls else 1 - self.num_calls]]
+        kept = calls[: None if self._body.parallel_tool_calls else 1 - self.num_calls]
+        part.calls += [self._call(*call, opening.groupdict().get("id")) for call in kept]
         if not calls:
             part.content += self._text[opening.start() : text_end]
             self._is_fresh = False
@@ -272,13 +291,20 @@ def plain_json(text: str, dialect: Mapping[str, Any]) -> str:
     keys = [r"(?<![\w.-])([\w.-]+)(?=\s{0,8}:)"] if dialect.get("unquoted_keys") else []
     if not strings and not keys:
         return text
-    pattern = "|".join([*strings, r'"(?:[^"\\]|\\.)*"', *keys])
-    return re.sub(pattern, lambda match: json.dumps(match[match.lastindex]) if match.lastindex else match[0], text)
+    pattern = "|".join([*strings, r'"(?:[^"\\]|\\.)*"', *keys, *(rf"\b{name}\b" for name in PYTHONIC)])
+    return re.sub(pattern, lambda match: json.dumps(match[match.lastindex]) if match.lastindex else _plain(match[0]), text)
+
+
+def _plain(value: str) -> str:
+    return PYTHONIC.get(value, value)
 
 
 def _flat(calls: Any) -> list[Any]:
-    """Return the calls of a field, which may contain lists."""
-    return [each for call in calls for each in _flat(call)] if isinstance(calls, list) else [calls]
+    """Return the calls of a field, which may contain lists, or be a call of a list of functions."""
+    if isinstance(calls, list):
+        return [each for call in calls for each in _flat(call)]
+    functions = calls["function"]
+    return [calls | {"function": each} for each in functions] if isinstance(functions, list) else [calls]
 
 
 def _name_and_arguments(call: Mapping[str, Any], known: Container[str]) -> tuple[str, dict[str, Any]]:
