@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from outrider.files import expanded
+from outrider.hub import is_cached_only
 from outrider.memory import gguf_parts, weight_files
 from outrider.runner.gguf.architectures import ARCHITECTURES
 from outrider.runner.gguf.file import GgufFile
@@ -65,7 +66,9 @@ def load_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTok
     """Load the tokenizer of a folder, hub id or GGUF file, as ``AutoTokenizer`` does."""
     path = find(source)
     if path is None or _beside(source, path, "tokenizer.json", "tokenizer_config.json"):
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            source, trust_remote_code=trust_remote_code, local_files_only=is_cached_only(source)
+        )
     file = GgufFile.open(path)
     _warn_of_an_unknown_split(file)
     if file.architecture in ARCHITECTURES:  # not by from_pretrained, which would prefer a tokenizer.json beside the file
