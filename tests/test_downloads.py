@@ -13,7 +13,7 @@ import pytest
 from hub_server import Hub, running
 from huggingface_hub import constants
 
-from outrider import hub
+from outrider import LLM, family, hub
 from outrider.engine import finding
 from outrider.errors import OutriderError
 
@@ -173,6 +173,26 @@ def test_other_sources_are_no_hub_ids(source):
 def test_the_method_of_a_users_draft_is_known_at_its_first_use(served):
     served.repositories["a/heads"] = {"config.json": b"{}", "medusa_lm_head.safetensors": safetensors("0.0.linear.weight")}
     assert finding._method_for("a/heads", None) == "medusa"
+
+
+def test_loading_refuses_before_the_weights_and_uses_the_cache_of_a_failing_hub(served):
+    files = {name: (family.TARGET / name).read_bytes() for name in ("config.json", "tokenizer.json", "tokenizer_config.json")}
+    weights = (family.TARGET / "model.safetensors").read_bytes()
+    served.repositories |= {"a/large": files | {"model.safetensors": b"x"}, "a/good": files | {"model.safetensors": weights}}
+    served.sizes["model.safetensors"] = 1 << 58
+    with pytest.raises(OutriderError, match="no model 'a/nothing' on the Hugging Face hub"):
+        LLM("a/nothing")
+    with pytest.raises(OutriderError, match="the weights of a/large take"):
+        LLM("a/large")
+    assert "model.safetensors" not in served.sent
+    served.sizes.clear()
+    LLM("a/good", self_check=False)
+    assert served.sent.count("model.safetensors") == 1
+    forget()
+    served.failure = 503
+    served.asked.clear()
+    LLM("a/good", self_check=False)
+    assert len(served.asked) == 1
 
 
 def safetensors(name: str) -> bytes:

@@ -156,7 +156,8 @@ def target_files(source: object) -> TargetFiles | None:
     if not isinstance(source, (str, Path)):
         return None
     try:
-        fetch_configs(source)
+        if local_path(source) is None:
+            fetch_configs(source)
         folder = local_path(source)
         return None if folder is None else TargetFiles.read(str(source), folder)
     except Exception as error:  # reported when the target is loaded
