@@ -26,15 +26,14 @@ def asked(monkeypatch, tmp_path):
     """Provide a hub with one repository, and return what was downloaded."""
     found = []
 
-    def download(repository, allow_patterns=None, local_files_only=False):
+    def download(repository, names):
         assert repository == "unsloth/Qwen3-8B-GGUF"
-        assert not local_files_only
-        found.append(allow_patterns)
-        return str(tmp_path)
+        found.append(names)
+        return tmp_path
 
     monkeypatch.setattr(hub, "is_reachable", lambda: True)
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repository: FILES)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(hub, "_listed", lambda repository: hub.Repository("c0", dict.fromkeys(FILES, 1)))
+    monkeypatch.setattr(hub, "_downloaded", download)
     return found
 
 
@@ -70,7 +69,7 @@ def test_without_a_usual_quantisation_the_only_one_is_taken_and_others_must_be_n
 
 def test_without_the_hub_the_cache_is_searched(monkeypatch, tmp_path):
     monkeypatch.setattr(hub, "is_reachable", lambda: False)
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(hub, "_listed", lambda *_: pytest.fail("the hub was asked"))
     (tmp_path / "b-Q8_0.gguf").touch()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
     assert hub.local_gguf("a/b-GGUF") == str(tmp_path / "b-Q8_0.gguf")

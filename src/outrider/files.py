@@ -8,6 +8,7 @@ import zlib
 from pathlib import Path
 from typing import IO
 
+ADAPTER_ADVICE = "merge it into its model first, with merge_and_unload of peft, and save that"
 READ_ERRORS = (OSError, EOFError, UnicodeDecodeError, zlib.error)  # of ``open_text`` and of reading its file
 
 
@@ -27,8 +28,7 @@ def is_path(source: str | Path) -> bool:
 def not_a_model_folder(source: str | Path) -> str:
     """Say why a folder without a config.json cannot be loaded as a model."""
     if (expanded(source) / "adapter_config.json").is_file():
-        advice = "merge it into its model first, with merge_and_unload of peft, and save that"
-        return f"{source} is not a model folder: it is an adapter (LoRA); {advice}"
+        return f"{source} is not a model folder: it is an adapter (LoRA); {ADAPTER_ADVICE}"
     return f"{source} is not a model folder: config.json is missing"
 
 

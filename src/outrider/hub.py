@@ -1,20 +1,42 @@
-"""The Hugging Face hub: whether it is reachable, and its GGUF files, named as by llama.cpp (``owner/Model-GGUF:Q4_K_M``)."""
+"""The Hugging Face hub: whether it is reachable, and downloads of the files that are loaded, after checks and with progress.
+
+GGUF files are named as by llama.cpp (``owner/Model-GGUF:Q4_K_M``).
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import shutil
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
+from logging import INFO, getLogger
 from pathlib import Path
-from typing import TypeVar
+from threading import Event
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from outrider.errors import OutriderError, first_line
-from outrider.files import expanded
+from outrider.files import ADAPTER_ADVICE, expanded, is_path
+from outrider.memory import INDEXES, WEIGHT_NAMES, on_this_machine, require_memory, size, weight_map
+from outrider.progress import PERIOD, reported_every
+
+logger = getLogger(__name__)
 
 Source = TypeVar("Source")
+
+CONFIG = ("config.json",)
+TOKENIZER = (*CONFIG, "tokenizer_config.json", "tokenizer.json")
+MEDUSA = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")  # endings of the files beside the weights that are read
+LARGE = (".safetensors", ".bin", ".pt")  # endings of weights, in order of preference
+CHUNK = 1 << 18  # bytes that are written at once; the hub client's 10 MiB hide the progress of a slow download
+HF_LOGIN = "log in with hf auth login, or set HF_TOKEN"
 
 NAME = re.compile(r"(\w[\w.-]*/[\w.-]*GGUF)(?::([\w.-]+))?", re.IGNORECASE)  # hub id, quantisation
 # End of a file's name after the model's: quantisation, part. Qwen3-8B-Q4_K_M.gguf, Qwen3-8B-UD-Q4_K_XL-00001-of-00002.gguf
@@ -31,15 +53,10 @@ def local_gguf(source: Source) -> Source | str:
     found = NAME.fullmatch(source) if isinstance(source, str) else None
     if found is None or expanded(str(source)).exists():
         return source
-    from huggingface_hub import snapshot_download
-
     repository, quantisation = found.groups()
     parts = chosen(repository, file_names(repository), quantisation)
-    try:
-        folder = snapshot_download(repository, allow_patterns=parts, local_files_only=not is_reachable())
-        return str(Path(folder) / parts[0])
-    except Exception as error:  # the hub client raises many kinds of exceptions
-        raise OutriderError(f"cannot download {parts[0]} of {repository}: {first_line(error)}") from error
+    folder = _downloaded(repository, parts) if is_reachable() else _cached(repository)
+    return str(folder / parts[0])
 
 
 def file_names(repository: str) -> list[str]:
@@ -47,21 +64,24 @@ def file_names(repository: str) -> list[str]:
 
     Raises ``OutriderError`` if there is no such repository.
     """
-    from huggingface_hub import HfApi, snapshot_download
+    there = _listed(repository) if is_reachable() else None
+    if there is not None:
+        return list(there.sizes)
+    folder = _cached(repository)
+    return [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
+
+
+def _cached(repository: str) -> Path:
+    """Return the folder of a repository in the download cache. Raises ``OutriderError`` if there is none."""
+    from huggingface_hub import snapshot_download
 
     try:
-        if is_reachable():
-            return list(HfApi().list_repo_files(repository))
+        return Path(snapshot_download(repository, allow_patterns=[], local_files_only=True))
     except Exception as error:  # the hub client raises many kinds of exceptions
-        raise OutriderError(f"no model {repository!r} on the Hugging Face hub: {first_line(error)}") from error
-    try:
-        folder = Path(snapshot_download(repository, local_files_only=True))
-    except Exception as error:
         raise OutriderError(
             f"no model {repository!r}: it is not in the download cache, and the Hugging Face hub is unreachable: check the name"
             f", or download a file first, with hf download {repository} FILE"
         ) from error
-    return [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
 
 
 def chosen(repository: str, names: Sequence[str], quantisation: str | None) -> list[str]:
@@ -84,6 +104,251 @@ def chosen(repository: str, names: Sequence[str], quantisation: str | None) -> l
     return models[min(models, key=len)]  # heads have longer names than their models
 
 
+class Repository(NamedTuple):
+    """What a repository on the hub holds now."""
+
+    commit: str
+    sizes: dict[str, int]  # of its files, by name
+
+
+def is_hub_id(source: object) -> bool:
+    """Return whether a source is the name of a repository, and neither a path nor a file."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if not isinstance(source, (str, Path)) or not str(source) or is_path(source) or expanded(source).exists():
+        return False
+    try:
+        try_to_load_from_cache(str(source), CONFIG[0])
+    except ValueError:  # not a valid name
+        return False
+    return True
+
+
+def fetch_configs(source: object, required: Collection[str] = CONFIG) -> None:
+    """Download the small files of a hub id: configs, tokenizer, code. Nothing for other sources and without the hub.
+
+    Raises ``OutriderError`` if it cannot be downloaded and is not in the cache, or has none of the ``required`` files.
+    """
+    there = _listed(str(source)) if is_hub_id(source) and is_reachable() else None
+    if there is None:
+        return
+    if not any(name in there.sizes for name in required):
+        raise OutriderError(f"{source} is not a model that can be loaded: {_what_it_is(there.sizes)}")
+    _downloaded(str(source), [name for name in there.sizes if "/" not in name and name.endswith(SMALL)])
+
+
+def fetch_weights(source: object, growth: float = 0.0) -> None:
+    """Download the weights of a hub id that are loaded, in one format only. Nothing for other sources and without the hub.
+
+    ``growth``: bytes in memory per byte in the files; 0 if unknown. Raises ``OutriderError`` before the download if they exceed
+    the memory or the disk, or if there are none.
+    """
+    there = _listed(str(source)) if is_hub_id(source) and is_reachable() else None
+    if there is None:
+        return
+    names = _weight_names(str(source), there.sizes)
+    if not names:
+        raise OutriderError(f"{source} has no weights in a known format: expected {WEIGHT_NAMES[0]} or {WEIGHT_NAMES[2]}")
+    total = sum(there.sizes.get(name, 0) for name in names)
+    require_memory(round(growth * total), f"the weights of {source} take", "choose a smaller or a quantised checkpoint")
+    _downloaded(str(source), names)
+
+
+def is_cached_only(source: object) -> bool:
+    """Return whether a hub id must come from the cache, because the hub fails or is unreachable.
+
+    Otherwise transformers would repeat each request several times.
+    """
+    return is_hub_id(source) and (not is_reachable() or _listed(str(source)) is None)
+
+
+def fetch(source: str) -> Path:
+    """Download the configs and weights of a hub id and return their folder. Raises ``OutriderError`` if there is none."""
+    fetch_configs(source)
+    fetch_weights(source)
+    folder = on_this_machine(source)
+    if folder is None:
+        raise OutriderError(
+            f"cannot download {source}: it is not in the download cache, and the Hugging Face hub is unreachable"
+            if is_hub_id(source)
+            else f"cannot download {source}: expected a Hugging Face id owner/name"
+        )
+    return folder
+
+
+@cache
+def _listed(name: str) -> Repository | None:
+    """Return what a repository holds; None if the hub fails and the cache has the repository.
+
+    Raises ``OutriderError`` if there is no such repository, or the hub refuses it.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        info = HfApi().model_info(name, files_metadata=True)
+    except Exception as error:  # the hub client raises many kinds of exceptions
+        if on_this_machine(name) is None:
+            raise OutriderError(_explained(name, error)) from error
+        logger.info("%s: using the download cache", _explained(name, error))
+        return None
+    if info.id != name:
+        logger.warning("%s is %s on the hub: with this name, files are not downloaded a second time", name, info.id)
+    return Repository(info.sha or "", {file.rfilename: file.size or 0 for file in info.siblings or []})
+
+
+def _weight_names(repository: str, names: Collection[str]) -> list[str]:
+    """Return the files of the weights that are loaded, in the order of preference of transformers and of ``memory``."""
+    first = next((name for name in (*WEIGHT_NAMES, *MEDUSA) if name in names), None)
+    if first in INDEXES:
+        return [first, *sorted(set(weight_map(_downloaded(repository, [first]) / first).values()))]
+    if first is not None:
+        return [first]
+    kinds = ([name for name in names if "/" not in name and name.endswith(ending)] for ending in LARGE)
+    return next((found for found in kinds if found), [])
+
+
+def _downloaded(repository: str, names: Sequence[str]) -> Path:
+    """Download files that are not in the cache, and return the folder. Raises ``OutriderError`` in one line."""
+    from huggingface_hub import constants
+
+    there, cache_folder = _listed(repository), Path(constants.HF_HUB_CACHE)
+    folder = _folder(repository) / "snapshots" / (there.commit if there else "")
+    sizes = there.sizes if there else {}
+    missing = [name for name in names if not (folder / name).exists()]
+    needed = sum(sizes.get(name, 0) for name in missing)
+    if not missing and _is_main(folder):
+        return folder
+    try:
+        cache_folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(cache_folder).free
+        if needed > free:
+            raise OutriderError(
+                f"downloading {repository} takes {size(needed)}, but {cache_folder} has {size(free)} free: free space, or set"
+                " HF_HOME to a folder on a larger disk"
+            )
+        with _shown(repository, needed):
+            return _snapshot(repository, names)
+    except OutriderError:
+        raise
+    except Exception as error:  # the hub client raises many kinds of exceptions
+        raise OutriderError(_explained(repository, error)) from error
+
+
+def _snapshot(repository: str, names: Sequence[str]) -> Path:
+    """Download files. Ctrl-C ends it within one ``CHUNK`` of each file: the hub client alone would first finish the files."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.utils.tqdm import tqdm
+
+    is_interrupted = Event()
+
+    class Bar(tqdm):
+        def update(self, n: float | None = 1) -> bool | None:
+            if is_interrupted.is_set():
+                raise InterruptedError("the download was interrupted")
+            return super().update(n)  # type: ignore[no-any-return]
+
+    constants.DOWNLOAD_CHUNK_SIZE = min(constants.DOWNLOAD_CHUNK_SIZE, CHUNK)
+    with ThreadPoolExecutor(1) as pool:
+        folder = pool.submit(snapshot_download, repository, allow_patterns=list(names), tqdm_class=Bar)
+        try:
+            return Path(folder.result())
+        except BaseException:
+            is_interrupted.set()
+            raise
+
+
+def _folder(repository: str) -> Path:
+    """Return the folder of a repository in the download cache, which may not exist."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
+
+
+def _is_main(snapshot: Path) -> bool:
+    """Return whether the cache has a snapshot as the newest one."""
+    try:
+        return (snapshot.parents[1] / "refs" / "main").read_text() == snapshot.name
+    except OSError:
+        return False
+
+
+@contextmanager
+def _shown(repository: str, needed: int) -> Iterator[None]:
+    """Log the progress of a download in place of the hub client's bars. Without a logger for it, the bars stay."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if not logger.isEnabledFor(INFO):
+        yield
+        return
+    blobs = _folder(repository) / "blobs"
+    before, was_disabled = _bytes_in(blobs), are_progress_bars_disabled()
+
+    def report(elapsed: float) -> None:
+        done = max(0, _bytes_in(blobs) - before)
+        left = (needed - done) * elapsed / done if done else 0.0
+        rest = f", about {left:.0f} s left" if 0 < left < 120 else f", about {left / 60:.0f} min left" if left else ""
+        line = f"downloading {repository}: {size(done)} of {size(needed)}{rest}"
+        logger.info("%s", line, extra={"is_progress": True})
+
+    disable_progress_bars()
+    started = time.monotonic()
+    try:
+        with reported_every(PERIOD, report):
+            yield
+    finally:
+        if not was_disabled:
+            enable_progress_bars()
+    if time.monotonic() - started > PERIOD:
+        logger.info("downloaded %s: %s in %.0f s", repository, size(needed), time.monotonic() - started)
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for file in folder.glob("*"):
+        try:
+            total += file.stat().st_size
+        except OSError:  # renamed or removed meanwhile
+            continue
+    return total
+
+
+def _what_it_is(names: Collection[str]) -> str:
+    """Say what a repository without a config.json holds."""
+    if "adapter_config.json" in names:
+        return f"it is an adapter (LoRA); {ADAPTER_ADVICE}"
+    if "model_index.json" in names:
+        return "it is a diffusion model, expected a causal language model"
+    if any(name.endswith(".gguf") for name in names):
+        return "it has GGUF files only; download one with hf download and give its path"
+    if any(name.endswith(".pth") for name in names):
+        return "its weights are in the authors' own format; look for the same model in transformers' format (-hf)"
+    return "it has no config.json"
+
+
+def _explained(repository: str, error: BaseException) -> str:
+    """Return the reason of a failed request or download, and what to do, in one line."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None:
+        error = error.__cause__  # the failed request
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) and error.response is not None else 0
+    if isinstance(error, GatedRepoError):
+        return f"{repository} is gated: ask for access at {constants.ENDPOINT}/{repository}, then {HF_LOGIN}"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"no model {repository!r} on the Hugging Face hub: check owner and name; if it is private, {HF_LOGIN}"
+    if status == 401:
+        return f"the Hugging Face hub does not accept your token: {HF_LOGIN}"
+    if status == 429:
+        return f"the Hugging Face hub limits your requests: wait some minutes, then repeat the command, or {HF_LOGIN}"
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"cannot write to the download cache {constants.HF_HUB_CACHE}: set HF_HOME to a folder that you can write to"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"the disk of the download cache {constants.HF_HUB_CACHE} is full: free space, then repeat the command"
+    why = f"the Hugging Face hub answers with status {status}" if status else first_line(error)
+    return f"cannot download {repository}: {why}; repeat the command later: it continues with the files that are missing"
+
+
 @cache
 def is_reachable() -> bool:
     """Return whether the hub is reachable. Behind a proxy this is unknown, so the answer is True."""
@@ -93,7 +358,8 @@ def is_reachable() -> bool:
         return True
     url = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
     try:
-        with socket.create_connection((url.hostname or "", url.port or 443), timeout=5.0):
+        port = url.port or (80 if url.scheme == "http" else 443)
+        with socket.create_connection((url.hostname or "", port), timeout=5.0):
             return True
     except OSError:
         return False

@@ -18,7 +18,7 @@ from outrider.cli.options import MethodOptions, ModelOptions, read_option, value
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
 from outrider.family import TARGET, drafts
-from outrider.files import expanded, is_path, not_a_model_folder
+from outrider.files import expanded, not_a_model_folder
 from outrider.method_text import split_method
 from outrider.options import declared
 from outrider.registry import AUTO, PLAIN, PROPOSERS, VERIFIERS
@@ -159,17 +159,13 @@ def check_source(model: str | None) -> None:
         return
     if path.exists():
         raise OutriderError(f"{model} is a file: give the folder with config.json and the weights, or a .gguf file")
-    if not model or is_path(model) or model.count("/") > 1:
+    if not hub.is_hub_id(model):
         raise OutriderError(f"no model folder {model!r}: expected a folder, or a Hugging Face id owner/name")
     if not hub.is_reachable():
         hub.disable()  # otherwise huggingface_hub retries every file six times
         from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
 
-        try:
-            known = try_to_load_from_cache(model, "config.json")
-        except HFValidationError:
-            raise OutriderError(f"no model folder {model!r}: expected a folder, or a Hugging Face id owner/name") from None
+        known = try_to_load_from_cache(model, "config.json")
         if not isinstance(known, str):
             raise OutriderError(
                 f"no model {model!r}: it is neither a local folder nor in the download cache, and the Hugging Face hub is"

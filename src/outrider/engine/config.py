@@ -17,7 +17,7 @@ from outrider.engine.options import Speculation, is_tokenizer
 from outrider.engine.policy import FixedLength, LengthPolicy
 from outrider.engine.scheduler import Scheduler
 from outrider.errors import one_line
-from outrider.hub import local_gguf
+from outrider.hub import TOKENIZER, fetch_configs, local_gguf
 from outrider.memory import on_this_machine
 from outrider.method_text import split_method
 from outrider.options import declared
@@ -65,6 +65,7 @@ def load_tokenizer(
     if not isinstance(source, (str, Path)):
         return cast("PreTrainedTokenizerBase", source) if is_tokenizer(source) else None
     refuse_missing(source)
+    fetch_configs(source, TOKENIZER)
     folder = on_this_machine(source)
     if folder is not None:
         check_merges(folder)

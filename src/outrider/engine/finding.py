@@ -13,10 +13,10 @@ from logging import DEBUG, INFO, getLogger
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import constants
 
 from outrider.files import expanded
-from outrider.hub import QUANTISATION
+from outrider.hub import QUANTISATION, fetch, fetch_configs, is_hub_id
 from outrider.memory import gguf_parts, on_this_machine, size, weight_files
 from outrider.method_text import join_method
 from outrider.proposers.method import MethodSpec
@@ -156,8 +156,10 @@ def target_files(source: object) -> TargetFiles | None:
     if not isinstance(source, (str, Path)):
         return None
     try:
-        folder = local_path(source) or Path(snapshot_download(str(source), allow_patterns=["*.json"]))
-        return TargetFiles.read(str(source), folder)
+        if local_path(source) is None:
+            fetch_configs(source)
+        folder = local_path(source)
+        return None if folder is None else TargetFiles.read(str(source), folder)
     except Exception as error:  # reported when the target is loaded
         logger.debug("the target's files cannot be read: %s", first_line(error))
         return None
@@ -257,7 +259,7 @@ def _method_for(draft: object, target: TargetFiles | None) -> str:
     """Return the method for a draft given by the user, by the kind of its files."""
     if not isinstance(draft, (str, Path)):
         return DEFAULT_METHOD_WITH_DRAFT
-    source = local_path(draft)
+    source = fetch(str(draft)) if is_hub_id(draft) else local_path(draft)
     found = None if source is None or target is None else _examined(target, source, "")
     if found is not None:
         return found.method

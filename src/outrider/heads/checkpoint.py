@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider.files import expanded, is_path, write_whole
+from outrider.hub import fetch
 from outrider.memory import INDEXES, WEIGHT_NAMES, weight_files, weight_map
 from outrider.runner.checkpoint_files import is_finite
 from outrider.types import OutriderError, first_line, is_out_of_memory
@@ -105,12 +106,7 @@ def find_folder(source: str | Path) -> Path:
         return path
     if path.exists() or is_path(source) or str(source).count("/") != 1:
         raise OutriderError(f"no head at {source}: expected a folder with config.json and weights, or a hub id")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(str(source), allow_patterns=["*.json", *FILES, "*.safetensors", "*.bin"]))
-    except Exception as error:  # the hub client raises many kinds of exceptions
-        raise OutriderError(f"cannot download {source} from the hub: {first_line(error)}") from error
+    return fetch(str(source))
 
 
 def kinds_of(folder: Path) -> list[DraftKind]:

@@ -23,6 +23,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from outrider.files import is_path, not_a_model_folder
+from outrider.hub import fetch_configs, fetch_weights, is_cached_only, is_hub_id
+from outrider.memory import on_this_machine
 from outrider.runner import attention, gguf, recurrence
 from outrider.runner.checkpoint_files import check_config_file, check_sizes, check_weight_files, is_finite
 from outrider.runner.checkpoints.formats import loader_options, method_of, quantization_of
@@ -61,11 +63,13 @@ def load_model(
     ``reader``: of a quantised checkpoint, whose layers then hold what the files store (``checkpoints.stored``).
     """
     config = load_config(source, trust_remote_code)
+    fetch_weights(source)
     check_weight_files(source)
     file = gguf.find(source)
     if file is not None:
         return _load_gguf(file, config, dtype, device)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    options["local_files_only"] = is_cached_only(source)
     options |= loader_options(reader, quantization_of(config), device)
     if reader is not None:
         config = without_quantization(config)
@@ -196,12 +200,15 @@ def refuse_missing(source: str | Path) -> None:
     looks_local = path.exists() or is_path(source) or str(source).endswith(".gguf")
     if looks_local and not path.is_dir() and gguf.find(source) is None:
         raise OutriderError(f"no model folder at {source}: it {'is a file' if path.is_file() else 'does not exist'}")
+    if not path.exists() and not is_hub_id(source):
+        raise OutriderError(f"no model folder {str(source)!r}: expected a folder, or a Hugging Face id owner/name")
 
 
 def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Load the model's config. Raises ``OutriderError`` if it is missing or not a language model's."""
     path, file = Path(source), gguf.find(source)
     refuse_missing(source)
+    fetch_configs(source)
     has_config = (path / "config.json").exists()
     if path.is_dir() and not has_config and file is None:
         raise OutriderError(not_a_model_folder(source))
@@ -210,7 +217,7 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
     try:
         with quiet():
             config: PreTrainedConfig = (
-                AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+                AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, local_files_only=is_cached_only(source))
                 if file is None
                 else gguf.load_config(source, file)
             )
@@ -220,7 +227,7 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
         if "contains custom code" in str(error):
             advice = "read it, then pass trust_remote_code=True to run it"
             raise OutriderError(f"{source} is a model with its own code in its folder or repository: {advice}") from error
-        hint = "" if path.exists() else " (neither a local folder nor a reachable hub id)"
+        hint = "" if on_this_machine(source) is not None else " (neither a local folder nor a reachable hub id)"
         raise OutriderError(f"cannot read the config of {source}{hint}: {reason(error)}") from error
     if not trust_remote_code and model_class(config) is None:
         raise OutriderError(f"{source} is a {config.model_type} model, not a causal language model")

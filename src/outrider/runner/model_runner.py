@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider import native
+from outrider.hub import fetch_weights
 from outrider.memory import refuse_too_large
 from outrider.runner import experts, linear, loading, packing
 from outrider.runner.config import RunnerConfig
@@ -106,8 +107,9 @@ class ModelRunner:
             packed = None if file is None else file.load(wanted, kind, shape.by_request)
             if packed is not None:
                 return cls._checked(packed, config, device, str(model), shape, "eager")
-        if device.type == "cpu":
-            refuse_too_large(model, growth=loading.growth_of(wanted, reader, config.bits))
+        growth = loading.growth_of(wanted, reader, config.bits) if device.type == "cpu" else 0.0
+        fetch_weights(model, growth)
+        refuse_too_large(model, growth)
         loaded = loading.load_model(model, config.dtype, device, config.trust_remote_code, reader)
         loading.check_weights(loaded, str(model))
         own_dtype = loaded.dtype

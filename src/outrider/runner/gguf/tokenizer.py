@@ -19,6 +19,7 @@ from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_toke
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as KNOWN_SPLITS
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_SENTENCEPIECE_BUILDERS
 
+from outrider.hub import is_cached_only
 from outrider.runner.gguf.architectures import ARCHITECTURES
 from outrider.runner.gguf.file import GgufFile
 from outrider.runner.gguf.source import find, is_beside
@@ -50,7 +51,9 @@ def load_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTok
     """Load the tokenizer of a folder, hub id or GGUF file, as ``AutoTokenizer`` does."""
     path = find(source)
     if path is None or is_beside(source, path, "tokenizer.json", "tokenizer_config.json"):
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            source, trust_remote_code=trust_remote_code, local_files_only=is_cached_only(source)
+        )
     file = GgufFile.open(path)
     _warn_of_an_unknown_split(file)
     if file.architecture not in ARCHITECTURES:

@@ -1,0 +1,236 @@
+"""Downloads from a hub on this machine: only the files that are loaded, refusals before the weights, and the cache."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from concurrent.futures import Future
+from contextlib import nullcontext
+
+import huggingface_hub
+import pytest
+from hub_server import Hub, running
+from huggingface_hub import constants
+
+from outrider import LLM, family, hub
+from outrider.engine import finding
+from outrider.errors import OutriderError
+
+INDEX = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}})
+SHARDS = {"model-00001-of-00002.safetensors": b"one", "model-00002-of-00002.safetensors": b"two"}
+CONFIGS = {"config.json": b"{}", "tokenizer.json": b"{} ", "chat_template.jinja": b"template", "merges.txt": b"a b"}
+DUPLICATES = {
+    "original/consolidated.00.pth": b"x",
+    "original/params.json": b"y",
+    "consolidated.safetensors": b"z",
+    "model.gguf": b"g",
+    "pytorch_model.bin": b"p",
+    "onnx/model.onnx": b"o",
+    "tf_model.h5": b"t",
+    "README.md": b"r",
+    "figures/a.png": b"f",
+}
+SHARDED = CONFIGS | SHARDS | DUPLICATES | {"model.safetensors.index.json": INDEX.encode()}
+
+
+@pytest.fixture
+def served(monkeypatch, tmp_path):
+    """Provide a hub, and an empty download cache."""
+    with running(Hub({"a/sharded": SHARDED})) as there:
+        monkeypatch.setenv("HF_ENDPOINT", there.url)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        for name, value in {
+            "ENDPOINT": there.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": there.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+            "HF_HUB_OFFLINE": False,
+        }.items():
+            monkeypatch.setattr(constants, name, value)
+        forget()
+        yield there
+        forget()
+
+
+def forget():
+    """Begin as a new process does."""
+    hub.is_reachable.cache_clear()
+    hub._listed.cache_clear()
+
+
+def test_only_the_files_that_are_loaded_are_downloaded_once(served):
+    folder = hub.fetch("a/sharded")
+    wanted = [*CONFIGS, *SHARDS, "model.safetensors.index.json"]
+    assert sorted(served.sent) == sorted(wanted)
+    assert sorted(each.name for each in folder.iterdir()) == sorted(wanted)
+    forget()
+    served.asked.clear()
+    assert hub.fetch("a/sharded") == folder
+    assert served.asked == ["/api/models/a/sharded"]
+
+
+@pytest.mark.parametrize(
+    "files, wanted",
+    [
+        ({"pytorch_model.bin": b"1", "tf_model.h5": b"2"}, ["pytorch_model.bin"]),
+        ({"model.safetensors": b"1", "pytorch_model.bin": b"2", "metal/model.bin": b"3"}, ["model.safetensors"]),
+        ({"medusa_lm_head.pt": b"1", "other.bin": b"2"}, ["medusa_lm_head.pt"]),
+        ({"head.safetensors": b"1", "head.bin": b"2"}, ["head.safetensors"]),
+    ],
+)
+def test_weights_are_downloaded_in_one_format(files, wanted, served):
+    served.repositories["a/model"] = files | CONFIGS
+    hub.fetch_weights("a/model")
+    assert served.sent == wanted
+
+
+@pytest.mark.parametrize(
+    "files, said",
+    [
+        ({"adapter_config.json": b"{}"}, "it is an adapter"),
+        ({"model_index.json": b"{}"}, "it is a diffusion model"),
+        ({"model.gguf": b""}, "GGUF files only"),
+        ({"consolidated.00.pth": b""}, "in the authors' own format"),
+        ({"README.md": b""}, "it has no config.json"),
+    ],
+)
+def test_a_repository_without_a_model_is_refused_before_any_download(files, said, served):
+    served.repositories["a/other"] = files
+    with pytest.raises(OutriderError, match=rf"a/other is not a model that can be loaded: .*{said}"):
+        hub.fetch("a/other")
+    assert not served.sent
+
+
+def test_weights_of_an_unknown_format_are_refused(served):
+    served.repositories["a/pth"] = CONFIGS | {"model.pth": b"1"}
+    with pytest.raises(
+        OutriderError, match=r"a/pth has no weights in a known format: expected model.safetensors or pytorch_model.bin"
+    ):
+        hub.fetch("a/pth")
+
+
+def test_names_that_do_not_exist_gated_models_and_rate_limits_say_what_to_do(served):
+    with pytest.raises(OutriderError, match="no model 'a/nothing' on the Hugging Face hub: check owner and name"):
+        hub.fetch("a/nothing")
+    served.gated.add("a/sharded")
+    with pytest.raises(OutriderError, match=f"a/sharded is gated: ask for access at {served.url}/a/sharded, then log in"):
+        hub.fetch("a/sharded")
+    for status, said in {
+        429: "limits your requests",
+        401: "does not accept your token",
+        500: "answers with status 500",
+    }.items():
+        forget()
+        served.failure = status
+        with pytest.raises(OutriderError, match=said):
+            hub.fetch("a/sharded")
+
+
+def test_weights_that_exceed_memory_or_disk_are_refused_before_their_download(served):
+    served.sizes["model-00001-of-00002.safetensors"] = 1 << 58
+    with pytest.raises(OutriderError, match=r"the weights of a/sharded take .* of memory: choose a smaller"):
+        hub.fetch_weights("a/sharded", growth=1.0)
+    with pytest.raises(OutriderError, match=r"downloading a/sharded takes .* free: free space, or set HF_HOME"):
+        hub.fetch_weights("a/sharded")
+    assert served.sent == ["model.safetensors.index.json"]
+
+
+def test_with_a_failing_hub_the_cache_is_used_without_further_requests(served):
+    folder = hub.fetch("a/sharded")
+    assert not hub.is_cached_only("a/sharded")
+    forget()
+    served.failure = 503
+    served.asked.clear()
+    assert hub.fetch("a/sharded") == folder and hub.is_cached_only("a/sharded")
+    assert len(served.asked) == 1
+
+
+def test_an_unreachable_hub_is_not_asked(served, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    assert hub.is_cached_only("a/sharded")
+    with pytest.raises(OutriderError, match=r"cannot download a/sharded: it is not in the download cache, and .* unreachable"):
+        hub.fetch("a/sharded")
+    assert not served.asked
+
+
+def test_a_mirror_without_a_port_is_reached_at_its_schemes_port(served, monkeypatch):
+    asked = []
+    monkeypatch.setattr(hub.socket, "create_connection", lambda address, timeout: asked.append(address) or nullcontext())
+    for url in ("http://mirror/hf", "https://mirror"):
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        hub.is_reachable.cache_clear()
+        assert hub.is_reachable()
+    assert asked == [("mirror", 80), ("mirror", 443)]
+
+
+@pytest.mark.parametrize(
+    "source", ["https://huggingface.co/a/b", "a/b/", "a/b:latest", "a/b@v1", "a b", "./a", "", None, "a/b/c"]
+)
+def test_other_sources_are_no_hub_ids(source):
+    assert not hub.is_hub_id(source)
+
+
+def test_the_method_of_a_users_draft_is_known_at_its_first_use(served):
+    served.repositories["a/heads"] = {"config.json": b"{}", "medusa_lm_head.safetensors": safetensors("0.0.linear.weight")}
+    assert finding._method_for("a/heads", None) == "medusa"
+
+
+def test_loading_refuses_before_the_weights_and_uses_the_cache_of_a_failing_hub(served):
+    files = {name: (family.TARGET / name).read_bytes() for name in ("config.json", "tokenizer.json", "tokenizer_config.json")}
+    weights = (family.TARGET / "model.safetensors").read_bytes()
+    served.repositories |= {"a/large": files | {"model.safetensors": b"x"}, "a/good": files | {"model.safetensors": weights}}
+    served.sizes["model.safetensors"] = 1 << 58
+    with pytest.raises(OutriderError, match="no model 'a/nothing' on the Hugging Face hub"):
+        LLM("a/nothing")
+    with pytest.raises(OutriderError, match="the weights of a/large take"):
+        LLM("a/large")
+    assert "model.safetensors" not in served.sent
+    served.sizes.clear()
+    LLM("a/good", self_check=False)
+    assert served.sent.count("model.safetensors") == 1
+    forget()
+    served.failure = 503
+    served.asked.clear()
+    LLM("a/good", self_check=False)
+    assert len(served.asked) == 1
+
+
+def safetensors(name: str) -> bytes:
+    """Return a file with one number."""
+    header = json.dumps({name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(4)
+
+
+def test_an_interrupt_ends_the_download_at_the_next_bytes(served, monkeypatch):
+    states = []
+
+    def download(repository, allow_patterns, tqdm_class):
+        bar = tqdm_class(disable=True)
+        try:
+            while True:
+                bar.update(1)
+                time.sleep(0.01)
+        except InterruptedError:
+            states.append("ended")
+            raise
+
+    def interrupted(self, timeout=None):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(Future, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        hub._snapshot("a/sharded", ["config.json"])
+    assert states == ["ended"]
+
+
+def test_a_download_logs_its_progress(served, monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(hub, "PERIOD", 0.05)
+    monkeypatch.setattr(logging.getLogger("outrider"), "propagate", True)
+    blobs = tmp_path / "cache" / "models--a--slow" / "blobs"
+    blobs.mkdir(parents=True)
+    with caplog.at_level(logging.INFO, "outrider.hub"), hub._shown("a/slow", 4_000_000):
+        (blobs / "x.incomplete").write_bytes(bytes(1_000_000))
+        time.sleep(0.3)
+    lines = [record.getMessage() for record in caplog.records if getattr(record, "is_progress", False)]
+    assert lines and lines[-1].startswith("downloading a/slow: 1 MB of 4 MB, about ") and lines[-1].endswith(" left")
