@@ -15,9 +15,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from transformers import CONFIG_MAPPING, TOKENIZER_MAPPING, AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
-from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
-from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as KNOWN_SPLITS
-from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_SENTENCEPIECE_BUILDERS
+from transformers.integrations.gguf import gguf_tokenizer_mapping as transformers_gguf
 
 from outrider.hub import is_cached_only
 from outrider.runner.gguf.architectures import ARCHITECTURES
@@ -25,6 +23,8 @@ from outrider.runner.gguf.file import GgufFile
 from outrider.runner.gguf.source import find, is_beside
 
 logger = logging.getLogger(__name__)
+
+KNOWN_SPLITS: Mapping[str, str] = transformers_gguf.GGUF_PRE_TOKENIZER_SPLITS
 
 # Rules by which text is split before merges, beyond transformers' own: expressions in turn, each for what the others left.
 _CJK = "[\u4e00-\u9fa5\u3040-\u30ff]+"
@@ -60,7 +60,7 @@ def load_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTok
         return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)  # reads the whole header with gguf's class
     # Not by from_pretrained, which would prefer a tokenizer.json beside the file.
     kind: Any = TOKENIZER_MAPPING.get(CONFIG_MAPPING[file.record.model_type], TokenizersBackend)
-    architecture, entries, options = get_gguf_tokenizer(str(path))
+    architecture, entries, options = transformers_gguf.get_gguf_tokenizer(str(path))
     if entries.get("pre_tokenizer_type") in ADDING_BOS:
         options.setdefault("add_bos_token", True)
     backend = _backend(architecture, entries)
@@ -72,9 +72,9 @@ def _backend(architecture: str, entries: Mapping[str, Any]) -> Tokenizer:
     if entries.get("tokenizer_type") != "gpt2":
         # Nothing but the architecture tells whether text that begins with a space gets another: Phi-3's does, and Llama 2's.
         has_prefix = entries.get("tokenizer_type") == "llama" and entries.get("add_prefix_space", True)
-        of_phi = has_prefix and architecture not in GGUF_SENTENCEPIECE_BUILDERS
-        return convert_gguf_tokenizer("phi3" if of_phi else architecture, dict(entries))[0]
-    state = json.loads(convert_gguf_tokenizer(architecture, dict(entries))[0].to_str())
+        of_phi = has_prefix and architecture not in transformers_gguf.GGUF_SENTENCEPIECE_BUILDERS
+        return transformers_gguf.convert_gguf_tokenizer("phi3" if of_phi else architecture, dict(entries))[0]
+    state = json.loads(transformers_gguf.convert_gguf_tokenizer(architecture, dict(entries))[0].to_str())
     tokens, rule, vocabulary = entries["tokens"], entries.get("pre_tokenizer_type"), state["model"]["vocab"]
     spelled = {index: token for token, index in vocabulary.items()}
     added = [each for each in state["added_tokens"] if each["id"] < len(tokens)]  # GPT-2's own special token may be another
@@ -93,7 +93,7 @@ def _backend(architecture: str, entries: Mapping[str, Any]) -> Tokenizer:
     if rule in NORMALISED:
         state["normalizer"] = {"type": "NFC"}
     tokenizer = Tokenizer.from_str(json.dumps(state))
-    splits = (r"\p{N}",) if rule in GPT2_AND_DIGITS else SPLITS.get(rule, ())
+    splits = (r"\p{N}",) if rule in GPT2_AND_DIGITS else SPLITS.get(rule or "", ())
     if splits:
         parts = [Split(Regex(each), "isolated") for each in splits]
         tokenizer.pre_tokenizer = Sequence([*parts, ByteLevel(add_prefix_space=False, use_regex=rule in GPT2_AND_DIGITS)])
