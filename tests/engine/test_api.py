@@ -266,6 +266,33 @@ def test_emission_chunk_and_completion_share_one_record(llm):
     assert joined.stats.num_tokens == 9
 
 
+def test_the_stop_reason_is_the_string_or_token_that_ended_the_output(llm):
+    def end(**params):
+        (output,) = llm.generate("def add(", SamplingParams(max_tokens=12, **params))[0].outputs
+        return output.finish_reason, output.stop_reason
+
+    (whole,) = llm.generate("def add(", SamplingParams(max_tokens=12, ignore_eos=True))[0].outputs
+    token, text = whole.token_ids[5], whole.text[4:7]
+    assert end(ignore_eos=True) == ("length", None)
+    assert end(ignore_eos=True, stop_token_ids=[token]) == ("stop", token)
+    assert end(ignore_eos=True, stop=[text, "never there"]) == ("stop", text)
+    assert end(allowed_token_ids=[llm.tokenizer.eos_token_id]) == ("stop", None)
+
+
+def test_none_stands_for_defaults(llm):
+    """vLLM's own defaults, or what wrappers pass where nothing was given."""
+    params = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None, banned_token_ids=None, temperature=None, seed=None)
+    assert params == SamplingParams()
+    (output,) = llm.generate([5] * 200, SamplingParams(max_tokens=None, ignore_eos=True))[0].outputs
+    assert len(output.token_ids) == llm.runner.max_len - 200 and output.finish_reason == "length"
+
+
+def test_text_parts_of_a_message_are_lines(llm):
+    parts = [{"type": "text", "text": "Write a"}, {"type": "text", "text": "function"}]
+    one = llm.chat_prompt([{"role": "user", "content": "Write a\nfunction"}])
+    assert llm.chat_prompt([{"role": "user", "content": parts}]) == one
+
+
 # --- lifetime ---------------------------------------------------------------------------------------------------------------
 
 

@@ -109,6 +109,15 @@ def test_the_generated_token_is_among_the_likeliest_ones() -> None:
     assert choice["logprobs"]["top_logprobs"] == [{"b": -0.5, "c": -1.5, "a": -2.5}]
 
 
+def test_the_stop_reason_tells_stop_strings_from_the_end_of_the_text(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "outrider", "prompt": PROMPT, "max_tokens": 40, "seed": 5}
+    text = client.completions.create(**asked).choices[0].text
+    (choice,) = client.completions.create(**asked, stop=[text[9:12]]).choices
+    assert choice.finish_reason == "stop" and choice.model_extra == {"stop_reason": text[9:12]}
+    (choice,) = client.completions.create(**asked, stop=["never there"]).choices
+    assert choice.model_extra == {"stop_reason": None}
+
+
 def test_a_speakers_name_reaches_the_template() -> None:
     assert Message(role="user", content="Hello", name="Ada").plain() == {"role": "user", "content": "Hello", "name": "Ada"}
 

@@ -239,7 +239,9 @@ def test_a_refused_body_gets_the_reason(load: Callable[..., LLM], key: str, size
 )
 def test_a_malformed_body_is_a_client_error(served: Served, body: bytes, says: str) -> None:
     answer = served.send("/v1/completions", body)
-    assert answer.status_code == 400 and says in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and says in error["message"]
+    assert not (error["param"] or "").isdigit()
 
 
 def test_an_answer_that_takes_too_long_ends(load: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
