@@ -106,6 +106,7 @@ def test_zero_counts_as_a_given_value() -> None:
     ("options", "says"),
     [
         (["nothing.toml"], "cannot read the plan"),
+        (["."], "is a folder, not a plan file: give a model's folder with --target"),
         (["--port", "0", "--max-batch", "0"], "invalid --max-batch 0"),
         (["--port", "0", "--kv-memory", "0"], "invalid --kv-memory 0"),
         (["--port", "0", "--kv-memory", "nan"], "invalid --kv-memory nan"),
