@@ -272,6 +272,26 @@ def test_longrope_keeps_its_original_window_unless_more_is_requested(operators):
     rounds.step([[1], [2]], [[0], []], [4, 5])
 
 
+def test_longrope_of_some_types_of_layers_keeps_the_original_window():
+    """transformers chooses the frequencies of all requests by the longest one."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 2.0, "original_max_position_embeddings": 32}
+    kinds = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    kinds["full_attention"] = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    model = make_model(small_config("olmo3", rope_parameters=kinds, layer_types=[*kinds]))
+    assert ModelRunner.load(untouched(model), RunnerConfig(compile="never")).max_len == 32
+    with pytest.raises(OutriderError, match=r"longrope for some types of layers .*: lower max_len=40 to 32"):
+        ModelRunner.load(model, RunnerConfig(compile="never", max_len=40))
+
+
+@pytest.mark.parametrize(("model_type", "name"), [("mpt", "max_seq_len"), ("whisper", "max_target_positions")])
+def test_the_context_has_other_names_in_some_configs(model_type, name):
+    model = make_model(small_config(model_type, **{name: 24}))
+    llm = LLM(model, method="ngram", num_draft_tokens=4, compile="never")
+    assert llm.runner.max_len == 24
+    (output,) = llm.generate([make_text(18, 0)], SamplingParams(max_tokens=20, ignore_eos=True))[0].outputs
+    assert (len(output.token_ids), output.finish_reason) == (6, "length")
+
+
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_longrope_uses_each_requests_own_length(operators, prefix_cache):
     """transformers uses the longest sequence of the batch. A request that outgrows the original window is prefilled again."""

@@ -24,7 +24,7 @@ from outrider.proposers.method import MethodConfig, MethodSpec, Setting
 from outrider.proposers.portable import ParallelModel, SmallModel
 from outrider.proposers.recognition import Recognised, TargetFiles
 from outrider.runner import ModelRunner, gguf
-from outrider.runner.loading import load_config, text_config
+from outrider.runner.loading import context_length, load_config, text_config
 from outrider.runner.parallel_draft import MASK_KEYS, ParallelDraft, mask_token_of
 from outrider.runner.self_draft import SelfDraft
 from outrider.runner.tokenizers import check_same_files, check_same_vocabulary
@@ -308,7 +308,7 @@ def _mask_token(config: PreTrainedConfig) -> Finding:
 
 def _compared(target: PreTrainedConfig, draft: PreTrainedConfig, window: int, is_parallel: bool) -> Iterator[Finding]:
     """Compare context, RoPE, dtype and size of target and draft."""
-    reach = int(getattr(draft, "max_position_embeddings", None) or window)
+    reach = context_length(draft) or window
     if reach < window:
         text = f"the draft's context of {reach} tokens is shorter than the target's {window}: longer sequences have no drafts"
         yield Finding("note", "context", text)

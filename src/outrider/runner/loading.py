@@ -298,6 +298,12 @@ def text_config(model_or_config: Any) -> PreTrainedConfig:
     return found
 
 
+def context_length(config: PreTrainedConfig) -> int | None:
+    """Return the longest sequence of a text config's model, None without a limit. Whisper and MPT have other names for it."""
+    names = ("max_position_embeddings", "max_target_positions", "max_seq_len")
+    return next((int(found) for name in names if (found := getattr(config, name, None))), None)
+
+
 def check_weights(model: PreTrainedModel, name: str) -> None:
     """Raise ``OutriderError`` for the first tensor with NaN or infinity."""
     for key, tensor in model.named_parameters():

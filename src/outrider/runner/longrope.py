@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.runner import attention
+from outrider.types import OutriderError
 
 
 class LongRope(nn.Module):
@@ -25,7 +26,9 @@ class LongRope(nn.Module):
     def __init__(self, rotary: nn.Module, is_long: Tensor) -> None:
         """``is_long`` bool [R, 1]: whether the sequence of each cache row exceeds the original window; changed in place."""
         super().__init__()
-        self.border = original_window(rotary)
+        border = original_window(rotary)
+        assert border is not None  # settle_longrope passes others by
+        self.border = border
         self.short, self.long = settled(rotary, 0), settled(rotary, self.border)
         self.register_buffer("is_long", is_long, persistent=False)
 
@@ -81,23 +84,40 @@ class LongTexts:
 def settle_longrope(model: PreTrainedModel, max_len: int, num_rows: int) -> LongTexts | None:
     """Replace longrope embeddings in place, so that frequencies do not depend on other requests.
 
-    Returns None if no sequence can exceed the original window."""
-    found = [(name, module) for name, module in model.named_modules() if getattr(module, "rope_type", None) == "longrope"]
+    Returns None if no sequence can exceed the original window. Raises ``OutriderError`` if one can and a module has frequencies
+    for several types of layers.
+    """
     texts = None
-    for name, module in found:
+    for name, module in list(model.named_modules()):
         border = original_window(module)
+        if border is None:
+            continue
+        if isinstance(module.rope_type, dict):
+            if max_len > border:
+                raise OutriderError(
+                    f"longrope for some types of layers has other frequencies beyond {border} tokens, which is not supported:"
+                    f" lower max_len={max_len} to {border}"
+                )
+            continue  # it chooses by the longest sequence, and none is longer
         if max_len > border and texts is None:
             texts = LongTexts(border, num_rows, model.device)
         model.set_submodule(name, LongRope(module, texts.is_long) if texts is not None else settled(module, 0))
     return texts
 
 
-def original_window(rotary: Any) -> int:
-    """Return the original training window: up to this length a longrope embedding uses the short frequencies."""
-    return int(rotary.config.rope_parameters["original_max_position_embeddings"])
+def original_window(module: Any) -> int | None:
+    """Return the original training window of a longrope embedding, up to which it uses the short frequencies; else None.
+
+    A module with frequencies for each type of layers has the smallest of their windows.
+    """
+    kinds = getattr(module, "rope_type", None)
+    if isinstance(kinds, dict):
+        told = [module.config.rope_parameters[layers] for layers, kind in kinds.items() if kind == "longrope"]
+    else:
+        told = [module.config.rope_parameters] if kinds == "longrope" else []
+    return min((int(each["original_max_position_embeddings"]) for each in told), default=None)
 
 
 def usual_window(model: PreTrainedModel, window: int) -> int:
     """Return the default context window: the original one, because longer sequences are prefilled twice."""
-    found = [original_window(module) for module in model.modules() if getattr(module, "rope_type", None) == "longrope"]
-    return min([window, *found])
+    return min([window, *(found for module in model.modules() if (found := original_window(module)) is not None)])

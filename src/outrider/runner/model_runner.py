@@ -60,7 +60,7 @@ class ModelRunner:
         self.vocab_size = int(text.vocab_size)
         self.hidden_size = int(text.hidden_size)
         self.num_layers = loading.num_layers(text)
-        window = int(getattr(text, "max_position_embeddings", None) or 1 << 20)
+        window = loading.context_length(text) or 1 << 20
         self.max_len = min(window, config.max_len or usual_window(model, window))
         self.max_batch = config.max_batch
         self.dtype = linear.arithmetic(model)

@@ -20,7 +20,7 @@ from outrider.heads.checkpoint import named_errors
 from outrider.memory import require_memory, weight_bytes
 from outrider.runner import gguf, loading
 from outrider.runner.checkpoints.formats import quantization_of
-from outrider.runner.loading import decoder_layers, text_config
+from outrider.runner.loading import context_length, decoder_layers, text_config
 from outrider.runner.parallel_draft import mask_token_of
 from outrider.runner.survey import survey_without_weights
 from outrider.runner.tokenizers import check_same_vocabulary
@@ -182,7 +182,7 @@ def check_trainable(source: str, copies: int = 1) -> None:
 
 def _check_rows(workspace: Workspace, model: PreTrainedModel, name: str) -> None:
     """Raise ``OutriderError`` if rows are longer than a model's context."""
-    most = getattr(text_config(model), "max_position_embeddings", None)
+    most = context_length(text_config(model))
     if most is not None and workspace.seq_len > most:
         raise OutriderError(
             f"rows of {workspace.seq_len} tokens exceed the context of {name}, {most} tokens: give a lower --seq-len"

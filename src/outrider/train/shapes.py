@@ -117,7 +117,7 @@ def head_config(runner: ModelRunner, kind: type[Config], num_layers: int = 1) ->
         num_attention_heads=heads,
         num_key_value_heads=int(getattr(text, "num_key_value_heads", None) or heads),
         head_dim=int(getattr(text, "head_dim", None) or hidden // heads),
-        max_position_embeddings=int(getattr(text, "max_position_embeddings", None) or runner.max_len),
+        max_position_embeddings=loading.context_length(text) or runner.max_len,
         rms_norm_eps=float(getattr(text, "rms_norm_eps", None) or 1e-5),
         rope_parameters={"rope_type": "default", "rope_theta": theta},
     )
