@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from outrider.runner.tokenizers import BROKEN, byte_table, special_ids
+from outrider.runner.tokenizers import BROKEN, byte_table, special_ids, strips_first_space
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,15 +28,19 @@ class Detokenizer(Protocol):
 
 
 class BytesDetokenizer:
-    """Byte-level BPE: a table of token bytes and an incremental UTF-8 decoder. O(1) per token, without tokenizer calls."""
+    """A table of token bytes and an incremental UTF-8 decoder. O(1) per token, without tokenizer calls."""
 
-    def __init__(self, table: list[bytes]) -> None:
-        self._table = table
+    def __init__(self, table: list[bytes], strips_space: bool = False) -> None:
+        """``strips_space``: whether the text loses a space with which it begins."""
+        self._table, self._strips_space = table, strips_space
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def feed(self, token_ids: Sequence[int]) -> str:
         table = self._table
-        return self._decode(b"".join([table[token] if token < len(table) else b"" for token in token_ids]))
+        text = self._decode(b"".join([table[token] if token < len(table) else b"" for token in token_ids]))
+        if self._strips_space and text:
+            text, self._strips_space = text.removeprefix(" "), False
+        return text
 
     def flush(self) -> str:
         return self._decode(b"", True)
@@ -90,7 +94,7 @@ class DetokenizerFactory:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer, self._special = tokenizer, frozenset(special_ids(tokenizer))
-        self._table = byte_table(tokenizer)
+        self._table, self._strips_space = byte_table(tokenizer), strips_first_space(tokenizer)
         self._tables: dict[frozenset[int], list[bytes]] = {}  # with the names of these special tokens
 
     def __call__(
@@ -104,7 +108,8 @@ class DetokenizerFactory:
             self._tables[shown] = list(self._table)
             for token in shown:
                 self._tables[shown][token] = str(self._tokenizer.convert_ids_to_tokens(token)).encode()
-        return BytesDetokenizer(self._tables[shown])
+        begins = self._strips_space and not BytesDetokenizer(self._table).feed(prompt_ids[-CONTEXT_TOKENS:])
+        return BytesDetokenizer(self._tables[shown], strips_space=begins)
 
 
 class StopScanner:

@@ -11,8 +11,8 @@ import re
 from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -22,6 +22,9 @@ from outrider.types import OutriderError, first_line
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # compared: the first in both folders
 CONTINUED = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')  # a prefix that is not empty
 BROKEN = "\N{REPLACEMENT CHARACTER}"
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a token of SentencePiece for one byte
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
+SENTENCEPIECE = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
 
 
 class DifferentVocabulary(OutriderError):
@@ -147,9 +150,13 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def byte_table(tokenizer: PreTrainedTokenizerBase) -> list[bytes] | None:
-    """Return each token's bytes (empty for special tokens) for byte-level BPE tokenizers, else None."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or not isinstance(backend.decoder, ByteLevel):
+    """Return each token's bytes, empty for special tokens, for byte-level BPE and SentencePiece, else None.
+
+    The first space of a text counts (see ``strips_first_space``).
+    """
+    parts = _decoder(tokenizer)
+    is_byte_level = [each["type"] for each in parts] == ["ByteLevel"]
+    if not is_byte_level and parts[:3] != SENTENCEPIECE:
         return None
     alphabet = byte_alphabet()
     special, added = special_ids(tokenizer), tokenizer.added_tokens_decoder
@@ -157,11 +164,28 @@ def byte_table(tokenizer: PreTrainedTokenizerBase) -> list[bytes] | None:
     for token, text in enumerate(_names(tokenizer)):
         if token in special or text is None:
             table.append(b"")
+        elif not is_byte_level:
+            byte = BYTE.fullmatch(text)
+            table.append(bytes([int(byte[1], 16)]) if byte else text.replace(SPACE, " ").encode())
         elif token not in added and all(character in alphabet for character in text):
             table.append(bytes([alphabet[character] for character in text]))
         else:
             table.append(text.encode())
     return table
+
+
+def strips_first_space(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a text loses the space with which it begins, as with Llama 2's tokenizer."""
+    return {"type": "Strip", "content": " ", "start": 1, "stop": 0} in _decoder(tokenizer)
+
+
+def _decoder(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Return the settings of the parts of a tokenizer's decoder; none if it has no such decoder."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    if decoder is None:
+        return []
+    settings = json.loads(decoder.__getstate__())
+    return list(settings.get("decoders", [settings]))
 
 
 def _names(tokenizer: PreTrainedTokenizerBase) -> list[str | None]:
@@ -189,7 +213,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     pairs = [str(tokenizer.decode([before, token], clean_up_tokenization_spaces=False)) for token in range(len(names))]
     found = []
     for token, (name, text) in enumerate(zip(names, pairs, strict=True)):
-        byte = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", name or "")
+        byte = BYTE.fullmatch(name or "")
         if token in special or name is None:
             found.append(b"")
         elif byte:
