@@ -332,8 +332,9 @@ class EventStream(StreamingResponse):
 
 def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Return the HTTP status, body and headers for an error."""
-    if isinstance(error, HTTPException):
-        return error.status_code, error_body(str(error.detail), "invalid_request_error"), dict(error.headers or {})
+    if isinstance(error, HTTPException):  # FastAPI's own, with status 400, is about bytes that are no text
+        what = "invalid JSON: expected text in UTF-8" if error.status_code == 400 else str(error.detail)
+        return error.status_code, error_body(what, "invalid_request_error"), dict(error.headers or {})
     if isinstance(error, RequestValidationError):
         inside = [{**each, "loc": each["loc"][1:]} for each in error.errors()]  # the first part is "body"
         param = str(inside[0]["loc"][0]) if inside[0]["loc"] else None
