@@ -244,10 +244,16 @@ class SamplingFields(Body):
 class CompletionBody(SamplingFields):
     """Body of ``POST /v1/completions``."""
 
-    echo: Literal[False] = False
+    echo: bool = False
     prompt: Text | TokenIds | Annotated[list[Text], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _echoed(self) -> Self:
+        if self.echo and self.stream:
+            raise ValueError("echo cannot be combined with stream")
+        return self
 
     def prompts(self) -> list[str] | list[list[int]]:
         """Return the prompts as a list of strings or token ids."""

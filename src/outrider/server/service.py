@@ -21,6 +21,7 @@ from outrider.errors import PromptTooLong
 from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts
 from outrider.server.bridge import Busy, EngineBridge, Stopping, Stream
 from outrider.server.config import ServerConfig
+from outrider.server.echo import Echo, prompt_logprobs
 from outrider.server.gate import CLOSED, Call, error_body
 from outrider.server.grammar import Grammars, TokenGrammar
 from outrider.server.metrics import Metrics
@@ -65,9 +66,26 @@ class Service:
         """Handle ``POST /v1/completions``."""
         given, call = body.prompts(), _call(http)
         answer = CompletionAnswer("cmpl-" + call.request_id, self.config.name, self._tokens)
-        encode = partial(self._prompts.encode, given, call.client)
+
+        async def encode() -> list[list[int]]:
+            prompts = await self._prompts.encode(given, call.client)
+            if body.echo:
+                answer.echoes = await self._echoes(given, prompts, body, call)
+            return prompts
+
         params = partial(body.params, body.max_tokens, body.logprobs)
         return await self._answer(body, http, answer, len(given) * body.n, encode, params)
+
+    async def _echoes(
+        self, given: list[str] | list[list[int]], prompts: list[list[int]], body: CompletionBody, call: Call
+    ) -> list[Echo]:
+        """Return the prompts as parts of the answer; if log-probabilities are asked for, with theirs."""
+        texts = [each if isinstance(each, str) else await self._aside(partial(self._tokens.decoded, each)) for each in given]
+        if body.logprobs is None:
+            return [Echo(text) for text in texts]
+        deadline = call.arrived + self.config.request_timeout
+        found = await prompt_logprobs(self.llm, self.bridge, prompts, body.logprobs, deadline, call.client)
+        return [Echo(*each) for each in zip(texts, prompts, found, strict=True)]
 
     async def chat(self, body: ChatBody, http: Request) -> Response:
         """Handle ``POST /v1/chat/completions``."""
