@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import math
+import pickle
 import signal
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -177,6 +179,12 @@ def test_two_streams_can_be_read_alternately(looking_up, plain):
             chunk = next(stream, None)
             texts[i] += chunk.text if chunk else ""
     assert texts == [c.text for c in outputs_of(plain.generate(PROMPTS[:2], params))]
+
+
+def test_an_llm_cannot_be_pickled_or_copied(plain):
+    for copied in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(OutriderError, match="create it in the process that uses it"):
+            copied(plain)
 
 
 def test_a_dropped_stream_aborts_its_requests(looking_up, plain):

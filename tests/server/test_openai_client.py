@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from toy import outputs_of
@@ -242,14 +244,39 @@ def test_models_are_listed_and_others_are_refused(client: openai.OpenAI) -> None
 
 def test_fields_that_change_nothing_are_accepted(served: Served) -> None:
     neutral = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "top_k": -1, "min_tokens": 0, "best_of": 1}
-    neutral |= {"modalities": ["text"], "add_generation_prompt": True, "service_tier": "auto", "skip_special_tokens": True}
+    neutral |= {"modalities": ["text"], "add_generation_prompt": True, "service_tier": "flex", "skip_special_tokens": True}
+    neutral |= {"prediction": {"type": "content", "content": "Hi"}, "prompt_cache_retention": "24h", "verbosity": "low"}
+    neutral |= {"tools": [{"type": "function", "function": {"name": "f"}, "cache_control": {"type": "ephemeral"}}]}
+    neutral["tool_choice"] = "none"
     sent_back = {"role": "assistant", "content": "Hello", "refusal": None, "annotations": [], "parsed": {"a": 1}}
+    sent_back["content"] = [{"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}]
+    sent_back["cache_control"] = {"type": "ephemeral"}
     plain, full = (
         served.post("/v1/chat/completions", messages=[*MESSAGES, message, *MESSAGES], max_tokens=4, **more)
         for message, more in (({"role": "assistant", "content": "Hello"}, {}), (sent_back, neutral))
     )
     assert full.status_code == 200, full.text
     assert plain.json()["choices"] == full.json()["choices"]
+
+
+@pytest.mark.parametrize("path", ["/embeddings", "/responses", "/%0A" + "x" * 500])
+def test_an_unknown_path_is_refused_with_those_that_exist(client: openai.OpenAI, path: str) -> None:
+    with pytest.raises(openai.NotFoundError, match="is not served: expected POST /v1/chat/completions, ") as error:
+        client.post(path, cast_to=object, body={})
+    assert error.value.code == "unknown_url" and len(error.value.message) < 300
+    with pytest.raises(openai.APIStatusError, match="GET '/v1/completions' is not served") as error_:
+        client.get("/completions", cast_to=object)
+    assert error_.value.status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("encoding", "status", "says"),
+    [("gzip", 415, "the body is compressed"), ("identity", 400, "invalid JSON: expected text in UTF-8")],
+)
+def test_a_body_that_is_no_text_is_refused(served: Served, encoding: str, status: int, says: str) -> None:
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    answer = httpx.post(served.url + "/v1/completions", content=gzip.compress(b"{}"), headers=headers)
+    assert (answer.status_code, answer.json()["error"]["message"][: len(says)]) == (status, says)
 
 
 @pytest.mark.parametrize(

@@ -348,6 +348,7 @@ def test_invalid_tools_and_calls_are_refused(tooled: Served, body: dict[str, Any
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             'messages.0.content.0: unsupported part \'image_url\': expected {"type": "text", "text": ...}',
         ),
+        ({"guided_json": {}}, "guided_json: unknown field: use response_format"),
         ({"functions": []}, "functions: unknown field: use tools"),
         ({"function_call": "auto"}, "function_call: unknown field: use tool_choice"),
         ({"system": "Hi"}, 'system: unknown field: send a message with "role": "system"'),
@@ -390,6 +391,7 @@ def test_a_request_sets_variables_of_the_template(tooled: Served) -> None:
         ({}, {}),
         ({"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
         ({"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
+        ({"verbosity": "low"}, {"verbosity": "low"}),
         ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
         ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "none"}),
     ):

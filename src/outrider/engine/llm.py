@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
@@ -231,6 +231,9 @@ class LLM:
                 self.engine.abort(entry.request.request_id)
             self._final_stats = self.engine.stats
             del self.engine, self.policy, self.proposer, self.runner
+
+    def __reduce__(self) -> NoReturn:
+        raise OutriderError("an LLM cannot be pickled or copied: create it in the process that uses it")
 
     def __enter__(self) -> LLM:
         return self

@@ -10,6 +10,7 @@ from time import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from outrider.runner.tokenizers import token_bytes
+from outrider.server.echo import Echo
 from outrider.server.replies import Reply
 
 if TYPE_CHECKING:
@@ -34,6 +35,12 @@ class TokenTexts:
 
     def bytes_of(self, token: int) -> bytes:
         return self._bytes[token] if token < len(self._bytes) else b""
+
+    def decoded(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens without special ones."""
+        if self._tokenizer is None:
+            return ""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def text(self, token: int) -> str:
         """Return the token's text: OpenAI's ``bytes:`` notation for an incomplete character, the name for a special token."""
@@ -140,10 +147,17 @@ class CompletionAnswer(Answer):
     chunk_kind: ClassVar[str] = "text_completion"
     decoders: dict[int, IncrementalDecoder] = field(default_factory=dict)  # of the characters of each choice
     offsets: dict[int, int] = field(default_factory=dict)  # index of a choice -> number of characters so far
+    echoes: list[Echo] = field(default_factory=list)  # of each prompt, if the answer begins with it
 
     def choice(self, index: int, part: Chunk, is_whole: bool) -> dict[str, Any]:
+        echo = self.echoes[part.prompt_index] if self.echoes else Echo()
+        before = self._logprobs(index, echo.token_ids, echo.logprobs)
+        for name in ("token_logprobs", "top_logprobs"):
+            before[name][:1] = [None] * len(before[name][:1])  # nothing predicts the first token of a prompt
         logprobs = None if part.logprobs is None else self._logprobs(index, part.token_ids, part.logprobs)
-        return _choice(index, part, logprobs, text=part.text)
+        if logprobs is not None:
+            logprobs = {name: before[name] + logprobs[name] for name in logprobs}
+        return _choice(index, part, logprobs, text=echo.text + part.text)
 
     def _logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         texts, offsets, offset = [self.tokens.text(token) for token in token_ids], [], self.offsets.get(index, 0)

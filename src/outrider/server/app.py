@@ -13,8 +13,9 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
 from outrider import __version__
+from outrider.options import shown
 from outrider.server.config import KeyRing, ServerConfig
-from outrider.server.gate import Gate
+from outrider.server.gate import Gate, error_body
 from outrider.server.service import Service, explained
 from outrider.types import OutriderError
 
@@ -29,12 +30,15 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
         404: "The model is not served here.",
         408: "The body did not arrive in time.",
         413: "The body is too large.",
+        415: "The body is compressed.",
         429: "The queue is full; Retry-After says when to try again.",
         500: "The model failed for this request.",
         503: "The server is shutting down.",
         504: "The answer took too long.",
     }.items()
 }
+
+ROUTES = "POST /v1/chat/completions, POST /v1/completions or GET /v1/models"
 
 
 def create_app(llm: LLM, config: ServerConfig, keys: KeyRing) -> FastAPI:
@@ -100,6 +104,9 @@ def _add_states(app: FastAPI, service: Service) -> None:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     status, body, headers = explained(error)
+    if isinstance(error, HTTPException) and status in (404, 405):  # the router's
+        what = f"{request.method} {shown(request.url.path)} is not served: expected {ROUTES}"
+        body = error_body(what, "invalid_request_error", "unknown_url")
     if status in (429, 503):
         request.app.state.service.metrics.refused(status)
     return JSONResponse(body, status, headers)

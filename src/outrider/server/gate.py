@@ -100,6 +100,8 @@ class Gate:
             if client is None:
                 return _error(401, "missing or unknown API key: send Authorization: Bearer <key>", code="invalid_api_key")
             call.client = client if len(self._keys) or address is None else replace(client, connection="{}:{}".format(*address))
+        if headers.get("content-encoding", "identity").lower() != "identity":
+            return _error(415, "the body is compressed: send it without the header Content-Encoding")
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self._config.max_body:
             return _error(413, self._too_large())

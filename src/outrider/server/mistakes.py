@@ -19,6 +19,8 @@ WORDS = {
 INSTEAD = {
     "functions": ": use tools",
     "function_call": ": use tool_choice",
+    "guided_json": ": use response_format",
+    "structured_outputs": ": use response_format",
     "system": ': send a message with "role": "system"',
 }
 MAX_ERRORS = 32  # of pydantic's that are read

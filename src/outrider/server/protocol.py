@@ -192,12 +192,13 @@ class SamplingFields(Body):
     best_of: Literal[1] | None = None
     min_tokens: Literal[0] | None = None
     # accepted and ignored
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: Text | None = None
     user: Text | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
+    prompt_cache_retention: Text | None = None
 
     @model_validator(mode="after")
     def _streamed(self) -> Self:
@@ -243,10 +244,16 @@ class SamplingFields(Body):
 class CompletionBody(SamplingFields):
     """Body of ``POST /v1/completions``."""
 
-    echo: Literal[False] = False
+    echo: bool = False
     prompt: Text | TokenIds | Annotated[list[Text], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _echoed(self) -> Self:
+        if self.echo and self.stream:
+            raise ValueError("echo cannot be combined with stream")
+        return self
 
     def prompts(self) -> list[str] | list[list[int]]:
         """Return the prompts as a list of strings or token ids."""
@@ -258,6 +265,7 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: Text
+    cache_control: Any = Field(None, exclude=True)  # accepted and ignored: a hint of Anthropic's API
 
     @model_validator(mode="before")
     @classmethod
@@ -297,6 +305,7 @@ class Message(Body):
     refusal: Text | None = None
     annotations: list[Any] | None = None
     parsed: Any = None
+    cache_control: Any = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
@@ -333,6 +342,7 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
+    cache_control: Any = Field(None, exclude=True)  # accepted and ignored
 
     def arguments_schema(self, place: str = "#") -> dict[str, Any]:
         """Return the JSON schema of the arguments; ``place``: where it is inserted in another schema."""
@@ -371,8 +381,10 @@ class ChatBody(SamplingFields):
     tools: Annotated[list[Tool], Field(fail_fast=True), _at_most(MAX_TOOLS, "tools")] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
+    prediction: dict[str, Any] | None = None  # accepted and ignored: expected text, which does not change the answer
     include_reasoning: bool = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
     chat_template_kwargs: Annotated[dict[Text, Any], AfterValidator(_shallow), AfterValidator(_variables)] = Field(
         default_factory=dict
     )
@@ -410,9 +422,10 @@ class ChatBody(SamplingFields):
     @property
     def variables(self) -> dict[str, Any]:
         """The variables for the chat template. Without effort templates that know ``enable_thinking`` disable reasoning."""
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        named = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        given = {name: value for name, value in named.items() if value is not None}
         thinking = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
-        return {**effort, **thinking, **self.chat_template_kwargs}
+        return {**given, **thinking, **self.chat_template_kwargs}
 
     @property
     def is_json(self) -> bool:

@@ -21,6 +21,7 @@ from outrider.errors import PromptTooLong
 from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts
 from outrider.server.bridge import Busy, EngineBridge, Stopping, Stream
 from outrider.server.config import ServerConfig
+from outrider.server.echo import Echo, prompt_logprobs
 from outrider.server.gate import CLOSED, Call, error_body
 from outrider.server.grammar import Grammars, TokenGrammar
 from outrider.server.metrics import Metrics
@@ -65,9 +66,26 @@ class Service:
         """Handle ``POST /v1/completions``."""
         given, call = body.prompts(), _call(http)
         answer = CompletionAnswer("cmpl-" + call.request_id, self.config.name, self._tokens)
-        encode = partial(self._prompts.encode, given, call.client)
+
+        async def encode() -> list[list[int]]:
+            prompts = await self._prompts.encode(given, call.client)
+            if body.echo:
+                answer.echoes = await self._echoes(given, prompts, body, call)
+            return prompts
+
         params = partial(body.params, body.max_tokens, body.logprobs)
         return await self._answer(body, http, answer, len(given) * body.n, encode, params)
+
+    async def _echoes(
+        self, given: list[str] | list[list[int]], prompts: list[list[int]], body: CompletionBody, call: Call
+    ) -> list[Echo]:
+        """Return the prompts as parts of the answer; if log-probabilities are asked for, with theirs."""
+        texts = [each if isinstance(each, str) else await self._aside(partial(self._tokens.decoded, each)) for each in given]
+        if body.logprobs is None:
+            return [Echo(text) for text in texts]
+        deadline = call.arrived + self.config.request_timeout
+        found = await prompt_logprobs(self.llm, self.bridge, prompts, body.logprobs, deadline, call.client)
+        return [Echo(*each) for each in zip(texts, prompts, found, strict=True)]
 
     async def chat(self, body: ChatBody, http: Request) -> Response:
         """Handle ``POST /v1/chat/completions``."""
@@ -332,8 +350,9 @@ class EventStream(StreamingResponse):
 
 def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Return the HTTP status, body and headers for an error."""
-    if isinstance(error, HTTPException):
-        return error.status_code, error_body(str(error.detail), "invalid_request_error"), dict(error.headers or {})
+    if isinstance(error, HTTPException):  # FastAPI's own, with status 400, is about bytes that are no text
+        what = "invalid JSON: expected text in UTF-8" if error.status_code == 400 else str(error.detail)
+        return error.status_code, error_body(what, "invalid_request_error"), dict(error.headers or {})
     if isinstance(error, RequestValidationError):
         inside = [{**each, "loc": each["loc"][1:]} for each in error.errors()]  # the first part is "body"
         where = inside[0]["loc"] if inside[0]["type"] != "json_invalid" else ()  # of broken JSON it is a position

@@ -1,0 +1,71 @@
+"""Completions that begin with their prompt, as evaluation harnesses ask for log-likelihoods."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from .served import Served
+
+PROMPTS = ["def add(first, second):\n    return", "The ship é ☃ sailed"]
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def model(target: Path) -> PreTrainedModel:
+    """The target without Outrider."""
+    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+
+
+@torch.no_grad()
+def after_each(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    """Log-probabilities [T, V] of the tokens after each token."""
+    return model(torch.tensor([ids])).logits[0].log_softmax(-1)
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_an_echo_has_the_log_probabilities_of_its_prompt(
+    client: openai.OpenAI, served: Served, model: PreTrainedModel, as_ids: bool
+) -> None:
+    end = served.llm.tokenizer.eos_token_id  # type: ignore[union-attr]
+    all_ids = [served.llm.encode(prompt) for prompt in PROMPTS] + [[end], [5, end, 9, end]]
+    given: Any = all_ids if as_ids else PROMPTS
+    asked: dict[str, Any] = {"model": "outrider", "prompt": given, "max_tokens": 3, "logprobs": 2, "n": 2, "temperature": 0}
+    echoed, usual = (client.completions.create(**asked, echo=echo) for echo in (True, False))
+    assert echoed.usage is not None and echoed.usage.completion_tokens == usual.usage.completion_tokens  # type: ignore[union-attr]
+    for choice, after in zip(echoed.choices, usual.choices, strict=True):
+        ids = all_ids[choice.index // 2]
+        text = served.llm.tokenizer.decode(ids, skip_special_tokens=True)  # type: ignore[union-attr]
+        assert choice.text == text + after.text and choice.finish_reason == after.finish_reason
+        found, later = choice.logprobs, after.logprobs
+        assert found is not None and later is not None and found.token_logprobs and found.top_logprobs and later.tokens
+        assert found.token_logprobs[len(ids) :] == later.token_logprobs and found.tokens[len(ids) :] == later.tokens  # type: ignore[index]
+        assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+        expected = after_each(model, ids)
+        for place, token in enumerate(ids[1:]):
+            assert found.token_logprobs[place + 1] == pytest.approx(expected[place, token].item(), abs=1e-3)
+            likeliest = max(found.top_logprobs[place + 1].values())
+            assert likeliest == pytest.approx(expected[place].max().item(), abs=1e-3)
+        assert found.text_offset and found.text_offset[len(ids)] == len(text)
+
+
+def test_an_echo_without_log_probabilities_is_text(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "outrider", "prompt": PROMPTS, "max_tokens": 4, "temperature": 0}
+    echoed, usual = (client.completions.create(**asked, echo=echo) for echo in (True, False))
+    assert [each.text for each in echoed.choices] == [
+        prompt + each.text for prompt, each in zip(PROMPTS, usual.choices, strict=True)
+    ]
+
+
+def test_an_echo_in_a_stream_is_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="echo cannot be combined with stream"):
+        client.completions.create(model="outrider", prompt="a", echo=True, stream=True)
