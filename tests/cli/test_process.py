@@ -33,6 +33,15 @@ def test_help_imports_no_heavy_libraries(args: list[str]) -> None:
     assert done.stdout.strip()
 
 
+def test_triton_finds_no_frozen_objects_at_exit() -> None:
+    """Otherwise its bindings report dozens of leaked objects after the answer."""
+    program = (
+        "import gc, sys; from outrider.cli import main\n"
+        "sys.modules['triton'] = sys; gc.freeze(); main(['--version']); sys.exit(gc.get_freeze_count() > 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60).returncode == 0
+
+
 def test_no_arguments_shows_the_help() -> None:
     done = run()
     assert "generate" in done.stdout + done.stderr and "Traceback" not in done.stderr

@@ -81,7 +81,7 @@ def drafter(**changes):
     more = {"layer_types": KINDS * 2, "num_kv_shared_layers": 4, "vocab_size_per_layer_input": 0}
     text = Gemma4TextConfig(**SHARED | sizes | more)
     config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=HIDDEN, **changes)
-    with pytest.MonkeyPatch.context() as patch:  # transformers 5.23 rejects configs in which all layers are shared
+    with pytest.MonkeyPatch.context() as patch:  # until 5.24 transformers rejects configs in which all layers are shared
         patch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(lambda own: ["reuse"] * own.num_hidden_layers))
         model = seeded(Gemma4AssistantForCausalLM(config), 1)
     if model.masked_embedding is not None:

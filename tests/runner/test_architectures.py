@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.models.gptj import modeling_gptj
 
 from outrider import LLM
 from outrider.runner import ModelRunner, RunnerConfig
@@ -134,10 +135,10 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     "whisper": DECODER | {"max_target_positions": 64},  # does not support logits_to_keep
     "longcat_flash": LONGCAT,  # its router multiplies by its own weight
 }
-OWN_ATTENTION: dict[str, dict[str, object]] = {
-    **{kind: {} for kind in ("bloom", "diffllama", "doge", "falcon", "mpt")},
-    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
-}
+OWN_ATTENTION: dict[str, dict[str, object]] = {kind: {} for kind in ("bloom", "diffllama", "doge", "falcon", "mpt")}
+# Until transformers 5.24 its attention is its own.
+GPT_J = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4}
+(ARCHITECTURES if hasattr(modeling_gptj, "ALL_ATTENTION_FUNCTIONS") else OWN_ATTENTION)["gptj"] = {**GPT_J}
 LENGTHS = (3, 20, 37)
 
 

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from outrider.runner import ModelRunner, RunnerConfig
 from outrider.runner.kv_cache import CacheShape, KVCache, LayerShape
+from outrider.runner.loading import cache_argument
 from outrider.runner.longrope import LongTexts
 from outrider.runner.model_runner import shared_chunk
 from outrider.runner.survey import survey_without_weights
@@ -23,7 +24,7 @@ def fresh(model, text):
     """Return keys and values of a plain forward pass: [L, Hkv, T, D] each."""
     cache = DynamicCache()
     with torch.no_grad():
-        model(input_ids=torch.tensor([text]), past_key_values=cache, use_cache=True)
+        model(input_ids=torch.tensor([text]), **{cache_argument(model): cache}, use_cache=True)
     return torch.stack([layer.keys[0] for layer in cache.layers]), torch.stack([layer.values[0] for layer in cache.layers])
 
 

@@ -409,3 +409,47 @@ def test_the_self_check_detects_wrong_passes(kind, wrong, monkeypatch):
         forward = type(model).forward
         monkeypatch.setattr(type(model), "forward", lambda self, logits_to_keep=0, **inputs: forward(self, **inputs))
     assert re.search("gives different logits with Outrider's cache|fails when it runs", refusal(model))
+
+
+class WithKeys:
+    def forward(self, input_ids, position_ids=None, attention_mask=None, past_key_values=None): ...
+
+
+class WithKeysRenamed:
+    _is_stateful = True  # has recurrent layers, too
+
+    def forward(self, input_ids, position_ids=None, attention_mask=None, cache=None): ...
+
+
+class Recurrent:
+    def forward(self, input_ids, attention_mask=None, cache_params=None): ...
+
+
+class RecurrentRenamed:
+    _is_stateful = True
+
+    def forward(self, input_ids, attention_mask=None, cache=None): ...
+
+
+class RecurrentWithoutMask:
+    _is_stateful = False
+
+    def forward(self, input_ids, cache=None): ...
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "takes_mask"),
+    [
+        (WithKeys, "past_key_values", True),
+        (WithKeysRenamed, "cache", True),
+        (Recurrent, "cache_params", False),
+        (RecurrentRenamed, "cache", False),
+        (RecurrentWithoutMask, "cache", False),
+    ],
+)
+def test_the_cache_has_the_name_that_the_release_gives_it(kind, name, takes_mask):
+    """transformers 5.24 renamed ``past_key_values`` and ``cache_params`` to ``cache``."""
+    past = object()
+    arguments = loading.pass_arguments(kind(), past, torch.zeros(1, 2, dtype=torch.long), by_request=False)
+    assert arguments[name] is past
+    assert arguments.keys() == {name, "position_ids", "use_cache"} | ({"attention_mask"} if takes_mask else set())

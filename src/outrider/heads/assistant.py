@@ -201,7 +201,7 @@ def load(source: str | Path, target: ModelRunner) -> AssistantHead:
 def _decoder(config: PreTrainedConfig) -> PreTrainedModel:
     """Return the assistant's layers without weights.
 
-    transformers 5.23 cannot make them: its config refuses models all of whose layers read keys and values of others.
+    Until 5.24 transformers cannot make them: its config refuses models all of whose layers read keys and values of others.
     """
     text = copy.deepcopy(text_config(config))
     kind = MODEL_MAPPING[type(text)]

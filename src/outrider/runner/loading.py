@@ -268,14 +268,28 @@ def pass_arguments(model: PreTrainedModel, past: Cache, positions: Tensor, by_re
 
     ``by_request``: the model creates its own masks, which are correct for a single request.
     """
-    names = inspect.signature(type(model).forward).parameters
-    if "past_key_values" not in names and "cache_params" in names:  # only recurrent layers, which would apply the mask
-        return {"position_ids": positions, "cache_params": past, "use_cache": True}
+    names, name = inspect.signature(type(model).forward).parameters, cache_argument(model)
+    if _is_only_recurrent(model):  # it would apply the mask
+        return {"position_ids": positions, name: past, "use_cache": True}
     if by_request:
-        return {"past_key_values": past, "use_cache": True, **({"position_ids": positions} if "position_ids" in names else {})}
+        return {name: past, "use_cache": True, **({"position_ids": positions} if "position_ids" in names else {})}
     # Every model passes a 4-D mask on unchanged, and Outrider's attention ignores it.
     mask = positions.new_ones((1, 1, 1, 1), dtype=torch.bool)
-    return {"position_ids": positions, "past_key_values": past, "attention_mask": mask, "use_cache": True}
+    return {"position_ids": positions, name: past, "attention_mask": mask, "use_cache": True}
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Return the name of the argument of ``forward`` that takes the cache: transformers 5.24 renamed it to ``cache``."""
+    names = inspect.signature(type(model).forward).parameters
+    return next((name for name in ("past_key_values", "cache", "cache_params") if name in names), "past_key_values")
+
+
+def _is_only_recurrent(model: PreTrainedModel) -> bool:
+    """Return whether the model has only recurrent layers, which take no positions."""
+    names, name = inspect.signature(type(model).forward).parameters, cache_argument(model)
+    if name == "cache":
+        return "position_ids" not in names and (model._is_stateful or "attention_mask" not in names)
+    return name == "cache_params"
 
 
 def keeps_logits(model: PreTrainedModel) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from outrider.runner.loading import cache_argument
 from outrider.train.decoder import evaluating
 
 
@@ -30,9 +33,10 @@ def continue_rows(
     ids = prompts
     temperature = temperature[:, None]
     greedy, divisor = temperature == 0, temperature.clamp(min=1e-3)
+    past: dict[str, Any] = {cache_argument(model): cache}
     with evaluating(model):
         for position in range(length, length + new_tokens):
-            logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            logits = model(input_ids=ids, **past, use_cache=True, logits_to_keep=1).logits
             scores = logits[:, -1, :vocab_size].float()
             probs = (scores / divisor).softmax(-1)
             drawn = torch.multinomial(probs, 1, replacement=True, generator=generator)  # otherwise one number per token
