@@ -543,8 +543,8 @@ def test_a_tokenizer_may_have_a_template_for_tools(tmp_path: Path) -> None:
     assert counts == [len(llm.chat_prompt([USER], TOOLS)), len(llm.chat_prompt([USER]))] and counts[0] > 2 * counts[1]
 
 
-def test_python_shows_tools_and_keeps_special_tokens(tooled: Served) -> None:
-    llm, tokenizer = tooled.llm, tooled.llm.tokenizer
+def test_python_shows_tools_and_keeps_special_tokens(tooled: Served, tmp_path: Path) -> None:
+    llm, tokenizer = load(tmp_path, CHATML), tooled.llm.tokenizer  # another one: a server owns its LLM
     assert tokenizer is not None
     start = tokenizer.convert_tokens_to_ids("<|im_start|>")
     for skip, text in ((True, ""), (False, "<|im_start|>" * 3)):
