@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.utils import logging as transformers_logging
+from transformers.utils.generic import ModelOutput
 
 from outrider.files import is_path, not_a_model_folder
 from outrider.hub import fetch_configs, fetch_weights, is_cached_only, is_hub_id
@@ -32,6 +33,8 @@ from outrider.runner.checkpoints.stored import without_quantization
 from outrider.runner.checkpoints.weight import Format
 from outrider.types import OutriderError, first_line
 
+# The cache's name for a ``forward`` that takes any argument; transformers 5.24 added the property of the old name.
+ANY_CACHE = "cache" if hasattr(ModelOutput, "past_key_values") else "past_key_values"
 LAYER = r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\."  # layer index in a tensor's name
 # Names that quantisers give to a layer's numbers beside its codes.
 SCALES = re.compile(r"weight_scale(_inv|_2)?|input_scale|weight_packed|qweight|qzeros|scales|absmax|SCB")
@@ -281,7 +284,7 @@ def pass_arguments(model: PreTrainedModel, past: Cache, positions: Tensor, by_re
 def cache_argument(model: PreTrainedModel) -> str:
     """Return the name of the argument of ``forward`` that takes the cache: transformers 5.24 renamed it to ``cache``."""
     names = inspect.signature(type(model).forward).parameters
-    return next((name for name in ("past_key_values", "cache", "cache_params") if name in names), "past_key_values")
+    return next((name for name in ("past_key_values", "cache", "cache_params") if name in names), ANY_CACHE)
 
 
 def _is_only_recurrent(model: PreTrainedModel) -> bool:
