@@ -1,6 +1,6 @@
 """Build the tokenizer that a GGUF file holds, with the token ids of the original model's tokenizer.
 
-transformers reads the file; what it gets wrong (5.20 to 5.24) is mended here: special tokens outside the byte alphabet, merges
+transformers reads the file; what it gets wrong (5.21 to 5.24) is mended here: special tokens outside the byte alphabet, merges
 that Llama 3's rule ignores, the prefix space of Llama 2, and BOS where the file does not say.
 """
 
