@@ -54,7 +54,7 @@ def test_bodies_of_requests_are_read_with_their_defaults(tmp_path: Path) -> None
         {"custom_id": "a", "method": "POST", "body": {"model": "m", "prompt": "Hello", "temperature": 0.5}},
     )
     chat, completion = read_file(file, 8, DEFAULTS)
-    assert chat.prompt.messages[0]["content"] == "Hi there"
+    assert chat.prompt.messages[0]["content"] == "Hi\n there"
     assert chat.params.temperature == 1.0 and chat.params.max_tokens == 7
     assert completion.prompt.text == "Hello" and completion.params.temperature == 0.5
 
