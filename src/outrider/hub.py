@@ -113,13 +113,13 @@ class Repository(NamedTuple):
 
 def is_hub_id(source: object) -> bool:
     """Return whether a source is the name of a repository, and neither a path nor a file."""
-    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     if not isinstance(source, (str, Path)) or not str(source) or is_path(source) or expanded(source).exists():
         return False
     try:
-        try_to_load_from_cache(str(source), CONFIG[0])
-    except ValueError:  # not a valid name
+        validate_repo_id(str(source))
+    except ValueError:
         return False
     return True
 
@@ -129,7 +129,7 @@ def fetch_configs(source: object, required: Collection[str] = CONFIG) -> None:
 
     Raises ``OutriderError`` if it cannot be downloaded and is not in the cache, or has none of the ``required`` files.
     """
-    there = _listed(str(source)) if is_hub_id(source) and is_reachable() else None
+    there = _repository(source)
     if there is None:
         return
     if not any(name in there.sizes for name in required):
@@ -143,7 +143,7 @@ def fetch_weights(source: object, growth: float = 0.0) -> None:
     ``growth``: bytes in memory per byte in the files; 0 if unknown. Raises ``OutriderError`` before the download if they exceed
     the memory or the disk, or if there are none.
     """
-    there = _listed(str(source)) if is_hub_id(source) and is_reachable() else None
+    there = _repository(source)
     if there is None:
         return
     names = _weight_names(str(source), there.sizes)
@@ -159,7 +159,7 @@ def is_cached_only(source: object) -> bool:
 
     Otherwise transformers would repeat each request several times.
     """
-    return is_hub_id(source) and (not is_reachable() or _listed(str(source)) is None)
+    return is_hub_id(source) and _repository(source) is None
 
 
 def fetch(source: str) -> Path:
@@ -174,6 +174,11 @@ def fetch(source: str) -> Path:
             else f"cannot download {source}: expected a Hugging Face id owner/name"
         )
     return folder
+
+
+def _repository(source: object) -> Repository | None:
+    """Return what the repository of a hub id holds; None for other sources, and if the cache must do."""
+    return _listed(str(source)) if is_hub_id(source) and is_reachable() else None
 
 
 @cache
@@ -260,8 +265,9 @@ def _snapshot(repository: str, names: Sequence[str]) -> Path:
 def _folder(repository: str) -> Path:
     """Return the folder of a repository in the download cache, which may not exist."""
     from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
 
-    return Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
+    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
 
 
 def _is_main(snapshot: Path) -> bool:

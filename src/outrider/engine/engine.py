@@ -339,12 +339,12 @@ class Engine:
         logger.debug("request %s failed", entry.request.request_id, exc_info=error)
         stats = self._ledger.of(entry.request.request_id)
         text = self._end(entry, "error")
-        return Emission(entry.request.request_id, [], [], text, None, "error", None, _message(error), stats)
+        return Emission(entry.request.request_id, text=text, finish_reason="error", error=_message(error), stats=stats)
 
 
 def lost(request_id: str, error: BaseException) -> Emission:
     """Error emission for a request that the engine does not know: rejected, lost in a step that failed, or after a stop."""
-    return Emission(request_id, [], [], "", None, "error", None, _message(error), GenerationStats())
+    return Emission(request_id, finish_reason="error", error=_message(error))
 
 
 def _message(error: BaseException | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -271,8 +271,11 @@ def pass_arguments(model: PreTrainedModel, past: Cache, positions: Tensor, by_re
 
     ``by_request``: the model creates its own masks, which are correct for a single request.
     """
-    names, name = inspect.signature(type(model).forward).parameters, cache_argument(model)
-    if _is_only_recurrent(model):  # it would apply the mask
+    names = inspect.signature(type(model).forward).parameters
+    name = _cache_argument(names)
+    takes_no_positions = name == "cache" and "position_ids" not in names
+    if name == "cache_params" or (takes_no_positions and (model._is_stateful or "attention_mask" not in names)):
+        # only recurrent layers, which would apply the mask
         return {"position_ids": positions, name: past, "use_cache": True}
     if by_request:
         return {name: past, "use_cache": True, **({"position_ids": positions} if "position_ids" in names else {})}
@@ -283,16 +286,11 @@ def pass_arguments(model: PreTrainedModel, past: Cache, positions: Tensor, by_re
 
 def cache_argument(model: PreTrainedModel) -> str:
     """Return the name of the argument of ``forward`` that takes the cache: transformers 5.24 renamed it to ``cache``."""
-    names = inspect.signature(type(model).forward).parameters
+    return _cache_argument(inspect.signature(type(model).forward).parameters)
+
+
+def _cache_argument(names: Collection[str]) -> str:
     return next((name for name in ("past_key_values", "cache", "cache_params") if name in names), ANY_CACHE)
-
-
-def _is_only_recurrent(model: PreTrainedModel) -> bool:
-    """Return whether the model has only recurrent layers, which take no positions."""
-    names, name = inspect.signature(type(model).forward).parameters, cache_argument(model)
-    if name == "cache":
-        return "position_ids" not in names and (model._is_stateful or "attention_mask" not in names)
-    return name == "cache_params"
 
 
 def keeps_logits(model: PreTrainedModel) -> bool:

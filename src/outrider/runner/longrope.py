@@ -23,13 +23,14 @@ class LongRope(nn.Module):
 
     is_long: Tensor
 
-    def __init__(self, rotary: nn.Module, is_long: Tensor) -> None:
-        """``is_long`` bool [R, 1]: whether the sequence of each cache row exceeds the original window; changed in place."""
+    def __init__(self, rotary: nn.Module, border: int, is_long: Tensor) -> None:
+        """``border``: the original window; ``is_long`` bool [R, 1]: whether each cache row's sequence exceeds it.
+
+        ``is_long`` is changed in place.
+        """
         super().__init__()
-        border = original_window(rotary)
-        assert border is not None  # settle_longrope passes others by
         self.border = border
-        self.short, self.long = settled(rotary, 0), settled(rotary, self.border)
+        self.short, self.long = settled(rotary, 0), settled(rotary, border)
         self.register_buffer("is_long", is_long, persistent=False)
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
@@ -101,7 +102,7 @@ def settle_longrope(model: PreTrainedModel, max_len: int, num_rows: int) -> Long
             continue  # it chooses by the longest sequence, and none is longer
         if max_len > border and texts is None:
             texts = LongTexts(border, num_rows, model.device)
-        model.set_submodule(name, LongRope(module, texts.is_long) if texts is not None else settled(module, 0))
+        model.set_submodule(name, LongRope(module, border, texts.is_long) if texts is not None else settled(module, 0))
     return texts
 
 

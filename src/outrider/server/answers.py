@@ -150,13 +150,11 @@ class CompletionAnswer(Answer):
     echoes: list[Echo] = field(default_factory=list)  # of each prompt, if the answer begins with it
 
     def choice(self, index: int, part: Chunk, is_whole: bool) -> dict[str, Any]:
-        echo = self.echoes[part.prompt_index] if self.echoes else Echo()
-        before = self._logprobs(index, echo.token_ids, echo.logprobs)
-        for name in ("token_logprobs", "top_logprobs"):
-            before[name][:1] = [None] * len(before[name][:1])  # nothing predicts the first token of a prompt
-        logprobs = None if part.logprobs is None else self._logprobs(index, part.token_ids, part.logprobs)
-        if logprobs is not None:
-            logprobs = {name: before[name] + logprobs[name] for name in logprobs}
+        echo, logprobs = self.echoes[part.prompt_index] if self.echoes else Echo(), None
+        if part.logprobs is not None:
+            logprobs = self._logprobs(index, [*echo.token_ids, *part.token_ids], [*echo.logprobs, *part.logprobs])
+            if echo.token_ids:  # nothing predicts the first token of a prompt
+                logprobs["token_logprobs"][0] = logprobs["top_logprobs"][0] = None
         return _choice(index, part, logprobs, text=echo.text + part.text)
 
     def _logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:

@@ -77,10 +77,9 @@ def _backend(architecture: str, entries: Mapping[str, Any]) -> Tokenizer:
     state = json.loads(transformers_gguf.convert_gguf_tokenizer(architecture, dict(entries))[0].to_str())
     tokens, rule, vocabulary = entries["tokens"], entries.get("pre_tokenizer_type"), state["model"]["vocab"]
     spelled = {index: token for token, index in vocabulary.items()}
-    added = [each for each in state["added_tokens"] if each["id"] < len(tokens)]  # GPT-2's own special token may be another
     types = entries.get("token_type") or ()
-    if types:
-        added = []
+    # If the file has no types: those of transformers, without GPT-2's own special token if the vocabulary lacks it.
+    added = [] if types else [each for each in state["added_tokens"] if each["id"] < len(tokens)]
     for index, (token, kind) in enumerate(zip(tokens, types, strict=False)):
         if kind in (CONTROL, USER_DEFINED):
             # transformers spells every token in the byte alphabet that has other characters, such as DeepSeek's bars.
