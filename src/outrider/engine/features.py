@@ -11,6 +11,8 @@ from torch import Tensor
 
 from outrider.types import Context, Request, joined
 
+MAX_ROUNDS = 64  # kept apart for a request; then they are copied, because each holds the states of the whole batch
+
 Hidden = Mapping[int, Sequence[Tensor]]  # layer -> by request: [T + 1 + num_drafts, H], see ``Scores``
 
 
@@ -53,7 +55,11 @@ class FeatureStore:
             num_generated = num_before - request.num_prompt_tokens
             self._prompts[request_id] = _States(hidden, row, num_before, 0, num_drafts + num_generated + 1, [])
         states = _States(hidden, row, num_before, self._num_kept.get(request_id, 0), num_drafts, path)
-        self._unseen.setdefault(request_id, []).append(states)
+        unseen = self._unseen.setdefault(request_id, [])
+        unseen.append(states)
+        if len(unseen) > MAX_ROUNDS:
+            copies = {layer: [joined([each.kept(layer) for each in unseen])] for layer in self.layers}
+            unseen[:] = [_States(copies, 0, num_before + len(path), 0, 0, [])]
         self._num_kept[request_id] = num_before + len(path)
 
     def attach(self, context: Context) -> Context:

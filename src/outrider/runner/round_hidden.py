@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from outrider.runner.layouts import ranges
 from outrider.types import Request
 
 
@@ -47,21 +45,14 @@ class RoundHidden:
     ) -> dict[int, HiddenRows]:
         """Return by hidden state each request's chunks, then its ``lens[b]`` rows of ``hidden`` from ``starts[b]``.
 
-        Those of requests without drafts are not kept: their rows are empty, and the result is {} if there are no others.
+        The result is {} if no request takes drafts.
         """
-        is_read = [request.takes_drafts for request in requests]
-        if not any(is_read):
+        if not any([request.takes_drafts for request in requests]):
             return {}
-        places = None
-        if not all(is_read):
-            lens = [length if is_one else 0 for length, is_one in zip(lens, is_read, strict=True)]
-            places = torch.tensor(ranges(starts, lens))
-            starts = [0, *accumulate(lens)][:-1]
         found = {}
         for index, states in self._kept(hidden):
             earlier = [self._chunks.get((each.request_id, index), []) for each in requests] if self._chunks else []
-            own = states if places is None else states[places.to(states.device)]
-            found[index] = HiddenRows(own, starts, lens, earlier)
+            found[index] = HiddenRows(states, starts, lens, earlier)
         return found
 
     def forget(self, request_ids: Sequence[str]) -> None:
