@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from outrider.engine import features
 from outrider.engine.policy import FixedLength
 from outrider.engine.scheduler import State
 from outrider.proposers.base import Proposer, ScriptedProposer, chain_proposal
@@ -288,13 +289,23 @@ def test_drafts_are_limited_by_what_the_target_can_roll_back():
     assert max(widths) == 2
 
 
-def test_features_of_rounds_without_drafts_reach_the_proposer():
-    runner, lengths = TableRunner(), iter([3, 0, 0, 2, 0, 3] + [1] * 40)
-    policy = FixedLength(0)
+@pytest.mark.parametrize("most", [1, 2, features.MAX_ROUNDS])
+def test_features_of_rounds_without_drafts_reach_the_proposer(monkeypatch, most):
+    monkeypatch.setattr(features, "MAX_ROUNDS", most)  # what is kept of more rounds is copied
+    runner, lengths = TableRunner(), iter([3, 0, 0, 2, 0, 0, 0, 0, 0, 3] + [1] * 40)
+    policy = FixedLength(3)  # one of 0 takes no request to drafting, and nothing is kept
     policy.next_lengths = lambda context: [next(lengths)] * len(context.requests)
-    engine = make_engine(Features(runner), policy=policy, runner=runner)
-    assert outputs(run(engine, requests())) == plain()
-    assert engine.stats.faults == 0
+    proposer, longest = Features(runner), 0
+    engine = make_engine(proposer, policy=policy, runner=runner)
+    for request in requests():
+        engine.add(request)
+    found = {request.request_id: [] for request in requests()}
+    while engine.has_work:
+        for emission in engine.step():
+            found[emission.request_id].append(emission)
+        longest = max([longest, *map(len, engine._guard._features._unseen.values())])
+    assert outputs(found) == plain()
+    assert engine.stats.faults == 0 and longest == min(most, 6)
 
 
 def test_features_of_a_prompt_reach_each_of_its_samples():
