@@ -15,7 +15,7 @@ EXPERT_TENSOR = re.compile(r"(blk\.\d+\.ffn_)(gate|up|down)_exps\.(weight|bias)"
 Array = np.ndarray[Any, Any]
 Values = dict[str, Any]  # arguments of a config class of transformers
 Entry = Callable[[str], Any]  # name without the architecture -> its value, or None
-Tensors = Mapping[str, Any]  # gguf.gguf_reader.ReaderTensor by name
+Tensors = Mapping[str, Any]  # ``file.FileTensor`` by name
 
 
 @dataclass(frozen=True)

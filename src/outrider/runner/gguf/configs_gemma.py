@@ -85,7 +85,7 @@ def gemma3n(entry: Entry, tensors: Tensors, values: Values) -> None:
         "vocab_size_per_layer_input": values["vocab_size"],
         "altup_num_inputs": needed("altup.num_inputs"),
         "altup_active_idx": needed("altup.active_idx"),
-        "laurel_rank": int(tensors["blk.0.laurel_l.weight"].shape[1]),
+        "laurel_rank": tensors["blk.0.laurel_l.weight"].shape[0],
         "activation_sparsity_pattern": [round((1 + erf(scale / 2**0.5)) / 2, 6) for scale in scales],
         "final_logit_softcapping": entry("final_logit_softcapping"),
         "rope_parameters": {
