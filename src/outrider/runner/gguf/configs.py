@@ -184,6 +184,7 @@ def glm4moe(entry: Entry, tensors: Tensors, values: Values) -> None:
 def deepseek_v3(entry: Entry, _: Tensors, values: Values) -> None:
     """Add the sizes of attention over a latent. Head sizes in files are those of one shared head over the latent."""
     rotated, needed = required(entry, "rope.dimension_count"), partial(required, entry)
+    entry("expert_gating_func")  # which tells version 2 from 3, see ``has_sigmoids``
     size = entry("attention.key_length_mla") or needed("attention.key_length")
     width = needed("attention.value_length")  # of the latent where the next entry is
     values |= {
