@@ -25,6 +25,7 @@ class Architecture:
     model_type: str  # transformers' name
     complete: Callable[[Entry, Tensors, Values], None] | None = None  # (entries, tensors, values): adds values
     ignored: str = "(?!)"  # pattern of entries that do not affect text and that ``complete`` does not read; none by default
+    flags: Mapping[str, str] = field(default_factory=dict)  # values that say whether the file has a tensor -> its name
     config_tensors: tuple[str, ...] = ()  # tensors that belong to the config
     scalings: tuple[str, ...] = ("linear", "yarn")  # the supported kinds of scaled rotary positions
     none_if_missing: tuple[str, ...] = ()  # values that are None, not the config class's default, where the file has none

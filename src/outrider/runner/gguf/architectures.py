@@ -21,6 +21,9 @@ def _bias_at(name: str) -> dict[str, str]:
     return {r"exp_probs_b\.bias": name}
 
 
+Q_BIAS = "blk.0.attn_q.bias"
+BIAS = {"attention_bias": Q_BIAS}
+NORMS = {"use_qk_norm": "blk.0.attn_q_norm.weight"}
 QWEN35: dict[str, Any] = {
     "scalings": (),
     "renamed": {r"ssm_dt\.bias": "linear_attn.dt_bias"},
@@ -72,6 +75,7 @@ FALCON_FACTORS = dict.fromkeys(("embedding", "lm_head", "key", "attention_in", "
 FALCON_H1: dict[str, Any] = {  # Files hold products of weights and factors. Embeddings and output head have different factors.
     "fixed": {f"{name}_multiplier": factor for name, factor in FALCON_FACTORS.items()}
     | {"mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5, "tie_word_embeddings": False},
+    "flags": {"mamba_rms_norm": "blk.0.ssm_norm.weight"},
     "renamed": {r"ssm_dt\.bias": "mamba.dt_bias", r"ffn_norm": "pre_ff_layernorm.weight"},
     "restore": changes.restore_mamba2,
 }
@@ -85,7 +89,7 @@ ARCHITECTURES = {
     "qwen3moe": Architecture("qwen3_moe", configs.qwen3moe),
     "qwen3vl": Architecture("qwen3", ignored=ONLY_IMAGES),
     "qwen3vlmoe": Architecture("qwen3_moe", configs.qwen3moe, ignored=ONLY_IMAGES),
-    "qwen2moe": Architecture("qwen2_moe", configs.qwen2moe),
+    "qwen2moe": Architecture("qwen2_moe", configs.qwen2moe, flags={"qkv_bias": Q_BIAS}),
     "qwen3next": Architecture(
         "qwen3_next",
         configs.qwen3next,
@@ -141,25 +145,31 @@ ARCHITECTURES = {
     "olmo2": Architecture("olmo2", variant=lambda entry, _: OLMO3 if entry("attention.sliding_window") else None),
     "olmoe": Architecture("olmoe", configs.olmoe),
     "exaone4": Architecture("exaone4", configs.exaone4, none_if_missing=("sliding_window",)),
-    "seed_oss": Architecture("seed_oss", configs.seed_oss),
-    "glm4": Architecture("glm4", configs.glm4),
-    "glm4moe": Architecture("glm4_moe", configs.glm4moe, renamed=DEEPSEEK_BIAS),
-    "command-r": Architecture("cohere", configs.cohere),
-    "cohere2": Architecture("cohere2", configs.cohere2),
-    "hunyuan-dense": Architecture("hunyuan_v1_dense", configs.hunyuan),
-    "hunyuan-moe": Architecture("hunyuan_v1_moe", configs.hunyuan_moe),
+    "seed_oss": Architecture("seed_oss", flags=BIAS | {"attention_out_bias": "blk.0.attn_output.bias"}),
+    "glm4": Architecture("glm4", configs.glm4, flags=BIAS),
+    "glm4moe": Architecture("glm4_moe", configs.glm4moe, flags=BIAS | NORMS, renamed=DEEPSEEK_BIAS),
+    "command-r": Architecture("cohere", configs.cohere, flags=BIAS | NORMS),
+    "cohere2": Architecture("cohere2", configs.cohere2, flags=BIAS | NORMS),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", flags=BIAS),
+    "hunyuan-moe": Architecture("hunyuan_v1_moe", configs.hunyuan_moe, flags=BIAS),
     "arcee": Architecture("arcee", changes_like="llama"),
     "afmoe": Architecture("afmoe", configs.afmoe, renamed=_bias_at("mlp.expert_bias")),
-    "starcoder2": Architecture("starcoder2", configs.starcoder2, scalings=()),
+    "starcoder2": Architecture("starcoder2", configs.starcoder2, flags={"use_bias": Q_BIAS}, scalings=()),
     "apertus": Architecture(
         "apertus",
         configs.apertus,
+        flags=BIAS,
         layer_entries=tuple(f"xielu.{name}" for name in ("alpha_n", "alpha_p", "beta", "eps")),
         renamed={r"xielu\.(\w+)": r"mlp.act_fn.\1"},
     ),
-    "phimoe": Architecture("phimoe", configs.phimoe, config_tensors=tuple(configs.PHI3_FACTORS.values())),
+    "phimoe": Architecture(
+        "phimoe",
+        configs.phimoe,
+        flags=BIAS | {"lm_head_bias": "output.bias"},
+        config_tensors=tuple(configs.PHI3_FACTORS.values()),
+    ),
     "exaone-moe": Architecture("exaone_moe", configs.exaone_moe, renamed=DEEPSEEK_BIAS),
-    "jais2": Architecture("jais2", configs.jais2),
+    "jais2": Architecture("jais2", configs.jais2, flags=BIAS | {"mlp_bias": "blk.0.ffn_up.bias"}),
     "dots1": Architecture("dots1", configs.dots1, renamed=DEEPSEEK_BIAS),
     "falcon-h1": Architecture("falcon_h1", configs.falcon_h1, **FALCON_H1),
     "deepseek2": Architecture(
@@ -182,7 +192,13 @@ ARCHITECTURES = {
         renamed=_bias_at("feed_forward.expert_bias") | _experts_at("feed_forward.experts"),
     ),
     "nemotron": Architecture("nemotron", configs.nemotron),
-    "stablelm": Architecture("stablelm", configs.stablelm, ignored="use_parallel_residual", scalings=()),
+    "stablelm": Architecture(
+        "stablelm",
+        configs.stablelm,
+        flags={"use_qkv_bias": Q_BIAS},
+        ignored="use_parallel_residual",
+        scalings=(),
+    ),
     "nemotron_h": Architecture("nemotron_h", configs.nemotron_h, **NEMOTRON_H),
     "nemotron_h_moe": Architecture("nemotron_h", configs.nemotron_h, **NEMOTRON_H),
     "gpt-oss": Architecture("gpt_oss", configs.gpt_oss),

@@ -165,20 +165,14 @@ def _add_partial_rotary(entry: Entry, values: Values, theta: float = 1e4) -> Non
     positions["partial_rotary_factor"] = required(entry, "rope.dimension_count") / values["head_dim"]
 
 
-def has_bias(tensors: Tensors) -> bool:
-    return "blk.0.attn_q.bias" in tensors
-
-
-def glm4(entry: Entry, tensors: Tensors, values: Values) -> None:
+def glm4(entry: Entry, _: Tensors, values: Values) -> None:
     _add_partial_rotary(entry, values)
-    values["attention_bias"] = has_bias(tensors)
 
 
 def glm4moe(entry: Entry, tensors: Tensors, values: Values) -> None:
     glm4(entry, tensors, values)
     check_router(entry, SIGMOID)
     add_deepseek_experts(entry, values)
-    values["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
 
 
 def deepseek_v3(entry: Entry, _: Tensors, values: Values) -> None:
@@ -299,11 +293,6 @@ def olmo3(entry: Entry, tensors: Tensors, values: Values) -> None:
     values["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
 
 
-def seed_oss(_: Entry, tensors: Tensors, values: Values) -> None:
-    values["attention_bias"] = has_bias(tensors)
-    values["attention_out_bias"] = "blk.0.attn_output.bias" in tensors
-
-
 def lfm2moe(entry: Entry, tensors: Tensors, values: Values) -> None:
     check_router(entry, SIGMOID)
     lfm2(entry, tensors, values)
@@ -334,16 +323,16 @@ def _add_delta(entry: Entry, values: Values) -> None:
 
 def qwen35moe(entry: Entry, tensors: Tensors, values: Values) -> None:
     qwen35(entry, tensors, values)
-    _add_qwen_experts(entry, values)
+    qwen2moe(entry, tensors, values)
 
 
-def qwen3next(entry: Entry, _: Tensors, values: Values) -> None:
+def qwen3next(entry: Entry, tensors: Tensors, values: Values) -> None:
     _add_delta(entry, values)
-    _add_qwen_experts(entry, values)
+    qwen2moe(entry, tensors, values)
     values["norm_topk_prob"] = True
 
 
-def _add_qwen_experts(entry: Entry, values: Values) -> None:
+def qwen2moe(entry: Entry, _: Tensors, values: Values) -> None:
     add_experts(entry, values, "num_experts", "moe_intermediate_size")
     values["shared_expert_intermediate_size"] = required(entry, "expert_shared_feed_forward_length")
 
@@ -360,17 +349,9 @@ def qwen3moe(entry: Entry, _: Tensors, values: Values) -> None:
     values["norm_topk_prob"] = True  # llama.cpp's code makes the shares of the chosen experts add up to 1
 
 
-def hunyuan(_: Entry, tensors: Tensors, values: Values) -> None:
-    values["attention_bias"] = has_bias(tensors)
-
-
-def cohere(entry: Entry, tensors: Tensors, values: Values) -> None:
-    values |= {
-        "layer_norm_eps": required(entry, "attention.layer_norm_epsilon"),
-        "logit_scale": entry("logit_scale") or 1.0,
-        "attention_bias": has_bias(tensors),
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
-    }
+def cohere(entry: Entry, _: Tensors, values: Values) -> None:
+    values["layer_norm_eps"] = required(entry, "attention.layer_norm_epsilon")
+    values["logit_scale"] = entry("logit_scale") or 1.0
     values.setdefault("rope_parameters", unscaled(values, 1e4))
 
 
@@ -380,22 +361,15 @@ def cohere2(entry: Entry, tensors: Tensors, values: Values) -> None:
     values["layer_types"] = windows(entry, values, period=4)
 
 
-def starcoder2(entry: Entry, tensors: Tensors, values: Values) -> None:
+def starcoder2(entry: Entry, _: Tensors, values: Values) -> None:
     values["rope_parameters"] = {"rope_type": "default", "rope_theta": entry("rope.freq_base") or 1e4}
-    values["use_bias"] = has_bias(tensors)
 
 
 def olmoe(entry: Entry, _: Tensors, values: Values) -> None:
     add_experts(entry, values, "num_experts")
 
 
-def qwen2moe(entry: Entry, tensors: Tensors, values: Values) -> None:
-    _add_qwen_experts(entry, values)
-    values["qkv_bias"] = has_bias(tensors)
-
-
-def hunyuan_moe(entry: Entry, tensors: Tensors, values: Values) -> None:
-    hunyuan(entry, tensors, values)
+def hunyuan_moe(entry: Entry, _: Tensors, values: Values) -> None:
     add_experts(entry, values, "num_experts", chosen="moe_topk")
     shared, widths = entry("expert_shared_count"), [entry(f"expert_{kind}feed_forward_length") for kind in ("", "shared_")]
     if shared != 1 or widths != [values["intermediate_size"]] * 2:
@@ -422,13 +396,10 @@ def afmoe(entry: Entry, _: Tensors, values: Values) -> None:
     }
 
 
-def falcon_h1(entry: Entry, tensors: Tensors, values: Values) -> None:
+def falcon_h1(entry: Entry, _: Tensors, values: Values) -> None:
     _add_recurrent(entry, values, *MAMBA2)
-    values |= {
-        "mamba_d_ssm": entry("ssm.inner_size"),
-        "mamba_rms_norm": "blk.0.ssm_norm.weight" in tensors,
-        "mamba_norm_before_gate": False,  # in llama.cpp's code
-    }
+    values["mamba_d_ssm"] = entry("ssm.inner_size")
+    values["mamba_norm_before_gate"] = False  # in llama.cpp's code
 
 
 def nemotron(entry: Entry, _: Tensors, values: Values) -> None:
@@ -442,7 +413,6 @@ def stablelm(entry: Entry, tensors: Tensors, values: Values) -> None:
     theta = entry("rope.freq_base") or 1e4
     values |= {
         "use_parallel_residual": "blk.0.ffn_norm.weight" not in tensors,  # like llama.cpp, which does not read the entry
-        "use_qkv_bias": has_bias(tensors),
         "rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": rotated},
     }
 
@@ -453,8 +423,7 @@ def phi2(entry: Entry, _: Tensors, values: Values) -> None:
     values["rope_parameters"] = unscaled(values, 1e4) | {"partial_rotary_factor": rotated}
 
 
-def apertus(_: Entry, tensors: Tensors, values: Values) -> None:
-    values["attention_bias"] = has_bias(tensors)
+def apertus(_: Entry, __: Tensors, values: Values) -> None:
     values.setdefault("rope_parameters", unscaled(values, 1.2e7))  # the config class defaults to Llama 3's factors
 
 
@@ -465,12 +434,8 @@ def phimoe(entry: Entry, tensors: Tensors, values: Values) -> None:
             " folder and pass the folder"
         )
     add_experts(entry, values, "num_local_experts")
-    values |= {
-        "sliding_window": entry("attention.sliding_window") or None,  # 0 means none
-        "attention_bias": has_bias(tensors),
-        "lm_head_bias": "output.bias" in tensors,
-        "rope_parameters": unscaled(values, 1e4),
-    }
+    values["sliding_window"] = entry("attention.sliding_window") or None  # 0 means none
+    values["rope_parameters"] = unscaled(values, 1e4)
 
 
 def exaone_moe(entry: Entry, tensors: Tensors, values: Values) -> None:
@@ -482,9 +447,5 @@ def exaone_moe(entry: Entry, tensors: Tensors, values: Values) -> None:
     entry("expert_shared_feed_forward_length")  # that of all shared experts together
 
 
-def jais2(entry: Entry, tensors: Tensors, values: Values) -> None:
-    values |= {
-        "layer_norm_eps": required(entry, "attention.layer_norm_epsilon"),
-        "attention_bias": has_bias(tensors),
-        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-    }
+def jais2(entry: Entry, _: Tensors, values: Values) -> None:
+    values["layer_norm_eps"] = required(entry, "attention.layer_norm_epsilon")

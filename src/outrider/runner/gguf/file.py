@@ -249,6 +249,7 @@ class GgufFile:
         ends = [self.entry(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
         known = list(dict.fromkeys(token_id for token_id in ends if token_id is not None))
         values["eos_token_id"] = known if len(known) > 1 else known[0] if known else None
+        values |= {name: tensor in self.tensors for name, tensor in architecture.flags.items()}
         try:
             add_scaling(entry, values)
             if architecture.complete is not None:
