@@ -27,6 +27,7 @@ class Architecture:
     ignored: str = "(?!)"  # pattern of entries that do not affect text and that ``complete`` does not read; none by default
     flags: Mapping[str, str] = field(default_factory=dict)  # values that say whether the file has a tensor -> its name
     config_tensors: tuple[str, ...] = ()  # tensors that belong to the config
+    router: int | None = None  # llama.cpp's code of what routers do with their scores, if the model does only that
     theta: float | None = None  # base of rotary positions that files may leave out; None: the config class's
     scalings: tuple[str, ...] = ("linear", "yarn")  # the supported kinds of scaled rotary positions
     none_if_missing: tuple[str, ...] = ()  # values that are None, not the config class's default, where the file has none

@@ -6,6 +6,7 @@ from typing import Any
 
 from outrider.runner.gguf import changes, configs, configs_gemma
 from outrider.runner.gguf.architecture import Architecture
+from outrider.runner.gguf.configs import SIGMOID, SOFTMAX
 
 
 def _experts_at(module: str) -> dict[str, str]:
@@ -40,7 +41,7 @@ DEEPSEEK: dict[str, Any] = {
     "shape_of": changes.shape_of_deepseek,
     "restore": changes.restore_deepseek,
 }
-DEEPSEEK_V2 = Architecture("deepseek_v2", configs.deepseek_v2, **DEEPSEEK)
+DEEPSEEK_V2 = Architecture("deepseek_v2", configs.deepseek_v2, router=SOFTMAX, **DEEPSEEK)
 OLMO3 = Architecture("olmo3", configs.olmo3, theta=5e5)
 MIXTRAL = Architecture("mixtral", configs.mixtral, changes_like="llama")
 GRANITE_EXPERTS = {
@@ -152,13 +153,13 @@ ARCHITECTURES = {
     "exaone4": Architecture("exaone4", configs.exaone4, none_if_missing=("sliding_window",)),
     "seed_oss": Architecture("seed_oss", flags=BIAS | {"attention_out_bias": "blk.0.attn_output.bias"}),
     "glm4": Architecture("glm4", configs.partial_rotary, theta=1e4, flags=BIAS),
-    "glm4moe": Architecture("glm4_moe", configs.glm4moe, theta=1e4, flags=BIAS | NORMS, renamed=DEEPSEEK_BIAS),
+    "glm4moe": Architecture("glm4_moe", configs.glm4moe, router=SIGMOID, theta=1e4, flags=BIAS | NORMS, renamed=DEEPSEEK_BIAS),
     "command-r": Architecture("cohere", configs.cohere, theta=1e4, flags=BIAS | NORMS),
     "cohere2": Architecture("cohere2", configs.cohere2, theta=1e4, flags=BIAS | NORMS),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", flags=BIAS),
     "hunyuan-moe": Architecture("hunyuan_v1_moe", configs.hunyuan_moe, flags=BIAS),
     "arcee": Architecture("arcee", changes_like="llama"),
-    "afmoe": Architecture("afmoe", configs.afmoe, renamed=_bias_at("mlp.expert_bias")),
+    "afmoe": Architecture("afmoe", configs.afmoe, router=SIGMOID, renamed=_bias_at("mlp.expert_bias")),
     "starcoder2": Architecture("starcoder2", theta=1e4, flags={"use_bias": Q_BIAS}, scalings=()),
     "apertus": Architecture(
         "apertus",
@@ -174,13 +175,14 @@ ARCHITECTURES = {
         flags=BIAS | {"lm_head_bias": "output.bias"},
         config_tensors=tuple(configs.PHI3_FACTORS.values()),
     ),
-    "exaone-moe": Architecture("exaone_moe", configs.exaone_moe, renamed=DEEPSEEK_BIAS),
+    "exaone-moe": Architecture("exaone_moe", configs.exaone_moe, router=SIGMOID, renamed=DEEPSEEK_BIAS),
     "jais2": Architecture("jais2", configs.jais2, flags=BIAS | {"mlp_bias": "blk.0.ffn_up.bias"}),
-    "dots1": Architecture("dots1", configs.dots1, renamed=DEEPSEEK_BIAS),
+    "dots1": Architecture("dots1", configs.add_deepseek_experts, router=SIGMOID, renamed=DEEPSEEK_BIAS),
     "falcon-h1": Architecture("falcon_h1", configs.falcon_h1, **FALCON_H1),
     "deepseek2": Architecture(
         "deepseek_v3",
         configs.deepseek_v3,
+        router=SIGMOID,
         variant=lambda *file: None if configs.has_sigmoids(*file) else DEEPSEEK_V2,
         **DEEPSEEK,
     ),
@@ -188,11 +190,14 @@ ARCHITECTURES = {
     "ernie4_5-moe": Architecture(
         "ernie4_5_moe", configs.ernie4_5_moe, renamed=_bias_at("mlp.gate.moe_statics.e_score_correction_bias")
     ),
-    "minimax-m2": Architecture("minimax_m2", configs.minimax_m2, theta=1e4, renamed=_bias_at("mlp.e_score_correction_bias")),
+    "minimax-m2": Architecture(
+        "minimax_m2", configs.minimax_m2, router=SIGMOID, theta=1e4, renamed=_bias_at("mlp.e_score_correction_bias")
+    ),
     "lfm2": Architecture("lfm2", configs.lfm2, theta=1e6, scalings=()),
     "lfm2moe": Architecture(
         "lfm2_moe",
         configs.lfm2moe,
+        router=SIGMOID,
         theta=1e6,
         scalings=(),
         changes_like="lfm2",

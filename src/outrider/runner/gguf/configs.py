@@ -126,7 +126,7 @@ def add_experts(entry: Entry, values: Values, count: str, width: str = "", chose
     values |= {own: required(entry, f"expert_{name}") for name, own in names.items() if own}
 
 
-def add_deepseek_experts(entry: Entry, values: Values) -> None:
+def add_deepseek_experts(entry: Entry, _: Tensors, values: Values) -> None:
     """Add what DeepSeek's and GLM's configs say about experts: routed ones in groups, shared ones, first layers without."""
     add_experts(entry, values, "n_routed_experts", "moe_intermediate_size")
     values["n_shared_experts"] = entry("expert_shared_count") or 0
@@ -170,14 +170,12 @@ def partial_rotary(entry: Entry, _: Tensors, values: Values) -> None:
 
 def glm4moe(entry: Entry, tensors: Tensors, values: Values) -> None:
     partial_rotary(entry, tensors, values)
-    check_router(entry, SIGMOID)
-    add_deepseek_experts(entry, values)
+    add_deepseek_experts(entry, tensors, values)
 
 
-def deepseek_v3(entry: Entry, _: Tensors, values: Values) -> None:
+def deepseek_v3(entry: Entry, tensors: Tensors, values: Values) -> None:
     """Add the sizes of attention over a latent. Head sizes in files are those of one shared head over the latent."""
     rotated, needed = required(entry, "rope.dimension_count"), partial(required, entry)
-    entry("expert_gating_func")  # which tells version 2 from 3, see ``has_sigmoids``
     size = entry("attention.key_length_mla") or needed("attention.key_length")
     width = needed("attention.value_length")  # of the latent where the next entry is
     values |= {
@@ -193,12 +191,11 @@ def deepseek_v3(entry: Entry, _: Tensors, values: Values) -> None:
     if values.get("rope_parameters", {}).get("rope_type") == "yarn":
         scale = (entry("rope.scaling.yarn_log_multiplier") or 0.0) / 0.1  # the converter multiplies it by 0.1
         values["rope_parameters"] |= {"mscale": scale, "mscale_all_dim": scale}
-    add_deepseek_experts(entry, values)
+    add_deepseek_experts(entry, tensors, values)
 
 
 def deepseek_v2(entry: Entry, tensors: Tensors, values: Values) -> None:
     deepseek_v3(entry, tensors, values)
-    check_router(entry, SOFTMAX)
     values["topk_method"] = "greedy" if values["n_group"] == 1 else "group_limited_greedy"
 
 
@@ -215,7 +212,6 @@ def ernie4_5_moe(entry: Entry, _: Tensors, values: Values) -> None:
 
 def minimax_m2(entry: Entry, tensors: Tensors, values: Values) -> None:
     partial_rotary(entry, tensors, values)
-    check_router(entry, SIGMOID)
     add_experts(entry, values, "num_local_experts", "intermediate_size")
 
 
@@ -259,7 +255,7 @@ DELTA = (
 MAMBA2 = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
 
 
-def nemotron_h(entry: Entry, _: Tensors, values: Values) -> None:
+def nemotron_h(entry: Entry, tensors: Tensors, values: Values) -> None:
     """Nemotron: each layer is one of Mamba 2, attention, experts, or a dense network."""
     needed, num_layers = partial(required, entry), values.pop("num_hidden_layers")
     heads, widths = by_layer(entry, "attention.head_count_kv"), by_layer(entry, "feed_forward_length")
@@ -274,7 +270,7 @@ def nemotron_h(entry: Entry, _: Tensors, values: Values) -> None:
     }
     if dense == "moe":
         check_router(entry, SIGMOID)
-        add_deepseek_experts(entry, values)
+        add_deepseek_experts(entry, tensors, values)
         values["moe_shared_expert_intermediate_size"] = needed("expert_shared_feed_forward_length")
         values["moe_latent_size"] = entry("moe_latent_size")
 
@@ -293,7 +289,6 @@ def olmo3(entry: Entry, tensors: Tensors, values: Values) -> None:
 
 
 def lfm2moe(entry: Entry, tensors: Tensors, values: Values) -> None:
-    check_router(entry, SIGMOID)
     lfm2(entry, tensors, values)
     add_experts(entry, values, "num_experts", "moe_intermediate_size")
     values |= {
@@ -370,13 +365,7 @@ def hunyuan_moe(entry: Entry, _: Tensors, values: Values) -> None:
         raise ValueError(f"{shared} shared experts, widths of experts {widths}: expected one, all as wide as a dense layer")
 
 
-def dots1(entry: Entry, _: Tensors, values: Values) -> None:
-    check_router(entry, SIGMOID)
-    add_deepseek_experts(entry, values)
-
-
 def afmoe(entry: Entry, _: Tensors, values: Values) -> None:
-    check_router(entry, SIGMOID)
     if not entry("expert_weights_norm"):
         raise ValueError("expert_weights_norm is not set, expected shares of experts that add up to 1")
     add_experts(entry, values, "num_experts", "moe_intermediate_size")
@@ -423,7 +412,6 @@ def phimoe(entry: Entry, tensors: Tensors, values: Values) -> None:
 
 def exaone_moe(entry: Entry, tensors: Tensors, values: Values) -> None:
     exaone4(entry, tensors, values)
-    check_router(entry, SIGMOID)
     add_experts(entry, values, "num_experts", "moe_intermediate_size")
     values["num_shared_experts"] = required(entry, "expert_shared_count")
     _add_expert_groups(entry, values)

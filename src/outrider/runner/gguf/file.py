@@ -23,7 +23,7 @@ from outrider.memory import gguf_parts
 from outrider.runner.gguf import codes
 from outrider.runner.gguf.architecture import EXPERT_TENSOR, FACTORS, Architecture, Array
 from outrider.runner.gguf.architectures import ARCHITECTURES
-from outrider.runner.gguf.configs import add_positions
+from outrider.runner.gguf.configs import add_positions, check_router
 from outrider.types import OutriderError, first_line, how_to_install
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -252,6 +252,8 @@ class GgufFile:
         values |= {name: tensor in self.tensors for name, tensor in architecture.flags.items()}
         try:
             add_positions(entry, values, architecture.theta)
+            if architecture.router is not None:
+                check_router(entry, architecture.router)
             if architecture.complete is not None:
                 architecture.complete(entry, self.tensors, values)
             given = {name: value for name, value in values.items() if value is not None}
