@@ -864,6 +864,13 @@ def test_what_the_model_of_an_architecture_cannot_do_is_refused(architecture, ch
     assert said in refusal(tmp_path / "model.gguf")
 
 
+@pytest.mark.parametrize("kind, model_type", [("SIGMOID", "deepseek_v3"), ("SOFTMAX", "deepseek_v2")])
+def test_newer_files_of_deepseek_state_what_routers_do(kind, model_type, tmp_path):
+    path, code = tmp_path / "model.gguf", gguf.ExpertGatingFuncType[kind]
+    gguf_files.write(path, gguf_files.make_model("deepseek2"), KINDS["F16"], lambda w: w.add_expert_gating_func(code))
+    assert gguf_reader.GgufFile.open(path).config().model_type == model_type
+
+
 def test_the_factors_of_falcon_h1_are_in_the_weights(tmp_path):
     """Also if the config beside the file has them. Embeddings and output head have different ones."""
     model, path, text = gguf_files.make_model("falcon-h1"), tmp_path / "model.gguf", make_text(30, 1)

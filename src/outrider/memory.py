@@ -51,11 +51,7 @@ def _group_files(controller: str, name: str) -> list[Path]:
 
     ``controller``: name of the controller in version 1; empty for version 2.
     """
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    groups = [line.split(":", 2)[1:] for line in lines]
+    groups = [line.split(":", 2)[1:] for line in _lines(Path("/proc/self/cgroup"))]
     return [
         root / name
         for controllers, path in groups
@@ -178,18 +174,20 @@ def _group_limits() -> list[tuple[Path, int]]:
 def _used_memory(limit_file: Path) -> int:
     """Return the bytes that a control group uses, without cached files, which the kernel can drop."""
     used = _least(*(_number(limit_file.with_name(name)) for name in ("memory.current", "memory.usage_in_bytes"))) or 0
-    try:
-        lines = limit_file.with_name("memory.stat").read_text().splitlines()
-    except OSError:
-        return used
     prefix = "" if limit_file.name == "memory.max" else "total_"  # version 1 counts subgroups separately
     cached = {f"{prefix}active_file", f"{prefix}inactive_file"}
-    return used - sum(int(line.split()[1]) for line in lines if line.split()[0] in cached)
+    counts = map(str.split, _lines(limit_file.with_name("memory.stat")))
+    return used - sum(int(number) for name, number in counts if name in cached)
 
 
 def _meminfo(name: str) -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
+    lines = _lines(Path("/proc/meminfo"))
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), None)
+
+
+def _lines(file: Path) -> list[str]:
+    """Return the lines of one of the kernel's files; none if this system does not have it."""
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []

@@ -219,4 +219,4 @@ def _header(file: gguf.GgufFile, name: str) -> Tensor:
     """Return a tensor without its values."""
     tensor = file.tensors[name]
     dtype = torch.long if name == MAPPING else gguf.PLAIN.get(tensor.tensor_type.name, torch.float32)
-    return torch.empty(tensor.shape.tolist()[::-1], dtype=dtype, device="meta")
+    return torch.empty(tensor.shape, dtype=dtype, device="meta")

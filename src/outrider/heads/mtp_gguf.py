@@ -35,9 +35,8 @@ def is_head(path: Path, target: TargetSizes) -> bool:
     found, wanted = gguf.GgufFile.open(path).tensors.get(name), [target.hidden_size, 2 * target.hidden_size]
     if found is None:
         return False
-    shape = found.shape.tolist()[::-1]
-    if shape != wanted:
-        raise OutriderError(f"{name} has shape {shape}, expected {wanted} for this target")
+    if found.shape != wanted:
+        raise OutriderError(f"{name} has shape {found.shape}, expected {wanted} for this target")
     return True
 
 

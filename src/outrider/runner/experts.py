@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.integrations import moe
 
 from outrider.runner import blocks, kernels
-from outrider.runner.checkpoints.mxfp4 import StoredExperts
+from outrider.runner.checkpoints.float4 import StoredExperts
 from outrider.runner.linear import PackedLinear, activation_of
 
 CLAMPED = {"alpha": 1.702, "limit": 7.0}  # attributes of gpt-oss's experts, which "swish_clamped" computes

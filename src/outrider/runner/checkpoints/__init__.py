@@ -1,1 +1,1 @@
-"""Quantised checkpoints: one file per format that reads its tensors; ``formats`` chooses, ``stored`` places them in a model."""
+"""Quantised checkpoints: each format has a reader of its tensors; ``formats`` chooses, ``stored`` places them in a model."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.runner.checkpoints import fp8, mxfp4, nvfp4
+from outrider.runner.checkpoints import float4, fp8
 from outrider.runner.checkpoints.weight import FLOATS, Format, LayerTensors, QuantizedWeight, unpack_words
 from outrider.types import OutriderError
 
@@ -37,7 +37,7 @@ class CompressedTensors(Format):
     """Reads the layers of a checkpoint of compressed-tensors."""
 
     marks = ("weight_packed", "weight_scale")
-    keys = ("weight", "weight_packed", "weight_scale", nvfp4.DIVISOR, "weight_zero_point", "weight_shape", "weight_g_idx")
+    keys = ("weight", "weight_packed", "weight_scale", float4.NV_DIVISOR, "weight_zero_point", "weight_shape", "weight_g_idx")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         schemes = [scheme for scheme in (config.get("config_groups") or {}).values() if isinstance(scheme, dict)]
@@ -55,7 +55,7 @@ class CompressedTensors(Format):
         floats = [each.get("num_bits") for each in weights if each.get("type", "int") != "int"]
         self.has_codes = 4 in floats or len(floats) < len(weights)
         is_widened = not weights or any(bits != 4 for bits in floats)
-        self.growth = fp8.growth(config) if is_widened else nvfp4.GROWTH if floats else 1.0
+        self.growth = fp8.growth(config) if is_widened else float4.NV_GROWTH if floats else 1.0
         strategies = {each.get("strategy") for each in weights}
         self.strategy = strategies.pop() if len(strategies) == 1 else None  # else seen from the scales' shapes
         self.block = next(filter(None, (fp8.block_of(each.get("block_structure")) for each in weights)), fp8.BLOCK)
@@ -72,7 +72,7 @@ class CompressedTensors(Format):
             raise OutriderError(f"{layer.name}.weight_zero_point: zeros of 4-bit floats are not supported")
         scales = layer.tensors.get("weight_scale")
         is_mxfp4 = scales is not None and scales.dtype == torch.uint8
-        return mxfp4.read(layer) if is_mxfp4 else nvfp4.read(layer, "weight_packed", nvfp4.DIVISOR)
+        return float4.read_mxfp4(layer) if is_mxfp4 else float4.read_nvfp4(layer, "weight_packed", float4.NV_DIVISOR)
 
     def _packed(self, layer: LayerTensors) -> QuantizedWeight:
         bits = next((bits for bits in BITS if layer.columns("weight_packed") == -(-layer.inputs * bits // 32)), None)

@@ -16,12 +16,11 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils.quantization_config import Mxfp4Config
 
 from outrider import native
-from outrider.runner.checkpoints.awq import Awq
 from outrider.runner.checkpoints.compressed_tensors import CompressedTensors
+from outrider.runner.checkpoints.float4 import Mxfp4
 from outrider.runner.checkpoints.fp8 import Fp8
-from outrider.runner.checkpoints.gptq import Gptq
+from outrider.runner.checkpoints.gptq import Awq, Gptq
 from outrider.runner.checkpoints.modelopt import ModelOpt
-from outrider.runner.checkpoints.mxfp4 import Mxfp4
 from outrider.runner.checkpoints.stored import StoredConfig
 from outrider.runner.checkpoints.weight import Format
 from outrider.types import OutriderError, first_line

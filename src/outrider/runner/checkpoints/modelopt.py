@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.runner.checkpoints import fp8, nvfp4
+from outrider.runner.checkpoints import float4, fp8
 from outrider.runner.checkpoints.weight import Format, LayerTensors, QuantizedWeight
 from outrider.types import OutriderError
 
@@ -21,7 +21,7 @@ class ModelOpt(Format):
     """Reads the layers of a checkpoint of ModelOpt. Activations are not quantised, even if the checkpoint asks for it."""
 
     marks = ("weight_scale",)
-    keys = ("weight", "weight_scale", nvfp4.FACTOR, "pre_quant_scale")
+    keys = ("weight", "weight_scale", float4.NV_FACTOR, "pre_quant_scale")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         stated = {config.get("quant_algo")}
@@ -30,11 +30,11 @@ class ModelOpt(Format):
         for algorithm in stated.difference(IN_4_BITS, IN_8_BITS):
             raise OutriderError(f"ModelOpt with the algorithm {algorithm}")
         self.has_codes = not stated.isdisjoint(IN_4_BITS)
-        self.growth = nvfp4.GROWTH if stated.isdisjoint(IN_8_BITS) else fp8.growth(config)
+        self.growth = float4.NV_GROWTH if stated.isdisjoint(IN_8_BITS) else fp8.growth(config)
 
     def read(self, layer: LayerTensors) -> QuantizedWeight | Tensor:
         if "pre_quant_scale" in layer.tensors:
             raise OutriderError(f"{layer.name}.pre_quant_scale changes the layer's inputs, which is not supported")
         if "weight" in layer.tensors and layer.tensors["weight"].dtype == torch.uint8:
-            return nvfp4.read(layer, "weight", nvfp4.FACTOR)
+            return float4.read_nvfp4(layer, "weight", float4.NV_FACTOR)
         return fp8.read(layer, "weight_scale", None)

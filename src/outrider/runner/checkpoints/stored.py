@@ -22,7 +22,7 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from outrider.runner.checkpoints import mxfp4
+from outrider.runner.checkpoints import float4
 from outrider.runner.checkpoints.weight import FLOATS, Format, LayerTensors, QuantizedWeight
 from outrider.types import OutriderError, dtype_name, first_line
 
@@ -150,7 +150,7 @@ def place(model: PreTrainedModel, reader: Format, files: Sequence[str]) -> None:
             raise OutriderError(f"the checkpoint lacks {stem}.bias")
         model.set_submodule(place_name, StoredLinear(reader, layer, bias))
     for name, module in modules.items():
-        experts = mxfp4.stored_experts(name, module, found)
+        experts = float4.stored_experts(name, module, found)
         if experts is not None:
             model.set_submodule(name, experts)
 

@@ -15,7 +15,7 @@ EXPERT_TENSOR = re.compile(r"(blk\.\d+\.ffn_)(gate|up|down)_exps\.(weight|bias)"
 Array = np.ndarray[Any, Any]
 Values = dict[str, Any]  # arguments of a config class of transformers
 Entry = Callable[[str], Any]  # name without the architecture -> its value, or None
-Tensors = Mapping[str, Any]  # gguf.gguf_reader.ReaderTensor by name
+Tensors = Mapping[str, Any]  # ``file.FileTensor`` by name
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,10 @@ class Architecture:
     model_type: str  # transformers' name
     complete: Callable[[Entry, Tensors, Values], None] | None = None  # (entries, tensors, values): adds values
     ignored: str = "(?!)"  # pattern of entries that do not affect text and that ``complete`` does not read; none by default
+    flags: Mapping[str, str] = field(default_factory=dict)  # values that say whether the file has a tensor -> its name
     config_tensors: tuple[str, ...] = ()  # tensors that belong to the config
+    router: int | None = None  # llama.cpp's code of what routers do with their scores, if the model does only that
+    theta: float | None = None  # base of rotary positions that files may leave out; None: the config class's
     scalings: tuple[str, ...] = ("linear", "yarn")  # the supported kinds of scaled rotary positions
     none_if_missing: tuple[str, ...] = ()  # values that are None, not the config class's default, where the file has none
     # Values of a config, also of one beside the file, whose effect is in the file's tensors.

@@ -6,6 +6,7 @@ from typing import Any
 
 from outrider.runner.gguf import changes, configs, configs_gemma
 from outrider.runner.gguf.architecture import Architecture
+from outrider.runner.gguf.configs import SIGMOID, SOFTMAX
 
 
 def _experts_at(module: str) -> dict[str, str]:
@@ -21,7 +22,11 @@ def _bias_at(name: str) -> dict[str, str]:
     return {r"exp_probs_b\.bias": name}
 
 
+Q_BIAS = "blk.0.attn_q.bias"
+BIAS = {"attention_bias": Q_BIAS}
+NORMS = {"use_qk_norm": "blk.0.attn_q_norm.weight"}
 QWEN35: dict[str, Any] = {
+    "theta": 1e7,
     "scalings": (),
     "renamed": {r"ssm_dt\.bias": "linear_attn.dt_bias"},
     "restore": changes.restore_qwen35,
@@ -36,8 +41,8 @@ DEEPSEEK: dict[str, Any] = {
     "shape_of": changes.shape_of_deepseek,
     "restore": changes.restore_deepseek,
 }
-DEEPSEEK_V2 = Architecture("deepseek_v2", configs.deepseek_v2, **DEEPSEEK)
-OLMO3 = Architecture("olmo3", configs.olmo3)
+DEEPSEEK_V2 = Architecture("deepseek_v2", configs.deepseek_v2, router=SOFTMAX, **DEEPSEEK)
+OLMO3 = Architecture("olmo3", configs.olmo3, theta=5e5)
 MIXTRAL = Architecture("mixtral", configs.mixtral, changes_like="llama")
 GRANITE_EXPERTS = {
     r"ffn_gate_inp\.weight": "block_sparse_moe.router.weight",
@@ -72,6 +77,7 @@ FALCON_FACTORS = dict.fromkeys(("embedding", "lm_head", "key", "attention_in", "
 FALCON_H1: dict[str, Any] = {  # Files hold products of weights and factors. Embeddings and output head have different factors.
     "fixed": {f"{name}_multiplier": factor for name, factor in FALCON_FACTORS.items()}
     | {"mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5, "tie_word_embeddings": False},
+    "flags": {"mamba_rms_norm": "blk.0.ssm_norm.weight"},
     "renamed": {r"ssm_dt\.bias": "mamba.dt_bias", r"ffn_norm": "pre_ff_layernorm.weight"},
     "restore": changes.restore_mamba2,
 }
@@ -85,10 +91,11 @@ ARCHITECTURES = {
     "qwen3moe": Architecture("qwen3_moe", configs.qwen3moe),
     "qwen3vl": Architecture("qwen3", ignored=ONLY_IMAGES),
     "qwen3vlmoe": Architecture("qwen3_moe", configs.qwen3moe, ignored=ONLY_IMAGES),
-    "qwen2moe": Architecture("qwen2_moe", configs.qwen2moe),
+    "qwen2moe": Architecture("qwen2_moe", configs.qwen2moe, flags={"qkv_bias": Q_BIAS}),
     "qwen3next": Architecture(
         "qwen3_next",
         configs.qwen3next,
+        theta=1e7,
         scalings=(),
         renamed={
             r"ssm_dt\.bias": "linear_attn.dt_bias",
@@ -103,10 +110,11 @@ ARCHITECTURES = {
     "qwen35moe": Architecture("qwen3_5_moe_text", configs.qwen35moe, **QWEN35),
     "gemma": Architecture("gemma", changes_like="gemma2"),
     "gemma2": Architecture("gemma2", configs_gemma.gemma2),
-    "gemma3": Architecture("gemma3_text", configs_gemma.gemma3),
+    "gemma3": Architecture("gemma3_text", configs_gemma.gemma3, theta=1e6),
     "gemma3n": Architecture(
         "gemma3n_text",
         configs_gemma.gemma3n,
+        theta=1e6,
         scalings=(),
         stacked=("altup_proj.weight", "altup_unembd_proj.weight"),
         renamed={
@@ -124,9 +132,11 @@ ARCHITECTURES = {
             r"ffn_down_exps\.scale": "router.per_expert_scale",
         },
     ),
-    "phi2": Architecture("phi", configs.phi2, scalings=()),
-    "phi3": Architecture("phi3", configs.phi3, config_tensors=tuple(configs.PHI3_FACTORS.values()), scalings=("longrope",)),
-    "mistral3": Architecture("ministral3", configs.mistral3, changes_like="llama"),
+    "phi2": Architecture("phi", configs.phi2, theta=1e4, scalings=()),
+    "phi3": Architecture(
+        "phi3", configs.phi3, theta=1e4, config_tensors=tuple(configs.PHI3_FACTORS.values()), scalings=("longrope",)
+    ),
+    "mistral3": Architecture("ministral3", configs.mistral3, theta=1e4, changes_like="llama"),
     "granite": Architecture("granite", configs.granite, ignored=r"ssm\..*|expert_used_count", changes_like="llama"),
     "granitemoe": Architecture("granitemoe", configs.granitemoe, changes_like="llama", renamed=GRANITE_EXPERTS),
     "granitehybrid": Architecture(
@@ -141,30 +151,38 @@ ARCHITECTURES = {
     "olmo2": Architecture("olmo2", variant=lambda entry, _: OLMO3 if entry("attention.sliding_window") else None),
     "olmoe": Architecture("olmoe", configs.olmoe),
     "exaone4": Architecture("exaone4", configs.exaone4, none_if_missing=("sliding_window",)),
-    "seed_oss": Architecture("seed_oss", configs.seed_oss),
-    "glm4": Architecture("glm4", configs.glm4),
-    "glm4moe": Architecture("glm4_moe", configs.glm4moe, renamed=DEEPSEEK_BIAS),
-    "command-r": Architecture("cohere", configs.cohere),
-    "cohere2": Architecture("cohere2", configs.cohere2),
-    "hunyuan-dense": Architecture("hunyuan_v1_dense", configs.hunyuan),
-    "hunyuan-moe": Architecture("hunyuan_v1_moe", configs.hunyuan_moe),
+    "seed_oss": Architecture("seed_oss", flags=BIAS | {"attention_out_bias": "blk.0.attn_output.bias"}),
+    "glm4": Architecture("glm4", configs.partial_rotary, theta=1e4, flags=BIAS),
+    "glm4moe": Architecture("glm4_moe", configs.glm4moe, router=SIGMOID, theta=1e4, flags=BIAS | NORMS, renamed=DEEPSEEK_BIAS),
+    "command-r": Architecture("cohere", configs.cohere, theta=1e4, flags=BIAS | NORMS),
+    "cohere2": Architecture("cohere2", configs.cohere2, theta=1e4, flags=BIAS | NORMS),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", flags=BIAS),
+    "hunyuan-moe": Architecture("hunyuan_v1_moe", configs.hunyuan_moe, flags=BIAS),
     "arcee": Architecture("arcee", changes_like="llama"),
-    "afmoe": Architecture("afmoe", configs.afmoe, renamed=_bias_at("mlp.expert_bias")),
-    "starcoder2": Architecture("starcoder2", configs.starcoder2, scalings=()),
+    "afmoe": Architecture("afmoe", configs.afmoe, router=SIGMOID, renamed=_bias_at("mlp.expert_bias")),
+    "starcoder2": Architecture("starcoder2", theta=1e4, flags={"use_bias": Q_BIAS}, scalings=()),
     "apertus": Architecture(
         "apertus",
-        configs.apertus,
+        theta=1.2e7,  # the config class defaults to Llama 3's factors
+        flags=BIAS,
         layer_entries=tuple(f"xielu.{name}" for name in ("alpha_n", "alpha_p", "beta", "eps")),
         renamed={r"xielu\.(\w+)": r"mlp.act_fn.\1"},
     ),
-    "phimoe": Architecture("phimoe", configs.phimoe, config_tensors=tuple(configs.PHI3_FACTORS.values())),
-    "exaone-moe": Architecture("exaone_moe", configs.exaone_moe, renamed=DEEPSEEK_BIAS),
-    "jais2": Architecture("jais2", configs.jais2),
-    "dots1": Architecture("dots1", configs.dots1, renamed=DEEPSEEK_BIAS),
+    "phimoe": Architecture(
+        "phimoe",
+        configs.phimoe,
+        theta=1e4,
+        flags=BIAS | {"lm_head_bias": "output.bias"},
+        config_tensors=tuple(configs.PHI3_FACTORS.values()),
+    ),
+    "exaone-moe": Architecture("exaone_moe", configs.exaone_moe, router=SIGMOID, renamed=DEEPSEEK_BIAS),
+    "jais2": Architecture("jais2", configs.jais2, flags=BIAS | {"mlp_bias": "blk.0.ffn_up.bias"}),
+    "dots1": Architecture("dots1", configs.add_deepseek_experts, router=SIGMOID, renamed=DEEPSEEK_BIAS),
     "falcon-h1": Architecture("falcon_h1", configs.falcon_h1, **FALCON_H1),
     "deepseek2": Architecture(
         "deepseek_v3",
         configs.deepseek_v3,
+        router=SIGMOID,
         variant=lambda *file: None if configs.has_sigmoids(*file) else DEEPSEEK_V2,
         **DEEPSEEK,
     ),
@@ -172,18 +190,29 @@ ARCHITECTURES = {
     "ernie4_5-moe": Architecture(
         "ernie4_5_moe", configs.ernie4_5_moe, renamed=_bias_at("mlp.gate.moe_statics.e_score_correction_bias")
     ),
-    "minimax-m2": Architecture("minimax_m2", configs.minimax_m2, renamed=_bias_at("mlp.e_score_correction_bias")),
-    "lfm2": Architecture("lfm2", configs.lfm2, scalings=()),
+    "minimax-m2": Architecture(
+        "minimax_m2", configs.minimax_m2, router=SIGMOID, theta=1e4, renamed=_bias_at("mlp.e_score_correction_bias")
+    ),
+    "lfm2": Architecture("lfm2", configs.lfm2, theta=1e6, scalings=()),
     "lfm2moe": Architecture(
         "lfm2_moe",
         configs.lfm2moe,
+        router=SIGMOID,
+        theta=1e6,
         scalings=(),
         changes_like="lfm2",
         renamed=_bias_at("feed_forward.expert_bias") | _experts_at("feed_forward.experts"),
     ),
-    "nemotron": Architecture("nemotron", configs.nemotron),
-    "stablelm": Architecture("stablelm", configs.stablelm, ignored="use_parallel_residual", scalings=()),
+    "nemotron": Architecture("nemotron", configs.nemotron, theta=1e4),
+    "stablelm": Architecture(
+        "stablelm",
+        configs.stablelm,
+        theta=1e4,
+        flags={"use_qkv_bias": Q_BIAS},
+        ignored="use_parallel_residual",
+        scalings=(),
+    ),
     "nemotron_h": Architecture("nemotron_h", configs.nemotron_h, **NEMOTRON_H),
     "nemotron_h_moe": Architecture("nemotron_h", configs.nemotron_h, **NEMOTRON_H),
-    "gpt-oss": Architecture("gpt_oss", configs.gpt_oss),
+    "gpt-oss": Architecture("gpt_oss", configs.gpt_oss, theta=1.5e5),
 }

@@ -268,7 +268,7 @@ FORMATS = {
     "Q5_K": Format(256, 176, 5, 32, None, _q5_k, 8.625),
     "Q6_K": Format(256, 210, 6, 16, 32, _q6_k, 8.5625),
     "MXFP4": Format(32, 17, 4, 32, None, _mxfp4, 4.5, "float4"),
-    "NVFP4": Format(64, 36, 4, 16, None, _nvfp4, 5.0, "float4"),  # 6 with factors, see file.Scaled
+    "NVFP4": Format(64, 36, 4, 16, None, _nvfp4, 5.0, "float4"),  # 6 with factors, see file.FileTensor
     "IQ4_NL": Format(32, 18, 4, 32, None, _q4_0, 4.5, "table4"),
     "IQ4_XS": Format(256, 136, 4, 32, None, _iq4_xs, 4.3125, "table4"),
     "IQ3_S": Format(256, 110, 4, 32, None, _iq3_s, 4.3125, "iq3_s"),

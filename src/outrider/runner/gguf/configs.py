@@ -20,23 +20,27 @@ def required(entry: Entry, name: str) -> Any:
     return value
 
 
-def add_scaling(entry: Entry, values: Values) -> None:
-    """Add rotary positions that are scaled linearly or by YaRN (Peng et al. 2023), if the entries state them."""
-    kind = entry("rope.scaling.type")
-    if kind not in ("linear", "yarn"):
+def add_positions(entry: Entry, values: Values, theta: float | None) -> None:
+    """Add rotary positions, scaled linearly or by YaRN (Peng et al. 2023) if the entries state it.
+
+    ``theta``: the base if they state none; None: the config class's own, and its own positions if they are not scaled.
+    """
+    kind, base = entry("rope.scaling.type"), entry("rope.freq_base")
+    is_scaled = kind in ("linear", "yarn")
+    if not is_scaled and theta is None:
         return
-    theta = {"rope_theta": values.pop("rope_theta")} if "rope_theta" in values else {}
-    values["rope_parameters"] = scaling = {"rope_type": kind, "factor": required(entry, "rope.scaling.factor"), **theta}
+    values.pop("rope_theta", None)
+    values["rope_parameters"] = positions = {"rope_type": kind if is_scaled else "default"}
+    base = theta if base is None else base
+    if base is not None:
+        positions["rope_theta"] = base
+    if is_scaled:
+        positions["factor"] = required(entry, "rope.scaling.factor")
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = required(entry, "rope.scaling.original_context_length")
+        positions["original_max_position_embeddings"] = required(entry, "rope.scaling.original_context_length")
         names = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_attn_factor": "attention_factor"}
         found = {own: entry(f"rope.scaling.{name}") for name, own in names.items()}
-        scaling |= {own: value for own, value in found.items() if value is not None}
-
-
-def unscaled(values: Values, theta: float) -> Values:
-    """Return rotary positions without scaling. ``theta``: the base where the file states none."""
-    return {"rope_type": "default", "rope_theta": values.pop("rope_theta", theta)}
+        positions |= {own: value for own, value in found.items() if value is not None}
 
 
 def by_layer(entry: Entry, name: str) -> list[Any]:
@@ -65,7 +69,7 @@ def phi3(entry: Entry, tensors: Tensors, values: Values) -> None:
         raise ValueError(f"rope.dimension_count is {rotated:g} times the head size")
     values["sliding_window"] = entry("attention.sliding_window") or None  # 0 means none
     values["original_max_position_embeddings"] = entry("rope.scaling.original_context_length")
-    values["rope_parameters"] = unscaled(values, 1e4) | {"partial_rotary_factor": rotated}
+    values["rope_parameters"]["partial_rotary_factor"] = rotated
     if entry("rope.scaling.type") == "longrope" or any(name in tensors for name in PHI3_FACTORS.values()):
         values["rope_parameters"] |= {
             "rope_type": "longrope",
@@ -76,7 +80,7 @@ def phi3(entry: Entry, tensors: Tensors, values: Values) -> None:
 
 
 def mistral3(entry: Entry, _: Tensors, values: Values) -> None:
-    positions = values.setdefault("rope_parameters", unscaled(values, 1e4))
+    positions = values["rope_parameters"]
     positions["llama_4_scaling_beta"] = entry("attention.temperature_scale") or 0.0  # 0 in Mistral Small 3
     positions.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
     if positions["rope_type"] == "yarn":
@@ -113,7 +117,6 @@ def lfm2(entry: Entry, _: Tensors, values: Values) -> None:
         "conv_L_cache": required(entry, "shortconv.l_cache"),
         "norm_eps": values.pop("rms_norm_eps"),
         "block_auto_adjust_ff_dim": False,  # the file states the width after the adjustment
-        "rope_parameters": unscaled(values, 1e6),
     }
 
 
@@ -123,7 +126,7 @@ def add_experts(entry: Entry, values: Values, count: str, width: str = "", chose
     values |= {own: required(entry, f"expert_{name}") for name, own in names.items() if own}
 
 
-def add_deepseek_experts(entry: Entry, values: Values) -> None:
+def add_deepseek_experts(entry: Entry, _: Tensors, values: Values) -> None:
     """Add what DeepSeek's and GLM's configs say about experts: routed ones in groups, shared ones, first layers without."""
     add_experts(entry, values, "n_routed_experts", "moe_intermediate_size")
     values["n_shared_experts"] = entry("expert_shared_count") or 0
@@ -159,29 +162,18 @@ def check_router(entry: Entry, expected: int) -> None:
         raise ValueError(f"expert_gating_func={kind}, expected {expected}")
 
 
-def _add_partial_rotary(entry: Entry, values: Values, theta: float = 1e4) -> None:
-    """Add the part of a head's features that positions rotate. ``theta``: the base where the file states none."""
-    positions = values.setdefault("rope_parameters", unscaled(values, theta))
-    positions["partial_rotary_factor"] = required(entry, "rope.dimension_count") / values["head_dim"]
-
-
-def has_bias(tensors: Tensors) -> bool:
-    return "blk.0.attn_q.bias" in tensors
-
-
-def glm4(entry: Entry, tensors: Tensors, values: Values) -> None:
-    _add_partial_rotary(entry, values)
-    values["attention_bias"] = has_bias(tensors)
+def partial_rotary(entry: Entry, _: Tensors, values: Values) -> None:
+    """Add the part of a head's features that positions rotate."""
+    values["head_dim"] = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
+    values["rope_parameters"]["partial_rotary_factor"] = required(entry, "rope.dimension_count") / values["head_dim"]
 
 
 def glm4moe(entry: Entry, tensors: Tensors, values: Values) -> None:
-    glm4(entry, tensors, values)
-    check_router(entry, SIGMOID)
-    add_deepseek_experts(entry, values)
-    values["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
+    partial_rotary(entry, tensors, values)
+    add_deepseek_experts(entry, tensors, values)
 
 
-def deepseek_v3(entry: Entry, _: Tensors, values: Values) -> None:
+def deepseek_v3(entry: Entry, tensors: Tensors, values: Values) -> None:
     """Add the sizes of attention over a latent. Head sizes in files are those of one shared head over the latent."""
     rotated, needed = required(entry, "rope.dimension_count"), partial(required, entry)
     size = entry("attention.key_length_mla") or needed("attention.key_length")
@@ -199,12 +191,11 @@ def deepseek_v3(entry: Entry, _: Tensors, values: Values) -> None:
     if values.get("rope_parameters", {}).get("rope_type") == "yarn":
         scale = (entry("rope.scaling.yarn_log_multiplier") or 0.0) / 0.1  # the converter multiplies it by 0.1
         values["rope_parameters"] |= {"mscale": scale, "mscale_all_dim": scale}
-    add_deepseek_experts(entry, values)
+    add_deepseek_experts(entry, tensors, values)
 
 
 def deepseek_v2(entry: Entry, tensors: Tensors, values: Values) -> None:
     deepseek_v3(entry, tensors, values)
-    check_router(entry, SOFTMAX)
     values["topk_method"] = "greedy" if values["n_group"] == 1 else "group_limited_greedy"
 
 
@@ -219,9 +210,8 @@ def ernie4_5_moe(entry: Entry, _: Tensors, values: Values) -> None:
     entry("expert_shared_feed_forward_length")  # the shared experts' width, which the converter computes in its own way
 
 
-def minimax_m2(entry: Entry, _: Tensors, values: Values) -> None:
-    _add_partial_rotary(entry, values)
-    check_router(entry, SIGMOID)
+def minimax_m2(entry: Entry, tensors: Tensors, values: Values) -> None:
+    partial_rotary(entry, tensors, values)
     add_experts(entry, values, "num_local_experts", "intermediate_size")
 
 
@@ -265,7 +255,7 @@ DELTA = (
 MAMBA2 = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
 
 
-def nemotron_h(entry: Entry, _: Tensors, values: Values) -> None:
+def nemotron_h(entry: Entry, tensors: Tensors, values: Values) -> None:
     """Nemotron: each layer is one of Mamba 2, attention, experts, or a dense network."""
     needed, num_layers = partial(required, entry), values.pop("num_hidden_layers")
     heads, widths = by_layer(entry, "attention.head_count_kv"), by_layer(entry, "feed_forward_length")
@@ -280,7 +270,7 @@ def nemotron_h(entry: Entry, _: Tensors, values: Values) -> None:
     }
     if dense == "moe":
         check_router(entry, SIGMOID)
-        add_deepseek_experts(entry, values)
+        add_deepseek_experts(entry, tensors, values)
         values["moe_shared_expert_intermediate_size"] = needed("expert_shared_feed_forward_length")
         values["moe_latent_size"] = entry("moe_latent_size")
 
@@ -293,18 +283,12 @@ def exaone4(entry: Entry, _: Tensors, values: Values) -> None:
 
 def olmo3(entry: Entry, tensors: Tensors, values: Values) -> None:
     exaone4(entry, tensors, values)
-    full = unscaled(values, 5e5) | values.get("rope_parameters", {})
+    full = values["rope_parameters"]
     sliding = {"rope_type": "default", "rope_theta": entry("rope.freq_base_swa") or full["rope_theta"]}
     values["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
 
 
-def seed_oss(_: Entry, tensors: Tensors, values: Values) -> None:
-    values["attention_bias"] = has_bias(tensors)
-    values["attention_out_bias"] = "blk.0.attn_output.bias" in tensors
-
-
 def lfm2moe(entry: Entry, tensors: Tensors, values: Values) -> None:
-    check_router(entry, SIGMOID)
     lfm2(entry, tensors, values)
     add_experts(entry, values, "num_experts", "moe_intermediate_size")
     values |= {
@@ -315,34 +299,34 @@ def lfm2moe(entry: Entry, tensors: Tensors, values: Values) -> None:
     }
 
 
-def qwen35(entry: Entry, _: Tensors, values: Values) -> None:
-    _add_delta(entry, values)
+def qwen35(entry: Entry, tensors: Tensors, values: Values) -> None:
+    _add_delta(entry, tensors, values)
     sections = [section for section in required(entry, "rope.dimension_sections") if section]
     values["rope_parameters"] |= {"mrope_section": sections, "mrope_interleaved": True}
 
 
-def _add_delta(entry: Entry, values: Values) -> None:
+def _add_delta(entry: Entry, tensors: Tensors, values: Values) -> None:
     """Add the layers of Qwen3-Next and 3.5: those with the delta rule, and those of attention."""
     kinds = {True: "linear_attention", False: "full_attention"}
     num_layers, period = values["num_hidden_layers"], required(entry, "full_attention_interval")
     recurrent = entry("attention.recurrent_layers") or [(layer + 1) % period > 0 for layer in range(num_layers)]
     values["layer_types"] = [kinds[bool(is_recurrent)] for is_recurrent in recurrent[:num_layers]]
     _add_recurrent(entry, values, *DELTA)
-    _add_partial_rotary(entry, values, 1e7)
+    partial_rotary(entry, tensors, values)
 
 
 def qwen35moe(entry: Entry, tensors: Tensors, values: Values) -> None:
     qwen35(entry, tensors, values)
-    _add_qwen_experts(entry, values)
+    qwen2moe(entry, tensors, values)
 
 
-def qwen3next(entry: Entry, _: Tensors, values: Values) -> None:
-    _add_delta(entry, values)
-    _add_qwen_experts(entry, values)
+def qwen3next(entry: Entry, tensors: Tensors, values: Values) -> None:
+    _add_delta(entry, tensors, values)
+    qwen2moe(entry, tensors, values)
     values["norm_topk_prob"] = True
 
 
-def _add_qwen_experts(entry: Entry, values: Values) -> None:
+def qwen2moe(entry: Entry, _: Tensors, values: Values) -> None:
     add_experts(entry, values, "num_experts", "moe_intermediate_size")
     values["shared_expert_intermediate_size"] = required(entry, "expert_shared_feed_forward_length")
 
@@ -351,7 +335,7 @@ def gpt_oss(entry: Entry, _: Tensors, values: Values) -> None:
     add_experts(entry, values, "num_local_experts", "intermediate_size")
     values["sliding_window"] = required(entry, "attention.sliding_window")
     # The config class defaults to YaRN. The public models set ``truncate`` to false, which files do not state.
-    values["rope_parameters"] = values.get("rope_parameters", unscaled(values, 1.5e5)) | {"truncate": False}
+    values["rope_parameters"]["truncate"] = False
 
 
 def qwen3moe(entry: Entry, _: Tensors, values: Values) -> None:
@@ -359,18 +343,9 @@ def qwen3moe(entry: Entry, _: Tensors, values: Values) -> None:
     values["norm_topk_prob"] = True  # llama.cpp's code makes the shares of the chosen experts add up to 1
 
 
-def hunyuan(_: Entry, tensors: Tensors, values: Values) -> None:
-    values["attention_bias"] = has_bias(tensors)
-
-
-def cohere(entry: Entry, tensors: Tensors, values: Values) -> None:
-    values |= {
-        "layer_norm_eps": required(entry, "attention.layer_norm_epsilon"),
-        "logit_scale": entry("logit_scale") or 1.0,
-        "attention_bias": has_bias(tensors),
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
-    }
-    values.setdefault("rope_parameters", unscaled(values, 1e4))
+def cohere(entry: Entry, _: Tensors, values: Values) -> None:
+    values["layer_norm_eps"] = required(entry, "attention.layer_norm_epsilon")
+    values["logit_scale"] = entry("logit_scale") or 1.0
 
 
 def cohere2(entry: Entry, tensors: Tensors, values: Values) -> None:
@@ -379,35 +354,18 @@ def cohere2(entry: Entry, tensors: Tensors, values: Values) -> None:
     values["layer_types"] = windows(entry, values, period=4)
 
 
-def starcoder2(entry: Entry, tensors: Tensors, values: Values) -> None:
-    values["rope_parameters"] = {"rope_type": "default", "rope_theta": entry("rope.freq_base") or 1e4}
-    values["use_bias"] = has_bias(tensors)
-
-
 def olmoe(entry: Entry, _: Tensors, values: Values) -> None:
     add_experts(entry, values, "num_experts")
 
 
-def qwen2moe(entry: Entry, tensors: Tensors, values: Values) -> None:
-    _add_qwen_experts(entry, values)
-    values["qkv_bias"] = has_bias(tensors)
-
-
-def hunyuan_moe(entry: Entry, tensors: Tensors, values: Values) -> None:
-    hunyuan(entry, tensors, values)
+def hunyuan_moe(entry: Entry, _: Tensors, values: Values) -> None:
     add_experts(entry, values, "num_experts", chosen="moe_topk")
     shared, widths = entry("expert_shared_count"), [entry(f"expert_{kind}feed_forward_length") for kind in ("", "shared_")]
     if shared != 1 or widths != [values["intermediate_size"]] * 2:
         raise ValueError(f"{shared} shared experts, widths of experts {widths}: expected one, all as wide as a dense layer")
 
 
-def dots1(entry: Entry, _: Tensors, values: Values) -> None:
-    check_router(entry, SIGMOID)
-    add_deepseek_experts(entry, values)
-
-
 def afmoe(entry: Entry, _: Tensors, values: Values) -> None:
-    check_router(entry, SIGMOID)
     if not entry("expert_weights_norm"):
         raise ValueError("expert_weights_norm is not set, expected shares of experts that add up to 1")
     add_experts(entry, values, "num_experts", "moe_intermediate_size")
@@ -421,40 +379,25 @@ def afmoe(entry: Entry, _: Tensors, values: Values) -> None:
     }
 
 
-def falcon_h1(entry: Entry, tensors: Tensors, values: Values) -> None:
+def falcon_h1(entry: Entry, _: Tensors, values: Values) -> None:
     _add_recurrent(entry, values, *MAMBA2)
-    values |= {
-        "mamba_d_ssm": entry("ssm.inner_size"),
-        "mamba_rms_norm": "blk.0.ssm_norm.weight" in tensors,
-        "mamba_norm_before_gate": False,  # in llama.cpp's code
-    }
+    values["mamba_d_ssm"] = entry("ssm.inner_size")
+    values["mamba_norm_before_gate"] = False  # in llama.cpp's code
 
 
-def nemotron(entry: Entry, _: Tensors, values: Values) -> None:
+def nemotron(entry: Entry, tensors: Tensors, values: Values) -> None:
     values["norm_eps"] = required(entry, "attention.layer_norm_epsilon")
-    values["head_dim"] = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
-    _add_partial_rotary(entry, values)
+    partial_rotary(entry, tensors, values)
 
 
 def stablelm(entry: Entry, tensors: Tensors, values: Values) -> None:
-    rotated = required(entry, "rope.dimension_count") * values["num_attention_heads"] / values["hidden_size"]
-    theta = entry("rope.freq_base") or 1e4
-    values |= {
-        "use_parallel_residual": "blk.0.ffn_norm.weight" not in tensors,  # like llama.cpp, which does not read the entry
-        "use_qkv_bias": has_bias(tensors),
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": rotated},
-    }
+    values["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in tensors  # like llama.cpp, which does not read the entry
+    partial_rotary(entry, tensors, values)
 
 
-def phi2(entry: Entry, _: Tensors, values: Values) -> None:
+def phi2(entry: Entry, tensors: Tensors, values: Values) -> None:
     values["layer_norm_eps"] = required(entry, "attention.layer_norm_epsilon")
-    rotated = required(entry, "rope.dimension_count") * values["num_attention_heads"] / values["hidden_size"]
-    values["rope_parameters"] = unscaled(values, 1e4) | {"partial_rotary_factor": rotated}
-
-
-def apertus(_: Entry, tensors: Tensors, values: Values) -> None:
-    values["attention_bias"] = has_bias(tensors)
-    values.setdefault("rope_parameters", unscaled(values, 1.2e7))  # the config class defaults to Llama 3's factors
+    partial_rotary(entry, tensors, values)
 
 
 def phimoe(entry: Entry, tensors: Tensors, values: Values) -> None:
@@ -464,26 +407,16 @@ def phimoe(entry: Entry, tensors: Tensors, values: Values) -> None:
             " folder and pass the folder"
         )
     add_experts(entry, values, "num_local_experts")
-    values |= {
-        "sliding_window": entry("attention.sliding_window") or None,  # 0 means none
-        "attention_bias": has_bias(tensors),
-        "lm_head_bias": "output.bias" in tensors,
-        "rope_parameters": unscaled(values, 1e4),
-    }
+    values["sliding_window"] = entry("attention.sliding_window") or None  # 0 means none
 
 
 def exaone_moe(entry: Entry, tensors: Tensors, values: Values) -> None:
     exaone4(entry, tensors, values)
-    check_router(entry, SIGMOID)
     add_experts(entry, values, "num_experts", "moe_intermediate_size")
     values["num_shared_experts"] = required(entry, "expert_shared_count")
     _add_expert_groups(entry, values)
     entry("expert_shared_feed_forward_length")  # that of all shared experts together
 
 
-def jais2(entry: Entry, tensors: Tensors, values: Values) -> None:
-    values |= {
-        "layer_norm_eps": required(entry, "attention.layer_norm_epsilon"),
-        "attention_bias": has_bias(tensors),
-        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-    }
+def jais2(entry: Entry, _: Tensors, values: Values) -> None:
+    values["layer_norm_eps"] = required(entry, "attention.layer_norm_epsilon")

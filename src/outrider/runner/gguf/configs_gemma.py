@@ -6,7 +6,7 @@ from functools import partial
 from math import erf
 
 from outrider.runner.gguf.architecture import Entry, Tensors, Values
-from outrider.runner.gguf.configs import add_experts, by_layer, required, unscaled
+from outrider.runner.gguf.configs import add_experts, by_layer, required
 
 
 def gemma2(entry: Entry, _: Tensors, values: Values) -> None:
@@ -20,9 +20,8 @@ def gemma3(entry: Entry, _: Tensors, values: Values) -> None:
     values["final_logit_softcapping"] = entry("final_logit_softcapping")
     if not entry("attention.sliding_window"):
         values["layer_types"] = ["full_attention"] * values["num_hidden_layers"]
-    full = unscaled(values, 1e6)
     values["rope_parameters"] = {
-        "full_attention": full | values.get("rope_parameters", {}),
+        "full_attention": values["rope_parameters"],
         "sliding_attention": {"rope_type": "default", "rope_theta": entry("rope.freq_base_swa") or 1e4},
     }
 
@@ -85,11 +84,11 @@ def gemma3n(entry: Entry, tensors: Tensors, values: Values) -> None:
         "vocab_size_per_layer_input": values["vocab_size"],
         "altup_num_inputs": needed("altup.num_inputs"),
         "altup_active_idx": needed("altup.active_idx"),
-        "laurel_rank": int(tensors["blk.0.laurel_l.weight"].shape[1]),
+        "laurel_rank": tensors["blk.0.laurel_l.weight"].shape[0],
         "activation_sparsity_pattern": [round((1 + erf(scale / 2**0.5)) / 2, 6) for scale in scales],
         "final_logit_softcapping": entry("final_logit_softcapping"),
         "rope_parameters": {
-            "full_attention": unscaled(values, 1e6),
+            "full_attention": values["rope_parameters"],
             "sliding_attention": {"rope_type": "default", "rope_theta": entry("rope.freq_base_swa") or 1e4},
         },
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from importlib import import_module
 from math import prod
@@ -23,7 +23,7 @@ from outrider.memory import gguf_parts
 from outrider.runner.gguf import codes
 from outrider.runner.gguf.architecture import EXPERT_TENSOR, FACTORS, Architecture, Array
 from outrider.runner.gguf.architectures import ARCHITECTURES
-from outrider.runner.gguf.configs import add_scaling
+from outrider.runner.gguf.configs import add_positions, check_router
 from outrider.types import OutriderError, first_line, how_to_install
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -77,19 +77,13 @@ def _quick(reader: Any) -> Any:
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor with the fields of ``gguf.gguf_reader.ReaderTensor`` that are used here."""
+    """A tensor of a file. ``factors`` float32 multiply the values of the type NVFP4: one, or one for each expert."""
 
     name: str
-    tensor_type: Any
-    shape: Array
-    data: Array
-
-
-@dataclass(frozen=True)
-class Scaled(FileTensor):
-    """A tensor of the type NVFP4 with numbers that multiply its values: one, or one for each expert."""
-
-    factors: Array  # float32
+    tensor_type: Any  # gguf.GGMLQuantizationType
+    shape: list[int]
+    data: Array  # values; of BF16 and of quantised types the bytes of each row
+    factors: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +92,7 @@ class GgufFile:
 
     path: Path
     fields: Mapping[str, Any]
-    tensors: Mapping[str, Any]  # gguf.gguf_reader.ReaderTensor or ``FileTensor`` by name
+    tensors: Mapping[str, FileTensor]
     head: Architecture | None = None  # if the file is not of a model, but of a head (see heads/gguf_heads.py)
 
     @staticmethod
@@ -171,8 +165,8 @@ class GgufFile:
         for name, tensor in self.tensors.items():
             kind = tensor.tensor_type.name
             per_weight = 8 * PLAIN[kind].itemsize if kind in PLAIN else codes.FORMATS[kind].memory
-            per_weight += isinstance(tensor, Scaled)  # a float32 scale instead of 16 bits, for 16 weights
-            bits += prod(tensor.shape.tolist()) * (32 if self.record.is_decoded(name) else per_weight)
+            per_weight += tensor.factors is not None  # a float32 scale instead of 16 bits, for 16 weights
+            bits += prod(tensor.shape) * (32 if self.record.is_decoded(name) else per_weight)
         return round(bits / 8)
 
     @property
@@ -255,8 +249,11 @@ class GgufFile:
         ends = [self.entry(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
         known = list(dict.fromkeys(token_id for token_id in ends if token_id is not None))
         values["eos_token_id"] = known if len(known) > 1 else known[0] if known else None
+        values |= {name: tensor in self.tensors for name, tensor in architecture.flags.items()}
         try:
-            add_scaling(entry, values)
+            add_positions(entry, values, architecture.theta)
+            if architecture.router is not None:
+                check_router(entry, architecture.router)
             if architecture.complete is not None:
                 architecture.complete(entry, self.tensors, values)
             given = {name: value for name, value in values.items() if value is not None}
@@ -328,7 +325,7 @@ class GgufFile:
             own = architecture.own_name(name, known)
             if own not in parameters:
                 raise OutriderError(f"{self.path}: unexpected tensor {name} for a {model.config.model_type} model")
-            shape = list(reversed(tensor.shape.tolist()))
+            shape = tensor.shape
             wanted = architecture.shape_of(name, model.config) or self._shape_of(name, own, model, parameters[own])
             if len(wanted) == 1:  # Mamba 2's norm is stored in groups
                 shape = [prod(shape)]
@@ -356,7 +353,11 @@ class GgufFile:
 def _parsed(paths: tuple[Path, ...], *_version: int) -> GgufFile:
     """See ``GgufFile.open``. ``paths``: the file's parts in order. ``_version``: numbers that change with the files."""
     readers = [_read(path) for path in paths]
-    tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+    tensors = {
+        each.name: FileTensor(each.name, each.tensor_type, each.shape.tolist()[::-1], each.data)
+        for reader in readers
+        for each in reader.tensors
+    }
     file = GgufFile(paths[0], dict(readers[0].fields), tensors)
     record = ARCHITECTURES.get(file.architecture)
     for name in record.stacked if record else ():
@@ -375,14 +376,14 @@ def _parsed(paths: tuple[Path, ...], *_version: int) -> GgufFile:
     return file
 
 
-def _unstacked(tensor: Any) -> dict[str, Any]:
+def _unstacked(tensor: FileTensor) -> dict[str, FileTensor]:
     """Return the tensors of which one consists. See ``Architecture.stacked``."""
     names = [f"{tensor.name.removesuffix('weight')}{index}.weight" for index in range(len(tensor.data))]
-    shape = tensor.shape[:-1]  # the outermost size is the last one
-    return {name: tensor._replace(name=name, shape=shape, data=data) for name, data in zip(names, tensor.data, strict=True)}
+    parts = zip(names, tensor.data, strict=True)
+    return {name: replace(tensor, name=name, shape=tensor.shape[1:], data=data) for name, data in parts}
 
 
-def _per_layer(file: GgufFile, name: str) -> dict[str, Any]:
+def _per_layer(file: GgufFile, name: str) -> dict[str, FileTensor]:
     """Return an entry of the header as tensors. See ``Architecture.layer_entries``. Raises ``OutriderError``."""
     value, num_layers = file.entry(name), file.model_entry("block_count")
     if not isinstance(num_layers, int) or value is None:  # refused later, as a missing number or a missing tensor
@@ -392,10 +393,10 @@ def _per_layer(file: GgufFile, name: str) -> dict[str, Any]:
         raise OutriderError(f"{file.path}: its header says {name} for {len(numbers)} layers, expected {num_layers}")
     kind = import_module("gguf").GGMLQuantizationType.F32
     each = np.broadcast_to(numbers, num_layers)[:, None]
-    return {f"blk.{at}.{name}": FileTensor(f"blk.{at}.{name}", kind, np.array([1]), each[at]) for at in range(num_layers)}
+    return {f"blk.{at}.{name}": FileTensor(f"blk.{at}.{name}", kind, [1], each[at]) for at in range(num_layers)}
 
 
-def _scaled(path: Path, tensors: dict[str, Any], name: str, record: Architecture | None) -> Any:
+def _scaled(path: Path, tensors: dict[str, FileTensor], name: str, record: Architecture | None) -> FileTensor:
     """Return a tensor of the type NVFP4, with its factors if the file has any, and remove these and those of its inputs.
 
     Raises ``OutriderError`` for factors of another type, size or value.
@@ -405,10 +406,10 @@ def _scaled(path: Path, tensors: dict[str, Any], name: str, record: Architecture
     if f"{stem}.scale" not in tensors or (record and record.own_name(f"{stem}.scale", {})):
         return tensor
     scale = tensors.pop(f"{stem}.scale")
-    wanted = {1, *tensor.shape.tolist()[2:]}
+    wanted = {1, *tensor.shape[:-2]}
     if scale.tensor_type.name != "F32" or scale.data.size not in wanted or not np.isfinite(scale.data).all():
         raise OutriderError(f"{path}: tensor {scale.name} is not {' or '.join(map(str, sorted(wanted)))} float32 numbers")
-    return Scaled(tensor.name, tensor.tensor_type, tensor.shape, tensor.data, scale.data.copy().reshape(-1))
+    return replace(tensor, factors=scale.data.copy().reshape(-1))
 
 
 def _read(path: Path) -> Any:

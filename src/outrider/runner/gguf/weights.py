@@ -24,7 +24,7 @@ from outrider.runner.checkpoints.weight import dtype_name
 from outrider.runner.experts import PackedExperts, pack_experts, sizes_of, weights_of
 from outrider.runner.gguf import codes
 from outrider.runner.gguf.architecture import FACTORS, Array
-from outrider.runner.gguf.file import PLAIN, GgufFile, Scaled, by_parameter, forget
+from outrider.runner.gguf.file import PLAIN, FileTensor, GgufFile, by_parameter, forget
 from outrider.runner.linear import JoinedLinear, PackedEmbedding, PackedLinear, is_plain_embedding
 from outrider.types import OutriderError
 
@@ -85,10 +85,9 @@ def _is_packable(module: nn.Module, parameter: str) -> bool:
 
 def _joined(file: GgufFile, names: list[str], read: Callable[..., Tensor], order: Array | None) -> JoinedLinear:
     """Return a layer without a bias from the tensors of these names, which are of different types. Raises ``OutriderError``."""
-    shapes = [file.tensors[name].shape.tolist()[::-1] for name in names]
     parts = [
-        PackedLinear(torch.empty(shape, device="meta"), None, packed=_packed(file, [name], read, None))
-        for name, shape in zip(names, shapes, strict=True)
+        PackedLinear(torch.empty(file.tensors[name].shape, device="meta"), None, packed=_packed(file, [name], read, None))
+        for name in names
     ]
     return JoinedLinear(parts, None if order is None else torch.from_numpy(order))
 
@@ -98,8 +97,8 @@ def _packed(file: GgufFile, names: list[str], read: Callable[..., Tensor], order
     tensors = [file.tensors[name] for name in names]
     parts = [read(tensor, in_blocks=True) for tensor in tensors]
     rows, factors = torch.cat(parts, -2).flatten(0, -2), None  # of experts the gate comes first
-    if any(isinstance(tensor, Scaled) for tensor in tensors):
-        each = [torch.from_numpy(getattr(tensor, "factors", np.ones(1, np.float32))) for tensor in tensors]
+    if any(tensor.factors is not None for tensor in tensors):
+        each = [torch.ones(1) if tensor.factors is None else torch.from_numpy(tensor.factors) for tensor in tensors]
         whole = [one.view(-1, *[1] * (part.dim() - 2)).expand(part.shape[:-1]) for one, part in zip(each, parts, strict=True)]
         factors = torch.cat(whole, -1).flatten()
     if order is not None:
@@ -166,12 +165,12 @@ def _places(model: PreTrainedModel, given: set[str]) -> dict[str, list[str]]:
     }
 
 
-def rows_of(restore: Callable[[Array, str], Array], tensor: Any, in_blocks: bool = False) -> Tensor:
+def rows_of(restore: Callable[[Array, str], Array], tensor: FileTensor, in_blocks: bool = False) -> Tensor:
     """Return a tensor's values, or the bytes of its blocks, as a copy that does not keep the file mapped."""
     kind, data = tensor.tensor_type.name, tensor.data
     if kind not in PLAIN and not in_blocks:
         data = import_module("gguf").dequantize(data, tensor.tensor_type)
-        if isinstance(tensor, Scaled):
+        if tensor.factors is not None:
             data = data * tensor.factors.reshape(-1, *[1] * (data.ndim - 1))
     if kind == "BF16":  # numpy has no bfloat16: the library returns bytes
         data = data.view(np.uint16)

@@ -1,9 +1,14 @@
-"""MXFP4 (OCP Microscaling, version 1.0): 4-bit floats (E2M1), 32 inputs share a scale that is a power of two.
+"""4-bit floats (E2M1): MXFP4 and NVFP4.
 
-Two layouts are read. compressed-tensors' linear layers: ``weight_packed`` uint8 [outputs, inputs / 2], the first of two inputs
-in the low bits; ``weight_scale`` uint8 [outputs, inputs / 32], exponents + 127. gpt-oss's experts: ``gate_up_proj_blocks``
-uint8 [experts, outputs, inputs / 32, 16], ``gate_up_proj_scales`` [experts, outputs, inputs / 32], and the same for
-``down_proj``.
+MXFP4 (OCP Microscaling, version 1.0): 32 inputs share a scale that is a power of two. compressed-tensors' linear layers:
+``weight_packed`` uint8 [outputs, inputs / 2], the first of two inputs in the low bits; ``weight_scale`` uint8 [outputs, inputs
+/ 32], exponents + 127. gpt-oss's experts: ``gate_up_proj_blocks`` uint8 [experts, outputs, inputs / 32, 16],
+``gate_up_proj_scales`` [experts, outputs, inputs / 32], and the same for ``down_proj``.
+
+NVFP4: 16 inputs share a scale in 8 bits (E4M3), and the whole weight a float32 number. The first of two inputs is in the low
+bits of a byte, and ``weight_scale`` is float8 [outputs, inputs / 16]. compressed-tensors: ``weight_packed``; scales are divided
+by ``weight_global_scale`` [1]. ModelOpt: ``weight``; scales are multiplied by ``weight_scale_2``. A value is the code's number
+times that quotient or product in float32, as in both libraries.
 """
 
 from __future__ import annotations
@@ -19,17 +24,34 @@ from outrider.runner.checkpoints.weight import Format, LayerTensors, QuantizedWe
 from outrider.types import OutriderError, dtype_name
 
 WEIGHTS = ("gate_up_proj", "down_proj")
-GROUP = 32
+GROUP, NV_GROUP = 32, 16  # inputs that share a scale
 LARGEST = 252  # 6 * 2^(252 - 127) is the largest value in float32
+NV_DIVISOR, NV_FACTOR = "weight_global_scale", "weight_scale_2"
+NV_GROWTH = 6 / 4.5  # scales are float32 in memory
 
 
-def read(layer: LayerTensors) -> QuantizedWeight:
+def read_mxfp4(layer: LayerTensors) -> QuantizedWeight:
     """Return the weight of a linear layer. Raises ``OutriderError``, naming the tensor."""
     packed = layer.get("weight_packed", (torch.uint8,), [layer.outputs, layer.inputs // 2])
     exponents = layer.get("weight_scale", (torch.uint8,), [layer.outputs, layer.inputs // GROUP])
     if not exponents.is_meta and bool((exponents > LARGEST).any()):
         raise OutriderError(f"{layer.name}.weight_scale contains NaN or exponents beyond float32")
     return QuantizedWeight(unpack_pairs(packed), 4, blocks.float4_scales(exponents), None, GROUP, kind="float4")
+
+
+def read_nvfp4(layer: LayerTensors, codes: str, whole: str) -> QuantizedWeight:
+    """Return the weight of a linear layer. Raises ``OutriderError``, naming the tensor.
+
+    ``codes``: the last part of the name of the tensor with the codes; ``whole``: that of the whole weight's number.
+    """
+    raw = layer.get(codes, (torch.uint8,), [layer.outputs, layer.inputs // 2])
+    scales = layer.scales("weight_scale", (torch.float8_e4m3fn,), [layer.outputs, layer.inputs // NV_GROUP])
+    number = layer.scales(whole, (torch.float32,), [1], [])
+    scales = scales / number if whole == NV_DIVISOR else scales * number
+    halves = scales / 2  # "float4" has twice the numbers of E2M1
+    if not scales.is_meta and not (torch.isfinite(scales).all() and torch.equal(halves * 2, scales)):
+        raise OutriderError(f"{layer.name}.weight_scale and {whole} give scales that float32 cannot hold")
+    return QuantizedWeight(unpack_pairs(raw), 4, halves, None, NV_GROUP, kind="float4")
 
 
 class Mxfp4(Format):
