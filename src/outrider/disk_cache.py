@@ -195,17 +195,6 @@ def _stored(fill: Callable[[BinaryIO], None], folder: Path, key: str, suffix: st
             return earlier
         path = folder / f"{key}-{_content_hash(Path(part))}{suffix}"
         os.replace(part, path)
-        _flush_folder(folder)
         return path
     finally:
         Path(part).unlink(missing_ok=True)
-
-
-def _flush_folder(folder: Path) -> None:
-    """Flush a rename to the disk, on systems that can flush folders."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -54,21 +54,13 @@ def local_gguf(source: Source) -> Source | str:
     if found is None or expanded(str(source)).exists():
         return source
     repository, quantisation = found.groups()
-    parts = chosen(repository, file_names(repository), quantisation)
-    folder = _downloaded(repository, parts) if is_reachable() else _cached(repository)
-    return str(folder / parts[0])
-
-
-def file_names(repository: str) -> list[str]:
-    """Return the names of a repository's files: of all on the hub, or, if that is unreachable, of those in the cache.
-
-    Raises ``OutriderError`` if there is no such repository.
-    """
     there = _listed(repository) if is_reachable() else None
     if there is not None:
-        return list(there.sizes)
+        parts = chosen(repository, list(there.sizes), quantisation)
+        return str(_downloaded(repository, parts) / parts[0])
     folder = _cached(repository)
-    return [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
+    names = [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
+    return str(folder / chosen(repository, names, quantisation)[0])
 
 
 def _cached(repository: str) -> Path:
@@ -217,10 +209,10 @@ def _downloaded(repository: str, names: Sequence[str]) -> Path:
     from huggingface_hub import constants
 
     there, cache_folder = _listed(repository), Path(constants.HF_HUB_CACHE)
-    folder = _folder(repository) / "snapshots" / (there.commit if there else "")
-    sizes = there.sizes if there else {}
+    assert there is not None  # the names are from it
+    folder = _folder(repository) / "snapshots" / there.commit
     missing = [name for name in names if not (folder / name).exists()]
-    needed = sum(sizes.get(name, 0) for name in missing)
+    needed = sum(there.sizes.get(name, 0) for name in missing)
     if not missing and _is_main(folder):
         return folder
     try:

@@ -30,13 +30,6 @@ MARKS = {"ok": "[green]ok[/]", "note": "[dim]note[/]", "suspicious": "[yellow]su
 
 
 @dataclass(frozen=True)
-class CheckOptions:
-    """The method to check."""
-
-    method: str | None = given(Speculation)
-
-
-@dataclass(frozen=True)
 class SampleOptions(SamplingOptions):
     """Sampling settings of a check."""
 
@@ -48,7 +41,7 @@ def command(
     *,
     as_json: bool = flag("Print one JSON document instead of the report.", False, "--json"),
     models: ModelOptions,
-    methods: CheckOptions,
+    method: str | None = given(Speculation),
     sampling: SampleOptions,
 ) -> int:
     """Check whether a draft fits its target: vocabulary, context, memory, then acceptance and speed on a few prompts."""
@@ -56,7 +49,7 @@ def command(
     from outrider.doctor import Patient, all_candidates, check_up
 
     show_notices()
-    options = resolve(models, MethodOptions(methods.method))
+    options = resolve(models, MethodOptions(method))
     named = options.pop("method", AUTO)
     method = auto_method(models).text if named == AUTO else named
     found = all_candidates(models.target) if named == AUTO and not models.draft else []

@@ -217,10 +217,8 @@ def _stay_offline(models: ModelOptions, methods: Iterable[str]) -> None:
         hub.disable()
 
 
-def inflate_target(models: ModelOptions, size: str | None) -> tuple[ModelOptions, dict[str, Any]]:
+def inflate_target(models: ModelOptions, size: str) -> tuple[ModelOptions, dict[str, Any]]:
     """Return options with the target inflated to a larger model's cost, and the fields that describe it in the results."""
-    if size is None:
-        return models, {}
     from outrider.bench.inflate import inflated
 
     source = expanded(models.target or TARGET)
@@ -247,9 +245,9 @@ def inflated(
 
     Heads of these methods are inflated like the target; draft models are unchanged.
     """
-    models, note = inflate_target(models, size)
     if size is None:
-        return models, {}, note
+        return models, {}, {}
+    models, note = inflate_target(models, size)
     draft, drafts = arguments.get("draft"), arguments["drafts"]
     used: list[object] = []
     for method in methods:

@@ -16,20 +16,17 @@ from outrider.options import INT32, LIMITS, LISTEN, CheckedOptions, File, Number
 
 KEYS_VARIABLE = "OUTRIDER_API_KEYS"
 COUNT, POSITIVE = Whole(1, INT32), Number(above=0)
-limit = partial(option, panel=LIMITS)
+listening, limit = partial(option, panel=LISTEN), partial(option, panel=LIMITS)
 
 
 @dataclass(frozen=True)
 class ServerConfig(CheckedOptions):
     """Where the server listens and what it allows. Raises ``OutriderError`` for a value of the wrong type or out of bounds."""
 
-    host: str = option(Text(), "127.0.0.1", "Address to listen on; 127.0.0.1 accepts only this machine.", panel=LISTEN)
-    port: int = option(Whole(0, 65535), 8000, "Port; 0 selects a free one.", panel=LISTEN)
-    name: str = option(
-        Text(),
-        "outrider",
-        "Model name that clients see (default: the target's folder or id; in Python, outrider).",
-        panel=LISTEN,
+    host: str = listening(Text(), "127.0.0.1", "Address to listen on; 127.0.0.1 accepts only this machine.")
+    port: int = listening(Whole(0, 65535), 8000, "Port; 0 selects a free one.")
+    name: str = listening(
+        Text(), "outrider", "Model name that clients see (default: the target's folder or id; in Python, outrider)."
     )
     max_queue: int = limit(COUNT, 256, "Maximum number of waiting sequences; beyond it the answer is 429.")
     max_choices: int = limit(COUNT, 64, "Maximum number of sequences per call: prompts times n.")

@@ -113,18 +113,17 @@ class Grammars:
         self._compiler.checked()
         text = ANY_OBJECT if schema is None else schema_text(schema, self._config)
         known, is_renewed = self._kept.get(text), text == ANY_OBJECT
-        if known is not None and (known.refusal is not None or known.num_outputs >= MAX_OUTPUTS):
+        if known is not None:
+            if known.refusal is None and known.num_outputs < MAX_OUTPUTS:
+                self._kept.move_to_end(text)
+                known.is_reused = True
+                return known
             del self._kept[text]
             is_renewed |= known.num_outputs > FEW_OUTPUTS
             if known.refusal is not None and not is_renewed:
                 self._remember_refusal(text, known.refusal)
-            known = None
         if text in self._refused:
             raise OutriderError(self._refused[text])
-        if known is not None:
-            self._kept.move_to_end(text)
-            known.is_reused = True
-            return known
         if text not in self._under_way:
             if not is_renewed:
                 self._check_room(client)

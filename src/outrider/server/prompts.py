@@ -52,10 +52,8 @@ class Prompts:
 
     def __init__(self, llm: LLM, config: ServerConfig, given: Mapping[str, Any] | None, aside: Aside) -> None:
         """``given``: tokenizer data from ``tools``; ``aside`` runs a function in the server's helper thread."""
-        self._llm, self._aside, tokenizer = llm, aside, llm.tokenizer
+        self._llm, self._aside, self._given, tokenizer = llm, aside, given, llm.tokenizer
         self.pool: WorkerPool | None = None
-        self._template = None if tokenizer is None else template_of(tokenizer)
-        self._tool_template = None if tokenizer is None else template_of(tokenizer, with_tools=True)
         # The longest token counts characters (for byte-level tokenizers bytes).
         longest = 1 if tokenizer is None else max(map(len, tokenizer.get_vocab()), default=1)
         self._max_characters = llm.runner.max_len * longest
@@ -82,7 +80,7 @@ class Prompts:
     ) -> list[list[int]]:
         """Return one prompt, rendered by the tokenizer's chat template. Raises ``OutriderError`` for invalid messages."""
         variables = dict(variables or {})
-        template, most = self._tool_template if tools else self._template, self._llm.runner.max_len
+        most = self._llm.runner.max_len
         if len(messages) > most:  # every message takes at least one token
             raise PromptTooLong(
                 f"the prompt is too long: {len(messages)} messages do not fit into the context of {most} tokens: send fewer"
@@ -92,7 +90,7 @@ class Prompts:
         num_characters = self._check_size(shown + "".join(map(json.dumps, [*calls, *tools, variables])))
         # OpenAI's newer name: templates drop messages of unknown roles, or know a developer who is not meant.
         messages = [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
-        if self.pool is None or template is None:
+        if self._given is None or self._given["tool_template" if tools else "template"] is None:
             return [await self._aside(lambda: self._llm.chat_prompt(messages, tools, variables))]
         job = {"messages": messages, "tools": list(tools), "variables": variables}
         return await self._tokenised(job, num_characters, client)

@@ -64,7 +64,7 @@ class Service:
 
     async def completions(self, body: CompletionBody, http: Request) -> Response:
         """Handle ``POST /v1/completions``."""
-        given, call = body.prompts(), _call(http)
+        given, call = body.prompts(), http.state.call
         answer = CompletionAnswer("cmpl-" + call.request_id, self.config.name, self._tokens)
 
         async def encode() -> list[list[int]]:
@@ -89,7 +89,7 @@ class Service:
 
     async def chat(self, body: ChatBody, http: Request) -> Response:
         """Handle ``POST /v1/chat/completions``."""
-        call = _call(http)
+        call = http.state.call
         answer = ChatAnswer("chatcmpl-" + call.request_id, self.config.name, self._tokens)
         answer.delimiters = self._replies.delimiters(body)
         max_tokens = body.max_completion_tokens or body.max_tokens or self.llm.runner.max_len
@@ -120,15 +120,6 @@ class Service:
         if self._record is not None:
             self._record.close()
 
-    def _check(self, body: SamplingFields, num_sequences: int) -> None:
-        """Raise ``OutriderError`` for errors that do not depend on the prompts."""
-        if body.model is not None:
-            self.check_model(body.model)
-        if not 1 <= num_sequences <= self.config.max_choices:
-            raise OutriderError(
-                f"invalid number of sequences {num_sequences} (prompts x n): expected 1 to {self.config.max_choices}"
-            )
-
     def check_model(self, name: str) -> None:
         """Raise ``UnknownModel`` unless this is the served model's name."""
         if name != self.config.name:
@@ -154,8 +145,12 @@ class Service:
         self, body: SamplingFields, http: Request, answer: Answer, num_sequences: int, encode: Encode, params_with: ParamsWith
     ) -> Response:
         """Prepare the prompts, queue them and return the response, whole or as a stream."""
-        self._check(body, num_sequences)
-        call = _call(http)
+        if body.model is not None:
+            self.check_model(body.model)
+        most = self.config.max_choices
+        if not 1 <= num_sequences <= most:
+            raise OutriderError(f"invalid number of sequences {num_sequences} (prompts x n): expected 1 to {most}")
+        call = http.state.call
         deadline = call.arrived + self.config.request_timeout
         with self.bridge.room(num_sequences, call.client):
             left = max(deadline - monotonic(), 0.0)
@@ -375,8 +370,3 @@ def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
 
 def _event(body: dict[str, Any]) -> bytes:
     return b"data: " + COMPACT.encode(body).encode() + b"\n\n"
-
-
-def _call(http: Request) -> Call:
-    call: Call = http.scope["state"]["call"]
-    return call

@@ -45,7 +45,8 @@ class ShownRace:
 
         Raises ``OutriderError`` if the prompt does not fit into the context, or if the target fails.
         """
-        started, pending = perf_counter(), [self._started()]
+        started = perf_counter()
+        pending: list[Event] = [{"type": "started", "num_prompt_tokens": self.lanes[0].request.num_prompt_tokens}]
         last = started
         steps = self._race.run()
         try:
@@ -60,9 +61,6 @@ class ShownRace:
             yield [*pending, self._finished()]
         finally:
             steps.close()
-
-    def _started(self) -> Event:
-        return {"type": "started", "num_prompt_tokens": self.lanes[0].request.num_prompt_tokens}
 
     def _round(self, step: Step) -> Event:
         """Return the event of one round: its tokens, their origins, and the rejected drafts."""
