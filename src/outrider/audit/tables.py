@@ -77,7 +77,7 @@ def page(document: Mapping[str, Any]) -> str:
         verdicts = {each["method"]: (each["verdict"], VERDICTS[each["verdict"]]) for each in document["methods"]}
         verdicts |= {method: ("not audited", reason) for method, reason in document["not_possible"].items()}
         more["verdicts"] = [(method, *verdict) for method, verdict in verdicts.items()]
-    return filled("outrider.audit", "page.html", {**document, **more, "as_is": AS_IS, "shown": _shown})
+    return filled("outrider.audit", "page.html", **document, **more, as_is=AS_IS, shown=_shown)
 
 
 def _shown(value: object) -> str:

@@ -62,7 +62,7 @@ def _cell(group: Group, contender: Contender, same_text_when_sampled: bool) -> d
     comparable = group.temperature == 0 or same_text_when_sampled
     texts = [text for run in runs for text in run.token_ids]
     loops = loop_share(texts)
-    has_loops = loops > 0 or any(run.loop_share for run in plain)
+    has_loops = loops > 0 or any(loop_share(run.token_ids) for run in plain)
     measured = {
         **_figures(runs, plain),
         "loop_share": loops,

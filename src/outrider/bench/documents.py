@@ -78,3 +78,13 @@ def read(path: Path) -> dict[str, Any]:
 
 def _is_cell(cell: Cell) -> bool:
     return cell.keys() >= FIELDS and all(isinstance(cell[name], (int, float)) for name in NUMBERS)
+
+
+def at(cells: Sequence[Cell], **values: Any) -> list[Cell]:
+    """Return the cells with these values."""
+    return [cell for cell in cells if all(cell[name] == value for name, value in values.items())]
+
+
+def distinct(cells: Sequence[Cell], name: str) -> list[Any]:
+    """Return the distinct values of one key, in order."""
+    return list(dict.fromkeys(cell[name] for cell in cells))

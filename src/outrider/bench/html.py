@@ -8,9 +8,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from outrider.bench.breakdown import MEANING, PARTS
-from outrider.bench.documents import Cell, condition, headline, is_plain, label, loop_warnings
+from outrider.bench.documents import Cell, at, condition, distinct, headline, is_plain, label, loop_warnings
 from outrider.bench.loops import MAX_PERIOD, MIN_REPEATS
-from outrider.bench.pooling import at, distinct
 from outrider.bench.tables import Columns, number, percent, reason, rows_of, span
 from outrider.types import OutriderError, how_to_install
 
@@ -31,8 +30,8 @@ def page(result: Mapping[str, Any]) -> str:
 
     cells = [headline(cell) for cell in result["cells"]]
     return render(
+        result,
         title="Outrider benchmark",
-        facts=[(name, result[name]) for name in FACTS if result.get(name) is not None],
         notes=_notes(result),
         sections=[
             (_heading(temperature, cells), plots(at(cells, temperature=temperature)))
@@ -43,13 +42,13 @@ def page(result: Mapping[str, Any]) -> str:
     )
 
 
-def render(**parts: Any) -> str:
-    """Fill the page's template with title, facts, notes, plots, tables and definitions."""
-    check_installed()
-    return filled("outrider.bench", "report.html", parts)
+def render(result: Mapping[str, Any], **parts: Any) -> str:
+    """Fill the page's template with a document's facts, and with title, notes, plots, tables and definitions."""
+    facts = [(name, result[name]) for name in FACTS if result.get(name) is not None]
+    return filled("outrider.bench", "report.html", facts=facts, **parts)
 
 
-def filled(package: str, name: str, parts: Mapping[str, Any]) -> str:
+def filled(package: str, name: str, **parts: Any) -> str:
     """Fill a package's template of a page. Needs jinja2, which torch requires."""
     import jinja2
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,11 +36,12 @@ from outrider.heads.checkpoint import (
     read_folder,
     write_folder,
 )
-from outrider.heads.eagle import EagleHead
+from outrider.heads.eagle import EagleHead, EagleShape
 from outrider.proposers.recognition import TargetFiles
 from outrider.types import OutriderError, dtype_name
 
 FORMAT = 2  # part of the cache key: increment it when the same head and target give other weights
+WRONG_RATIO = "this head cannot be inflated to this size: choose a width of 4 or 16 times its target's"
 SEED = 1  # seed of the random weights, different from the target's
 
 
@@ -126,90 +127,27 @@ def check_width(width: int, target: InflatedTarget) -> None:
 
 
 class _Widener:
-    """Widens the layers of a head, which have the names of the target's."""
+    """Widens the tensors of a head, whose layers have the names of the target's.
 
-    def __init__(self, config: Mapping[str, Any], target: InflatedTarget, copies: int) -> None:
-        """``copies``: copies of every feature in the head's hidden state."""
+    By default its hidden state is stored like the target's, and the output of its final norm once, like the target's last
+    feature: so it is in an MTP head in Qwen's layout and in a block drafter.
+    """
+
+    def __init__(self, config: Mapping[str, Any], target: InflatedTarget, copies: int | None = None) -> None:
+        """``copies``: copies of every feature in the head's hidden state; None for the target's."""
         small, large, own = target.small, target.large, source_shape(config)
         check_width(own.hidden, target)
-        noise = Noise(target.dtype, SEED)
+        noise, copies = Noise(target.dtype, SEED), copies or target.copies
         shape = replace(large, ffn=max(large.ffn, own.ffn), layers=max(large.layers, own.layers))
         self.target, self.read = target, _Reader(target, noise)
         self.wide = Inflater(config, shape, noise, target.dtype, copies)
         self.features = [torch.arange(small.hidden) + nth * small.hidden for nth in range(copies)]
-
-
-class _WideEagle(_Widener):
-    """Builds an EAGLE head for the inflated target, tensor by tensor.
-
-    Its hidden state is stored like the target's (twice if that is); an EAGLE-1 head's once, because the target's output head
-    reads it directly.
-    """
-
-    def __init__(self, head: EagleHead, target: InflatedTarget) -> None:
-        super().__init__(head.shape.config.to_dict(), target, 1 if head.shape.generation == 1 else target.copies)
-        self.head, self.shape = head, head.shape
-        reads_last = target.small.layers in head.shape.hidden_states
-        norms_features = head.shape.norm_before_fc or head.shape.fc_norm
-        lends_normed = head.shape.norm_output and not head.shape.own_output
-        if target.copies > 1 and ((norms_features and reads_last) or lends_normed):
-            raise OutriderError("this head cannot be inflated to this size: choose a width of 4 or 16 times its target's")
-
-    def made(self) -> EagleHead:
-        """The head itself."""
-        states = tuple(map(self.target.hidden_state, self.shape.hidden_states))
-        config = deepcopy(self.shape.config)
-        config.update(self.wide.sizes)
-        shape = replace(self.shape, config=config, target_hidden_size=self.target.large.hidden, hidden_states=states)
-        made = EagleHead(shape).to(self.target.dtype)
-        own = self.head.to(self.target.dtype).state_dict()
-        made.load_state_dict({name: self._tensor(name, weight) for name, weight in own.items()}, assign=True)
-        return made
-
-    def _tensor(self, name: str, weight: Tensor) -> Tensor:
-        """Return one inflated tensor of the head or of one of its layers."""
-        wide, shape = self.wide, self.shape
-        makers: dict[str, Callable[[], Tensor]] = {
-            "draft_ids": lambda: weight,
-            "embed_tokens.weight": lambda: wide.embedding(weight),
-            "fc.weight": lambda: self.read(weight, wide.large.hidden, self.features, is_silent=True),
-            "fc.bias": lambda: wide.embedding(weight[None])[0],
-            "lm_head.weight": lambda: self.read(weight, len(weight), [torch.arange(len(weight))]),
-            "input_norm.weight": lambda: torch.cat([wide.norm(part) for part in weight.split(wide.small.hidden)]),
-            "norm.weight": lambda: self._norm(weight, shape.norm_output),
-            "layers.0.hidden_norm.weight": lambda: self._norm(weight, shape.norm_before_residual),
-        }
-        if name in makers:
-            return makers[name]()
-        if name.startswith("fc_norm."):
-            return wide.norm(weight)
-        module = name.rsplit(".", 2)[-2]
-        if shape.generation == 3 and name.startswith("layers.0.") and module in ("q_proj", "k_proj", "v_proj"):
-            total, places, source = wide.attention_rows(module)  # reads the concatenated embedding and feature
-            return self.read(weight[source], total, [places], is_silent=module == "v_proj")
-        return wide.layer_tensor(name, weight, real=True)
-
-    def _norm(self, weight: Tensor, goes_on: bool) -> Tensor:
-        """``goes_on``: its output is stored as a hidden state, not only read."""
-        normed = self.wide.norm(weight)
-        return self.wide.embedding(normed[None, : len(weight)])[0] if goes_on else normed
-
-
-class _WideLayers(_Widener):
-    """Widens an MTP head in Qwen's layout or a block drafter, tensor by tensor.
-
-    Their hidden state is stored like the target's, and the output of their final
-    norm once, like the target's last feature.
-    """
-
-    def __init__(self, config: Mapping[str, Any], target: InflatedTarget) -> None:
-        super().__init__(config, target, target.copies)
         self.num_kernels = 2 * (config.get("dflash_config") or {}).get("conv_kernel_size", 0)
         self.sizes = self.wide.sizes | {"dtype": dtype_name(target.dtype)}
 
     def tensor(self, name: str, weight: Tensor) -> Tensor:
         """Return one inflated tensor."""
-        hidden, (_, _, module) = self.wide.large.hidden, name.removesuffix(".weight").rpartition(".")
+        hidden, module = self.wide.large.hidden, name.removesuffix(".weight").rpartition(".")[2]
         if module == "fc":
             return self.read(weight, hidden, self.features, is_silent=True)
         if module == "embed_tokens":
@@ -241,12 +179,57 @@ class _WideLayers(_Widener):
         return self.read(wide, len(wide), [torch.arange(len(wide))])
 
 
+class _EagleWidener(_Widener):
+    """Widens an EAGLE head. The hidden state of EAGLE-1 is stored once, because the target's output head reads it directly."""
+
+    def __init__(self, shape: EagleShape, target: InflatedTarget) -> None:
+        super().__init__(shape.config.to_dict(), target, 1 if shape.generation == 1 else target.copies)
+        self.shape = shape
+        reads_last = target.small.layers in shape.hidden_states
+        norms_features = shape.norm_before_fc or shape.fc_norm
+        lends_normed = shape.norm_output and not shape.own_output
+        if target.copies > 1 and ((norms_features and reads_last) or lends_normed):
+            raise OutriderError(WRONG_RATIO)
+
+    def tensor(self, name: str, weight: Tensor) -> Tensor:
+        wide, shape = self.wide, self.shape
+        if name == "draft_ids":
+            return weight
+        if name == "fc.bias":
+            return wide.embedding(weight[None])[0]
+        if name == "input_norm.weight":
+            return torch.cat([wide.norm(part) for part in weight.split(wide.small.hidden)])
+        if name.startswith("fc_norm."):
+            return wide.norm(weight)
+        is_stored = {"norm.weight": shape.norm_output, "layers.0.hidden_norm.weight": shape.norm_before_residual}
+        if is_stored.get(name):  # the norm's output is a hidden state, not only read
+            return wide.embedding(wide.norm(weight)[None, : len(weight)])[0]
+        module = name.rsplit(".", 2)[-2]
+        if shape.generation == 3 and name.startswith("layers.0.") and module in ("q_proj", "k_proj", "v_proj"):
+            total, places, source = wide.attention_rows(module)  # reads the concatenated embedding and feature
+            return self.read(weight[source], total, [places], is_silent=module == "v_proj")
+        return super().tensor(name, weight)
+
+
+def wide_eagle(head: EagleHead, target: InflatedTarget) -> EagleHead:
+    """Return an EAGLE head for the inflated target."""
+    wide = _EagleWidener(head.shape, target)
+    config = deepcopy(head.shape.config)
+    config.update(wide.wide.sizes)
+    states = tuple(map(target.hidden_state, head.shape.hidden_states))
+    shape = replace(head.shape, config=config, target_hidden_size=target.large.hidden, hidden_states=states)
+    made = EagleHead(shape).to(target.dtype)
+    own = head.to(target.dtype).state_dict()
+    made.load_state_dict({name: wide.tensor(name, weight) for name, weight in own.items()}, assign=True)
+    return made
+
+
 def wide_mtp(folder: Path, target: Path, facts: InflatedTarget) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config and tensors of an MTP head in Qwen's layout for the inflated target."""
     config, tensors = read_folder(folder, "mtp.")
     if not tensors:
         raise OutriderError(f"{folder}: only MTP heads in Qwen's layout (mtp.*) can be inflated")
-    wide = _WideLayers(config, facts)
+    wide = _Widener(config, facts)
     own = {key: value for key, value in read_config(target).items() if key != "outrider_inflated"} | wide.sizes
     kept = {key: config[key] for key in ("mtp_num_hidden_layers", "outrider") if key in config}
     return own | kept, {name: wide.tensor(name, tensor) for name, tensor in tensors.items()}
@@ -255,11 +238,11 @@ def wide_mtp(folder: Path, target: Path, facts: InflatedTarget) -> tuple[dict[st
 def wide_block(folder: Path, facts: InflatedTarget) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config and tensors of a block drafter in z-lab's format for the inflated target."""
     config, tensors = read_folder(folder)
-    wide, last = _WideLayers(config, facts), facts.small.layers
+    wide, last = _Widener(config, facts), facts.small.layers
     inner = config["dflash_config"]
     states = [index + 1 for index in inner["target_layer_ids"]]
     if facts.copies > 1 and last in states:
-        raise OutriderError("this head cannot be inflated to this size: choose a width of 4 or 16 times its target's")
+        raise OutriderError(WRONG_RATIO)
     layers = [facts.hidden_state(state) - 1 for state in states]
     changed = wide.sizes | {"num_target_layers": facts.large.layers, "dflash_config": inner | {"target_layer_ids": layers}}
     if "target_layer_ids" in config:
@@ -285,7 +268,7 @@ def inflate_head(source: str | Path, target: Path, out: Path) -> Path:
         else:
             head = eagle_formats.load(folder, facts.small_target)
             acceptance = measured_acceptance(folder)
-            made = _WideEagle(head, facts).made()
+            made = wide_eagle(head, facts)
             eagle_formats.export(made, part, verifier=str(target), acceptance=list(acceptance) if acceptance else None)
     return out
 

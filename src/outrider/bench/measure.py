@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.bench.loops import loop_share, loop_start
+from outrider.bench.loops import loop_start
 from outrider.engine.stats import GenerationStats
 from outrider.types import OutriderError, Round, SamplingParams
 
@@ -138,11 +138,6 @@ class Run:
         """Return the batches, each cut before the first loop in any of its outputs."""
         texts = iter(self.token_ids)
         return [batch.before([loop_start(text) for text in islice(texts, len(batch.waits))]) for batch in self.batches]
-
-    @property
-    def loop_share(self) -> float:
-        """Return the share of all tokens that are in loops."""
-        return loop_share(self.token_ids)
 
 
 class PeakMemory:

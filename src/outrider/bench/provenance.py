@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ def origin() -> dict[str, Any]:
         "cpu": cpu_name(),
         "command": command(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in ("torch", "transformers")},
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in ("torch", "transformers")},
     }
 
 
@@ -67,13 +67,6 @@ def command() -> str:
         elif place and words[place - 1] == SECRET:
             words[place] = HIDDEN
     return shlex.join([*name, *words])
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def commit() -> str | None:

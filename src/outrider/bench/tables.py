@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.bench.breakdown import main_part
-from outrider.bench.documents import Cell, condition, headline, is_plain, label
+from outrider.bench.documents import Cell, at, condition, distinct, headline, is_plain, label
 from outrider.errors import printable
 
 MANY_WORKLOADS = 3  # minimum number of workloads for a table of workloads x methods
@@ -101,26 +101,23 @@ def rows_of(columns: Columns, cells: Iterable[Cell]) -> list[list[str]]:
 
 def _matrices(cells: Sequence[Cell]) -> Iterator[Table]:
     """Yield a table for each condition with several workloads: one row per workload, one column per method."""
-    conditions: dict[tuple[float, int, int], dict[str, dict[str, Cell]]] = {}
-    for cell in cells:
-        if not is_plain(cell) and cell["speedup"]:
-            of_condition = conditions.setdefault((cell["temperature"], cell["batch"], cell["busy"]), {})
-            of_condition.setdefault(cell["workload"], {})[label(cell)] = cell
-    for (temperature, batch, busy), found in conditions.items():
-        names = list(dict.fromkeys(name for by_method in found.values() for name in by_method))
-        if len(found) < MANY_WORKLOADS:
+    drafted = [cell for cell in cells if not is_plain(cell) and cell["speedup"]]
+    for temperature, batch, busy in dict.fromkeys((cell["temperature"], cell["batch"], cell["busy"]) for cell in drafted):
+        found = at(drafted, temperature=temperature, batch=batch, busy=busy)
+        workloads, names = distinct(found, "workload"), list(dict.fromkeys(map(label, found)))
+        if len(workloads) < MANY_WORKLOADS:
             continue
-        view = table_of(
-            f"tokens per target pass, and speedup; temperature {temperature:g}, batch {batch}"
-            + (f", {busy} busy processes" if busy else ""),
-            *names,
-            keys=("workload",),
-        )
-        for workload, by_method in found.items():
-            add_row(view, [workload, *(_pair([by_method[name]] if name in by_method else []) for name in names)])
+        title = f"tokens per target pass, and speedup; temperature {temperature:g}, batch {batch}"
+        view = table_of(title + (f", {busy} busy processes" if busy else ""), *names, keys=("workload",))
+        for workload in workloads:
+            _add_pairs(view, workload, names, at(found, workload=workload))
         view.add_section()
-        add_row(view, ["all", *(_pair([cells[name] for cells in found.values() if name in cells]) for name in names)])
+        _add_pairs(view, "all", names, found)
         yield view
+
+
+def _add_pairs(view: Table, heading: str, names: Sequence[str], cells: Sequence[Cell]) -> None:
+    add_row(view, [heading, *(_pair([cell for cell in cells if label(cell) == name]) for name in names)])
 
 
 def _pair(cells: Sequence[Cell]) -> str:

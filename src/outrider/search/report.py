@@ -139,7 +139,7 @@ def notes(found: Mapping[str, Any]) -> list[str]:
 
 def page(found: Mapping[str, Any]) -> str:
     """Return the report as one HTML file. Raises ``OutriderError`` if a library is missing."""
-    from outrider.bench.html import FACTS, render
+    from outrider.bench.html import render
 
     stages = [[name, f"{seconds:.1f}"] for name, seconds in found["seconds"].items()]
     tables: list[tuple[str, str, list[str], list[list[str]]]] = [
@@ -151,8 +151,8 @@ def page(found: Mapping[str, Any]) -> str:
         impossible = [[method, why] for method, why in found["not_possible"].items()]
         tables.append(("Not available", "Methods that do not fit this target, and why.", ["method", "why"], impossible))
     return render(
+        found,
         title=f"Outrider plan: {found['target']}",
-        facts=[(name, found[name]) for name in FACTS if found.get(name) is not None],
         notes=[verdict(found)],
         sections=[("Speed by draft length", [_picture(found)])] if found["candidates"] else [],
         tables=tables,

@@ -9,6 +9,7 @@ Plain Python: the arrays of a batch are so small that numpy would take five time
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -18,29 +19,23 @@ from outrider.runner.cost_book import RoundPrices
 NEVER = 1e-9  # negligible probability
 
 
+@dataclass
 class Shares:
     """The drafts of a batch ranked by value."""
 
-    def __init__(
-        self,
-        gains: Sequence[Sequence[float]],
-        made: Sequence[float],
-        nodes: Sequence[float],
-        catch_up: Sequence[float],
-        prices: RoundPrices,
-        forced: float = 0.0,
-    ) -> None:
-        """``gains`` [B][N]: accepted tokens that a draft at each depth adds; ``made`` [B]: share of rounds with drafts.
+    gains: Sequence[Sequence[float]]  # [B][N]: accepted tokens that a draft at each depth adds
+    made: Sequence[float]  # [B]: share of rounds with drafts
+    nodes: Sequence[float]  # [N]: rows of the pass for each depth
+    catch_up: Sequence[float]  # [B]: the proposer's seconds per emitted token to prefill what it has not seen
+    prices: RoundPrices
+    forced: float = 0.0  # rows that a grammar adds for each accepted draft, beyond those in ``prices``
 
-        ``nodes`` [N]: rows of the pass for each depth; ``catch_up`` [B]: the proposer's seconds per emitted token to prefill
-        what it has not seen; ``forced``: rows that a grammar adds for each accepted draft, beyond those in ``prices``.
-        """
-        self.batch, self._nodes, self._prices, self._forced = len(gains), nodes, prices, forced
-        self._gains, self._made, self._catch_up = gains, made, catch_up
+    def __post_init__(self) -> None:
+        self.batch = len(self.gains)
 
     def are_alike(self, within: float) -> bool:
         """Return whether the expected gains of the first drafts of all requests differ by less than that share of the best."""
-        firsts = [gains[0] * made for gains, made in zip(self._gains, self._made, strict=True)]
+        firsts = [gains[0] * made for gains, made in zip(self.gains, self.made, strict=True)]
         return max(firsts) - min(firsts) <= within * max(firsts)
 
     def best_together(self, lengths: Sequence[int]) -> tuple[float, list[int]]:
@@ -51,19 +46,19 @@ class Shares:
 
     def together(self, lengths: Sequence[int]) -> list[float]:
         """Return tokens per second with one K for all requests, for each of the ascending ``lengths``; equals ``speed``."""
-        prices, nobody = self._prices, prod([1 - made for made in self._made])
+        prices, nobody = self.prices, prod([1 - made for made in self.made])
         somebody = 1 - nobody
-        share = 1.0 if prices.is_padded else sum(self._made) / self.batch / max(somebody, NEVER)
-        gained, total_catch_up, width, reached, speeds = 0.0, sum(self._catch_up), 1.0, 0, []
+        share = 1.0 if prices.is_padded else sum(self.made) / self.batch / max(somebody, NEVER)
+        gained, total_catch_up, width, reached, speeds = 0.0, sum(self.catch_up), 1.0, 0, []
         for k in lengths:
             for depth in range(reached, k):
-                for gains, made, own_catch_up in zip(self._gains, self._made, self._catch_up, strict=True):
+                for gains, made, own_catch_up in zip(self.gains, self.made, self.catch_up, strict=True):
                     gained += gains[depth] * made
                     total_catch_up += gains[depth] * made * own_catch_up
-                width += self._nodes[depth] * share
+                width += self.nodes[depth] * share
             reached = k
             seconds = prices.draft(k, self.batch) + nobody * prices.plain + total_catch_up
-            seconds += somebody * (prices.score(width + self._forced * gained / self.batch) + prices.outside)
+            seconds += somebody * (prices.score(width + self.forced * gained / self.batch) + prices.outside)
             speeds.append((self.batch + gained) / seconds)
         return speeds
 
@@ -90,9 +85,9 @@ class Shares:
     def _ranked(self) -> list[_Draft]:
         """Return every draft by descending value. Parents precede their children."""
         ranks, drafts = [], []
-        for b, (gains, made) in enumerate(zip(self._gains, self._made, strict=True)):
+        for b, (gains, made) in enumerate(zip(self.gains, self.made, strict=True)):
             least = float("inf")
-            for depth, (gain, nodes) in enumerate(zip(gains, self._nodes, strict=True), 1):
+            for depth, (gain, nodes) in enumerate(zip(gains, self.nodes, strict=True), 1):
                 least = min(least, gain / nodes)
                 ranks.append(-least)
                 drafts.append(_Draft(b, depth, gain * made, nodes))  # weighted by the share of rounds in which it exists
@@ -100,7 +95,7 @@ class Shares:
 
     def _speeds(self, k: int, drafts: Iterable[_Draft]) -> list[float]:
         """Return tokens per second with the first draft, the first two, ..., when requesting k."""
-        prices, batch, made, catch_up, forced = self._prices, self.batch, self._made, self._catch_up, self._forced / self.batch
+        prices, batch, made, catch_up, forced = self.prices, self.batch, self.made, self.catch_up, self.forced / self.batch
         score, outside, is_padded = prices.score, prices.outside, prices.is_padded
         gained, total_catch_up, tokens, num_drafting, deepest = 0.0, 0.0, 0.0, 0, 0
         nobody = 1.0  # probability that no request has a draft and the pass is plain
