@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+import signal
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -27,7 +28,6 @@ from outrider.engine.config import (
     warn_of_limits,
 )
 from outrider.engine.engine import lost
-from outrider.engine.interrupts import deferred_interrupts
 from outrider.engine.outputs import Chunk, Completion, Emission, Generation, GenerationInterrupted
 from outrider.engine.prompts import as_messages, as_params, as_prompts, as_token_ids, chat_ids
 from outrider.engine.stats import GenerationStats
@@ -272,7 +272,7 @@ class LLM:
         try:
             with self._open():
                 self._compile_for(jobs)
-                with deferred_interrupts():
+                with _deferred_interrupts():
                     self._submit(jobs, open_ids)
             while open_ids:
                 for request_id in [request_id for request_id in open_ids if self._inbox[request_id].emissions]:
@@ -287,10 +287,10 @@ class LLM:
                     if open_ids and not any(self._inbox[request_id].emissions for request_id in open_ids):
                         if not self.engine.has_work:
                             raise OutriderError(ENDED)
-                        with deferred_interrupts():
+                        with _deferred_interrupts():
                             self._step()
         finally:
-            with self._lock, deferred_interrupts():
+            with self._lock, _deferred_interrupts():
                 for request_id, completion in open_ids.items():
                     completion.finish_reason = "abort"
                     self._inbox.pop(request_id, None)
@@ -374,3 +374,29 @@ class _Job(NamedTuple):
 
     generation: Generation
     requests: list[Request]
+
+
+@contextmanager
+def _deferred_interrupts() -> Iterator[None]:
+    """Context manager: handle a Ctrl-C after the block, so that no step is left half done. A second one is handled at once.
+
+    Only in the main thread, which alone handles signals, and where SIGINT has a handler in Python.
+    """
+    handler = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if not callable(handler):  # ignored, handled in C, or for another thread
+        yield
+        return
+    received: list[FrameType | None] = []
+
+    def defer(number: int, frame: FrameType | None) -> None:
+        received.append(frame)
+        if len(received) > 1:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, defer)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if len(received) == 1:
+            handler(signal.SIGINT, received[0])

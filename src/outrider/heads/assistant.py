@@ -20,16 +20,7 @@ from torch import Tensor, nn
 from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from outrider.heads import gguf_heads
-from outrider.heads.checkpoint import (
-    ASSISTANT_TENSOR,
-    TargetSizes,
-    fill,
-    find_folder,
-    made,
-    read_folder,
-    refuse_quantised,
-    tensor_names,
-)
+from outrider.heads.checkpoint import ASSISTANT_TENSOR, HeadFiles, TargetSizes, tensor_names
 from outrider.heads.feature_head import RolloutHead, Rotation
 from outrider.heads.head_runner import RolloutRunner, Step
 from outrider.runner import ModelRunner, attention, gguf
@@ -167,20 +158,19 @@ def is_assistant(folder: Path) -> bool:
 def check_files(folder: Path, target: TargetSizes) -> None:
     """Raise ``OutriderError`` for an assistant of another target, or a quantised one; only headers are read."""
     with torch.device("meta"):
-        _, tensors = read_folder(folder)
-    refuse_quantised(tensors, folder, ORDERING)
-    shape, inputs = tensors[ASSISTANT_TENSOR].shape, 2 * target.hidden_size
+        files = HeadFiles.read(folder)
+    files.refuse_quantised(ORDERING)
+    shape, inputs = files.tensors[ASSISTANT_TENSOR].shape, 2 * target.hidden_size
     if len(shape) != 2 or shape[1] != inputs:
         raise OutriderError(f"{ASSISTANT_TENSOR} has shape {list(shape)}, expected {inputs} inputs for this target")
 
 
 def load(source: str | Path, target: ModelRunner) -> AssistantHead:
     """Read an assistant for this target, in float32. Raises ``OutriderError`` naming the tensor that does not fit."""
-    folder = find_folder(source)
-    _, tensors = read_folder(folder)
-    refuse_quantised(tensors, source, ORDERING)
-    file = gguf.find(folder)
-    config = load_config(folder) if file is None else gguf_heads.opened(file).config()
+    files = HeadFiles.read(source)
+    files.refuse_quantised(ORDERING)
+    file = gguf.find(files.folder)
+    config = load_config(files.folder) if file is None else gguf_heads.opened(file).config()
     own, other = text_config(config).model_type, text_config(target.model).model_type
     if not hasattr(config, "backbone_hidden_size") or own != other:
         raise OutriderError(f"{source} reads the KV cache of a {own} model, but {target.name} is a {other} model")
@@ -188,9 +178,10 @@ def load(source: str | Path, target: ModelRunner) -> AssistantHead:
         raise OutriderError(f"{target.name} has its own attention code, whose KV cache an assistant cannot read")
     places = {kind: target.cache.shape.places[layer] for kind, layer in sources_of(target).items()}
     stored = {kind: target.cache.shape.kinds[place[0]][0] for kind, place in places.items() if place is not None}
-    head = made(lambda: AssistantHead(config, _decoder(config), stored), source)
+    head = files.made(lambda: AssistantHead(config, _decoder(config), stored))
     head.check_fit(target)
-    fill(head, {_own_name(name, head): tensor for name, tensor in tensors.items()}, source, IGNORED, _stored_name)
+    files.rename(lambda name: _own_name(name, head))
+    files.fill(head, IGNORED, _stored_name)
     if head.num_clusters:
         order: Any = head.token_ordering
         if not torch.equal(order.sort().values, torch.arange(len(order))):

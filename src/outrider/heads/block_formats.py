@@ -13,28 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
 
 from outrider.heads.block import BlockHead, BlockShape
-from outrider.heads.checkpoint import (
-    LAYER_KEYS,
-    TargetSizes,
-    check_dims,
-    check_ids,
-    check_sections,
-    config_integer,
-    count_numbered,
-    fill,
-    find_folder,
-    made,
-    named_states,
-    offsets_to_ids,
-    read_folder,
-    refuse_quantised,
-    write_folder,
-    written_layers,
-)
+from outrider.heads.checkpoint import LAYER_KEYS, HeadFiles, TargetSizes, check_ids, write_folder, written_layers
 from outrider.heads.own_tables import has_own_table
 from outrider.runner.checkpoint_files import check_sizes
 from outrider.types import OutriderError, dtype_name
@@ -59,23 +41,23 @@ def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None 
 
     Raises ``OutriderError`` naming the tensor that is missing or does not fit, or the feature that is not supported.
     """
-    folder = find_folder(source)
-    config, tensors = read_folder(folder)
-    tensors = {_own_name(name): tensor for name, tensor in tensors.items()}
-    _check_kind(config, tensors, str(source))
-    _check_weights(tensors, str(source))
+    files = HeadFiles.read(source)
+    files.rename(_own_name)
+    config, tensors = files.config, files.tensors
+    _check_kind(files)
+    _check_weights(files)
     layer: dict[str, Any] = config.get("transformer_layer_config") or config
     check_sizes(f"{source}/config.json", layer)
     if model is not None:
         has_own_table(tensors, "embed_tokens.weight", model.get_input_embeddings())
         if "d2t" not in tensors:
             has_own_table(tensors, "lm_head.weight", model.get_output_embeddings())
-    shape = _shape(config, layer, tensors, target, str(source))
-    head = made(lambda: BlockHead(shape), source)
+    shape = _shape(files, layer, target)
+    head = files.made(lambda: BlockHead(shape))
     head.check_fit(target)
-    offsets_to_ids(tensors)
+    files.offsets_to_ids()
     check_ids(tensors.get("draft_ids"), target.vocab_size, "the head's draft vocabulary", target.name)
-    return fill(head, tensors, source, IGNORED, lambda name: "d2t" if name == "draft_ids" else name)
+    return files.fill(head, IGNORED, lambda name: "d2t" if name == "draft_ids" else name)
 
 
 def _own_name(name: str) -> str:
@@ -83,10 +65,11 @@ def _own_name(name: str) -> str:
     return re.sub(r"_codebook\.weight$", "_codebook", re.sub(r"^(model|draft_model)\.", "", name))
 
 
-def _check_kind(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> None:
+def _check_kind(files: HeadFiles) -> None:
     """Raise ``OutriderError`` for other heads, and for features that are not supported."""
-    check_sections(config, SECTIONS, source)
-    found = next(((name, what) for mark, what in UNSUPPORTED.items() for name in tensors if re.search(mark, name)), None)
+    files.check_sections(SECTIONS)
+    config, source = files.config, files.source
+    found = next(((name, what) for mark, what in UNSUPPORTED.items() for name in files.tensors if re.search(mark, name)), None)
     if found is not None:
         raise OutriderError(
             f"{source} needs {found[1]} ({found[0]}), which is not supported: use a DFlash, DFlash 2 or DSpark head"
@@ -100,27 +83,25 @@ def _check_kind(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source
             raise OutriderError(f"{source} has {key} {settings[key]!r}, which is not supported: expected {wanted!r}")
 
 
-def _check_weights(tensors: Mapping[str, Tensor], source: str) -> None:
+def _check_weights(files: HeadFiles) -> None:
     """Raise ``OutriderError`` if tensors that determine sizes are missing, have a wrong shape, or are quantised."""
     dims = {"fc.weight": 2, "hidden_norm.weight": 1, "layers.0.self_attn.q_norm.weight": 1}
-    missing = next((name for name in dims if name not in tensors), None)
+    missing = next((name for name in dims if name not in files.tensors), None)
     if missing is not None:
-        raise OutriderError(f"{source} is not a block drafter: {missing} is missing")
-    check_dims(tensors, dims, source)
-    refuse_quantised(tensors, source, MAPPINGS)
+        raise OutriderError(f"{files.source} is not a block drafter: {missing} is missing")
+    files.check_dims(dims)
+    files.refuse_quantised(MAPPINGS)
 
 
-def _shape(
-    config: Mapping[str, Any], layer: Mapping[str, Any], tensors: Mapping[str, Tensor], target: TargetSizes, source: str
-) -> BlockShape:
-    own = _layers(layer, tensors, target.vocab_size, source)
+def _shape(files: HeadFiles, layer: Mapping[str, Any], target: TargetSizes) -> BlockShape:
+    config, tensors, source = files.config, files.tensors, files.source
+    own = _layers(files, layer, target.vocab_size)
     inner = config.get("dflash_config") or {}
-    width = config_integer(config, "target_hidden_size", source, usual=own.hidden_size)
-    ids = named_states(
+    width = files.integer(config, "target_hidden_size", usual=own.hidden_size)
+    ids = files.named_states(
         config.get("aux_hidden_state_layer_ids"),
         inner.get("target_layer_ids") or config.get("target_layer_ids"),
         lambda: default_hidden_states(target.num_layers, own.num_hidden_layers),
-        source,
     )
     num_features, rest = divmod(tensors["fc.weight"].shape[-1], width)
     if rest or num_features != len(ids):
@@ -129,7 +110,7 @@ def _shape(
             f"names the hidden states {ids} of {width}"
         )
     markov, output = tensors.get("markov_head.markov_w1.weight"), tensors.get("lm_head.weight")
-    size = config_integer(config, "draft_vocab_size", source, usual=own.vocab_size)
+    size = files.integer(config, "draft_vocab_size", usual=own.vocab_size)
     if "d2t" in tensors:
         size = len(tensors["d2t"])
     elif size < target.vocab_size:
@@ -139,29 +120,28 @@ def _shape(
         own,
         width,
         ids,
-        config_integer(settings, "block_size", source),
-        config_integer({"mask_token_id": config.get("dspark_noise_token_id"), **config, **inner}, "mask_token_id", source, 0),
+        files.integer(settings, "block_size"),
+        files.integer({"mask_token_id": config.get("dspark_noise_token_id"), **config, **inner}, "mask_token_id", 0),
         size,
-        _windows(layer, own.num_hidden_layers, source),
-        causal_windows=_causal_windows(config, layer, source),
+        _windows(files, layer, own.num_hidden_layers),
+        causal_windows=_causal_windows(files, layer),
         predicts_next=bool(config.get("sample_from_anchor", markov is not None)),
         markov_rank=0 if markov is None else markov.shape[-1],
         reduced="d2t" in tensors,
         own_embedding="embed_tokens.weight" in tensors,
         own_output=output is not None,
-        output_scale=_factor(settings, "output_multiplier", source, 1.0),
-        softcap=_factor(settings, "final_logit_softcapping", source, 0.0),
-        **_second(settings, own.hidden_size, size, tensors, source),
+        output_scale=_factor(files, settings, "output_multiplier", 1.0),
+        softcap=_factor(files, settings, "final_logit_softcapping", 0.0),
+        **_second(files, settings, own.hidden_size, size),
     )
     if shape.max_drafts < 1:
         raise OutriderError(f"{source}: block_size {shape.block_size} leaves no token to draft")
     return shape
 
 
-def _second(
-    settings: Mapping[str, Any], hidden_size: int, num_tokens: int, tensors: Mapping[str, Tensor], source: str
-) -> dict[str, int]:
+def _second(files: HeadFiles, settings: Mapping[str, Any], hidden_size: int, num_tokens: int) -> dict[str, int]:
     """Return the fields of a shape that describe DFlash 2's convolutions and path selector, if the head has them."""
+    tensors, source = files.tensors, files.source
     found: dict[str, int] = {}
     for part, mark, fields in (
         ("short convolutions", "_conv.", CONVOLUTIONS),
@@ -172,7 +152,7 @@ def _second(
         if name is not None and missing:
             raise OutriderError(f"{source} has DFlash 2's {part} ({name}), but config.json lacks {' and '.join(missing)}")
         if settings.get(next(iter(fields))):
-            found |= {field: config_integer(settings, key, source) for key, field in fields.items()}
+            found |= {field: files.integer(settings, key) for key, field in fields.items()}
     if hidden_size % found.get("conv_group", 1):
         raise OutriderError(
             f"{source}: config.json says conv_group_size={found['conv_group']}: expected a divisor of {hidden_size}"
@@ -187,22 +167,23 @@ def _second(
     return found
 
 
-def _causal_windows(config: Mapping[str, Any], layer: Mapping[str, Any], source: str) -> bool:
+def _causal_windows(files: HeadFiles, layer: Mapping[str, Any]) -> bool:
     """Return whether the block's tokens attend only to earlier ones in layers with a window.
 
     In z-lab's code ``is_causal`` applies to all layers; by default, layers with a window are causal and others are not.
     """
-    kinds, inner = layer.get("layer_types") or ["full_attention"], config.get("dflash_config") or {}
-    is_causal = config.get("is_causal", inner.get("causal"))
+    config, kinds = files.config, layer.get("layer_types") or ["full_attention"]
+    is_causal = config.get("is_causal", (config.get("dflash_config") or {}).get("causal"))
     if is_causal and "full_attention" in kinds:
-        raise OutriderError(f"{source} has full attention that is causal within a block, which is not supported")
+        raise OutriderError(f"{files.source} has full attention that is causal within a block, which is not supported")
     if config.get("speculators_model_type") is not None and is_causal is None:
         is_causal = not config.get("sliding_window_non_causal", True)
     return "sliding_attention" in kinds and (is_causal is None or bool(is_causal))
 
 
-def _layers(layer: Mapping[str, Any], tensors: Mapping[str, Tensor], vocab_size: int, source: str) -> Qwen3Config:
+def _layers(files: HeadFiles, layer: Mapping[str, Any], vocab_size: int) -> Qwen3Config:
     """Return the config of the head's layers. Missing sizes are taken from the weights."""
+    tensors = files.tensors
     dim = tensors["layers.0.self_attn.q_norm.weight"].shape[-1]
     measured = {
         "hidden_size": ("hidden_norm.weight", 1),
@@ -215,33 +196,33 @@ def _layers(layer: Mapping[str, Any], tensors: Mapping[str, Tensor], vocab_size:
     for key, (name, unit) in measured.items():
         if key not in given and name in tensors:
             given[key] = tensors[name].shape[0] // unit
-    given.setdefault("num_hidden_layers", count_numbered(tensors, r"layers\.(\d+)\."))
+    given.setdefault("num_hidden_layers", files.count_numbered(r"layers\.(\d+)\."))
     given.setdefault("vocab_size", vocab_size)
     given.setdefault("attention_bias", "layers.0.self_attn.q_proj.bias" in tensors)
     shape = given | {"attention_dropout": 0.0}
-    return made(lambda: Qwen3Config(**shape), source, "its config is not valid for Qwen3 layers")
+    return files.made(lambda: Qwen3Config(**shape), "its config is not valid for Qwen3 layers")
 
 
-def _windows(layer: Mapping[str, Any], num_layers: int, source: str) -> tuple[int, ...]:
+def _windows(files: HeadFiles, layer: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Return the window of each layer, 0 for none."""
     kinds = layer.get("layer_types") or ["full_attention"] * num_layers
     if not isinstance(kinds, list) or len(kinds) < num_layers:
-        raise OutriderError(f"{source}: layer_types in config.json must be a list of {num_layers} kinds of layers")
+        raise OutriderError(f"{files.source}: layer_types in config.json must be a list of {num_layers} kinds of layers")
     odd = next((kind for kind in kinds if kind not in ("full_attention", "sliding_attention")), None)
     if odd is not None:
-        raise OutriderError(f"{source}: unsupported kind of layer {odd!r}: expected full_attention or sliding_attention")
+        raise OutriderError(f"{files.source}: unsupported kind of layer {odd!r}: expected full_attention or sliding_attention")
     if "sliding_attention" not in kinds[:num_layers]:
         return (0,) * num_layers
-    window = config_integer(layer, "sliding_window", source)
+    window = files.integer(layer, "sliding_window")
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:num_layers])
 
 
-def _factor(config: Mapping[str, Any], key: str, source: str, usual: float) -> float:
+def _factor(files: HeadFiles, config: Mapping[str, Any], key: str, usual: float) -> float:
     value = config.get(key)
     if value is None:
         return usual
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
-        raise OutriderError(f"{source}: config.json says {key}={value!r}: expected a number of at least 0")
+        raise OutriderError(f"{files.source}: config.json says {key}={value!r}: expected a number of at least 0")
     return float(value)
 
 

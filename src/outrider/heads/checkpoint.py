@@ -11,7 +11,7 @@ import errno
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from outrider.files import expanded, is_path, write_whole
 from outrider.hub import fetch
 from outrider.memory import INDEXES, WEIGHT_NAMES, weight_files, weight_map
 from outrider.runner.checkpoint_files import is_finite
-from outrider.types import OutriderError, first_line, is_out_of_memory
+from outrider.types import OutriderError, dtype_name, first_line, is_out_of_memory
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, Qwen3Config
@@ -226,16 +226,6 @@ def _header(opened: Any, name: str) -> Tensor:
     return torch.empty(shape, dtype=(entry[:0] if shape else opened.get_tensor(name)).dtype, device="meta")
 
 
-def config_integer(config: Mapping[str, Any], key: str, source: object, least: int = 1, usual: int | None = None) -> int:
-    """Return a config's number, ``usual`` if it is missing. Raises ``OutriderError`` if there is none, or an invalid one."""
-    value = config.get(key)
-    if not value and usual is not None:
-        value = usual
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise OutriderError(f"{source}: config.json says {key}={value!r}: expected a whole number of at least {least}")
-    return value
-
-
 def measured(config: Mapping[str, Any], key: str, depth: int, source: object) -> Any:
     """Return the rates that training stored with a head under "outrider", in ``depth`` nested lists; None without any.
 
@@ -340,32 +330,6 @@ def named_errors(file: Path) -> Iterator[None]:
         raise OSError(errno.EIO, f"{problem} ({first_line(error)})", str(file)) from error
 
 
-def check_sections(config: Mapping[str, Any], sections: Sequence[str], source: object) -> None:
-    """Raise ``OutriderError`` if one of the nested configs exists and is not an object."""
-    for key in sections:
-        if not isinstance(config.get(key) or {}, dict):
-            raise OutriderError(f"{source}: {key} in config.json must be an object, got a {type(config[key]).__name__}")
-
-
-def check_dims(tensors: Mapping[str, Tensor], dims: Mapping[str, int], source: object) -> None:
-    """Raise ``OutriderError`` if a tensor that determines sizes has another number of dimensions. Missing ones pass."""
-    for name, num_dims in dims.items():
-        if name in tensors and tensors[name].dim() != num_dims:
-            raise OutriderError(f"{source}: {name} has shape {list(tensors[name].shape)}, expected {num_dims} dimensions")
-
-
-def made(make: Callable[[], Made], source: object, problem: str = "cannot build a head from its config") -> Made:
-    """Return what ``make`` builds from a checkpoint's config. Raises ``OutriderError`` if that fails."""
-    try:
-        return make()
-    except OutriderError:
-        raise
-    except KeyError as error:  # from transformers' tables
-        raise OutriderError(f"{source}: unknown activation or rotary type {error} in config.json") from error
-    except Exception as error:  # invalid values raise many kinds of exceptions
-        raise OutriderError(f"{source}: {problem}: {first_line(error)}") from error
-
-
 def written_layers(config: LlamaConfig | Qwen3Config) -> dict[str, Any]:
     """Return the entries of config.json that describe a head's layers, as far as all formats agree."""
     rope: Any = config.rope_parameters
@@ -379,34 +343,6 @@ def written_layers(config: LlamaConfig | Qwen3Config) -> dict[str, Any]:
     }
 
 
-def count_numbered(names: Iterable[str], pattern: str) -> int:
-    """Return how many numbers from 0 to the highest one there are at the group of a pattern of tensor names."""
-    return 1 + max((int(found[1]) for name in names if (found := re.match(pattern, name)) is not None), default=-1)
-
-
-def named_states(states: Any, layers: Any, default: Callable[[], tuple[int, ...]], source: str) -> tuple[int, ...]:
-    """Return the hidden states that a config names, in transformers' numbering; if it names none, ``default()`` with a warning.
-
-    ``layers``: instead of ``states``, the layers whose outputs they are, counted from 0. Raises ``OutriderError`` for ids that
-    are not integers.
-    """
-    named = states or layers
-    if named:
-        if not isinstance(named, (list, tuple)) or not all([type(index) is int for index in named]):
-            raise OutriderError(f"{source}: invalid layer ids {named!r} in config.json: expected a list of integers")
-        return tuple(named) if states else tuple([index + 1 for index in named])
-    found = default()
-    logger.warning("%s does not name the hidden states it reads: assuming %s", source, found)
-    return found
-
-
-def refuse_quantised(tensors: Mapping[str, Tensor], source: object, integers: Collection[str] = ()) -> None:
-    """Raise ``OutriderError`` for a tensor in less than 16 bits or of integers, except those named ``integers``."""
-    for name, tensor in tensors.items():
-        if name not in integers and (not tensor.is_floating_point() or tensor.element_size() < 2):
-            raise OutriderError(f"{source} is quantised: {name} is {str(tensor.dtype).removeprefix('torch.')}")
-
-
 def check_ids(ids: Tensor | None, vocab_size: int, what: str, whose: str) -> None:
     """Raise ``OutriderError`` if a head's table of token ids, if it has one, contains an id outside a target's vocabulary."""
     if ids is not None and not ids.is_meta:
@@ -415,46 +351,115 @@ def check_ids(ids: Tensor | None, vocab_size: int, what: str, whose: str) -> Non
             raise OutriderError(f"{what} contains token {odd}, but {whose} has {vocab_size} tokens")
 
 
-def offsets_to_ids(tensors: dict[str, Tensor]) -> None:
-    """Replace ``d2t``, if it exists, the offset from each draft id to its target id, with ``draft_ids``, in place.
+@dataclass
+class HeadFiles:
+    """The config and the tensors of a head. Methods raise ``OutriderError`` that names ``source``."""
 
-    Raises ``OutriderError`` unless it is a vector.
-    """
-    offsets = tensors.pop("d2t", None)
-    if offsets is not None:
-        if offsets.dim() != 1:
-            raise OutriderError(f"the head's d2t has shape {list(offsets.shape)}: expected one offset per draft token")
-        tensors["draft_ids"] = offsets.long() + torch.arange(len(offsets))
+    source: object  # as the user named it
+    folder: Path  # or a single file
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
 
+    @classmethod
+    def read(cls, source: str | Path, prefix: str = "") -> HeadFiles:
+        """Read a local folder or a hub id, as ``find_folder`` and ``read_folder`` do."""
+        folder = find_folder(source)
+        return cls(source, folder, *read_folder(folder, prefix))
 
-def fill(
-    head: Head,
-    tensors: Mapping[str, Tensor],
-    source: object,
-    ignored: Sequence[str] = (),
-    named: Callable[[str], str] = str,
-) -> Head:
-    """Load every parameter and persistent buffer of a head; return it in evaluation mode, without gradients.
+    def rename(self, named: Callable[[str], str]) -> None:
+        """Replace the name of each tensor."""
+        self.tensors = {named(name): tensor for name, tensor in self.tensors.items()}
 
-    ``ignored``: patterns of names that may be unused; ``named``: a tensor's name in the checkpoint, for messages.
+    def integer(self, config: Mapping[str, Any], key: str, least: int = 1, usual: int | None = None) -> int:
+        """Return a number of a part of the config, ``usual`` if it is missing. Raise if there is none, or an invalid one."""
+        value = config.get(key)
+        if not value and usual is not None:
+            value = usual
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise OutriderError(f"{self.source}: config.json says {key}={value!r}: expected a whole number of at least {least}")
+        return value
 
-    Raises ``OutriderError`` with the first tensor that is missing, unknown or of another shape.
-    """
-    wanted = head.state_dict()
-    missing = [name for name in wanted if name not in tensors]
-    if missing:
-        raise OutriderError(f"{source} lacks {len(missing)} of the head's tensors, the first {named(missing[0])}")
-    unknown = [name for name in tensors if name not in wanted and not any(re.search(pattern, name) for pattern in ignored)]
-    if unknown:
-        raise OutriderError(
-            f"{source} has tensors that this kind of head does not have: {len(unknown)}, the first {named(unknown[0])}"
-        )
-    for name, there in wanted.items():
-        if there.shape != tensors[name].shape:
+    def check_sections(self, sections: Sequence[str]) -> None:
+        """Raise if one of the nested configs exists and is not an object."""
+        for key in sections:
+            section = self.config.get(key) or {}
+            if not isinstance(section, dict):
+                raise OutriderError(f"{self.source}: {key} in config.json must be an object, got a {type(section).__name__}")
+
+    def check_dims(self, dims: Mapping[str, int]) -> None:
+        """Raise if a tensor that determines sizes has another number of dimensions. Missing ones pass."""
+        for name, num_dims in dims.items():
+            if name in self.tensors and self.tensors[name].dim() != num_dims:
+                shape = list(self.tensors[name].shape)
+                raise OutriderError(f"{self.source}: {name} has shape {shape}, expected {num_dims} dimensions")
+
+    def refuse_quantised(self, integers: Collection[str] = ()) -> None:
+        """Raise for a tensor in less than 16 bits or of integers, except those named ``integers``."""
+        for name, tensor in self.tensors.items():
+            if name not in integers and (not tensor.is_floating_point() or tensor.element_size() < 2):
+                raise OutriderError(f"{self.source} is quantised: {name} is {dtype_name(tensor.dtype)}")
+
+    def count_numbered(self, pattern: str) -> int:
+        """Return how many numbers from 0 to the highest one there are at the group of a pattern of tensor names."""
+        return 1 + max((int(found[1]) for name in self.tensors if (found := re.match(pattern, name)) is not None), default=-1)
+
+    def named_states(self, states: Any, layers: Any, default: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+        """Return the hidden states that the config names, in transformers' numbering; else ``default()`` with a warning.
+
+        ``layers``: instead of ``states``, the layers whose outputs they are, counted from 0. Raise for ids that are not
+        integers.
+        """
+        named = states or layers
+        if named:
+            if not isinstance(named, (list, tuple)) or not all([type(index) is int for index in named]):
+                raise OutriderError(f"{self.source}: invalid layer ids {named!r} in config.json: expected a list of integers")
+            return tuple(named) if states else tuple([index + 1 for index in named])
+        found = default()
+        logger.warning("%s does not name the hidden states it reads: assuming %s", self.source, found)
+        return found
+
+    def offsets_to_ids(self) -> None:
+        """Replace ``d2t``, if it exists, the offset from each draft id to its target id, with ``draft_ids``.
+
+        Raise unless it is a vector.
+        """
+        offsets = self.tensors.pop("d2t", None)
+        if offsets is not None:
+            if offsets.dim() != 1:
+                raise OutriderError(f"the head's d2t has shape {list(offsets.shape)}: expected one offset per draft token")
+            self.tensors["draft_ids"] = offsets.long() + torch.arange(len(offsets))
+
+    def made(self, make: Callable[[], Made], problem: str = "cannot build a head from its config") -> Made:
+        """Return what ``make`` builds from the config. Raise if that fails."""
+        try:
+            return make()
+        except OutriderError:
+            raise
+        except KeyError as error:  # from transformers' tables
+            raise OutriderError(f"{self.source}: unknown activation or rotary type {error} in config.json") from error
+        except Exception as error:  # invalid values raise many kinds of exceptions
+            raise OutriderError(f"{self.source}: {problem}: {first_line(error)}") from error
+
+    def fill(self, head: Head, ignored: Sequence[str] = (), named: Callable[[str], str] = str) -> Head:
+        """Load every parameter and persistent buffer of a head; return it in evaluation mode, without gradients.
+
+        ``ignored``: patterns of names that may be unused; ``named``: a tensor's name in the checkpoint, for messages. Raise
+        with the first tensor that is missing, unknown or of another shape.
+        """
+        source, tensors, wanted = self.source, self.tensors, head.state_dict()
+        missing = [name for name in wanted if name not in tensors]
+        if missing:
+            raise OutriderError(f"{source} lacks {len(missing)} of the head's tensors, the first {named(missing[0])}")
+        unknown = [name for name in tensors if name not in wanted and not any(re.search(each, name) for each in ignored)]
+        if unknown:
             raise OutriderError(
-                f"{source}: {named(name)} has shape {list(tensors[name].shape)}, expected {list(there.shape)} from its config"
+                f"{source} has tensors that this kind of head does not have: {len(unknown)}, the first {named(unknown[0])}"
             )
-    with torch.no_grad():
-        for name, there in wanted.items():  # not all at once: converted copies would take as much memory as the head
-            there.copy_(tensors[name])
-    return head.eval().requires_grad_(False)
+        for name, there in wanted.items():
+            own, shape = list(tensors[name].shape), list(there.shape)
+            if own != shape:
+                raise OutriderError(f"{source}: {named(name)} has shape {own}, expected {shape} from its config")
+        with torch.no_grad():
+            for name, there in wanted.items():  # not all at once: converted copies would take as much memory as the head
+                there.copy_(tensors[name])
+        return head.eval().requires_grad_(False)

@@ -15,22 +15,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
-from outrider.heads.checkpoint import (
-    LAYER_KEYS,
-    TargetSizes,
-    check_dims,
-    check_sections,
-    config_integer,
-    count_numbered,
-    fill,
-    find_folder,
-    made,
-    named_states,
-    offsets_to_ids,
-    read_folder,
-    write_folder,
-    written_layers,
-)
+from outrider.heads.checkpoint import LAYER_KEYS, HeadFiles, TargetSizes, write_folder, written_layers
 from outrider.heads.eagle import EagleHead, EagleShape, default_hidden_states
 from outrider.heads.own_tables import has_own_table
 from outrider.runner.checkpoint_files import check_sizes
@@ -50,38 +35,38 @@ def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None 
 
     Raises ``OutriderError`` if parts are missing or do not fit.
     """
-    folder = find_folder(source)
-    config, tensors = read_folder(folder)
+    files = HeadFiles.read(source)
+    config = files.config
     kind = config.get("speculators_model_type")
     if kind not in (None, "eagle3"):
         raise OutriderError(f"unsupported speculators head {kind!r} in {source}: expected eagle3")
-    tensors = {_plain_name(name): tensor for name, tensor in tensors.items()}
-    check_sections(config, SECTIONS, source)
+    files.rename(_plain_name)
+    files.check_sections(SECTIONS)
     layer = config.get("transformer_layer_config") or config.get("model") or config
+    tensors = files.tensors
     bias = tensors.get("fc.bias")
     if bias is not None and not bias.is_meta and not bias.any():  # as ``export`` writes a head without one
         del tensors["fc.bias"]
     if "fc.weight" not in tensors:
         raise OutriderError(f"{source} is not an EAGLE head: fc.weight is missing")
-    check_dims(tensors, {"fc.weight": 2, "embed_tokens.weight": 2, "lm_head.weight": 2}, source)
+    files.check_dims({"fc.weight": 2, "embed_tokens.weight": 2, "lm_head.weight": 2})
     if layer.get("model_type", "llama") not in LLAMA_LIKE:
         raise OutriderError(f"unsupported layers {layer['model_type']} in {source}: only Llama layers can be loaded")
     check_sizes(f"{source}/config.json", layer)
     if model is not None:
         has_own_table(tensors, "embed_tokens.weight", model.get_input_embeddings())
-    llama = _llama(layer, tensors, target.vocab_size, str(source))
+    llama = _llama(files, layer, target.vocab_size)
     if "layers.0.hidden_norm.weight" in tensors:
-        shape = _shape_of_generation_3(config, tensors, llama, target.num_layers, str(source))
+        shape = _shape_of_generation_3(files, llama, target.num_layers)
     else:
         shape = _shape_of_generation_1(tensors, llama, target.num_layers)
-        # The output head is the target's; a stored one is a copy.
-        tensors = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
-    head = made(lambda: EagleHead(shape), source)
+        tensors.pop("lm_head.weight", None)  # the output head is the target's; a stored one is a copy
+    head = files.made(lambda: EagleHead(shape))
     if not shape.reduced and shape.draft_vocab_size < target.vocab_size:
         drafted = f"{shape.draft_vocab_size} of {target.vocab_size} tokens"
         raise OutriderError(f"{source} drafts {drafted}, but the mapping d2t is missing")
-    offsets_to_ids(tensors)
-    fill(head, tensors, source, IGNORED)
+    files.offsets_to_ids()
+    files.fill(head, IGNORED)
     head.check_fit(target)
     return head
 
@@ -92,14 +77,14 @@ def _plain_name(name: str) -> str:
     return re.sub(r"^additional_layers\.(\d+)\.", lambda found: f"layers.{int(found[1]) + 1}.", name)
 
 
-def _llama(layer: dict[str, Any], tensors: dict[str, Tensor], vocab_size: int, source: str) -> LlamaConfig:
+def _llama(files: HeadFiles, layer: dict[str, Any], vocab_size: int) -> LlamaConfig:
     """Return the config of the head's layers. Layers are counted in the weights: some configs state the target's number."""
     given = {key: layer[key] for key in (*LAYER_KEYS, "mlp_bias") if layer.get(key) is not None}
-    given["attention_bias"] = "layers.0.self_attn.q_proj.bias" in tensors  # configs call it qkv_bias or omit it
-    num_layers = max(1, count_numbered(tensors, r"layers\.(\d+)\."))
+    given["attention_bias"] = "layers.0.self_attn.q_proj.bias" in files.tensors  # configs call it qkv_bias or omit it
+    num_layers = max(1, files.count_numbered(r"layers\.(\d+)\."))
     shape = given | {"num_hidden_layers": num_layers, "attention_dropout": 0.0}
-    config = made(lambda: LlamaConfig(**shape), source, "its config is not valid for Llama layers")
-    embedding = tensors.get("embed_tokens.weight")
+    config = files.made(lambda: LlamaConfig(**shape), "its config is not valid for Llama layers")
+    embedding = files.tensors.get("embed_tokens.weight")
     config.vocab_size = vocab_size if embedding is None else embedding.shape[0]
     config._attn_implementation = "outrider"
     return config
@@ -119,16 +104,15 @@ def _shape_of_generation_1(tensors: dict[str, Tensor], llama: LlamaConfig, num_l
     )
 
 
-def _shape_of_generation_3(
-    config: dict[str, Any], tensors: dict[str, Tensor], llama: LlamaConfig, num_layers: int, source: str
-) -> EagleShape:
+def _shape_of_generation_3(files: HeadFiles, llama: LlamaConfig, num_layers: int) -> EagleShape:
+    config, tensors, source = files.config, files.tensors, files.source
     is_speculators = "speculators_model_type" in config
-    width = config_integer(config, "target_hidden_size", source, usual=llama.hidden_size)
+    width = files.integer(config, "target_hidden_size", usual=llama.hidden_size)
     num_features, rest = divmod(tensors["fc.weight"].shape[1], width)
     if rest or not num_features:
         raise OutriderError(f"{source}: the input width {tensors['fc.weight'].shape[1]} of fc is not a multiple of {width}")
     key, inner = "eagle_aux_hidden_state_layer_ids", config.get("eagle_config") or {}
-    ids = named_states(config.get(key), inner.get(key), lambda: default_hidden_states(num_layers), source)
+    ids = files.named_states(config.get(key), inner.get(key), lambda: default_hidden_states(num_layers))
     if len(ids) != num_features:
         raise OutriderError(f"{source} reads {num_features} features, but its config names the layers {ids}")
     output = tensors.get("lm_head.weight")

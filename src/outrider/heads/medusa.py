@@ -15,18 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from outrider.heads.checkpoint import (
-    TargetSizes,
-    check_dims,
-    check_ids,
-    count_numbered,
-    fill,
-    find_folder,
-    measured,
-    read_config,
-    read_folder,
-    write_folder,
-)
+from outrider.heads.checkpoint import HeadFiles, TargetSizes, check_ids, measured, read_config, write_folder
 from outrider.types import IMPOSSIBLE_LOGIT, OutriderError, dtype_name
 
 Accuracies = tuple[tuple[float, ...], ...]  # [head][rank]: probability that the candidate of that rank is the target's token
@@ -98,22 +87,22 @@ class MedusaHeads(nn.Module):
 
 def load(source: str | Path, vocab_size: int) -> tuple[MedusaHeads, Accuracies | None]:
     """Read heads in float32 and their measured accuracies, if stored. Raises ``OutriderError`` if they do not fit."""
-    folder = find_folder(source)
-    config, tensors = read_folder(folder)
-    tensors = {re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in tensors.items()}
-    if any(re.match(r"\d+\.\d+\.", name) for name in tensors):
-        tensors = _from_original(tensors)
+    files = HeadFiles.read(source)
+    files.rename(lambda name: re.sub(r"^medusa_heads?\.", "", name))
+    if any(re.match(r"\d+\.\d+\.", name) for name in files.tensors):
+        files.rename(_from_original)
+    tensors = files.tensors
     if not any(name.startswith("blocks.0.") for name in tensors):
         raise OutriderError(f"{source} has no Medusa heads: expected '0.0.linear.weight' or 'blocks.0.layers.0.weight'")
     # The number of heads is counted in the file, because configs are often wrong.
-    num_heads, layers = count_numbered(tensors, r"blocks\.(\d+)\."), count_numbered(tensors, r"blocks\.0\.layers\.(\d+)\.")
+    num_heads, layers = files.count_numbered(r"blocks\.(\d+)\."), files.count_numbered(r"blocks\.0\.layers\.(\d+)\.")
     shared = tensors.pop("lm_head.weight", None)
     if shared is not None:  # vLLM's original_lm_head
         tensors |= {f"lm_heads.{head}.weight": shared for head in range(num_heads) if f"lm_heads.{head}.weight" not in tensors}
     first = tensors.get("lm_heads.0.weight")
     if first is None:
         raise OutriderError(f"{source} has no lm_heads.0.weight")
-    check_dims(tensors, {"lm_heads.0.weight": 2}, source)
+    files.check_dims({"lm_heads.0.weight": 2})
     mapped, size = "token_map" in tensors, first.shape[0]
     if not mapped and size != vocab_size:
         raise OutriderError(
@@ -121,23 +110,19 @@ def load(source: str | Path, vocab_size: int) -> tuple[MedusaHeads, Accuracies |
         )
     check_ids(tensors.get("token_map"), vocab_size, f"{source}: its token map", "the target")
     shape = MedusaShape(num_heads, layers, first.shape[1], size, "blocks.0.layers.0.bias" in tensors, mapped)
-    heads = fill(MedusaHeads(shape), tensors, source)
-    rows = measured(config, "accuracies", 2, source)
+    heads = files.fill(MedusaHeads(shape))
+    rows = measured(files.config, "accuracies", 2, source)
     return heads, tuple([tuple(map(float, row)) for row in rows]) if rows else None
 
 
-def _from_original(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename ``{head}.{layer}.linear.weight`` and ``{head}.{layers}.weight`` to vLLM's names."""
-    renamed = {}
-    for name, tensor in tensors.items():
-        block, output = re.match(r"(\d+)\.(\d+)\.linear\.(\w+)$", name), re.match(r"(\d+)\.\d+\.weight$", name)
-        if block:
-            renamed[f"blocks.{block[1]}.layers.{block[2]}.{block[3]}"] = tensor
-        elif output:
-            renamed[f"lm_heads.{output[1]}.weight"] = tensor
-        else:
-            raise OutriderError(f"unknown tensor {name} in Medusa heads")
-    return renamed
+def _from_original(name: str) -> str:
+    """Return vLLM's name of a tensor ``{head}.{layer}.linear.weight`` or ``{head}.{layers}.weight``."""
+    block, output = re.match(r"(\d+)\.(\d+)\.linear\.(\w+)$", name), re.match(r"(\d+)\.\d+\.weight$", name)
+    if block:
+        return f"blocks.{block[1]}.layers.{block[2]}.{block[3]}"
+    if output:
+        return f"lm_heads.{output[1]}.weight"
+    raise OutriderError(f"unknown tensor {name} in Medusa heads")
 
 
 def export(heads: MedusaHeads, folder: Path, vocab_size: int, accuracies: Sequence[Sequence[float]] | None = None) -> None:

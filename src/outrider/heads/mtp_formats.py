@@ -19,14 +19,12 @@ from outrider.heads import assistant, gguf_heads, mtp_gguf
 from outrider.heads.assistant import AssistantHead
 from outrider.heads.checkpoint import (
     MTP,
+    HeadFiles,
     TargetSizes,
-    fill,
     find_folder,
     kinds_of,
-    made,
     read_config,
     read_folder,
-    refuse_quantised,
     tensor_names,
     write_folder,
 )
@@ -71,14 +69,14 @@ def load(source: str | Path, target: ModelRunner) -> MtpHead:
     """Read a head for this target, in float32. Raises ``OutriderError`` naming the tensor that is missing or does not fit."""
     folder = find_folder(source)
     layout, prefix = _found_layout(folder, target.num_layers, str(source))
-    config, tensors = read_folder(folder, prefix)
-    names = {_own_name(layout, name.removeprefix(prefix)): name for name in tensors}
-    found = {own: tensors.pop(name) for own, name in names.items() if own is not None}
-    body = _body(folder, config, target)
+    files = HeadFiles(source, folder, *read_folder(folder, prefix))
+    names = {_own_name(layout, name.removeprefix(prefix)): name for name in files.tensors}
+    found = files.tensors = {own: files.tensors[name] for own, name in names.items() if own is not None}
+    body = _body(folder, files.config, target)
     own_embedding = has_own_table(found, "embed_tokens.weight", target.model.get_input_embeddings())
     own_output = has_own_table(found, "lm_head.weight", target.model.get_output_embeddings())
     layer = body.layer_for(any(".experts." in name for name in found))
-    head = made(lambda: MtpHead(body, layer, own_embedding, own_output), source)
+    head = files.made(lambda: MtpHead(body, layer, own_embedding, own_output))
     head.check_fit(target)
 
     def named(name: str) -> str:
@@ -87,7 +85,7 @@ def load(source: str | Path, target: ModelRunner) -> MtpHead:
     _stack_experts(found, head.state_dict(), named, source)
     if layout.hidden_first and "fc.weight" in found:
         found["fc.weight"] = _swapped(found["fc.weight"])
-    return fill(head, found, source, IGNORED, named)
+    return files.fill(head, IGNORED, named)
 
 
 def load_any(folder: Path, target: ModelRunner) -> MtpHead | AssistantHead:
@@ -113,13 +111,13 @@ def is_head(folder: Path, target: TargetSizes) -> bool:
         return True
     layout, prefix = _found_layout(folder, target.num_layers, str(folder))
     with torch.device("meta"):
-        tensors = read_folder(folder, prefix)[1]
+        files = HeadFiles("the head", folder, *read_folder(folder, prefix))
     name, wanted = f"{prefix}{layout.parts['fc']}.weight", (target.hidden_size, 2 * target.hidden_size)
-    if name not in tensors:
+    if name not in files.tensors:
         raise OutriderError(f"{folder} lacks tensors of the head, the first {name}")
-    refuse_quantised(tensors, "the head")
-    if tensors[name].shape != wanted:
-        raise OutriderError(f"{name} has shape {list(tensors[name].shape)}, expected {list(wanted)} for this target")
+    files.refuse_quantised()
+    if files.tensors[name].shape != wanted:
+        raise OutriderError(f"{name} has shape {list(files.tensors[name].shape)}, expected {list(wanted)} for this target")
     return True
 
 

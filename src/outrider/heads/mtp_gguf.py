@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from outrider.heads.checkpoint import TargetSizes, fill, made
+from outrider.heads.checkpoint import HeadFiles, TargetSizes
 from outrider.heads.mtp import Body, MtpHead
 from outrider.heads.own_tables import has_own_table
 from outrider.runner import ModelRunner, gguf
@@ -56,13 +56,13 @@ def load(path: Path, target: ModelRunner) -> MtpHead:
     prefix = f"blk.{target.num_layers}."
     layer = body.layer_for(any(name.startswith(prefix) and "_exps." in name for name in file.tensors))
     names = _names(file, prefix, body, layer)
-    tensors = _values(file, names, body, layer)
-    own_embedding = has_own_table(tensors, "embed_tokens.weight", target.model.get_input_embeddings())
-    own_output = has_own_table(tensors, "lm_head.weight", target.model.get_output_embeddings())
-    head = made(lambda: MtpHead(body, layer, own_embedding, own_output), path)
+    files = HeadFiles(path, path, {}, _values(file, names, body, layer))
+    own_embedding = has_own_table(files.tensors, "embed_tokens.weight", target.model.get_input_embeddings())
+    own_output = has_own_table(files.tensors, "lm_head.weight", target.model.get_output_embeddings())
+    head = files.made(lambda: MtpHead(body, layer, own_embedding, own_output))
     stored = {f"{own}.weight": f"{prefix}{part}.weight" for part, own in PARTS.items()}
     stored |= {own: name for name, own in names.items()}
-    return fill(head, tensors, path, named=lambda name: stored.get(name, name))
+    return files.fill(head, named=lambda name: stored.get(name, name))
 
 
 def _names(file: gguf.GgufFile, prefix: str, body: Body, layer: int) -> dict[str, str]:

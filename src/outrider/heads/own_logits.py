@@ -20,36 +20,11 @@ logger = logging.getLogger(__name__)
 Postprocess = Callable[[Tensor], Tensor]  # [..., V] -> [..., V]
 
 
-class InPlaceOf(nn.Module):
-    """Replaces a module and delegates attribute access to the original."""
-
-    def __init__(self, original: nn.Module) -> None:
-        super().__init__()
-        self._original = [original]  # in a list, so that its weights are not registered
-
-    @property
-    def original(self) -> nn.Module:
-        return self._original[0]
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.original, name)
-
-
-class _Body(InPlaceOf):
-    """Body without layers: returns its inputs as the last hidden states."""
-
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _LastHidden:
-        return _LastHidden((inputs_embeds,))
-
-
-class _OutputHead(InPlaceOf):
-    """Identity layer: returns its input."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden
+def standing_in(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+    """Return a module with another ``forward`` and the same weights and attributes, which model code may read."""
+    own = copy.copy(module)
+    own.forward = forward
+    return own
 
 
 class _LastHidden(tuple[Tensor]):
@@ -68,8 +43,8 @@ def postprocess_of(model: PreTrainedModel) -> Postprocess | None:
     body, output = model.base_model, model.get_output_embeddings()
     if body is model or output is None:
         return None
-    setattr(own, model.base_model_prefix, _Body(body))
-    own.set_output_embeddings(_OutputHead(output))
+    setattr(own, model.base_model_prefix, standing_in(body, lambda *_, inputs_embeds, **__: _LastHidden((inputs_embeds,))))
+    own.set_output_embeddings(standing_in(output, lambda hidden: hidden))
 
     def postprocess(values: Tensor) -> Tensor:
         flat = values.reshape(1, -1, values.shape[-1])  # [1, T, V], as models return logits

@@ -21,7 +21,6 @@ from outrider.heads.checkpoint import BLOCK
 from outrider.heads.head_runner import CHUNK
 from outrider.proposers.base import Proposer, pick
 from outrider.proposers.head_method import HeadConfig, HeadMethod, Loaded
-from outrider.proposers.method import Setting
 from outrider.proposers.portable import BlockDrafter
 from outrider.proposers.recognition import TargetFiles
 from outrider.runner import ModelRunner
@@ -103,6 +102,7 @@ class BlockProposer(Proposer):
 
 class BlockMethod(HeadMethod):
     proposer = BlockProposer
+    exported = BlockDrafter
     heads = BlockHead
     drafts_with = BLOCK
     own_draft = "dflash"
@@ -111,11 +111,6 @@ class BlockMethod(HeadMethod):
 
     def load(self, folder: Path, target: ModelRunner | TargetFiles) -> Loaded:
         return Loaded(block_formats.load(folder, target, getattr(target, "model", None)), "block drafter", {})
-
-    def portable(self, setting: Setting) -> BlockDrafter:
-        setting = setting.of(self)
-        setting.config(HeadConfig)
-        return BlockDrafter(str(setting.draft))
 
 
 METHOD = BlockMethod()

@@ -12,7 +12,7 @@ from outrider.heads.checkpoint import EAGLE, measured_acceptance
 from outrider.heads.eagle import EagleHead
 from outrider.options import Several, Whole, option
 from outrider.proposers.head_method import HeadMethod, Loaded, folder_of
-from outrider.proposers.head_trees import HeadProposer, TreeConfig, tree_options
+from outrider.proposers.head_trees import HeadProposer, TreeConfig
 from outrider.proposers.method import Setting
 from outrider.proposers.portable import FeatureHead
 from outrider.proposers.recognition import TargetFiles
@@ -49,6 +49,7 @@ class EagleProposer(HeadProposer):
 class EagleMethod(HeadMethod):
     proposer = EagleProposer
     options = EagleConfig
+    exported = FeatureHead
     heads = EagleHead
     drafts_with = EAGLE
     own_draft = "eagle3"
@@ -58,11 +59,6 @@ class EagleMethod(HeadMethod):
     def load(self, folder: Path, target: ModelRunner | TargetFiles) -> Loaded:
         head = eagle_formats.load(folder, target, getattr(target, "model", None))
         return Loaded(head, f"EAGLE-{head.shape.generation} head", {"acceptance": measured_acceptance(folder)})
-
-    def portable(self, setting: Setting) -> FeatureHead:
-        setting = setting.of(self)
-        config = setting.config(EagleConfig)
-        return FeatureHead(str(setting.draft), hidden_states=config.hidden_states, **tree_options(config, setting.options))
 
     def alternatives(self, setting: Setting) -> list[str]:
         """Return the hidden states shifted by one in each direction, because numbering conventions of EAGLE-3 differ by one."""

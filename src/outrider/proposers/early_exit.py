@@ -64,9 +64,7 @@ class EarlyExitProposer(DraftModelProposer):
 class EarlyExitMethod(MethodSpec):
     proposer = EarlyExitProposer
     options = EarlyExitConfig
-
-    def portable(self, setting: Setting) -> FirstLayers:
-        return FirstLayers(setting.config(EarlyExitConfig).layers)
+    exported = FirstLayers
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Check on a built-in text whether any exit is expected to be faster than plain decoding."""

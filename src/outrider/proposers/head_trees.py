@@ -8,10 +8,9 @@ samples, siblings are sampled without replacement, and the proposal contains the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 import torch
@@ -48,12 +47,6 @@ class TreeConfig(TreeSizeConfig):
         (0.72, 0.13, 0.05, 0.025, 0.01),
         "Acceptance of the first, second, ... sibling when sampling; values stored with a head replace the default.",
     )
-
-
-def tree_options(config: TreeConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree settings of an export: width, size, and whether the user's ``options`` ask for a tree."""
-    asks_for_tree = config.top_k > 1 and not {"top_k", "max_nodes"}.isdisjoint(options)
-    return {"top_k": config.top_k, "max_nodes": config.max_nodes, "asks_for_tree": asks_for_tree}
 
 
 class HeadProposer(Proposer):

@@ -40,10 +40,7 @@ class LowBitProposer(DraftModelProposer):
 class LowBitMethod(MethodSpec):
     proposer = LowBitProposer
     options = LowBitConfig
-
-    def portable(self, setting: Setting) -> FewerBits:
-        setting.config(LowBitConfig)  # raises for invalid options
-        return FewerBits()
+    exported = FewerBits
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Report the memory that the weights add."""

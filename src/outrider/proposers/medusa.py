@@ -24,7 +24,6 @@ from outrider.heads.own_logits import postprocess_of
 from outrider.options import Several, option
 from outrider.proposers.base import Proposer
 from outrider.proposers.head_method import HeadMethod, Loaded
-from outrider.proposers.method import Setting
 from outrider.proposers.portable import ParallelHeads
 from outrider.proposers.recognition import TargetFiles
 from outrider.proposers.tree_chances import RATES, Drafted, DrawnTree, SiblingRates, learn_from
@@ -125,6 +124,7 @@ class MedusaProposer(Proposer):
 class MedusaMethod(HeadMethod):
     proposer = MedusaProposer
     options = MedusaConfig
+    exported = ParallelHeads
     heads = MedusaHeads
     drafts_with = MEDUSA
     own_draft = "medusa"
@@ -135,11 +135,6 @@ class MedusaMethod(HeadMethod):
         heads, accuracies = load(folder, target.vocab_size)
         check_fit(heads, target)
         return Loaded(heads, "Medusa heads", {"accuracies": accuracies})
-
-    def portable(self, setting: Setting) -> ParallelHeads:
-        setting = setting.of(self)
-        setting.config(MedusaConfig)
-        return ParallelHeads(str(setting.draft))
 
 
 METHOD = MedusaMethod()

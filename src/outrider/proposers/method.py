@@ -106,6 +106,7 @@ class MethodSpec(ABC):
 
     proposer: type[Proposer]
     options: type[MethodConfig] = MethodConfig  # the dataclass of its options
+    exported: type[Portable] = Portable  # its description for other engines
     takes_draft: bool = False  # whether it uses a draft that the user can name
     drafts_with: DraftKind = MODEL  # the kind of draft that it uses
     comes_with_target: bool = False  # whether it uses the draft in the target's checkpoint if none is named
@@ -157,8 +158,8 @@ class MethodSpec(ABC):
 
         Raises ``OutriderError`` for invalid options and a missing draft.
         """
-        setting.config(self.options)
-        return Portable()
+        setting = setting.of(self)
+        return self.exported.of(setting.draft, setting.config(self.options), setting.options)
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Check from files and configs whether the method fits the target, before ``build`` loads anything."""

@@ -14,8 +14,7 @@ from outrider.heads.checkpoint import MTP, measured_acceptance
 from outrider.heads.head_runner import RolloutRunner
 from outrider.heads.mtp import MtpHead
 from outrider.proposers.head_method import HeadMethod, Loaded
-from outrider.proposers.head_trees import HeadProposer, TreeConfig, tree_options
-from outrider.proposers.method import Setting
+from outrider.proposers.head_trees import HeadProposer, TreeConfig
 from outrider.proposers.portable import OwnHead
 from outrider.proposers.recognition import Recognised, TargetFiles
 from outrider.runner import ModelRunner, gguf
@@ -33,6 +32,7 @@ class MtpProposer(HeadProposer):
 class MtpMethod(HeadMethod):
     proposer = MtpProposer
     options = TreeConfig
+    exported = OwnHead
     heads = (MtpHead, AssistantHead)
     drafts_with = MTP
     comes_with_target = True
@@ -48,11 +48,6 @@ class MtpMethod(HeadMethod):
     def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:
         """A head of the target's width, recognised by its tensors: configs still name a head that a quantiser has dropped."""
         return Recognised("MTP head") if mtp_formats.is_head(folder, target) else None
-
-    def portable(self, setting: Setting) -> OwnHead:
-        setting = setting.of(self)
-        source = None if setting.draft is None else str(setting.draft)
-        return OwnHead(source, **tree_options(setting.config(TreeConfig), setting.options))
 
 
 METHOD = MtpMethod()

@@ -55,13 +55,10 @@ class NgramProposer(Proposer):
 class NgramMethod(MethodSpec):
     proposer = NgramProposer
     options = NgramConfig
+    exported = Lookup
 
     def build(self, setting: Setting) -> NgramProposer:
         return NgramProposer(setting.config(NgramConfig))
-
-    def portable(self, setting: Setting) -> Lookup:
-        config = setting.config(NgramConfig)
-        return Lookup(config.min_n, config.max_n)
 
 
 METHOD = NgramMethod()

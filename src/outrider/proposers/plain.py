@@ -20,13 +20,11 @@ class PlainProposer(Proposer):
 
 class PlainMethod(MethodSpec):
     proposer = PlainProposer
+    exported = NoDrafts
 
     def build(self, setting: Setting) -> PlainProposer:
         setting.config(MethodConfig)
         return PlainProposer()
-
-    def portable(self, setting: Setting) -> NoDrafts:
-        return NoDrafts()
 
 
 METHOD = PlainMethod()

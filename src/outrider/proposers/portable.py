@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
+
+from outrider.options import CheckedOptions
 
 
 @dataclass(frozen=True)
@@ -15,6 +18,15 @@ class Portable:
 
     what: ClassVar[str] = "a custom method"  # in messages: "vLLM cannot draft with ..."
     usual_k: ClassVar[int] = 4  # drafts per round for plans with K = auto
+
+    @classmethod
+    def of(cls, draft: object, config: CheckedOptions, given: Mapping[str, Any]) -> Self:
+        """Describe a method with this draft and these options, of which the user gave ``given``.
+
+        Fields have the names of options; ``source`` is the draft.
+        """
+        known = {"source": None if draft is None else str(draft), "given": frozenset(given), **vars(config)}
+        return cls(**{each.name: known[each.name] for each in fields(cls)})
 
 
 @dataclass(frozen=True)
@@ -84,7 +96,12 @@ class TreeHead(Portable):
 
     top_k: int = 1  # children per node
     max_nodes: int | None = None  # maximum drafts in a tree
-    asks_for_tree: bool = False  # whether the user set the shape of the tree
+    given: frozenset[str] = frozenset()  # names of the options that the user set
+
+    @property
+    def asks_for_tree(self) -> bool:
+        """Return whether the user set the shape of the tree."""
+        return self.top_k > 1 and not self.given.isdisjoint(("top_k", "max_nodes"))
 
 
 @dataclass(frozen=True)

@@ -284,13 +284,10 @@ class SuffixProposer(Proposer):
 class SuffixMethod(MethodSpec):
     proposer = SuffixProposer
     options = SuffixConfig
+    exported = TextDrafts
 
     def build(self, setting: Setting) -> SuffixProposer:
         return SuffixProposer(setting.config(SuffixConfig))
-
-    def portable(self, setting: Setting) -> TextDrafts:
-        setting.config(SuffixConfig)
-        return TextDrafts()
 
 
 METHOD = SuffixMethod()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from outrider.heads.own_logits import InPlaceOf
+from outrider.heads.own_logits import standing_in
 from outrider.runner.loading import decoder_layers, text_config
 from outrider.types import OutriderError, first_line
 
@@ -44,7 +44,7 @@ class Decoder:
         ``runs``: bool [L, B], rows that each layer runs for; others keep their state. None: all.
         """
         seen: list[Tensor] = []
-        own = [_Seen(layer, None if runs is None else runs[index], seen) for index, layer in enumerate(self.layers)]
+        own = [_seen(layer, None if runs is None else runs[index], seen) for index, layer in enumerate(self.layers)]
         with self._replaced(own):
             self.model.base_model(input_ids=ids, use_cache=False)
         return seen
@@ -52,7 +52,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the model's norm and head to any layer's hidden state: [B, S, H] -> [B, S, V]."""
         ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-        with self._replaced([_Given(layer, hidden) for layer in self.layers]):
+        with self._replaced([standing_in(layer, lambda *_, **__: hidden) for layer in self.layers]):
             out: Tensor = self.model(input_ids=ids, use_cache=False).logits
         return out
 
@@ -96,37 +96,24 @@ class Decoder:
                 self.layers[index] = layer
 
 
-class _Given(InPlaceOf):
-    """Identity layer: returns its hidden state."""
+def _seen(layer: nn.Module, rows: Tensor | None, seen: list[Tensor]) -> nn.Module:
+    """Return a module that runs the layer for some rows [B], returns the others unchanged, and records the output."""
 
-    def __init__(self, layer: nn.Module, hidden: Tensor) -> None:
-        super().__init__(layer)
-        self._hidden = hidden
-
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return self._hidden
-
-
-class _Seen(InPlaceOf):
-    """Runs the layer for some rows [B], returns the others unchanged, and records the output."""
-
-    def __init__(self, layer: nn.Module, rows: Tensor | None, seen: list[Tensor]) -> None:
-        super().__init__(layer)
-        self._rows, self._seen = rows, seen
-
-    def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
-        rows, out = self._rows, hidden_states
+    def forward(hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
+        out = hidden_states
         if rows is None or bool(rows.all()):
-            out = self.original(hidden_states, *args, **options)
+            out = layer(hidden_states, *args, **options)
         elif bool(rows.any()):
             kept = rows.nonzero()[:, 0].to(hidden_states.device)
             size = len(hidden_states)
-            some = self.original(hidden_states[kept], *_of_rows(args, kept, size), **_of_rows(options, kept, size))
+            some = layer(hidden_states[kept], *_of_rows(args, kept, size), **_of_rows(options, kept, size))
             out = hidden_states.index_copy(0, kept, some.to(hidden_states.dtype))
         if not isinstance(out, Tensor):
             raise TypeError("a layer returns more than a hidden state")
-        self._seen.append(out)
+        seen.append(out)
         return out
+
+    return standing_in(layer, forward)
 
 
 def _of_rows(value: Any, rows: Tensor, size: int) -> Any:
