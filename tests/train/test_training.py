@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tiny_folder import letter_tokenizer, make_folder
 from toy import outputs_of
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GPT2Config
 
 from outrider import LLM, SamplingParams
 from outrider.heads import eagle_formats, mtp_formats
@@ -99,16 +99,34 @@ def test_an_interrupted_capture_resumes(runner, rows, tmp_path, monkeypatch):
         capture(runner, rows, [7], tmp_path / "other", silent)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3", "mtp"])
 def test_training_rollouts_equal_drafting_rollouts(kind, runner, cache):
-    """Training-time test: the head's output at depth d over a sequence equals that of the runner's cache and levels."""
     torch.manual_seed(3)
     head = shapes.new_mtp(runner) if kind == "mtp" else shapes.new_eagle(runner, int(kind[-1]), (0, 2, 3), None)
+    check_rollouts(head, runner, cache)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "mistral"])
+def test_training_rollouts_have_the_cap_sinks_and_window_of_the_targets_attention(kind, rows, tmp_path):
+    """An MTP head has the attention of its target's layers."""
+    own = {"gemma2": {"attn_logit_softcapping": 2.0}, "gpt_oss": {"num_local_experts": 4}, "mistral": {"sliding_window": 5}}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.5, "pad_token_id": 0}
+    config = CONFIG_MAPPING[kind](**sizes, **heads, **own[kind], max_position_embeddings=64, bos_token_id=0, eos_token_id=0)
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "target")
+    runner = ModelRunner.load(str(tmp_path / "target"), RunnerConfig(compile="never"))
+    check_rollouts(shapes.new_mtp(runner), runner, capture(runner, rows[:6], [2], tmp_path / "features", silent))
+
+
+@torch.no_grad()
+def check_rollouts(head, runner, cache):
+    """Training-time test: the head's output at depth d over a sequence equals that of the runner's cache and levels."""
     for parameter in head.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))
-    loss = RolloutLoss(head, cache, LAYERS, steps=3)
-    ids, features, _ = read_rows(cache, [5], head, LAYERS)
+    last = runner.num_layers
+    loss = RolloutLoss(head, cache, last, steps=3)
+    ids, features, _ = read_rows(cache, [5], head, last)
     outs = loss._rollout(ids, features, loss.steps)
     head.set_attention("outrider")
     drafting = RolloutRunner(head, runner)
