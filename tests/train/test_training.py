@@ -633,7 +633,7 @@ def test_invalid_training_gives_a_one_line_error(runner, llm, rows, tmp_path):
         ),
         (
             lambda: train_medusa(workspace(paths=(tmp_path / "odd.jsonl",)), tmp_path, how, MedusaRun()),
-            "odd.jsonl, line 1: expected JSON with",
+            "odd.jsonl, line 1: expected one JSON object per line, with",
         ),
     ]
     from_rows = Workspace(runner, None, tmp_path / "work", rows=rows)

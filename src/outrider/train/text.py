@@ -94,8 +94,8 @@ def _entries(path: Path, file: IO[str]) -> Iterator[tuple[str, str | dict[str, A
         place = f"{path}, line {number}"
         try:
             entry = _entry(json.loads(line))
-        except (ValueError, KeyError, TypeError) as error:
-            hint = 'expected JSON with "text", "prompt" and "completion", or "messages"'
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            hint = 'expected one JSON object per line, with "text", "prompt" and "completion", or "messages"'
             why = f"no {error}" if isinstance(error, KeyError) else error
             raise OutriderError(f"{place}: {hint} ({why})") from None
         yield place, entry
