@@ -499,24 +499,21 @@ def test_a_reduced_vocabulary_is_counted_without_held_out_rows(runner, rows, tmp
     assert torch.equal(counted[0], rows[:-3])
 
 
-def test_heads_that_do_not_fit_into_memory_are_refused_before_they_are_built(runner, monkeypatch):
-    monkeypatch.setattr("outrider.memory.total_memory", lambda: 10**9)
-    built = shapes.MedusaHeads, shapes.BlockHead
-
-    def watched(kind):
-        def make(shape):
-            if torch.get_default_device().type != "meta":
-                raise AssertionError("the head was built")
-            return kind(shape)
-
-        return make
-
-    monkeypatch.setattr(shapes, "MedusaHeads", watched(built[0]))
-    monkeypatch.setattr(shapes, "BlockHead", watched(built[1]))
-    sizes = shapes.BlockSizes((2,), 1, 4, markov_rank=10**6)
-    for make in (lambda: shapes.new_medusa(runner, 1, 10**5), lambda: shapes.new_block(runner, sizes, 319)):
-        with pytest.raises(OutriderError, match=r"gradients and optimizer state, takes at least .* of memory: train a smaller"):
-            make()
+@pytest.mark.parametrize(
+    ("train", "kind", "memory"),
+    [
+        (train_medusa, MedusaRun(1, 10**5), 10**9),
+        (train_block, BlockRun(4, 1, (2,), markov_rank=10**6), 10**9),
+        (train_eagle, EagleRun(3, 2, (1, 2, 3)), 10**5),
+        (train_mtp, MtpRun(2), 10**4),
+    ],
+)
+def test_heads_that_do_not_fit_into_memory_are_refused_before_text_is_read(train, kind, memory, runner, tmp_path, monkeypatch):
+    monkeypatch.setattr("outrider.memory.total_memory", lambda: memory)
+    monkeypatch.setattr(shapes, "_add_nothing", None)  # a built head is initialised
+    workspace = Workspace(runner, None, tmp_path, Source(paths=(tmp_path / "missing.txt",)))
+    with pytest.raises(OutriderError, match=r"gradients and optimizer state, takes at least .* of memory: train a smaller"):
+        train(workspace, tmp_path, HeadPlan(), kind)
 
 
 def test_rows_too_short_for_medusa_heads_are_refused_before_the_heads_are_built(runner, rows, tmp_path, monkeypatch):
