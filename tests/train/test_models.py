@@ -247,6 +247,14 @@ def test_a_draft_has_experts_where_its_layers_of_the_target_have_them(kind, opti
         assert again.model.layers[mine].state_dict().keys() == wanted.keys()  # as its folder says
 
 
+def test_a_new_draft_has_the_attention_that_its_target_supports():
+    """Gemma 2 and gpt-oss have no support for torch's attention function."""
+    shape = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Gemma2Config(num_hidden_layers=4, head_dim=8, pad_token_id=0, **shape)
+    draft, _ = new_draft(AutoModelForCausalLM.from_config(config), DraftShape(2))
+    assert draft(input_ids=torch.ones(1, 5, dtype=torch.long)).logits.shape == (1, 5, 61)
+
+
 def test_layers_of_other_kinds_than_a_draft_can_have_are_refused():
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -83,9 +83,32 @@ def test_a_chat_has_the_begin_token_of_its_template_only(tmp_path):
         assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
 
 
+def test_a_chat_keeps_its_tools_tool_calls_and_reasoning(tmp_path):
+    """As in OpenAI's files: arguments are a string of JSON, a call has no content, and unused columns are null."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{{ tools[0].function.name }};{% for m in messages %}{{ m.role }}:{{ m.reasoning_content }}{{ m.content }}"
+        "{% if 'tool_calls' in m %}{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments.a }}{% endfor %}"
+        "{% endif %}|{% endfor %}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 7}'}}
+    chat = [
+        {"role": "user", "content": "go", "tool_calls": None},
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "8"},
+    ]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("\n".join(json.dumps({"messages": chat, "tools": form}) for form in (tools, json.dumps(tools))))
+    for ids in read_documents(lines, tokenizer):
+        assert tokenizer.decode(ids) == "add;user:go|assistant:hmadd7|tool:8|"
+
+
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
+        ({"messages": [{"role": "a", "tool_calls": "x"}]}, r'line 1: .* \(tool_calls is "x", not a list of calls\)'),
+        ({"messages": [{"role": "a", "content": "b"}], "tools": {"a": 1}}, r'line 1: .* \(tools is {"a": 1}, not a list\)'),
         ({"text": "a\ud800"}, "line 1: invalid Unicode: unpaired surrogate at index 1"),
         ({"messages": [{"role": "system", "content": "x"}]}, "line 1: the target's chat template failed: no system role"),
         ([{"text": "a"}], r"line 1: .* \(it is a list, not an object\)"),

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tiny_folder import letter_tokenizer, make_folder
 from toy import outputs_of
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GPT2Config
 
 from outrider import LLM, SamplingParams
 from outrider.heads import eagle_formats, mtp_formats
@@ -99,16 +99,34 @@ def test_an_interrupted_capture_resumes(runner, rows, tmp_path, monkeypatch):
         capture(runner, rows, [7], tmp_path / "other", silent)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3", "mtp"])
 def test_training_rollouts_equal_drafting_rollouts(kind, runner, cache):
-    """Training-time test: the head's output at depth d over a sequence equals that of the runner's cache and levels."""
     torch.manual_seed(3)
     head = shapes.new_mtp(runner) if kind == "mtp" else shapes.new_eagle(runner, int(kind[-1]), (0, 2, 3), None)
+    check_rollouts(head, runner, cache)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "mistral"])
+def test_training_rollouts_have_the_cap_sinks_and_window_of_the_targets_attention(kind, rows, tmp_path):
+    """An MTP head has the attention of its target's layers."""
+    own = {"gemma2": {"attn_logit_softcapping": 2.0}, "gpt_oss": {"num_local_experts": 4}, "mistral": {"sliding_window": 5}}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.5, "pad_token_id": 0}
+    config = CONFIG_MAPPING[kind](**sizes, **heads, **own[kind], max_position_embeddings=64, bos_token_id=0, eos_token_id=0)
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "target")
+    runner = ModelRunner.load(str(tmp_path / "target"), RunnerConfig(compile="never"))
+    check_rollouts(shapes.new_mtp(runner), runner, capture(runner, rows[:6], [2], tmp_path / "features", silent))
+
+
+@torch.no_grad()
+def check_rollouts(head, runner, cache):
+    """Training-time test: the head's output at depth d over a sequence equals that of the runner's cache and levels."""
     for parameter in head.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))
-    loss = RolloutLoss(head, cache, LAYERS, steps=3)
-    ids, features, _ = read_rows(cache, [5], head, LAYERS)
+    last = runner.num_layers
+    loss = RolloutLoss(head, cache, last, steps=3)
+    ids, features, _ = read_rows(cache, [5], head, last)
     outs = loss._rollout(ids, features, loss.steps)
     head.set_attention("outrider")
     drafting = RolloutRunner(head, runner)
@@ -481,24 +499,21 @@ def test_a_reduced_vocabulary_is_counted_without_held_out_rows(runner, rows, tmp
     assert torch.equal(counted[0], rows[:-3])
 
 
-def test_heads_that_do_not_fit_into_memory_are_refused_before_they_are_built(runner, monkeypatch):
-    monkeypatch.setattr("outrider.memory.total_memory", lambda: 10**9)
-    built = shapes.MedusaHeads, shapes.BlockHead
-
-    def watched(kind):
-        def make(shape):
-            if torch.get_default_device().type != "meta":
-                raise AssertionError("the head was built")
-            return kind(shape)
-
-        return make
-
-    monkeypatch.setattr(shapes, "MedusaHeads", watched(built[0]))
-    monkeypatch.setattr(shapes, "BlockHead", watched(built[1]))
-    sizes = shapes.BlockSizes((2,), 1, 4, markov_rank=10**6)
-    for make in (lambda: shapes.new_medusa(runner, 1, 10**5), lambda: shapes.new_block(runner, sizes, 319)):
-        with pytest.raises(OutriderError, match=r"gradients and optimizer state, takes at least .* of memory: train a smaller"):
-            make()
+@pytest.mark.parametrize(
+    ("train", "kind", "memory"),
+    [
+        (train_medusa, MedusaRun(1, 10**5), 10**9),
+        (train_block, BlockRun(4, 1, (2,), markov_rank=10**6), 10**9),
+        (train_eagle, EagleRun(3, 2, (1, 2, 3)), 10**5),
+        (train_mtp, MtpRun(2), 10**4),
+    ],
+)
+def test_heads_that_do_not_fit_into_memory_are_refused_before_text_is_read(train, kind, memory, runner, tmp_path, monkeypatch):
+    monkeypatch.setattr("outrider.memory.total_memory", lambda: memory)
+    monkeypatch.setattr(shapes, "_add_nothing", None)  # a built head is initialised
+    workspace = Workspace(runner, None, tmp_path, Source(paths=(tmp_path / "missing.txt",)))
+    with pytest.raises(OutriderError, match=r"gradients and optimizer state, takes at least .* of memory: train a smaller"):
+        train(workspace, tmp_path, HeadPlan(), kind)
 
 
 def test_rows_too_short_for_medusa_heads_are_refused_before_the_heads_are_built(runner, rows, tmp_path, monkeypatch):
@@ -615,7 +630,7 @@ def test_invalid_training_gives_a_one_line_error(runner, llm, rows, tmp_path):
         ),
         (
             lambda: train_medusa(workspace(paths=(tmp_path / "odd.jsonl",)), tmp_path, how, MedusaRun()),
-            "odd.jsonl, line 1: expected JSON with",
+            "odd.jsonl, line 1: expected one JSON object per line, with",
         ),
     ]
     from_rows = Workspace(runner, None, tmp_path / "work", rows=rows)

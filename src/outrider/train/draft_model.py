@@ -87,9 +87,7 @@ def new_draft(target: PreTrainedModel, shape: DraftShape) -> tuple[PreTrainedMod
     if width < config.hidden_size and not can_shrink(target):
         kind = type(target).__name__
         raise OutriderError(f"unsupported layers for a narrower draft: {kind}; leave the width at {config.hidden_size}")
-    draft = AutoModelForCausalLM.from_config(
-        draft_config(config, layers, width), dtype=torch.float32, attn_implementation="sdpa"
-    )
+    draft = AutoModelForCausalLM.from_config(draft_config(config, layers, width), dtype=torch.float32)
     draft.to(target.device)
     if width == config.hidden_size:
         copy_layers(target, draft, layers)

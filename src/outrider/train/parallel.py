@@ -103,9 +103,11 @@ class Masks:
     def logits(self, text: Tensor, entries: Entries) -> Tensor:
         """Read rows [B, S] and their masks in one pass: logits [B, T, V]."""
         masks = text.new_full((len(text), len(entries.anchors) - text.shape[1]), self.token)
+        hidden = ~entries.visible().to(text.device)[None, None]
+        added = torch.zeros(hidden.shape, dtype=self.draft.dtype, device=text.device)  # eager attention adds a mask
         out: Tensor = self.draft(
             input_ids=torch.cat((text, masks), 1),
-            attention_mask=entries.visible().to(text.device)[None, None],
+            attention_mask=added.masked_fill(hidden, torch.finfo(added.dtype).min),
             position_ids=entries.positions.to(text.device)[None],
             use_cache=False,
         ).logits

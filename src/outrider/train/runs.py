@@ -188,6 +188,8 @@ def train_eagle(workspace: Workspace, out: Path, how: HeadPlan, kind: EagleRun) 
         head, generation = shapes.trainable(head, runner), head.shape.generation
         kind = replace(kind, generation=generation, layers=head.hidden_states if generation == 3 else None)
     layers, steps, vocab = eagle_sizes(kind, runner, workspace.seq_len)
+    if head is None:
+        shapes.check_new_eagle(runner, kind.generation, layers, vocab)
     name = f"eagle{kind.generation}"
     workspace.claim(name, layers=layers, steps=steps, **{"draft vocabulary": vocab}, start=kind.start)
     draft_ids = None
@@ -247,6 +249,8 @@ def train_block(workspace: Workspace, out: Path, how: HeadPlan, kind: BlockRun) 
             shape.block_size, len(head.layers), shape.hidden_states, shape.markov_rank, shape.selector_rank, kind.start
         )
     sizes = block_sizes(kind, runner, workspace.seq_len)
+    if head is None:
+        shapes.check_new_block(runner, sizes)
     workspace.claim(NAME_OF_BLOCK, **asdict(sizes), start=kind.start)
     cache = workspace.features([*sizes.hidden_states, runner.num_layers])
     torch.manual_seed(how.seed)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 Config = TypeVar("Config", LlamaConfig, Qwen3Config)
 Head = TypeVar("Head", bound=FeatureHead)
-Made = TypeVar("Made", bound=nn.Module)
 
 FLOAT32 = 4  # bytes of a weight
 COPIES = 3  # of the weights in float32 in training: themselves, gradients, and at least one state of the optimizer
@@ -77,14 +75,12 @@ def final_scale(runner: ModelRunner) -> Tensor:
     return scale.float()
 
 
-def _fitting(make: Callable[[], Made], runner: ModelRunner) -> Made:
-    """Return the head that ``make`` builds. Raises ``OutriderError`` if its training takes more than the memory."""
-    with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in make().parameters())
+def _check_fits(head: nn.Module, runner: ModelRunner) -> None:
+    """Raise ``OutriderError`` if the training of a head takes more than the memory; it may be without weights."""
     if runner.device.type == "cpu":
+        size = sum(parameter.numel() for parameter in head.parameters())
         what = "the head in float32, with gradients and optimizer state, takes at least"
         require_memory(FLOAT32 * COPIES * size, what, "train a smaller one")
-    return make()
 
 
 def new_medusa(runner: ModelRunner, num_heads: int, num_layers: int) -> MedusaHeads:
@@ -92,7 +88,9 @@ def new_medusa(runner: ModelRunner, num_heads: int, num_layers: int) -> MedusaHe
     if num_heads < 1 or num_layers < 1:
         raise OutriderError("invalid number of heads or layers: expected at least 1")
     shape = MedusaShape(num_heads, num_layers, runner.hidden_size, runner.vocab_size)
-    heads = _fitting(lambda: MedusaHeads(shape), runner)
+    with torch.device("meta"):
+        _check_fits(MedusaHeads(shape), runner)
+    heads = MedusaHeads(shape)
     weight = output_layer(runner).plain_weight()[: runner.vocab_size]
     blocks: list[Any] = list(heads.blocks)
     for block, head in zip(blocks, heads.lm_heads, strict=True):
@@ -123,15 +121,23 @@ def head_config(runner: ModelRunner, kind: type[Config], num_layers: int = 1) ->
     )
 
 
+def _eagle_shape(runner: ModelRunner, generation: int, hidden_states: tuple[int, ...], size: int | None) -> EagleShape:
+    config, hidden = head_config(runner, LlamaConfig), runner.hidden_size
+    if generation == 1:
+        return EagleShape(1, config, hidden, (runner.num_layers,), runner.vocab_size)
+    return EagleShape(3, config, hidden, hidden_states, size or runner.vocab_size, reduced=size is not None)
+
+
+def check_new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ...], size: int | None) -> None:
+    """Raise ``OutriderError`` if a new head, with this size of a reduced vocabulary, takes more than the memory."""
+    with torch.device("meta"):
+        _check_fits(EagleHead(_eagle_shape(runner, generation, hidden_states, size)), runner)
+
+
 def new_eagle(runner: ModelRunner, generation: int, hidden_states: tuple[int, ...], draft_ids: Tensor | None) -> EagleHead:
     """Return a head that initially repeats its input feature. ``draft_ids``: generation 3's reduced vocabulary, ascending."""
-    config, hidden = head_config(runner, LlamaConfig), runner.hidden_size
-    size = runner.vocab_size if draft_ids is None else len(draft_ids)
-    if generation == 1:
-        shape = EagleShape(1, config, hidden, (runner.num_layers,), runner.vocab_size)
-    else:
-        shape = EagleShape(3, config, hidden, hidden_states, size, reduced=draft_ids is not None)
-    head, output = EagleHead(shape), output_layer(runner)
+    shape = _eagle_shape(runner, generation, hidden_states, None if draft_ids is None else len(draft_ids))
+    head, output, size = EagleHead(shape), output_layer(runner), shape.draft_vocab_size
     with torch.no_grad():
         _repeat_feature(head)
         if generation == 3:
@@ -153,6 +159,7 @@ def new_mtp(runner: ModelRunner) -> MtpHead:
     except OutriderError as error:
         logger.info("%s: a Llama layer is trained", error)
         body = Body.of(head_config(runner, LlamaConfig, runner.num_layers), LlamaForCausalLM)
+    _check_fits(loading.decoder_layers(body.model)[max(body.layers)], runner)  # most of the head
     head = MtpHead(body, max(body.layers))
     with torch.no_grad():
         _repeat_feature(head)
@@ -174,8 +181,22 @@ class BlockSizes:
 
 def new_block(runner: ModelRunner, sizes: BlockSizes, mask_token_id: int) -> BlockHead:
     """Return a block drafter whose layers initially add nothing."""
+    head = BlockHead(_block_shape(runner, sizes, mask_token_id))
+    with torch.no_grad():
+        _add_nothing(head)
+        head.norm.weight.copy_(final_scale(runner))
+    return trainable(head, runner)
+
+
+def check_new_block(runner: ModelRunner, sizes: BlockSizes) -> None:
+    """Raise ``OutriderError`` if a new head takes more than the memory."""
+    with torch.device("meta"):
+        _check_fits(BlockHead(_block_shape(runner, sizes, 0)), runner)
+
+
+def _block_shape(runner: ModelRunner, sizes: BlockSizes, mask_token_id: int) -> BlockShape:
     config, hidden = head_config(runner, Qwen3Config, sizes.num_layers), runner.hidden_size
-    shape = BlockShape(
+    return BlockShape(
         config,
         hidden,
         sizes.hidden_states,
@@ -187,11 +208,6 @@ def new_block(runner: ModelRunner, sizes: BlockSizes, mask_token_id: int) -> Blo
         markov_rank=sizes.markov_rank,
         **(_second(sizes.selector_rank, hidden, runner.vocab_size) if sizes.selector_rank else {}),
     )
-    head = _fitting(lambda: BlockHead(shape), runner)
-    with torch.no_grad():
-        _add_nothing(head)
-        head.norm.weight.copy_(final_scale(runner))
-    return trainable(head, runner)
 
 
 def _second(rank: int, hidden_size: int, vocab_size: int) -> dict[str, Any]:

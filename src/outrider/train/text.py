@@ -86,23 +86,26 @@ def _whole(file: IO[str], tokenizer: PreTrainedTokenizerBase, most: int | None) 
     return ids
 
 
-def _entries(path: Path, file: IO[str]) -> Iterator[tuple[str, str | list[Any]]]:
-    """Yield the place of each line, for messages, and its text or chat. Raises ``OutriderError`` for an invalid line."""
+def _entries(path: Path, file: IO[str]) -> Iterator[tuple[str, str | dict[str, Any]]]:
+    """Yield the place of each line, for messages, and its entry. Raises ``OutriderError`` for an invalid line."""
     for number, line in enumerate(file, start=1):
         if not _checked(line).strip():
             continue
         place = f"{path}, line {number}"
         try:
             entry = _entry(json.loads(line))
-        except (ValueError, KeyError, TypeError) as error:
-            hint = 'expected JSON with "text", "prompt" and "completion", or "messages"'
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            hint = 'expected one JSON object per line, with "text", "prompt" and "completion", or "messages"'
             why = f"no {error}" if isinstance(error, KeyError) else error
             raise OutriderError(f"{place}: {hint} ({why})") from None
         yield place, entry
 
 
-def _entry(entry: Any) -> str | list[Any]:
-    """Return the text of a line, or its chat. Raises KeyError, TypeError or ValueError if it has another form."""
+def _entry(entry: Any) -> str | dict[str, Any]:
+    """Return the text of a line, or the arguments of the chat template for its chat.
+
+    Raises KeyError, TypeError or ValueError if it has another form.
+    """
     if not isinstance(entry, dict):
         raise TypeError(f"it is a {type(entry).__name__}, not an object")
     if "text" in entry:
@@ -110,14 +113,43 @@ def _entry(entry: Any) -> str | list[Any]:
     name = next((each for each in ("messages", "conversations") if entry.get(each) is not None), None)
     if name is None:
         return _string(entry, "prompt") + _string(entry, "completion")
-    chat = entry[name]
+    chat, tools = entry[name], _parsed(entry.get("tools") or None)
     if not isinstance(chat, list) or not chat or not all([isinstance(message, dict) for message in chat]):
         raise TypeError(f"{name} is {json.dumps(chat)[:60]}, not a list of messages")
-    return [{"role": ROLES.get(role := _either(m, "role", "from"), role), "content": _content(m)} for m in chat]
+    if not isinstance(tools, list | None):
+        raise TypeError(f"tools is {json.dumps(tools)[:60]}, not a list")
+    return {"conversation": [_message(message) for message in chat], "tools": tools or None}
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message for a chat template, with its tool calls, whose arguments templates expect as objects."""
+    role, content = _either(message, "role", "from"), _content(message)
+    found = {name: value for name, value in message.items() if value is not None}  # files of tables have all columns
+    calls = found.get("tool_calls", [])
+    if not isinstance(calls, list) or not all([isinstance(call, dict) for call in calls]):
+        raise TypeError(f"tool_calls is {json.dumps(calls)[:60]}, not a list of calls")
+    if calls:
+        found["tool_calls"] = [_call(call) for call in calls]
+    return found | {"role": ROLES.get(role, role), "content": content}
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    if not isinstance(function, dict):
+        raise TypeError(f"the function of a call is {json.dumps(function)[:60]}, not an object")
+    own = {**function, "arguments": _parsed(function.get("arguments"))}
+    return {**call, "function": own} if "function" in call else own
+
+
+def _parsed(value: Any) -> Any:
+    """Return what a string of JSON contains; other values as they are."""
+    return json.loads(value) if isinstance(value, str) else value
 
 
 def _content(message: dict[str, Any]) -> str | list[Any]:
     """Return the text of a message, or its list of parts, which is left to the template."""
+    if message.get("tool_calls") and message.get("content") is None and message.get("value") is None:
+        return ""
     content = _either(message, "content", "value")
     return content if isinstance(content, list) else _string(message, "content" if "content" in message else "value")
 
@@ -136,9 +168,9 @@ def _string(entry: dict[str, Any], key: str) -> str:
     return value
 
 
-def _document(place: str, entry: str | list[Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _document(place: str, entry: str | dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     try:
-        text = entry if isinstance(entry, str) else str(tokenizer.apply_chat_template(entry, tokenize=False))
+        text = entry if isinstance(entry, str) else str(tokenizer.apply_chat_template(**entry, tokenize=False))
     except Exception as error:  # chat templates raise anything
         raise OutriderError(f"{place}: the target's chat template failed: {first_line(error)}") from error
     try:
