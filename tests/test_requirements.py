@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,9 @@ def test_licences_are_listed(name: str) -> None:
     for package, entry in packages(name).items():
         assert f"| {package} |" in page or any(marker in entry.splitlines()[0] for marker in elsewhere), package
     assert "not named" not in page
+
+
+def test_the_server_gets_pydantic_2() -> None:
+    """With ``pydantic<2`` in an environment, pip chooses a FastAPI that takes it, and the server cannot be imported."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "pydantic>=2" in project["optional-dependencies"]["serve"]
