@@ -183,10 +183,10 @@ def test_running_requests_count_towards_a_clients_share(load: Callable[..., LLM]
 def test_compiling_a_grammar_delays_only_calls_with_new_schemas(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     go, begun, compiled = threading.Event(), threading.Event(), GrammarCompiler.compiled
 
-    def held(self: GrammarCompiler, schema: str) -> Any:
+    def held(self: GrammarCompiler, *given: Any) -> Any:
         begun.set()
         go.wait(60)
-        return compiled(self, schema)
+        return compiled(self, *given)
 
     monkeypatch.setattr(GrammarCompiler, "compiled", held)
     form = {"type": "json_schema", "json_schema": {"schema": {"const": "held"}}}

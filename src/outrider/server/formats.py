@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 CALLS = "tool_calls"  # name of the field of tool calls
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of fields of reasoning
@@ -171,6 +171,26 @@ COMMAND = {
     },
 }
 THINKING: dict[str, Any] = {"start_anchor_pattern": BEGUN, "fields": {REASONING[0]: THINK, "content": {}}}  # unknown calls
+
+
+class Lead(NamedTuple):
+    """What a reply may say before the JSON that a grammar forces, as markers of one form of reasoning."""
+
+    opening: str  # empty: the prompt ends within reasoning
+    closing: str  # empty: no reasoning
+    resumed: str = ""  # after reasoning
+    heading: str = ""  # before the JSON, with and without reasoning
+
+
+LEADS = (
+    Lead("<think>", "</think>"),
+    Lead("<seed:think>", "</seed:think>"),
+    Lead("[THINK]", "[/THINK]"),
+    Lead("<|channel>thought\n", "<channel|>"),
+    Lead("<|START_THINKING|>", "<|END_THINKING|>", heading="<|START_RESPONSE|>"),
+    Lead("<|START_THINKING|>", "<|END_THINKING|>", heading="<|START_TEXT|>"),
+    Lead("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant", "<|channel|>final<|message|>"),
+)
 
 # A model's replies are read in the first form whose markers are all in its chat template.
 FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (

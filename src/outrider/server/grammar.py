@@ -23,6 +23,7 @@ from torch import Tensor
 from outrider.engine.queue import exceeds_share
 from outrider.server import schemas
 from outrider.server.bridge import Busy, Stopping
+from outrider.server.formats import Lead
 from outrider.server.pool import WorkerPool
 from outrider.server.protocol import levels
 from outrider.types import OutriderError
@@ -75,12 +76,13 @@ class GrammarCompiler:
         """Return the grammar of JSON objects, or of a JSON schema. Raises ``OutriderError`` for an unsupported schema."""
         return self.compiled(ANY_OBJECT if schema is None else json.dumps(schema))
 
-    def compiled(self, schema: str) -> TokenGrammar:
-        """Return the grammar of a schema given as JSON text. Raises ``OutriderError`` for an unsupported schema."""
+    def compiled(self, schema: str, lead: Lead | None = None) -> TokenGrammar:
+        """Return the grammar of a schema given as JSON text, after a lead. Raises ``OutriderError`` if it is unsupported."""
         tools = self.checked()
         if self._table is None:
             self._table = schemas.token_table(tools)
-        return TokenGrammar(schemas.compiled(self._table, schema), tools["mask_size"], frozenset(tools["eos_token_ids"]))
+        matcher = schemas.compiled(self._table, schema, lead)
+        return TokenGrammar(matcher, tools["mask_size"], frozenset(tools["eos_token_ids"]))
 
     def checked(self) -> Mapping[str, Any]:
         """Return the tokenizer data. Raises ``OutriderError`` if the tokenizer does not support grammars."""
@@ -97,42 +99,43 @@ class Grammars:
     def __init__(self, tools: Mapping[str, Any] | None, config: ServerConfig, aside: Aside) -> None:
         """``aside`` runs a function in a thread that runs nothing else: compiling may take as long as the worker may."""
         self._compiler, self._config, self._aside = GrammarCompiler(tools), config, aside
-        self._kept: OrderedDict[str, TokenGrammar] = OrderedDict()
+        self._kept: OrderedDict[str, TokenGrammar] = OrderedDict()  # by lead and schema, as all that follow
         self._in_memory: WeakKeyDictionary[TokenGrammar, str] = WeakKeyDictionary()  # -> turn of the client that sent it first
-        self._refused: OrderedDict[str, str] = OrderedDict()  # schema -> reason
-        self._under_way: dict[str, tuple[asyncio.Task[TokenGrammar], str]] = {}  # schema -> task, turn of its client
+        self._refused: OrderedDict[str, str] = OrderedDict()  # -> reason
+        self._under_way: dict[str, tuple[asyncio.Task[TokenGrammar], str]] = {}  # -> task, turn of its client
         limits = {"seconds": config.schema_timeout, "memory": int(config.worker_memory * 2**30), "nice": 10, "for_texts": False}
         self.pool = WorkerPool("compile a JSON schema", {**(tools or {}), **limits}, config.workers, eager=False)
 
-    async def get(self, schema: dict[str, Any] | None, client: Client) -> TokenGrammar:
-        """Return the grammar of a schema, or of JSON objects for None.
+    async def get(self, schema: dict[str, Any] | None, client: Client, lead: Lead | None = None) -> TokenGrammar:
+        """Return the grammar of a schema, or of JSON objects for None, after a lead.
 
         Raises ``OutriderError`` for an unsupported schema, and ``Busy`` if the grammar is not in memory and there is no
         room for it: memory holds too many, of all clients or of this one.
         """
         self._compiler.checked()
         text = ANY_OBJECT if schema is None else schema_text(schema, self._config)
-        known, is_renewed = self._kept.get(text), text == ANY_OBJECT
+        key = f"{lead or ''}{text}"
+        known, is_renewed = self._kept.get(key), text == ANY_OBJECT
         if known is not None:
             if known.refusal is None and known.num_outputs < MAX_OUTPUTS:
-                self._kept.move_to_end(text)
+                self._kept.move_to_end(key)
                 known.is_reused = True
                 return known
-            del self._kept[text]
+            del self._kept[key]
             is_renewed |= known.num_outputs > FEW_OUTPUTS
             if known.refusal is not None and not is_renewed:
-                self._remember_refusal(text, known.refusal)
-        if text in self._refused:
-            raise OutriderError(self._refused[text])
-        if text not in self._under_way:
+                self._remember_refusal(key, known.refusal)
+        if key in self._refused:
+            raise OutriderError(self._refused[key])
+        if key not in self._under_way:
             if not is_renewed:
                 self._check_room(client)
-            making = asyncio.create_task(self._made(text, client))
-            self._under_way[text] = making, client.turn
-            making.add_done_callback(lambda _: self._under_way.pop(text))
+            making = asyncio.create_task(self._made(key, text, lead, client))
+            self._under_way[key] = making, client.turn
+            making.add_done_callback(lambda _: self._under_way.pop(key))
             # mark as retrieved: all callers may be gone
             making.add_done_callback(lambda _: making.cancelled() or making.exception())
-        return await asyncio.shield(self._under_way[text][0])  # other calls may await the same task
+        return await asyncio.shield(self._under_way[key][0])  # other calls may await the same task
 
     def _check_room(self, client: Client) -> None:
         """Raise ``Busy`` if no place is free, or if this client already holds its share."""
@@ -141,17 +144,17 @@ class Grammars:
         if num_free <= 0 or exceeds_share(client.turn, holders.count(client.turn), num_free):
             raise Busy(1)
 
-    async def _made(self, text: str, client: Client) -> TokenGrammar:
+    async def _made(self, key: str, text: str, lead: Lead | None, client: Client) -> TokenGrammar:
         try:
             await self.pool.do({"schema": text}, len(text), client)
-            grammar: TokenGrammar = await self._aside(lambda: self._compiler.compiled(text))
+            grammar: TokenGrammar = await self._aside(lambda: self._compiler.compiled(text, lead))
         except (Busy, Stopping):
             raise
         except OutriderError as error:
-            self._remember_refusal(text, str(error))
+            self._remember_refusal(key, str(error))
             raise
         self._in_memory[grammar] = client.turn
-        self._kept[text] = grammar
+        self._kept[key] = grammar
         new = [each for each, kept in self._kept.items() if not kept.is_reused]
         for each in new[:-MAX_NEW]:
             del self._kept[each]
@@ -159,8 +162,8 @@ class Grammars:
             self._kept.popitem(last=False)
         return grammar
 
-    def _remember_refusal(self, text: str, why: str) -> None:
-        self._refused[text] = why
+    def _remember_refusal(self, key: str, why: str) -> None:
+        self._refused[key] = why
         while sum(map(len, self._refused)) > MAX_KEPT:
             self._refused.popitem(last=False)
 

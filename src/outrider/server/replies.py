@@ -6,6 +6,7 @@ tokenizer's own, or one of ``server.formats``. Nothing that a model writes is lo
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
@@ -21,7 +22,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from outrider.engine.prompts import arguments_of, check_takes_tools, template_of
 from outrider.runner.tokenizers import special_ids
-from outrider.server.formats import CALLS, FORMATS, REASONING
+from outrider.server.formats import CALLS, FORMATS, LEADS, REASONING, Lead
 from outrider.server.parameters import PYTHONIC, typed
 from outrider.types import OutriderError
 
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 PREFIX_TOKENS = 256  # of the prompt's end, which may begin the reply, for example with <think>
 ID_CHARACTERS, ID_LENGTH = string.ascii_letters + string.digits, 9  # chat templates of Mistral accept no other ids
 DECODER = json.JSONDecoder()
+THINKING_VARIABLES = "enable_thinking", "thinking"  # of chat templates; false: no reasoning
 MAX_QUOTED = 16  # markers in the strings of one call that are checked, which takes time
 NOT_SEPARATOR = re.compile(r"[^;\s]")
 JSON_MARK = re.compile(r'[\\"\[\]{}]')
@@ -71,6 +73,7 @@ class Reply:
     """Reader of one reply. This one takes all text as content."""
 
     num_calls = 0
+    lead: Lead | None = None  # before JSON that a grammar forces
     ends_with_calls = True  # whether the finish reason of a complete reply with calls is "tool_calls"
 
     def feed(self, text: str) -> Part:
@@ -152,8 +155,8 @@ class ParsedReply(Reply):
     def __init__(self, form: Any, prompt_end: str, body: ChatBody) -> None:
         """``form``: the loaded template; ``prompt_end``: end of the prompt. Without tools in ``body`` calls are text."""
         self._form, self._body = form, body
-        fields = form.fields.items()
-        self._openings = [each for name, each in fields if each.open_re is not None and (body.offered or name != CALLS)]
+        fields, has_calls = form.fields.items(), body.offered and not body.is_json
+        self._openings = [each for name, each in fields if each.open_re is not None and (has_calls or name != CALLS)]
         self._end_of_turn = form.fields[form.implicit].close_re if form.implicit is not None else None
         self._field: Any = None  # field whose text follows; None outside of fields
         self._opening: Any = None  # match of the delimiter before it
@@ -179,6 +182,10 @@ class ParsedReply(Reply):
     @property
     def _is_call(self) -> bool:
         return self._field is not None and self._field.name == CALLS
+
+    @property
+    def _is_reasoning(self) -> bool:
+        return self._field is not None and self._field.name in REASONING
 
     def _read(self, is_end: bool) -> Part:
         """Read the text up to a possible delimiter that is incomplete."""
@@ -276,6 +283,40 @@ class ParsedReply(Reply):
         return found
 
 
+class LedReply(ParsedReply):
+    """Reply with a lead, which is read like other replies, before JSON, which is left to another reader."""
+
+    def __init__(self, form: Any, prompt_end: str, body: ChatBody, inner: Reply, lead: Lead) -> None:
+        self._inner, self._is_json = Reply(), False  # for the prompt
+        super().__init__(form, prompt_end, body)
+        self._inner, self._is_json, self._is_fresh = inner, False, True
+        self.ends_with_calls = inner.ends_with_calls
+        is_disabled = any(body.variables.get(name) is False for name in THINKING_VARIABLES)
+        if self._is_reasoning:
+            lead = lead._replace(opening="")
+        elif is_disabled or prompt_end.rstrip().endswith(lead.closing):
+            lead = Lead("", "", "", lead.heading)
+        self.lead = lead if any(lead) else None
+
+    def finish(self) -> Part:
+        part = super().finish()
+        part.add(self._inner.finish())
+        return part
+
+    def _next_delimiter(self, is_end: bool) -> tuple[Any, Any, int]:
+        """Return the next delimiter unless text comes before it, which begins the JSON: then nothing is one."""
+        found = super()._next_delimiter(is_end) if not self._is_json else (None, None, 0)
+        self._is_json |= not self._is_reasoning and bool(self._text[self._position : found[2]].strip())
+        return (None, None, len(self._text)) if self._is_json else found
+
+    def _add_text(self, part: Part, text: str) -> None:
+        if self._is_reasoning:
+            super()._add_text(part, text)
+        elif self._is_json:
+            part.add(self._inner.feed(text.lstrip() if self._is_fresh else text))
+            self._is_fresh, self.num_calls = False, self._inner.num_calls
+
+
 def _values(text: str) -> list[str]:
     """Return the JSON values in a text, which semicolons or white space separate. Raises if there is anything else."""
     found, end = [], 0
@@ -355,6 +396,16 @@ def _delimiters(form: Any) -> str:
     return re.sub(r"\\+(\W)", r"\1", " ".join(written))
 
 
+def lead_of(form: Any, written: str) -> Lead | None:
+    """Return what may come before JSON in a form of replies, if ``written``, a model's templates, has its markers."""
+    fields = [field for name, field in form.fields.items() if name in REASONING and field.open_re and field.close_re]
+    for field, lead in itertools.product(fields, LEADS):
+        is_form = field.open_re.match(lead.opening) and field.close_re.match(lead.closing)
+        if is_form and lead.heading in written and any(marker.rstrip() in written for marker in lead[:2]):
+            return lead
+    return None
+
+
 class Replies:
     """Creates the reader of each reply of one model."""
 
@@ -362,12 +413,16 @@ class Replies:
         self._tokenizer = tokenizer
         self._tool_template = None if tokenizer is None else template_of(tokenizer, with_tools=True)
         self._form = None if tokenizer is None else response_template(tokenizer)
-        self._delimiters: frozenset[int] = frozenset()
+        self._delimiters = self._in_leads = frozenset[int]()
+        self._lead: Lead | None = None
         if tokenizer is not None and self._form is not None:
             ids = sorted(special_ids(tokenizer))
             text = _delimiters(self._form)
-            named = zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)
+            named = list(zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True))
             self._delimiters = frozenset(token for token, name in named if name in text)
+            own = getattr(tokenizer, "response_template", None)
+            self._lead = lead_of(self._form, f"{template_of(tokenizer)} {self._tool_template} {own}")
+            self._in_leads = frozenset(token for token, name in named if name in "".join(self._lead or ()))
 
     def check(self, body: ChatBody) -> None:
         """Raise ``OutriderError`` if the model cannot take the tools of a request, or its calls cannot be read."""
@@ -379,15 +434,20 @@ class Replies:
 
     def delimiters(self, body: ChatBody) -> frozenset[int]:
         """Return the special tokens that the reader of a reply needs in its text."""
-        return frozenset() if body.is_json else self._delimiters
+        return self._in_leads if body.is_json else self._delimiters
 
     def readers(self, body: ChatBody, prompt_ids: Sequence[int]) -> list[Reply]:
         """Return a reader for each choice of a call. Uses the tokenizer."""
+        plain = [self._plain(body) for _ in range(body.n)]
+        if self._tokenizer is None or self._form is None or (body.is_json and self._lead is None):
+            return plain
+        end = str(self._tokenizer.decode(list(prompt_ids[-PREFIX_TOKENS:]), clean_up_tokenization_spaces=False))
+        if body.is_json and self._lead is not None:
+            return [LedReply(self._form, end, body, each, self._lead) for each in plain]
+        return [ParsedReply(self._form, end, body) for _ in plain]
+
+    @staticmethod
+    def _plain(body: ChatBody) -> Reply:
         if body.named is not None:
-            return [ArgumentsReply(body.named) for _ in range(body.n)]
-        if body.tool_choice == "required":
-            return [ListReply() for _ in range(body.n)]
-        if self._tokenizer is None or self._form is None or body.is_json:
-            return [Reply() for _ in range(body.n)]
-        end = self._tokenizer.decode(list(prompt_ids[-PREFIX_TOKENS:]), clean_up_tokenization_spaces=False)
-        return [ParsedReply(self._form, str(end), body) for _ in range(body.n)]
+            return ArgumentsReply(body.named)
+        return ListReply() if body.tool_choice == "required" else Reply()

@@ -5,20 +5,27 @@ This module imports neither torch nor transformers, so that a worker starts with
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from time import thread_time
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from outrider.errors import OutriderError
+from outrider.server.formats import Lead
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 # One space, or a newline with an indentation: JSON allows whitespace without end.
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": r"(\n {0,16}| )?"}
+TERMINALS = r"""
+TEXT: /(?s:.+)/
+SPACE: /[ \n]{1,8}/
+"""
+NAMES = re.compile(r"(<[^<>]+>|\[[^\[\]]+\])")  # what may be a special token
 MAX_LEXER_STATES = 20_000  # of all outputs of a compiled grammar, 2 kB each; an ordinary schema's outputs need some hundreds
 NUM_TRIED = 16  # tokens generated to test a schema
 MAX_MASK_SECONDS = 0.1  # processor time per mask in this test; the whole batch waits for a mask
@@ -35,8 +42,8 @@ def token_table(tools: Mapping[str, Any]) -> LLTokenizer:
     return LLTokenizer(tools["tokenizer"], n_vocab=tools["vocab_size"], eos_token=list(tools["eos_token_ids"]))
 
 
-def compiled(table: LLTokenizer, schema: str) -> LLMatcher:
-    """Compile a schema given as JSON text. Raises ``OutriderError`` if it is invalid or unsupported.
+def compiled(table: LLTokenizer, schema: str, lead: Lead | None = None) -> LLMatcher:
+    """Compile a schema given as JSON text, after a lead. Raises ``OutriderError`` if it is invalid or unsupported.
 
     llguidance limits neither time nor memory here: testing an intersection of patterns for emptiness takes exponential time.
     """
@@ -45,9 +52,32 @@ def compiled(table: LLTokenizer, schema: str) -> LLMatcher:
         grammar = LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
     except ValueError as error:
         raise unsupported(_in_short(str(error))) from None
+    if lead is not None:
+        answer = json.loads(grammar)["grammars"][0] | {"name": "answer"}
+        grammar = json.dumps({"grammars": [{"lark_grammar": _lark(table, lead)}, answer]})
     matcher = LLMatcher(table, grammar, log_level=0, limits=limits)
     check(matcher)
     return matcher
+
+
+def _lark(table: LLTokenizer, lead: Lead) -> str:
+    """Return a grammar in llguidance's Lark of a lead and the grammar ``answer``."""
+    opening, closing, resumed, heading = (" ".join(_symbols(table, marker)) for marker in lead)
+    if not lead.closing:
+        return f"start: SPACE? {heading} @answer" + TERMINALS
+    start = f"reasoning {resumed} SPACE?" if not lead.opening else f"SPACE? ({opening} reasoning {resumed} SPACE?)?"
+    if closing == json.dumps(lead.closing):  # no token of its own
+        reasoning = f"reasoning[suffix={closing}]: /(?s:.*)/"
+    else:
+        reasoning = f"reasoning: TEXT? {closing}"
+    return f"start: {start} {heading} @answer\n{reasoning}{TERMINALS}"
+
+
+def _symbols(table: LLTokenizer, marker: str) -> Iterator[str]:
+    """Yield the special tokens and texts of a marker in Lark."""
+    for part in filter(None, NAMES.split(marker)):
+        special = [token for token in table.tokenize_str(part, parse_special=True) if table.is_special_token(token)]
+        yield f"<[{special[0]}]>" if special else json.dumps(part)
 
 
 def check(matcher: LLMatcher) -> None:

@@ -99,6 +99,7 @@ class Service:
         async def encode() -> list[list[int]]:
             prompts = await self._prompts.chat(messages, call.client, body.offered, body.variables)
             answer.replies |= enumerate(await self._aside(lambda: self._replies.readers(body, prompts[0])))
+            answer.lead = answer.replies[0].lead
             return prompts
 
         params = partial(body.params, max_tokens, body.num_logprobs())
@@ -154,7 +155,7 @@ class Service:
         deadline = call.arrived + self.config.request_timeout
         with self.bridge.room(num_sequences, call.client):
             left = max(deadline - monotonic(), 0.0)
-            prepared = await _unless_disconnected(http, self._prepared(body, call, encode, params_with), left)
+            prepared = await _unless_disconnected(http, self._prepared(body, call, encode, params_with, answer), left)
             if prepared is None:
                 return Response(status_code=CLOSED)
             prompts, params = prepared
@@ -169,11 +170,12 @@ class Service:
         return await _whole(watched, http)
 
     async def _prepared(
-        self, body: SamplingFields, call: Call, encode: Encode, params_with: ParamsWith
+        self, body: SamplingFields, call: Call, encode: Encode, params_with: ParamsWith, answer: Answer
     ) -> tuple[list[list[int]], SamplingParams]:
         """Return the token ids and sampling parameters; tokenization and grammar run in workers."""
         prompts = await encode()
-        params = params_with(await self._grammars.get(body.schema_asked, call.client) if body.is_json else None)
+        grammar = await self._grammars.get(body.schema_asked, call.client, answer.lead) if body.is_json else None
+        params = params_with(grammar)
         if params.logprobs is not None:
             await self._aside(self._tokens.load)
         return prompts, params
