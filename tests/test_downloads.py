@@ -16,6 +16,7 @@ from huggingface_hub import constants
 from outrider import LLM, family, hub
 from outrider.engine import finding
 from outrider.errors import OutriderError
+from outrider.runner.loading import refuse_missing
 
 INDEX = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}})
 SHARDS = {"model-00001-of-00002.safetensors": b"one", "model-00002-of-00002.safetensors": b"two"}
@@ -91,6 +92,7 @@ def test_weights_are_downloaded_in_one_format(files, wanted, served):
         ({"model_index.json": b"{}"}, "it is a diffusion model"),
         ({"model.gguf": b""}, "GGUF files only"),
         ({"consolidated.00.pth": b""}, "in the authors' own format"),
+        ({"consolidated.safetensors": b"", "params.json": b"{}"}, "in the authors' own format"),
         ({"README.md": b""}, "it has no config.json"),
     ],
 )
@@ -107,6 +109,37 @@ def test_weights_of_an_unknown_format_are_refused(served):
         OutriderError, match=r"a/pth has no weights in a known format: expected model.safetensors or pytorch_model.bin"
     ):
         hub.fetch("a/pth")
+
+
+@pytest.mark.parametrize(
+    "files, said",
+    [
+        ({"adapter_config.json": b"{}", "adapter_model.safetensors": b"1"}, "it is an adapter"),
+        ({"openvino_model.xml": b"", "openvino_model.bin": b"1", "openvino_tokenizer.bin": b"2"}, "for ONNX or OpenVINO"),
+        ({"onnx/model_q4.onnx": b"1"}, "for ONNX or OpenVINO"),
+        ({"model.gguf": b"1"}, "GGUF files only"),
+    ],
+)
+def test_weights_that_are_not_transformers_are_named_and_not_downloaded(files, said, served):
+    served.repositories["a/other"] = files | CONFIGS
+    with pytest.raises(OutriderError, match=f"a/other has no weights in a known format: .*{said}"):
+        hub.fetch("a/other")
+    assert not served.sent or set(served.sent) <= {*CONFIGS, "adapter_config.json"}
+
+
+def test_another_revision_is_refused_with_the_command_that_downloads_it():
+    said = r"'a/sharded@v1': .*only the branch main is used: .*hf download a/sharded --revision v1 --local-dir FOLDER"
+    with pytest.raises(OutriderError, match=said):
+        refuse_missing("a/sharded@v1")
+    with pytest.raises(OutriderError, match=r"expected a folder, or a Hugging Face id owner/name$"):
+        refuse_missing("a b")
+
+
+def test_a_draft_that_exceeds_the_memory_is_refused_before_its_download(served, monkeypatch):
+    monkeypatch.setattr("outrider.memory.total_memory", lambda: 5)
+    with pytest.raises(OutriderError, match=r"the weights of a/sharded take .* of memory"):
+        hub.fetch("a/sharded")
+    assert not {*SHARDS} & {*served.sent}
 
 
 def test_names_that_do_not_exist_gated_models_and_rate_limits_say_what_to_do(served):

@@ -45,6 +45,11 @@ def asked(monkeypatch, tmp_path):
         (":q8_0", ["Qwen3-8B-Q8_0.gguf"]),
         (":UD-Q2_K_XL", ["Qwen3-8B-UD-Q2_K_XL.gguf"]),
         (":Q2_K_XL", ["Qwen3-8B-UD-Q2_K_XL.gguf"]),
+        (":Qwen3-8B-Q8_0.gguf", ["Qwen3-8B-Q8_0.gguf"]),
+        (
+            ":BF16/Qwen3-8B-BF16-00002-of-00002.gguf",
+            ["BF16/Qwen3-8B-BF16-00001-of-00002.gguf", "BF16/Qwen3-8B-BF16-00002-of-00002.gguf"],
+        ),
         (":BF16", ["BF16/Qwen3-8B-BF16-00001-of-00002.gguf", "BF16/Qwen3-8B-BF16-00002-of-00002.gguf"]),
     ],
 )
@@ -65,6 +70,19 @@ def test_without_a_usual_quantisation_the_only_one_is_taken_and_others_must_be_n
         hub.chosen("a/b-GGUF", ["b-IQ2_S.gguf", "b-F16.gguf"], None)
     with pytest.raises(OutriderError, match="it has no GGUF files of models"):
         hub.chosen("a/b-GGUF", ["README.md", "mmproj-F16.gguf"], None)
+
+
+def test_a_quantisation_may_be_named_as_qwen_and_nvidia_name_theirs():
+    names = ["phi-3-fp16.gguf", "phi-3-q4.gguf", "phi-3-NVFP4.gguf"]
+    assert hub.chosen("a/b-GGUF", names, "fp16") == ["phi-3-fp16.gguf"]
+    assert hub.chosen("a/b-GGUF", names, "NVFP4") == ["phi-3-NVFP4.gguf"]
+
+
+def test_a_repository_with_another_name_is_searched_for_the_quantisation_that_is_named(monkeypatch):
+    monkeypatch.setattr(hub, "is_reachable", lambda: True)
+    monkeypatch.setattr(hub, "_listed", lambda repository: hub.Repository("c0", {"model.safetensors": 1}))
+    with pytest.raises(OutriderError, match=r"^Qwen/Qwen3-8B has no file of Q4_K_M; it has no GGUF files of models$"):
+        hub.local_gguf("Qwen/Qwen3-8B:Q4_K_M")
 
 
 def test_without_the_hub_the_cache_is_searched(monkeypatch, tmp_path):

@@ -35,12 +35,14 @@ TOKENIZER = (*CONFIG, "tokenizer_config.json", "tokenizer.json")
 MEDUSA = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")  # endings of the files beside the weights that are read
 LARGE = (".safetensors", ".bin", ".pt")  # endings of weights, in order of preference
+OTHER_WEIGHTS = ("adapter_model.", "openvino_")  # beginnings of names of weights that are not a model's
 CHUNK = 1 << 18  # bytes that are written at once; the hub client's 10 MiB hide the progress of a slow download
 HF_LOGIN = "log in with hf auth login, or set HF_TOKEN"
 
-NAME = re.compile(r"(\w[\w.-]*/[\w.-]*GGUF)(?::([\w.-]+))?", re.IGNORECASE)  # hub id, quantisation
+# hub id, and quantisation or file; without these the id must say that it is one of GGUF files
+NAME = re.compile(r"(\w[\w.-]*/(?:[\w.-]+(?=:)|[\w.-]*GGUF))(?::([\w./-]+))?", re.IGNORECASE)
 # End of a file's name after the model's: quantisation, part. Qwen3-8B-Q4_K_M.gguf, Qwen3-8B-UD-Q4_K_XL-00001-of-00002.gguf
-QUANTISATION = re.compile(r"(?:[-.]((?:UD-)?(?:I?Q|TQ|BF|F|MXFP)\d\w*))?(?:-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE)
+QUANTISATION = re.compile(r"(?:[-.]((?:UD-)?(?:I?Q|TQ|BF|FP?|MXFP|NVFP)\d\w*))?(?:-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE)
 USUAL = ("Q4_K_M", "UD-Q4_K_XL", "Q8_0")  # the first of these that a repository has is used if none is named
 OTHERS = ("mmproj", "imatrix")  # names of files that hold no model
 
@@ -79,13 +81,16 @@ def _cached(repository: str) -> Path:
 def chosen(repository: str, names: Sequence[str], quantisation: str | None) -> list[str]:
     """Return the file, or its parts in order, of a quantisation; None: the first of ``USUAL``, or the only one there is.
 
-    Raises ``OutriderError`` with the quantisations that exist if there is no such file.
+    ``quantisation``: also the name of a file. Raises ``OutriderError`` with the quantisations that exist if there is none.
     """
     found: dict[str, dict[str, list[str]]] = {}  # quantisation -> name of the model -> parts
     for name in sorted(names):
         match, file = QUANTISATION.search(name), name.rpartition("/")[2]
         if match and not file.startswith(OTHERS):
             found.setdefault((match[1] or "").upper(), {}).setdefault(QUANTISATION.sub("", file), []).append(name)
+    for parts in (parts for models in found.values() for parts in models.values()):
+        if quantisation in (*parts, *(name.rpartition("/")[2] for name in parts)):
+            return parts
     usual = (*USUAL, *found) if len(found) == 1 else USUAL
     wanted = (quantisation.upper(), f"UD-{quantisation.upper()}") if quantisation else usual
     models = next((found[each] for each in wanted if each in found), None)
@@ -116,6 +121,16 @@ def is_hub_id(source: object) -> bool:
     return True
 
 
+def expected_of(source: object) -> str:
+    """Say what was expected in place of a source that is neither on this machine nor a hub id."""
+    repository, _, revision = str(source).partition("@")
+    advice = (
+        f"; of the hub only the branch main is used: download another with hf download {repository} --revision {revision}"
+        " --local-dir FOLDER, and give the folder"
+    )
+    return f"expected a folder, or a Hugging Face id owner/name{advice if revision and is_hub_id(repository) else ''}"
+
+
 def fetch_configs(source: object, required: Collection[str] = CONFIG) -> None:
     """Download the small files of a hub id: configs, tokenizer, code. Nothing for other sources and without the hub.
 
@@ -125,7 +140,9 @@ def fetch_configs(source: object, required: Collection[str] = CONFIG) -> None:
     if there is None:
         return
     if not any(name in there.sizes for name in required):
-        raise OutriderError(f"{source} is not a model that can be loaded: {_what_it_is(there.sizes)}")
+        raise OutriderError(
+            f"{source} is not a model that can be loaded: {_what_it_is(there.sizes) or 'it has no config.json'}"
+        )
     _downloaded(str(source), [name for name in there.sizes if "/" not in name and name.endswith(SMALL)])
 
 
@@ -140,7 +157,8 @@ def fetch_weights(source: object, growth: float = 0.0) -> None:
         return
     names = _weight_names(str(source), there.sizes)
     if not names:
-        raise OutriderError(f"{source} has no weights in a known format: expected {WEIGHT_NAMES[0]} or {WEIGHT_NAMES[2]}")
+        why = _what_it_is(there.sizes) or f"expected {WEIGHT_NAMES[0]} or {WEIGHT_NAMES[2]}"
+        raise OutriderError(f"{source} has no weights in a known format: {why}")
     total = sum(there.sizes.get(name, 0) for name in names)
     require_memory(round(growth * total), f"the weights of {source} take", "choose a smaller or a quantised checkpoint")
     _downloaded(str(source), names)
@@ -157,13 +175,13 @@ def is_cached_only(source: object) -> bool:
 def fetch(source: str) -> Path:
     """Download the configs and weights of a hub id and return their folder. Raises ``OutriderError`` if there is none."""
     fetch_configs(source)
-    fetch_weights(source)
+    fetch_weights(source, growth=1.0)
     folder = on_this_machine(source)
     if folder is None:
         raise OutriderError(
             f"cannot download {source}: it is not in the download cache, and the Hugging Face hub is unreachable"
             if is_hub_id(source)
-            else f"cannot download {source}: expected a Hugging Face id owner/name"
+            else f"cannot download {source}: {expected_of(source)}"
         )
     return folder
 
@@ -200,7 +218,8 @@ def _weight_names(repository: str, names: Collection[str]) -> list[str]:
         return [first, *sorted(set(weight_map(_downloaded(repository, [first]) / first).values()))]
     if first is not None:
         return [first]
-    kinds = ([name for name in names if "/" not in name and name.endswith(ending)] for ending in LARGE)
+    own = [name for name in names if "/" not in name and not name.startswith(OTHER_WEIGHTS)]
+    kinds = ([name for name in own if name.endswith(ending)] for ending in LARGE)
     return next((found for found in kinds if found), [])
 
 
@@ -310,17 +329,19 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
-def _what_it_is(names: Collection[str]) -> str:
-    """Say what a repository without a config.json holds."""
+def _what_it_is(names: Collection[str]) -> str | None:
+    """Say what a repository without a config.json or without weights holds; None if unknown."""
     if "adapter_config.json" in names:
         return f"it is an adapter (LoRA); {ADAPTER_ADVICE}"
     if "model_index.json" in names:
         return "it is a diffusion model, expected a causal language model"
     if any(name.endswith(".gguf") for name in names):
-        return "it has GGUF files only; download one with hf download and give its path"
-    if any(name.endswith(".pth") for name in names):
+        return "it has GGUF files only; name one by its type, as owner/name:Q4_K_M"
+    if "params.json" in names or ("config.json" not in names and any(name.endswith(".pth") for name in names)):
         return "its weights are in the authors' own format; look for the same model in transformers' format (-hf)"
-    return "it has no config.json"
+    if any(name.endswith((".onnx", "openvino_model.xml")) for name in names):
+        return "its weights are for ONNX or OpenVINO; choose the model from which they were made"
+    return None
 
 
 def _explained(repository: str, error: BaseException) -> str:

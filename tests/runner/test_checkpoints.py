@@ -287,6 +287,40 @@ def test_unsupported_formats_are_rejected_before_weights_are_read(what, tmp_path
     assert "\n" not in said and said.endswith("choose a checkpoint in 16 bits, GPTQ, AWQ, compressed-tensors, ModelOpt or FP8")
 
 
+@pytest.mark.parametrize("also", [{}, {"quantization_config": {"bits": 4, "group_size": 64}}])
+def test_a_checkpoint_of_mlx_is_rejected_before_weights_are_read(also, tmp_path, monkeypatch):
+    made = written(tmp_path, "gptq")
+    config = json.loads((made.folder / "config.json").read_text())
+    del config["quantization_config"]
+    config |= {"quantization": {"bits": 4, "group_size": 64}, **also}
+    (made.folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(
+        OutriderError, match="is quantised by MLX, which this CPU cannot run: .*; choose a checkpoint in 16 bits"
+    ):
+        ModelRunner.load(made.folder, EAGER)
+
+
+def beside(folder, stated):
+    """Move the quantisation of a checkpoint to the file of NVIDIA's older ones."""
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "hf_quant_config.json").write_text(json.dumps(stated))
+
+
+def test_the_quantisation_may_be_stated_beside_the_config(tmp_path):
+    made = written(tmp_path, "nvfp4-modelopt")
+    layers = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
+    beside(made.folder, {"producer": {"name": "modelopt"}, "quantization": layers})
+    stored = {key: module.read() for key, module in loaded(made.folder).named_modules() if isinstance(module, StoredLinear)}
+    assert stored.keys() == made.values.keys()
+    assert all(torch.equal(weight.dequantize(), made.values[key]) for key, weight in stored.items())
+    (made.folder / "hf_quant_config.json").write_text('{"quantization": 4}')
+    with pytest.raises(OutriderError, match=r"cannot read the quantisation that .*hf_quant_config\.json states"):
+        loading.load_config(made.folder)
+
+
 @pytest.mark.parametrize("name", ["fp8-qwen", "fp8-channel"])
 def test_fp8_can_be_rounded_to_8_bits_and_is_read_once(name, tmp_path, monkeypatch):
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))

@@ -543,6 +543,21 @@ def test_a_tokenizer_may_have_a_template_for_tools(tmp_path: Path) -> None:
     assert counts == [len(llm.chat_prompt([USER], TOOLS)), len(llm.chat_prompt([USER]))] and counts[0] > 2 * counts[1]
 
 
+def test_a_template_of_an_image_model_gets_texts_as_parts(tmp_path: Path) -> None:
+    """SmolVLM's template shows the characters of a plain text as parts without a type: it drops the text."""
+    template = (
+        "{% for m in messages %}{{ m['role'] }}: {% for part in m['content'] %}{% if part['type'] == 'text' %}"
+        "{{ part['text'] }}{% endif %}{% endfor %}\n{% endfor %}"
+    )
+    llm = load(tmp_path, template)
+    assert llm.tokenizer is not None
+    wanted = llm.tokenizer.encode("user: add two numbers\n", add_special_tokens=False)
+    message = {"role": "user", "content": "add two numbers"}
+    assert llm.chat_prompt([message]) == wanted
+    with serving(llm) as server:
+        assert chat(server, messages=[message], max_tokens=1)["usage"]["prompt_tokens"] == len(wanted)
+
+
 def test_python_shows_tools_and_keeps_special_tokens(tooled: Served, tmp_path: Path) -> None:
     llm, tokenizer = load(tmp_path, CHATML), tooled.llm.tokenizer  # another one: a server owns its LLM
     assert tokenizer is not None

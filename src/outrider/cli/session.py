@@ -160,7 +160,7 @@ def check_source(model: str | None) -> None:
     if path.exists():
         raise OutriderError(f"{model} is a file: give the folder with config.json and the weights, or a .gguf file")
     if not hub.is_hub_id(model):
-        raise OutriderError(f"no model folder {model!r}: expected a folder, or a Hugging Face id owner/name")
+        raise OutriderError(f"no model folder {model!r}: {hub.expected_of(model)}")
     if not hub.is_reachable():
         hub.disable()  # otherwise huggingface_hub retries every file six times
         from huggingface_hub import try_to_load_from_cache

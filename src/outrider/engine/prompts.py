@@ -10,6 +10,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outrider.options import as_sequence, scalar, shown, whole_numbers
+from outrider.runner.tokenizers import as_read_by
 from outrider.types import OutriderError, SamplingParams, first_line
 
 if TYPE_CHECKING:
@@ -174,12 +175,17 @@ def chat_ids(
     variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Convert messages to token ids with the tokenizer's chat template. Raises ``OutriderError`` if it rejects them."""
+    template = template_of(tokenizer, with_tools=bool(tools))
     if tools:
-        check_takes_tools(template_of(tokenizer, with_tools=True))
+        check_takes_tools(template)
     shown_tools: list[Any] | None = [shown_tool(tool) for tool in tools] if tools else None
     try:
         text = tokenizer.apply_chat_template(
-            messages, tools=shown_tools, tokenize=False, add_generation_prompt=True, **(variables or {})
+            as_read_by(template, messages),
+            tools=shown_tools,
+            tokenize=False,
+            add_generation_prompt=True,
+            **(variables or {}),
         )
     except Exception as error:  # templates can raise anything
         roles = ", ".join(message["role"] for message in messages)

@@ -24,10 +24,11 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.generic import ModelOutput
 
 from outrider.files import is_path, not_a_model_folder
-from outrider.hub import fetch_configs, fetch_weights, is_cached_only, is_hub_id
+from outrider.hub import expected_of, fetch_configs, fetch_weights, is_cached_only, is_hub_id
 from outrider.memory import on_this_machine
 from outrider.runner import attention, gguf, recurrence
 from outrider.runner.checkpoint_files import check_config_file, check_sizes, check_weight_files, is_finite
+from outrider.runner.checkpoints import modelopt
 from outrider.runner.checkpoints.formats import loader_options, method_of, quantization_of
 from outrider.runner.checkpoints.stored import without_quantization
 from outrider.runner.checkpoints.weight import Format
@@ -204,7 +205,7 @@ def refuse_missing(source: str | Path) -> None:
     if looks_local and not path.is_dir() and gguf.find(source) is None:
         raise OutriderError(f"no model folder at {source}: it {'is a file' if path.is_file() else 'does not exist'}")
     if not path.exists() and not is_hub_id(source):
-        raise OutriderError(f"no model folder {str(source)!r}: expected a folder, or a Hugging Face id owner/name")
+        raise OutriderError(f"no model folder {str(source)!r}: {expected_of(source)}")
 
 
 def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -232,6 +233,9 @@ def load_config(source: str | Path, trust_remote_code: bool = False) -> PreTrain
             raise OutriderError(f"{source} is a model with its own code in its folder or repository: {advice}") from error
         hint = "" if on_this_machine(source) is not None else " (neither a local folder nor a reachable hub id)"
         raise OutriderError(f"cannot read the config of {source}{hint}: {reason(error)}") from error
+    folder = on_this_machine(source)
+    if folder is not None and quantization_of(config) is None and (stated := modelopt.stated_beside(folder)) is not None:
+        config.quantization_config = stated
     if not trust_remote_code and model_class(config) is None:
         raise OutriderError(f"{source} is a {config.model_type} model, not a causal language model")
     text = text_config(config)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.engine.config import eos_token_ids
 from outrider.engine.prompts import template_of
 from outrider.errors import PromptTooLong
+from outrider.runner.tokenizers import as_read_by
 from outrider.server.pool import WorkerPool
 
 if TYPE_CHECKING:
@@ -92,7 +93,9 @@ class Prompts:
         messages = [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
         if self._given is None or self._given["tool_template" if tools else "template"] is None:
             return [await self._aside(lambda: self._llm.chat_prompt(messages, tools, variables))]
-        job = {"messages": messages, "tools": list(tools), "variables": variables}
+        assert self._llm.tokenizer is not None  # the template is its own
+        read = as_read_by(template_of(self._llm.tokenizer, with_tools=bool(tools)), messages)
+        job = {"messages": read, "tools": list(tools), "variables": variables}
         return await self._tokenised(job, num_characters, client)
 
     async def _tokenised(self, job: dict[str, Any], num_characters: int, client: Client) -> list[list[int]]:

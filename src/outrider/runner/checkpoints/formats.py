@@ -43,6 +43,9 @@ def quantization_of(config: PreTrainedConfig) -> dict[str, Any] | None:
     found: Any = getattr(config, "quantization_config", None) or getattr(
         config.get_text_config(decoder=True), "quantization_config", None
     )
+    of_mlx = getattr(config, "quantization", None)  # with and without a quantization_config
+    if isinstance(of_mlx, Mapping) and "bits" in of_mlx and not (isinstance(found, Mapping) and "quant_method" in found):
+        return {**of_mlx, "quant_method": "MLX"}
     if found is None:
         return None
     if not isinstance(found, Mapping):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,10 +12,11 @@ from torch import Tensor
 
 from outrider.runner.checkpoints import float4, fp8
 from outrider.runner.checkpoints.weight import Format, LayerTensors, QuantizedWeight
-from outrider.types import OutriderError
+from outrider.types import OutriderError, first_line
 
 IN_4_BITS = ("NVFP4", "W4A16_NVFP4")
 IN_8_BITS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+FILE = "hf_quant_config.json"  # states the quantisation of checkpoints that were written before config.json did
 SEVERAL = "MIXED_PRECISION"  # each layer states its own
 
 
@@ -38,3 +41,18 @@ class ModelOpt(Format):
         if "weight" in layer.tensors and layer.tensors["weight"].dtype == torch.uint8:
             return float4.read_nvfp4(layer, "weight", float4.NV_FACTOR)
         return fp8.read(layer, "weight_scale", None)
+
+
+def stated_beside(folder: Path) -> dict[str, Any] | None:
+    """Return the quantisation that ``FILE`` states for a folder's weights; None without one.
+
+    Raises ``OutriderError`` if the file is broken.
+    """
+    file = folder / FILE
+    if not file.is_file():
+        return None
+    try:
+        stated = dict(json.loads(file.read_bytes())["quantization"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OutriderError(f"cannot read the quantisation that {file} states: {first_line(error)}") from error
+    return {"quant_method": "modelopt", **stated} if stated.get("quant_algo") else None
