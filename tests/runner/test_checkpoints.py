@@ -296,7 +296,7 @@ def test_a_checkpoint_of_mlx_is_rejected_before_weights_are_read(also, tmp_path,
     (made.folder / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(
-        OutriderError, match="is quantised by MLX, which this CPU cannot run: .*; choose a checkpoint in 16 bits"
+        OutriderError, match=r"is quantised by MLX, which this CPU cannot run: .*; choose a checkpoint in 16 bits"
     ):
         ModelRunner.load(made.folder, EAGER)
 

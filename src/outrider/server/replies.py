@@ -399,8 +399,8 @@ def _delimiters(form: Any) -> str:
 def lead_of(form: Any, written: str) -> Lead | None:
     """Return what may come before JSON in a form of replies, if ``written``, a model's templates, has its markers."""
     fields = [field for name, field in form.fields.items() if name in REASONING and field.open_re and field.close_re]
-    for field, lead in itertools.product(fields, LEADS):
-        is_form = field.open_re.match(lead.opening) and field.close_re.match(lead.closing)
+    for one, lead in itertools.product(fields, LEADS):
+        is_form = one.open_re.match(lead.opening) and one.close_re.match(lead.closing)
         if is_form and lead.heading in written and any(marker.rstrip() in written for marker in lead[:2]):
             return lead
     return None
