@@ -106,7 +106,7 @@ def _warn_of_an_unknown_split(file: GgufFile) -> None:
     if file.entry("tokenizer.ggml.model") == "gpt2" and not is_known:
         logger.warning(
             "%s: its tokenizer splits text by the rule %r, which is not known here: text is split by GPT-2's"
-            " rule and may give other token ids; pass LLM(..., tokenizer=<the original model>)",
+            " rule and may give other token ids; give a folder with this file and the original model's tokenizer",
             file.path,
             rule,
         )
