@@ -38,7 +38,7 @@ PREFILL_HORIZON = 64  # tokens over which a proposer's prefill must pay off
 
 MAX_PAUSE = 256  # rounds without drafts before the next probe
 NEW_REQUEST_WAIT, NEW_REQUEST_PAUSE = 4, 16  # limits, times the batch size, when a request joins
-MAX_NEW_REQUEST_FACTOR = 8  # maximum factor of these, after unsuccessful probes
+MAX_NEW_REQUEST_FACTOR = 16  # maximum factor of these, after unsuccessful probes
 PROBE_RATE = 0.8  # acceptance assumed for the length of a probe, at most MAX_PROBE
 MAX_PROBE = 4
 
