@@ -16,7 +16,7 @@ from outrider.server.formats import Lead
 from outrider.server.grammar import GrammarCompiler
 from outrider.server.prompts import tools
 from outrider.server.protocol import ChatBody
-from outrider.server.replies import Replies
+from outrider.server.replies import Part, Replies
 
 from .served import Served, serving
 
@@ -24,6 +24,7 @@ MARKERS = ["<think>", "</think>", "<|channel|>", "<|message|>", "<|fin|>", "<|st
 PROMPT = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 MAY_THINK = PROMPT + "{% if enable_thinking is false %}<think></think>{% endif %}{# <think> #}"
 THINKS = PROMPT + "{% if enable_thinking is false %}<think></think>{% else %}<think>\n{% endif %}"
+COMMAND = PROMPT + "{# <|START_THINKING|><|END_THINKING|><|START_RESPONSE|><|START_ACTION|> #}"
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 FORM = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
 USER = [{"role": "user", "content": "Hi"}]
@@ -90,6 +91,41 @@ def test_a_grammar_allows_reasoning_only_before_json(
     assert [text for text in wrong if reads(llm, lead, text)] == []
 
 
+def test_only_the_token_of_the_end_marker_ends_reasoning(tmp_path: Path) -> None:
+    llm = load(tmp_path, PROMPT)
+    assert llm.tokenizer is not None
+    matcher = GrammarCompiler(tools(llm)).compiled(json.dumps(SCHEMA), Lead("", "</think>")).matcher()
+    *begun, last = llm.tokenizer.encode("A </think>", add_special_tokens=False, split_special_tokens=True)
+    allowed = matcher.allowed(begun, [])
+    assert allowed is not None and not allowed[last]
+    assert allowed[begun[-1]] and allowed[llm.tokenizer.convert_tokens_to_ids("</think>")]
+
+
+@pytest.mark.parametrize(
+    "prompt_end, text, expected",
+    [
+        ("Hi", "\n<thi", ("", "")),  # cut within a marker, which may be text
+        ("Hi", "<think>A</seed:think></think>{", ("A</seed:think>", "{")),  # another model's marker
+        ("Hi<think>", "A</seed:think>", ("A</seed:think>", "")),
+        ("<|start|>assistant", "<|channel|>analysis", ("", "")),
+        ("<|start|>assistant", "<|channel|>analysis<|message|>A<|return|>B", ("A<|return|>B", "")),
+        ("<|start|>assistant", "<|channel|>analysis<|message|>A<|end|><|start|>assistant<|channel|>fin", ("A", "")),
+        ("<|start|>assistant", "<|channel|>final<|message|>[", ("", "[")),
+    ],
+)
+def test_only_json_is_content(prompt_end: str, text: str, expected: tuple[str, str]) -> None:
+    harmony = "{# <|channel|>commentary<|channel|>analysis<|message|><|channel|>final<|message|> functions. #}"
+    tokenizer = tokenizer_of(PROMPT + harmony if "<|" in prompt_end else MAY_THINK)
+    body = ChatBody(messages=USER, response_format=FORM)  # type: ignore[arg-type]
+    for size in (1, len(text)):
+        (reply,) = Replies(tokenizer).readers(body, tokenizer.encode(prompt_end, add_special_tokens=False))
+        whole = Part()
+        for start in range(0, len(text), size):
+            whole.add(reply.feed(text[start : start + size]))
+        whole.add(reply.finish())
+        assert (whole.reasoning, whole.content) == expected
+
+
 @pytest.mark.parametrize(
     "template, prompt_end, variables, opening",
     [
@@ -99,6 +135,8 @@ def test_a_grammar_allows_reasoning_only_before_json(
         (MAY_THINK, "Hi\n", {"enable_thinking": False}, None),
         (MAY_THINK, "Hi\n<think></think>", {}, None),  # of a template that says so by itself
         (PROMPT, "Hi\n", {}, None),
+        (COMMAND, "Hi<|CHATBOT_TOKEN|>", {}, "<|START_THINKING|>"),
+        (COMMAND, "Hi<|CHATBOT_TOKEN|><|START_RESPONSE|>", {}, None),  # within the content
     ],
 )
 def test_the_lead_follows_from_template_prompt_and_variables(

@@ -15,6 +15,7 @@ import string
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from transformers.utils.chat_parsing.content_parsers import process_field
@@ -22,7 +23,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from outrider.engine.prompts import arguments_of, check_takes_tools, template_of
 from outrider.runner.tokenizers import special_ids
-from outrider.server.formats import CALLS, FORMATS, LEADS, REASONING, Lead
+from outrider.server.formats import CALLS, FORMATS, LEADS, REASONING, THINKING, Lead
 from outrider.server.parameters import PYTHONIC, typed
 from outrider.types import OutriderError
 
@@ -288,12 +289,15 @@ class LedReply(ParsedReply):
 
     def __init__(self, form: Any, prompt_end: str, body: ChatBody, inner: Reply, lead: Lead) -> None:
         self._inner, self._is_json = Reply(), False  # for the prompt
+        self._closing = _closing_of(lead)
         super().__init__(form, prompt_end, body)
         self._inner, self._is_json, self._is_fresh = inner, False, True
         self.ends_with_calls = inner.ends_with_calls
         is_disabled = any(body.variables.get(name) is False for name in THINKING_VARIABLES)
         if self._is_reasoning:
             lead = lead._replace(opening="")
+        elif self._field is not None:  # the prompt ends with the heading
+            lead = Lead("", "")
         elif is_disabled or prompt_end.rstrip().endswith(lead.closing):
             lead = Lead("", "", "", lead.heading)
         self.lead = lead if any(lead) else None
@@ -304,10 +308,16 @@ class LedReply(ParsedReply):
         return part
 
     def _next_delimiter(self, is_end: bool) -> tuple[Any, Any, int]:
-        """Return the next delimiter unless text comes before it, which begins the JSON: then nothing is one."""
+        """Return the next delimiter unless text comes before it, which begins the JSON: then nothing is one.
+
+        Text that is held back until the end is a part of a delimiter.
+        """
         found = super()._next_delimiter(is_end) if not self._is_json else (None, None, 0)
-        self._is_json |= not self._is_reasoning and bool(self._text[self._position : found[2]].strip())
+        self._is_json |= not is_end and not self._is_reasoning and bool(self._text[self._position : found[2]].strip())
         return (None, None, len(self._text)) if self._is_json else found
+
+    def _delimiters(self) -> list[tuple[Any, Any]]:
+        return [(self._closing, None)] if self._is_reasoning else super()._delimiters()
 
     def _add_text(self, part: Part, text: str) -> None:
         if self._is_reasoning:
@@ -315,6 +325,13 @@ class LedReply(ParsedReply):
         elif self._is_json:
             part.add(self._inner.feed(text.lstrip() if self._is_fresh else text))
             self._is_fresh, self.num_calls = False, self._inner.num_calls
+
+
+@cache
+def _closing_of(lead: Lead) -> Any:
+    """Return the pattern of the end of reasoning. A form may know other ends, which are text for a grammar."""
+    reasoning = {"open": lead.opening, "close_pattern": rf"\s{{0,8}}{re.escape(lead.closing)}"}
+    return load_response_template(THINKING | {"fields": {REASONING[0]: reasoning}}).fields[REASONING[0]].close_re
 
 
 def _values(text: str) -> list[str]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # One space, or a newline with an indentation: JSON allows whitespace without end.
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": r"(\n {0,16}| )?"}
 TERMINALS = r"""
-TEXT: /(?s:.+)/
+ANY: /(?s:.*)/
 SPACE: /[ \n]{1,8}/
 """
 NAMES = re.compile(r"(<[^<>]+>|\[[^\[\]]+\])")  # what may be a special token
@@ -66,10 +66,10 @@ def _lark(table: LLTokenizer, lead: Lead) -> str:
     if not lead.closing:
         return f"start: SPACE? {heading} @answer" + TERMINALS
     start = f"reasoning {resumed} SPACE?" if not lead.opening else f"SPACE? ({opening} reasoning {resumed} SPACE?)?"
-    if closing == json.dumps(lead.closing):  # no token of its own
-        reasoning = f"reasoning[suffix={closing}]: /(?s:.*)/"
-    else:
-        reasoning = f"reasoning: TEXT? {closing}"
+    if closing == (written := json.dumps(lead.closing)):  # no token of its own
+        reasoning = f"reasoning[suffix={closing}]: ANY"
+    else:  # only the token ends it: the reader, who sees text, must not find the marker earlier
+        reasoning = f"reasoning: THOUGHTS? {closing}\nTHOUGHTS: /(?s:.+)/ & ~(ANY {written} ANY)"
     return f"start: {start} {heading} @answer\n{reasoning}{TERMINALS}"
 
 
