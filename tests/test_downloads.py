@@ -14,8 +14,13 @@ from hub_server import Hub, running
 from huggingface_hub import constants
 
 from outrider import LLM, family, hub
+from outrider.cli import main
 from outrider.engine import finding
+from outrider.engine.plan import located, served_name
 from outrider.errors import OutriderError
+from outrider.method_text import split_method
+from outrider.proposers.method import Setting
+from outrider.registry import PROPOSERS
 from outrider.runner.loading import refuse_missing
 
 INDEX = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}})
@@ -267,3 +272,76 @@ def test_a_download_logs_its_progress(served, monkeypatch, caplog, tmp_path):
         time.sleep(0.3)
     lines = [record.getMessage() for record in caplog.records if getattr(record, "is_progress", False)]
     assert lines and lines[-1].startswith("downloading a/slow: 1 MB of 4 MB, about ") and lines[-1].endswith(" left")
+
+
+def test_without_the_hub_an_incomplete_download_is_named(served):
+    hub.fetch_configs("a/sharded")
+    forget()
+    served.failure = 503
+    with pytest.raises(OutriderError, match=r"the weights of a/sharded are not in the download cache.*hf download a/sharded$"):
+        hub.fetch_weights("a/sharded")
+
+
+@pytest.mark.parametrize("draft", ["a/nothing", "a/gated", "a/onnx"])
+def test_a_draft_that_cannot_be_loaded_is_refused_before_the_target_is_downloaded(draft, served, capsys, tmp_path):
+    served.repositories |= {"a/gated": SHARDED, "a/onnx": CONFIGS | {"onnx/model.onnx": b"1"}}
+    served.gated.add("a/gated")
+    with pytest.raises(OutriderError, match=draft):
+        LLM("a/sharded", draft=draft)
+    export = ["export", "--to", "vllm", "--method", "draft", "--out", str(tmp_path / "out")]
+    for command in (["doctor"], ["generate", "hi"], export):
+        assert main([*command, "--target", "a/sharded", "--draft", draft]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("error: ") and draft in error
+    assert not {*SHARDS} & {*served.sent}
+
+
+def test_a_gguf_file_of_the_cache_keeps_its_name_in_plans_and_servers(served):
+    served.repositories["a/b-GGUF"] = {"b-Q8_0.gguf": b"1"}
+    file = hub.local_gguf("a/b-GGUF")
+    assert located(file) == file and served_name(file) == "b-Q8_0.gguf"
+
+
+@pytest.mark.parametrize("source", ["a/b-GGUF", "a/b-GGUF:Q8_0", "a/b-GGUF:b-Q8_0.gguf"])
+def test_an_id_of_a_gguf_file_means_the_same_as_draft_of_a_method(source, served):
+    served.repositories["a/b-GGUF"] = {"b-Q8_0.gguf": b"1", "b-F16.gguf": b"2"}
+    name, options = split_method(f"draft:draft={source}:seed=1")
+    assert options == {"draft": source, "seed": "1"}
+    setting = Setting.without_target(draft=None, options={"draft": source}, drafts={})
+    assert str(setting.of(PROPOSERS.get(name)).draft) == hub.local_gguf(source)
+    assert served.sent == ["b-Q8_0.gguf"]
+
+
+def test_a_plan_with_an_id_of_a_gguf_file_is_exported(served, tmp_path):
+    served.repositories["a/b-GGUF"] = {"b-Q8_0.gguf": b"1"}
+    plan = tmp_path / "plan.toml"
+    plan.write_text('target = "a/b-GGUF:Q8_0"\nmethod = "plain"\n')
+    assert main(["export", str(plan), "--to", "vllm", "--out", str(tmp_path / "out")]) == 0
+    assert f'model: "{hub.local_gguf("a/b-GGUF")}"' in (tmp_path / "out" / "vllm.yaml").read_text()
+
+
+def test_training_of_a_model_refuses_a_gguf_file_before_its_download_and_heads_take_it(served, capsys, tmp_path):
+    served.repositories["a/b-GGUF"] = {"b-Q8_0.gguf": b"1"}
+    (tmp_path / "text.txt").write_text("text")
+    options = ["--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")]
+    for models in (["--target", "a/b-GGUF:Q8_0"], ["--target", "a/sharded", "--start", "a/b-GGUF:Q8_0"]):
+        assert main(["train", "draft", *models, *options]) == 2
+        assert "error: a/b-GGUF:Q8_0 is a GGUF file: training needs" in capsys.readouterr().err
+    assert not served.sent
+    assert main(["train", "medusa", "--target", "a/b-GGUF:Q8_0", *options]) == 2  # the file is not a GGUF file
+    assert served.sent == ["b-Q8_0.gguf"]
+
+
+def test_a_cache_folder_that_is_a_file_is_named(served, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
+    with pytest.raises(OutriderError, match=r"cannot write to the download cache .*file/hub: set HF_HOME to a folder"):
+        hub.fetch("a/sharded")
+
+
+def test_a_folder_without_a_model_that_hides_a_hub_id_is_named(served, monkeypatch, capsys, tmp_path):
+    (tmp_path / "a" / "sharded").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", "--target", "a/sharded", "hi"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "config.json is missing; for the hub id a/sharded, rename the folder of that name" in error

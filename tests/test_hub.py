@@ -91,6 +91,8 @@ def test_without_the_hub_the_cache_is_searched(monkeypatch, tmp_path):
     (tmp_path / "b-Q8_0.gguf").touch()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
     assert hub.local_gguf("a/b-GGUF") == str(tmp_path / "b-Q8_0.gguf")
+    with pytest.raises(OutriderError, match=r"has no file of F16; it has Q8_0 in the download cache, and .* is unreachable$"):
+        hub.local_gguf("a/b-GGUF:F16")
 
     def absent(*_, **__):
         raise FileNotFoundError("no such\nrepository")

@@ -91,13 +91,13 @@ class Checkup:
         return f"fits{', with doubts' if doubts else ''}{slower}: {gain}, best with about {self.acceptance.best_k}."
 
 
-def all_candidates(target: str | None) -> list[Finding]:
+def all_candidates(target: str | None, download: bool = False) -> list[Finding]:
     """Return a finding for each drafter that method ``auto`` considers, with its size and why it is used or not.
 
-    Empty for the embedded target (None), which comes with its drafts.
+    Empty for the embedded target (None), which comes with its drafts. ``download``: as in ``candidates``.
     """
     files = target_files(target)
-    found = [] if files is None else list(candidates(files))
+    found = [] if files is None else list(candidates(files, download))
     used = next((each for each in found if not each.misfit), None)
     return [
         Finding("ok", "drafter", f"{each.line}: used")

@@ -29,7 +29,11 @@ def not_a_model_folder(source: str | Path) -> str:
     """Say why a folder without a config.json cannot be loaded as a model."""
     if (expanded(source) / "adapter_config.json").is_file():
         return f"{source} is not a model folder: it is an adapter (LoRA); {ADAPTER_ADVICE}"
-    return f"{source} is not a model folder: config.json is missing"
+    is_like_a_hub_id = not is_path(source) and str(source).count("/") == 1
+    advice = (
+        f"; for the hub id {source}, rename the folder of that name, or run the command elsewhere" if is_like_a_hub_id else ""
+    )
+    return f"{source} is not a model folder: config.json is missing{advice}"
 
 
 def open_text(path: Path) -> IO[str]:

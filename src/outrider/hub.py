@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from outrider.errors import OutriderError, first_line
 from outrider.files import ADAPTER_ADVICE, expanded, is_path
-from outrider.memory import INDEXES, WEIGHT_NAMES, on_this_machine, require_memory, size, weight_map
+from outrider.memory import INDEXES, WEIGHT_NAMES, on_this_machine, require_memory, size, weight_files, weight_map
 from outrider.progress import PERIOD, reported_every
 
 logger = getLogger(__name__)
@@ -52,8 +52,8 @@ def local_gguf(source: Source) -> Source | str:
 
     Of a file in parts it is the first. Raises ``OutriderError`` if the repository or the quantisation does not exist.
     """
-    found = NAME.fullmatch(source) if isinstance(source, str) else None
-    if found is None or expanded(str(source)).exists():
+    found = _named_gguf(source)
+    if found is None:
         return source
     repository, quantisation = found.groups()
     there = _listed(repository) if is_reachable() else None
@@ -62,7 +62,20 @@ def local_gguf(source: Source) -> Source | str:
         return str(_downloaded(repository, parts) / parts[0])
     folder = _cached(repository)
     names = [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
-    return str(folder / chosen(repository, names, quantisation)[0])
+    try:
+        return str(folder / chosen(repository, names, quantisation)[0])
+    except OutriderError as error:
+        raise OutriderError(f"{error} in the download cache, and the Hugging Face hub is unreachable") from None
+
+
+def is_gguf_id(source: object) -> bool:
+    """Return whether a source is a hub id that names a GGUF file."""
+    return _named_gguf(source) is not None
+
+
+def _named_gguf(source: object) -> re.Match[str] | None:
+    found = NAME.fullmatch(source) if isinstance(source, str) else None
+    return None if found is None or expanded(found[0]).exists() else found
 
 
 def _cached(repository: str) -> Path:
@@ -146,6 +159,18 @@ def fetch_configs(source: object, required: Collection[str] = CONFIG) -> None:
     _downloaded(str(source), [name for name in there.sizes if "/" not in name and name.endswith(SMALL)])
 
 
+def check_repository(source: object) -> None:
+    """Download the small files of a hub id. Nothing for other sources and without the hub.
+
+    Raises ``OutriderError`` if there is no such repository, if the hub refuses it, or if it has no weights that can be loaded:
+    before anything large, also of other models of the same command, is downloaded.
+    """
+    fetch_configs(source)
+    there = _repository(source)
+    if there is not None:
+        _weights_of(str(source), there)
+
+
 def fetch_weights(source: object, growth: float = 0.0) -> None:
     """Download the weights of a hub id that are loaded, in one format only. Nothing for other sources and without the hub.
 
@@ -154,11 +179,13 @@ def fetch_weights(source: object, growth: float = 0.0) -> None:
     """
     there = _repository(source)
     if there is None:
+        if is_hub_id(source) and on_this_machine(str(source)) is not None and not weight_files(str(source)):
+            raise OutriderError(
+                f"the weights of {source} are not in the download cache, and the Hugging Face hub is unreachable: download them"
+                f" first with hf download {source}"
+            )
         return
-    names = _weight_names(str(source), there.sizes)
-    if not names:
-        why = _what_it_is(there.sizes) or f"expected {WEIGHT_NAMES[0]} or {WEIGHT_NAMES[2]}"
-        raise OutriderError(f"{source} has no weights in a known format: {why}")
+    names = _weights_of(str(source), there)
     total = sum(there.sizes.get(name, 0) for name in names)
     require_memory(round(growth * total), f"the weights of {source} take", "choose a smaller or a quantised checkpoint")
     _downloaded(str(source), names)
@@ -209,6 +236,15 @@ def _listed(name: str) -> Repository | None:
     if info.id != name:
         logger.warning("%s is %s on the hub: with this name, files are not downloaded a second time", name, info.id)
     return Repository(info.sha or "", {file.rfilename: file.size or 0 for file in info.siblings or []})
+
+
+def _weights_of(source: str, there: Repository) -> list[str]:
+    """Return the files of the weights that are loaded. Raises ``OutriderError`` if there are none."""
+    names = _weight_names(source, there.sizes)
+    if not names:
+        why = _what_it_is(there.sizes) or f"expected {WEIGHT_NAMES[0]} or {WEIGHT_NAMES[2]}"
+        raise OutriderError(f"{source} has no weights in a known format: {why}")
+    return names
 
 
 def _weight_names(repository: str, names: Collection[str]) -> list[str]:
@@ -360,9 +396,9 @@ def _explained(repository: str, error: BaseException) -> str:
         return f"the Hugging Face hub does not accept your token: {HF_LOGIN}"
     if status == 429:
         return f"the Hugging Face hub limits your requests: wait some minutes, then repeat the command, or {HF_LOGIN}"
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
         return f"cannot write to the download cache {constants.HF_HUB_CACHE}: set HF_HOME to a folder that you can write to"
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"the disk of the download cache {constants.HF_HUB_CACHE} is full: free space, then repeat the command"
     why = f"the Hugging Face hub answers with status {status}" if status else first_line(error)
     return f"cannot download {repository}: {why}; repeat the command later: it continues with the files that are missing"

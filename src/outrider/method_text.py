@@ -10,11 +10,18 @@ from outrider.errors import OutriderError
 
 
 def split_method(text: str) -> tuple[str, dict[str, str]]:
-    """Split ``"name:option=value:option=value"`` into name and options. Raises ``OutriderError`` if malformed."""
+    """Split ``"name:option=value:option=value"`` into name and options. Raises ``OutriderError`` if malformed.
+
+    A draft may have one colon, as the hub ids of GGUF files: ``draft:draft=owner/name:Q4_K_M``.
+    """
     name, *parts = text.split(":")
-    options = {}
+    options: dict[str, str] = {}
     for part in parts:
         option, equals, value = part.partition("=")
+        last = next(reversed(options), "")
+        if not equals and is_draft_option(last) and "/" in options[last] and ":" not in options[last]:
+            options[last] += f":{part}"
+            continue
         if not equals or not option:
             raise OutriderError(f"invalid method {text!r}: write options as {name}:option=value")
         options[option] = value
@@ -49,10 +56,15 @@ def options_by_part(joined: str, options: Mapping[str, Any]) -> dict[str, dict[s
     return found
 
 
+def is_draft_option(name: str) -> bool:
+    """Return whether an option, also of a part of ``first+second``, names a draft."""
+    return name.rpartition(".")[2] == "draft"
+
+
 def with_drafts(method: str, find: Callable[[str], str]) -> str:
     """Apply ``find`` to the drafts named in a method's options, such as to resolve relative paths."""
     name, options = split_method(method)
-    return join_method(name, {key: find(value) if key.split(".")[-1] == "draft" else value for key, value in options.items()})
+    return join_method(name, {key: find(value) if is_draft_option(key) else value for key, value in options.items()})
 
 
 def split_methods(text: str) -> list[str]:

@@ -147,7 +147,7 @@ def check_machine(models: ModelOptions) -> None:
 
 
 def check_source(model: str | None) -> None:
-    """Raise ``OutriderError`` unless ``model`` is a folder or a hub id. A local folder disables hub access."""
+    """Raise ``OutriderError`` unless ``model`` is a folder, or a hub id of a model that can be loaded."""
     if model is None:
         return
     path = expanded(model)
@@ -171,6 +171,8 @@ def check_source(model: str | None) -> None:
                 f"no model {model!r}: it is neither a local folder nor in the download cache, and the Hugging Face hub is"
                 f" unreachable: check the name, or download it first with hf download {model}"
             )
+    show_notices()
+    hub.check_repository(model)
 
 
 def check_draft(draft: str | None) -> None:

@@ -15,6 +15,7 @@ from outrider.cli.options import check_counts, flag, with_groups
 from outrider.errors import OutriderError
 from outrider.family import TARGET
 from outrider.files import expanded
+from outrider.hub import is_gguf_id, local_gguf
 from outrider.memory import weight_files
 from outrider.options import flag_name, path_or_text
 from outrider.train.options import (
@@ -156,6 +157,7 @@ def train_head(method: str, out: Path, run: Any, files: FileOptions, source: Sou
     """Train a head for a method, and print how to use it."""
     from outrider.train import runs
 
+    run = replace(run, start=local_gguf(run.start))
     kinds = {"medusa": runs.train_medusa, "eagle": runs.train_eagle, "mtp": runs.train_mtp, "dflash": runs.train_block}
     train: Any = kinds[method]
     train(workspace_of(files, source, out, run.start), out, paced(length, run.start), run)
@@ -187,6 +189,8 @@ def workspace_of(
     from outrider.train.runs import Workspace
     from outrider.train.text import check_continuation, check_text_file
 
+    if copies:
+        refuse_gguf_ids(files.target, start)
     target = path_or_text(files.target or TARGET)
     check_out(out, [target] if start is None else [target, start])
     if not files.text:
@@ -200,7 +204,8 @@ def workspace_of(
         raise OutriderError("--prompt-len needs --regenerate, or --on-policy of `train draft`")
     if source.regenerate or uses_prompts:
         check_continuation(source.prompt_len, source.seq_len)
-    check_source(files.target)
+    target = path_or_text(local_gguf(files.target) or TARGET)
+    check_source(str(target))
     check_source(start)
     if copies:
         check_trainable(str(target), copies)
@@ -220,6 +225,12 @@ def workspace_of(
         tokenizer = load_tokenizer(target)  # first, because it takes no time
         loaded = trainable(str(target)) if copies else ModelRunner.load(target, RunnerConfig(max_batch=16))
     return Workspace(loaded, tokenizer, work, source)
+
+
+def refuse_gguf_ids(*models: str | None) -> None:
+    """Raise ``OutriderError`` for hub ids of GGUF files, which cannot be trained, before they are downloaded."""
+    for model in filter(is_gguf_id, models):
+        raise OutriderError(f"{model} is a GGUF file: training needs the checkpoint in 16 or 32 bits")
 
 
 def check_out(out: Path, models: Sequence[str | Path]) -> None:

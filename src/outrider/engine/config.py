@@ -124,13 +124,13 @@ def united_eos(sources: Sequence[object]) -> set[int]:
 
 
 def check_method(speculation: Speculation) -> list[object]:
-    """Return the drafts that the method will load; none for ``auto``. Reads headers only.
+    """Return the drafts that the method will load, the given one for ``auto``. Reads headers only.
 
     Raises ``OutriderError`` for invalid options of the method, and for no draft or one of another kind.
     """
     name, options = split_method(speculation.method)
     if name == AUTO:
-        return []
+        return [] if speculation.draft is None else [speculation.draft]
     method, given = PROPOSERS.get(name), options | dict(speculation.method_options)
     try:
         method.check_options(given)

@@ -31,6 +31,7 @@ from outrider.engine.engine import lost
 from outrider.engine.outputs import Chunk, Completion, Emission, Generation, GenerationInterrupted
 from outrider.engine.prompts import as_messages, as_params, as_prompts, as_token_ids, chat_ids
 from outrider.engine.stats import GenerationStats
+from outrider.hub import check_repository
 from outrider.registry import AUTO
 from outrider.runner import ModelRunner
 from outrider.types import OutriderError, Request, SamplingParams, check_text
@@ -95,7 +96,8 @@ class LLM:
         """
         options = {name: value for name, value in locals().items() if name not in ("self", "model")}
         self.speculation, config = configurations({"target": model, **options})
-        check_method(self.speculation)
+        for each in check_method(self.speculation):
+            check_repository(each)  # before the target, which may be large, is downloaded
         source = family.TARGET if self.speculation.target is None else self.speculation.target
         self.tokenizer = load_tokenizer(self.speculation.tokenizer or source, trust_remote_code)
         self.runner = ModelRunner.load(source, config)

@@ -6,6 +6,7 @@ The keys are the options declared with ``in_plan``, under their Python names; mi
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -105,10 +106,13 @@ def served_name(target: str | None) -> str:
     if target is None:
         return "outrider"
     path = expanded(target)
-    return path.resolve().name if path.exists() else target
+    return Path(os.path.abspath(path)).name if path.exists() else target  # not resolved: as in ``located``
 
 
 def located(source: str) -> str:
-    """Return the absolute path of a local model, so that a plan or an export works from any directory; a hub id as it is."""
+    """Return the absolute path of a local model, so that a plan or an export works from any directory; a hub id as it is.
+
+    Links stay: in the download cache they have the files' names, and what they point to has not.
+    """
     path = expanded(source)
-    return str(path.resolve()) if path.exists() else source
+    return os.path.abspath(path) if path.exists() else source

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from outrider.heads.checkpoint import MODEL, DraftKind, kinds_of
+from outrider.heads.checkpoint import MODEL, DraftKind, kinds_of, local_draft
 from outrider.memory import on_this_machine
 from outrider.options import CheckedOptions, declared, path_or_text
 from outrider.proposers.base import Proposer
@@ -87,7 +87,7 @@ def chosen_draft(method: MethodSpec, named: object, general: object, drafts: Map
     if source is None:
         source = drafts.get(method.own_draft or "")
     elif isinstance(source, str):
-        source = drafts.get(source, path_or_text(source))
+        source = drafts.get(source, path_or_text(local_draft(source)))
     if source is None and method.comes_with_target:
         return None
     if source is None:
