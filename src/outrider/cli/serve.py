@@ -11,10 +11,9 @@ import typer
 from outrider.cli.bench_documents import check_outputs
 from outrider.cli.console import waiting
 from outrider.cli.options import MethodOptions, ModelOptions, flag, given, read_option, values_given, with_groups
-from outrider.engine.plan import FOLDERS, KEYS, Plan, served_name
+from outrider.engine.plan import KEYS, Plan, served_name
 from outrider.errors import OutriderError, how_to_install
 from outrider.export import ENGINES
-from outrider.hub import local_gguf
 from outrider.options import LISTEN, flag_name
 from outrider.runner.config import RunnerConfig
 from outrider.server.config import KEYS_VARIABLE, KeyRing, ServerConfig
@@ -165,5 +164,4 @@ def joined(plan: Plan, *groups: Any) -> Plan:
     """Return the plan, with the command line's values replacing its own."""
     given = {name: value for group in groups for name, value in values_given(group).items() if name in KEYS}
     read = {name: KEYS[name].read(flag_name(name), value) for name, value in given.items()}
-    values = {name: plan.given(name) for name in plan.values if name not in read} | read
-    return Plan(values | {name: local_gguf(values[name]) for name in FOLDERS & values.keys()})
+    return Plan({name: plan.given(name) for name in plan.values if name not in read} | read)

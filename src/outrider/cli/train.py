@@ -157,10 +157,10 @@ def train_head(method: str, out: Path, run: Any, files: FileOptions, source: Sou
     """Train a head for a method, and print how to use it."""
     from outrider.train import runs
 
-    run = replace(run, start=local_gguf(run.start))
     kinds = {"medusa": runs.train_medusa, "eagle": runs.train_eagle, "mtp": runs.train_mtp, "dflash": runs.train_block}
     train: Any = kinds[method]
-    train(workspace_of(files, source, out, run.start), out, paced(length, run.start), run)
+    workspace = workspace_of(files, source, out, run.start)
+    train(workspace, out, paced(length, run.start), replace(run, start=local_gguf(run.start)))
     done(f"--method {method} --draft {out}")
 
 
@@ -191,8 +191,7 @@ def workspace_of(
 
     if copies:
         refuse_gguf_ids(files.target, start)
-    target = path_or_text(files.target or TARGET)
-    check_out(out, [target] if start is None else [target, start])
+    check_out(out, [path_or_text(files.target or TARGET), *([] if start is None else [start])])
     if not files.text:
         raise OutriderError("no training text: give --text file.txt or --text file.jsonl")
     for path in files.text:
@@ -204,7 +203,7 @@ def workspace_of(
         raise OutriderError("--prompt-len needs --regenerate, or --on-policy of `train draft`")
     if source.regenerate or uses_prompts:
         check_continuation(source.prompt_len, source.seq_len)
-    target = path_or_text(local_gguf(files.target) or TARGET)
+    target, start = path_or_text(local_gguf(files.target) or TARGET), local_gguf(start)
     check_source(str(target))
     check_source(start)
     if copies:

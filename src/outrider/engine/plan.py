@@ -16,6 +16,7 @@ from typing import Any
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError, printable, without_path
 from outrider.files import expanded, is_path, write_whole
+from outrider.hub import local_gguf
 from outrider.method_text import split_method, with_drafts
 from outrider.options import Option, declared
 from outrider.registry import AUTO, PROPOSERS
@@ -80,7 +81,8 @@ class Plan:
     def given(self, key: str) -> Any:
         """Return the value of a key or None; folders and GGUF files are resolved relative to the plan.
 
-        Raises ``OutriderError`` for an unknown method, and for a path in a plan file where there is nothing.
+        GGUF files that hub ids name are downloaded. Raises ``OutriderError`` if that fails, for an unknown method, and for a
+        path in a plan file where there is nothing.
         """
         value = self.values.get(key)
         try:
@@ -98,15 +100,14 @@ class Plan:
             return str(self.folder / source)
         if self.file and is_path(source) and not expanded(source).exists():
             raise OutriderError(f"{source} does not exist")
-        return source
+        return local_gguf(source)
 
 
 def served_name(target: str | None) -> str:
     """Return the model name for clients: the last part of a local path, the hub id, or outrider for the embedded model."""
     if target is None:
         return "outrider"
-    path = expanded(target)
-    return Path(os.path.abspath(path)).name if path.exists() else target  # not resolved: as in ``located``
+    return Path(located(target)).name if expanded(target).exists() else target
 
 
 def located(source: str) -> str:

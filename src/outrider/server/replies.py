@@ -310,7 +310,7 @@ class LedReply(ParsedReply):
     def _next_delimiter(self, is_end: bool) -> tuple[Any, Any, int]:
         """Return the next delimiter unless text comes before it, which begins the JSON: then nothing is one.
 
-        Text that is held back until the end is a part of a delimiter.
+        What is still held back at the end is an incomplete delimiter, not JSON.
         """
         found = super()._next_delimiter(is_end) if not self._is_json else (None, None, 0)
         self._is_json |= not is_end and not self._is_reasoning and bool(self._text[self._position : found[2]].strip())

@@ -66,7 +66,8 @@ def _lark(table: LLTokenizer, lead: Lead) -> str:
     if not lead.closing:
         return f"start: SPACE? {heading} @answer" + TERMINALS
     start = f"reasoning {resumed} SPACE?" if not lead.opening else f"SPACE? ({opening} reasoning {resumed} SPACE?)?"
-    if closing == (written := json.dumps(lead.closing)):  # no token of its own
+    written = json.dumps(lead.closing)
+    if closing == written:  # no token of its own
         reasoning = f"reasoning[suffix={closing}]: ANY"
     else:  # only the token ends it: the reader, who sees text, must not find the marker earlier
         reasoning = f"reasoning: THOUGHTS? {closing}\nTHOUGHTS: /(?s:.+)/ & ~(ANY {written} ANY)"
