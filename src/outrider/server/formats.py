@@ -180,6 +180,7 @@ class Lead(NamedTuple):
     closing: str  # empty: no reasoning
     resumed: str = ""  # after reasoning
     heading: str = ""  # before the JSON, with and without reasoning
+    calls: tuple[str, ...] = ()  # openings of tool calls, one of which may come instead of the heading and the JSON
 
 
 LEADS = (
@@ -190,6 +191,14 @@ LEADS = (
     Lead("<|START_THINKING|>", "<|END_THINKING|>", heading="<|START_RESPONSE|>"),
     Lead("<|START_THINKING|>", "<|END_THINKING|>", heading="<|START_TEXT|>"),
     Lead("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant", "<|channel|>final<|message|>"),
+)
+
+# Texts that begin a tool call and never JSON. A reply may begin with those that a form's pattern of calls begins with.
+OPENINGS = (
+    *("<tool_call>", "<tool_calls>", "<TOOLCALL>", "<|tool_call|>", "<|tool_call>", "[TOOL_CALLS]", "<|START_ACTION|>"),
+    *("<function=", "<seed:tool_call>", "<minimax:tool_call>", '<invoke name="'),
+    *("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>", '<｜DSML｜invoke name="', "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+    *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|channel|>commentary to=functions.", "to=functions."),
 )
 
 # A model's replies are read in the first form whose markers are all in its chat template.

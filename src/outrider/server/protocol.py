@@ -399,8 +399,6 @@ class ChatBody(SamplingFields):
             raise ValueError("tool_choice needs tools")
         if self.named is not None and self.named not in names:
             raise ValueError(f"tool_choice: unknown tool {self.named!r}: expected one of {', '.join(names)}")
-        if self.offered and not self.is_forced and super().is_json:
-            raise ValueError('response_format cannot be combined with tools that may be called: set tool_choice to "none"')
         return self
 
     @property
@@ -412,6 +410,11 @@ class ChatBody(SamplingFields):
     def is_forced(self) -> bool:
         """Whether the reply must be a call."""
         return self.named is not None or self.tool_choice == "required"
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the model decides to call tools or not."""
+        return bool(self.offered) and not self.is_forced
 
     @cached_property
     def offered(self) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from outrider.engine.prompts import arguments_of, check_takes_tools, template_of
 from outrider.runner.tokenizers import special_ids
-from outrider.server.formats import CALLS, FORMATS, LEADS, REASONING, THINKING, Lead
+from outrider.server.formats import CALLS, FORMATS, LEADS, OPENINGS, REASONING, THINKING, Lead
 from outrider.server.parameters import PYTHONIC, typed
 from outrider.types import OutriderError
 
@@ -43,6 +43,10 @@ NOT_SEPARATOR = re.compile(r"[^;\s]")
 JSON_MARK = re.compile(r'[\\"\[\]{}]')
 LISTED_CALL = re.compile(r'[\s,\[]*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:(?P<arguments>.*)\}', re.DOTALL)
 UNKNOWN = 'no tool-call format of this model is known: set tool_choice to "required" or to a function'
+NO_OPENING = (
+    "response_format cannot be combined with tools that may be called: this model's tool calls have no known opening that "
+    'differs from JSON: set tool_choice to "none", "required" or a function'
+)
 
 
 @dataclass
@@ -156,7 +160,7 @@ class ParsedReply(Reply):
     def __init__(self, form: Any, prompt_end: str, body: ChatBody) -> None:
         """``form``: the loaded template; ``prompt_end``: end of the prompt. Without tools in ``body`` calls are text."""
         self._form, self._body = form, body
-        fields, has_calls = form.fields.items(), body.offered and not body.is_json
+        fields, has_calls = form.fields.items(), body.may_call
         self._openings = [each for name, each in fields if each.open_re is not None and (has_calls or name != CALLS)]
         self._end_of_turn = form.fields[form.implicit].close_re if form.implicit is not None else None
         self._field: Any = None  # field whose text follows; None outside of fields
@@ -285,11 +289,11 @@ class ParsedReply(Reply):
 
 
 class LedReply(ParsedReply):
-    """Reply with a lead, which is read like other replies, before JSON, which is left to another reader."""
+    """Reply with a lead, which is read like other replies, before JSON, which is left to another reader, or before calls."""
 
     def __init__(self, form: Any, prompt_end: str, body: ChatBody, inner: Reply, lead: Lead) -> None:
-        self._inner, self._is_json = Reply(), False  # for the prompt
-        self._closing = _closing_of(lead)
+        self._inner, self._is_json, self._has_calls = Reply(), False, False  # for the prompt
+        self._closing, self._resumed = _closing_of(lead), lead.resumed
         super().__init__(form, prompt_end, body)
         self._inner, self._is_json, self._is_fresh = inner, False, True
         self.ends_with_calls = inner.ends_with_calls
@@ -299,7 +303,7 @@ class LedReply(ParsedReply):
         elif self._field is not None:  # the prompt ends with the heading
             lead = Lead("", "")
         elif is_disabled or prompt_end.rstrip().endswith(lead.closing):
-            lead = Lead("", "", "", lead.heading)
+            lead = Lead("", "", "", *lead[3:])
         self.lead = lead if any(lead) else None
 
     def finish(self) -> Part:
@@ -310,17 +314,23 @@ class LedReply(ParsedReply):
     def _next_delimiter(self, is_end: bool) -> tuple[Any, Any, int]:
         """Return the next delimiter unless text comes before it, which begins the JSON: then nothing is one.
 
-        What is still held back at the end is an incomplete delimiter, not JSON.
+        What is still held back at the end is an incomplete delimiter, not JSON. From the opening of a call on, a grammar
+        allows everything, and the reply is read like others.
         """
+        if self.lead is not None and not (self._is_json or self._is_reasoning or self._has_calls):
+            begun = self._text[self._position :].lstrip().removeprefix(self._resumed).lstrip()
+            self._has_calls = begun.startswith(self.lead.calls)
+        if self._has_calls:
+            return super()._next_delimiter(is_end)
         found = super()._next_delimiter(is_end) if not self._is_json else (None, None, 0)
         self._is_json |= not is_end and not self._is_reasoning and bool(self._text[self._position : found[2]].strip())
         return (None, None, len(self._text)) if self._is_json else found
 
     def _delimiters(self) -> list[tuple[Any, Any]]:
-        return [(self._closing, None)] if self._is_reasoning else super()._delimiters()
+        return [(self._closing, None)] if self._is_reasoning and not self._has_calls else super()._delimiters()
 
     def _add_text(self, part: Part, text: str) -> None:
-        if self._is_reasoning:
+        if self._is_reasoning or self._has_calls:
             super()._add_text(part, text)
         elif self._is_json:
             part.add(self._inner.feed(text.lstrip() if self._is_fresh else text))
@@ -330,7 +340,7 @@ class LedReply(ParsedReply):
 @cache
 def _closing_of(lead: Lead) -> Any:
     """Return the pattern of the end of reasoning. A form may know other ends, which are text for a grammar."""
-    reasoning = {"open": lead.opening, "close_pattern": rf"\s{{0,8}}{re.escape(lead.closing)}"}
+    reasoning = THINKING["fields"][REASONING[0]] | {"close_pattern": rf"\s{{0,8}}{re.escape(lead.closing)}"}
     return load_response_template(THINKING | {"fields": {REASONING[0]: reasoning}}).fields[REASONING[0]].close_re
 
 
@@ -423,6 +433,12 @@ def lead_of(form: Any, written: str) -> Lead | None:
     return None
 
 
+def openings_of(form: Any) -> tuple[str, ...]:
+    """Return the openings that calls in a form of replies may begin with."""
+    pattern = form.fields[CALLS].open_re if form is not None and CALLS in form.fields else None
+    return tuple(each for each in OPENINGS if pattern is not None and pattern.match(each, partial=True))
+
+
 class Replies:
     """Creates the reader of each reply of one model."""
 
@@ -432,6 +448,7 @@ class Replies:
         self._form = None if tokenizer is None else response_template(tokenizer)
         self._delimiters = self._in_leads = frozenset[int]()
         self._lead: Lead | None = None
+        self._openings = openings_of(self._form)
         if tokenizer is not None and self._form is not None:
             ids = sorted(special_ids(tokenizer))
             text = _delimiters(self._form)
@@ -439,28 +456,32 @@ class Replies:
             self._delimiters = frozenset(token for token, name in named if name in text)
             own = getattr(tokenizer, "response_template", None)
             self._lead = lead_of(self._form, f"{template_of(tokenizer)} {self._tool_template} {own}")
-            self._in_leads = frozenset(token for token, name in named if name in "".join(self._lead or ()))
+            self._in_leads = frozenset(token for token, name in named if name in "".join((self._lead or ())[:4]))
 
     def check(self, body: ChatBody) -> None:
         """Raise ``OutriderError`` if the model cannot take the tools of a request, or its calls cannot be read."""
         if not body.offered:
             return
         check_takes_tools(self._tool_template)
-        if not body.is_json and (self._form is None or CALLS not in self._form.fields):
+        if body.may_call and (self._form is None or CALLS not in self._form.fields):
             raise OutriderError(UNKNOWN)
+        if body.may_call and body.is_json and not self._openings:
+            raise OutriderError(NO_OPENING)
 
     def delimiters(self, body: ChatBody) -> frozenset[int]:
         """Return the special tokens that the reader of a reply needs in its text."""
-        return self._in_leads if body.is_json else self._delimiters
+        return self._in_leads if body.is_json and not body.may_call else self._delimiters
 
     def readers(self, body: ChatBody, prompt_ids: Sequence[int]) -> list[Reply]:
         """Return a reader for each choice of a call. Uses the tokenizer."""
-        plain = [self._plain(body) for _ in range(body.n)]
-        if self._tokenizer is None or self._form is None or (body.is_json and self._lead is None):
+        plain, lead = [self._plain(body) for _ in range(body.n)], self._lead
+        if body.may_call:
+            lead = (lead or Lead("", ""))._replace(calls=self._openings)
+        if self._tokenizer is None or self._form is None or (body.is_json and lead is None):
             return plain
         end = str(self._tokenizer.decode(list(prompt_ids[-PREFIX_TOKENS:]), clean_up_tokenization_spaces=False))
-        if body.is_json and self._lead is not None:
-            return [LedReply(self._form, end, body, each, self._lead) for each in plain]
+        if body.is_json and lead is not None:
+            return [LedReply(self._form, end, body, each, lead) for each in plain]
         return [ParsedReply(self._form, end, body) for _ in plain]
 
     @staticmethod

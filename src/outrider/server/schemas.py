@@ -25,7 +25,7 @@ TERMINALS = r"""
 ANY: /(?s:.*)/
 SPACE: /[ \n]{1,8}/
 """
-NAMES = re.compile(r"(<[^<>]+>|\[[^\[\]]+\])")  # what may be a special token
+NAMES = re.compile(r"(｜DSML｜|(?!<｜DSML)<[^<>]+>|\[[^\[\]]+\])")  # what may be a special token
 MAX_LEXER_STATES = 20_000  # of all outputs of a compiled grammar, 2 kB each; an ordinary schema's outputs need some hundreds
 NUM_TRIED = 16  # tokens generated to test a schema
 MAX_MASK_SECONDS = 0.1  # processor time per mask in this test; the whole batch waits for a mask
@@ -61,17 +61,19 @@ def compiled(table: LLTokenizer, schema: str, lead: Lead | None = None) -> LLMat
 
 
 def _lark(table: LLTokenizer, lead: Lead) -> str:
-    """Return a grammar in llguidance's Lark of a lead and the grammar ``answer``."""
-    opening, closing, resumed, heading = (" ".join(_symbols(table, marker)) for marker in lead)
+    """Return a grammar in llguidance's Lark of a lead and the grammar ``answer``, or a call of a tool."""
+    opening, closing, resumed, heading, *calls = (" ".join(_symbols(table, marker)) for marker in (*lead[:4], *lead.calls))
+    # The last token of a call's opening may be longer; the tokens that follow it are not restricted.
+    answer = f"({' | '.join([f'{heading} @answer', *(f'{call} ANY <[*]>*' for call in calls)])})"
     if not lead.closing:
-        return f"start: SPACE? {heading} @answer" + TERMINALS
+        return f"start: SPACE? {answer}{TERMINALS}"
     start = f"reasoning {resumed} SPACE?" if not lead.opening else f"SPACE? ({opening} reasoning {resumed} SPACE?)?"
     written = json.dumps(lead.closing)
     if closing == written:  # no token of its own
         reasoning = f"reasoning[suffix={closing}]: ANY"
     else:  # only the token ends it: the reader, who sees text, must not find the marker earlier
         reasoning = f"reasoning: THOUGHTS? {closing}\nTHOUGHTS: /(?s:.+)/ & ~(ANY {written} ANY)"
-    return f"start: {start} {heading} @answer\n{reasoning}{TERMINALS}"
+    return f"start: {start} {answer}\n{reasoning}{TERMINALS}"
 
 
 def _symbols(table: LLTokenizer, marker: str) -> Iterator[str]:
