@@ -6,14 +6,12 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import jsonschema
-import openai
 import pytest
-from pydantic import BaseModel
 from tiny_folder import make_folder, make_tokenizer
 from tokenizers import AddedToken
 
@@ -31,7 +29,7 @@ PROMPT = "{% for message in messages %}{{ message.content }}\n{% endfor %}{{ too
 SPELLED = [*OPENINGS, "<think>", "</think>", "[THINK]", "<|end|>", "<|channel|>final<|message|>", "<|END_RESPONSE|>"]
 SCHEMA = {
     "type": "object",
-    "properties": {"a": {"enum": [1, "", *SPELLED]}, "b": {"type": "string", "maxLength": 6}},
+    "properties": {"a": {"enum": [1, 2]}, "b": {"type": "string", "maxLength": 40}},
     "required": ["a"],
     "additionalProperties": False,
 }
@@ -53,7 +51,12 @@ MODELS: dict[str, tuple[str, str, str, str]] = {
     "Gemma": ("<|tool_call><|channel>thought\n<channel|>", "<|turn>model\n", "<|channel>thought\n", "<channel|>"),
     "Mistral": ("[TOOL_CALLS][ARGS][THINK][/THINK]", "[/INST]", "[THINK]", "[/THINK]"),
     "older Mistral": ("[TOOL_CALLS]", "[/INST]", "", ""),
-    "Command": ("<|START_ACTION|><|START_THINKING|><|START_RESPONSE|>", "<|CHATBOT_TOKEN|>", "<|START_THINKING|>", "<|END_THINKING|>"),
+    "Command": (
+        "<|START_ACTION|><|START_THINKING|><|START_RESPONSE|>",
+        "<|CHATBOT_TOKEN|>",
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+    ),
     "gpt-oss": (
         "<|channel|>commentary functions. <|channel|>analysis<|message|> <|channel|>final<|message|>",
         "<|start|>assistant",
@@ -109,14 +112,14 @@ def valid(text: str) -> bool:
     return True
 
 
-def walk(matcher: Any, tokenizer: Any, wanted: str, rng: random.Random) -> list[int]:
-    """Return the tokens of a text that a grammar allows and its end, or many. They follow ``wanted`` for a while."""
-    plan, output, end = tokenizer.encode(wanted, add_special_tokens=False), [], tokenizer.eos_token_id
+def walk(matcher: Any, plan: list[int], size: int, end: int, rng: random.Random) -> list[int]:
+    """Return the tokens of a text that a grammar allows and its end, or many. They follow ``plan`` for a while."""
+    output: list[int] = []
     while len(output) < 300 and end not in output:
         mask = matcher.compute_logit_bias()
-        allowed = [token for token, each in enumerate(mask[: len(tokenizer)]) if each]
+        allowed = [token for token, each in enumerate(mask[:size]) if each]
         assert allowed and not matcher.is_error()
-        planned = plan.pop(0) if plan and rng.random() < 0.995 else end if rng.random() < 0.3 else -1
+        planned = plan.pop(0) if plan and rng.random() < 0.998 else end if rng.random() < 0.3 else -1
         if planned not in allowed:
             plan, planned = [], rng.choice(allowed)
         output.append(planned)
@@ -132,16 +135,22 @@ def test_every_text_that_the_grammar_allows_is_calls_or_valid_json(name: str, ki
     replies, form, rng = Replies(tokenizer), response_template(tokenizer), random.Random(f"{name} {kind}")
     asked, free, openings = body_of(response_format=FORM), body_of(), openings_of(form)
     replies.check(asked)
-    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    prompt_ids = encode(prompt)
     (first,) = replies.readers(asked, prompt_ids)
     assert first.lead is not None and first.lead.calls == openings
-    table = schemas.LLTokenizer(tokenizer.backend_tokenizer.to_str(), n_vocab=len(tokenizer), eos_token=[tokenizer.eos_token_id])
+    table = schemas.LLTokenizer(
+        tokenizer.backend_tokenizer.to_str(), n_vocab=len(tokenizer), eos_token=[tokenizer.eos_token_id]
+    )
     grammar, counts = schemas.compiled(table, json.dumps(SCHEMA), first.lead), Counter[str]()
-    for _ in range(60):
-        thought = rng.choice([begins + rng.choice(["", "A. ", '{"a": 1}']) + ends, "" if begins else ends]) if ends else ""
-        answer = first.lead.heading + json.dumps({"a": rng.choice(SPELLED), "b": "["})
-        answer = rng.choice([answer, a_call(form, openings, rng), rng.choice(openings)])
-        output = walk(grammar.deep_copy(), tokenizer, thought + rng.choice(["", "\n\n"]) + answer, rng)
+    for _ in range(24):
+        thought = rng.choice([begins + rng.choice(["", "A.", '{"a": 1}']) + ends, "" if begins else ends]) if ends else ""
+        answer = json.dumps({"a": 1, "b": rng.choice(SPELLED)})
+        begun, spelled = rng.choice(
+            [(first.lead.heading, answer), (a_call(form, openings, rng), ""), (rng.choice(openings), "")]
+        )
+        plan = [token for text in (thought + rng.choice(["", "\n\n"]) + begun, *spelled) for token in encode(text)]
+        output = walk(grammar.deep_copy(), plan, len(tokenizer), tokenizer.eos_token_id, rng)
         text_of = DetokenizerFactory(tokenizer)(prompt_ids, True, replies.delimiters(asked))
         chunks = [*(text_of.feed([token]) for token in output if token != tokenizer.eos_token_id), text_of.flush()]
         text = "".join(chunks)
@@ -151,7 +160,8 @@ def test_every_text_that_the_grammar_allows_is_calls_or_valid_json(name: str, ki
         )
         assert found == whole == cut, text
         content, _, calls = found
-        begun = (text.partition(ends)[2] if ends and ends in text else text).strip()
+        is_led = ends and text.lstrip().startswith(begins)
+        begun = (text.partition(ends)[2] if is_led else text).strip()
         if begun.startswith(openings):
             counts["calls" if calls else "text"] += 1
             assert found == usual, text
@@ -159,4 +169,52 @@ def test_every_text_that_the_grammar_allows_is_calls_or_valid_json(name: str, ki
             counts["json"] += 1
             assert valid(content), text
             assert not calls, text
-    assert len(counts) == 3 and min(counts.values()) > 3, counts
+    assert counts.keys() == {"calls", "text", "json"}, counts
+
+
+def test_calls_that_are_json_are_refused() -> None:
+    for template in (TEMPLATES["Llama"][0], TEMPLATES["reasoning only"][0]):
+        replies = Replies(tokenizer_of(template, "text"))
+        with pytest.raises(OutriderError, match='set tool_choice to "'):
+            replies.check(body_of(response_format=FORM))
+        replies.check(body_of(response_format=FORM, tool_choice="required"))
+        replies.check(body_of(response_format=FORM, tool_choice="none"))
+
+
+def load(folder: Path, method: str) -> LLM:
+    tokenizer = tokenizer_of(MODELS["Hermes, may think"][0], "special")
+    options: dict[str, Any] = {"tokenizer": tokenizer, "eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 512}
+    target, draft = make_folder(folder / "target", **options), make_folder(folder / "draft", num_hidden_layers=1, **options)
+    kind: dict[str, Any] = {"draft": draft} if method == "draft" else {}
+    return LLM(target, method=method, num_draft_tokens=3, max_batch=4, compile="never", same_text=True, **kind)
+
+
+def asked(server: Served, is_streamed: bool = False) -> list[tuple[str, str, list[tuple[str, Any]], str]]:
+    """Return content, reasoning, calls and finish reason of the samples of a request."""
+    often = {"<think>": 2.0, "</think>": 6.0, "<tool_call>": 4.0, "</tool_call>": 2.0, "<|return|>": 2.0}
+    assert server.llm.tokenizer is not None
+    bias = {str(server.llm.tokenizer.convert_tokens_to_ids(token)): value for token, value in often.items()}
+    body = {"messages": [USER], "tools": TOOLS, "response_format": FORM, "logit_bias": bias, "n": 8, "stream": is_streamed}
+    answer = server.post("/v1/chat/completions", **body, max_tokens=200, temperature=1.3, seed=7)
+    assert answer.status_code == 200, answer.text
+    parts, reasons = [Part() for _ in range(8)], [""] * 8
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    for choice in [choice for each in lines or [answer.text] for choice in json.loads(each)["choices"]]:
+        new = choice["delta" if is_streamed else "message"]
+        part = Part(new.get("content") or "", new.get("reasoning_content") or "", new.get("tool_calls") or [])
+        parts[choice["index"]].add(part)
+        reasons[choice["index"]] = choice["finish_reason"]
+    return [(*said(part), reason) for part, reason in zip(parts, reasons, strict=True)]
+
+
+def test_replies_are_the_same_with_every_method_and_streamed(tmp_path: Path) -> None:
+    found = {}
+    for method in ("plain", "draft", "ngram"):
+        with serving(load(tmp_path / method, method)) as server:
+            found[method] = asked(server)
+            assert asked(server, is_streamed=True) == found[method]
+    assert found["draft"] == found["ngram"] == found["plain"]
+    complete = [(content, reasoning) for content, reasoning, _, reason in found["plain"] if reason == "stop"]
+    assert {valid(content) for content, _ in complete} == {True, False}
+    assert all(valid(content) or content.startswith("<tool_call>") for content, _ in complete)
+    assert len({reasoning for _, reasoning in complete}) > 1

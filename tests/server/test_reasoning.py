@@ -79,6 +79,19 @@ def reads(llm: LLM, lead: Lead | None, text: str) -> bool:
             [ANSWER, f"<|channel|>analysis<|message|>{ANSWER}", f"<|channel|>analysis<|message|>A.<|fin|>{ANSWER}"],
         ),
         (Lead("", "", "", "<|start|>"), [f"<|start|>{ANSWER}"], [ANSWER]),
+        (
+            Lead("<think>", "</think>", calls=("<tool_call>", "de")),
+            [ANSWER, "<tool_call>", "<think>A</think>\n\n<tool_call>def<think>", "def add(<tool_call>"],
+            ["", f"{ANSWER}<tool_call>", "So: def", "<think>A</think>So: <tool_call>", "<think>def"],
+        ),
+        (
+            HARMONY._replace(calls=("<|channel|>commentary to=",)),
+            [
+                f"<|channel|>final<|message|>{ANSWER}",
+                "<|channel|>analysis<|message|>A.<|fin|><|start|>assistant<|channel|>commentary to=f",
+            ],
+            [ANSWER, "<|channel|>commentary<|message|>", f"<|channel|>final<|message|><|channel|>commentary to={ANSWER}"],
+        ),
         (None, [ANSWER], [f"<think>A</think>{ANSWER}", f"\n{ANSWER}"]),
     ],
 )

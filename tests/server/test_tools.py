@@ -12,6 +12,7 @@ import jsonschema
 import openai
 import pytest
 import torch
+from pydantic import BaseModel
 from tiny_folder import make_folder, make_tokenizer
 from torch import Tensor
 
@@ -319,7 +320,6 @@ def nested(depth: int) -> dict[str, Any]:
             {"tool_choice": {"type": "function", "function": {"name": "other"}}},
             "unknown tool 'other': expected one of weather, now",
         ),
-        ({"response_format": {"type": "json_object"}}, "response_format cannot be combined with tools that may be called: set"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]}, "expected 'object'"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": ["object"]}}}]}, "expected 'object'"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "'chat_template' is set by the server"),
@@ -375,13 +375,27 @@ def test_a_message_may_have_only_reasoning(tooled: Served) -> None:
 
 
 @pytest.mark.parametrize("choice", ["none", "required", NAMED])
-def test_tools_and_a_response_format_can_be_combined_unless_the_model_decides(tooled: Served, choice: Any) -> None:
+def test_tools_that_must_or_cannot_be_called_can_be_combined_with_a_response_format(tooled: Served, choice: Any) -> None:
     asked = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes", "no"]}}}
     (choice_,) = chat(tooled, tool_choice=choice, response_format=asked, **AT_ONCE)["choices"]
     if choice == "none":
         assert choice_["message"]["content"] in ('"yes"', '"no"')
     else:
         assert choice_["message"]["tool_calls"]
+
+
+class City(BaseModel):
+    city: str
+
+
+def test_a_client_gets_calls_or_parsed_json(client: openai.OpenAI, says: Says) -> None:
+    json_text = '{"city": "<think></think><tool_call>"}'
+    says(f"<think>\nI should ask.\n</think>\n\n{CALL}\n{CALL}", f"<think>I know.</think>\n{json_text}")
+    for expected in ((None, ["weather"] * 2, "tool_calls"), (City(city="<think></think><tool_call>"), [], "stop")):
+        answer = client.chat.completions.parse(model="outrider", messages=[USER], tools=TOOLS[:1], response_format=City)  # type: ignore[list-item]
+        (choice,) = answer.choices
+        names = [call.function.name for call in choice.message.tool_calls or ()]
+        assert (choice.message.parsed, names, choice.finish_reason) == expected
 
 
 def test_a_request_sets_variables_of_the_template(tooled: Served) -> None:

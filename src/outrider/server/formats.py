@@ -197,7 +197,13 @@ LEADS = (
 OPENINGS = (
     *("<tool_call>", "<tool_calls>", "<TOOLCALL>", "<|tool_call|>", "<|tool_call>", "[TOOL_CALLS]", "<|START_ACTION|>"),
     *("<function=", "<seed:tool_call>", "<minimax:tool_call>", '<invoke name="'),
-    *("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>", '<｜DSML｜invoke name="', "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+    *(
+        "<｜DSML｜function_calls>",
+        "<｜DSML｜tool_calls>",
+        '<｜DSML｜invoke name="',
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+    ),
     *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|channel|>commentary to=functions.", "to=functions."),
 )
 
