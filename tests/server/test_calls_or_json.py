@@ -23,7 +23,7 @@ from outrider.server.protocol import ChatBody
 from outrider.server.replies import Part, Replies, load_response_template, openings_of, response_template
 
 from .served import Served, serving
-from .test_replies import CASES, TEMPLATES, TOOLS, calls_of, read
+from .test_replies import CASES, NOW, TEMPLATES, TOOLS, calls_of, read
 
 PROMPT = "{% for message in messages %}{{ message.content }}\n{% endfor %}{{ tools }}"
 SPELLED = [*OPENINGS, "<think>", "</think>", "[THINK]", "<|end|>", "<|channel|>final<|message|>", "<|END_RESPONSE|>"]
@@ -170,6 +170,16 @@ def test_every_text_that_the_grammar_allows_is_calls_or_valid_json(name: str, ki
             assert valid(content), text
             assert not calls, text
     assert counts.keys() == {"calls", "text", "json"}, counts
+
+
+def test_reasoning_after_a_call_ends_as_in_other_replies() -> None:
+    template, prompt, *_ = MODELS["gpt-oss"]
+    tokenizer = tokenizer_of(template, "special")
+    call, thought = "to=functions.time.now<|message|>{}<|call|>", "<|channel|>analysis<|message|>A.<|call|>"
+    text = f"<|start|>assistant{call}<|start|>assistant{thought}<|start|>assistant {call}"
+    for body in (body_of(response_format=FORM), body_of()):
+        (reply,) = Replies(tokenizer).readers(body, tokenizer.encode(prompt, add_special_tokens=False))
+        assert said(read(reply, [text])) == ("", "A.", [NOW, NOW])
 
 
 def test_calls_that_are_json_are_refused() -> None:
