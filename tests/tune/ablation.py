@@ -76,8 +76,8 @@ def neutral(name: str) -> Iterator[None]:
     defaults = track.Track.__init__.__defaults__
     for user in users:
         setattr(user, name, value)
-    if name == "FIRST_PAUSE":
-        track.Track.__init__.__defaults__ = (0, value, value)
+    if name == "FIRST_PAUSE":  # the default of two fields
+        track.Track.__init__.__defaults__ = tuple(value if each == before else each for each in defaults or ())
     try:
         yield
     finally:
