@@ -259,7 +259,7 @@ def test_fields_that_change_nothing_are_accepted(served: Served) -> None:
     assert plain.json()["choices"] == full.json()["choices"]
 
 
-@pytest.mark.parametrize("path", ["/embeddings", "/responses", "/%0A" + "x" * 500])
+@pytest.mark.parametrize("path", ["/embeddings", "/responses/resp_1", "/%0A" + "x" * 500])
 def test_an_unknown_path_is_refused_with_those_that_exist(client: openai.OpenAI, path: str) -> None:
     with pytest.raises(openai.NotFoundError, match="is not served: expected POST /v1/chat/completions, ") as error:
         client.post(path, cast_to=object, body={})

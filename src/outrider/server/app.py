@@ -38,7 +38,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 
-ROUTES = "POST /v1/chat/completions, POST /v1/completions or GET /v1/models"
+ROUTES = "POST /v1/chat/completions, POST /v1/responses, POST /v1/completions or GET /v1/models"
 
 
 def create_app(llm: LLM, config: ServerConfig, keys: KeyRing) -> FastAPI:
@@ -62,6 +62,7 @@ def create_app(llm: LLM, config: ServerConfig, keys: KeyRing) -> FastAPI:
     app.state.service = service
     app.add_api_route("/v1/completions", service.completions, methods=["POST"], responses=REFUSALS, response_model=None)
     app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"], responses=REFUSALS, response_model=None)
+    app.add_api_route("/v1/responses", service.responses, methods=["POST"], responses=REFUSALS, response_model=None)
     _add_states(app, service)
     for kind in (OutriderError, RequestValidationError, HTTPException, asyncio.TimeoutError):
         app.add_exception_handler(kind, _on_error)

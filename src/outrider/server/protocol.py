@@ -36,7 +36,7 @@ def _unicode(text: str) -> str:
     return text
 
 
-def _at_most(limit: int, what: str) -> BeforeValidator:
+def at_most(limit: int, what: str) -> BeforeValidator:
     """Limit the size of a dict or list before its elements are validated, which takes longer."""
 
     def check(given: Any) -> Any:
@@ -94,6 +94,9 @@ Stop = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_unico
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # report the first error only
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Variables = Annotated[dict[Text, Any], AfterValidator(_shallow), AfterValidator(_variables)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Verbosity = Literal["low", "medium", "high"]
 
 
 def like(name: str, **more: Any) -> Any:
@@ -174,7 +177,7 @@ class SamplingFields(Body):
     seed: int | None = like("seed")
     presence_penalty: float = like("presence_penalty")
     frequency_penalty: float = like("frequency_penalty")
-    logit_bias: Annotated[dict[TokenId, Bias], _at_most(MAX_BIASES, "logit biases")] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], at_most(MAX_BIASES, "logit biases")] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -295,9 +298,9 @@ class Message(Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Text | Annotated[list[TextPart], Field(fail_fast=True)], _at_most(MAX_MESSAGES, "parts")] | None = None
+    content: Annotated[Text | Annotated[list[TextPart], Field(fail_fast=True)], at_most(MAX_MESSAGES, "parts")] | None = None
     name: Text | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True), _at_most(MAX_TOOLS, "tool calls")] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True), at_most(MAX_TOOLS, "tool calls")] | None = None
     tool_call_id: Text | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = None  # the same under vLLM's name
@@ -370,7 +373,7 @@ class NamedTool(Body):
 class ChatBody(SamplingFields):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True), _at_most(MAX_MESSAGES, "messages")] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(fail_fast=True), at_most(MAX_MESSAGES, "messages")] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -378,16 +381,14 @@ class ChatBody(SamplingFields):
     add_generation_prompt: Literal[True] = True
     continue_final_message: Literal[False] = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: Annotated[list[Tool], Field(fail_fast=True), _at_most(MAX_TOOLS, "tools")] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True), at_most(MAX_TOOLS, "tools")] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     prediction: dict[str, Any] | None = None  # accepted and ignored: expected text, which does not change the answer
     include_reasoning: bool = True
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
-    chat_template_kwargs: Annotated[dict[Text, Any], AfterValidator(_shallow), AfterValidator(_variables)] = Field(
-        default_factory=dict
-    )
+    reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
+    chat_template_kwargs: Variables = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _can_call(self) -> Self:

@@ -30,6 +30,8 @@ from outrider.server.prompts import Aside, Prompts, tools
 from outrider.server.protocol import ChatBody, CompletionBody, SamplingFields, StreamOptions
 from outrider.server.record import Record
 from outrider.server.replies import Replies
+from outrider.server.response_events import ResponseAnswer
+from outrider.server.responses import ResponseBody
 from outrider.types import OutriderError, SamplingParams
 from outrider.types import Request as EngineRequest
 
@@ -89,8 +91,16 @@ class Service:
 
     async def chat(self, body: ChatBody, http: Request) -> Response:
         """Handle ``POST /v1/chat/completions``."""
+        answer = ChatAnswer("chatcmpl-" + http.state.call.request_id, self.config.name, self._tokens)
+        return await self._chat(body, http, answer)
+
+    async def responses(self, body: ResponseBody, http: Request) -> Response:
+        """Handle ``POST /v1/responses``."""
+        answer = ResponseAnswer("resp_" + http.state.call.request_id, self.config.name, self._tokens, echo=body.echo)
+        return await self._chat(body.chat(), http, answer)
+
+    async def _chat(self, body: ChatBody, http: Request, answer: ChatAnswer) -> Response:
         call = http.state.call
-        answer = ChatAnswer("chatcmpl-" + call.request_id, self.config.name, self._tokens)
         answer.delimiters = self._replies.delimiters(body)
         max_tokens = body.max_completion_tokens or body.max_tokens or self.llm.runner.max_len
         self._replies.check(body)
@@ -334,15 +344,16 @@ class EventStream(StreamingResponse):
             yield _event({**opening, "usage": answer.usage()} if is_counting else opening)
         try:
             async for index, chunk in self._watched.chunks():
-                event = answer.chunk(index, chunk)
-                if event is not None:
+                for event in answer.events(index, chunk):
                     yield _event({**event, "usage": answer.usage()} if is_counting else event)
         except (TimeoutError, OutriderError) as error:
-            yield _event(explained(error)[1])
+            for event in answer.failure(explained(error)[1]):
+                yield _event(event)
             return
         if self._options.include_usage:
             yield _event(answer.last())
-        yield DONE
+        if answer.ends_with_done:
+            yield DONE
 
 
 def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
@@ -371,4 +382,6 @@ def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
 
 
 def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + COMPACT.encode(body).encode() + b"\n\n"
+    """Return a server-sent event. Events of the Responses API have a type, which is also the event's name."""
+    name = f"event: {body['type']}\n" if "type" in body else ""
+    return f"{name}data: {COMPACT.encode(body)}\n\n".encode()
