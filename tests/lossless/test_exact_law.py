@@ -60,7 +60,7 @@ SETTINGS = {
     "allowed": SamplingParams(temperature=1.0, allowed_token_ids=(0, 2)),
     "banned": SamplingParams(temperature=1.3, banned_token_ids=(1,)),
     "min_tokens": SamplingParams(temperature=1.0, stop_token_ids=(0,), min_tokens=4),
-    "greedy, min_tokens": SamplingParams(stop_token_ids=(0, 2), min_tokens=4),
+    "greedy, min_tokens": SamplingParams(stop_token_ids=(0,), min_tokens=4),
     "greedy, penalised": SamplingParams(repetition_penalty=1.4, frequency_penalty=0.9, logit_bias={1: 0.3}),
     "all": SamplingParams(
         temperature=0.9,

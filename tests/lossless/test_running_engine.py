@@ -327,7 +327,7 @@ def test_greedy_output_equals_plain_forward_passes(method: str, verifier: str) -
 def test_same_text_equals_plain_decoding(method: str) -> None:
     target, draft = tiny_model(3, 40, 3.0), tiny_model(3, 40, 3.1)
     params = [SamplingParams(max_tokens=24, ignore_eos=True, seed=5, temperature=t) for t in (0.0, 0.8, 1.0)]
-    params += [replace(each, stop_token_ids=range(30), min_tokens=9 + i) for i, each in enumerate(params)]
+    params += [replace(each, stop_token_ids=range(1, 40, 2), min_tokens=9 + i) for i, each in enumerate(params)]
     texts = []
     for name in ("plain", method):
         options = tokenizers(40, name) | {"draft": None if name == "plain" else draft_for(name, target, draft)}
@@ -337,7 +337,7 @@ def test_same_text_equals_plain_decoding(method: str) -> None:
         assert llm.stats.faults == 0
     assert texts[0] == texts[1]
     ended = [len(tokens) for tokens in texts[0][3:]]
-    assert all(9 + i < count < 24 for i, count in enumerate(ended)), "each ends soon after its min_tokens"
+    assert all(9 + i < count < 24 for i, count in enumerate(ended)), ended
     assert llm.stats.num_accepted > 0 or "draft" not in method.split("+")
 
 

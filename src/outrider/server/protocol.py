@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
@@ -185,12 +185,12 @@ class SamplingFields(Body):
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
     allowed_token_ids: TokenIds | None = Field(None, min_length=1)
     banned_token_ids: TokenIds = Field(default_factory=list)
+    min_tokens: int = like("min_tokens")
     ignore_eos: bool = like("ignore_eos")
+    include_stop_str_in_output: bool = like("include_stop_str_in_output")
     skip_special_tokens: bool = like("skip_special_tokens")
     speculative: Speculative | None = None
-    # accepted with the only value that changes nothing, which many clients send
-    best_of: Literal[1] | None = None
-    min_tokens: Literal[0] | None = None
+    best_of: Literal[1] | None = None  # accepted with the only value that changes nothing, which many clients send
     # accepted and ignored
     service_tier: Text | None = None
     user: Text | None = None
@@ -367,10 +367,20 @@ class NamedTool(Body):
     function: FunctionName
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True), _at_most(MAX_MESSAGES, "messages"), Field(min_length=1)]
+Tools = Annotated[list[Tool], Field(fail_fast=True), _at_most(MAX_TOOLS, "tools")]
+Variables = Annotated[dict[Text, Any], AfterValidator(_shallow), AfterValidator(_variables)]
+
+
+def shown_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Return tools for the chat template."""
+    return [shown_tool(tool.model_dump(exclude_none=True)) for tool in tools]
+
+
 class ChatBody(SamplingFields):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True), _at_most(MAX_MESSAGES, "messages")] = Field(min_length=1)
+    messages: Messages
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -378,16 +388,14 @@ class ChatBody(SamplingFields):
     add_generation_prompt: Literal[True] = True
     continue_final_message: Literal[False] = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: Annotated[list[Tool], Field(fail_fast=True), _at_most(MAX_TOOLS, "tools")] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     prediction: dict[str, Any] | None = None  # accepted and ignored: expected text, which does not change the answer
     include_reasoning: bool = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    chat_template_kwargs: Annotated[dict[Text, Any], AfterValidator(_shallow), AfterValidator(_variables)] = Field(
-        default_factory=dict
-    )
+    chat_template_kwargs: Variables = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _can_call(self) -> Self:
@@ -416,8 +424,7 @@ class ChatBody(SamplingFields):
     @cached_property
     def offered(self) -> list[dict[str, Any]]:
         """The tools for the chat template."""
-        shown = [] if self.tool_choice == "none" else self.tools or []
-        return [shown_tool(tool.model_dump(exclude_none=True)) for tool in shown]
+        return [] if self.tool_choice == "none" else shown_tools(self.tools or [])
 
     @property
     def variables(self) -> dict[str, Any]:
