@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from outrider import LLM
-from outrider.server.config import KeyRing
+from outrider.server.config import ANYONE, Client, KeyRing
 
 from .served import Served, serving
 
@@ -40,8 +41,6 @@ def test_special_tokens_are_added_unless_the_client_says_otherwise(
 ) -> None:
     llm = load()
     assert llm.tokenizer is not None
-    from tokenizers.processors import TemplateProcessing
-
     begin = llm.tokenizer.convert_ids_to_tokens(llm.tokenizer.eos_token_id)
     process = TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, llm.tokenizer.eos_token_id)])
     monkeypatch.setattr(llm.tokenizer.backend_tokenizer, "post_processor", process)
@@ -84,12 +83,13 @@ def test_another_model_is_unknown(served: Served) -> None:
 
 
 def test_a_key_is_required(load: Any) -> None:
-    with serving(load(), KeyRing.parse("sk-a alice")) as served:
+    with serving(load(), KeyRing([("secret", Client())])) as served:
         assert {served.post(path, prompt="a").status_code for path in ("/tokenize", "/detokenize")} == {401}
 
 
 def test_a_call_takes_a_place_in_the_queue(load: Any) -> None:
-    with serving(load(), max_queue=0) as served:
-        served.service.bridge.is_draining = True
-        assert served.post("/tokenize", prompt="a").status_code == 503
-        served.service.bridge.is_draining = False
+    with serving(load(), max_queue=1) as served:
+        with served.service.bridge.room(served.llm.engine.scheduler.max_batch + 1, ANYONE):
+            answers = served.post("/tokenize", prompt="a"), served.post("/detokenize", tokens=[1])
+        assert [answer.status_code for answer in answers] == [429, 429] and "retry-after" in answers[0].headers
+        assert served.post("/tokenize", prompt="a").status_code == 200
