@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
@@ -188,12 +188,12 @@ class SamplingFields(Body):
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
     allowed_token_ids: TokenIds | None = Field(None, min_length=1)
     banned_token_ids: TokenIds = Field(default_factory=list)
+    min_tokens: int = like("min_tokens")
     ignore_eos: bool = like("ignore_eos")
+    include_stop_str_in_output: bool = like("include_stop_str_in_output")
     skip_special_tokens: bool = like("skip_special_tokens")
     speculative: Speculative | None = None
-    # accepted with the only value that changes nothing, which many clients send
-    best_of: Literal[1] | None = None
-    min_tokens: Literal[0] | None = None
+    best_of: Literal[1] | None = None  # accepted with the only value that changes nothing, which many clients send
     # accepted and ignored
     service_tier: Text | None = None
     user: Text | None = None
@@ -370,10 +370,19 @@ class NamedTool(Body):
     function: FunctionName
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True), at_most(MAX_MESSAGES, "messages"), Field(min_length=1)]
+Tools = Annotated[list[Tool], Field(fail_fast=True), at_most(MAX_TOOLS, "tools")]
+
+
+def shown_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Return tools for the chat template."""
+    return [shown_tool(tool.model_dump(exclude_none=True)) for tool in tools]
+
+
 class ChatBody(SamplingFields):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True), at_most(MAX_MESSAGES, "messages")] = Field(min_length=1)
+    messages: Messages
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -381,7 +390,7 @@ class ChatBody(SamplingFields):
     add_generation_prompt: Literal[True] = True
     continue_final_message: Literal[False] = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: Annotated[list[Tool], Field(fail_fast=True), at_most(MAX_TOOLS, "tools")] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     prediction: dict[str, Any] | None = None  # accepted and ignored: expected text, which does not change the answer
@@ -417,8 +426,7 @@ class ChatBody(SamplingFields):
     @cached_property
     def offered(self) -> list[dict[str, Any]]:
         """The tools for the chat template."""
-        shown = [] if self.tool_choice == "none" else self.tools or []
-        return [shown_tool(tool.model_dump(exclude_none=True)) for tool in shown]
+        return [] if self.tool_choice == "none" else shown_tools(self.tools or [])
 
     @property
     def variables(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from outrider.engine.outputs import TARGET_FAILED, Chunk, Completion
 from outrider.errors import PromptTooLong
 from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts
 from outrider.server.bridge import Busy, EngineBridge, Stopping, Stream
-from outrider.server.config import ServerConfig
+from outrider.server.config import Client, ServerConfig
 from outrider.server.echo import Echo, prompt_logprobs
 from outrider.server.gate import CLOSED, Call, error_body
 from outrider.server.grammar import Grammars, TokenGrammar
@@ -32,6 +32,7 @@ from outrider.server.record import Record
 from outrider.server.replies import Replies
 from outrider.server.response_events import ResponseAnswer
 from outrider.server.responses import ResponseBody
+from outrider.server.tokenization import DetokenizeBody, TokenizeBody, detokenized, tokenized
 from outrider.types import OutriderError, SamplingParams
 from outrider.types import Request as EngineRequest
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Encode = Callable[[], Awaitable[list[list[int]]]]  # tokenizes the prompts of a call
 ParamsWith = Callable[[TokenGrammar | None], SamplingParams]
+Conversion = Callable[[Client], Coroutine[Any, Any, dict[str, Any]]]
 DONE = b"data: [DONE]\n\n"
 COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -114,6 +116,24 @@ class Service:
 
         params = partial(body.params, max_tokens, body.num_logprobs())
         return await self._answer(body, http, answer, body.n, encode, params)
+
+    async def tokenize(self, body: TokenizeBody, http: Request) -> Response:
+        """Handle ``POST /tokenize``."""
+        return await self._convert(body, http, lambda client: tokenized(body, self.llm, self._prompts, client))
+
+    async def detokenize(self, body: DetokenizeBody, http: Request) -> Response:
+        """Handle ``POST /detokenize``."""
+        return await self._convert(body, http, lambda client: detokenized(body, self._prompts, client))
+
+    async def _convert(self, body: TokenizeBody | DetokenizeBody, http: Request, work: Conversion) -> Response:
+        """Return the result of ``work`` as JSON. The call takes a place in the queue and has the time limit of a completion."""
+        if body.model is not None:
+            self.check_model(body.model)
+        call = http.state.call
+        with self.bridge.room(1, call.client):
+            left = max(call.arrived + self.config.request_timeout - monotonic(), 0.0)
+            found = await _unless_disconnected(http, work(call.client), left)
+        return Response(status_code=CLOSED) if found is None else JSONResponse(found)
 
     def start(self) -> None:
         """Start threads and processes for the running event loop."""
