@@ -36,7 +36,6 @@ NEUTRAL: dict[str, tuple[ModuleType, object]] = {
     "FIRST_PAUSE": (track, 1),
     "MAX_PAUSE": (policy, MANY),
     "NEW_REQUEST_WAIT": (policy, MANY),
-    "NEW_REQUEST_PAUSE": (policy, MANY),
     "MAX_NEW_REQUEST_FACTOR": (policy, 1),
     "PROBE_RATE": (policy, 0.99),
     "MAX_PROBE": (policy, 1),
