@@ -333,6 +333,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("completions", {"prompt": "y", "max_tokens": 3, "min_p": 0.1, **PENALTIES, **TOKENS, "ignore_eos": True}),
     ("chat/completions", {"messages": TALK, "max_completion_tokens": 4, **TOP_LOGPROBS, "presence_penalty": 0.1}),
     ("chat/completions", {"messages": [{"role": "user", "content": "é"}], "max_tokens": 4, "stream": True, "top_k": 3}),
+    ("responses", {"input": [{"role": "user", "content": "b"}], "instructions": "a", "max_output_tokens": 4, "stream": True}),
 ]
 
 

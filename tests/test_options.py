@@ -130,12 +130,19 @@ def test_an_error_names_the_value_and_what_was_expected(config, values, message)
     assert refusal(config, **values) == message
 
 
-def test_ignore_eos_is_rejected_with_a_grammar():
+def test_ignore_eos_and_min_tokens_are_rejected_with_a_grammar():
     class Anything:
         def matcher(self):
             return None
 
     assert "ignore_eos=True cannot be combined with a grammar" in refusal(SamplingParams, grammar=Anything(), ignore_eos=True)
+    assert "min_tokens=2 cannot be combined with a grammar" in refusal(SamplingParams, grammar=Anything(), min_tokens=2)
+
+
+def test_min_tokens_above_max_tokens_is_rejected():
+    expected = "min_tokens=9 exceeds max_tokens=8: lower min_tokens or raise max_tokens"
+    assert refusal(SamplingParams, min_tokens=9, max_tokens=8) == expected
+    assert SamplingParams(min_tokens=8, max_tokens=8).min_tokens == 8
 
 
 def test_a_value_is_quoted_on_one_short_line():

@@ -46,6 +46,7 @@ SETTINGS = [
     SamplingParams(repetition_penalty=0.5, presence_penalty=-2.0),
     SamplingParams(temperature=1.0, logit_bias={4: 3.0, 7: -100.0}),
     SamplingParams(temperature=1.0, allowed_token_ids=(1, 7, 9), banned_token_ids=(9,), logit_bias={1: 1.0}),
+    SamplingParams(temperature=1.0, stop_token_ids=(3, 9, VOCAB), min_tokens=6),
     SamplingParams(
         temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2
     ),
@@ -144,6 +145,20 @@ def test_counts_follow_the_committed_tokens() -> None:
         fresh = Sampler([request_of(params, output=request.token_ids[len(PROMPT) :])], VOCAB)
         assert torch.equal(kept.probs(logits, drafts), fresh.probs(logits, drafts))
         request.token_ids.append(token)
+
+
+@pytest.mark.parametrize("ignores", [False, True])
+def test_end_of_text_tokens_are_masked_before_min_tokens_with_ignore_eos_too(ignores: bool) -> None:
+    params = SamplingParams(temperature=1.0, min_tokens=2, stop_token_ids=(4,), ignore_eos=ignores)
+    request = request_of(params, output=[])
+    sampler, logits = Sampler([request, request_of(SamplingParams())], VOCAB, eos_token_ids=(0, VOCAB)), random_logits(2, 3)
+    before = logits.clone()
+    for each in (sampler, sampler.take([0])):
+        probs = each.probs(logits[: len(each.requests)])
+        assert (probs[0, :, [0, 4]] > 0).tolist() == [[False, False], [False, False], [True, True]]
+        assert (probs[0] > 0).sum().item() == 3 * VOCAB - 4
+    request.token_ids += [7, 7]
+    assert bool((sampler.probs(logits)[0] > 0).all()) and torch.equal(logits, before)
 
 
 def test_penalties_without_the_drafts_they_need_are_an_error() -> None:
@@ -249,6 +264,8 @@ def test_values_out_of_range_are_rejected_in_one_line(params: dict[str, Any], me
         (SamplingParams(logit_bias={VOCAB: 1.0}), f"token id {VOCAB} "),
         (SamplingParams(banned_token_ids=(VOCAB + 1,)), f"token id {VOCAB + 1} "),
         (SamplingParams(allowed_token_ids=(3,), banned_token_ids=(3,)), "leave no token"),
+        (SamplingParams(allowed_token_ids=(3, 5), stop_token_ids=(3, 5), min_tokens=1), "min_tokens and .* leave no token"),
+        (SamplingParams(stop_token_ids=range(VOCAB), min_tokens=1), "min_tokens and .* leave no token"),
     ],
 )
 def test_invalid_masks_are_rejected_at_construction(params: SamplingParams, message: str) -> None:

@@ -56,6 +56,8 @@ def reference_probs(
         scores[token] += params.logit_bias.get(token, 0.0)
         if token in params.banned_token_ids or (params.allowed_token_ids is not None and token not in params.allowed_token_ids):
             scores[token] = -math.inf
+        if token in params.stop_token_ids and len(output) < params.min_tokens:
+            scores[token] = -math.inf
     for token in set(prompt) | set(output):
         factor = params.repetition_penalty
         scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor

@@ -37,10 +37,13 @@ class Grammar(Protocol):
 class SamplingParams(CheckedOptions):
     """Sampling parameters of a request, which apply to the draft's and the target's distribution alike.
 
-    Order of application: logit bias and token masks, grammar, penalties, temperature, top-k, top-p, min-p. The default
-    temperature, 0 (greedy), is also that of the command line, except for ``chat`` and ``compare``, and of the server. Numpy
-    scalars and arrays, 0-d and 1-d tensors are converted to Python numbers. None stands for the default; of ``max_tokens``, for
-    the end of the context. Raises ``OutriderError`` for any other type and for a value out of bounds.
+    Order of application: logit bias and token masks, ``min_tokens``, grammar, penalties, temperature, top-k, top-p, min-p. The
+    default temperature, 0 (greedy), is also that of the command line, except for ``chat`` and ``compare``, and of the server.
+    None of the first ``min_tokens`` tokens ends the output, as in vLLM: end-of-text tokens and ``stop_token_ids`` are masked in
+    their place, with ``ignore_eos`` too, and a stop string counts only if a later token completes it. Numpy scalars and arrays,
+    0-d and 1-d tensors are converted to Python numbers. None stands for the default; of ``max_tokens``, for the end of the
+    context. Raises ``OutriderError`` for any other type, a value out of bounds, ``min_tokens`` above ``max_tokens``, and
+    ``min_tokens`` or ``ignore_eos`` with a grammar.
     """
 
     max_tokens: int = option(Whole(1, INT32), 256, "Maximum number of tokens to generate.", panel=SAMPLING)
@@ -67,7 +70,11 @@ class SamplingParams(CheckedOptions):
     stop: str | Sequence[str] = option(
         Texts(), (), "Stop string, which ends the answer and is not part of it; repeatable.", panel=SAMPLING
     )
+    include_stop_str_in_output: bool = option(Flag(), False, "Keep the stop string or stop token in the text that it ends.")
     stop_token_ids: Sequence[int] = option(TokenIds(), (), "Tokens that end the output.")
+    min_tokens: int = option(
+        Whole(0, INT32), 0, "Minimum number of tokens before an end-of-text token, stop token or stop string.", panel=SAMPLING
+    )
     ignore_eos: bool = option(Flag(), False, "Continue after the end-of-text token.", panel=SAMPLING)
     skip_special_tokens: bool = option(Flag(), True, "Leave special tokens out of the text.")
     seed: int | None = option(
@@ -86,8 +93,12 @@ class SamplingParams(CheckedOptions):
                 object.__setattr__(self, each.name, INT32 if each.name == "max_tokens" else default)
         super().__post_init__()
         object.__setattr__(self, "top_k", max(self.top_k, 0))
-        if self.grammar is not None and self.ignore_eos:
-            raise OutriderError("ignore_eos=True cannot be combined with a grammar: the grammar ends the text")
+        if self.min_tokens > self.max_tokens:
+            above = f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}"
+            raise OutriderError(f"{above}: lower min_tokens or raise max_tokens")
+        if self.grammar is not None and (self.ignore_eos or self.min_tokens):
+            name = "ignore_eos=True" if self.ignore_eos else f"min_tokens={self.min_tokens}"
+            raise OutriderError(f"{name} cannot be combined with a grammar: the grammar ends the text")
 
     @property
     def is_greedy(self) -> bool:

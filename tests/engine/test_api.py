@@ -279,6 +279,36 @@ def test_the_stop_reason_is_the_string_or_token_that_ended_the_output(llm):
     assert end(allowed_token_ids=[llm.tokenizer.eos_token_id]) == ("stop", None)
 
 
+def test_a_stop_string_or_token_stays_in_the_text_if_asked_for(llm):
+    def text(**params):
+        (output,) = llm.generate("def add(", SamplingParams(max_tokens=12, ignore_eos=True, **params))[0].outputs
+        return output.text
+
+    (whole,) = llm.generate("def add(", SamplingParams(max_tokens=12, ignore_eos=True))[0].outputs
+    decoded, stop, token = whole.text, whole.text[4:6], whole.token_ids[5]
+    before = decoded[: decoded.index(stop)]
+    assert text(stop=[stop]) == before
+    assert text(stop=[stop], include_stop_str_in_output=True) == before + stop
+    first = whole.token_ids.index(token)
+    for more in ({}, {"stop": "never there"}):
+        ended = [text(stop_token_ids=[token], include_stop_str_in_output=keeps, **more) for keeps in (False, True)]
+        assert ended == [llm.tokenizer.decode(whole.token_ids[:end]) for end in (first, first + 1)]
+
+
+def test_a_stop_string_ends_the_text_only_after_min_tokens(llm):
+    def generated(**params):
+        (output,) = llm.generate("def add(", SamplingParams(max_tokens=12, **params))[0].outputs
+        return output.text, output.finish_reason, len(output.token_ids)
+
+    text, reason, length = generated(min_tokens=12)
+    assert (reason, length) == ("length", 12)
+    letters = sorted({letter for letter in text if letter.strip()})
+    ended = generated(stop=letters, min_tokens=7)
+    assert ended[1] == "stop" and ended[2] > 7 and text.startswith(ended[0]) and len(ended[0]) > 0
+    assert generated(stop=letters)[2] < 7
+    assert generated(stop=letters, min_tokens=12) == (text, "length", 12)
+
+
 def test_none_stands_for_defaults(llm):
     """vLLM's own defaults, or what wrappers pass where nothing was given."""
     params = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None, banned_token_ids=None, temperature=None, seed=None)

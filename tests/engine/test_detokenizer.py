@@ -175,3 +175,21 @@ def test_a_stop_string_ends_the_text_where_a_full_search_finds_it(seed):
         held = text[len(shown) : at + 1]
         assert held == "" or any(stop.startswith(held) for stop in stops)
     assert shown + scanner.flush() == text
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("seed", range(30))
+def test_a_stop_string_counts_if_a_character_that_may_stop_completes_it(seed, keeps):
+    choose = random.Random(seed)
+    text = "".join(choose.choice("ab") for _ in range(40))
+    stops = ["".join(choose.choice("ab") for _ in range(choose.randrange(1, 7))) for _ in range(choose.randrange(1, 4))]
+    scanner, shown, least = StopScanner(stops, keeps), "", choose.randrange(12)
+    for at, character in enumerate(text, start=1):
+        shown += scanner.feed(character, may_stop=at > least)
+        ends = [stop for stop in stops if text[:at].endswith(stop) and at > least]
+        if ends:
+            longest = max(ends, key=len)
+            assert scanner.stopped_by == longest and shown == (text[:at] if keeps else text[: at - len(longest)])
+            return
+        assert scanner.stopped_by is None and text.startswith(shown)
+    assert shown + scanner.flush() == text

@@ -67,6 +67,31 @@ def test_eos_inside_a_draft_ends_the_request_where_plain_decoding_would(k):
     assert all(len(tokens) == 60 and EOS in tokens for tokens, _, _ in ignoring.values())
 
 
+@pytest.mark.parametrize("k", [0, 1, 4, 8])
+def test_min_tokens_delays_the_end_of_each_request_to_where_plain_decoding_would_end(k):
+    def masked(request):
+        text, least = list(request.token_ids), request.params.min_tokens
+        while len(text) < request.num_prompt_tokens + request.params.max_tokens:
+            logits = runner.logits_after(text).clone()
+            logits[[EOS, 9]] -= 1000 * (len(text) < request.num_prompt_tokens + least)
+            text.append(int(logits.argmax()))
+            if text[-1] in (EOS, 9):
+                return text[request.num_prompt_tokens :], "", "stop"
+        return text[request.num_prompt_tokens :], "", "length"
+
+    runner = TableRunner(eos_bias=4.0)
+    many = [
+        make_request(f"r{b}", PROMPTS[b % 3], max_tokens=30, min_tokens=least, stop_token_ids=(9,))
+        for b, least in enumerate([0, 5, 12, 30])
+    ]
+    wanted = {request.request_id: masked(request) for request in many}
+    lengths = [len(tokens) for tokens, _, _ in wanted.values()]
+    assert lengths[0] < 5 < lengths[1] < 12 < lengths[2] < lengths[3] == 30
+    engine = make_engine(oracle(runner), k, runner=runner)
+    assert outputs(run(engine, many)) == wanted
+    assert (engine.stats.num_accepted > 0) == (k > 0)
+
+
 def test_stop_token_ids_end_a_request_inside_a_draft():
     runner = TableRunner()
     stop = greedy_continuation(runner, PROMPTS[0], 6)[-1]

@@ -59,6 +59,8 @@ SETTINGS = {
     "bias": SamplingParams(temperature=1.0, logit_bias={0: 1.5, 2: -0.7}),
     "allowed": SamplingParams(temperature=1.0, allowed_token_ids=(0, 2)),
     "banned": SamplingParams(temperature=1.3, banned_token_ids=(1,)),
+    "min_tokens": SamplingParams(temperature=1.0, stop_token_ids=(0,), min_tokens=4),
+    "greedy, min_tokens": SamplingParams(stop_token_ids=(0,), min_tokens=4),
     "greedy, penalised": SamplingParams(repetition_penalty=1.4, frequency_penalty=0.9, logit_bias={1: 0.3}),
     "all": SamplingParams(
         temperature=0.9,
@@ -154,9 +156,9 @@ def test_a_round_is_lossless(verifier: Verifier, draft: Callable[[Text, Sampling
 @pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()])
 @pytest.mark.parametrize("draft", CHAINS)
 def test_whole_generations_are_lossless(verifier: Verifier, draft: Callable[[Text, SamplingParams], Drafts]) -> None:
-    params = SETTINGS["all"]
-    law = generation_law(verifier, params, 4, draft)
-    assert distance(law, target_law((), params, 4)) < EXACT
+    for params in (SETTINGS["all"], replace(SETTINGS["min_tokens"], min_tokens=2)):
+        law = generation_law(verifier, params, 4, draft)
+        assert distance(law, target_law((), params, 4)) < EXACT
 
 
 @pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()])
@@ -239,7 +241,7 @@ def test_rejection_accepts_the_overlap_of_target_and_draft() -> None:
     assert abs(expected_accepted(round_law(RejectionVerifier(), drafts, target)) - overlap) < EXACT
 
 
-@pytest.mark.parametrize("setting", ["greedy", "greedy, penalised"])
+@pytest.mark.parametrize("setting", ["greedy", "greedy, min_tokens", "greedy, penalised"])
 @pytest.mark.parametrize("draft", DRAFTINGS)
 def test_exact_match_equals_rejection_on_one_hots(draft: Callable[[Text, SamplingParams], Drafts], setting: str) -> None:
     params = SETTINGS[setting]

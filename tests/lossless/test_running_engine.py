@@ -137,6 +137,7 @@ SETTINGS = {
     "temperature 0.7": SamplingParams(temperature=0.7),
     "top-k": SamplingParams(temperature=1.0, top_k=4),
     "top-p": SamplingParams(temperature=0.7, top_p=0.9),
+    "min_tokens": SamplingParams(temperature=1.0, stop_token_ids=(2, 4), min_tokens=2),  # 2 is the end of the text
     "min-p": SamplingParams(temperature=1.0, min_p=0.15),
     "penalties": SamplingParams(temperature=1.0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.7),
 }
@@ -326,13 +327,17 @@ def test_greedy_output_equals_plain_forward_passes(method: str, verifier: str) -
 def test_same_text_equals_plain_decoding(method: str) -> None:
     target, draft = tiny_model(3, 40, 3.0), tiny_model(3, 40, 3.1)
     params = [SamplingParams(max_tokens=24, ignore_eos=True, seed=5, temperature=t) for t in (0.0, 0.8, 1.0)]
+    params += [replace(each, stop_token_ids=range(1, 40, 2), min_tokens=9 + i) for i, each in enumerate(params)]
     texts = []
     for name in ("plain", method):
         options = tokenizers(40, name) | {"draft": None if name == "plain" else draft_for(name, target, draft)}
         llm = LLM(target, method=name, num_draft_tokens=3, same_text=True, compile="never", **options)
-        texts.append([completion.token_ids for completion in outputs_of(llm.generate([[3, 1, 4, 1, 5]] * 3, params))])
+        completions = outputs_of(llm.generate([[3, 1, 4, 1, 5]] * len(params), params))
+        texts.append([completion.token_ids for completion in completions])
         assert llm.stats.faults == 0
     assert texts[0] == texts[1]
+    ended = [len(tokens) for tokens in texts[0][3:]]
+    assert all(9 + i < count < 24 for i, count in enumerate(ended)), ended
     assert llm.stats.num_accepted > 0 or "draft" not in method.split("+")
 
 

@@ -19,7 +19,12 @@ from .served import Served, serving
 
 NUM_SCHEMAS = int(os.environ.get("OUTRIDER_FUZZ_EXAMPLES", "60"))  # an hour runs about ten thousand
 KINDS = ("integer", "string")
-SHORT = {"max_tokens": 8, "max_completion_tokens": 8, "n": 3}  # limits, so that generation takes little time
+SHORT = {
+    "max_tokens": 8,
+    "max_completion_tokens": 8,
+    "max_output_tokens": 8,
+    "n": 3,
+}  # limits, so that generation takes little time
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +45,8 @@ def test_no_call_breaks_the_server(fuzzed: Served, mode: GenerationMode) -> None
         @settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
         def ask(case: Any) -> None:
             if isinstance(case.body, dict):
-                case.body.setdefault("max_tokens", SHORT["max_tokens"])
+                limit = "max_output_tokens" if case.path == "/v1/responses" else "max_tokens"
+                case.body.setdefault(limit, SHORT[limit])
                 for name, most in SHORT.items():
                     if isinstance(case.body.get(name), int):
                         case.body[name] = min(case.body[name], most)
@@ -49,7 +55,7 @@ def test_no_call_breaks_the_server(fuzzed: Served, mode: GenerationMode) -> None
 
         ask()
         asked.add(operation.path)
-    assert {"/v1/completions", "/v1/chat/completions"} <= asked
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/responses"} <= asked
 
 
 NAMES = st.sampled_from(["a", "b", "ä", "", "$ref", "type"])

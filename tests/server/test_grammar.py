@@ -171,8 +171,9 @@ def test_schemas_are_enforced_over_http_and_bad_ones_refused(served: Served) -> 
     form["json_schema"]["schema"] = {"type": "nonsense"}  # type: ignore[index]
     refused = served.post("/v1/chat/completions", messages=messages, response_format=form)
     assert refused.status_code == 400 and "schema" in refused.json()["error"]["message"]
-    refused = served.post("/v1/completions", prompt="a", ignore_eos=True, response_format={"type": "json_object"})
-    assert refused.status_code == 400 and "ignore_eos" in refused.json()["error"]["message"]
+    for name, value in (("ignore_eos", True), ("min_tokens", 2)):
+        refused = served.post("/v1/completions", prompt="a", response_format={"type": "json_object"}, **{name: value})
+        assert refused.status_code == 400 and name in refused.json()["error"]["message"]
 
 
 def test_a_grammar_that_exceeds_a_limit_fails_only_its_answer(

@@ -50,10 +50,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "allowed_token_ids": {"temperature": 0.9, "allowed_token_ids": [*range(60, 120)]},
     "stop": {"temperature": 1.0, "stop": ["e", "1"]},
     "stop_token_ids": {"temperature": 1.0, "stop_token_ids": [*range(1, 60)]},
+    "min_tokens": {"temperature": 1.0, "stop_token_ids": [*range(1, 60)], "stop": ["e"], "min_tokens": 9},
+    "include_stop_str_in_output": {"temperature": 1.0, "stop": ["e", "1"], "include_stop_str_in_output": True},
     "ignore_eos": {"temperature": 1.5, "ignore_eos": True},
     "seed": {"temperature": 1.0, "seed": 12345},
 }
 OURS = {"top_k", "min_p", "repetition_penalty", "banned_token_ids", "allowed_token_ids", "stop_token_ids", "ignore_eos"}
+OURS |= {"min_tokens", "include_stop_str_in_output"}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -259,7 +262,7 @@ def test_fields_that_change_nothing_are_accepted(served: Served) -> None:
     assert plain.json()["choices"] == full.json()["choices"]
 
 
-@pytest.mark.parametrize("path", ["/embeddings", "/responses", "/%0A" + "x" * 500])
+@pytest.mark.parametrize("path", ["/embeddings", "/responses/resp_1", "/%0A" + "x" * 500])
 def test_an_unknown_path_is_refused_with_those_that_exist(client: openai.OpenAI, path: str) -> None:
     with pytest.raises(openai.NotFoundError, match="is not served: expected POST /v1/chat/completions, ") as error:
         client.post(path, cast_to=object, body={})

@@ -33,12 +33,13 @@ def test_recorded_requests_are_valid_traffic(load: Callable[..., LLM], tmp_path:
         server.text(llm.tokenizer.encode("four"), response_format=form)
         messages = [{"role": "user", "content": "five"}]
         assert server.post("/v1/chat/completions", messages=messages, max_tokens=4, model=None).status_code == 200
+        assert server.post("/v1/responses", input="six", instructions="Be brief.", max_output_tokens=4).status_code == 200
         assert server.post("/v1/completions", prompt="refused", temperature=-1).status_code == 400
     asked = read_file(file, 9, SamplingParams(max_tokens=20, temperature=0.9))
     texts = [each.prompt.text or each.prompt.messages[0]["content"] for each in asked]
-    assert texts == ["from an earlier day", "one", "two", "naïve", "four", "five"]
-    assert [each.params.temperature for each in asked] == [0.9, 0.3, 0, 0, 0, 0]  # unset: greedy, as it was served
-    assert asked[1].params.seed == 7 and asked[5].params.max_tokens == 4
+    assert texts == ["from an earlier day", "one", "two", "naïve", "four", "five", "Be brief."]
+    assert [each.params.temperature for each in asked] == [0.9, 0.3, 0, 0, 0, 0, 0]  # unset: greedy, as it was served
+    assert asked[1].params.seed == 7 and [each.params.max_tokens for each in asked[5:]] == [4, 4]
     assert [json.loads(line).get("response_format") for line in file.read_text().splitlines()][4]["json_schema"]["schema"]
     assert {json.loads(line).get("model") for line in file.read_text().splitlines()[1:]} == {"mine"}
 

@@ -31,6 +31,7 @@ from outrider.server.config import Client, KeyRing
 from outrider.server.gate import CLOSED, JsonLines
 from outrider.server.grammar import GrammarCompiler
 from outrider.server.protocol import ChatBody, CompletionBody
+from outrider.server.responses import ResponseBody
 from outrider.server.run import GracefulServer
 from outrider.server.service import _whole
 from outrider.types import OutriderError, Proposal
@@ -464,6 +465,9 @@ def test_errors_of_a_malformed_body_are_short() -> None:
         (CompletionBody, {"prompt": "a", **{f"field {number}": 1 for number in range(10_000)}}),
         (ChatBody, {"messages": [{}] * 10_000}),
         (ChatBody, {"messages": [{"role": "user", "content": [{}] * 10_000}]}),
+        (ResponseBody, {"input": [{}] * 10_000}),
+        (ResponseBody, {"input": [{"role": "user", "content": [{}] * 4_000}]}),
+        (ResponseBody, {"input": "a", "tools": [{"type": "function"}] * 200}),
     ):
         with pytest.raises(ValidationError) as wrong:
             kind.model_validate(body)

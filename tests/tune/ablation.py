@@ -36,7 +36,6 @@ NEUTRAL: dict[str, tuple[ModuleType, object]] = {
     "FIRST_PAUSE": (track, 1),
     "MAX_PAUSE": (policy, MANY),
     "NEW_REQUEST_WAIT": (policy, MANY),
-    "NEW_REQUEST_PAUSE": (policy, MANY),
     "MAX_NEW_REQUEST_FACTOR": (policy, 1),
     "PROBE_RATE": (policy, 0.99),
     "MAX_PROBE": (policy, 1),
@@ -76,8 +75,8 @@ def neutral(name: str) -> Iterator[None]:
     defaults = track.Track.__init__.__defaults__
     for user in users:
         setattr(user, name, value)
-    if name == "FIRST_PAUSE":
-        track.Track.__init__.__defaults__ = (0, value, value)
+    if name == "FIRST_PAUSE":  # the default of two fields
+        track.Track.__init__.__defaults__ = tuple(value if each == before else each for each in defaults or ())
     try:
         yield
     finally:

@@ -59,7 +59,7 @@ class Rig:
 
         One more token is generated, so that the last tested one can also come from a round with drafts.
         """
-        params = _endless(replace(params, max_tokens=length + 1))
+        params = replace(_endless(params), max_tokens=length + 1)
         watched = Watched(way.verifier)
         way = replace(way, verifier=watched)
         for start in range(0, num_samples, self._wave):
@@ -134,7 +134,7 @@ class Rig:
 
 def _endless(params: SamplingParams) -> SamplingParams:
     """Return settings that ignore end-of-sequence tokens, so that all outputs have the same length."""
-    return replace(params, ignore_eos=True, n=1, stop=(), stop_token_ids=())
+    return replace(params, min_tokens=0, ignore_eos=True, n=1, stop=(), stop_token_ids=())
 
 
 def _request(name: str, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:

@@ -52,7 +52,7 @@ outrider audit --same-text --method all -k 1,3,5,8 --batch 1,4 --prompts HumanEv
 MAX_BATCH = 256  # sequences per batch by default
 MAX_TOKENS, SEED, TEMPERATURE, COUPLED_TEMPERATURE = 64, 0, 1.0, 0.8  # defaults; the last with --same-text
 # Settings without effect on an audit, or without an option.
-UNUSED_SETTINGS = ("max_tokens", "logit_bias", "stop", "ignore_eos")
+UNUSED_SETTINGS = ("max_tokens", "min_tokens", "logit_bias", "stop", "ignore_eos")
 MEMORY = 1 << 30  # bytes of KV cache for the sequences of a batch
 
 
@@ -112,8 +112,8 @@ def command(*, options: AuditOptions, output: OutputOptions, models: ModelOption
     check_counts(batch=min(batches))
     if not models.same_text and (len(lengths) > 1 or len(batches) > 1 or output.resume):
         raise OutriderError("--resume, and several values of --num-draft-tokens or --batch, require --same-text")
-    if sampling.stop or sampling.ignore_eos:
-        raise OutriderError("an audit has no stop conditions: omit --stop and --ignore-eos")
+    if sampling.stop or sampling.ignore_eos or sampling.min_tokens:
+        raise OutriderError("an audit has no stop conditions: omit --stop, --ignore-eos and --min-tokens")
     temperature = COUPLED_TEMPERATURE if models.same_text else TEMPERATURE
     params = sampling.params(max_tokens=MAX_TOKENS, seed=SEED, temperature=temperature)
     named, methods = named_methods(AUTO if options.method is None else options.method, models)

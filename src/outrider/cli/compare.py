@@ -117,7 +117,8 @@ def warm_up(llm: LLM, prompt_ids: list[int], params: SamplingParams) -> None:
 
     k = llm.speculation.num_draft_tokens
     llm.warmup(k if isinstance(k, int) else 0)
-    for _ in Race(engines(llm), prompt_ids, replace(params, max_tokens=WARMUP_TOKENS, ignore_eos=True, stop=())).run():
+    warming = replace(params, max_tokens=WARMUP_TOKENS, min_tokens=0, ignore_eos=True, stop=())
+    for _ in Race(engines(llm), prompt_ids, warming).run():
         pass
     llm.proposer.memory = None
 

@@ -97,6 +97,7 @@ class SamplingOptions:
     presence_penalty: float | None = given(SamplingParams)
     frequency_penalty: float | None = given(SamplingParams)
     stop: list[str] | None = given(SamplingParams)
+    min_tokens: int | None = given(SamplingParams)
     ignore_eos: bool | None = given(SamplingParams)
     seed: int | None = given(SamplingParams)
 

@@ -115,19 +115,20 @@ class DetokenizerFactory:
 class StopScanner:
     """Finds stop strings across chunks. Holds back text that may be the beginning of a stop string."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+    def __init__(self, stops: Sequence[str], keeps_stop: bool = False) -> None:
+        """``keeps_stop``: whether the stop string is part of the text that it ends."""
+        self._stops, self._keeps_stop = tuple(stops), keeps_stop
         self._held = ""
         self.stopped_by: str | None = None
 
-    def feed(self, text: str) -> str:
-        """Return the text that is safe to emit; ``stopped_by`` is set when a stop string is complete."""
-        text = self._held + text
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
+    def feed(self, text: str, may_stop: bool = True) -> str:
+        """Return the text that is safe to emit; ``stopped_by`` is set when ``text`` completes a stop string and may stop."""
+        old, text = len(self._held), self._held + text
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop, max(old + 1 - len(stop), 0))) >= 0]
+        if found and may_stop:
             at, self.stopped_by = min(found)
             self._held = ""
-            return text[:at]
+            return text[: at + len(self.stopped_by) if self._keeps_stop else at]
         keep = max(self._overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -64,7 +64,13 @@ class Engine:
         self.policy = policy
         self.scheduler = scheduler
         self.observer: Callable[[Observation], None] | None = None  # called after each round; its time is not counted
-        self._make_sampler = partial(Sampler, vocab_size=runner.vocab_size, device=runner.device, coupled=coupled)
+        self._make_sampler = partial(
+            Sampler,
+            vocab_size=runner.vocab_size,
+            device=runner.device,
+            coupled=coupled,
+            eos_token_ids=scheduler.eos_token_ids,
+        )
         self._hidden = proposer.needs_hidden
         self._clock = PhaseClock()
         self._ledger = Ledger(runner.costs, drafts_with_model=not proposer.reads_text_only)
@@ -90,7 +96,7 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise ``OutriderError`` if the request can never run. Thread-safe, because it changes no state."""
         self.scheduler.check(request)
-        self._make_sampler([request])  # rejects token ids outside the vocabulary
+        self._make_sampler([request])  # rejects token ids outside the vocabulary, and masks that leave no token
 
     def add(self, request: Request, fork_of: str | None = None, client: str = "", priority: int = 0) -> None:
         """Queue a request. Raises ``OutriderError`` if it can never run.

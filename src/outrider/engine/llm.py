@@ -197,20 +197,25 @@ class LLM:
         with self._open():
             return chat_ids(self.tokenizer, conversation, tools, variables)
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Convert a prompt to token ids. Raises ``OutriderError`` for another type and for ids outside the vocabulary."""
+    def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+        """Convert a prompt to token ids. Raises ``OutriderError`` for another type and for ids outside the vocabulary.
+
+        ``add_special_tokens``: add those of the tokenizer to a text, such as the beginning-of-text token.
+        """
         with self._open():
             if not isinstance(prompt, str):
                 return as_token_ids(prompt, self.runner.vocab_size)
             if self.tokenizer is None:
                 raise OutriderError("a text prompt needs a tokenizer: pass LLM(..., tokenizer=...), or token ids as the prompt")
             check_text(prompt)
-            return self.accepted(self.tokenizer.encode(prompt))
+            token_ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            return self.accepted(token_ids, add_special_tokens)
 
-    def accepted(self, token_ids: Sequence[int]) -> list[int]:
-        """Check the token ids of a text prompt; an empty text becomes the beginning-of-text token if there is one."""
-        if not token_ids and self.tokenizer is not None and self.tokenizer.bos_token_id is not None:
-            token_ids = [self.tokenizer.bos_token_id]
+    def accepted(self, token_ids: Sequence[int], add_special_tokens: bool = True) -> list[int]:
+        """Check the token ids of a text prompt; an empty one becomes the beginning-of-text token if it may be added."""
+        bos = None if self.tokenizer is None else self.tokenizer.bos_token_id
+        if not token_ids and add_special_tokens and bos is not None:
+            token_ids = [bos]
         return as_token_ids(token_ids, self.runner.vocab_size)
 
     def requests_for(self, token_ids: Sequence[int], params: SamplingParams) -> list[Request]:

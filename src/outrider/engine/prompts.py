@@ -184,8 +184,7 @@ def chat_ids(
             as_read_by(template, messages),
             tools=shown_tools,
             tokenize=False,
-            add_generation_prompt=True,
-            **(variables or {}),
+            **{"add_generation_prompt": True, **(variables or {})},
         )
     except Exception as error:  # templates can raise anything
         roles = ", ".join(message["role"] for message in messages)

@@ -114,7 +114,7 @@ class Scheduler:
                 if self._make_detokenizer
                 else None
             ),
-            scanner=StopScanner(params.stop) if params.stop else None,
+            scanner=StopScanner(params.stop, params.include_stop_str_in_output) if params.stop else None,
             client=client,
             fork_of=fork_of,
         )
@@ -202,7 +202,7 @@ class Scheduler:
         text = entry.detokenizer.flush()
         if scanner is None:
             return text
-        text = scanner.feed(text)
+        text = scanner.feed(text, may_stop=entry.request.num_output_tokens > entry.request.params.min_tokens)
         return text if scanner.stopped_by is not None else text + scanner.flush()
 
     def _commit_ids(self, entry: Entry, token_ids: list[int]) -> tuple[list[int], str]:
@@ -212,7 +212,8 @@ class Scheduler:
         shown = kept
         if not entry.stop_ids.isdisjoint(kept):
             at = next(i for i, token in enumerate(kept) if token in entry.stop_ids)
-            kept, shown = kept[: at + 1], kept[:at]
+            kept = kept[: at + 1]
+            shown = kept if entry.request.params.include_stop_str_in_output else kept[:at]
             entry.finish_reason = "stop"
         elif len(kept) >= room:
             entry.finish_reason = "length"
@@ -222,17 +223,17 @@ class Scheduler:
         """With stop strings: decode token by token, so that the output ends at the same token as plain decoding."""
         detokenizer = entry.detokenizer
         assert detokenizer is not None  # check() rejects stop strings without a tokenizer
-        room = entry.max_tokens - entry.request.num_output_tokens
+        params, num_output = entry.request.params, entry.request.num_output_tokens
         text = ""
         for at, token in enumerate(token_ids):
-            if token in entry.stop_ids:
+            num_output += 1
+            is_stop = token in entry.stop_ids
+            if not is_stop or params.include_stop_str_in_output:
+                text += scanner.feed(detokenizer.feed((token,)), may_stop=num_output > params.min_tokens)
+            if is_stop or scanner.stopped_by is not None:
                 entry.finish_reason = "stop"
-            else:
-                text += scanner.feed(detokenizer.feed((token,)))
-                if scanner.stopped_by is not None:
-                    entry.finish_reason = "stop"
-                elif at + 1 >= room:
-                    entry.finish_reason = "length"
+            elif num_output >= entry.max_tokens:
+                entry.finish_reason = "length"
             if entry.finish_reason is not None:
                 return token_ids[: at + 1], text
         return token_ids, text

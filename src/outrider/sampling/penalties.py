@@ -102,6 +102,14 @@ def reference_penalise_(
     logits.copy_(scores - frequency * times.to(logits.dtype))
 
 
+def depths_of(parents: Tensor | None, start: int, width: int, batch: int) -> list[list[int]]:
+    """Return the number of drafts before each row of logits [B][M]; row j follows draft ``start + j - 1``."""
+    if parents is None:
+        return [list(range(start, start + width))] * batch
+    depths: list[list[int]] = path_mask(parents, start, width).sum(dim=-1).tolist()
+    return depths
+
+
 def path_mask(parents: Tensor, start: int, width: int) -> Tensor:
     """Return bool [B, width, N] from parents [B, N]: whether node n is on the path from the root to node ``start + j - 1``."""
     with_root = functional.pad(ancestor_matrix(parents), (0, 0, 1, 0))  # [B, N + 1, N]: row 0 is the root

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from outrider.sampling.grammar_masks import GrammarMasks, token_mask
-from outrider.sampling.penalties import Penalties, path_mask
+from outrider.sampling.min_tokens import MinTokens
+from outrider.sampling.penalties import Penalties, depths_of
 from outrider.sampling.randomness import first_above, key_of, signed, uniforms
 from outrider.sampling.shaping import Shaping
 from outrider.types import OutriderError, Request, RequestFault
@@ -35,19 +36,27 @@ class InvalidLogits(RequestFault):
 class Sampler:
     """Sampler of B requests, built once per batch composition; implements ``types.BatchSampler``, which explains the arguments.
 
-    Order: logit bias and token masks, grammars, repetition penalty (prompt and output), presence and frequency penalties
-    (output), temperature, top-k, top-p, min-p. Padding of ``drafts`` must be valid ids.
-    Raises ``OutriderError`` for a token id outside the vocabulary.
+    Order: logit bias and token masks, ``min_tokens``, grammars, repetition penalty (prompt and output), presence and frequency
+    penalties (output), temperature, top-k, top-p, min-p. Padding of ``drafts`` must be valid ids.
+    Raises ``OutriderError`` for a token id outside the vocabulary, and for masks that leave no token.
     """
 
     def __init__(
-        self, requests: Sequence[Request], vocab_size: int, device: torch.device | str = "cpu", coupled: bool = False
+        self,
+        requests: Sequence[Request],
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        coupled: bool = False,
+        eos_token_ids: Collection[int] = (),
     ) -> None:
+        """``eos_token_ids``: end-of-text tokens, which ``min_tokens`` masks."""
         self.requests, self.vocab_size, self.device, self.coupled = tuple(requests), vocab_size, torch.device(device), coupled
+        self.eos_token_ids = eos_token_ids
         params = [request.params for request in self.requests]
         self._shaping = Shaping(params, vocab_size, self.device)
         self._all_greedy = all(self._shaping.is_greedy)
         self._bias = _bias_of(self.requests, vocab_size, self.device)
+        self._min_tokens = MinTokens(self.requests, eos_token_ids, vocab_size, self.device)
         self._grammars = GrammarMasks(self.requests)
         self._penalties = Penalties(self.requests, vocab_size, self.device)
         self._lens: list[int] = []
@@ -62,7 +71,8 @@ class Sampler:
         if key not in self._parts:
             if len(self._parts) == _MAX_PARTS:
                 self._parts.clear()
-            self._parts[key] = Sampler([self.requests[b] for b in key], self.vocab_size, self.device, self.coupled)
+            requests = [self.requests[b] for b in key]
+            self._parts[key] = Sampler(requests, self.vocab_size, self.device, self.coupled, self.eos_token_ids)
         return self._parts[key]
 
     @property
@@ -135,14 +145,14 @@ class Sampler:
         return first_above(probs, [uniform for (uniform,) in self._uniforms(_DRAFT, index, 1)])
 
     def _scores(self, logits: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: list[int]) -> Tensor:
-        """Return logits [B, M, V] with bias, grammars and penalties; the same tensor if nothing applies."""
+        """Return logits [B, M, V] with bias, masks and penalties; the same tensor if nothing applies."""
         if logits.shape[-1] != self.vocab_size:
             raise ValueError(f"logits have {logits.shape[-1]} columns: expected the vocabulary's {self.vocab_size}")
         scores = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
         if self._bias is not None:
             self._bias = self._bias.to(scores.dtype)  # converted once, as all scores have the same dtype
             scores = scores + self._bias
-        for rules in (self._grammars, self._penalties):
+        for rules in (self._min_tokens, self._grammars, self._penalties):
             if not rules.is_empty:
                 scores = scores.clone() if scores is logits else scores
                 rules.apply_(scores, drafts, parents, start, counts)
@@ -186,10 +196,7 @@ class Sampler:
         """Return keys of the noise of B * M rows of logits, by seed and position; none if all rows are greedy."""
         if self._all_greedy:
             return []
-        if parents is None:
-            depths = [list(range(start, start + width))] * len(self.requests)
-        else:
-            depths = path_mask(parents, start, width).sum(dim=-1).tolist()
+        depths = depths_of(parents, start, width, len(self.requests))
         return [
             signed(key_of(len(request.token_ids) + depth, prefix=prefix))
             for request, prefix, below in zip(self.requests, self._noise_prefixes, depths, strict=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 # Sampling fields of a line, with OpenAI's alternative names. Other fields are ignored.
 SETTINGS = (
-    *("max_tokens", "top_k", "seed", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("max_tokens", "min_tokens", "top_k", "seed", "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "stop", "ignore_eos"),
 )
 ALIASES = {"max_completion_tokens": "max_tokens"}
@@ -42,7 +42,9 @@ class Text:
     @property
     def again(self) -> SamplingParams:
         """Return settings that generate exactly as many tokens as ``output`` has, so that times are comparable."""
-        return replace(self.params, max_tokens=len(self.output), ignore_eos=True, stop=(), stop_token_ids=())
+        most = len(self.output)
+        least = min(self.params.min_tokens, most)
+        return replace(self.params, max_tokens=most, min_tokens=least, ignore_eos=True, stop=(), stop_token_ids=())
 
 
 def read_file(path: Path, most: int, defaults: SamplingParams) -> list[TrafficRequest]:
@@ -95,7 +97,8 @@ def settings(item: Mapping[str, Any], defaults: SamplingParams) -> SamplingParam
     given = {name: value for name, value in named.items() if name in SETTINGS}
     given |= {name: int(value) for name, value in given.items() if isinstance(value, float) and value.is_integer()}
     params = replace(defaults, **given)
-    return replace(params, max_tokens=min(params.max_tokens, defaults.max_tokens))
+    most = min(params.max_tokens, defaults.max_tokens)
+    return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
 
 
 def _body(line: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from outrider.runner.tokenizers import token_bytes
 from outrider.server.echo import Echo
 from outrider.server.formats import Lead
-from outrider.server.replies import Reply
+from outrider.server.replies import Part, Reply
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,6 +87,7 @@ class Answer:
 
     kind: ClassVar[str] = ""
     chunk_kind: ClassVar[str] = ""
+    ends_with_done: ClassVar[bool] = True  # whether a complete stream ends with [DONE]
 
     def head(self, kind: str) -> dict[str, Any]:
         return {"id": self.call_id, "object": kind, "created": self.created, "model": self.model}
@@ -126,11 +127,15 @@ class Answer:
         """Return the first chunks of a stream."""
         return []
 
-    def chunk(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
-        """Return the stream chunk with the tokens that one round added to a choice; None if they complete nothing."""
+    def events(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
+        """Return the stream chunk with the tokens that one round added to a choice; nothing if they complete nothing."""
         choice = self.choice(index, chunk, is_whole=False)
         is_empty = not any(choice.get(name) for name in ("text", "delta", "logprobs", "finish_reason"))
-        return None if is_empty else {**self.head(self.chunk_kind), "choices": [choice]}
+        return [] if is_empty else [{**self.head(self.chunk_kind), "choices": [choice]}]
+
+    def failure(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the end of a stream that failed. ``body``: the error in OpenAI's format."""
+        return [body]
 
     def last(self) -> dict[str, Any]:
         """Return the final chunk, which contains the usage and no choices."""
@@ -195,15 +200,20 @@ class ChatAnswer(Answer):
 
     def choice(self, index: int, part: Chunk, is_whole: bool) -> dict[str, Any]:
         logprobs = None if part.logprobs is None else self._logprobs(part.token_ids, part.logprobs)
-        reply = self.replies[index]
-        said = reply.feed(part.text)
-        if part.finish_reason is not None:
-            said.add(reply.finish())
+        reply, said = self.replies[index], self.said(index, part)
         content = {"message": said.message()} if is_whole else {"delta": said.delta()}
         choice = _choice(index, part, logprobs, **content)
         if part.finish_reason == "stop" and reply.num_calls and reply.ends_with_calls:
             choice["finish_reason"] = "tool_calls"
         return choice
+
+    def said(self, index: int, part: Chunk) -> Part:
+        """Read the text of a chunk, or of the whole completion."""
+        reply = self.replies[index]
+        said = reply.feed(part.text)
+        if part.finish_reason is not None:
+            said.add(reply.finish())
+        return said
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         content = []

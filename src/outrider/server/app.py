@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 
-ROUTES = "POST /v1/chat/completions, POST /v1/completions or GET /v1/models"
+ROUTES = "POST /v1/chat/completions, /v1/responses, /v1/completions, /tokenize or /detokenize, or GET /v1/models"
 
 
 def create_app(llm: LLM, config: ServerConfig, keys: KeyRing) -> FastAPI:
@@ -60,8 +60,15 @@ def create_app(llm: LLM, config: ServerConfig, keys: KeyRing) -> FastAPI:
         separate_input_output_schemas=False,
     )
     app.state.service = service
-    app.add_api_route("/v1/completions", service.completions, methods=["POST"], responses=REFUSALS, response_model=None)
-    app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"], responses=REFUSALS, response_model=None)
+    handlers: dict[str, Callable[..., Awaitable[Response]]] = {
+        "/v1/completions": service.completions,
+        "/v1/chat/completions": service.chat,
+        "/v1/responses": service.responses,
+        "/tokenize": service.tokenize,
+        "/detokenize": service.detokenize,
+    }
+    for path, handler in handlers.items():
+        app.add_api_route(path, handler, methods=["POST"], responses=REFUSALS, response_model=None)
     _add_states(app, service)
     for kind in (OutriderError, RequestValidationError, HTTPException, asyncio.TimeoutError):
         app.add_exception_handler(kind, _on_error)

@@ -22,7 +22,7 @@ from outrider.server.config import ANYONE, Client, KeyRing, ServerConfig
 
 logger = logging.getLogger("outrider.server")
 
-GUARDED = ("/v1/", "/openapi.json")  # paths that need a key
+GUARDED = ("/v1/", "/tokenize", "/detokenize", "/openapi.json")  # beginnings of paths that need a key
 DISCARD_FACTOR = 4  # the body of a refused call is read up to this multiple of the size limit
 CLOSED = 499  # the client disconnected (nginx's code)
 

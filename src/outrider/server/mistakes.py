@@ -18,6 +18,7 @@ WORDS = {
 }
 INSTEAD = {
     "functions": ": use tools",
+    "max_tokens": ": use max_output_tokens",
     "function_call": ": use tool_choice",
     "guided_json": ": use response_format",
     "structured_outputs": ": use response_format",
@@ -42,6 +43,8 @@ def _place(error: Any) -> str:
         return ""
     if where[:1] == ("response_format",):
         where = where[:1] + where[2:]  # without the value of its "type"
+    if where[:2] == ("text", "format"):
+        where = where[:2] + where[3:]
     name = where[-1:] if error["type"] == "extra_forbidden" else ()  # the client's, which may be anything
     parts = map(str, where[: len(where) - len(name)])
     named = [part for part in parts if not PYDANTIC_TYPE.search(part) and part not in kinds]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from outrider.engine.config import eos_token_ids
-from outrider.engine.prompts import template_of
-from outrider.errors import PromptTooLong
+from outrider.engine.prompts import check_takes_tools, template_of
+from outrider.errors import OutriderError, PromptTooLong
 from outrider.runner.tokenizers import as_read_by
 from outrider.server.pool import WorkerPool
 
@@ -62,15 +63,18 @@ class Prompts:
             limits = {"seconds": config.text_timeout, "memory": int(config.worker_memory * 2**30), "nice": 0, "for_texts": True}
             self.pool = WorkerPool("tokenise a text", {**given, **limits}, config.workers, eager=True)
 
-    async def encode(self, prompts: Sequence[str] | Sequence[list[int]], client: Client) -> list[list[int]]:
+    async def encode(
+        self, prompts: Sequence[str] | Sequence[list[int]], client: Client, add_special_tokens: bool = True
+    ) -> list[list[int]]:
         """Return the token ids of prompts (all strings or all token ids). Raises ``OutriderError`` for an invalid prompt."""
         for prompt in prompts:
             self._check_size(prompt)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if not texts or self.pool is None:
-            found: list[list[int]] = await self._aside(lambda: [self._llm.encode(prompt) for prompt in prompts])
+            found: list[list[int]] = await self._aside(lambda: [self._llm.encode(each, add_special_tokens) for each in prompts])
             return found
-        return await self._tokenised({"texts": texts}, sum(map(len, texts)), client)
+        job = {"texts": texts, "add_special_tokens": add_special_tokens}
+        return await self._tokenised(job, sum(map(len, texts)), client)
 
     async def chat(
         self,
@@ -94,9 +98,26 @@ class Prompts:
         if self._given is None or self._given["tool_template" if tools else "template"] is None:
             return [await self._aside(lambda: self._llm.chat_prompt(messages, tools, variables))]
         assert self._llm.tokenizer is not None  # the template is its own
-        read = as_read_by(template_of(self._llm.tokenizer, with_tools=bool(tools)), messages)
-        job = {"messages": read, "tools": list(tools), "variables": variables}
+        template = template_of(self._llm.tokenizer, with_tools=bool(tools))
+        if tools:
+            check_takes_tools(template)
+        job = {"messages": as_read_by(template, messages), "tools": list(tools), "variables": variables}
         return await self._tokenised(job, num_characters, client)
+
+    async def text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included. Raises ``OutriderError`` without a tokenizer."""
+        tokenizer = self._llm.tokenizer
+        if tokenizer is None:
+            raise OutriderError("the text of token ids needs a tokenizer, and this model has none")
+        decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(await self._aside(lambda: decode(list(token_ids))))
+
+    async def names(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the tokenizer's name of each token of a text."""
+        assert self._llm.tokenizer is not None  # it has encoded the text
+        convert = self._llm.tokenizer.convert_ids_to_tokens
+        found: list[str | None] = await self._aside(lambda: convert(list(token_ids)))
+        return [name or "" for name in found]
 
     async def _tokenised(self, job: dict[str, Any], num_characters: int, client: Client) -> list[list[int]]:
         assert self.pool is not None
@@ -104,7 +125,7 @@ class Prompts:
         answer = await self.pool.do({**job, "max_tokens": scheduler.max_len - 1}, num_characters, client)
         if "too_long" in answer:
             scheduler.check_prompt_len(answer["too_long"])
-        return [self._llm.accepted(token_ids) for token_ids in answer["ids"]]
+        return [self._llm.accepted(token_ids, job.get("add_special_tokens", True)) for token_ids in answer["ids"]]
 
     def _check_size(self, prompt: str | Sequence[int]) -> int:
         """Return the prompt's length. Raises ``OutriderError`` if no tokenization of it can fit into the context."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
@@ -36,7 +36,7 @@ def _unicode(text: str) -> str:
     return text
 
 
-def _at_most(limit: int, what: str) -> BeforeValidator:
+def at_most(limit: int, what: str) -> BeforeValidator:
     """Limit the size of a dict or list before its elements are validated, which takes longer."""
 
     def check(given: Any) -> Any:
@@ -94,6 +94,9 @@ Stop = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_unico
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # report the first error only
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Variables = Annotated[dict[Text, Any], AfterValidator(_shallow), AfterValidator(_variables)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Verbosity = Literal["low", "medium", "high"]
 
 
 def like(name: str, **more: Any) -> Any:
@@ -174,7 +177,7 @@ class SamplingFields(Body):
     seed: int | None = like("seed")
     presence_penalty: float = like("presence_penalty")
     frequency_penalty: float = like("frequency_penalty")
-    logit_bias: Annotated[dict[TokenId, Bias], _at_most(MAX_BIASES, "logit biases")] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], at_most(MAX_BIASES, "logit biases")] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -185,12 +188,12 @@ class SamplingFields(Body):
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
     allowed_token_ids: TokenIds | None = Field(None, min_length=1)
     banned_token_ids: TokenIds = Field(default_factory=list)
+    min_tokens: int = like("min_tokens")
     ignore_eos: bool = like("ignore_eos")
+    include_stop_str_in_output: bool = like("include_stop_str_in_output")
     skip_special_tokens: bool = like("skip_special_tokens")
     speculative: Speculative | None = None
-    # accepted with the only value that changes nothing, which many clients send
-    best_of: Literal[1] | None = None
-    min_tokens: Literal[0] | None = None
+    best_of: Literal[1] | None = None  # accepted with the only value that changes nothing, which many clients send
     # accepted and ignored
     service_tier: Text | None = None
     user: Text | None = None
@@ -295,9 +298,9 @@ class Message(Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Text | Annotated[list[TextPart], Field(fail_fast=True)], _at_most(MAX_MESSAGES, "parts")] | None = None
+    content: Annotated[Text | Annotated[list[TextPart], Field(fail_fast=True)], at_most(MAX_MESSAGES, "parts")] | None = None
     name: Text | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True), _at_most(MAX_TOOLS, "tool calls")] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True), at_most(MAX_TOOLS, "tool calls")] | None = None
     tool_call_id: Text | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = None  # the same under vLLM's name
@@ -367,10 +370,19 @@ class NamedTool(Body):
     function: FunctionName
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True), at_most(MAX_MESSAGES, "messages"), Field(min_length=1)]
+Tools = Annotated[list[Tool], Field(fail_fast=True), at_most(MAX_TOOLS, "tools")]
+
+
+def shown_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Return tools for the chat template."""
+    return [shown_tool(tool.model_dump(exclude_none=True)) for tool in tools]
+
+
 class ChatBody(SamplingFields):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True), _at_most(MAX_MESSAGES, "messages")] = Field(min_length=1)
+    messages: Messages
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -378,16 +390,14 @@ class ChatBody(SamplingFields):
     add_generation_prompt: Literal[True] = True
     continue_final_message: Literal[False] = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: Annotated[list[Tool], Field(fail_fast=True), _at_most(MAX_TOOLS, "tools")] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     prediction: dict[str, Any] | None = None  # accepted and ignored: expected text, which does not change the answer
     include_reasoning: bool = True
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
-    chat_template_kwargs: Annotated[dict[Text, Any], AfterValidator(_shallow), AfterValidator(_variables)] = Field(
-        default_factory=dict
-    )
+    reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
+    chat_template_kwargs: Variables = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _can_call(self) -> Self:
@@ -419,8 +429,7 @@ class ChatBody(SamplingFields):
     @cached_property
     def offered(self) -> list[dict[str, Any]]:
         """The tools for the chat template."""
-        shown = [] if self.tool_choice == "none" else self.tools or []
-        return [shown_tool(tool.model_dump(exclude_none=True)) for tool in shown]
+        return [] if self.tool_choice == "none" else shown_tools(self.tools or [])
 
     @property
     def variables(self) -> dict[str, Any]:

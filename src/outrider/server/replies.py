@@ -44,7 +44,7 @@ JSON_MARK = re.compile(r'[\\"\[\]{}]')
 LISTED_CALL = re.compile(r'[\s,\[]*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:(?P<arguments>.*)\}', re.DOTALL)
 UNKNOWN = 'no tool-call format of this model is known: set tool_choice to "required" or to a function'
 NO_OPENING = (
-    "response_format cannot be combined with tools that may be called: this model's tool calls have no known opening that "
+    "JSON output cannot be combined with tools that may be called: this model's tool calls have no known opening that "
     'differs from JSON: set tool_choice to "none", "required" or a function'
 )
 

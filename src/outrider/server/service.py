@@ -20,7 +20,7 @@ from outrider.engine.outputs import TARGET_FAILED, Chunk, Completion
 from outrider.errors import PromptTooLong
 from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts
 from outrider.server.bridge import Busy, EngineBridge, Stopping, Stream
-from outrider.server.config import ServerConfig
+from outrider.server.config import Client, ServerConfig
 from outrider.server.echo import Echo, prompt_logprobs
 from outrider.server.gate import CLOSED, Call, error_body
 from outrider.server.grammar import Grammars, TokenGrammar
@@ -30,6 +30,9 @@ from outrider.server.prompts import Aside, Prompts, tools
 from outrider.server.protocol import ChatBody, CompletionBody, SamplingFields, StreamOptions
 from outrider.server.record import Record
 from outrider.server.replies import Replies
+from outrider.server.response_events import ResponseAnswer
+from outrider.server.responses import ResponseBody
+from outrider.server.tokenization import DetokenizeBody, TokenizeBody, detokenized, tokenized
 from outrider.types import OutriderError, SamplingParams
 from outrider.types import Request as EngineRequest
 
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 Encode = Callable[[], Awaitable[list[list[int]]]]  # tokenizes the prompts of a call
 ParamsWith = Callable[[TokenGrammar | None], SamplingParams]
+Conversion = Callable[[Client], Coroutine[Any, Any, dict[str, Any]]]
 DONE = b"data: [DONE]\n\n"
 COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -89,8 +93,16 @@ class Service:
 
     async def chat(self, body: ChatBody, http: Request) -> Response:
         """Handle ``POST /v1/chat/completions``."""
+        answer = ChatAnswer("chatcmpl-" + http.state.call.request_id, self.config.name, self._tokens)
+        return await self._chat(body, http, answer)
+
+    async def responses(self, body: ResponseBody, http: Request) -> Response:
+        """Handle ``POST /v1/responses``."""
+        answer = ResponseAnswer("resp_" + http.state.call.request_id, self.config.name, self._tokens, echo=body.echo)
+        return await self._chat(body.chat(), http, answer)
+
+    async def _chat(self, body: ChatBody, http: Request, answer: ChatAnswer) -> Response:
         call = http.state.call
-        answer = ChatAnswer("chatcmpl-" + call.request_id, self.config.name, self._tokens)
         answer.delimiters = self._replies.delimiters(body)
         max_tokens = body.max_completion_tokens or body.max_tokens or self.llm.runner.max_len
         self._replies.check(body)
@@ -104,6 +116,24 @@ class Service:
 
         params = partial(body.params, max_tokens, body.num_logprobs())
         return await self._answer(body, http, answer, body.n, encode, params)
+
+    async def tokenize(self, body: TokenizeBody, http: Request) -> Response:
+        """Handle ``POST /tokenize``."""
+        return await self._convert(body, http, lambda client: tokenized(body, self.llm, self._prompts, client))
+
+    async def detokenize(self, body: DetokenizeBody, http: Request) -> Response:
+        """Handle ``POST /detokenize``."""
+        return await self._convert(body, http, lambda client: detokenized(body, self._prompts, client))
+
+    async def _convert(self, body: TokenizeBody | DetokenizeBody, http: Request, work: Conversion) -> Response:
+        """Return the result of ``work`` as JSON. The call takes a place in the queue and has the time limit of a completion."""
+        if body.model is not None:
+            self.check_model(body.model)
+        call = http.state.call
+        with self.bridge.room(1, call.client):
+            left = max(call.arrived + self.config.request_timeout - monotonic(), 0.0)
+            found = await _unless_disconnected(http, work(call.client), left)
+        return Response(status_code=CLOSED) if found is None else JSONResponse(found)
 
     def start(self) -> None:
         """Start threads and processes for the running event loop."""
@@ -334,15 +364,16 @@ class EventStream(StreamingResponse):
             yield _event({**opening, "usage": answer.usage()} if is_counting else opening)
         try:
             async for index, chunk in self._watched.chunks():
-                event = answer.chunk(index, chunk)
-                if event is not None:
+                for event in answer.events(index, chunk):
                     yield _event({**event, "usage": answer.usage()} if is_counting else event)
         except (TimeoutError, OutriderError) as error:
-            yield _event(explained(error)[1])
+            for event in answer.failure(explained(error)[1]):
+                yield _event(event)
             return
         if self._options.include_usage:
             yield _event(answer.last())
-        yield DONE
+        if answer.ends_with_done:
+            yield DONE
 
 
 def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
@@ -371,4 +402,6 @@ def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
 
 
 def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + COMPACT.encode(body).encode() + b"\n\n"
+    """Return a server-sent event. Events of the Responses API have a type, which is also the event's name."""
+    name = f"event: {body['type']}\n" if "type" in body else ""
+    return f"{name}data: {COMPACT.encode(body)}\n\n".encode()

@@ -60,7 +60,7 @@ class Workbench:
         """Run a job. Returns its result, or ``{"refused": reason}``: libraries may raise anything."""
         try:
             if "texts" in job:
-                return self._encode(job["texts"], job["max_tokens"], add_special_tokens=True)
+                return self._encode(job["texts"], job["max_tokens"], job.get("add_special_tokens", True))
             if "messages" in job:
                 text = self._render(job["messages"], job.get("tools"), job.get("variables", {}))
                 return self._encode([text], job["max_tokens"], add_special_tokens=False)
@@ -89,9 +89,9 @@ class Workbench:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self._setup["tool_template" if tools else "template"]
-        options = {"chat_template": template, **self._setup["special_tokens"], **variables}
+        options = {"chat_template": template, **self._setup["special_tokens"], "add_generation_prompt": True, **variables}
         try:
-            rendered: Any = render_jinja_template([messages], tools=tools or None, add_generation_prompt=True, **options)
+            rendered: Any = render_jinja_template([messages], tools=tools or None, **options)
         except MemoryError:
             raise
         except Exception as error:

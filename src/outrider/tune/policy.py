@@ -37,8 +37,8 @@ MAX_TEMPERATURE = 2.0  # higher temperatures share its counts, which bounds the 
 PREFILL_HORIZON = 64  # tokens over which a proposer's prefill must pay off
 
 MAX_PAUSE = 256  # rounds without drafts before the next probe
-NEW_REQUEST_WAIT, NEW_REQUEST_PAUSE = 4, 16  # limits, times the batch size, when a request joins
-MAX_NEW_REQUEST_FACTOR = 16  # maximum factor of these, after unsuccessful probes
+NEW_REQUEST_WAIT = 4  # limit of the wait for a probe, times the batch size, when a request joins
+MAX_NEW_REQUEST_FACTOR = 16  # maximum factor of it, after unsuccessful probes
 PROBE_RATE = 0.8  # acceptance assumed for the length of a probe, at most MAX_PROBE
 MAX_PROBE = 4
 
@@ -80,7 +80,7 @@ class DraftLengthPolicy:
         self._age = 0  # rounds since
         self._wait, self._pause = 0, FIRST_PAUSE
         self._last_probe_loss = 1.0  # plain rounds that the last probe could lose; the next pause is proportional to it
-        self._new_request_factor = 1  # factor of a new request's pause, doubled by each unsuccessful probe
+        self._new_request_factor = 1  # factor of a new request's wait, doubled by each unsuccessful probe
         self._is_plain = True  # no drafts were requested in this round, except by requests with their own K
         self._is_probe = False
         self._num_drafted = 0
@@ -203,7 +203,6 @@ class DraftLengthPolicy:
         if fresh:
             batch = len(context.requests)  # a new request matters less in a large batch
             self._wait = min(self._wait, int(batch * NEW_REQUEST_WAIT * self._new_request_factor * self._last_probe_loss))
-            self._pause = min(self._pause, batch * NEW_REQUEST_PAUSE * self._new_request_factor)
         self._has_grammars = any([request.matcher is not None for request in context.requests])
         self.costs = self._costs[all([request.params.is_greedy for request in context.requests])]
         self._decide(context, self._open(before))

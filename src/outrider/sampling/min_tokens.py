@@ -1,0 +1,48 @@
+"""Mask the tokens that end an output until it has ``min_tokens`` tokens, at each committed and drafted position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.sampling.grammar_masks import token_mask
+from outrider.sampling.penalties import depths_of
+from outrider.types import OutriderError, Request
+
+
+class MinTokens:
+    """Masks of requests with ``min_tokens``."""
+
+    def __init__(
+        self, requests: Sequence[Request], eos_token_ids: Collection[int], vocab_size: int, device: torch.device
+    ) -> None:
+        """Raises ``OutriderError`` if the token masks of a request allow only tokens that end its output."""
+        self._rows: list[tuple[int, Request, Tensor]] = []
+        for row, request in enumerate(requests):
+            if request.params.min_tokens == 0:
+                continue
+            ending = torch.tensor(sorted({*eos_token_ids, *request.params.stop_token_ids}), dtype=torch.long)
+            ending = ending[ending < vocab_size]
+            mask = token_mask(request.params, vocab_size)
+            others = torch.ones(vocab_size, dtype=torch.bool) if mask is None else mask
+            others[ending] = False
+            if not bool(others.any()):
+                raise OutriderError("min_tokens and the token masks leave no token: expected one that does not end the output")
+            self._rows.append((row, request, ending.to(device)))
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether every output has its ``min_tokens``."""
+        return not any([request.num_output_tokens < request.params.min_tokens for _, request, _ in self._rows])
+
+    def apply_(self, scores: Tensor, drafts: Tensor | None, parents: Tensor | None, start: int, counts: Sequence[int]) -> None:
+        """Mask tokens in the first ``counts[b]`` rows of scores [B, M, V], in place. ``drafts`` are not read."""
+        depths = depths_of(parents, start, scores.shape[1], len(scores))
+        for row, request, ending in self._rows:
+            num_left = request.params.min_tokens - request.num_output_tokens
+            for place, depth in enumerate(depths[row][: counts[row]]):
+                if depth < num_left:
+                    scores[row, place].index_fill_(0, ending, -math.inf)

@@ -1,0 +1,313 @@
+"""Request bodies of OpenAI's Responses API, translated into chat requests. The server keeps no state between requests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import takewhile
+from typing import Annotated, Any, Literal, Self
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
+
+from outrider.options import shown
+from outrider.server.protocol import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Body,
+    CalledFunction,
+    ChatBody,
+    Effort,
+    Function,
+    JsonSchema,
+    SamplingFields,
+    SimpleFormat,
+    Text,
+    Variables,
+    Verbosity,
+    at_most,
+)
+
+SYSTEM = ("system", "developer")
+# A field of an assistant's message and those after which it belongs to a new message.
+NEW_MESSAGE_AFTER = {
+    "reasoning_content": {"reasoning_content", "content", "tool_calls"},
+    "content": {"content", "tool_calls"},
+    "tool_calls": set[str](),
+}
+PIECES = ("input_text", "output_text", "reasoning_text", "summary_text")
+ITEMS = ("message", "reasoning", "function_call", "function_call_output")
+OWN = {"n", "stream_options", "response_format"}  # fields of ``SamplingFields`` that this API has in another form
+
+
+def _refused(why: str) -> BeforeValidator:
+    """Refuse a field that this server cannot support, unless it is false."""
+
+    def refuse(given: Any) -> Any:
+        if given is not False:
+            raise ValueError(why)
+        return given
+
+    return BeforeValidator(refuse)
+
+
+def _known(what: str, kinds: Sequence[str], expected: str, default: str | None = None) -> BeforeValidator:
+    """Refuse an object of another type in one line, instead of one error for each type of a union."""
+
+    def check(given: Any) -> Any:
+        if not isinstance(given, dict):
+            raise ValueError("expected a JSON object")
+        kind = given.get("type", default)
+        if kind not in kinds:
+            raise ValueError(f"unsupported {what} {shown(kind)}: expected {expected}")
+        return given
+
+    return BeforeValidator(check)
+
+
+class Piece(Body):
+    """A piece of text in an item."""
+
+    type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
+    text: Text
+    # accepted and ignored: clients send answers back as they came
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    parsed: Any = None
+
+
+KnownPiece = Annotated[Piece, _known("part", PIECES, '{"type": "input_text", "text": ...}')]
+Pieces = Annotated[list[KnownPiece], Field(fail_fast=True), at_most(MAX_MESSAGES, "parts")]
+
+
+def _joined(content: str | list[Piece] | None) -> str:
+    return content if isinstance(content, str) else "\n".join(piece.text for piece in content or ())
+
+
+class Item(Body):
+    """Base class of the items of a conversation."""
+
+    id: Text | None = None  # accepted and ignored
+    status: Text | None = None
+
+
+class MessageItem(Item):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | Pieces
+    phase: Text | None = None  # accepted and ignored
+
+
+class ReasoningItem(Item):
+    """Reasoning of the model."""
+
+    type: Literal["reasoning"]
+    content: Pieces | None = None
+    summary: Pieces | None = None
+    encrypted_content: Text | None = None  # accepted and ignored
+
+
+class CallItem(CalledFunction, Item):
+    """A call of a function."""
+
+    type: Literal["function_call"]
+    call_id: Text
+
+
+class ResultItem(Item):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Text | Pieces
+
+
+def _kind(item: Any) -> str:
+    """Return the tag of an item, which ``mistakes`` omits from the places of errors."""
+    return f"tagged-{item.get('type', 'message') if isinstance(item, dict) else item.type}"
+
+
+AnyItem = Annotated[
+    Annotated[MessageItem, Tag("tagged-message")]
+    | Annotated[ReasoningItem, Tag("tagged-reasoning")]
+    | Annotated[CallItem, Tag("tagged-function_call")]
+    | Annotated[ResultItem, Tag("tagged-function_call_output")],
+    Discriminator(_kind),
+    _known("item", ITEMS, ", ".join(ITEMS[:-1]) + " or " + ITEMS[-1], default="message"),
+]
+
+
+class FunctionTool(Function):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+
+
+class NamedFunction(Body):
+    """The one function to call."""
+
+    type: Literal["function"]
+    name: Text
+
+
+class SchemaFormat(JsonSchema):
+    """JSON with a schema."""
+
+    type: Literal["json_schema"]
+
+
+class TextOptions(Body):
+    """The form of the text."""
+
+    format: Annotated[SimpleFormat | SchemaFormat, Field(discriminator="type")] = SimpleFormat(type="text")
+    verbosity: Verbosity | None = None
+
+
+class Reasoning(Body):
+    """How much the model reasons. There are no summaries."""
+
+    effort: Effort | None = None
+    summary: Text | None = None
+    generate_summary: Text | None = None
+
+
+STATELESS = _refused("the server stores no responses: send the whole conversation as input")
+Tools = list[Annotated[FunctionTool, _known("tool", ("function",), '{"type": "function", "name": ...}')]]
+
+
+class ResponseBody(SamplingFields):
+    """Body of ``POST /v1/responses``."""
+
+    input: Text | Annotated[list[AnyItem], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES, "items")]
+    instructions: Text | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    tools: Annotated[Tools, Field(fail_fast=True), at_most(MAX_TOOLS, "tools")] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
+    parallel_tool_calls: bool = True
+    text: TextOptions = TextOptions()
+    reasoning: Reasoning = Reasoning()
+    # extensions of OpenAI's API
+    include_reasoning: bool = True
+    chat_template_kwargs: Variables = Field(default_factory=dict)
+    # accepted with the only value that changes nothing
+    n: Literal[1] = 1
+    top_logprobs: Literal[0] | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Annotated[Literal[False], _refused("responses cannot run in the background: leave it out")] = False
+    # accepted and ignored
+    include: list[
+        Literal[
+            "reasoning.encrypted_content",
+            "web_search_call.action.sources",
+            "code_interpreter_call.outputs",
+            "computer_call_output.output.image_url",
+            "file_search_call.results",
+            "message.input_image.image_url",
+        ]
+    ] = Field(default_factory=list, max_length=16)
+    max_tool_calls: int | None = None  # of OpenAI's own tools
+    client_metadata: dict[str, Any] | None = None  # of Codex
+    # refused
+    response_format: Annotated[None, _refused("expected text.format")] = None
+    previous_response_id: Annotated[None, STATELESS] = None
+    conversation: Annotated[None, STATELESS] = None
+    prompt: Annotated[None, _refused("the server stores no prompts: send instructions and input")] = None
+
+    @model_validator(mode="after")
+    def _can_be_repeated(self) -> Self:
+        try:
+            json.dumps(self.echo, allow_nan=False, ensure_ascii=False).encode()
+        except (ValueError, RecursionError):
+            where = "tools, text.format or metadata"
+            raise ValueError(f"invalid JSON in {where}: expected finite numbers, Unicode text and little nesting") from None
+        return self
+
+    def chat(self) -> ChatBody:
+        """Return the request as one of chat. Raises ``RequestValidationError`` for fields that cannot be combined."""
+        given = self.model_dump(include=SamplingFields.model_fields.keys() - OWN, exclude_unset=True)
+        tools = [{"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)} for tool in self.tools]
+        choice, form = self.tool_choice, self.text.format
+        if isinstance(form, SchemaFormat):
+            schema = form.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
+            given["response_format"] = {"type": form.type, "json_schema": schema}
+        elif form.type != "text":
+            given["response_format"] = {"type": form.type}
+        given |= {
+            "messages": self._messages(),
+            "max_completion_tokens": self.max_output_tokens,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning.effort,
+            "verbosity": self.text.verbosity,
+            "include_reasoning": self.include_reasoning,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "tools": tools or None,
+            "tool_choice": {"type": "function", "function": {"name": choice.name}} if isinstance(choice, Body) else choice,
+        }
+        try:
+            return ChatBody.model_validate(given)
+        except ValidationError as error:  # about several fields: each one alone is valid
+            words = [str(each["msg"]).replace("response_format", "text.format") for each in error.errors()]
+            found = [
+                {**each, "loc": ("body", *each["loc"]), "msg": msg} for each, msg in zip(error.errors(), words, strict=True)
+            ]
+            raise RequestValidationError(found) from None
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """Return the conversation as messages of chat; one system message has the instructions, as templates expect."""
+        if isinstance(self.input, str):
+            messages: list[dict[str, Any]] = [{"role": "user", "content": self.input}]
+        else:
+            messages = _messages(self.input)
+        if self.instructions:
+            first = [message["content"] for message in takewhile(lambda message: message["role"] in SYSTEM, messages)]
+            messages[: len(first)] = [{"role": "system", "content": "\n\n".join([self.instructions, *first])}]
+        return messages
+
+    @cached_property
+    def echo(self) -> dict[str, Any]:
+        """The settings, which a response repeats."""
+        choice = self.tool_choice
+        return {
+            "background": False,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "previous_response_id": None,
+            "reasoning": {"effort": self.reasoning.effort, "summary": None},
+            "store": False,
+            "temperature": self.temperature,
+            "text": self.text.model_dump(by_alias=True, exclude_none=True),
+            "tool_choice": choice.model_dump() if isinstance(choice, Body) else choice,
+            "tools": [tool.model_dump(exclude_none=True) for tool in self.tools],
+            "top_p": self.top_p,
+            "truncation": "disabled",
+        }
+
+
+def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """Return items as messages. Reasoning, text and calls that follow each other in this order are one message."""
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        if isinstance(item, ResultItem):
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)})
+        elif isinstance(item, MessageItem) and item.role != "assistant":
+            messages.append({"role": item.role, "content": _joined(item.content)})
+        elif isinstance(item, MessageItem):
+            _assistant(messages, "content")["content"] = _joined(item.content)
+        elif isinstance(item, CallItem):
+            function = {"name": item.name, "arguments": item.arguments}
+            _assistant(messages, "tool_calls").setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
+        elif isinstance(item, ReasoningItem) and (thoughts := _joined(item.content) or _joined(item.summary)):
+            _assistant(messages, "reasoning_content")["reasoning_content"] = thoughts
+    return messages
+
+
+def _assistant(messages: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Return the assistant's message that gets a field: the last message, or a new one."""
+    if not messages or messages[-1]["role"] != "assistant" or messages[-1].keys() & NEW_MESSAGE_AFTER[name]:
+        messages.append({"role": "assistant"})
+    return messages[-1]
