@@ -27,7 +27,6 @@ NEUTRAL: dict[str, tuple[ModuleType, object]] = {
     "EARLY_ROUNDS": (policy, 0),
     "TRIAL_ROUNDS": (policy, 0),
     "HYSTERESIS": (policy, 1.0),
-    "SEPARATE_GAIN": (policy, 1.0),
     "ALIKE": (policy, 0.0),
     "DECAY": (track, 1.0),
     "SHARED_DECAY": (policy, 1.0),

@@ -27,9 +27,7 @@ DECISION_PERIOD = 6  # rounds between decisions
 EARLY_ROUNDS = 16  # initial drafted rounds with a decision each
 # The first of these are slower than later ones: while they last, and the budget, drafts are given up only if they cannot pay.
 TRIAL_ROUNDS = 12
-HYSTERESIS = 1.02  # predicted gain required to change K
-# predicted gain required for a K per request: with few observations, differences between requests may be chance
-SEPARATE_GAIN = 1.04
+HYSTERESIS = 1.02  # predicted gain required to change K, and for a K per request: with few observations both may be chance
 ALIKE = 0.1  # requests get one K if their expected gains differ by less than this share
 SHARED_DECAY = 0.99  # decay of the counts that new requests start with
 FIRST_REACH = 1  # a draft may be one longer than twice the longest so far
@@ -380,7 +378,7 @@ class DraftLengthPolicy:
             speed = shares.speed(lens) if any(lens) else 0.0
         if not shares.are_alike(ALIKE):
             apart = shares.best([k for k in lengths if k in CAPS or k == lengths[-1]])
-            speed, lens = apart if apart[0] >= SEPARATE_GAIN * speed else (speed, lens)
+            speed, lens = apart if apart[0] >= HYSTERESIS * speed else (speed, lens)
         return speed, lens
 
     def _pays(self, request: Request, batch: int) -> bool:
