@@ -15,6 +15,7 @@ from huggingface_hub import constants
 
 from outrider import LLM, family, hub
 from outrider.cli import main
+from outrider.cli.tune import movable
 from outrider.engine import finding
 from outrider.engine.plan import located, served_name
 from outrider.errors import OutriderError
@@ -300,6 +301,14 @@ def test_a_gguf_file_of_the_cache_keeps_its_name_in_plans_and_servers(served):
     served.repositories["a/b-GGUF"] = {"b-Q8_0.gguf": b"1"}
     file = hub.local_gguf("a/b-GGUF")
     assert located(file) == file and served_name(file) == "b-Q8_0.gguf"
+
+
+@pytest.mark.parametrize("name", ["b-Q8_0.gguf", "Q8_0/b-Q8_0-00001-of-00002.gguf"])
+def test_a_plan_names_a_gguf_file_of_the_cache_by_its_hub_id(name, served):
+    second = name.replace("00001", "00002")
+    served.repositories["a/b-GGUF"] = {name: b"1", second: b"2", "b-F16.gguf": b"3"}
+    file = hub.local_gguf("a/b-GGUF:Q8_0")
+    assert movable(file) == f"a/b-GGUF:{name}" and hub.local_gguf(movable(file)) == file
 
 
 @pytest.mark.parametrize("source", ["a/b-GGUF", "a/b-GGUF:Q8_0", "a/b-GGUF:b-Q8_0.gguf"])

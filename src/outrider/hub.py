@@ -43,6 +43,7 @@ HF_LOGIN = "log in with hf auth login, or set HF_TOKEN"
 NAME = re.compile(r"(\w[\w.-]*/(?:[\w.-]+(?=:)|[\w.-]*GGUF))(?::([\w./-]+))?", re.IGNORECASE)
 # End of a file's name after the model's: quantisation, part. Qwen3-8B-Q4_K_M.gguf, Qwen3-8B-UD-Q4_K_XL-00001-of-00002.gguf
 QUANTISATION = re.compile(r"(?:[-.]((?:UD-)?(?:I?Q|TQ|BF|FP?|MXFP|NVFP)\d\w*))?(?:-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE)
+CACHED = re.compile(r".*/models--([\w.-]+?)--([\w.-]+)/snapshots/\w+/([\w./-]+\.gguf)")  # a path in the download cache
 USUAL = ("Q4_K_M", "UD-Q4_K_XL", "Q8_0")  # the first of these that a repository has is used if none is named
 OTHERS = ("mmproj", "imatrix")  # names of files that hold no model
 
@@ -71,6 +72,12 @@ def local_gguf(source: Source) -> Source | str:
 def is_gguf_id(source: object) -> bool:
     """Return whether a source is a hub id that names a GGUF file."""
     return _named_gguf(source) is not None
+
+
+def id_of_cached(path: str) -> str:
+    """Return the hub id of a GGUF file in the download cache, which is valid on other machines too; other paths as they are."""
+    found = CACHED.fullmatch(path)
+    return f"{found[1]}/{found[2]}:{found[3]}" if found else path
 
 
 def _named_gguf(source: object) -> re.Match[str] | None:

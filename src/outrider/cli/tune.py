@@ -13,6 +13,7 @@ from outrider.cli.options import ModelOptions, SamplingOptions, flag, given, par
 from outrider.engine.options import Speculation
 from outrider.engine.plan import Plan, located
 from outrider.errors import OutriderError
+from outrider.hub import id_of_cached
 from outrider.method_text import split_method, split_methods, with_drafts
 from outrider.options import SAMPLING
 from outrider.registry import PROPOSERS
@@ -178,12 +179,17 @@ def plan_values(models: ModelOptions, chosen: Decision, search: Search) -> dict[
     contender, known = chosen.chosen, search.llm.speculation.drafts
     takes_draft = not contender.is_plain and PROPOSERS.get(split_method(contender.method)[0]).takes_draft
     given = values_given(models) | {
-        "target": models.target and located(models.target),
-        "draft": located(models.draft) if takes_draft and models.draft else None,
-        "method": with_drafts(contender.method, lambda draft: draft if draft in known else located(draft)),
+        "target": models.target and movable(models.target),
+        "draft": movable(models.draft) if takes_draft and models.draft else None,
+        "method": with_drafts(contender.method, lambda draft: draft if draft in known else movable(draft)),
         "num_draft_tokens": contender.k,
     }
     return {name: value for name, value in given.items() if value is not None}
+
+
+def movable(source: str) -> str:
+    """Return a model's name in a plan, valid from any directory: a hub id, also of a downloaded file, or an absolute path."""
+    return id_of_cached(located(source))
 
 
 def read_question(options: SearchOptions) -> Question:
