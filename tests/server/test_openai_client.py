@@ -273,6 +273,15 @@ def test_an_unknown_path_is_refused_with_those_that_exist(client: openai.OpenAI,
 
 
 @pytest.mark.parametrize(
+    ("value", "says"),
+    [("[" * 5000 + "]" * 5000, "invalid JSON: nested too deeply"), ("9" * 5000, "invalid JSON: a number has too many digits")],
+)
+def test_json_that_python_cannot_read_is_refused_with_the_reason(served: Served, value: str, says: str) -> None:
+    answer = served.send("/v1/completions", f'{{"prompt": {value}}}'.encode())
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(says)
+
+
+@pytest.mark.parametrize(
     ("encoding", "status", "says"),
     [("gzip", 415, "the body is compressed"), ("identity", 400, "invalid JSON: expected text in UTF-8")],
 )

@@ -9,9 +9,10 @@ from itertools import takewhile
 from typing import Annotated, Any, Literal, Self
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
-from outrider.options import shown
+from outrider.errors import OutriderError
+from outrider.options import INT32, shown
 from outrider.server.protocol import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -27,6 +28,7 @@ from outrider.server.protocol import (
     Variables,
     Verbosity,
     at_most,
+    shallow,
 )
 
 SYSTEM = ("system", "developer")
@@ -41,15 +43,21 @@ ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 OWN = {"n", "stream_options", "response_format"}  # fields of ``SamplingFields`` that this API has in another form
 
 
-def _refused(why: str) -> BeforeValidator:
-    """Refuse a field that this server cannot support, unless it is false."""
+def _refused(why: str, allowed: Any = None) -> BeforeValidator:
+    """Refuse a field that this server cannot support, unless it has the value that changes nothing."""
 
     def refuse(given: Any) -> Any:
-        if given is not False:
+        if given is not allowed:
             raise ValueError(why)
         return given
 
     return BeforeValidator(refuse)
+
+
+def _type_of(given: dict[str, Any], default: str | None = None) -> Any:
+    """Return the type of an object; null counts as absent."""
+    kind = given.get("type")
+    return default if kind is None else kind
 
 
 def _known(what: str, kinds: Sequence[str], expected: str, default: str | None = None) -> BeforeValidator:
@@ -58,7 +66,7 @@ def _known(what: str, kinds: Sequence[str], expected: str, default: str | None =
     def check(given: Any) -> Any:
         if not isinstance(given, dict):
             raise ValueError("expected a JSON object")
-        kind = given.get("type", default)
+        kind = _type_of(given, default)
         if kind not in kinds:
             raise ValueError(f"unsupported {what} {shown(kind)}: expected {expected}")
         return given
@@ -127,7 +135,7 @@ class ResultItem(Item):
 
 def _kind(item: Any) -> str:
     """Return the tag of an item, which ``mistakes`` omits from the places of errors."""
-    return f"tagged-{item.get('type', 'message') if isinstance(item, dict) else item.type}"
+    return f"tagged-{_type_of(item, 'message') if isinstance(item, dict) else item.type}"
 
 
 AnyItem = Annotated[
@@ -183,7 +191,7 @@ class ResponseBody(SamplingFields):
 
     input: Text | Annotated[list[AnyItem], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES, "items")]
     instructions: Text | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: int | None = Field(None, ge=1, le=INT32)
     tools: Annotated[Tools, Field(fail_fast=True), at_most(MAX_TOOLS, "tools")] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
     parallel_tool_calls: bool = True
@@ -196,7 +204,8 @@ class ResponseBody(SamplingFields):
     n: Literal[1] = 1
     top_logprobs: Literal[0] | None = None
     truncation: Literal["disabled"] | None = None
-    background: Annotated[Literal[False], _refused("responses cannot run in the background: leave it out")] = False
+    metadata: Annotated[dict[str, Any], AfterValidator(shallow)] | None = None  # repeated in the response
+    background: Annotated[Literal[False], _refused("responses cannot run in the background: leave it out", False)] = False
     # accepted and ignored
     include: list[
         Literal[
@@ -211,6 +220,9 @@ class ResponseBody(SamplingFields):
     max_tool_calls: int | None = None  # of OpenAI's own tools
     client_metadata: dict[str, Any] | None = None  # of Codex
     # refused
+    messages: Annotated[None, _refused("expected input")] = None
+    max_tokens: Annotated[None, _refused("expected max_output_tokens")] = None
+    max_completion_tokens: Annotated[None, _refused("expected max_output_tokens")] = None
     response_format: Annotated[None, _refused("expected text.format")] = None
     previous_response_id: Annotated[None, STATELESS] = None
     conversation: Annotated[None, STATELESS] = None
@@ -226,17 +238,22 @@ class ResponseBody(SamplingFields):
         return self
 
     def chat(self) -> ChatBody:
-        """Return the request as one of chat. Raises ``RequestValidationError`` for fields that cannot be combined."""
+        """Return the request as one of chat.
+
+        Raises ``RequestValidationError`` for fields that cannot be combined, ``OutriderError`` if ``input`` has no messages.
+        """
         given = self.model_dump(include=SamplingFields.model_fields.keys() - OWN, exclude_unset=True)
         tools = [{"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)} for tool in self.tools]
-        choice, form = self.tool_choice, self.text.format
+        choice, form, messages = self.tool_choice, self.text.format, self._messages()
+        if not messages:
+            raise OutriderError("input has no text: expected at least one message, call or reasoning item with text")
         if isinstance(form, SchemaFormat):
             schema = form.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
             given["response_format"] = {"type": form.type, "json_schema": schema}
         elif form.type != "text":
             given["response_format"] = {"type": form.type}
         given |= {
-            "messages": self._messages(),
+            "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort,
@@ -249,11 +266,7 @@ class ResponseBody(SamplingFields):
         try:
             return ChatBody.model_validate(given)
         except ValidationError as error:  # about several fields: each one alone is valid
-            words = [str(each["msg"]).replace("response_format", "text.format") for each in error.errors()]
-            found = [
-                {**each, "loc": ("body", *each["loc"]), "msg": msg} for each, msg in zip(error.errors(), words, strict=True)
-            ]
-            raise RequestValidationError(found) from None
+            raise RequestValidationError([_in_own_names(each) for each in error.errors()]) from None
 
     def _messages(self) -> list[dict[str, Any]]:
         """Return the conversation as messages of chat; one system message has the instructions, as templates expect."""
@@ -286,6 +299,12 @@ class ResponseBody(SamplingFields):
             "top_p": self.top_p,
             "truncation": "disabled",
         }
+
+
+def _in_own_names(error: Any) -> dict[str, Any]:
+    """Return an error about the request of chat with the names of this API's fields. Messages have no place in ``input``."""
+    where = ("input",) if error["loc"][:1] == ("messages",) else error["loc"]
+    return {**error, "loc": ("body", *where), "msg": str(error["msg"]).replace("response_format", "text.format")}
 
 
 def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
