@@ -193,6 +193,16 @@ def test_parsed_answers_go_back_as_they_came(client: openai.OpenAI, says: Says, 
     assert client.responses.create(input=[USER, *items], **asked).output_text == "It rains."  # type: ignore[list-item]
 
 
+def test_a_text_after_calls_goes_back_with_them() -> None:
+    call = {"type": "function_call", "call_id": "1", "name": "now", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "1", "output": "o"}
+    for said, content in ((["One.", call, "\nTwo.", call], "One.\nTwo."), ([call, "Two."], "Two."), ([call], None)):
+        items = [message("assistant", each) if isinstance(each, str) else each for each in said]
+        first, second = ResponseBody.model_validate({"input": [*items, result]}).chat().messages
+        assert (first.role, first.content, second.role) == ("assistant", content, "tool")
+        assert len(first.tool_calls or ()) == said.count(call)
+
+
 def message(role: str, *texts: str) -> dict[str, Any]:
     kind = "output_text" if role == "assistant" else "input_text"
     return {"type": "message", "role": role, "content": [{"type": kind, "text": text} for text in texts]}

@@ -35,7 +35,7 @@ SYSTEM = ("system", "developer")
 # A field of an assistant's message and those after which it belongs to a new message.
 NEW_MESSAGE_AFTER = {
     "reasoning_content": {"reasoning_content", "content", "tool_calls"},
-    "content": {"content", "tool_calls"},
+    "content": {"content"},
     "tool_calls": set[str](),
 }
 PIECES = ("input_text", "output_text", "reasoning_text", "summary_text")
@@ -308,7 +308,10 @@ def _in_own_names(error: Any) -> dict[str, Any]:
 
 
 def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Return items as messages. Reasoning, text and calls that follow each other in this order are one message."""
+    """Return items as messages. Reasoning, text and calls that follow each other in this order are one message.
+
+    So is text after calls, as in answers of chat: templates expect the results right after the message with the calls.
+    """
     messages: list[dict[str, Any]] = []
     for item in items:
         if isinstance(item, ResultItem):
@@ -316,13 +319,21 @@ def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
         elif isinstance(item, MessageItem) and item.role != "assistant":
             messages.append({"role": item.role, "content": _joined(item.content)})
         elif isinstance(item, MessageItem):
-            _assistant(messages, "content")["content"] = _joined(item.content)
+            _add_text(messages, _joined(item.content))
         elif isinstance(item, CallItem):
             function = {"name": item.name, "arguments": item.arguments}
             _assistant(messages, "tool_calls").setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
         elif isinstance(item, ReasoningItem) and (thoughts := _joined(item.content) or _joined(item.summary)):
             _assistant(messages, "reasoning_content")["reasoning_content"] = thoughts
     return messages
+
+
+def _add_text(messages: list[dict[str, Any]], text: str) -> None:
+    last = messages[-1] if messages else {}
+    if "tool_calls" in last:
+        last["content"] = last.get("content", "") + text
+    else:
+        _assistant(messages, "content")["content"] = text
 
 
 def _assistant(messages: list[dict[str, Any]], name: str) -> dict[str, Any]:
