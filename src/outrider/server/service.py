@@ -70,6 +70,7 @@ class Service:
         """Handle ``POST /v1/completions``."""
         given, call = body.prompts(), http.state.call
         answer = CompletionAnswer("cmpl-" + call.request_id, self.config.name, self._tokens)
+        answer.shows_special = not body.skip_special_tokens
 
         async def encode() -> list[list[int]]:
             prompts = await self._prompts.encode(given, call.client)
