@@ -272,6 +272,38 @@ def test_an_unknown_path_is_refused_with_those_that_exist(client: openai.OpenAI,
     assert error_.value.status_code == 405
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_offsets_count_special_tokens_that_are_shown(served: Served, is_streamed: bool) -> None:
+    assert served.llm.tokenizer is not None
+    end, other = served.llm.tokenizer.eos_token_id, served.llm.tokenizer.convert_tokens_to_ids("a")
+    asked = {
+        "frequency_penalty": 2,
+        "allowed_token_ids": [end, other],
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "logprobs": 0,
+    }
+    answer = served.post("/v1/completions", prompt="a", seed=1, temperature=1, stream=is_streamed, **asked)
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    choices = [json.loads(event)["choices"][0] for event in (events if is_streamed else [answer.text])]
+    text = "".join(choice["text"] for choice in choices)
+    tokens, offsets = (
+        [each for choice in choices if choice["logprobs"] for each in choice["logprobs"][name]]
+        for name in ("tokens", "text_offset")
+    )
+    assert {*tokens} == {served.llm.tokenizer.eos_token, "a"} and "".join(tokens) == text
+    assert all(text.startswith(token, at) for token, at in zip(tokens, offsets, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [("[" * 5000 + "]" * 5000, "invalid JSON: nested too deeply"), ("9" * 5000, "invalid JSON: a number has too many digits")],
+)
+def test_json_that_python_cannot_read_is_refused_with_the_reason(served: Served, value: str, says: str) -> None:
+    answer = served.send("/v1/completions", f'{{"prompt": {value}}}'.encode())
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(says)
+
+
 @pytest.mark.parametrize(
     ("encoding", "status", "says"),
     [("gzip", 415, "the body is compressed"), ("identity", 400, "invalid JSON: expected text in UTF-8")],

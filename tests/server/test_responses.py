@@ -126,13 +126,18 @@ def test_openais_client_collects_a_stream(client: openai.OpenAI, says: Says) -> 
     assert events[-1].type == "response.completed"
 
 
-def test_a_text_after_a_call_is_a_message_of_its_own_in_a_stream(
-    tooled: Served, says: Says, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("interval", [0.0, 0.02])
+def test_a_text_after_a_call_is_a_message_of_its_own(
+    tooled: Served, says: Says, interval: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tooled.service.bridge, "interval", 0.0)
+    monkeypatch.setattr(tooled.service.bridge, "interval", interval)
+    says(f"One.{CALL}Two.")
+    whole = respond(tooled)
     says(f"One.{CALL}Two.")
     events = streamed(tooled, speculative={"num_draft_tokens": 0})
-    assert [item["type"] for item in events[-1]["response"]["output"]] == ["message", "function_call", "message"]
+    assert [item["type"] for item in whole["output"]] == ["message", "function_call", "message"]
+    assert [item["content"][0]["text"].strip() for item in whole["output"][::2]] == ["One.", "Two."]
+    assert lasting(events[-1]["response"])["output"] == lasting(whole)["output"]
 
 
 class Forecast(BaseModel):
@@ -175,6 +180,27 @@ def test_calls_and_reasoning_go_back_as_they_came(tooled: Served, client: openai
     said = {"role": "assistant", "content": "Let me see.", "reasoning_content": "Hm.", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": called.call_id, "content": "Rain."}
     assert answer.usage.input_tokens == len(tooled.llm.chat_prompt([USER, said, result], TOOLS))
+
+
+@pytest.mark.parametrize("exclude_unset", [True, False])
+def test_parsed_answers_go_back_as_they_came(client: openai.OpenAI, says: Says, exclude_unset: bool) -> None:
+    says(f"<think>Hm.</think>Let me see.{CALL}")
+    asked: dict[str, Any] = {"model": "outrider", "tools": FLAT[:1], "max_output_tokens": 400}
+    first = client.responses.parse(input=[USER], **asked)  # type: ignore[list-item]
+    items = [item.model_dump(exclude_unset=exclude_unset) for item in first.output]
+    assert items[-1]["parsed_arguments"] == ARGUMENTS
+    says("It rains.")
+    assert client.responses.create(input=[USER, *items], **asked).output_text == "It rains."  # type: ignore[list-item]
+
+
+def test_a_text_after_calls_goes_back_with_them() -> None:
+    call = {"type": "function_call", "call_id": "1", "name": "now", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "1", "output": "o"}
+    for said, content in ((["One.", call, "\nTwo.", call], "One.\nTwo."), ([call, "Two."], "Two."), ([call], None)):
+        items = [message("assistant", each) if isinstance(each, str) else each for each in said]
+        first, second = ResponseBody.model_validate({"input": [*items, result]}).chat().messages
+        assert (first.role, first.content, second.role) == ("assistant", content, "tool")
+        assert len(first.tool_calls or ()) == said.count(call)
 
 
 def message(role: str, *texts: str) -> dict[str, Any]:
@@ -240,6 +266,36 @@ def test_a_truncated_answer_is_incomplete(tooled: Served, says: Says) -> None:
     assert [item["status"] for item in whole["output"]][-1] == "incomplete"
 
 
+def test_only_what_was_truncated_is_incomplete(tooled: Served, says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tooled.service.bridge, "interval", 0.0)
+    assert tooled.llm.tokenizer is not None
+    most, wanted = len(tooled.llm.tokenizer.encode(f"One.{CALL}{CALL[:20]}")), ["completed", "completed", "incomplete"]
+    says(f"One.{CALL}{CALL}")
+    whole = respond(tooled, max_output_tokens=most)
+    says(f"One.{CALL}{CALL}")
+    events = streamed(tooled, max_output_tokens=most)
+    assert lasting(events[-1]["response"]) == lasting(whole)
+    assert [item["type"] for item in whole["output"]] == ["message", "function_call", "message"]
+    assert [item["status"] for item in whole["output"]] == wanted
+    assert whole["output"][-1]["content"][0]["text"] == CALL[:20]
+
+
+def test_a_call_is_complete_as_soon_as_it_is_read(tooled: Served, says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tooled.service.bridge, "interval", 0.0)
+    says(f"{CALL}Two.")
+    events = streamed(tooled, speculative={"num_draft_tokens": 0})
+    assert kinds(events)[2:-1] == [*CALLED, *(kind.format("output_text") for kind in TEXT)]
+    says(CALL)
+    assert tooled.llm.tokenizer is not None
+    answer = respond(tooled, max_output_tokens=len(tooled.llm.tokenizer.encode(CALL)))
+    assert answer["status"] == "incomplete" and [item["status"] for item in answer["output"]] == ["completed"]
+
+
+def test_a_forced_call_that_was_truncated_is_incomplete(tooled: Served) -> None:
+    answer = respond(tooled, tool_choice={"type": "function", "name": "weather"}, max_output_tokens=4, **AT_ONCE)
+    assert [(item["type"], item["status"]) for item in answer["output"]] == [("function_call", "incomplete")]
+
+
 @pytest.mark.parametrize("text", ["", "<think>Hm.</think>"])
 def test_a_complete_answer_without_text_has_an_empty_one(tooled: Served, says: Says, text: str) -> None:
     says(text)
@@ -266,6 +322,11 @@ def test_fields_that_change_nothing_are_accepted(tooled: Served) -> None:
     assert answer["metadata"] == {"a": "b"} and not answer["store"]
 
 
+def nested(depth: int) -> Any:
+    """Return an object with this many levels of objects."""
+    return {"a": nested(depth - 1)} if depth > 1 else {}
+
+
 STORES_NOTHING = "the server stores no responses: send the whole conversation as input"
 
 
@@ -277,7 +338,17 @@ STORES_NOTHING = "the server stores no responses: send the whole conversation as
         ({"background": True}, "background: responses cannot run in the background: leave it out"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt: the server stores no prompts: send instructions and input"),
         ({"response_format": {"type": "text"}}, "response_format: expected text.format"),
-        ({"max_tokens": 5}, "max_tokens: unknown field: use max_output_tokens"),
+        ({"max_tokens": 5}, "max_tokens: expected max_output_tokens"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens: expected max_output_tokens"),
+        ({"messages": [USER]}, "messages: expected input"),
+        ({"previous_response_id": False}, f"previous_response_id: {STORES_NOTHING}"),
+        ({"max_output_tokens": 1 << 31}, "max_output_tokens: expected a value less than or equal to 2147483647"),
+        (
+            {"input": [{"type": "reasoning", "summary": []}]},
+            "input has no text: expected at least one message, call or reasoning item with text",
+        ),
+        ({"input": [USER] * 4096, "instructions": "x"}, "input: too many messages: the limit is 4096"),
+        ({"metadata": nested(65)}, "metadata: nested more than 64 levels deep"),
         ({"truncation": "auto"}, "truncation: expected 'disabled'"),
         (
             {"tools": [{"type": "web_search"}]},
@@ -291,6 +362,10 @@ STORES_NOTHING = "the server stores no responses: send the whole conversation as
         ({"text": {"format": {"type": "json_schema", "schema": 5}}}, "text.format.schema: expected a JSON object"),
         ({"input": [5]}, "input.0: expected a JSON object"),
         (
+            {"input": [{"type": None, "role": "cat", "content": "x"}]},
+            "input.0.role: expected 'system', 'developer', 'user' or 'assistant'",
+        ),
+        (
             {"input": [{"type": "item_reference", "id": "x"}]},
             "input.0: unsupported item 'item_reference': expected message, reasoning, function_call or function_call_output",
         ),
@@ -299,8 +374,9 @@ STORES_NOTHING = "the server stores no responses: send the whole conversation as
             'input.0.content.0: unsupported part \'input_image\': expected {"type": "input_text", "text": ...}',
         ),
         ({"input": [{"role": "user", "content": "x", "speaker": "Ada"}]}, "input.0.speaker: unknown field"),
+        ({"metadata": {"a": "\ud800"}}, "metadata: invalid Unicode: unpaired surrogate"),
         (
-            {"metadata": {"a": "\ud800"}},
+            {"text": {"format": {"type": "json_schema", "schema": {"const": "\ud800"}}}},
             "invalid JSON in tools, text.format or metadata: expected finite numbers, Unicode text and little nesting",
         ),
     ],

@@ -51,6 +51,7 @@ def test_special_tokens_are_added_unless_the_client_says_otherwise(
         assert served.post("/tokenize", prompt="a cat").json()["tokens"] == [llm.tokenizer.eos_token_id, *bare]
         assert served.post("/detokenize", tokens=[llm.tokenizer.eos_token_id, *bare]).json() == {"prompt": begin + "a cat"}
         assert served.post("/tokenize", prompt="", add_special_tokens=False).json()["tokens"] == []
+        assert served.post("/detokenize", tokens=[]).json() == {"prompt": ""}
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,6 @@ def test_special_tokens_are_added_unless_the_client_says_otherwise(
         ("/tokenize", {"messages": MESSAGES, "chat_template_kwargs": {"tokenize": 1}}, "'tokenize' is set by the server"),
         ("/tokenize", {"messages": [*MESSAGES, {"role": "cat", "content": "a"}]}, "messages.2.role"),
         ("/tokenize", {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f"}}]}, "no place for tools"),
-        ("/tokenize", {"prompt": "a", "max_tokens": 3}, "max_tokens: unknown field"),
         ("/tokenize", {"prompt": "x1 " * 400}, "leaves no room in the context"),
         ("/detokenize", {"tokens": [1 << 20]}, "invalid token id 1048576 at index 0"),
         ("/detokenize", {"tokens": ["a"]}, "tokens.0"),
@@ -93,3 +93,8 @@ def test_a_call_takes_a_place_in_the_queue(load: Any) -> None:
             answers = served.post("/tokenize", prompt="a"), served.post("/detokenize", tokens=[1])
         assert [answer.status_code for answer in answers] == [429, 429] and "retry-after" in answers[0].headers
         assert served.post("/tokenize", prompt="a").status_code == 200
+
+
+def test_an_unknown_field_gets_no_hint_about_another_api(served: Served) -> None:
+    answer = served.post("/tokenize", prompt="a", max_tokens=3)
+    assert answer.status_code == 400 and answer.json()["error"]["message"] == "max_tokens: unknown field"

@@ -398,6 +398,21 @@ def test_a_client_gets_calls_or_parsed_json(client: openai.OpenAI, says: Says) -
         assert (choice.message.parsed, names, choice.finish_reason) == expected
 
 
+def test_parsed_calls_go_back_as_they_came(tooled: Served, client: openai.OpenAI, says: Says) -> None:
+    says(f"Let me see.{CALL}")
+    message = client.chat.completions.parse(model="outrider", messages=[USER], tools=TOOLS[:1]).choices[0].message  # type: ignore[list-item]
+    (call,) = message.tool_calls or ()
+    assert call.function.parsed_arguments == ARGUMENTS
+    plain = {"id": call.id, "type": "function", "function": {"name": "weather", "arguments": call.function.arguments}}
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Rain."}
+    says("It rains.")
+    messages: Any = [USER, message, result]
+    answer = client.chat.completions.create(model="outrider", messages=messages, tools=TOOLS[:1])
+    said = {"role": "assistant", "content": "Let me see.", "tool_calls": [plain]}
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(tooled.llm.chat_prompt([USER, said, result], TOOLS[:1]))
+
+
 def test_a_request_sets_variables_of_the_template(tooled: Served) -> None:
     def length(**body: Any) -> int:
         return int(chat(tooled, max_tokens=1, **body)["usage"]["prompt_tokens"])

@@ -154,6 +154,7 @@ class CompletionAnswer(Answer):
     chunk_kind: ClassVar[str] = "text_completion"
     decoders: dict[int, IncrementalDecoder] = field(default_factory=dict)  # of the characters of each choice
     offsets: dict[int, int] = field(default_factory=dict)  # index of a choice -> number of characters so far
+    shows_special: bool = False  # whether special tokens are part of the text
     echoes: list[Echo] = field(default_factory=list)  # of each prompt, if the answer begins with it
 
     def choice(self, index: int, part: Chunk, is_whole: bool) -> dict[str, Any]:
@@ -168,7 +169,7 @@ class CompletionAnswer(Answer):
         texts, offsets, offset = [self.tokens.text(token) for token in token_ids], [], self.offsets.get(index, 0)
         decoder = self.decoders.setdefault(index, getincrementaldecoder("utf-8")("replace"))
         for token in token_ids:
-            part = self.tokens.bytes_of(token)
+            part = self.tokens.bytes_of(token) or (self.tokens.text(token).encode() if self.shows_special else b"")
             if part and part[0] & 0xC0 != 0x80:  # begins a character: an incomplete one before it is replaced
                 offset += len(decoder.decode(b"", final=True))
             offsets.append(offset)  # of a character that continues: where it begins

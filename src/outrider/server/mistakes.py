@@ -18,7 +18,6 @@ WORDS = {
 }
 INSTEAD = {
     "functions": ": use tools",
-    "max_tokens": ": use max_output_tokens",
     "function_call": ": use tool_choice",
     "guided_json": ": use response_format",
     "structured_outputs": ": use response_format",
@@ -34,6 +33,15 @@ def mistakes(errors: Sequence[Any]) -> str:
     outer = {place[:index] for place, _ in found for index, letter in enumerate(place) if letter == "."}  # of a union, say
     lines = [" ".join(f"{place}: {what}".removeprefix(": ").split()) for place, what in found if place not in outer]
     return "; ".join(line if len(line) <= MAX_DETAIL else line[: MAX_DETAIL - 3] + "..." for line in lines[:3])
+
+
+def unreadable(cause: BaseException | None) -> str:
+    """Describe why a body is not read that has no syntax error."""
+    if isinstance(cause, RecursionError):
+        return "invalid JSON: nested too deeply: expected little nesting"
+    if isinstance(cause, ValueError) and not isinstance(cause, UnicodeError):
+        return "invalid JSON: a number has too many digits"
+    return "invalid JSON: expected text in UTF-8"
 
 
 def _place(error: Any) -> str:

@@ -47,7 +47,7 @@ def at_most(limit: int, what: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _shallow(value: Any) -> Any:
+def shallow(value: Any) -> Any:
     """Validate that JSON is not nested so deeply that a library could fail, and that its strings are valid Unicode."""
     for depth, _ in enumerate(levels(value)):
         if depth == MAX_DEPTH:
@@ -83,7 +83,7 @@ def _variables(given: dict[str, Any]) -> dict[str, Any]:
 def _arguments(text: str) -> str:
     """Replace the arguments of a call that no template can show, such as truncated ones, by none."""
     try:
-        _shallow(arguments_of(text))
+        shallow(arguments_of(text))
     except (OutriderError, ValueError):
         return "{}"
     return text
@@ -94,7 +94,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_unico
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # report the first error only
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Variables = Annotated[dict[Text, Any], AfterValidator(_shallow), AfterValidator(_variables)]
+Variables = Annotated[dict[Text, Any], AfterValidator(shallow), AfterValidator(_variables)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Verbosity = Literal["low", "medium", "high"]
 
@@ -283,6 +283,7 @@ class CalledFunction(Body):
 
     name: Text
     arguments: Annotated[Text, AfterValidator(_arguments)]
+    parsed_arguments: Any = Field(None, exclude=True)  # accepted and ignored: OpenAI's client adds it to answers
 
 
 class ToolCall(Body):
@@ -336,7 +337,7 @@ class Function(Body):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: Text | None = None
-    parameters: Annotated[dict[str, Any], AfterValidator(_shallow), AfterValidator(_of_object)] | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(shallow), AfterValidator(_of_object)] | None = None
     strict: bool | None = None  # forced calls always match the parameters
 
 

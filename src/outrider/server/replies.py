@@ -56,8 +56,12 @@ class Part:
     content: str = ""
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
+    pieces: list[Part] = field(default_factory=list, compare=False)  # what was added, in order; each has one kind
 
     def add(self, later: Part) -> None:
+        if not self.pieces:
+            self.pieces = [replace(self, calls=[*self.calls])]
+        self.pieces += later.pieces or [later]
         self.content += later.content
         self.reasoning += later.reasoning
         self.calls += later.calls
@@ -80,6 +84,7 @@ class Reply:
     num_calls = 0
     lead: Lead | None = None  # before JSON that a grammar forces
     ends_with_calls = True  # whether the finish reason of a complete reply with calls is "tool_calls"
+    calls_at_once = True  # whether a call is complete when it is returned
 
     def feed(self, text: str) -> Part:
         """Return what the next text of the reply completes."""
@@ -100,6 +105,7 @@ class ArgumentsReply(Reply):
     """Reply that consists of the arguments of one function."""
 
     ends_with_calls = False  # as in OpenAI's API
+    calls_at_once = False
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -256,9 +262,9 @@ class ParsedReply(Reply):
             text = text.lstrip()
             self._is_fresh = not text
         if name in REASONING:
-            part.reasoning += text if self._body.include_reasoning else ""
+            part.add(Part(reasoning=text if self._body.include_reasoning else ""))
         elif text:
-            part.content += self._separator + text if was_fresh else text
+            part.add(Part(self._separator + text if was_fresh else text))
             self._separator = "\n"
 
     def _end_call(self, part: Part, opening: Any, end: int | None, text_end: int) -> None:
@@ -268,9 +274,9 @@ class ParsedReply(Reply):
             captures = {name: value for name, value in opening.groupdict().items() if value is not None}
             calls = self._parsed(self._text[opening.end() : end], captures) if end is not None else []
         kept = calls[: None if self._body.parallel_tool_calls else 1 - self.num_calls]
-        part.calls += [self._call(*call, opening.groupdict().get("id")) for call in kept]
+        part.add(Part(calls=[self._call(*call, opening.groupdict().get("id")) for call in kept]))
         if not calls:
-            part.content += self._text[opening.start() : text_end]
+            part.add(Part(self._text[opening.start() : text_end]))
             self._is_fresh = False
 
     def _parsed(self, text: str, captures: dict[str, str]) -> list[tuple[str, str]]:
@@ -296,7 +302,7 @@ class LedReply(ParsedReply):
         self._closing, self._resumed = _closing_of(lead), lead.resumed
         super().__init__(form, prompt_end, body)
         self._inner, self._is_json, self._is_fresh = inner, False, True
-        self.ends_with_calls = inner.ends_with_calls
+        self.ends_with_calls, self.calls_at_once = inner.ends_with_calls, inner.calls_at_once
         is_disabled = any(body.variables.get(name) is False for name in THINKING_VARIABLES)
         if self._is_reasoning:
             lead = lead._replace(opening="")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from outrider.server.answers import ChatAnswer
+from outrider.server.replies import Part, Reply
 
 if TYPE_CHECKING:
     from outrider.engine.outputs import Chunk
@@ -35,11 +36,20 @@ class ResponseAnswer(ChatAnswer):
         return [self._event(kind, response=response) for kind in ("response.created", "response.in_progress")]
 
     def events(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
-        said = self.said(index, chunk)
-        events = [*self._text("reasoning", said.reasoning), *self._text("message", said.content)]
-        for call in said.calls:
-            events += self._call(call)
-        return events if chunk.finish_reason is None else [*events, *self._end(is_whole=chunk.finish_reason == "stop")]
+        reply = self.replies[index]
+        events = self._said(reply, reply.feed(chunk.text))
+        if chunk.finish_reason is None:
+            return events
+        return [*events, *self._said(reply, reply.finish()), *self._end(is_whole=chunk.finish_reason == "stop")]
+
+    def _said(self, reply: Reply, part: Part) -> list[dict[str, Any]]:
+        """Return the events of a part, in its order: only the last item may be incomplete."""
+        events = []
+        for piece in part.pieces or [part]:
+            events += [*self._text("reasoning", piece.reasoning), *self._text("message", piece.content)]
+            for call in piece.calls:
+                events += [*self._call(call), *(self._close("completed") if reply.calls_at_once else [])]
+        return events
 
     def failure(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         error = body["error"]

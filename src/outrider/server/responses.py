@@ -9,9 +9,10 @@ from itertools import takewhile
 from typing import Annotated, Any, Literal, Self
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
-from outrider.options import shown
+from outrider.errors import OutriderError
+from outrider.options import INT32, shown
 from outrider.server.protocol import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -27,13 +28,14 @@ from outrider.server.protocol import (
     Variables,
     Verbosity,
     at_most,
+    shallow,
 )
 
 SYSTEM = ("system", "developer")
 # A field of an assistant's message and those after which it belongs to a new message.
 NEW_MESSAGE_AFTER = {
     "reasoning_content": {"reasoning_content", "content", "tool_calls"},
-    "content": {"content", "tool_calls"},
+    "content": {"content"},
     "tool_calls": set[str](),
 }
 PIECES = ("input_text", "output_text", "reasoning_text", "summary_text")
@@ -41,15 +43,21 @@ ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 OWN = {"n", "stream_options", "response_format"}  # fields of ``SamplingFields`` that this API has in another form
 
 
-def _refused(why: str) -> BeforeValidator:
-    """Refuse a field that this server cannot support, unless it is false."""
+def _refused(why: str, allowed: Any = None) -> BeforeValidator:
+    """Refuse a field that this server cannot support, unless it has the value that changes nothing."""
 
     def refuse(given: Any) -> Any:
-        if given is not False:
+        if given is not allowed:
             raise ValueError(why)
         return given
 
     return BeforeValidator(refuse)
+
+
+def _type_of(given: dict[str, Any], default: str | None = None) -> Any:
+    """Return the type of an object; null counts as absent."""
+    kind = given.get("type")
+    return default if kind is None else kind
 
 
 def _known(what: str, kinds: Sequence[str], expected: str, default: str | None = None) -> BeforeValidator:
@@ -58,7 +66,7 @@ def _known(what: str, kinds: Sequence[str], expected: str, default: str | None =
     def check(given: Any) -> Any:
         if not isinstance(given, dict):
             raise ValueError("expected a JSON object")
-        kind = given.get("type", default)
+        kind = _type_of(given, default)
         if kind not in kinds:
             raise ValueError(f"unsupported {what} {shown(kind)}: expected {expected}")
         return given
@@ -127,7 +135,7 @@ class ResultItem(Item):
 
 def _kind(item: Any) -> str:
     """Return the tag of an item, which ``mistakes`` omits from the places of errors."""
-    return f"tagged-{item.get('type', 'message') if isinstance(item, dict) else item.type}"
+    return f"tagged-{_type_of(item, 'message') if isinstance(item, dict) else item.type}"
 
 
 AnyItem = Annotated[
@@ -183,7 +191,7 @@ class ResponseBody(SamplingFields):
 
     input: Text | Annotated[list[AnyItem], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES, "items")]
     instructions: Text | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: int | None = Field(None, ge=1, le=INT32)
     tools: Annotated[Tools, Field(fail_fast=True), at_most(MAX_TOOLS, "tools")] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
     parallel_tool_calls: bool = True
@@ -196,7 +204,8 @@ class ResponseBody(SamplingFields):
     n: Literal[1] = 1
     top_logprobs: Literal[0] | None = None
     truncation: Literal["disabled"] | None = None
-    background: Annotated[Literal[False], _refused("responses cannot run in the background: leave it out")] = False
+    metadata: Annotated[dict[str, Any], AfterValidator(shallow)] | None = None  # repeated in the response
+    background: Annotated[Literal[False], _refused("responses cannot run in the background: leave it out", False)] = False
     # accepted and ignored
     include: list[
         Literal[
@@ -211,6 +220,9 @@ class ResponseBody(SamplingFields):
     max_tool_calls: int | None = None  # of OpenAI's own tools
     client_metadata: dict[str, Any] | None = None  # of Codex
     # refused
+    messages: Annotated[None, _refused("expected input")] = None
+    max_tokens: Annotated[None, _refused("expected max_output_tokens")] = None
+    max_completion_tokens: Annotated[None, _refused("expected max_output_tokens")] = None
     response_format: Annotated[None, _refused("expected text.format")] = None
     previous_response_id: Annotated[None, STATELESS] = None
     conversation: Annotated[None, STATELESS] = None
@@ -226,17 +238,22 @@ class ResponseBody(SamplingFields):
         return self
 
     def chat(self) -> ChatBody:
-        """Return the request as one of chat. Raises ``RequestValidationError`` for fields that cannot be combined."""
+        """Return the request as one of chat.
+
+        Raises ``RequestValidationError`` for fields that cannot be combined, ``OutriderError`` if ``input`` has no messages.
+        """
         given = self.model_dump(include=SamplingFields.model_fields.keys() - OWN, exclude_unset=True)
         tools = [{"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)} for tool in self.tools]
-        choice, form = self.tool_choice, self.text.format
+        choice, form, messages = self.tool_choice, self.text.format, self._messages()
+        if not messages:
+            raise OutriderError("input has no text: expected at least one message, call or reasoning item with text")
         if isinstance(form, SchemaFormat):
             schema = form.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
             given["response_format"] = {"type": form.type, "json_schema": schema}
         elif form.type != "text":
             given["response_format"] = {"type": form.type}
         given |= {
-            "messages": self._messages(),
+            "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort,
@@ -249,11 +266,7 @@ class ResponseBody(SamplingFields):
         try:
             return ChatBody.model_validate(given)
         except ValidationError as error:  # about several fields: each one alone is valid
-            words = [str(each["msg"]).replace("response_format", "text.format") for each in error.errors()]
-            found = [
-                {**each, "loc": ("body", *each["loc"]), "msg": msg} for each, msg in zip(error.errors(), words, strict=True)
-            ]
-            raise RequestValidationError(found) from None
+            raise RequestValidationError([_in_own_names(each) for each in error.errors()]) from None
 
     def _messages(self) -> list[dict[str, Any]]:
         """Return the conversation as messages of chat; one system message has the instructions, as templates expect."""
@@ -288,8 +301,17 @@ class ResponseBody(SamplingFields):
         }
 
 
+def _in_own_names(error: Any) -> dict[str, Any]:
+    """Return an error about the request of chat with the names of this API's fields. Messages have no place in ``input``."""
+    where = ("input",) if error["loc"][:1] == ("messages",) else error["loc"]
+    return {**error, "loc": ("body", *where), "msg": str(error["msg"]).replace("response_format", "text.format")}
+
+
 def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Return items as messages. Reasoning, text and calls that follow each other in this order are one message."""
+    """Return items as messages. Reasoning, text and calls that follow each other in this order are one message.
+
+    So is text after calls, as in answers of chat: templates expect the results right after the message with the calls.
+    """
     messages: list[dict[str, Any]] = []
     for item in items:
         if isinstance(item, ResultItem):
@@ -297,13 +319,21 @@ def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
         elif isinstance(item, MessageItem) and item.role != "assistant":
             messages.append({"role": item.role, "content": _joined(item.content)})
         elif isinstance(item, MessageItem):
-            _assistant(messages, "content")["content"] = _joined(item.content)
+            _add_text(messages, _joined(item.content))
         elif isinstance(item, CallItem):
             function = {"name": item.name, "arguments": item.arguments}
             _assistant(messages, "tool_calls").setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
         elif isinstance(item, ReasoningItem) and (thoughts := _joined(item.content) or _joined(item.summary)):
             _assistant(messages, "reasoning_content")["reasoning_content"] = thoughts
     return messages
+
+
+def _add_text(messages: list[dict[str, Any]], text: str) -> None:
+    last = messages[-1] if messages else {}
+    if "tool_calls" in last:
+        last["content"] = last.get("content", "") + text
+    else:
+        _assistant(messages, "content")["content"] = text
 
 
 def _assistant(messages: list[dict[str, Any]], name: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from outrider.server.echo import Echo, prompt_logprobs
 from outrider.server.gate import CLOSED, Call, error_body
 from outrider.server.grammar import Grammars, TokenGrammar
 from outrider.server.metrics import Metrics
-from outrider.server.mistakes import mistakes
+from outrider.server.mistakes import mistakes, unreadable
 from outrider.server.prompts import Aside, Prompts, tools
 from outrider.server.protocol import ChatBody, CompletionBody, SamplingFields, StreamOptions
 from outrider.server.record import Record
@@ -70,6 +70,7 @@ class Service:
         """Handle ``POST /v1/completions``."""
         given, call = body.prompts(), http.state.call
         answer = CompletionAnswer("cmpl-" + call.request_id, self.config.name, self._tokens)
+        answer.shows_special = not body.skip_special_tokens
 
         async def encode() -> list[list[int]]:
             prompts = await self._prompts.encode(given, call.client)
@@ -378,8 +379,8 @@ class EventStream(StreamingResponse):
 
 def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Return the HTTP status, body and headers for an error."""
-    if isinstance(error, HTTPException):  # FastAPI's own, with status 400, is about bytes that are no text
-        what = "invalid JSON: expected text in UTF-8" if error.status_code == 400 else str(error.detail)
+    if isinstance(error, HTTPException):  # FastAPI's own, with status 400, is about JSON that Python cannot read
+        what = unreadable(error.__cause__) if error.status_code == 400 else str(error.detail)
         return error.status_code, error_body(what, "invalid_request_error"), dict(error.headers or {})
     if isinstance(error, RequestValidationError):
         inside = [{**each, "loc": each["loc"][1:]} for each in error.errors()]  # the first part is "body"

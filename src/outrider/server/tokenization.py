@@ -70,5 +70,5 @@ async def tokenized(body: TokenizeBody, llm: LLM, prompts: Prompts, client: Clie
 
 async def detokenized(body: DetokenizeBody, prompts: Prompts, client: Client) -> dict[str, Any]:
     """Return the answer of ``POST /detokenize``, special tokens included. Raises ``OutriderError`` for invalid token ids."""
-    (token_ids,) = await prompts.encode([body.tokens], client)
-    return {"prompt": await prompts.text(token_ids)}
+    checked = await prompts.encode([body.tokens], client) if body.tokens else [[]]  # an empty text may have no tokens
+    return {"prompt": await prompts.text(checked[0])}
