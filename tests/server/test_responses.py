@@ -256,6 +256,24 @@ def test_tools_that_may_not_be_called_are_not_shown(tooled: Served, says: Says) 
     assert answer["usage"]["input_tokens"] == respond(tooled, tools=None)["usage"]["input_tokens"]
 
 
+def test_functions_in_namespaces_are_called_by_both_names(tooled: Served, says: Says) -> None:
+    """As Codex sends them; tools that OpenAI's servers run are not shown to the model."""
+    name = FLAT[0]["name"]
+    group = {"type": "namespace", "name": "far", "description": "Abroad", "tools": FLAT[:1]}
+    tools = [group, {"type": "web_search", "external_web_access": False}]
+    says(CALL.replace(f'"{name}"', f'"far__{name}"'))
+    events = streamed(tooled, tools=tools)
+    whole = respond(tooled, tools=tools)
+    (call,) = whole["output"]
+    assert (call["type"], call["namespace"], call["name"]) == ("function_call", "far", name)
+    assert lasting(events[-1]["response"]) == lasting(whole) and whole["tools"] == tools
+    assert [tool["function"]["name"] for tool in ResponseBody(input="Hi", tools=tools).chat().offered] == [f"far__{name}"]
+    back = ResponseBody(input=[USER, call, {"type": "function_call_output", "call_id": call["call_id"], "output": "1"}])
+    assert back.chat().messages[1].tool_calls[0].function.name == f"far__{name}"  # type: ignore[index]
+    chosen = respond(tooled, tools=tools, tool_choice={"type": "function", "namespace": "far", "name": name})
+    assert (chosen["output"][0]["namespace"], chosen["output"][0]["name"]) == ("far", name)
+
+
 def test_a_truncated_answer_is_incomplete(tooled: Served, says: Says) -> None:
     says(REPLY)
     whole = respond(tooled, max_output_tokens=30)
@@ -351,8 +369,8 @@ STORES_NOTHING = "the server stores no responses: send the whole conversation as
         ({"metadata": nested(65)}, "metadata: nested more than 64 levels deep"),
         ({"truncation": "auto"}, "truncation: expected 'disabled'"),
         (
-            {"tools": [{"type": "web_search"}]},
-            'tools.0: unsupported tool \'web_search\': expected {"type": "function", "name": ...}',
+            {"tools": [{"type": "mcp"}]},
+            'tools.0: unsupported tool \'mcp\': expected {"type": "function", "name": ...}',
         ),
         ({"tools": [FLAT[0]] * 2}, "tools: 'weather' occurs more than once"),
         (

@@ -21,6 +21,7 @@ class ResponseAnswer(ChatAnswer):
     """Response of ``/v1/responses``. A stream consists of semantic events; the last one has the whole response."""
 
     echo: dict[str, Any]
+    names: dict[str, dict[str, str]]  # a function's name in chat -> its namespace and name, if it has a namespace
     output: list[dict[str, Any]] = field(default_factory=list)  # the last item may be incomplete
     num_events: int = 0
 
@@ -98,7 +99,8 @@ class ResponseAnswer(ChatAnswer):
         """Return the events of a call, or of its next arguments."""
         function, events = call["function"], []
         if "id" in call:
-            events = self._open("fc", type="function_call", call_id=call["id"], name=function["name"], arguments="")
+            named = self.names.get(function["name"], {"name": function["name"]})
+            events = self._open("fc", type="function_call", call_id=call["id"], **named, arguments="")
         self.output[-1]["arguments"] += function["arguments"]
         return [*events, self._of_item("response.function_call_arguments.delta", delta=function["arguments"])]
 

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import takewhile
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from outrider.errors import OutriderError
 from outrider.options import INT32, shown
@@ -22,6 +32,7 @@ from outrider.server.protocol import (
     Effort,
     Function,
     JsonSchema,
+    NameText,
     SamplingFields,
     SimpleFormat,
     Text,
@@ -40,6 +51,8 @@ NEW_MESSAGE_AFTER = {
 }
 PIECES = ("input_text", "output_text", "reasoning_text", "summary_text")
 ITEMS = ("message", "reasoning", "function_call", "function_call_output")
+Hosted = Literal["web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"]
+HOSTED = get_args(Hosted)  # tools that OpenAI's servers run
 OWN = {"n", "stream_options", "response_format"}  # fields of ``SamplingFields`` that this API has in another form
 
 
@@ -123,6 +136,7 @@ class CallItem(CalledFunction, Item):
 
     type: Literal["function_call"]
     call_id: Text
+    namespace: Text | None = None
 
 
 class ResultItem(Item):
@@ -133,9 +147,9 @@ class ResultItem(Item):
     output: Text | Pieces
 
 
-def _kind(item: Any) -> str:
-    """Return the tag of an item, which ``mistakes`` omits from the places of errors."""
-    return f"tagged-{_type_of(item, 'message') if isinstance(item, dict) else item.type}"
+def _kind(given: Any) -> str:
+    """Return the tag of an item or a tool, which ``mistakes`` omits from the places of errors."""
+    return f"tagged-{_type_of(given, 'message') if isinstance(given, dict) else given.type}"
 
 
 AnyItem = Annotated[
@@ -154,11 +168,36 @@ class FunctionTool(Function):
     type: Literal["function"]
 
 
+Functions = Annotated[
+    list[Annotated[FunctionTool, _known("tool", ("function",), '{"type": "function", "name": ...}')]],
+    Field(fail_fast=True),
+    at_most(MAX_TOOLS, "tools"),
+]
+
+
+class Namespace(Body):
+    """Functions whose calls name their group, too."""
+
+    type: Literal["namespace"]
+    name: NameText
+    description: Text | None = None  # accepted and ignored: templates have no place for it
+    tools: Functions
+
+
+class HostedTool(BaseModel):
+    """A tool that OpenAI's servers run. It is not shown to the model, which therefore does not call it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Hosted
+
+
 class NamedFunction(Body):
     """The one function to call."""
 
     type: Literal["function"]
     name: Text
+    namespace: Text | None = None
 
 
 class SchemaFormat(JsonSchema):
@@ -183,7 +222,13 @@ class Reasoning(Body):
 
 
 STATELESS = _refused("the server stores no responses: send the whole conversation as input")
-Tools = list[Annotated[FunctionTool, _known("tool", ("function",), '{"type": "function", "name": ...}')]]
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("tagged-function")]
+    | Annotated[Namespace, Tag("tagged-namespace")]
+    | Annotated[HostedTool, Tag("tagged-hosted")],
+    Discriminator(lambda tool: "tagged-hosted" if _kind(tool).removeprefix("tagged-") in HOSTED else _kind(tool)),
+    _known("tool", ("function", "namespace", *HOSTED), '{"type": "function", "name": ...}'),
+]
 
 
 class ResponseBody(SamplingFields):
@@ -192,7 +237,7 @@ class ResponseBody(SamplingFields):
     input: Text | Annotated[list[AnyItem], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES, "items")]
     instructions: Text | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=INT32)
-    tools: Annotated[Tools, Field(fail_fast=True), at_most(MAX_TOOLS, "tools")] = Field(default_factory=list)
+    tools: Annotated[list[AnyTool], Field(fail_fast=True), at_most(MAX_TOOLS, "tools")] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
@@ -243,7 +288,7 @@ class ResponseBody(SamplingFields):
         Raises ``RequestValidationError`` for fields that cannot be combined, ``OutriderError`` if ``input`` has no messages.
         """
         given = self.model_dump(include=SamplingFields.model_fields.keys() - OWN, exclude_unset=True)
-        tools = [{"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)} for tool in self.tools]
+        tools = [{"type": "function", "function": function} for function in self._functions()]
         choice, form, messages = self.tool_choice, self.text.format, self._messages()
         if not messages:
             raise OutriderError("input has no text: expected at least one message, call or reasoning item with text")
@@ -261,12 +306,29 @@ class ResponseBody(SamplingFields):
             "include_reasoning": self.include_reasoning,
             "chat_template_kwargs": self.chat_template_kwargs,
             "tools": tools or None,
-            "tool_choice": {"type": "function", "function": {"name": choice.name}} if isinstance(choice, Body) else choice,
+            "tool_choice": {"type": "function", "function": {"name": _in_chat(choice.namespace, choice.name)}}
+            if isinstance(choice, Body)
+            else choice,
         }
         try:
             return ChatBody.model_validate(given)
         except ValidationError as error:  # about several fields: each one alone is valid
             raise RequestValidationError([_in_own_names(each) for each in error.errors()]) from None
+
+    def _functions(self) -> Iterator[dict[str, Any]]:
+        """Yield the functions with their names in chat."""
+        for tool in self.tools:
+            space = tool.name if isinstance(tool, Namespace) else None
+            for function in tool.tools if isinstance(tool, Namespace) else [tool] if isinstance(tool, FunctionTool) else []:
+                given = function.model_dump(exclude={"type"}, exclude_none=True)
+                yield given | {"name": _in_chat(space, function.name)}
+
+    @property
+    def names(self) -> dict[str, dict[str, str]]:
+        """The names of the functions in namespaces, by their names in chat."""
+        spaces = [tool for tool in self.tools if isinstance(tool, Namespace)]
+        pairs = [(space.name, function.name) for space in spaces for function in space.tools]
+        return {_in_chat(space, name): {"namespace": space, "name": name} for space, name in pairs}
 
     def _messages(self) -> list[dict[str, Any]]:
         """Return the conversation as messages of chat; one system message has the instructions, as templates expect."""
@@ -294,11 +356,16 @@ class ResponseBody(SamplingFields):
             "store": False,
             "temperature": self.temperature,
             "text": self.text.model_dump(by_alias=True, exclude_none=True),
-            "tool_choice": choice.model_dump() if isinstance(choice, Body) else choice,
+            "tool_choice": choice.model_dump(exclude_none=True) if isinstance(choice, Body) else choice,
             "tools": [tool.model_dump(exclude_none=True) for tool in self.tools],
             "top_p": self.top_p,
             "truncation": "disabled",
         }
+
+
+def _in_chat(namespace: str | None, name: str) -> str:
+    """Return the name of a function in chat, which has no namespaces."""
+    return name if namespace is None else f"{namespace}__{name}"
 
 
 def _in_own_names(error: Any) -> dict[str, Any]:
@@ -321,7 +388,7 @@ def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
         elif isinstance(item, MessageItem):
             _add_text(messages, _joined(item.content))
         elif isinstance(item, CallItem):
-            function = {"name": item.name, "arguments": item.arguments}
+            function = {"name": _in_chat(item.namespace, item.name), "arguments": item.arguments}
             _assistant(messages, "tool_calls").setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
         elif isinstance(item, ReasoningItem) and (thoughts := _joined(item.content) or _joined(item.summary)):
             _assistant(messages, "reasoning_content")["reasoning_content"] = thoughts

@@ -99,7 +99,9 @@ class Service:
 
     async def responses(self, body: ResponseBody, http: Request) -> Response:
         """Handle ``POST /v1/responses``."""
-        answer = ResponseAnswer("resp_" + http.state.call.request_id, self.config.name, self._tokens, echo=body.echo)
+        answer = ResponseAnswer(
+            "resp_" + http.state.call.request_id, self.config.name, self._tokens, echo=body.echo, names=body.names
+        )
         return await self._chat(body.chat(), http, answer)
 
     async def _chat(self, body: ChatBody, http: Request, answer: ChatAnswer) -> Response:
