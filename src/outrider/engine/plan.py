@@ -113,7 +113,7 @@ def served_name(target: str | None) -> str:
 def located(source: str) -> str:
     """Return the absolute path of a local model, so that a plan or an export works from any directory; a hub id as it is.
 
-    Links stay: in the download cache they have the files' names, and what they point to has not.
+    Links are not followed: in the download cache only the links have the files' names.
     """
     path = expanded(source)
     return os.path.abspath(path) if path.exists() else source

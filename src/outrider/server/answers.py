@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from outrider.runner.tokenizers import token_bytes
 from outrider.server.echo import Echo
 from outrider.server.formats import Lead
-from outrider.server.replies import Part, Reply
+from outrider.server.replies import Reply
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -201,20 +201,15 @@ class ChatAnswer(Answer):
 
     def choice(self, index: int, part: Chunk, is_whole: bool) -> dict[str, Any]:
         logprobs = None if part.logprobs is None else self._logprobs(part.token_ids, part.logprobs)
-        reply, said = self.replies[index], self.said(index, part)
+        reply = self.replies[index]
+        said = reply.feed(part.text)
+        if part.finish_reason is not None:
+            said.add(reply.finish())
         content = {"message": said.message()} if is_whole else {"delta": said.delta()}
         choice = _choice(index, part, logprobs, **content)
         if part.finish_reason == "stop" and reply.num_calls and reply.ends_with_calls:
             choice["finish_reason"] = "tool_calls"
         return choice
-
-    def said(self, index: int, part: Chunk) -> Part:
-        """Read the text of a chunk, or of the whole completion."""
-        reply = self.replies[index]
-        said = reply.feed(part.text)
-        if part.finish_reason is not None:
-            said.add(reply.finish())
-        return said
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         content = []

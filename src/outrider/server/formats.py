@@ -182,6 +182,11 @@ class Lead(NamedTuple):
     heading: str = ""  # before the JSON, with and without reasoning
     calls: tuple[str, ...] = ()  # openings of tool calls, one of which may come instead of the heading and the JSON
 
+    @property
+    def markers(self) -> tuple[str, str, str, str]:
+        """The markers around reasoning and before the JSON."""
+        return self.opening, self.closing, self.resumed, self.heading
+
 
 LEADS = (
     Lead("<think>", "</think>"),

@@ -95,7 +95,7 @@ TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # report the first error only
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Variables = Annotated[dict[Text, Any], AfterValidator(shallow), AfterValidator(_variables)]
-NameText = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]  # of a function
+Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]  # name of a function
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Verbosity = Literal["low", "medium", "high"]
 
@@ -336,7 +336,7 @@ class Message(Body):
 class Function(Body):
     """A function that the model may call."""
 
-    name: NameText
+    name: Identifier
     description: Text | None = None
     parameters: Annotated[dict[str, Any], AfterValidator(shallow), AfterValidator(_of_object)] | None = None
     strict: bool | None = None  # forced calls always match the parameters

@@ -309,7 +309,7 @@ class LedReply(ParsedReply):
         elif self._field is not None:  # the prompt ends with the heading
             lead = Lead("", "")
         elif is_disabled or prompt_end.rstrip().endswith(lead.closing):
-            lead = Lead("", "", "", *lead[3:])
+            lead = lead._replace(opening="", closing="", resumed="")
         self.lead = lead if any(lead) else None
 
     def finish(self) -> Part:
@@ -461,8 +461,8 @@ class Replies:
             named = list(zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True))
             self._delimiters = frozenset(token for token, name in named if name in text)
             own = getattr(tokenizer, "response_template", None)
-            self._lead = lead_of(self._form, f"{template_of(tokenizer)} {self._tool_template} {own}")
-            self._in_leads = frozenset(token for token, name in named if name in "".join((self._lead or ())[:4]))
+            self._lead = lead = lead_of(self._form, f"{template_of(tokenizer)} {self._tool_template} {own}")
+            self._in_leads = frozenset(token for token, name in named if lead and name in "".join(lead.markers))
 
     def check(self, body: ChatBody) -> None:
         """Raise ``OutriderError`` if the model cannot take the tools of a request, or its calls cannot be read."""

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import takewhile
 from typing import Annotated, Any, Literal, Self, get_args
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
 from outrider.errors import OutriderError
 from outrider.options import INT32, shown
@@ -31,8 +21,8 @@ from outrider.server.protocol import (
     ChatBody,
     Effort,
     Function,
+    Identifier,
     JsonSchema,
-    NameText,
     SamplingFields,
     SimpleFormat,
     Text,
@@ -49,10 +39,11 @@ NEW_MESSAGE_AFTER = {
     "content": {"content"},
     "tool_calls": set[str](),
 }
-PIECES = ("input_text", "output_text", "reasoning_text", "summary_text")
+PieceType = Literal["input_text", "output_text", "reasoning_text", "summary_text"]
 ITEMS = ("message", "reasoning", "function_call", "function_call_output")
-Hosted = Literal["web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"]
-HOSTED = get_args(Hosted)  # tools that OpenAI's servers run
+# Tools that OpenAI's servers run.
+HostedType = Literal["web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"]
+HOSTED = get_args(HostedType)
 OWN = {"n", "stream_options", "response_format"}  # fields of ``SamplingFields`` that this API has in another form
 
 
@@ -90,7 +81,7 @@ def _known(what: str, kinds: Sequence[str], expected: str, default: str | None =
 class Piece(Body):
     """A piece of text in an item."""
 
-    type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
+    type: PieceType
     text: Text
     # accepted and ignored: clients send answers back as they came
     annotations: list[Any] | None = None
@@ -98,7 +89,7 @@ class Piece(Body):
     parsed: Any = None
 
 
-KnownPiece = Annotated[Piece, _known("part", PIECES, '{"type": "input_text", "text": ...}')]
+KnownPiece = Annotated[Piece, _known("part", get_args(PieceType), '{"type": "input_text", "text": ...}')]
 Pieces = Annotated[list[KnownPiece], Field(fail_fast=True), at_most(MAX_MESSAGES, "parts")]
 
 
@@ -149,7 +140,8 @@ class ResultItem(Item):
 
 def _kind(given: Any) -> str:
     """Return the tag of an item or a tool, which ``mistakes`` omits from the places of errors."""
-    return f"tagged-{_type_of(given, 'message') if isinstance(given, dict) else given.type}"
+    kind = _type_of(given, "message") if isinstance(given, dict) else given.type
+    return f"tagged-{'hosted' if kind in HOSTED else kind}"
 
 
 AnyItem = Annotated[
@@ -179,17 +171,15 @@ class Namespace(Body):
     """Functions whose calls name their group, too."""
 
     type: Literal["namespace"]
-    name: NameText
+    name: Identifier
     description: Text | None = None  # accepted and ignored: templates have no place for it
     tools: Functions
 
 
-class HostedTool(BaseModel):
+class HostedTool(Body, extra="allow"):
     """A tool that OpenAI's servers run. It is not shown to the model, which therefore does not call it."""
 
-    model_config = ConfigDict(extra="allow")
-
-    type: Hosted
+    type: HostedType
 
 
 class NamedFunction(Body):
@@ -226,7 +216,7 @@ AnyTool = Annotated[
     Annotated[FunctionTool, Tag("tagged-function")]
     | Annotated[Namespace, Tag("tagged-namespace")]
     | Annotated[HostedTool, Tag("tagged-hosted")],
-    Discriminator(lambda tool: "tagged-hosted" if _kind(tool).removeprefix("tagged-") in HOSTED else _kind(tool)),
+    Discriminator(_kind),
     _known("tool", ("function", "namespace", *HOSTED), '{"type": "function", "name": ...}'),
 ]
 
@@ -288,8 +278,14 @@ class ResponseBody(SamplingFields):
         Raises ``RequestValidationError`` for fields that cannot be combined, ``OutriderError`` if ``input`` has no messages.
         """
         given = self.model_dump(include=SamplingFields.model_fields.keys() - OWN, exclude_unset=True)
-        tools = [{"type": "function", "function": function} for function in self._functions()]
-        choice, form, messages = self.tool_choice, self.text.format, self._messages()
+        tools = [
+            function.model_dump(exclude={"type"}, exclude_none=True) | {"name": _name_in_chat(namespace, function.name)}
+            for namespace, function in self._functions
+        ]
+        choice: Any = self.tool_choice
+        if isinstance(choice, NamedFunction):
+            choice = {"type": "function", "function": {"name": _name_in_chat(choice.namespace, choice.name)}}
+        form, messages = self.text.format, self._messages()
         if not messages:
             raise OutriderError("input has no text: expected at least one message, call or reasoning item with text")
         if isinstance(form, SchemaFormat):
@@ -305,30 +301,30 @@ class ResponseBody(SamplingFields):
             "verbosity": self.text.verbosity,
             "include_reasoning": self.include_reasoning,
             "chat_template_kwargs": self.chat_template_kwargs,
-            "tools": tools or None,
-            "tool_choice": {"type": "function", "function": {"name": _in_chat(choice.namespace, choice.name)}}
-            if isinstance(choice, Body)
-            else choice,
+            "tools": [{"type": "function", "function": tool} for tool in tools] or None,
+            "tool_choice": choice,
         }
         try:
             return ChatBody.model_validate(given)
         except ValidationError as error:  # about several fields: each one alone is valid
             raise RequestValidationError([_in_own_names(each) for each in error.errors()]) from None
 
-    def _functions(self) -> Iterator[dict[str, Any]]:
-        """Yield the functions with their names in chat."""
+    @property
+    def _functions(self) -> list[tuple[str | None, FunctionTool]]:
+        """The functions that the model may call, each after its namespace."""
+        found: list[tuple[str | None, FunctionTool]] = []
         for tool in self.tools:
-            space = tool.name if isinstance(tool, Namespace) else None
-            for function in tool.tools if isinstance(tool, Namespace) else [tool] if isinstance(tool, FunctionTool) else []:
-                given = function.model_dump(exclude={"type"}, exclude_none=True)
-                yield given | {"name": _in_chat(space, function.name)}
+            if isinstance(tool, Namespace):
+                found += [(tool.name, function) for function in tool.tools]
+            elif isinstance(tool, FunctionTool):
+                found.append((None, tool))
+        return found
 
     @property
     def names(self) -> dict[str, dict[str, str]]:
         """The names of the functions in namespaces, by their names in chat."""
-        spaces = [tool for tool in self.tools if isinstance(tool, Namespace)]
-        pairs = [(space.name, function.name) for space in spaces for function in space.tools]
-        return {_in_chat(space, name): {"namespace": space, "name": name} for space, name in pairs}
+        pairs = [(namespace, function.name) for namespace, function in self._functions if namespace is not None]
+        return {_name_in_chat(namespace, name): {"namespace": namespace, "name": name} for namespace, name in pairs}
 
     def _messages(self) -> list[dict[str, Any]]:
         """Return the conversation as messages of chat; one system message has the instructions, as templates expect."""
@@ -363,7 +359,7 @@ class ResponseBody(SamplingFields):
         }
 
 
-def _in_chat(namespace: str | None, name: str) -> str:
+def _name_in_chat(namespace: str | None, name: str) -> str:
     """Return the name of a function in chat, which has no namespaces."""
     return name if namespace is None else f"{namespace}__{name}"
 
@@ -388,7 +384,7 @@ def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
         elif isinstance(item, MessageItem):
             _add_text(messages, _joined(item.content))
         elif isinstance(item, CallItem):
-            function = {"name": _in_chat(item.namespace, item.name), "arguments": item.arguments}
+            function = {"name": _name_in_chat(item.namespace, item.name), "arguments": item.arguments}
             _assistant(messages, "tool_calls").setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
         elif isinstance(item, ReasoningItem) and (thoughts := _joined(item.content) or _joined(item.summary)):
             _assistant(messages, "reasoning_content")["reasoning_content"] = thoughts

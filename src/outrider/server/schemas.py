@@ -62,7 +62,7 @@ def compiled(table: LLTokenizer, schema: str, lead: Lead | None = None) -> LLMat
 
 def _lark(table: LLTokenizer, lead: Lead) -> str:
     """Return a grammar in llguidance's Lark of a lead and the grammar ``answer``, or a call of a tool."""
-    opening, closing, resumed, heading, *calls = (" ".join(_symbols(table, marker)) for marker in (*lead[:4], *lead.calls))
+    opening, closing, resumed, heading, *calls = (" ".join(_symbols(table, marker)) for marker in (*lead.markers, *lead.calls))
     # The last token of a call's opening may be longer; the tokens that follow it are not restricted.
     answer = f"({' | '.join([f'{heading} @answer', *(f'{call} ANY <[*]>*' for call in calls)])})"
     if not lead.closing:
