@@ -41,7 +41,8 @@ def small_rule(output: Text) -> Sequence[int]:
 
 
 SMALL = RuleGrammar(small_rule, enumeration.VOCAB, eos=-1)
-FORBIDDING = ("allowed", "banned")  # settings that forbid a forced token: such a request fails with and without drafts
+# Settings that can forbid a forced token: masks fail such a request with and without drafts, min_tokens is refused with a grammar.
+FORBIDDING = ("allowed", "banned", "min_tokens", "greedy, min_tokens")
 
 
 def constrained(output: Text, params: SamplingParams) -> Request:
