@@ -41,7 +41,7 @@ def small_rule(output: Text) -> Sequence[int]:
 
 
 SMALL = RuleGrammar(small_rule, enumeration.VOCAB, eos=-1)
-# Settings that can forbid a forced token: masks fail such a request with and without drafts, min_tokens is refused with a grammar.
+# Settings that can forbid a forced token: masks then fail the request with and without drafts; a grammar excludes min_tokens.
 FORBIDDING = ("allowed", "banned", "min_tokens", "greedy, min_tokens")
 
 
