@@ -46,10 +46,11 @@ class ResponseAnswer(ChatAnswer):
     def _said(self, reply: Reply, part: Part) -> list[dict[str, Any]]:
         """Return the events of a part, in its order: only the last item may be incomplete."""
         events = []
-        for piece in part.pieces or [part]:
-            events += [*self._text("reasoning", piece.reasoning), *self._text("message", piece.content)]
-            for call in piece.calls:
-                events += [*self._call(call), *(self._close("completed") if reply.calls_at_once else [])]
+        for kind, said in part.pieces:
+            if kind == "call":
+                events += [*self._call(said), *(self._close("completed") if reply.calls_at_once else [])]
+            else:
+                events += self._text("message" if kind == "content" else kind, said)
         return events
 
     def failure(self, body: dict[str, Any]) -> list[dict[str, Any]]:
