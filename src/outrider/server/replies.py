@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import re
 import secrets
 import string
@@ -93,6 +94,12 @@ class Reply:
     lead: Lead | None = None  # before JSON that a grammar forces
     ends_with_calls = True  # whether the finish reason of a complete reply with calls is "tool_calls"
     calls_at_once = True  # whether a call is complete when it is returned
+    may_reason = False  # whether the text may have reasoning
+
+    @property
+    def reasoning_spans(self) -> list[tuple[int, float]]:
+        """The (start, end) of each reasoning in the text so far, in characters, without the markers around it."""
+        return []
 
     def feed(self, text: str) -> Part:
         """Return what the next text of the reply completes."""
@@ -184,19 +191,27 @@ class ParsedReply(Reply):
         self._separator = ""  # between two parts of the content
         begun = [match.end() for match in form.start_anchor_re.finditer(prompt_end)]
         self._text = prompt_end[begun[-1] :] if begun else ""
-        self._position = 0
+        self._position, self._spans = 0, list[tuple[int, float]]()  # in the text of the prompt and the reply
         self._read(is_end=True)
+        self._num_prompt = len(self._text)
+        self._spans = [(self._num_prompt, math.inf)] if self._is_reasoning else []
+        self._is_finished, self.may_reason = False, not form.fields.keys().isdisjoint(REASONING)
 
     def feed(self, text: str) -> Part:
         self._text += text
         return self._read(is_end=False)
 
     def finish(self) -> Part:
-        part = self._read(is_end=True)
+        part, self._is_finished = self._read(is_end=True), True
         if self._is_call:  # JSON shows whether it is complete; in other formats an argument may be missing
             end = len(self._text)
             self._end_call(part, self._opening, end if self._field.content == "json" else None, end)
         return part
+
+    @property
+    def reasoning_spans(self) -> list[tuple[int, float]]:
+        most = math.inf if self._is_finished else self._position  # what follows may be a marker
+        return [(start - self._num_prompt, min(end, most) - self._num_prompt) for start, end in self._spans]
 
     @property
     def _is_call(self) -> bool:
@@ -218,7 +233,12 @@ class ParsedReply(Reply):
             if following is self._field:  # the end of the turn
                 continue
             was_call, opening = self._is_call, self._opening
+            if self._is_reasoning:
+                end = match.end() - len(match[0].lstrip())
+                self._spans[-1] = self._spans[-1][0], end
             self._field, self._opening, self._is_fresh, self._num_quoted = following, match, True, 0
+            if self._is_reasoning:
+                self._spans.append((match.end(), math.inf))
             if was_call:
                 self._end_call(part, opening, match.start(), match.end())
 

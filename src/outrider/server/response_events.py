@@ -133,7 +133,7 @@ class ResponseAnswer(ChatAnswer):
         return [*events, self._event(f"response.{status}", response=response)]
 
     def _counts(self) -> dict[str, Any]:
-        """Return the counts of chat under the names of this API. Tokens of reasoning are not counted separately."""
+        """Return the counts of chat under the names of this API."""
         counts = super()._counts()
         usage = counts["usage"]
         return counts | {
@@ -141,7 +141,7 @@ class ResponseAnswer(ChatAnswer):
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0, **usage["completion_tokens_details"]},
+                "output_tokens_details": usage["completion_tokens_details"],
                 "total_tokens": usage["total_tokens"],
             }
         }
