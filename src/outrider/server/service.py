@@ -107,7 +107,8 @@ class Service:
     async def _chat(self, body: ChatBody, http: Request, answer: ChatAnswer) -> Response:
         call = http.state.call
         answer.delimiters = self._replies.delimiters(body)
-        max_tokens = body.max_completion_tokens or body.max_tokens or self.llm.runner.max_len
+        whole = max(self.llm.runner.max_len, body.min_tokens)  # the context, which ends the reply in any case
+        max_tokens = body.max_completion_tokens or body.max_tokens or whole
         self._replies.check(body)
         messages = [message.plain() for message in body.messages]
 
