@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from outrider.engine.outputs import TARGET_FAILED, Chunk, Completion
 from outrider.errors import PromptTooLong
 from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenEnds, TokenTexts
-from outrider.server.bridge import Busy, EngineBridge, Stopping, Stream
+from outrider.server.bridge import Busy, EngineBridge, Stopping, Stream, TargetFailed
 from outrider.server.config import Client, ServerConfig
 from outrider.server.echo import Echo, prompt_logprobs
 from outrider.server.gate import CLOSED, Call, error_body
@@ -297,10 +297,6 @@ class Watched:
         if chunk.finish_reason is not None:
             self._metrics.whole.observe(now - self._call.arrived)
             self._metrics.ended(chunk.finish_reason, len(self.answer.choices[index].token_ids))
-
-
-class TargetFailed(OutriderError):
-    """The target failed; the client did not cause it."""
 
 
 class UnknownModel(OutriderError):
