@@ -92,6 +92,13 @@ def test_min_tokens_delays_the_end_of_each_request_to_where_plain_decoding_would
     assert (engine.stats.num_accepted > 0) == (k > 0)
 
 
+def test_min_tokens_that_leave_no_token_are_refused_when_the_request_enters():
+    engine = make_engine()
+    with pytest.raises(OutriderError, match="min_tokens and the token masks leave no token"):
+        engine.add(make_request("bad", PROMPTS[0], allowed_token_ids=(EOS, 9), stop_token_ids=(9,), min_tokens=1))
+    assert outputs(run(engine, requests())) == plain()
+
+
 def test_stop_token_ids_end_a_request_inside_a_draft():
     runner = TableRunner()
     stop = greedy_continuation(runner, PROMPTS[0], 6)[-1]

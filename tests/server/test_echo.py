@@ -66,6 +66,14 @@ def test_an_echo_without_log_probabilities_is_text(client: openai.OpenAI) -> Non
     ]
 
 
+def test_a_target_that_fails_is_not_the_clients_fault(
+    client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.llm.runner, "score", lambda *_: 1 / 0)
+    with pytest.raises(openai.InternalServerError, match="the target failed"):
+        client.completions.create(model="outrider", prompt="a b c d", echo=True, logprobs=1, max_tokens=1)
+
+
 def test_an_echo_in_a_stream_is_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="echo cannot be combined with stream"):
         client.completions.create(model="outrider", prompt="a", echo=True, stream=True)

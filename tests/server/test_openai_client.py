@@ -319,6 +319,13 @@ def test_a_body_that_is_no_text_is_refused(served: Served, encoding: str, status
     [
         ({"temperature": -1}, "temperature"),
         ({"functions": []}, "functions"),
+        (
+            {"min_tokens": 9, "max_completion_tokens": 8},
+            "exceeds max_completion_tokens=8: lower min_tokens or raise max_completion",
+        ),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens=9 exceeds max_tokens=8: lower min_tokens or raise max_tokens"),
+        ({"min_tokens": 9, "max_tokens": 10, "max_completion_tokens": 8}, "exceeds max_completion_tokens=8"),
+        ({"max_completion_tokens": 1 << 31}, "max_completion_tokens: expected a value less than or equal to 2147483647"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"speculative": {"method": "medusa"}}, "draft"),
         ({"speculative": {"num_draft_tokens": -1}}, "speculative"),
@@ -332,3 +339,11 @@ def test_unsupported_requests_are_refused_with_the_reason(served: Served, body: 
     answer = served.post("/v1/chat/completions", **({"messages": MESSAGES} | body))
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
+
+
+def test_min_tokens_above_the_context_leaves_the_end_to_the_context(served: Served) -> None:
+    ends = []
+    for most in ({}, {"max_tokens": 10_000}):
+        answer = served.post("/v1/chat/completions", messages=MESSAGES, min_tokens=10_000, **most).json()
+        ends.append((answer["choices"][0]["finish_reason"], answer["usage"]["total_tokens"]))
+    assert ends == [("length", served.llm.runner.max_len)] * 2

@@ -360,6 +360,10 @@ STORES_NOTHING = "the server stores no responses: send the whole conversation as
         ({"max_completion_tokens": 5}, "max_completion_tokens: expected max_output_tokens"),
         ({"messages": [USER]}, "messages: expected input"),
         ({"previous_response_id": False}, f"previous_response_id: {STORES_NOTHING}"),
+        (
+            {"min_tokens": 9, "max_output_tokens": 8},
+            "min_tokens=9 exceeds max_output_tokens=8: lower min_tokens or raise max_output_tokens",
+        ),
         ({"max_output_tokens": 1 << 31}, "max_output_tokens: expected a value less than or equal to 2147483647"),
         (
             {"input": [{"type": "reasoning", "summary": []}]},

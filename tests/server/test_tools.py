@@ -147,7 +147,7 @@ def streamed(served: Served, **body: Any) -> tuple[list[dict[str, Any]], list[st
                 if call["index"] < len(part.calls):
                     part.calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
                 else:
-                    part.calls.append(call)
+                    part.add(Part(calls=[call]))
     return [part.message() for part in parts], reasons, len(events)
 
 

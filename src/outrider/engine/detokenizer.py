@@ -90,7 +90,7 @@ class WindowDetokenizer:
 
 
 class DetokenizerFactory:
-    """Creates each request's detokenizer; shared tables are computed once."""
+    """Creates each request's detokenizer; shared tables are computed once. Thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer, self._special = tokenizer, frozenset(special_ids(tokenizer))
@@ -104,12 +104,14 @@ class DetokenizerFactory:
         shown = delimiters if skip_special_tokens else self._special
         if self._table is None:
             return WindowDetokenizer(self._tokenizer, prompt_ids, not shown, self._special - shown if shown else ())
-        if shown not in self._tables:
-            self._tables[shown] = list(self._table)
+        table = self._tables.get(shown)
+        if table is None:
+            table = list(self._table)
             for token in shown:
-                self._tables[shown][token] = str(self._tokenizer.convert_ids_to_tokens(token)).encode()
+                table[token] = str(self._tokenizer.convert_ids_to_tokens(token)).encode()
+            self._tables[shown] = table  # once it is complete: another thread may read it
         begins = self._strips_space and not BytesDetokenizer(self._table).feed(prompt_ids[-CONTEXT_TOKENS:])
-        return BytesDetokenizer(self._tables[shown], strips_space=begins)
+        return BytesDetokenizer(table, strips_space=begins)
 
 
 class StopScanner:

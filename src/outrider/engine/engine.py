@@ -26,6 +26,7 @@ from outrider.engine.stats import GenerationStats
 from outrider.proposers.base import Proposer
 from outrider.runner import ModelRunner
 from outrider.sampling import Sampler
+from outrider.sampling.min_tokens import check_min_tokens
 from outrider.types import Context, OutriderError, Request, Round
 from outrider.verifiers.base import Verifier
 
@@ -97,6 +98,7 @@ class Engine:
         """Raise ``OutriderError`` if the request can never run. Thread-safe, because it changes no state."""
         self.scheduler.check(request)
         self._make_sampler([request])  # rejects token ids outside the vocabulary, and masks that leave no token
+        check_min_tokens(request.params, self.scheduler.eos_token_ids, self.runner.vocab_size)
 
     def add(self, request: Request, fork_of: str | None = None, client: str = "", priority: int = 0) -> None:
         """Queue a request. Raises ``OutriderError`` if it can never run.

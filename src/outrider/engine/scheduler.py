@@ -81,7 +81,7 @@ class Scheduler:
         self.borders = tuple(borders)
         self.running: list[Entry] = []
         self.waiting: FairQueue[Entry] = FairQueue()
-        self._make_detokenizer = make_detokenizer
+        self.make_detokenizer = make_detokenizer
         self._entries: tuple[Entry, ...] = ()  # of the last batch; reused while the same requests run
         self._requests: tuple[Request, ...] = ()
         self._sampler: BatchSampler | None = None
@@ -89,7 +89,7 @@ class Scheduler:
     def check(self, request: Request) -> None:
         """Raise ``OutriderError`` if the request can never run."""
         self.check_prompt_len(request.num_prompt_tokens)
-        if request.params.stop and self._make_detokenizer is None:
+        if request.params.stop and self.make_detokenizer is None:
             raise OutriderError("stop strings need a tokenizer: pass tokenizer=..., or use stop_token_ids")
 
     def check_prompt_len(self, num_tokens: int) -> None:
@@ -110,8 +110,8 @@ class Scheduler:
             max_tokens=min(params.max_tokens, self.max_len - request.num_prompt_tokens),
             stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids),
             detokenizer=(
-                self._make_detokenizer(request.token_ids, params.skip_special_tokens, request.delimiters)
-                if self._make_detokenizer
+                self.make_detokenizer(request.token_ids, params.skip_special_tokens, request.delimiters)
+                if self.make_detokenizer
                 else None
             ),
             scanner=StopScanner(params.stop, params.include_stop_str_in_output) if params.stop else None,

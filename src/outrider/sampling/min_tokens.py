@@ -10,7 +10,24 @@ from torch import Tensor
 
 from outrider.sampling.grammar_masks import token_mask
 from outrider.sampling.penalties import depths_of
-from outrider.types import OutriderError, Request
+from outrider.types import OutriderError, Request, SamplingParams
+
+
+def check_min_tokens(params: SamplingParams, eos_token_ids: Collection[int], vocab_size: int) -> None:
+    """Raise ``OutriderError`` if ``min_tokens`` is set and the token masks allow only tokens that end the output."""
+    if params.min_tokens == 0:
+        return
+    mask = token_mask(params, vocab_size)
+    others = torch.ones(vocab_size, dtype=torch.bool) if mask is None else mask
+    others[_ending(params, eos_token_ids, vocab_size)] = False
+    if not bool(others.any()):
+        raise OutriderError("min_tokens and the token masks leave no token: expected one that does not end the output")
+
+
+def _ending(params: SamplingParams, eos_token_ids: Collection[int], vocab_size: int) -> Tensor:
+    """Return the tokens that end an output, int64 [N]."""
+    found = torch.tensor(sorted({*eos_token_ids, *params.stop_token_ids}), dtype=torch.long)
+    return found[found < vocab_size]
 
 
 class MinTokens:
@@ -19,19 +36,12 @@ class MinTokens:
     def __init__(
         self, requests: Sequence[Request], eos_token_ids: Collection[int], vocab_size: int, device: torch.device
     ) -> None:
-        """Raises ``OutriderError`` if the token masks of a request allow only tokens that end its output."""
+        """The requests must have passed ``check_min_tokens``."""
         self._rows: list[tuple[int, Request, Tensor]] = []
         for row, request in enumerate(requests):
             if request.params.min_tokens == 0:
                 continue
-            ending = torch.tensor(sorted({*eos_token_ids, *request.params.stop_token_ids}), dtype=torch.long)
-            ending = ending[ending < vocab_size]
-            mask = token_mask(request.params, vocab_size)
-            others = torch.ones(vocab_size, dtype=torch.bool) if mask is None else mask
-            others[ending] = False
-            if not bool(others.any()):
-                raise OutriderError("min_tokens and the token masks leave no token: expected one that does not end the output")
-            self._rows.append((row, request, ending.to(device)))
+            self._rows.append((row, request, _ending(request.params, eos_token_ids, vocab_size).to(device)))
 
     @property
     def is_empty(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from codecs import IncrementalDecoder, getincrementaldecoder
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,8 +18,9 @@ from outrider.server.replies import Reply
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from outrider.engine.detokenizer import Detokenizer
     from outrider.engine.logprobs import TokenLogprobs
-    from outrider.engine.outputs import Chunk, Completion
+    from outrider.engine.outputs import Chunk, Completion, Emission
     from outrider.engine.stats import GenerationStats
 
 
@@ -52,6 +54,29 @@ class TokenTexts:
             except UnicodeDecodeError:
                 return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
         return str(self._tokenizer.convert_ids_to_tokens(token) or "")
+
+
+class TokenEnds:
+    """Where each token of a choice ends in its text. Counts the tokens of a part of the text."""
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+        self._ends: list[int] = []  # number of characters after each token
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Append tokens. Every token of the choice must be added, in order."""
+        end = self._ends[-1] if self._ends else 0
+        for token in token_ids:
+            end += len(self._detokenizer.feed((token,)))
+            self._ends.append(end)
+
+    def count(self, start: int, end: float) -> int:
+        """Return the number of tokens after the one that completes the first ``start`` characters and before character ``end``.
+
+        A token that is partly in the text and partly in a marker around it is not counted.
+        """
+        first = bisect_left(self._ends, start) + 1 if start else 0
+        return max(bisect_right(self._ends, end) - first, 0)
 
 
 def speculation_metrics(stats: GenerationStats) -> dict[str, Any]:
@@ -97,6 +122,10 @@ class Answer:
         choices = [self.choice(index, completion, is_whole=True) for index, completion in enumerate(self.choices)]
         return {**self.head(self.kind), "choices": choices, **self._counts()}
 
+    def add(self, index: int, emission: Emission) -> Chunk:
+        """Append an emission to a choice and return it as a chunk."""
+        return self.choices[index].add(emission)
+
     def _counts(self) -> dict[str, Any]:
         """Return the usage and, for a single choice that had drafts, vLLM's ``speculative_decoding`` metrics."""
         usage: dict[str, Any] = {"usage": self.usage()}
@@ -118,10 +147,15 @@ class Answer:
             "total_tokens": num_prompt + generated,
             "prompt_tokens_details": {"cached_tokens": sum(completion.stats.num_cached for completion in prompts.values())},
             "completion_tokens_details": {
+                "reasoning_tokens": self.num_reasoning(),
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,
             },
         }
+
+    def num_reasoning(self) -> int:
+        """Return the number of tokens of reasoning in all choices."""
+        return 0
 
     def opening(self) -> list[dict[str, Any]]:
         """Return the first chunks of a stream."""
@@ -193,6 +227,15 @@ class ChatAnswer(Answer):
     kind: ClassVar[str] = "chat.completion"
     chunk_kind: ClassVar[str] = "chat.completion.chunk"
     replies: dict[int, Reply] = field(default_factory=lambda: defaultdict(Reply))  # reader of each choice
+    token_ends: dict[int, TokenEnds] = field(default_factory=dict)  # of the choices that may have reasoning
+
+    def add(self, index: int, emission: Emission) -> Chunk:
+        if index in self.token_ends:
+            self.token_ends[index].add(emission.token_ids)
+        return super().add(index, emission)
+
+    def num_reasoning(self) -> int:
+        return sum(ends.count(*span) for index, ends in self.token_ends.items() for span in self.replies[index].reasoning_spans)
 
     def opening(self) -> list[dict[str, Any]]:
         role = {"role": "assistant", "content": ""}

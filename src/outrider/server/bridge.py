@@ -66,6 +66,10 @@ class Stopping(OutriderError):
         super().__init__(why)
 
 
+class TargetFailed(OutriderError):
+    """The target failed; the client did not cause it."""
+
+
 class Stream:
     """Asynchronous iterator over the emissions of one call's requests, until all have ended. It must be closed.
 

@@ -10,7 +10,8 @@ import torch
 
 from outrider.engine.logprobs import TokenLogprobs
 from outrider.engine.outputs import TARGET_FAILED
-from outrider.types import OutriderError, Request, SamplingParams
+from outrider.server.bridge import TargetFailed
+from outrider.types import Request, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +48,7 @@ class Dictated:
 async def prompt_logprobs(
     llm: LLM, bridge: EngineBridge, prompts: Sequence[list[int]], num_top: int, deadline: float, client: Client
 ) -> list[list[TokenLogprobs]]:
-    """Return the log-probabilities of each prompt's tokens. Raises ``OutriderError`` if the target fails."""
+    """Return the log-probabilities of each prompt's tokens. Raises ``TargetFailed`` if the target fails."""
     requests = [_request(llm, prompt, num_top) for prompt in prompts]
     found: dict[str, list[TokenLogprobs]] = {request.request_id: [TokenLogprobs(0.0)] for request in requests}
     longer = [[request] for request, prompt in zip(requests, prompts, strict=True) if len(prompt) > 1]
@@ -55,7 +56,7 @@ async def prompt_logprobs(
     try:
         async for emission in stream:
             if emission.finish_reason == "error":
-                raise OutriderError(emission.error or TARGET_FAILED)
+                raise TargetFailed(emission.error or TARGET_FAILED)
             found[emission.request_id] += emission.logprobs or []
     finally:
         stream.close()

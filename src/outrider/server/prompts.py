@@ -95,10 +95,9 @@ class Prompts:
         num_characters = self._check_size(shown + "".join(map(json.dumps, [*calls, *tools, variables])))
         # OpenAI's newer name: templates drop messages of unknown roles, or know a developer who is not meant.
         messages = [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
-        if self._given is None or self._given["tool_template" if tools else "template"] is None:
+        template = None if self._given is None else self._given["tool_template" if tools else "template"]
+        if template is None:
             return [await self._aside(lambda: self._llm.chat_prompt(messages, tools, variables))]
-        assert self._llm.tokenizer is not None  # the template is its own
-        template = template_of(self._llm.tokenizer, with_tools=bool(tools))
         if tools:
             check_takes_tools(template)
         job = {"messages": as_read_by(template, messages), "tools": list(tools), "variables": variables}

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from outrider.engine.options import Speculation
 from outrider.engine.prompts import arguments_of, as_prompts, for_template, shown_tool
-from outrider.options import declared, shown
+from outrider.options import INT32, declared, shown
 from outrider.registry import PLAIN
 from outrider.server.parameters import moved
 from outrider.types import Grammar, OutriderError, SamplingParams
@@ -385,8 +385,8 @@ class ChatBody(SamplingFields):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: Messages
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, le=INT32)
+    max_completion_tokens: int | None = Field(None, ge=1, le=INT32)
     logprobs: bool = False
     modalities: list[Literal["text"]] | None = None
     add_generation_prompt: Literal[True] = True
@@ -411,6 +411,14 @@ class ChatBody(SamplingFields):
             raise ValueError("tool_choice needs tools")
         if self.named is not None and self.named not in names:
             raise ValueError(f"tool_choice: unknown tool {self.named!r}: expected one of {', '.join(names)}")
+        return self
+
+    @model_validator(mode="after")
+    def _has_room(self) -> Self:
+        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        most = getattr(self, name)
+        if most is not None and self.min_tokens > most:
+            raise ValueError(f"min_tokens={self.min_tokens} exceeds {name}={most}: lower min_tokens or raise {name}")
         return self
 
     @property

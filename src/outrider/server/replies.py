@@ -9,22 +9,24 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import re
 import secrets
 import string
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from transformers.utils.chat_parsing.content_parsers import process_field
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from outrider.engine.prompts import arguments_of, check_takes_tools, template_of
+from outrider.engine.prompts import check_takes_tools, template_of
 from outrider.runner.tokenizers import special_ids
+from outrider.server.calls import as_json, flat, json_values, name_and_arguments, plain_json
 from outrider.server.formats import CALLS, FORMATS, LEADS, OPENINGS, REASONING, THINKING, Lead
-from outrider.server.parameters import PYTHONIC, typed
+from outrider.server.parameters import typed
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
@@ -36,10 +38,8 @@ logger = logging.getLogger(__name__)
 
 PREFIX_TOKENS = 256  # of the prompt's end, which may begin the reply, for example with <think>
 ID_CHARACTERS, ID_LENGTH = string.ascii_letters + string.digits, 9  # chat templates of Mistral accept no other ids
-DECODER = json.JSONDecoder()
 THINKING_VARIABLES = "enable_thinking", "thinking"  # of chat templates; false: no reasoning
 MAX_QUOTED = 16  # markers in the strings of one call that are checked, which takes time
-NOT_SEPARATOR = re.compile(r"[^;\s]")
 JSON_MARK = re.compile(r'[\\"\[\]{}]')
 LISTED_CALL = re.compile(r'[\s,\[]*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:(?P<arguments>.*)\}', re.DOTALL)
 UNKNOWN = 'no tool-call format of this model is known: set tool_choice to "required" or to a function'
@@ -49,22 +49,31 @@ NO_OPENING = (
 )
 
 
-@dataclass
 class Part:
-    """A part of a reply. ``calls`` have OpenAI's form for streams."""
+    """A part of a reply: reasoning, content and tool calls, in the order of the text."""
 
-    content: str = ""
-    reasoning: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    pieces: list[Part] = field(default_factory=list, compare=False)  # what was added, in order; each has one kind
+    def __init__(self, content: str = "", reasoning: str = "", calls: Iterable[dict[str, Any]] = ()) -> None:
+        """``calls`` have OpenAI's form for streams."""
+        given = [("reasoning", reasoning), ("content", content), *(("call", call) for call in calls)]
+        self.pieces: list[tuple[str, Any]] = [(kind, value) for kind, value in given if value]
 
     def add(self, later: Part) -> None:
-        if not self.pieces:
-            self.pieces = [replace(self, calls=[*self.calls])]
-        self.pieces += later.pieces or [later]
-        self.content += later.content
-        self.reasoning += later.reasoning
-        self.calls += later.calls
+        self.pieces += later.pieces
+
+    def _all(self, wanted: str) -> list[Any]:
+        return [value for kind, value in self.pieces if kind == wanted]
+
+    @property
+    def content(self) -> str:
+        return "".join(self._all("content"))
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._all("reasoning"))
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        return self._all("call")
 
     def delta(self) -> dict[str, Any]:
         """Return the fields of a stream's ``delta``."""
@@ -74,8 +83,8 @@ class Part:
     def message(self) -> dict[str, Any]:
         """Return the ``message`` of a whole reply."""
         calls = [{name: value for name, value in call.items() if name != "index"} for call in self.calls]
-        content = self.content or (None if calls else "")
-        return {"role": "assistant", "content": content, **Part("", self.reasoning, calls).delta()}
+        message = {"role": "assistant", "content": None if calls else "", **self.delta()}
+        return message | {"tool_calls": calls} if calls else message
 
 
 class Reply:
@@ -85,6 +94,12 @@ class Reply:
     lead: Lead | None = None  # before JSON that a grammar forces
     ends_with_calls = True  # whether the finish reason of a complete reply with calls is "tool_calls"
     calls_at_once = True  # whether a call is complete when it is returned
+    may_reason = False  # whether the text may have reasoning
+
+    @property
+    def reasoning_spans(self) -> list[tuple[int, float]]:
+        """The (start, end) of each reasoning in the text so far, in characters, without the markers around it."""
+        return []
 
     def feed(self, text: str) -> Part:
         """Return what the next text of the reply completes."""
@@ -149,7 +164,7 @@ class ListReply(Reply):
     def _end_call(self, part: Part, end: int) -> None:
         call = LISTED_CALL.fullmatch(self._text, self._start, end)
         if call is not None:
-            part.calls.append(self._call(call["name"], call["arguments"].strip()))
+            part.add(Part(calls=[self._call(call["name"], call["arguments"].strip())]))
             self._start = end
 
     def finish(self) -> Part:
@@ -176,19 +191,27 @@ class ParsedReply(Reply):
         self._separator = ""  # between two parts of the content
         begun = [match.end() for match in form.start_anchor_re.finditer(prompt_end)]
         self._text = prompt_end[begun[-1] :] if begun else ""
-        self._position = 0
+        self._position, self._spans = 0, list[tuple[int, float]]()  # in the text of the prompt and the reply
         self._read(is_end=True)
+        self._num_prompt = len(self._text)
+        self._spans = [(self._num_prompt, math.inf)] if self._is_reasoning else []
+        self._is_finished, self.may_reason = False, not form.fields.keys().isdisjoint(REASONING)
 
     def feed(self, text: str) -> Part:
         self._text += text
         return self._read(is_end=False)
 
     def finish(self) -> Part:
-        part = self._read(is_end=True)
+        part, self._is_finished = self._read(is_end=True), True
         if self._is_call:  # JSON shows whether it is complete; in other formats an argument may be missing
             end = len(self._text)
             self._end_call(part, self._opening, end if self._field.content == "json" else None, end)
         return part
+
+    @property
+    def reasoning_spans(self) -> list[tuple[int, float]]:
+        most = math.inf if self._is_finished else self._position  # what follows may be a marker
+        return [(start - self._num_prompt, min(end, most) - self._num_prompt) for start, end in self._spans]
 
     @property
     def _is_call(self) -> bool:
@@ -210,7 +233,12 @@ class ParsedReply(Reply):
             if following is self._field:  # the end of the turn
                 continue
             was_call, opening = self._is_call, self._opening
+            if self._is_reasoning:
+                end = match.end() - len(match[0].lstrip())
+                self._spans[-1] = self._spans[-1][0], end
             self._field, self._opening, self._is_fresh, self._num_quoted = following, match, True, 0
+            if self._is_reasoning:
+                self._spans.append((match.end(), math.inf))
             if was_call:
                 self._end_call(part, opening, match.start(), match.end())
 
@@ -236,7 +264,7 @@ class ParsedReply(Reply):
         if not self._is_call or self._field.content != "json" or self._num_quoted == MAX_QUOTED:
             return False
         try:
-            _values(plain_json(self._text[self._opening.end() : end], self._field.content_args))
+            json_values(plain_json(self._text[self._opening.end() : end], self._field.content_args))
         except json.JSONDecodeError as error:
             is_open = error.msg.startswith("Unterminated string")
             self._num_quoted += is_open
@@ -283,14 +311,14 @@ class ParsedReply(Reply):
         """Return the name and the arguments of each call in a field. Raises if they have another form."""
         calls, texts = self._form.fields[CALLS], [text]
         if calls.content == "json":  # transformers reads dialects slowly, and changes strings that look like keys
-            texts, calls = _values(plain_json(text, calls.content_args)), replace(calls, content_args={})
+            texts, calls = json_values(plain_json(text, calls.content_args)), replace(calls, content_args={})
         schemas = {tool.function.name: tool.function.parameters or {} for tool in self._body.tools or ()}
         found = []
-        for call in _flat([process_field(each, calls, captures) for each in texts]):
-            name, arguments = _name_and_arguments(call, schemas)
+        for call in flat([process_field(each, calls, captures) for each in texts]):
+            name, arguments = name_and_arguments(call, schemas)
             if calls.content != "json":
                 arguments = typed(arguments, schemas.get(name, {}))
-            found.append((name, _as_json(arguments)))
+            found.append((name, as_json(arguments)))
         return found
 
 
@@ -348,65 +376,6 @@ def _closing_of(lead: Lead) -> Any:
     """Return the pattern of the end of reasoning. A form may know other ends, which are text for a grammar."""
     reasoning = THINKING["fields"][REASONING[0]] | {"close_pattern": rf"\s{{0,8}}{re.escape(lead.closing)}"}
     return load_response_template(THINKING | {"fields": {REASONING[0]: reasoning}}).fields[REASONING[0]].close_re
-
-
-def _values(text: str) -> list[str]:
-    """Return the JSON values in a text, which semicolons or white space separate. Raises if there is anything else."""
-    found, end = [], 0
-    while (start := NOT_SEPARATOR.search(text, end)) is not None:
-        _, end = DECODER.raw_decode(text, start.start())
-        found.append(text[start.start() : end])
-    return found
-
-
-def plain_json(text: str, dialect: Mapping[str, Any]) -> str:
-    """Return a dialect of JSON, described by ``content_args`` of a response template, as JSON."""
-    strings = [rf"{re.escape(opening)}(?s:(.*?)){re.escape(closing)}" for opening, closing in dialect.get("string_delims", [])]
-    keys = [r"(?<![\w.-])([\w.-]+)(?=\s{0,8}:)"] if dialect.get("unquoted_keys") else []
-    if not strings and not keys:
-        return text
-    pattern = "|".join([*strings, r'"(?:[^"\\]|\\.)*"', *keys, *(rf"\b{name}\b" for name in PYTHONIC)])
-    return re.sub(pattern, lambda match: json.dumps(match[match.lastindex]) if match.lastindex else _plain(match[0]), text)
-
-
-def _plain(value: str) -> str:
-    return PYTHONIC.get(value, value)
-
-
-def _flat(calls: Any) -> list[Any]:
-    """Return the calls of a field, which may contain lists, or be a call of a list of functions."""
-    if isinstance(calls, list):
-        return [each for call in calls for each in _flat(call)]
-    functions = calls["function"]
-    return [calls | {"function": each} for each in functions] if isinstance(functions, list) else [calls]
-
-
-def _name_and_arguments(call: Mapping[str, Any], known: Container[str]) -> tuple[str, dict[str, Any]]:
-    """Return a parsed call's name and arguments. Raises if it has another form.
-
-    Only a call of a ``known`` function may lack arguments, and only if it does not have them under another name.
-    """
-    function = call["function"]
-    name, arguments = function["name"], function.get("arguments")
-    if arguments is None:
-        arguments = function.get("parameters")
-    if arguments is None and name in known and function.keys() <= {"name", "type", "arguments", "parameters"}:
-        arguments = {}
-    if isinstance(arguments, str):
-        arguments = arguments_of(arguments)
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        raise TypeError("expected a name and an object")
-    name.encode()  # raises for an unpaired surrogate
-    return name, arguments
-
-
-def _as_json(arguments: dict[str, Any]) -> str:
-    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # an unpaired surrogate stays an escape
-        text = json.dumps(arguments)
-    return text
 
 
 def response_template(tokenizer: PreTrainedTokenizerBase) -> Any:

@@ -46,10 +46,11 @@ class ResponseAnswer(ChatAnswer):
     def _said(self, reply: Reply, part: Part) -> list[dict[str, Any]]:
         """Return the events of a part, in its order: only the last item may be incomplete."""
         events = []
-        for piece in part.pieces or [part]:
-            events += [*self._text("reasoning", piece.reasoning), *self._text("message", piece.content)]
-            for call in piece.calls:
-                events += [*self._call(call), *(self._close("completed") if reply.calls_at_once else [])]
+        for kind, said in part.pieces:
+            if kind == "call":
+                events += [*self._call(said), *(self._close("completed") if reply.calls_at_once else [])]
+            else:
+                events += self._text("message" if kind == "content" else kind, said)
         return events
 
     def failure(self, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -132,7 +133,7 @@ class ResponseAnswer(ChatAnswer):
         return [*events, self._event(f"response.{status}", response=response)]
 
     def _counts(self) -> dict[str, Any]:
-        """Return the counts of chat under the names of this API. Tokens of reasoning are not counted separately."""
+        """Return the counts of chat under the names of this API."""
         counts = super()._counts()
         usage = counts["usage"]
         return counts | {
@@ -140,7 +141,7 @@ class ResponseAnswer(ChatAnswer):
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0, **usage["completion_tokens_details"]},
+                "output_tokens_details": usage["completion_tokens_details"],
                 "total_tokens": usage["total_tokens"],
             }
         }

@@ -366,8 +366,10 @@ def _name_in_chat(namespace: str | None, name: str) -> str:
 
 def _in_own_names(error: Any) -> dict[str, Any]:
     """Return an error about the request of chat with the names of this API's fields. Messages have no place in ``input``."""
-    where = ("input",) if error["loc"][:1] == ("messages",) else error["loc"]
-    return {**error, "loc": ("body", *where), "msg": str(error["msg"]).replace("response_format", "text.format")}
+    where, what = ("input",) if error["loc"][:1] == ("messages",) else error["loc"], str(error["msg"])
+    for name, own in (("response_format", "text.format"), ("max_completion_tokens", "max_output_tokens")):
+        what = what.replace(name, own)
+    return {**error, "loc": ("body", *where), "msg": what}
 
 
 def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:

@@ -18,8 +18,8 @@ from starlette.types import Receive, Scope, Send
 
 from outrider.engine.outputs import TARGET_FAILED, Chunk, Completion
 from outrider.errors import PromptTooLong
-from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts
-from outrider.server.bridge import Busy, EngineBridge, Stopping, Stream
+from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenEnds, TokenTexts
+from outrider.server.bridge import Busy, EngineBridge, Stopping, Stream, TargetFailed
 from outrider.server.config import Client, ServerConfig
 from outrider.server.echo import Echo, prompt_logprobs
 from outrider.server.gate import CLOSED, Call, error_body
@@ -107,14 +107,20 @@ class Service:
     async def _chat(self, body: ChatBody, http: Request, answer: ChatAnswer) -> Response:
         call = http.state.call
         answer.delimiters = self._replies.delimiters(body)
-        max_tokens = body.max_completion_tokens or body.max_tokens or self.llm.runner.max_len
+        whole = max(self.llm.runner.max_len, body.min_tokens)  # the context, which ends the reply in any case
+        max_tokens = body.max_completion_tokens or body.max_tokens or whole
         self._replies.check(body)
         messages = [message.plain() for message in body.messages]
 
         async def encode() -> list[list[int]]:
             prompts = await self._prompts.chat(messages, call.client, body.offered, body.variables)
-            answer.replies |= enumerate(await self._aside(lambda: self._replies.readers(body, prompts[0])))
-            answer.lead = answer.replies[0].lead
+            readers = await self._aside(lambda: self._replies.readers(body, prompts[0]))
+            answer.replies |= enumerate(readers)
+            answer.lead = readers[0].lead
+            make = self.llm.engine.scheduler.make_detokenizer
+            if make is not None and readers[0].may_reason:
+                detokenizers = [make(prompts[0], body.skip_special_tokens, answer.delimiters) for _ in readers]
+                answer.token_ends |= enumerate(map(TokenEnds, detokenizers))
             return prompts
 
         params = partial(body.params, max_tokens, body.num_logprobs())
@@ -249,7 +255,7 @@ class Watched:
         try:
             async for emission in self._stream:
                 index = self._index[emission.request_id]
-                chunk = self.answer.choices[index].add(emission)
+                chunk = self.answer.add(index, emission)
                 self._clock(index, chunk)
                 if chunk.finish_reason == "error":
                     raise self._failure(chunk.error or TARGET_FAILED)
@@ -291,10 +297,6 @@ class Watched:
         if chunk.finish_reason is not None:
             self._metrics.whole.observe(now - self._call.arrived)
             self._metrics.ended(chunk.finish_reason, len(self.answer.choices[index].token_ids))
-
-
-class TargetFailed(OutriderError):
-    """The target failed; the client did not cause it."""
 
 
 class UnknownModel(OutriderError):
