@@ -92,6 +92,18 @@ def test_a_file_whose_few_bits_take_more_in_memory_is_refused(tmp_path, monkeypa
         load(path)
 
 
+@pytest.mark.parametrize("dtype, num_bytes", [("bfloat16", 2), ("float32", 4)])
+def test_the_memory_of_converted_weights_is_checked_before_they_are_read(dtype, num_bytes, tmp_path, monkeypatch):
+    path = tmp_path / "model.gguf"
+    gguf_files.write(path, gguf_files.make_model("llama"), lambda _: Kind.Q4_0)
+    needed = num_bytes * sum(int(np.prod(tensor.shape)) for tensor in gguf_reader.GgufFile.open(path).tensors.values())
+    assert path.stat().st_size < needed
+    monkeypatch.setattr(memory, "total_memory", lambda: needed - 1)
+    monkeypatch.setattr("outrider.runner.gguf.weights.values_of", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(OutriderError, match=r"the weights in .* take .* MB, but this process has .* choose a smaller model"):
+        load(path, dtype=dtype)
+
+
 def test_factors_multiply_the_scales_of_nvfp4():
     """In float32, before the codes: so do ModelOpt and compressed-tensors."""
     rng = np.random.default_rng(0)
