@@ -7,6 +7,7 @@ import logging
 import time
 from concurrent.futures import Future
 from contextlib import nullcontext
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -130,7 +131,7 @@ def test_weights_that_are_not_transformers_are_named_and_not_downloaded(files, s
     served.repositories["a/other"] = files | CONFIGS
     with pytest.raises(OutriderError, match=f"a/other has no weights in a known format: .*{said}"):
         hub.fetch("a/other")
-    assert not served.sent or set(served.sent) <= {*CONFIGS, "adapter_config.json"}
+    assert not served.sent
 
 
 def test_another_revision_is_refused_with_the_command_that_downloads_it():
@@ -285,7 +286,7 @@ def test_without_the_hub_an_incomplete_download_is_named(served):
 
 @pytest.mark.parametrize("draft", ["a/nothing", "a/gated", "a/onnx"])
 def test_a_draft_that_cannot_be_loaded_is_refused_before_the_target_is_downloaded(draft, served, capsys, tmp_path):
-    served.repositories |= {"a/gated": SHARDED, "a/onnx": CONFIGS | {"onnx/model.onnx": b"1"}}
+    served.repositories |= {"a/gated": SHARDED, "a/onnx": CONFIGS | {"onnx/model.onnx": b"1", "onnx.json": b"{}"}}
     served.gated.add("a/gated")
     with pytest.raises(OutriderError, match=draft):
         LLM("a/sharded", draft=draft)
@@ -294,7 +295,86 @@ def test_a_draft_that_cannot_be_loaded_is_refused_before_the_target_is_downloade
         assert main([*command, "--target", "a/sharded", "--draft", draft]) == 2
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith("error: ") and draft in error
-    assert not {*SHARDS} & {*served.sent}
+    assert not {*SHARDS, "onnx.json"} & {*served.sent}
+
+
+WRONG = [
+    ["generate", "hi", "--method", "nonsense"],
+    ["generate", "hi", "--method", "suffix:nonsense=1"],
+    ["generate", "hi", "--temperature", "-1"],
+    ["generate", "hi", "--dtype", "nonsense"],
+    ["generate", "hi", "--draft", "a/nothing"],
+    ["generate", "hi", "--draft", "a/b-GGUF:F16"],
+    ["generate", "hi", "--method", "draft:draft=a/nothing"],
+    ["chat", "hi", "--max-len", "0"],
+    ["compare", "hi", "--inflate", "1b"],
+    ["bench", "--method", "auto,nonsense"],
+    ["bench", "--batch", "0"],
+    ["bench", "--inflate", "1b"],
+    ["audit", "--method", "auto,nonsense"],
+    ["audit", "--prompts", "missing.txt"],
+    ["tune", "--workloads", "code", "--method", "auto,nonsense"],
+    ["tune", "--workloads", "code", "--method", "auto,plain"],
+    ["tune", "--traffic", "missing.jsonl"],
+    ["doctor", "--method", "nonsense"],
+    ["doctor", "--temperature", "-1"],
+    ["export", "--to", "vllm", "--method", "suffix:nonsense=1"],
+    ["export", "--to", "vllm", "--verifier", "typical"],
+    ["export", "--to", "vllm", "--same-text"],
+    ["serve", "--method", "nonsense", "--port", "0"],
+    ["demo", "--method", "auto,nonsense", "--port", "0"],
+]
+
+
+@pytest.mark.parametrize("command", WRONG, ids=" ".join)
+def test_a_wrong_option_is_refused_before_a_gguf_file_is_downloaded(command, served, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    served.repositories["a/b-GGUF"] = {"b-Q8_0.gguf": b"1"}
+    assert main([*command, "--target", "a/b-GGUF"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
+    assert not served.sent
+
+
+def test_a_wrong_key_of_a_plan_is_refused_before_its_gguf_files_are_downloaded(served, tmp_path):
+    served.repositories["a/b-GGUF"] = {"b-Q8_0.gguf": b"1"}
+    plan = tmp_path / "plan.toml"
+    plan.write_text('target = "a/b-GGUF"\ndraft = "a/b-GGUF:Q8_0"\nmethod = "suffix:nonsense=1"\n')
+    for command in (["serve", str(plan), "--port", "0"], ["export", str(plan), "--to", "vllm", "--out", str(tmp_path / "out")]):
+        assert main(command) == 2
+    assert not served.sent
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"method": "nonsense"}, {"method": "draft:nonsense=1"}, {"max_len": 0}, {"draft": "a/nothing"}, {"draft": "a/b-GGUF:F16"}],
+    ids=str,
+)
+def test_a_wrong_argument_is_refused_before_a_gguf_file_is_downloaded(option, served):
+    served.repositories["a/b-GGUF"] = {"b-Q8_0.gguf": b"1"}
+    for models in ({"model": "a/b-GGUF"}, {"model": "a/b-GGUF", "draft": "a/b-GGUF"}):
+        with pytest.raises(OutriderError):
+            LLM(**models | option)
+    assert not served.sent
+
+
+@pytest.mark.parametrize("option", ["--target", "--draft"])
+def test_a_gguf_file_that_exceeds_the_memory_is_refused_before_its_download(option, served, capsys):
+    served.repositories["a/b-GGUF"] = {"b-Q8_0-00001-of-00002.gguf": b"1", "b-Q8_0-00002-of-00002.gguf": b"2"}
+    served.sizes = dict.fromkeys(served.repositories["a/b-GGUF"], 1 << 57)
+    said = "the weights of a/b-GGUF take 288230376.2 GB, but this process has "
+    with pytest.raises(OutriderError, match=said):
+        LLM("a/b-GGUF") if option == "--target" else LLM(draft="a/b-GGUF")
+    for command in (["generate", "hi"], ["bench"], ["doctor"]):
+        assert main([*command, option, "a/b-GGUF"]) == 2
+        assert said in capsys.readouterr().err.splitlines()[-1]
+    assert not served.sent
+
+
+def test_an_export_may_exceed_the_memory_of_this_machine(served, monkeypatch, tmp_path):
+    monkeypatch.setattr("outrider.memory.total_memory", lambda: 0)
+    served.repositories["a/b-GGUF"] = {"b-Q8_0.gguf": b"1"}
+    assert main(["export", "--target", "a/b-GGUF", "--method", "plain", "--to", "vllm", "--out", str(tmp_path / "out")]) == 0
+    assert served.sent == ["b-Q8_0.gguf"]
 
 
 def test_a_gguf_file_of_the_cache_keeps_its_name_in_plans_and_servers(served):
@@ -309,6 +389,14 @@ def test_a_plan_names_a_gguf_file_of_the_cache_by_its_hub_id(name, served):
     served.repositories["a/b-GGUF"] = {name: b"1", second: b"2", "b-F16.gguf": b"3"}
     file = hub.local_gguf("a/b-GGUF:Q8_0")
     assert movable(file) == f"a/b-GGUF:{name}" and hub.local_gguf(movable(file)) == file
+
+
+def test_a_plan_names_a_gguf_file_of_an_older_revision_by_its_path(served):
+    served.repositories["a/b-GGUF"] = {"b-Q8_0.gguf": b"1"}
+    file = Path(hub.local_gguf("a/b-GGUF"))
+    refs = file.parents[2] / "refs" / "main"
+    refs.write_text("d0" * 20)
+    assert movable(str(file)) == str(file)
 
 
 @pytest.mark.parametrize("source", ["a/b-GGUF", "a/b-GGUF:Q8_0", "a/b-GGUF:b-Q8_0.gguf"])

@@ -86,10 +86,22 @@ def test_a_file_whose_few_bits_take_more_in_memory_is_refused(tmp_path, monkeypa
     gguf_files.write(path, gguf_files.make_model("llama"), lambda _: Kind.IQ2_S)
     file, size = gguf_reader.GgufFile.open(path), path.stat().st_size
     weights = sum(int(np.prod(tensor.shape)) for tensor in file.tensors.values() if tensor.tensor_type is Kind.IQ2_S)
-    assert 1.3 * size < file.num_bytes() and 4.5 * weights / 8 < file.num_bytes() < 4.7 * weights / 8
+    assert 1.3 * size < file.num_bytes(None) and 4.5 * weights / 8 < file.num_bytes(None) < 4.7 * weights / 8
     monkeypatch.setattr(memory, "total_memory", lambda: size + 1000)
     with pytest.raises(OutriderError, match=r"the weights in .* take .* MB, but this process has .* choose a smaller model"):
         load(path)
+
+
+@pytest.mark.parametrize("dtype, num_bytes", [("bfloat16", 2), ("float32", 4)])
+def test_the_memory_of_converted_weights_is_checked_before_they_are_read(dtype, num_bytes, tmp_path, monkeypatch):
+    path = tmp_path / "model.gguf"
+    gguf_files.write(path, gguf_files.make_model("llama"), lambda _: Kind.Q4_0)
+    needed = num_bytes * sum(int(np.prod(tensor.shape)) for tensor in gguf_reader.GgufFile.open(path).tensors.values())
+    assert path.stat().st_size < needed
+    monkeypatch.setattr(memory, "total_memory", lambda: needed - 1)
+    monkeypatch.setattr("outrider.runner.gguf.weights.values_of", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(OutriderError, match=r"the weights in .* take .* MB, but this process has .* choose a smaller model"):
+        load(path, dtype=dtype)
 
 
 def test_factors_multiply_the_scales_of_nvfp4():
@@ -156,7 +168,7 @@ def test_a_file_in_nvfp4_has_factors(architecture, dtype, tmp_path, monkeypatch)
     torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-4 * float(expected.abs().max()))
     if dtype == "auto":
         held = sum(layer.packed.nbytes for layer in linear.packed_layers(runner.model))
-        stated = gguf_reader.GgufFile.open(path).num_bytes()
+        stated = gguf_reader.GgufFile.open(path).num_bytes(None)
         assert 0.8 * stated < held < 1.3 * stated  # without the embedding, with headers of panels
 
 

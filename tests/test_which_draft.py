@@ -99,6 +99,19 @@ def test_a_list_of_methods_keeps_their_numbers():
     assert join_method(*split_method(found[1])) == found[1]
 
 
+@pytest.mark.parametrize("draft", ["a/b-GGUF:Q8_0", "a/b:c/d.gguf", "./a:b/c", "C:/model.gguf"])
+def test_values_may_contain_colons(draft):
+    options = {"draft": draft, "seed": "1"}
+    assert split_method(join_method("draft", options)) == ("draft", options)
+    assert split_method(f"draft:seed=1:draft={draft}") == ("draft", options)
+
+
+@pytest.mark.parametrize("text", ["draft:", "draft:seed", "draft:seed:x=1", "draft:=1", "draft:seed=1:=1"])
+def test_a_malformed_method_is_refused(text):
+    with pytest.raises(OutriderError, match=f"invalid method '{text}': write options as draft:option=value"):
+        split_method(text)
+
+
 def test_options_of_a_combination_are_split_by_method():
     parts = ["suffix:min_prob=0.2", "eagle:draft=./head.d:top_k=3"]
     assert in_turn(*parts) == "suffix+eagle:suffix.min_prob=0.2:eagle.draft=./head.d:eagle.top_k=3"

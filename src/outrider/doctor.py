@@ -16,6 +16,7 @@ from outrider.bench.workloads import builtin, encode
 from outrider.engine.finding import candidates, target_files
 from outrider.engine.llm import LLM
 from outrider.engine.stats import expected_tau
+from outrider.hub import local_gguf
 from outrider.memory import free_memory, size, weight_bytes
 from outrider.method_text import join_method, split_method
 from outrider.proposers.method import Setting
@@ -123,7 +124,7 @@ def check_up(patient: Patient, progress: Progress = lambda _: None) -> Checkup:
 def _stages(patient: Patient, checkup: Checkup, progress: Progress) -> Iterator[Finding]:
     name, options = split_method(patient.method)
     kind, draft, drafts = PROPOSERS.get(name), patient.options.get("draft"), patient.options.get("drafts", {})
-    yield from _memory_on_disk([patient.target, *kind.drafts_in(options, draft, drafts)])
+    yield from _memory_on_disk([patient.target, *map(local_gguf, kind.drafts_in(options, draft, drafts))])
     progress("loading the target")
     without_draft = {key: value for key, value in patient.options.items() if key != "draft"}
     llm = LLM(patient.target, method=PLAIN, max_batch=1, prefix_cache=False, **without_draft)

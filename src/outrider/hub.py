@@ -43,7 +43,7 @@ HF_LOGIN = "log in with hf auth login, or set HF_TOKEN"
 NAME = re.compile(r"(\w[\w.-]*/(?:[\w.-]+(?=:)|[\w.-]*GGUF))(?::([\w./-]+))?", re.IGNORECASE)
 # End of a file's name after the model's: quantisation, part. Qwen3-8B-Q4_K_M.gguf, Qwen3-8B-UD-Q4_K_XL-00001-of-00002.gguf
 QUANTISATION = re.compile(r"(?:[-.]((?:UD-)?(?:I?Q|TQ|BF|FP?|MXFP|NVFP)\d\w*))?(?:-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE)
-CACHED = re.compile(r".*/models--([\w.-]+?)--([\w.-]+)/snapshots/\w+/([\w./-]+\.gguf)")  # a path in the download cache
+CACHED = re.compile(r"(.*/models--([\w.-]+?)--([\w.-]+)/snapshots/\w+)/([\w./-]+\.gguf)")  # a path in the download cache
 USUAL = ("Q4_K_M", "UD-Q4_K_XL", "Q8_0")  # the first of these that a repository has is used if none is named
 OTHERS = ("mmproj", "imatrix")  # names of files that hold no model
 
@@ -56,15 +56,23 @@ def local_gguf(source: Source) -> Source | str:
     found = _named_gguf(source)
     if found is None:
         return source
-    repository, quantisation = found.groups()
+    there, parts = _chosen_parts(*found.groups())
+    folder = _cached(found[1]) if there is None else _downloaded(found[1], parts)
+    return str(folder / parts[0])
+
+
+def _chosen_parts(repository: str, quantisation: str | None) -> tuple[Repository | None, list[str]]:
+    """Return the repository, None if the cache must do, and the names of the file or its parts.
+
+    Raises ``OutriderError`` if the repository or the quantisation does not exist.
+    """
     there = _listed(repository) if is_reachable() else None
     if there is not None:
-        parts = chosen(repository, list(there.sizes), quantisation)
-        return str(_downloaded(repository, parts) / parts[0])
+        return there, chosen(repository, list(there.sizes), quantisation)
     folder = _cached(repository)
     names = [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
     try:
-        return str(folder / chosen(repository, names, quantisation)[0])
+        return None, chosen(repository, names, quantisation)
     except OutriderError as error:
         raise OutriderError(f"{error} in the download cache, and the Hugging Face hub is unreachable") from None
 
@@ -75,9 +83,12 @@ def is_gguf_id(source: object) -> bool:
 
 
 def id_of_cached(path: str) -> str:
-    """Return the hub id of a GGUF file in the download cache, which is valid on other machines too; other paths as they are."""
+    """Return the hub id of a GGUF file in the download cache, which is valid on other machines too; other paths as they are.
+
+    Ids mean the newest revision, so that a file of an older one keeps its path.
+    """
     found = CACHED.fullmatch(path)
-    return f"{found[1]}/{found[2]}:{found[3]}" if found else path
+    return f"{found[2]}/{found[3]}:{found[4]}" if found and _is_main(Path(found[1])) else path
 
 
 def _named_gguf(source: object) -> re.Match[str] | None:
@@ -157,25 +168,45 @@ def fetch_configs(source: object, required: Collection[str] = CONFIG) -> None:
     Raises ``OutriderError`` if it cannot be downloaded and is not in the cache, or has none of the ``required`` files.
     """
     there = _repository(source)
-    if there is None:
-        return
+    if there is not None:
+        _require(str(source), there, required)
+        _downloaded(str(source), [name for name in there.sizes if "/" not in name and name.endswith(SMALL)])
+
+
+def _require(source: str, there: Repository, required: Collection[str]) -> None:
+    """Raise ``OutriderError`` if a repository has none of the ``required`` files."""
     if not any(name in there.sizes for name in required):
         raise OutriderError(
             f"{source} is not a model that can be loaded: {_what_it_is(there.sizes) or 'it has no config.json'}"
         )
-    _downloaded(str(source), [name for name in there.sizes if "/" not in name and name.endswith(SMALL)])
 
 
-def check_repository(source: object) -> None:
-    """Download the small files of a hub id. Nothing for other sources and without the hub.
+def check_repository(source: object, growth: float = 0.0) -> None:
+    """Download the small files of a hub id. Nothing for other sources and, except of GGUF files, without the hub.
 
     Raises ``OutriderError`` if there is no such repository, if the hub refuses it, or if it has no weights that can be loaded:
     before anything large, also of other models of the same command, is downloaded.
+
+    ``growth``: bytes in memory per byte in a GGUF file, which must not exceed the memory; 0 if it is not loaded here. Other
+    weights are checked when their config is known (``fetch_weights``).
     """
-    fetch_configs(source)
+    found = _named_gguf(source)
+    if found is not None:
+        there, parts = _chosen_parts(*found.groups())
+        if there is not None:
+            _require_memory(str(source), there, parts, growth)
+        return
     there = _repository(source)
     if there is not None:
-        _weights_of(str(source), there)
+        _require(str(source), there, CONFIG)
+        _weights_of(str(source), there)  # before the download of the configs
+        fetch_configs(source)
+
+
+def _require_memory(source: str, there: Repository, names: Sequence[str], growth: float) -> None:
+    """Raise ``OutriderError`` if the weights in these files exceed the memory. ``growth``: bytes there per byte in files."""
+    total = sum(there.sizes.get(name, 0) for name in names)
+    require_memory(round(growth * total), f"the weights of {source} take", "choose a smaller or a quantised checkpoint")
 
 
 def fetch_weights(source: object, growth: float = 0.0) -> None:
@@ -193,8 +224,7 @@ def fetch_weights(source: object, growth: float = 0.0) -> None:
             )
         return
     names = _weights_of(str(source), there)
-    total = sum(there.sizes.get(name, 0) for name in names)
-    require_memory(round(growth * total), f"the weights of {source} take", "choose a smaller or a quantised checkpoint")
+    _require_memory(str(source), there, names, growth)
     _downloaded(str(source), names)
 
 
@@ -208,7 +238,7 @@ def is_cached_only(source: object) -> bool:
 
 def fetch(source: str) -> Path:
     """Download the configs and weights of a hub id and return their folder. Raises ``OutriderError`` if there is none."""
-    fetch_configs(source)
+    check_repository(source)
     fetch_weights(source, growth=1.0)
     folder = on_this_machine(source)
     if folder is None:

@@ -12,19 +12,13 @@ from outrider.errors import OutriderError
 def split_method(text: str) -> tuple[str, dict[str, str]]:
     """Split ``"name:option=value:option=value"`` into name and options. Raises ``OutriderError`` if malformed.
 
-    A draft may have one colon, as the hub ids of GGUF files: ``draft:draft=owner/name:Q4_K_M``.
+    Only a colon before ``option=`` separates, so that values may contain colons: ``draft:draft=owner/name:Q4_K_M``.
     """
-    name, *parts = text.split(":")
-    options: dict[str, str] = {}
-    for part in parts:
-        option, equals, value = part.partition("=")
-        last = next(reversed(options), "")
-        if not equals and is_draft_option(last) and "/" in options[last] and ":" not in options[last]:
-            options[last] += f":{part}"
-            continue
-        if not equals or not option:
-            raise OutriderError(f"invalid method {text!r}: write options as {name}:option=value")
-        options[option] = value
+    name, *parts = re.split(r":(?=[^:=]*=)", text)
+    options = dict(part.split("=", 1) for part in parts)
+    if ":" in name or "" in options:
+        name = name.partition(":")[0]
+        raise OutriderError(f"invalid method {text!r}: write options as {name}:option=value")
     return name, options
 
 

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from outrider import LLM, SamplingParams, hub
 from outrider.engine import finding
 from outrider.engine.methods import auto_choice
+from outrider.method_text import split_method
 from outrider.proposers.draft_model import DraftModelMethod, DraftModelProposer
 from outrider.registry import DEFAULT_METHOD, PROPOSERS, VERIFIERS
 from outrider.runner.parallel_draft import ParallelDraft
@@ -561,12 +562,16 @@ def test_searching_reads_no_weights(made, target, monkeypatch):
     assert all(each.num_bytes > 1000 for each in found)
 
 
-def test_a_path_with_a_colon_is_rejected_as_a_method_option(made, tmp_path):
-    target = copied(made / "target", tmp_path / "a:b" / "model")
-    copied(made / "draft", target.parent / "draft")
+def test_a_path_that_looks_like_options_is_rejected_as_a_method_option(made, tmp_path):
+    for name in ("a:b", "a:b=c"):
+        target = copied(made / "target", tmp_path / name / "model")
+        copied(made / "draft", target.parent / "draft")
     assert loaded(target).proposer.name == "draft"
-    with pytest.raises(OutriderError, match="a path with a colon cannot be an option"):
+    with pytest.raises(OutriderError, match="a path with :name= cannot be an option"):
         _ = chosen(target).text
+    draft = tmp_path / "a:b" / "draft"
+    text = chosen(draft.with_name("model")).text
+    assert split_method(text) == ("draft", {"draft": str(draft)})
 
 
 # --- the table --------------------------------------------------------------------------------------------------------------

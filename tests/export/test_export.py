@@ -85,7 +85,9 @@ def export(models: Path, tmp_path: Path) -> Callable[..., tuple[Path, Export]]:
 
     def export(to: str, own_code: bool = False, **values: Any) -> tuple[Path, Export]:
         plan = Plan({"target": "target", **values}, models)
-        return tmp_path / "out", write(ENGINES.get(to)(), wanted(plan), tmp_path / "out", own_code)
+        engine = ENGINES.get(to)()
+        engine.check(plan, own_code)
+        return tmp_path / "out", write(engine, wanted(plan), tmp_path / "out", own_code)
 
     return export
 

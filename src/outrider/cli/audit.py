@@ -116,8 +116,8 @@ def command(*, options: AuditOptions, output: OutputOptions, models: ModelOption
         raise OutriderError("an audit has no stop conditions: omit --stop, --ignore-eos and --min-tokens")
     temperature = COUPLED_TEMPERATURE if models.same_text else TEMPERATURE
     params = sampling.params(max_tokens=MAX_TOKENS, seed=SEED, temperature=temperature)
-    named, methods = named_methods(AUTO if options.method is None else options.method, models)
     texts = read_prompts(options, models.same_text)
+    named, methods = named_methods(AUTO if options.method is None else options.method, models)
     llm = load_plain(models, methods, max_batch=max(batches))
     prompts = encode_prompts(llm, texts, params.max_tokens, max(lengths))
     proposers, reasons = fitting(llm, models, methods, required=named)

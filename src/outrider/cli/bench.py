@@ -28,6 +28,7 @@ from outrider.cli.options import (
 )
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
+from outrider.method_text import split_methods
 from outrider.registry import AUTO, DEFAULT_METHOD
 from outrider.sampling_params import SamplingParams
 
@@ -101,16 +102,18 @@ def command(
     from outrider.bench.contenders import Contenders
     from outrider.bench.grid import GridPlan, run_grid
     from outrider.bench.workloads import encode
-    from outrider.cli.session import check_lengths, inflated, load_plain, resolve
+    from outrider.cli.session import check_lengths, inflatable, inflated, load_plain, resolve
 
     check_outputs({"--out": outputs.out, "--html": outputs.html}, [grid.prompts], report=outputs.html)
+    if grid.inflate is not None:
+        inflatable(models)
     given = resolve(models, MethodOptions())
-    chosen = parse_contenders(grid, models)
     temperatures = parse_list("--temperature", grid.temperature, float)
     batches = parse_list("--batch", grid.batch, int)
     busy = parse_list("--busy", grid.busy, int)
     check_axes(temperatures, batches, busy)
     prompts = read_workloads(grid, max(batches))
+    chosen = parse_contenders(grid, models)
     methods = [contender.method for contender in chosen]
     models, drafts, extra = inflated(models, methods, given, grid.inflate)
     given |= drafts
@@ -176,8 +179,9 @@ def parse_contenders(grid: GridOptions, models: ModelOptions) -> tuple[Contender
     from outrider.engine.methods import methods_in
 
     lengths = parse_list("--num-draft-tokens", grid.num_draft_tokens, parse_k)
-    methods = methods_in(f"{AUTO},{DEFAULT_METHOD}" if grid.method is None else grid.method, lambda: auto_method(models))
-    check_methods(methods, models)
+    text = f"{AUTO},{DEFAULT_METHOD}" if grid.method is None else grid.method
+    check_methods(split_methods(text), models)
+    methods = methods_in(text, lambda: auto_method(models))
     found = (Contender(method, k) for method in methods for k in lengths)
     return tuple(contender for contender in found if not contender.is_plain)
 

@@ -11,6 +11,7 @@ from outrider.cli.console import show_notices
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, given, in_flags, with_groups
 from outrider.engine.options import Speculation
 from outrider.family import TARGET
+from outrider.hub import local_gguf
 from outrider.options import SAMPLING
 from outrider.registry import AUTO, DEFAULT_METHOD_WITH_FOREIGN_DRAFT
 
@@ -49,12 +50,12 @@ def command(
     from outrider.doctor import Patient, all_candidates, check_up
 
     show_notices()
+    params = sampling.params()
     options = resolve(models, MethodOptions(method))
     named = options.pop("method", AUTO)
     method = auto_method(models).text if named == AUTO else named
     found = all_candidates(models.target, models.download_draft) if named == AUTO and not models.draft else []
-    target = models.target or TARGET
-    params = sampling.params()
+    target = local_gguf(models.target) or TARGET
     with loading("looking") as tell:
         checkup = check_up(Patient(target, method, options, params), tell)
         if named == AUTO and any((each.level, each.topic) == ("wrong", "vocabulary") for each in checkup.findings):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -41,9 +42,10 @@ def command(
     refuse_own_code(models)
     engine = ENGINES.get(to)()
     known = joined(Plan() if plan is None else Plan.read(plan), models, methods)
+    engine.check(known, own_code)
     folder = out or Path(f"outrider-{to}")
     check_folder(engine, folder)
-    export = write(engine, wanted(known, check_source), folder, own_code)
+    export = write(engine, wanted(known, partial(check_source, growth=0.0)), folder, own_code)
     for note in export.notes:
         say(note)
     if export.needs_outrider:

@@ -18,7 +18,6 @@ import typer
 
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
-from outrider.hub import local_gguf
 from outrider.options import OPTION, File, Flag, IntChoice, Number, Texts, Whole, declared, flag_name
 from outrider.registry import AUTO
 from outrider.runner.config import RunnerConfig
@@ -69,10 +68,6 @@ class ModelOptions:
     compile: str | None = given(RunnerConfig)
     self_check: bool = given(RunnerConfig, True)
     trust_remote_code: bool = given(RunnerConfig, False)
-
-    def __post_init__(self) -> None:
-        for name in ("target", "draft"):  # so that all commands know them by their files
-            object.__setattr__(self, name, local_gguf(getattr(self, name)))
 
 
 @dataclass(frozen=True)

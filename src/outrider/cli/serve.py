@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn, TypeVar
 
@@ -139,8 +140,9 @@ def serve_elsewhere(
     refuse_own_code(drafting[0])
     engine = ENGINES.get(elsewhere.engine or "")()
     known = joined(Plan() if plan is None else Plan.read(plan), *drafting, limits)
+    engine.check(known, elsewhere.own_code)
     command = find_command(engine, elsewhere.engine_python)
-    deployment = wanted(known, check_source)
+    deployment = wanted(known, partial(check_source, growth=0.0))
     folder = working_folder(engine, deployment, elsewhere.own_code)
     export = write(engine, deployment, folder, elsewhere.own_code)
     flags = {"host": "--host", "port": "--port", "name": "--served-model-name"}

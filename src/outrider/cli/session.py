@@ -19,7 +19,7 @@ from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
 from outrider.family import TARGET, drafts
 from outrider.files import expanded, not_a_model_folder
-from outrider.method_text import split_method
+from outrider.method_text import split_method, split_methods
 from outrider.options import declared
 from outrider.registry import AUTO, PLAIN, PROPOSERS, VERIFIERS
 from outrider.runner.config import RunnerConfig
@@ -95,15 +95,18 @@ def auto_method(models: ModelOptions) -> MethodChoice:
 
 
 def named_methods(text: str, models: ModelOptions) -> tuple[list[str], list[str]]:
-    """Return the methods that a list names, checked, and those that it stands for: ``all`` adds every other one."""
+    """Return the methods that a list names, checked, and those that it stands for: ``all`` adds every other one.
+
+    The target's file is needed, and downloaded if it is a GGUF file, only for ``auto``, after all checks.
+    """
     from outrider.engine.methods import ALL, chosen_methods, methods_in
 
     resolve(models, MethodOptions())
+    given = split_methods(text)
+    chosen_methods([name for name in given if name != AUTO])
+    check_methods([name for name in given if name != ALL], models)
     names = methods_in(text, lambda: auto_method(models))
-    methods = chosen_methods(names)
-    named = [name for name in names if name != ALL]
-    check_methods(named, models)
-    return named, methods
+    return [name for name in names if name != ALL], chosen_methods(names)
 
 
 def fitting(
@@ -146,9 +149,16 @@ def check_machine(models: ModelOptions) -> None:
         raise OutriderError(f"unknown device {models.device!r}: available are {', '.join(there)}") from None
 
 
-def check_source(model: str | None) -> None:
-    """Raise ``OutriderError`` unless ``model`` is a folder, or a hub id of a model that can be loaded."""
+def check_source(model: str | None, growth: float = 1.0) -> None:
+    """Raise ``OutriderError`` unless ``model`` is a folder, a GGUF file, or a hub id of a model that can be loaded.
+
+    ``growth``: as in ``hub.check_repository``.
+    """
     if model is None:
+        return
+    if hub.is_gguf_id(model):
+        show_notices()
+        hub.check_repository(model, growth)
         return
     path = expanded(model)
     if path.is_dir():
@@ -219,13 +229,19 @@ def _stay_offline(models: ModelOptions, methods: Iterable[str]) -> None:
         hub.disable()
 
 
+def inflatable(models: ModelOptions) -> Path:
+    """Return the target's folder. Raises ``OutriderError`` if it is none on this machine."""
+    source = expanded(models.target or TARGET)
+    if not source.is_dir():
+        raise OutriderError("--inflate requires a target in a local folder: download it first and give its folder")
+    return source
+
+
 def inflate_target(models: ModelOptions, size: str) -> tuple[ModelOptions, dict[str, Any]]:
     """Return options with the target inflated to a larger model's cost, and the fields that describe it in the results."""
     from outrider.bench.inflate import inflated
 
-    source = expanded(models.target or TARGET)
-    if not source.is_dir():
-        raise OutriderError("--inflate requires a target in a local folder: download it first and give its folder")
+    source = inflatable(models)
     show_notices()
     folder = inflated(source, size)
     note = json.loads((folder / "config.json").read_text())["outrider_inflated"]
@@ -237,6 +253,7 @@ def inflated_draft(source: str, target: str) -> str:
     from outrider.bench.inflate_heads import inflated_head
     from outrider.heads.checkpoint import MODEL, kind_of
 
+    source = hub.local_gguf(source)
     return source if kind_of(Path(source)) in (None, MODEL) else str(inflated_head(source, Path(target)))
 
 

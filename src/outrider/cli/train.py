@@ -203,9 +203,9 @@ def workspace_of(
         raise OutriderError("--prompt-len needs --regenerate, or --on-policy of `train draft`")
     if source.regenerate or uses_prompts:
         check_continuation(source.prompt_len, source.seq_len)
-    target, start = path_or_text(local_gguf(files.target) or TARGET), local_gguf(start)
-    check_source(str(target))
+    check_source(files.target)
     check_source(start)
+    target, start = path_or_text(local_gguf(files.target) or TARGET), local_gguf(start)
     if copies:
         check_trainable(str(target), copies)
         if start is not None:

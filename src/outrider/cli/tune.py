@@ -130,8 +130,8 @@ def command(
 
     output.check(traffic.traffic)
     question = read_question(options)
-    _, methods = named_methods(options.method, models)
     prompts = read_traffic(traffic, sampling, max(question.batches))
+    _, methods = named_methods(options.method, models)
     llm = load_plain(models, methods, max_batch=max(*question.batches, 8))
     texts = encoded(llm.tokenizer, prompts, llm.runner.max_len)
     journal = Journal(output.journal, fingerprint(models, options, question, texts, llm.runner), output.resume)

@@ -17,7 +17,7 @@ from outrider.engine.options import Speculation, is_tokenizer
 from outrider.engine.policy import FixedLength, LengthPolicy
 from outrider.engine.scheduler import Scheduler
 from outrider.errors import one_line
-from outrider.hub import TOKENIZER, fetch_configs, local_gguf
+from outrider.hub import TOKENIZER, fetch_configs
 from outrider.memory import on_this_machine
 from outrider.method_text import split_method
 from outrider.options import declared
@@ -44,11 +44,9 @@ logger = logging.getLogger(__name__)
 def configurations(options: Mapping[str, Any]) -> tuple[Speculation, RunnerConfig]:
     """Split options by name into the two configurations that declare them. Raises ``OutriderError`` for an invalid value.
 
-    Models that hub ids of GGUF files name are downloaded. None for a mapping means empty; for ``drafts`` of the embedded target
-    it means the drafts that come with it.
+    None for a mapping means empty; for ``drafts`` of the embedded target it means the drafts that come with it.
     """
     given = dict(options) | {name: {} for name in ("drafts", "method_options") if options[name] is None}
-    given |= {name: local_gguf(options[name]) for name in ("target", "draft")}
     if options["target"] is None and options["drafts"] is None:
         given["drafts"] = family.drafts()
     speculation = Speculation(**{name: given[name] for name in declared(Speculation)})

@@ -16,9 +16,9 @@ from typing import Any
 from huggingface_hub import constants
 
 from outrider.files import expanded
-from outrider.hub import QUANTISATION, fetch, fetch_configs, is_hub_id
+from outrider.hub import QUANTISATION, fetch, fetch_configs, is_hub_id, local_gguf
 from outrider.memory import gguf_parts, on_this_machine, size, weight_files
-from outrider.method_text import join_method
+from outrider.method_text import join_method, split_method
 from outrider.proposers.method import MethodSpec
 from outrider.proposers.recognition import TargetFiles, find_folder, is_gguf_head, kind_of, loose_files
 from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT, DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS
@@ -72,12 +72,14 @@ class MethodChoice:
 
     @property
     def text(self) -> str:
-        """Return the value of ``--method`` that names the found draft. Raises ``OutriderError`` for a path with a colon."""
+        """Return the value of ``--method`` that names the found draft. Raises ``OutriderError`` for a path like an option."""
         if not self.is_found or self.draft is None:
             return self.method
-        if ":" in str(self.draft):
-            raise OutriderError(f"{self.draft}: a path with a colon cannot be an option of a method: give --draft and --method")
-        return join_method(self.method, {"draft": self.draft})
+        options = {"draft": str(self.draft)}
+        text = join_method(self.method, options)
+        if split_method(text)[1] != options:
+            raise OutriderError(f"{self.draft}: a path with :name= cannot be an option of a method: give --draft and --method")
+        return text
 
 
 def choices(
@@ -151,15 +153,16 @@ def local_path(source: str | Path) -> Path | None:
 def target_files(source: object) -> TargetFiles | None:
     """Return the files of a folder, hub id or GGUF file, or None if they cannot be read.
 
-    Configs of a hub id that is not in the cache are downloaded, because the target itself will be.
+    Configs of a hub id that is not in the cache are downloaded, or its GGUF file, because the target itself will be.
     """
     if not isinstance(source, (str, Path)):
         return None
     try:
-        if local_path(source) is None:
-            fetch_configs(source)
-        folder = local_path(source)
-        return None if folder is None else TargetFiles.read(str(source), folder)
+        name = local_gguf(source)
+        if local_path(name) is None:
+            fetch_configs(name)
+        folder = local_path(name)
+        return None if folder is None else TargetFiles.read(str(name), folder)
     except Exception as error:  # reported when the target is loaded
         logger.debug("the target's files cannot be read: %s", first_line(error))
         return None
@@ -259,7 +262,8 @@ def _method_for(draft: object, target: TargetFiles | None) -> str:
     """Return the method for a draft given by the user, by the kind of its files."""
     if not isinstance(draft, (str, Path)):
         return DEFAULT_METHOD_WITH_DRAFT
-    source = fetch(str(draft)) if is_hub_id(draft) else local_path(draft)
+    name = local_gguf(draft)
+    source = fetch(str(name)) if is_hub_id(name) else local_path(name)
     found = None if source is None or target is None else _examined(target, source, "")
     if found is not None:
         return found.method

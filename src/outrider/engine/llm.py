@@ -31,7 +31,7 @@ from outrider.engine.engine import lost
 from outrider.engine.outputs import Chunk, Completion, Emission, Generation, GenerationInterrupted
 from outrider.engine.prompts import as_messages, as_params, as_prompts, as_token_ids, chat_ids
 from outrider.engine.stats import GenerationStats
-from outrider.hub import check_repository
+from outrider.hub import check_repository, local_gguf
 from outrider.registry import AUTO
 from outrider.runner import ModelRunner
 from outrider.types import OutriderError, Request, SamplingParams, check_text
@@ -96,9 +96,10 @@ class LLM:
         """
         options = {name: value for name, value in locals().items() if name not in ("self", "model")}
         self.speculation, config = configurations({"target": model, **options})
-        for each in check_method(self.speculation):
-            check_repository(each)  # before the target, which may be large, is downloaded
-        source = family.TARGET if self.speculation.target is None else self.speculation.target
+        target = self.speculation.target
+        for each in (*check_method(self.speculation), target):  # before anything large is downloaded
+            check_repository(each, growth=1.0)
+        source = family.TARGET if target is None else local_gguf(target)
         self.tokenizer = load_tokenizer(self.speculation.tokenizer or source, trust_remote_code)
         self.runner = ModelRunner.load(source, config)
         self.proposer, self.drafter = choose_proposer(self.speculation, self.runner, self.tokenizer)

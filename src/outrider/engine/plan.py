@@ -16,7 +16,6 @@ from typing import Any
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError, printable, without_path
 from outrider.files import expanded, is_path, write_whole
-from outrider.hub import local_gguf
 from outrider.method_text import split_method, with_drafts
 from outrider.options import Option, declared
 from outrider.registry import AUTO, PROPOSERS
@@ -81,8 +80,7 @@ class Plan:
     def given(self, key: str) -> Any:
         """Return the value of a key or None; folders and GGUF files are resolved relative to the plan.
 
-        GGUF files that hub ids name are downloaded. Raises ``OutriderError`` if that fails, for an unknown method, and for a
-        path in a plan file where there is nothing.
+        Raises ``OutriderError`` for an unknown method, and for a path in a plan file where there is nothing.
         """
         value = self.values.get(key)
         try:
@@ -100,7 +98,7 @@ class Plan:
             return str(self.folder / source)
         if self.file and is_path(source) and not expanded(source).exists():
             raise OutriderError(f"{source} does not exist")
-        return local_gguf(source)
+        return source
 
 
 def served_name(target: str | None) -> str:

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from outrider.export.wanted import Wanted
+from outrider.engine.plan import Plan
+from outrider.export.wanted import VERIFIER, Wanted
 from outrider.files import write_whole
 from outrider.proposers import portable
+from outrider.registry import VERIFIERS
 from outrider.types import OutriderError, printable
 
 SCRIPT, WRITTEN_BY = "run.sh", "Written by outrider export"
@@ -48,16 +50,18 @@ class Engine(ABC):
     rules: ClassVar[Sequence[str]] = ("rejection", "exact")  # supported verifiers, by Outrider's names
     takes_code: ClassVar[bool] = False  # whether it supports custom proposers
 
-    def check(self, wanted: Wanted, own_code: bool) -> None:
-        """Raise ``OutriderError`` for settings that the engine lacks, independent of the method."""
+    def check(self, plan: Plan, own_code: bool) -> None:
+        """Raise ``OutriderError`` for settings that the engine lacks, independent of the models and the method."""
         if own_code and not self.takes_code:
             raise OutriderError(f"{self.name} does not support custom proposers: omit --own-code, or export to vLLM")
-        if wanted.given("same_text"):
+        if plan.given("same_text"):
             raise OutriderError(f"{self.name} has no same-text mode: remove same_text from the plan, or use `outrider serve`")
-        if wanted.given("weights") is not None:
+        if plan.given("weights") is not None:
             raise OutriderError(f"{self.name} reads weights as in the checkpoint: remove weights from the plan")
-        if wanted.verifier not in self.rules:
-            raise OutriderError(f"{self.name} does not support the verifier {wanted.verifier!r}: use {', '.join(self.rules)}")
+        verifier = plan.given("verifier") or VERIFIER
+        VERIFIERS.get(verifier)
+        if verifier not in self.rules:
+            raise OutriderError(f"{self.name} does not support the verifier {verifier!r}: use {', '.join(self.rules)}")
 
     @abstractmethod
     def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
@@ -103,10 +107,9 @@ def check_folder(engine: Engine, folder: Path) -> None:
 
 
 def write(engine: Engine, wanted: Wanted, folder: Path, own_code: bool = False) -> Export:
-    """Write the engine's files and its start script into the folder. Raises ``OutriderError``."""
+    """Write the files and the start script for a plan that passed ``Engine.check``. Raises ``OutriderError``."""
     if own_code and not wanted.reads_text_only:
         raise OutriderError(f"method {wanted.method!r} is not text-based: --own-code does not apply")
-    engine.check(wanted, own_code)
     try:
         export = engine.export(wanted, folder, own_code)
         folder.mkdir(parents=True, exist_ok=True)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.engine.methods import auto_choice
 from outrider.engine.plan import Plan, located, served_name
+from outrider.hub import local_gguf
 from outrider.method_text import split_method
 from outrider.proposers.method import Setting
 from outrider.proposers.portable import NoDrafts, Portable, SmallModel
-from outrider.registry import AUTO, DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS, VERIFIERS
+from outrider.registry import AUTO, DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
@@ -95,14 +96,13 @@ def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wa
     drafts_there = {name: str(folder) for name, folder in drafts().items()} if plan.given("target") is None else {}
     target, draft = located(plan.given("target") or str(TARGET)), plan.given("draft")
     check(target)
-    VERIFIERS.get(plan.given("verifier") or VERIFIER)
-    named = plan.given("method") not in (None, AUTO)
-    method = (
-        plan.given("method") if named else auto_choice(target, draft, drafts_there, bool(plan.given("download_draft"))).text
-    )
-    named_method, options = split_method(method)
-    for source in PROPOSERS.get(named_method).drafts_in(options, draft, drafts_there):
+    method = plan.given("method") or AUTO
+    named = method != AUTO
+    for source in _sources(method, draft, drafts_there):
         check(located(str(source)))
+    target = located(local_gguf(target))
+    if not named:
+        method = auto_choice(target, draft, drafts_there, bool(plan.given("download_draft"))).text
     kind = _kind(method, draft, drafts_there)
     if isinstance(kind, SmallModel) and not kind.other_tokenizer and _tokenizers_differ(target, kind.source):
         if named:
@@ -112,6 +112,16 @@ def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wa
     if plan.given("num_draft_tokens") == 0:
         kind = NoDrafts()
     return Wanted(target, method, kind, plan)
+
+
+def _sources(method: str, draft: str | None, drafts: Mapping[str, str]) -> list[object]:
+    """Return the drafts that the method will use, the given one for ``auto``. Raises ``OutriderError`` for invalid options."""
+    if method == AUTO:
+        return [] if draft is None else [draft]
+    name, options = split_method(method)
+    PROPOSERS.get(name).check_options(options)
+    found: list[object] = PROPOSERS.get(name).drafts_in(options, draft, drafts)
+    return found
 
 
 def _kind(method: str, draft: str | None, drafts: Mapping[str, str]) -> Portable:

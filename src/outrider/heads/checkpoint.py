@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider.files import expanded, is_path, write_whole
-from outrider.hub import fetch, local_gguf
+from outrider.hub import fetch
 from outrider.memory import INDEXES, WEIGHT_NAMES, weight_files, weight_map
 from outrider.runner.checkpoint_files import is_finite
 from outrider.types import OutriderError, dtype_name, first_line, is_out_of_memory
@@ -107,11 +107,6 @@ def find_folder(source: str | Path) -> Path:
     if path.exists() or is_path(source) or str(source).count("/") != 1:
         raise OutriderError(f"no head at {source}: expected a folder with config.json and weights, or a hub id")
     return fetch(str(source))
-
-
-def local_draft(source: str) -> str:
-    """Return the path of the GGUF file that a draft's hub id names, downloaded if need be; other sources as they are."""
-    return local_gguf(source)
 
 
 def kinds_of(folder: Path) -> list[DraftKind]:

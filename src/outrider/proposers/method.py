@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from outrider.heads.checkpoint import MODEL, DraftKind, kinds_of, local_draft
+from outrider.heads.checkpoint import MODEL, DraftKind, kinds_of
+from outrider.hub import local_gguf
 from outrider.memory import on_this_machine
 from outrider.options import CheckedOptions, declared, path_or_text
 from outrider.proposers.base import Proposer
@@ -54,13 +55,14 @@ class Setting:
     def of(self, method: MethodSpec) -> Setting:
         """Return the setting for one method: ``draft`` is its ``chosen_draft``, and the option ``draft`` is removed.
 
-        Raises ``OutriderError`` as ``chosen_draft`` does.
+        A GGUF file that a hub id names is downloaded. Raises ``OutriderError`` if that fails, and as ``chosen_draft`` and
+        ``of_kind`` do.
         """
         if not method.takes_draft:
             return self
         options = {name: value for name, value in self.options.items() if name != "draft"}
-        draft = chosen_draft(method, self.options.get("draft"), self.draft, self.drafts)
-        return replace(self, draft=draft, options=options)
+        draft = local_gguf(chosen_draft(method, self.options.get("draft"), self.draft, self.drafts))
+        return replace(self, draft=of_kind(method, draft), options=options)
 
     def config(self, kind: type[Config], **measured: Any) -> Config:
         """Return the options as an instance of ``kind``; text is converted to the types of its options.
@@ -80,23 +82,27 @@ def chosen_draft(method: MethodSpec, named: object, general: object, drafts: Map
     """Return the draft of a method: the one ``named`` for it, else the ``general`` one, else its own among ``drafts``.
 
     A name in ``drafts`` stands for that draft. None means the draft in the target's checkpoint. Raises ``OutriderError`` if
-    there is no draft, or one of another kind.
+    there is no draft.
     """
     name, kind = method.name, method.drafts_with
     source = general if named is None else named
     if source is None:
         source = drafts.get(method.own_draft or "")
     elif isinstance(source, str):
-        source = drafts.get(source, path_or_text(local_draft(source)))
-    if source is None and method.comes_with_target:
-        return None
-    if source is None:
+        source = drafts.get(source, path_or_text(source))
+    if source is None and not method.comes_with_target:
         lack = f", and {method.own_draft!r} is not among those that come with this target" if drafts else ""
         raise OutriderError(f"method {name!r} needs {kind}{lack}: give {name}:draft=<folder or hub id>, or --draft")
+    return source
+
+
+def of_kind(method: MethodSpec, source: object) -> object:
+    """Return a draft. Raises ``OutriderError`` if its files are on this machine and are of a kind of another method."""
+    kind = method.drafts_with
     found = kinds_of(on_this_machine(source) or Path(source)) if isinstance(source, (str, Path)) else []
     if found and kind not in found:
         raise OutriderError(
-            f"{source} holds {found[0]}, and method {name!r} needs {kind}: use method {found[0].name!r} with it"
+            f"{source} holds {found[0]}, and method {method.name!r} needs {kind}: use method {found[0].name!r} with it"
         )
     return source
 
@@ -149,8 +155,8 @@ class MethodSpec(ABC):
         Setting.without_target(options=own).config(self.options)
 
     def drafts_in(self, options: Mapping[str, Any], general: object, drafts: Mapping[str, object]) -> list[object]:
-        """Return the drafts that it will load. Raises ``OutriderError`` as ``chosen_draft`` does."""
-        found = chosen_draft(self, options.get("draft"), general, drafts) if self.takes_draft else None
+        """Return the drafts that it will load, without a download. Raises ``OutriderError`` as ``Setting.of`` does."""
+        found = of_kind(self, chosen_draft(self, options.get("draft"), general, drafts)) if self.takes_draft else None
         return [] if found is None else [found]
 
     def portable(self, setting: Setting) -> Portable:

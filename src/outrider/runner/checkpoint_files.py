@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.memory import INDEXES, weight_files, weight_map
+from outrider.memory import INDEXES, WEIGHT_NAMES, weight_files, weight_map
 from outrider.types import OutriderError, first_line
 
 MADV_POPULATE_READ = 22  # Linux 5.14 and newer
@@ -30,12 +30,14 @@ AGAIN = "download it again"
 
 
 def check_weight_files(source: str | Path) -> None:
-    """Raise ``OutriderError`` for weights in a local folder that are incomplete or something else, or on a disk error."""
-    folder = Path(source)
+    """Raise ``OutriderError`` for weights in a local folder that are missing, incomplete or damaged, or on a disk error."""
+    folder, files = Path(source), weight_files(source)
     index = next((file for name in INDEXES if (file := folder / name).is_file()), None)
     if index is not None:
         weight_map(index)
-    for file in weight_files(source):
+    elif folder.is_dir() and not files:
+        raise OutriderError(f"{source} has no weights: expected {WEIGHT_NAMES[0]} or {WEIGHT_NAMES[2]}; copy or download them")
+    for file in files:
         _check_whole(file)
         _check_readable(file)
 

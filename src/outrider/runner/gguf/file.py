@@ -159,8 +159,10 @@ class GgufFile:
         """Return whether any tensor is quantised."""
         return any(tensor.tensor_type.name in codes.FORMATS for tensor in self.tensors.values())
 
-    def num_bytes(self) -> int:
-        """Return the memory of the weights, if quantised ones are kept in blocks."""
+    def num_bytes(self, dtype: torch.dtype | None) -> int:
+        """Return the memory of the weights in bytes, converted to ``dtype``; None: as they are, quantised ones in blocks."""
+        if dtype is not None:
+            return sum(prod(tensor.shape) for tensor in self.tensors.values()) * dtype.itemsize
         bits = 0.0
         for name, tensor in self.tensors.items():
             kind = tensor.tensor_type.name

@@ -45,14 +45,13 @@ def fill(model: PreTrainedModel, path: Path, dtype: torch.dtype | str, device: t
     forget()
     names = file.names(model)
     keeps = dtype == "auto" and native.serves(device)
-    if keeps:  # few bits of a file take more in memory
-        require_memory(file.num_bytes(), f"the weights in {path} take", "choose a smaller model")
     if file.is_quantized and not keeps:
         to = torch.bfloat16 if dtype == "auto" else _dtype(dtype)
         why = "dtype was specified" if dtype != "auto" else "quantised weights need a CPU with Outrider's kernels"
         logger.warning("the weights of %s are dequantised to %s: %s", path, dtype_name(to), why)
     else:
         to = file.plain_dtype if dtype == "auto" else _dtype(dtype)
+    require_memory(file.num_bytes(None if keeps else to), f"the weights in {path} take", "choose a smaller model")
     _fill_buffers(model, file)
     read, places = partial(rows_of, restorer(model.config, file)), _places(model, set(names.values()))
     packed: dict[str, Tensor] = {}
