@@ -35,7 +35,7 @@ CODES = ("int8", *native.CODES4)  # meaning of codes: integers, or indices into 
 UNITS = {"iq3_xxs": 1 / 4, "iq2": 1 / 8, "iq1": 1 / 8}  # fractions of the table's integers that are the numbers of these codes
 NUMBERS = ("none", "bfloat16", "float16", "float32", "zeros", "products")  # storage formats of scales and offsets
 WIDTHS = dict(zip(NUMBERS, (0, 2, 2, 4, 1, 1), strict=True))  # bytes per number
-CHUNK = 1 << 22  # weights packed at a time
+CHUNK = 1 << 20  # weights packed at a time
 
 
 @dataclass(frozen=True)
@@ -263,12 +263,10 @@ def _per_part(numbers: Tensor, group: int, count: int, size: int) -> Tensor:
 
 def _in_words(codes: Tensor, bits: int) -> Tensor:
     """Arrange codes [panels, 32, blocks, 32 inputs] as a block has them: uint8 [panels, blocks, bytes]."""
-    if bits == 8:
-        words = codes.view(*codes.shape[:3], 8, 4)
-    else:
-        low, high = codes.view(*codes.shape[:3], 4, 2, 4).unbind(4)
-        words = low | high << 4
-    return words.permute(0, 2, 3, 1, 4).flatten(2)
+    words = codes.contiguous().view(torch.int32)  # of four codes
+    if bits == 4:
+        words = words[..., ::2] | words[..., 1::2] << 4
+    return words.permute(0, 2, 3, 1).contiguous().view(torch.uint8).flatten(2)
 
 
 def is_blocks(packed: Tensor) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outrider.runner import blocks
 
-CHUNK = 1 << 24  # weights decoded at a time
+CHUNK = 1 << 20  # weights decoded at a time
 
 # Codes [n, weights of a block], scales and, in some formats, offsets [n, groups]. If these are products, each is two
 # tensors: factors int8 [n, groups] and bases float16 [n, 1].
@@ -78,8 +78,11 @@ def _half(raw: Tensor) -> Tensor:
 
 def _planes(raw: Tensor, width: int, bits: int) -> Tensor:
     """Unpack codes of ``bits`` bits from bytes [n, m]: for each ``width`` bytes, the codes in the lowest bits come first."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
-    return (raw.reshape(len(raw), -1, 1, width) >> shifts & (1 << bits) - 1).flatten(1)
+    groups = raw.reshape(len(raw), -1, width)
+    if width % 8 == 0:  # eight bytes at a time: the mask drops what a shift moves from one byte to the next
+        groups = groups.contiguous().view(torch.int64)
+    mask = int.from_bytes(bytes([(1 << bits) - 1] * groups.element_size()))
+    return torch.stack([groups >> shift & mask for shift in range(0, 8, bits)], 2).view(torch.uint8).flatten(1)
 
 
 def _six_bits(raw: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -307,10 +307,15 @@ class GgufFile:
 
     def known_names(self, model: PreTrainedModel) -> dict[str, str]:
         """Return the names that transformers maps to the model's, for ``Architecture.own_name``."""
+        package: Any = import_module("gguf")
+        make = package.get_tensor_name_map
+        package.get_tensor_name_map = cache(make)  # transformers makes the same one for every module, in seconds for large models
         try:
             known: dict[str, str] = get_gguf_hf_weights_map(model, TensorProcessor(), self.architecture)
         except NotImplementedError as error:
             raise OutriderError(f"{self.path} needs a newer version of the package gguf: pip install -U gguf") from error
+        finally:
+            package.get_tensor_name_map = make
         return known
 
     def names(self, model: PreTrainedModel) -> dict[str, str]:
