@@ -309,7 +309,7 @@ class GgufFile:
         """Return the names that transformers maps to the model's, for ``Architecture.own_name``."""
         package: Any = import_module("gguf")
         make = package.get_tensor_name_map
-        package.get_tensor_name_map = cache(make)  # transformers makes the same one for every module, in seconds for large models
+        package.get_tensor_name_map = cache(make)  # transformers makes the same one for every module, in seconds
         try:
             known: dict[str, str] = get_gguf_hf_weights_map(model, TensorProcessor(), self.architecture)
         except NotImplementedError as error:
