@@ -370,7 +370,7 @@ class EventStream(StreamingResponse):
                 for event in answer.events(index, chunk):
                     yield _event({**event, "usage": answer.usage()} if is_counting else event)
         except (TimeoutError, OutriderError) as error:
-            for event in answer.failure(explained(error)[1]):
+            for event in answer.failure(*explained(error)[:2]):
                 yield _event(event)
             return
         if self._options.include_usage:
