@@ -170,6 +170,9 @@ def test_the_reason_of_the_end_is_named(tooled: Served, says: Says) -> None:
     says(REPLY)
     answer = send(tooled, max_tokens=5)
     assert (kinds(answer), answer["stop_reason"]) == (["thinking"], "max_tokens")
+    says(" the" * 50)
+    filling = [{"role": "user", "content": "x" * (tooled.llm.runner.max_len - 60)}]
+    assert send(tooled, messages=filling, max_tokens=9000, tools=None)["stop_reason"] == "model_context_window_exceeded"
     says("One.")
     assert send(tooled, stop_token_ids=[0], tools=None)["stop_reason"] == "end_turn"
 

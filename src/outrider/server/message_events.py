@@ -39,6 +39,7 @@ def error_of(status: int, body: dict[str, Any]) -> dict[str, Any]:
 class MessageAnswer(ItemAnswer):
     """Response of ``/v1/messages``, which consists of blocks."""
 
+    max_tokens: int
     content: list[dict[str, Any]] = field(default_factory=list)
     is_open: bool = False  # whether the last block may be extended
     arguments: str = ""  # of the last block, if it is a call
@@ -102,7 +103,9 @@ class MessageAnswer(ItemAnswer):
         needs_text = is_whole and all(block["type"] == "thinking" for block in self.content)
         closing = [*self._text("message", "", is_wanted=needs_text), *self._close()]
         reason = "end_turn" if is_whole else "max_tokens"
-        if isinstance(chunk.stop_reason, str):
+        if not is_whole and len(self.choices[0].token_ids) < self.max_tokens:
+            reason = "model_context_window_exceeded"
+        elif isinstance(chunk.stop_reason, str):
             reason, sequence = "stop_sequence", chunk.stop_reason
         elif is_whole and any(block["type"] == "tool_use" for block in self.content):
             reason = "tool_use"

@@ -108,7 +108,7 @@ class Service:
 
     async def messages(self, body: MessagesBody, http: Request) -> Response:
         """Handle ``POST /v1/messages``."""
-        answer = MessageAnswer("msg_" + http.state.call.request_id, self.config.name, self._tokens)
+        answer = MessageAnswer("msg_" + http.state.call.request_id, self.config.name, self._tokens, max_tokens=body.max_tokens)
         return await self._chat(body.chat(), http, answer)
 
     async def count_tokens(self, body: CountBody, http: Request) -> Response:
