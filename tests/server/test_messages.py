@@ -345,6 +345,10 @@ def test_fields_that_change_nothing_are_accepted(tooled: Served) -> None:
         ({"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice: unknown tool 'x': expected one of weather, now"),
         ({"stop": ["x"]}, "stop: expected stop_sequences"),
         ({"response_format": {"type": "text"}}, "response_format: expected output_config.format"),
+        (
+            {"messages": [{"role": "user", "content": []}]},
+            "messages have no blocks: expected at least one message with a text or a block",
+        ),
         ({"container": "c"}, "container: unknown field"),
         ({"system": "x", "messages": [USER, {"role": "assistant", "content": "y"}] * 2047 + [USER] * 2}, None),
         (

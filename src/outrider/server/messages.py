@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
+from outrider.errors import OutriderError
 from outrider.options import INT32
 from outrider.server.mistakes import as_chat, known, refused, type_of
 from outrider.server.protocol import (
@@ -256,14 +257,20 @@ class CountBody(SamplingFields):
     response_format: Annotated[None, refused("expected output_config.format")] = None
 
     def chat(self) -> ChatBody:
-        """Return the request as one of chat. Raises ``RequestValidationError`` for fields that cannot be combined."""
+        """Return the request as one of chat.
+
+        Raises ``RequestValidationError`` for fields that cannot be combined, ``OutriderError`` if ``messages`` have no blocks.
+        """
         given = self.model_dump(include=SamplingFields.model_fields.keys() - OWN, exclude_unset=True)
         thinking, effort, form = self.thinking, self.output_config.effort, self.output_config.format
+        messages = self._messages()
+        if not messages:
+            raise OutriderError("messages have no blocks: expected at least one message with a text or a block")
         variables = {} if thinking is None else {"enable_thinking": thinking.type != "disabled"}
         if form is not None:
             given["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
         given |= {
-            "messages": self._messages(),
+            "messages": messages,
             "max_tokens": self.max_tokens,
             "stop": self.stop_sequences or None,
             "tools": [tool.function() for tool in self.tools if isinstance(tool, CustomTool)] or None,
