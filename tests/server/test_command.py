@@ -23,6 +23,7 @@ from outrider.engine.llm import LLM
 from outrider.engine.plan import KEYS, Plan, served_name
 from outrider.server import run
 from outrider.server.config import ServerConfig
+from outrider.server.messages import MessagesBody
 from outrider.server.mistakes import mistakes
 from outrider.server.protocol import ChatBody, CompletionBody
 from outrider.server.responses import ResponseBody
@@ -206,7 +207,7 @@ def test_documented_limits_are_the_defaults() -> None:
 
 def test_the_page_names_every_field_and_existing_metrics(served: Served) -> None:
     page, metrics = PAGE.read_text(), httpx.get(served.url + "/metrics").text
-    fields = {*CompletionBody.model_fields, *ChatBody.model_fields, *ResponseBody.model_fields}
+    fields = {*CompletionBody.model_fields, *ChatBody.model_fields, *ResponseBody.model_fields, *MessagesBody.model_fields}
     assert not [name for name in sorted(fields) if f"`{name}`" not in page]
     named = re.findall(r"`((?:vllm|outrider):\w+)`", page)
     assert len(named) > 5

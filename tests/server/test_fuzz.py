@@ -55,7 +55,7 @@ def test_no_call_breaks_the_server(fuzzed: Served, mode: GenerationMode) -> None
 
         ask()
         asked.add(operation.path)
-    assert {"/v1/completions", "/v1/chat/completions", "/v1/responses"} <= asked
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"} <= asked
 
 
 NAMES = st.sampled_from(["a", "b", "ä", "", "$ref", "type"])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from outrider.runner.tokenizers import token_bytes
 from outrider.server.echo import Echo
 from outrider.server.formats import Lead
-from outrider.server.replies import Reply
+from outrider.server.replies import Part, Reply
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -167,8 +167,8 @@ class Answer:
         is_empty = not any(choice.get(name) for name in ("text", "delta", "logprobs", "finish_reason"))
         return [] if is_empty else [{**self.head(self.chunk_kind), "choices": [choice]}]
 
-    def failure(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the end of a stream that failed. ``body``: the error in OpenAI's format."""
+    def failure(self, status: int, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the end of a stream that failed. ``status``: of HTTP; ``body``: the error in OpenAI's format."""
         return [body]
 
     def last(self) -> dict[str, Any]:
@@ -263,6 +263,44 @@ class ChatAnswer(Answer):
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self.tokens.text(token), "logprob": _finite(logprob), "bytes": list(self.tokens.bytes_of(token))}
+
+
+@dataclass(kw_only=True)
+class ItemAnswer(ChatAnswer):
+    """Response that consists of items in the order of the reply. A stream has events that begin, extend and end items."""
+
+    ends_with_done: ClassVar[bool] = False
+
+    def events(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
+        reply = self.replies[index]
+        events = self._said(reply, reply.feed(chunk.text))
+        return events if chunk.finish_reason is None else [*events, *self._said(reply, reply.finish()), *self._end(chunk)]
+
+    def _said(self, reply: Reply, part: Part) -> list[dict[str, Any]]:
+        """Return the events of a part, in its order: only the last item may be incomplete."""
+        events = []
+        for kind, said in part.pieces:
+            if kind == "call":
+                events += [*self._call(said), *(self._close() if reply.calls_at_once else [])]
+            else:
+                events += self._text("message" if kind == "content" else kind, said)
+        return events
+
+    def _text(self, kind: str, text: str, is_wanted: bool = False) -> list[dict[str, Any]]:
+        """Return the events that add text to an item of this kind; ``is_wanted``: an empty one, too."""
+        raise NotImplementedError
+
+    def _call(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the events of a call, or of its next arguments."""
+        raise NotImplementedError
+
+    def _close(self) -> list[dict[str, Any]]:
+        """Return the events that complete the last item."""
+        raise NotImplementedError
+
+    def _end(self, chunk: Chunk) -> list[dict[str, Any]]:
+        """Return the last events, after those of the last chunk's text."""
+        raise NotImplementedError
 
 
 def _finite(logprob: float) -> float:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
 from outrider import __version__
 from outrider.options import shown
 from outrider.server.config import KeyRing, ServerConfig
-from outrider.server.gate import Gate, error_body
+from outrider.server.gate import Gate, error_body, error_response
 from outrider.server.service import Service, explained
 from outrider.types import OutriderError
 
@@ -38,7 +38,10 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 
-ROUTES = "POST /v1/chat/completions, /v1/responses, /v1/completions, /tokenize or /detokenize, or GET /v1/models"
+ROUTES = (
+    "POST /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens, /v1/completions, /tokenize or "
+    "/detokenize, or GET /v1/models"
+)
 
 
 def create_app(llm: LLM, config: ServerConfig, keys: KeyRing) -> FastAPI:
@@ -64,6 +67,8 @@ def create_app(llm: LLM, config: ServerConfig, keys: KeyRing) -> FastAPI:
         "/v1/completions": service.completions,
         "/v1/chat/completions": service.chat,
         "/v1/responses": service.responses,
+        "/v1/messages": service.messages,
+        "/v1/messages/count_tokens": service.count_tokens,
         "/tokenize": service.tokenize,
         "/detokenize": service.detokenize,
     }
@@ -116,4 +121,4 @@ async def _on_error(request: Request, error: Exception) -> Response:
         body = error_body(what, "invalid_request_error", "unknown_url")
     if status in (429, 503):
         request.app.state.service.metrics.refused(status)
-    return JSONResponse(body, status, headers)
+    return error_response(request.url.path, status, body, headers)

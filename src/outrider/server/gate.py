@@ -19,11 +19,14 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.server.config import ANYONE, Client, KeyRing, ServerConfig
+from outrider.server.message_events import error_of
 
 logger = logging.getLogger("outrider.server")
 
 GUARDED = ("/v1/", "/tokenize", "/detokenize", "/openapi.json")  # beginnings of paths that need a key
+UNKNOWN_KEY = "missing or unknown API key: send Authorization: Bearer <key>, or x-api-key: <key>"
 DISCARD_FACTOR = 4  # the body of a refused call is read up to this multiple of the size limit
+MESSAGES = "/v1/messages"  # beginning of the paths of Anthropic's API, whose errors have its format
 CLOSED = 499  # the client disconnected (nginx's code)
 
 
@@ -41,6 +44,11 @@ def error_body(message: str, kind: str, code: str | None = None, param: str | No
     """Return an error in OpenAI's format. ``param``: the field of the body at fault."""
     readable = message.encode(errors="replace").decode()
     return {"error": {"message": readable, "type": kind, "param": param, "code": code}}
+
+
+def error_response(path: str, status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    """Return the response to a call that failed. ``body``: the error in OpenAI's format."""
+    return JSONResponse(error_of(status, body) if path.startswith(MESSAGES) else body, status, headers)
 
 
 class Gate:
@@ -77,7 +85,7 @@ class Gate:
             if status:  # the response has started: abort it
                 raise
             logger.exception("request %s failed", call.request_id)
-            await _error(500, "the server failed", "server_error")(scope, receive, answer)
+            await _error(scope["path"], 500, "the server failed", "server_error")(scope, receive, answer)
         finally:
             facts = {
                 "request_id": call.request_id,
@@ -95,16 +103,17 @@ class Gate:
         """Return the response to a call that is refused, or None."""
         if path.startswith(GUARDED):
             scheme, _, key = headers.get("authorization", "").partition(" ")
+            key = key if scheme.lower() == "bearer" else headers.get("x-api-key", "")
             key = key.strip().encode("latin-1").decode(errors="replace")  # the bytes that the client sent are UTF-8
-            client = self._keys.client(key if scheme.lower() == "bearer" else None)
+            client = self._keys.client(key)
             if client is None:
-                return _error(401, "missing or unknown API key: send Authorization: Bearer <key>", code="invalid_api_key")
+                return _error(path, 401, UNKNOWN_KEY, code="invalid_api_key")
             call.client = client if len(self._keys) or address is None else replace(client, connection="{}:{}".format(*address))
         if headers.get("content-encoding", "identity").lower() != "identity":
-            return _error(415, "the body is compressed: send it without the header Content-Encoding")
+            return _error(path, 415, "the body is compressed: send it without the header Content-Encoding")
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self._config.max_body:
-            return _error(413, self._too_large())
+            return _error(path, 413, self._too_large())
         return None
 
     def _too_large(self) -> str:
@@ -145,8 +154,8 @@ class Gate:
             await asyncio.wait_for(rest(), self._config.body_timeout)
 
 
-def _error(status: int, message: str, kind: str = "invalid_request_error", code: str | None = None) -> Response:
-    return JSONResponse(error_body(message, kind, code), status, {"connection": "close"})
+def _error(path: str, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None) -> Response:
+    return error_response(path, status, error_body(message, kind, code), {"connection": "close"})
 
 
 class JsonLines(logging.Formatter):

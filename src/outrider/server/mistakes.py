@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outrider.server.protocol import Body
+from fastapi.exceptions import RequestValidationError
+from pydantic import BeforeValidator, ValidationError
+
+from outrider.options import shown
+from outrider.server.protocol import Body, ChatBody
 
 # Parts of an error location that pydantic adds for unions of types, such as function-after[_unicode(), constrained-str].
 PYDANTIC_TYPE = re.compile(r"^(constrained|function|nullable|tagged|lax|json)-|^[a-z-]+\[.*\]$")
@@ -73,3 +77,55 @@ def _what(error: Any) -> str:
     for pydantics, plain in WORDS.items():
         words = words.replace(pydantics, plain)
     return words
+
+
+def refused(why: str, allowed: Any = None) -> BeforeValidator:
+    """Refuse a field that this server cannot support, unless it has the value that changes nothing."""
+
+    def refuse(given: Any) -> Any:
+        if given is not allowed:
+            raise ValueError(why)
+        return given
+
+    return BeforeValidator(refuse)
+
+
+def type_of(given: Mapping[str, Any], default: str | None = None) -> Any:
+    """Return the type of an object; null counts as absent."""
+    kind = given.get("type")
+    return default if kind is None else kind
+
+
+def known(what: str, kinds: Sequence[str], expected: str, default: str | None = None) -> BeforeValidator:
+    """Refuse an object of another type in one line, instead of one error for each type of a union.
+
+    ``kinds``: patterns of types. ``default``: the type of an object without one.
+    """
+    pattern = re.compile("|".join(kinds))
+
+    def check(given: Any) -> Any:
+        if not isinstance(given, dict):
+            raise ValueError("expected a JSON object")
+        kind = type_of(given, default)
+        if not isinstance(kind, str) or not pattern.fullmatch(kind):
+            raise ValueError(f"unsupported {what} {shown(kind)}: expected {expected}")
+        return given
+
+    return BeforeValidator(check)
+
+
+def as_chat(given: Mapping[str, Any], messages: str, names: Mapping[str, str]) -> ChatBody:
+    """Return a request of another API as one of chat. ``messages`` and ``names``: what that API calls fields of chat.
+
+    Raises ``RequestValidationError``, with the names of that API, for fields that cannot be combined.
+    """
+    try:
+        return ChatBody.model_validate(given)
+    except ValidationError as error:  # about several fields: each one alone is valid
+        found: list[Any] = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+    for each in found:
+        for name, own in names.items():
+            each["msg"] = each["msg"].replace(name, own)
+        if each["loc"][1:2] == ("messages",):  # its places are not those of the client's list
+            each["loc"] = ("body", messages)
+    raise RequestValidationError(found)

@@ -96,6 +96,7 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # report the first e
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Variables = Annotated[dict[Text, Any], AfterValidator(shallow), AfterValidator(_variables)]
 Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]  # name of a function
+Parameters = Annotated[dict[str, Any], AfterValidator(shallow), AfterValidator(_of_object)]  # JSON schema of arguments
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Verbosity = Literal["low", "medium", "high"]
 
@@ -338,7 +339,7 @@ class Function(Body):
 
     name: Identifier
     description: Text | None = None
-    parameters: Annotated[dict[str, Any], AfterValidator(shallow), AfterValidator(_of_object)] | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None  # forced calls always match the parameters
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from outrider.server.answers import ChatAnswer
-from outrider.server.replies import Part, Reply
+from outrider.server.answers import ItemAnswer
 
 if TYPE_CHECKING:
     from outrider.engine.outputs import Chunk
@@ -17,15 +16,13 @@ LOGPROBS: dict[str, dict[str, Any]] = {"reasoning": {}, "message": {"logprobs": 
 
 
 @dataclass(kw_only=True)
-class ResponseAnswer(ChatAnswer):
+class ResponseAnswer(ItemAnswer):
     """Response of ``/v1/responses``. A stream consists of semantic events; the last one has the whole response."""
 
     echo: dict[str, Any]
     names: dict[str, dict[str, str]]  # a function's name in chat -> its namespace and name, if it has a namespace
     output: list[dict[str, Any]] = field(default_factory=list)  # the last item may be incomplete
     num_events: int = 0
-
-    ends_with_done: ClassVar[bool] = False
 
     def whole(self) -> dict[str, Any]:
         (completion,) = self.choices
@@ -36,24 +33,7 @@ class ResponseAnswer(ChatAnswer):
         response = self._response("in_progress")
         return [self._event(kind, response=response) for kind in ("response.created", "response.in_progress")]
 
-    def events(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
-        reply = self.replies[index]
-        events = self._said(reply, reply.feed(chunk.text))
-        if chunk.finish_reason is None:
-            return events
-        return [*events, *self._said(reply, reply.finish()), *self._end(is_whole=chunk.finish_reason == "stop")]
-
-    def _said(self, reply: Reply, part: Part) -> list[dict[str, Any]]:
-        """Return the events of a part, in its order: only the last item may be incomplete."""
-        events = []
-        for kind, said in part.pieces:
-            if kind == "call":
-                events += [*self._call(said), *(self._close("completed") if reply.calls_at_once else [])]
-            else:
-                events += self._text("message" if kind == "content" else kind, said)
-        return events
-
-    def failure(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+    def failure(self, status: int, body: dict[str, Any]) -> list[dict[str, Any]]:
         error = body["error"]
         code = "server_error" if error["type"] == "server_error" else "invalid_prompt"  # those that OpenAI's API knows
         closing = self._close("incomplete")
@@ -75,13 +55,12 @@ class ResponseAnswer(ChatAnswer):
 
     def _open(self, prefix: str, **item: Any) -> list[dict[str, Any]]:
         """Complete the last item and begin another one."""
-        closing = self._close("completed")
+        closing = self._close()
         self.output.append({"id": f"{prefix}_{self.call_id}_{len(self.output)}", **item, "status": "in_progress"})
         added = {name: [] if name == "content" else value for name, value in self.output[-1].items()}
         return [*closing, self._event("response.output_item.added", output_index=len(self.output) - 1, item=added)]
 
     def _text(self, kind: str, text: str, is_wanted: bool = False) -> list[dict[str, Any]]:
-        """Return the events that add text to an item of this kind; ``is_wanted``: an empty one, too."""
         if not text and not is_wanted:
             return []
         prefix, part_type = TEXTS[kind]
@@ -97,7 +76,6 @@ class ResponseAnswer(ChatAnswer):
         return events
 
     def _call(self, call: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the events of a call, or of its next arguments."""
         function, events = call["function"], []
         if "id" in call:
             named = self.names.get(function["name"], {"name": function["name"]})
@@ -105,8 +83,7 @@ class ResponseAnswer(ChatAnswer):
         self.output[-1]["arguments"] += function["arguments"]
         return [*events, self._of_item("response.function_call_arguments.delta", delta=function["arguments"])]
 
-    def _close(self, status: str) -> list[dict[str, Any]]:
-        """Return the events that complete the last item."""
+    def _close(self, status: str = "completed") -> list[dict[str, Any]]:
         if not self.output or self.output[-1]["status"] != "in_progress":
             return []
         item = self.output[-1]
@@ -123,8 +100,9 @@ class ResponseAnswer(ChatAnswer):
             ]
         return [*events, self._event("response.output_item.done", output_index=len(self.output) - 1, item=item)]
 
-    def _end(self, is_whole: bool) -> list[dict[str, Any]]:
+    def _end(self, chunk: Chunk) -> list[dict[str, Any]]:
         """Return the last events. An answer that is whole has a text or a call, which may be empty."""
+        is_whole = chunk.finish_reason == "stop"
         needs_text = is_whole and all(item["type"] == "reasoning" for item in self.output)
         status = "completed" if is_whole else "incomplete"
         events = [*self._text("message", "", is_wanted=needs_text), *self._close(status)]

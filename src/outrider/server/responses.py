@@ -8,11 +8,11 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Annotated, Any, Literal, Self, get_args
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from outrider.errors import OutriderError
-from outrider.options import INT32, shown
+from outrider.options import INT32
+from outrider.server.mistakes import as_chat, known, refused, type_of
 from outrider.server.protocol import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -45,37 +45,7 @@ ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 HostedType = Literal["web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"]
 HOSTED = get_args(HostedType)
 OWN = {"n", "stream_options", "response_format"}  # fields of ``SamplingFields`` that this API has in another form
-
-
-def _refused(why: str, allowed: Any = None) -> BeforeValidator:
-    """Refuse a field that this server cannot support, unless it has the value that changes nothing."""
-
-    def refuse(given: Any) -> Any:
-        if given is not allowed:
-            raise ValueError(why)
-        return given
-
-    return BeforeValidator(refuse)
-
-
-def _type_of(given: dict[str, Any], default: str | None = None) -> Any:
-    """Return the type of an object; null counts as absent."""
-    kind = given.get("type")
-    return default if kind is None else kind
-
-
-def _known(what: str, kinds: Sequence[str], expected: str, default: str | None = None) -> BeforeValidator:
-    """Refuse an object of another type in one line, instead of one error for each type of a union."""
-
-    def check(given: Any) -> Any:
-        if not isinstance(given, dict):
-            raise ValueError("expected a JSON object")
-        kind = _type_of(given, default)
-        if kind not in kinds:
-            raise ValueError(f"unsupported {what} {shown(kind)}: expected {expected}")
-        return given
-
-    return BeforeValidator(check)
+NAMES = {"response_format": "text.format", "max_completion_tokens": "max_output_tokens"}  # of fields of chat
 
 
 class Piece(Body):
@@ -89,7 +59,7 @@ class Piece(Body):
     parsed: Any = None
 
 
-KnownPiece = Annotated[Piece, _known("part", get_args(PieceType), '{"type": "input_text", "text": ...}')]
+KnownPiece = Annotated[Piece, known("part", get_args(PieceType), '{"type": "input_text", "text": ...}')]
 Pieces = Annotated[list[KnownPiece], Field(fail_fast=True), at_most(MAX_MESSAGES, "parts")]
 
 
@@ -140,7 +110,7 @@ class ResultItem(Item):
 
 def _kind(given: Any) -> str:
     """Return the tag of an item or a tool, which ``mistakes`` omits from the places of errors."""
-    kind = _type_of(given, "message") if isinstance(given, dict) else given.type
+    kind = type_of(given, "message") if isinstance(given, dict) else given.type
     return f"tagged-{'hosted' if kind in HOSTED else kind}"
 
 
@@ -150,7 +120,7 @@ AnyItem = Annotated[
     | Annotated[CallItem, Tag("tagged-function_call")]
     | Annotated[ResultItem, Tag("tagged-function_call_output")],
     Discriminator(_kind),
-    _known("item", ITEMS, ", ".join(ITEMS[:-1]) + " or " + ITEMS[-1], default="message"),
+    known("item", ITEMS, ", ".join(ITEMS[:-1]) + " or " + ITEMS[-1], default="message"),
 ]
 
 
@@ -161,7 +131,7 @@ class FunctionTool(Function):
 
 
 Functions = Annotated[
-    list[Annotated[FunctionTool, _known("tool", ("function",), '{"type": "function", "name": ...}')]],
+    list[Annotated[FunctionTool, known("tool", ("function",), '{"type": "function", "name": ...}')]],
     Field(fail_fast=True),
     at_most(MAX_TOOLS, "tools"),
 ]
@@ -211,13 +181,13 @@ class Reasoning(Body):
     generate_summary: Text | None = None
 
 
-STATELESS = _refused("the server stores no responses: send the whole conversation as input")
+STATELESS = refused("the server stores no responses: send the whole conversation as input")
 AnyTool = Annotated[
     Annotated[FunctionTool, Tag("tagged-function")]
     | Annotated[Namespace, Tag("tagged-namespace")]
     | Annotated[HostedTool, Tag("tagged-hosted")],
     Discriminator(_kind),
-    _known("tool", ("function", "namespace", *HOSTED), '{"type": "function", "name": ...}'),
+    known("tool", ("function", "namespace", *HOSTED), '{"type": "function", "name": ...}'),
 ]
 
 
@@ -240,7 +210,7 @@ class ResponseBody(SamplingFields):
     top_logprobs: Literal[0] | None = None
     truncation: Literal["disabled"] | None = None
     metadata: Annotated[dict[str, Any], AfterValidator(shallow)] | None = None  # repeated in the response
-    background: Annotated[Literal[False], _refused("responses cannot run in the background: leave it out", False)] = False
+    background: Annotated[Literal[False], refused("responses cannot run in the background: leave it out", False)] = False
     # accepted and ignored
     include: list[
         Literal[
@@ -255,13 +225,13 @@ class ResponseBody(SamplingFields):
     max_tool_calls: int | None = None  # of OpenAI's own tools
     client_metadata: dict[str, Any] | None = None  # of Codex
     # refused
-    messages: Annotated[None, _refused("expected input")] = None
-    max_tokens: Annotated[None, _refused("expected max_output_tokens")] = None
-    max_completion_tokens: Annotated[None, _refused("expected max_output_tokens")] = None
-    response_format: Annotated[None, _refused("expected text.format")] = None
+    messages: Annotated[None, refused("expected input")] = None
+    max_tokens: Annotated[None, refused("expected max_output_tokens")] = None
+    max_completion_tokens: Annotated[None, refused("expected max_output_tokens")] = None
+    response_format: Annotated[None, refused("expected text.format")] = None
     previous_response_id: Annotated[None, STATELESS] = None
     conversation: Annotated[None, STATELESS] = None
-    prompt: Annotated[None, _refused("the server stores no prompts: send instructions and input")] = None
+    prompt: Annotated[None, refused("the server stores no prompts: send instructions and input")] = None
 
     @model_validator(mode="after")
     def _can_be_repeated(self) -> Self:
@@ -304,10 +274,7 @@ class ResponseBody(SamplingFields):
             "tools": [{"type": "function", "function": tool} for tool in tools] or None,
             "tool_choice": choice,
         }
-        try:
-            return ChatBody.model_validate(given)
-        except ValidationError as error:  # about several fields: each one alone is valid
-            raise RequestValidationError([_in_own_names(each) for each in error.errors()]) from None
+        return as_chat(given, "input", NAMES)
 
     @property
     def _functions(self) -> list[tuple[str | None, FunctionTool]]:
@@ -362,14 +329,6 @@ class ResponseBody(SamplingFields):
 def _name_in_chat(namespace: str | None, name: str) -> str:
     """Return the name of a function in chat, which has no namespaces."""
     return name if namespace is None else f"{namespace}__{name}"
-
-
-def _in_own_names(error: Any) -> dict[str, Any]:
-    """Return an error about the request of chat with the names of this API's fields. Messages have no place in ``input``."""
-    where, what = ("input",) if error["loc"][:1] == ("messages",) else error["loc"], str(error["msg"])
-    for name, own in (("response_format", "text.format"), ("max_completion_tokens", "max_output_tokens")):
-        what = what.replace(name, own)
-    return {**error, "loc": ("body", *where), "msg": what}
 
 
 def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:

@@ -24,6 +24,8 @@ from outrider.server.config import Client, ServerConfig
 from outrider.server.echo import Echo, prompt_logprobs
 from outrider.server.gate import CLOSED, Call, error_body
 from outrider.server.grammar import Grammars, TokenGrammar
+from outrider.server.message_events import MessageAnswer
+from outrider.server.messages import CountBody, MessagesBody, counted
 from outrider.server.metrics import Metrics
 from outrider.server.mistakes import mistakes, unreadable
 from outrider.server.prompts import Aside, Prompts, tools
@@ -104,6 +106,16 @@ class Service:
         )
         return await self._chat(body.chat(), http, answer)
 
+    async def messages(self, body: MessagesBody, http: Request) -> Response:
+        """Handle ``POST /v1/messages``."""
+        answer = MessageAnswer("msg_" + http.state.call.request_id, self.config.name, self._tokens, max_tokens=body.max_tokens)
+        return await self._chat(body.chat(), http, answer)
+
+    async def count_tokens(self, body: CountBody, http: Request) -> Response:
+        """Handle ``POST /v1/messages/count_tokens``."""
+        chat = body.chat()
+        return await self._convert(chat, http, lambda client: counted(chat, self._prompts, client))
+
     async def _chat(self, body: ChatBody, http: Request, answer: ChatAnswer) -> Response:
         call = http.state.call
         answer.delimiters = self._replies.delimiters(body)
@@ -134,7 +146,7 @@ class Service:
         """Handle ``POST /detokenize``."""
         return await self._convert(body, http, lambda client: detokenized(body, self._prompts, client))
 
-    async def _convert(self, body: TokenizeBody | DetokenizeBody, http: Request, work: Conversion) -> Response:
+    async def _convert(self, body: TokenizeBody | DetokenizeBody | ChatBody, http: Request, work: Conversion) -> Response:
         """Return the result of ``work`` as JSON. The call takes a place in the queue and has the time limit of a completion."""
         if body.model is not None:
             self.check_model(body.model)
@@ -372,7 +384,7 @@ class EventStream(StreamingResponse):
                 for event in answer.events(index, chunk):
                     yield _event({**event, "usage": answer.usage()} if is_counting else event)
         except (TimeoutError, OutriderError) as error:
-            for event in answer.failure(explained(error)[1]):
+            for event in answer.failure(*explained(error)[:2]):
                 yield _event(event)
             return
         if self._options.include_usage:

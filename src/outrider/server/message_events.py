@@ -1,0 +1,135 @@
+"""Format responses and errors as Anthropic's Messages API does: whole, or as a stream of events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from outrider.engine.prompts import arguments_of
+from outrider.errors import OutriderError
+from outrider.server.answers import ItemAnswer
+
+if TYPE_CHECKING:
+    from outrider.engine.outputs import Chunk
+
+# Kind of a text -> type of its block, which also names its text, and fields of the empty block.
+TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "reasoning": ("thinking", {"thinking": "", "signature": ""}),
+    "message": ("text", {"text": ""}),
+}
+# HTTP status -> type of an error; others are invalid requests.
+ERRORS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_of(status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """Return an error in Anthropic's format. ``body``: the error in OpenAI's."""
+    kind = ERRORS.get(status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}}
+
+
+@dataclass(kw_only=True)
+class MessageAnswer(ItemAnswer):
+    """Response of ``/v1/messages``, which consists of blocks."""
+
+    max_tokens: int
+    content: list[dict[str, Any]] = field(default_factory=list)
+    is_open: bool = False  # whether the last block may be extended
+    arguments: str = ""  # of the last block, if it is a call
+
+    def whole(self) -> dict[str, Any]:
+        (completion,) = self.choices
+        ending = self.events(0, completion)[-2]  # before message_stop
+        counts = {name: value for name, value in ending.items() if name not in ("type", "delta")}
+        return {**self._message(), "content": self.content, **ending["delta"], **counts}
+
+    def opening(self) -> list[dict[str, Any]]:
+        return [{"type": "message_start", "message": {**self._message(), "usage": self._counts()["usage"]}}]
+
+    def failure(self, status: int, body: dict[str, Any]) -> list[dict[str, Any]]:
+        return [error_of(status, body)]
+
+    def _message(self) -> dict[str, Any]:
+        head = {"id": self.call_id, "type": "message", "role": "assistant", "model": self.model}
+        return {**head, "content": [], "stop_reason": None, "stop_sequence": None}
+
+    def _event(self, kind: str, **content: Any) -> dict[str, Any]:
+        """Return an event about the last block."""
+        return {"type": f"content_block_{kind}", "index": len(self.content) - 1, **content}
+
+    def _open(self, **block: Any) -> list[dict[str, Any]]:
+        """Complete the last block and begin another one."""
+        closing = self._close()
+        self.content.append(block)
+        self.is_open, self.arguments = True, ""
+        return [*closing, self._event("start", content_block=dict(block))]
+
+    def _text(self, kind: str, text: str, is_wanted: bool = False) -> list[dict[str, Any]]:
+        if not text and not is_wanted:
+            return []
+        (name, empty), events = TEXTS[kind], []
+        if not self.is_open or self.content[-1]["type"] != name:
+            events = self._open(type=name, **empty)
+        self.content[-1][name] += text
+        return [*events, *([self._event("delta", delta={"type": f"{name}_delta", name: text})] if text else [])]
+
+    def _call(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+        function, events = call["function"], []
+        if "id" in call:
+            events = self._open(type="tool_use", id=call["id"], name=function["name"], input={})
+        self.arguments += function["arguments"]
+        delta = {"type": "input_json_delta", "partial_json": function["arguments"]}
+        return [*events, self._event("delta", delta=delta)]
+
+    def _close(self) -> list[dict[str, Any]]:
+        if not self.is_open:
+            return []
+        self.is_open, block = False, self.content[-1]
+        if block["type"] == "tool_use":
+            block["input"] = _input(self.arguments)
+        signature = [self._event("delta", delta={"type": "signature_delta", "signature": ""})]
+        return [*(signature if block["type"] == "thinking" else []), self._event("stop")]
+
+    def _end(self, chunk: Chunk) -> list[dict[str, Any]]:
+        """Return the last events. An answer that is whole has a text or a call, which may be empty."""
+        is_whole, sequence = chunk.finish_reason == "stop", None
+        needs_text = is_whole and all(block["type"] == "thinking" for block in self.content)
+        closing = [*self._text("message", "", is_wanted=needs_text), *self._close()]
+        reason = "end_turn" if is_whole else "max_tokens"
+        if not is_whole and len(self.choices[0].token_ids) < self.max_tokens:
+            reason = "model_context_window_exceeded"
+        elif isinstance(chunk.stop_reason, str):
+            reason, sequence = "stop_sequence", chunk.stop_reason
+        elif is_whole and any(block["type"] == "tool_use" for block in self.content):
+            reason = "tool_use"
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        return [*closing, {"type": "message_delta", "delta": delta, **self._counts()}, {"type": "message_stop"}]
+
+    def _counts(self) -> dict[str, Any]:
+        """Return the counts of chat under the names of this API, where the input excludes what was cached."""
+        counts = super()._counts()
+        usage = counts["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return counts | {
+            "usage": {
+                "input_tokens": usage["prompt_tokens"] - cached,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": cached,
+                "output_tokens": usage["completion_tokens"],
+            }
+        }
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a call; none if they were truncated."""
+    try:
+        return arguments_of(arguments)
+    except OutriderError:
+        return {}

@@ -1,0 +1,337 @@
+"""Request bodies of Anthropic's Messages API, translated into chat requests. The server keeps no state between requests."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+
+from outrider.errors import OutriderError
+from outrider.options import INT32
+from outrider.server.mistakes import as_chat, known, refused, type_of
+from outrider.server.protocol import (
+    MAX_MESSAGES,
+    MAX_STOPS,
+    MAX_TOOLS,
+    Body,
+    ChatBody,
+    Identifier,
+    Parameters,
+    SamplingFields,
+    Stop,
+    Text,
+    TextPart,
+    Variables,
+    at_most,
+    shallow,
+)
+
+if TYPE_CHECKING:
+    from outrider.server.config import Client
+    from outrider.server.prompts import Prompts
+
+# Types of blocks by the role of their message.
+BLOCKS = {
+    "system": ("text",),
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+}
+EXPECTED_BLOCKS = "text, tool_use, tool_result or thinking"
+# Tools that Anthropic's servers run: their types end with a date.
+HOSTED = ("web_search_.*", "web_fetch_.*", "code_execution_.*", "tool_search_tool_.*")
+OWN = {"n", "stop", "stream_options", "response_format"}  # fields of ``SamplingFields`` that this API has in another form
+NAMES = {"response_format": "output_config.format"}  # of a field of chat
+BILLING = "x-anthropic-billing-header:"  # begins a block in Claude Code's system prompt that is not meant for the model
+
+
+class Block(Body):
+    """Base class of the blocks of a message."""
+
+    cache_control: Any = None  # accepted and ignored
+
+
+class TextBlock(TextPart):
+    """A text."""
+
+    citations: Any = None  # accepted and ignored
+
+
+class ThinkingBlock(Block):
+    """Reasoning of the model."""
+
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Text = ""  # accepted and ignored
+
+
+class RedactedBlock(Block):
+    """Reasoning that only Anthropic can read. It is not shown to the model."""
+
+    type: Literal["redacted_thinking"]
+    data: Text
+
+
+class CallBlock(Block):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: Text
+    name: Text
+    input: Annotated[dict[str, Any], AfterValidator(shallow)]
+    caller: Any = None  # accepted and ignored
+
+
+def _joined(content: str | list[Any] | None, separator: str = "\n") -> str:
+    """Return the texts of a content; other blocks are left out."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return separator.join(block.text for block in content if isinstance(block, TextBlock))
+
+
+Texts = Text | Annotated[list[TextBlock], Field(fail_fast=True), at_most(MAX_MESSAGES, "blocks")]
+
+
+class ResultBlock(Block):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Text
+    content: Texts | None = None
+    is_error: bool = False
+
+    @property
+    def text(self) -> str:
+        """The result for the model. Chat templates have no place for ``is_error``."""
+        return ("Error: " if self.is_error else "") + _joined(self.content)
+
+
+def _kind(given: Any) -> str:
+    """Return the tag of a block or a tool, which ``mistakes`` omits from the places of errors."""
+    kind = type_of(given, "custom") if isinstance(given, dict) else given.type
+    return f"tagged-{kind}"
+
+
+AnyBlock = Annotated[
+    Annotated[TextBlock, Tag("tagged-text")]
+    | Annotated[ThinkingBlock, Tag("tagged-thinking")]
+    | Annotated[RedactedBlock, Tag("tagged-redacted_thinking")]
+    | Annotated[CallBlock, Tag("tagged-tool_use")]
+    | Annotated[ResultBlock, Tag("tagged-tool_result")],
+    Discriminator(_kind),
+    known("block", [kind for kinds in BLOCKS.values() for kind in kinds], EXPECTED_BLOCKS),
+]
+Blocks = Annotated[list[AnyBlock], Field(fail_fast=True), at_most(MAX_MESSAGES, "blocks")]
+
+
+class Turn(Body):
+    """One turn of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Text | Blocks
+
+    @model_validator(mode="after")
+    def _fits_role(self) -> Self:
+        for block in self.blocks:
+            if block.type not in BLOCKS[self.role]:
+                expected = " or ".join(BLOCKS[self.role])
+                raise ValueError(f"unsupported block {block.type!r} in a message with role {self.role}: expected {expected}")
+        return self
+
+    @property
+    def blocks(self) -> list[Any]:
+        return [] if isinstance(self.content, str) else self.content
+
+    def assistant(self) -> dict[str, Any]:
+        """Return the assistant's turn as a message of chat."""
+        thoughts = [block.thinking for block in self.blocks if isinstance(block, ThinkingBlock)]
+        calls = [
+            {"id": block.id, "function": {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}}
+            for block in self.blocks
+            if isinstance(block, CallBlock)
+        ]
+        said = {"reasoning_content": "\n".join(thoughts), "tool_calls": calls}
+        content = _joined(self.content, separator="")
+        return {"role": "assistant", "content": content, **{name: value for name, value in said.items() if value}}
+
+
+class CustomTool(Body):
+    """A function that the model may call."""
+
+    type: Literal["custom"] = "custom"
+    name: Identifier
+    description: Text | None = None
+    input_schema: Parameters
+    # accepted and ignored
+    strict: bool | None = None  # forced calls always match the schema
+    cache_control: Any = None
+    eager_input_streaming: bool | None = None
+    input_examples: list[Any] | None = None
+
+    def function(self) -> dict[str, Any]:
+        """Return the tool as a function of chat."""
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": function}
+
+
+class HostedTool(Body, extra="allow"):
+    """A tool that Anthropic's servers run. It is not shown to the model, which therefore does not call it."""
+
+    type: Text
+
+
+def _tool_kind(given: Any) -> str:
+    return "tagged-custom" if _kind(given) == "tagged-custom" else "tagged-hosted"
+
+
+AnyTool = Annotated[
+    Annotated[CustomTool, Tag("tagged-custom")] | Annotated[HostedTool, Tag("tagged-hosted")],
+    Discriminator(_tool_kind),
+    known("tool", ("custom", *HOSTED), '{"name": ..., "input_schema": ...}', default="custom"),
+]
+
+
+class Choice(Body):
+    """Which tools the model may or must call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Text | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _has_name(self) -> Self:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("type tool needs name: the tool to call" if self.name is None else "name needs type: tool")
+        return self
+
+    def in_chat(self) -> Any:
+        """Return the choice in the form of chat."""
+        named = {"type": "function", "function": {"name": self.name}}
+        return named if self.type == "tool" else {"any": "required"}.get(self.type, self.type)
+
+
+class Thinking(Body):
+    """Whether the model reasons first, and whether its reasoning is returned."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    display: Literal["summarized", "omitted"] = "summarized"  # there are no summaries: reasoning is returned as it is
+    budget_tokens: int | None = None  # accepted and ignored
+
+
+class SchemaFormat(Body):
+    """JSON with a schema."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class Output(Body):
+    """How much the model reasons, and the form of its text."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: SchemaFormat | None = None
+
+
+class CountBody(SamplingFields):
+    """Body of ``POST /v1/messages/count_tokens``, which may have every field of ``/v1/messages``."""
+
+    messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES, "messages")]
+    max_tokens: int | None = Field(None, ge=1, le=INT32)
+    system: Texts = ""
+    stop_sequences: list[Stop] = Field(default_factory=list, max_length=MAX_STOPS)
+    tools: Annotated[list[AnyTool], Field(fail_fast=True), at_most(MAX_TOOLS, "tools")] = Field(default_factory=list)
+    tool_choice: Choice = Choice(type="auto")
+    thinking: Thinking | None = None
+    output_config: Output = Output()
+    # extensions of Anthropic's API
+    include_reasoning: bool = True
+    chat_template_kwargs: Variables = Field(default_factory=dict)
+    # accepted with the only value that changes nothing
+    n: Literal[1] = 1
+    # accepted and ignored
+    cache_control: Any = None
+    context_management: Any = None  # of Claude Code: which parts of a long conversation Anthropic's servers may drop
+    inference_geo: Text | None = None
+    speed: Text | None = None
+    # refused
+    stop: Annotated[None, refused("expected stop_sequences")] = None
+    response_format: Annotated[None, refused("expected output_config.format")] = None
+
+    def chat(self) -> ChatBody:
+        """Return the request as one of chat.
+
+        Raises ``RequestValidationError`` for fields that cannot be combined, ``OutriderError`` if ``messages`` have no blocks.
+        """
+        given = self.model_dump(include=SamplingFields.model_fields.keys() - OWN, exclude_unset=True)
+        thinking, effort, form = self.thinking, self.output_config.effort, self.output_config.format
+        messages = self._messages()
+        if not messages:
+            raise OutriderError("messages have no blocks: expected at least one message with a text or a block")
+        variables = {} if thinking is None else {"enable_thinking": thinking.type != "disabled"}
+        if form is not None:
+            given["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
+        given |= {
+            "messages": messages,
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences or None,
+            "tools": [tool.function() for tool in self.tools if isinstance(tool, CustomTool)] or None,
+            "tool_choice": self.tool_choice.in_chat(),
+            "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
+            "reasoning_effort": "xhigh" if effort == "max" else effort,
+            "include_reasoning": self.include_reasoning and (thinking is None or thinking.display != "omitted"),
+            "chat_template_kwargs": variables | self.chat_template_kwargs,
+        }
+        return as_chat(given, "messages", NAMES)
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """Return the conversation as messages of chat, in a form that every template takes.
+
+        There is one system message, at the beginning: later ones become text of the user. Texts of the user that follow each
+        other are one message.
+        """
+        blocks = [self.system] if isinstance(self.system, str) else [block.text for block in self.system]
+        instructions = [text for text in blocks if text and not text.startswith(BILLING)]
+        messages: list[dict[str, Any]] = []
+        for turn in self.messages:
+            if turn.role == "assistant":
+                messages.append(turn.assistant())
+            elif turn.role == "system" and not messages:
+                instructions.append(_joined(turn.content))
+            elif turn.role == "system":
+                _add_text(messages, f"<system-reminder>\n{_joined(turn.content)}\n</system-reminder>")
+            elif isinstance(turn.content, str):
+                _add_text(messages, turn.content)
+            for block in turn.blocks if turn.role == "user" else ():
+                if isinstance(block, ResultBlock):
+                    messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text})
+                else:
+                    _add_text(messages, block.text)
+        system = [{"role": "system", "content": "\n\n".join(instructions)}] if instructions else []
+        return [*system, *messages]
+
+
+class MessagesBody(CountBody):
+    """Body of ``POST /v1/messages``."""
+
+    max_tokens: int = Field(ge=1, le=INT32)
+
+    @model_validator(mode="after")
+    def _can_be_answered(self) -> Self:
+        if self.messages[-1].role == "assistant":
+            raise ValueError("the last message is the assistant's: expected the user's, because answers do not continue a text")
+        return self
+
+
+async def counted(body: ChatBody, prompts: Prompts, client: Client) -> dict[str, Any]:
+    """Return the answer of ``POST /v1/messages/count_tokens``. Raises ``OutriderError`` for a prompt that is too long."""
+    messages = [message.plain() for message in body.messages]
+    (token_ids,) = await prompts.chat(messages, client, body.offered, body.variables)
+    return {"input_tokens": len(token_ids)}
+
+
+def _add_text(messages: list[dict[str, Any]], text: str) -> None:
+    """Add a text of the user, to the last message if it is the user's."""
+    if messages and messages[-1]["role"] == "user":
+        messages[-1]["content"] += "\n" + text
+    else:
+        messages.append({"role": "user", "content": text})
