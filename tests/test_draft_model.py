@@ -11,9 +11,12 @@ from runner.rounds import make_model, make_request, make_text, plain_logits, unt
 from runner.test_architectures import small_config
 from tiny_folder import make_folder, make_tokenizer
 
+from outrider import native
+from outrider.proposers import draft_model
 from outrider.proposers.draft_model import METHOD, DraftModelProposer
 from outrider.proposers.method import Setting
-from outrider.runner import ModelRunner, RunnerConfig
+from outrider.runner import ModelRunner, RunnerConfig, blocks
+from outrider.runner.linear import packed_layers
 from outrider.types import OutriderError, SamplingParams
 
 VOCAB = 67
@@ -204,6 +207,26 @@ def test_it_is_built_from_a_folder_with_the_targets_settings(tmp_path):
 def test_it_is_built_from_a_loaded_model(tmp_path):
     model = make_model(small_config("llama", vocab_size=len(make_tokenizer())))
     assert build(tmp_path, model, make_tokenizer()).draft.vocab_size == len(make_tokenizer())
+
+
+@pytest.mark.skipif(not native.load(), reason="no C++ compiler")
+@pytest.mark.parametrize("bits, limit, found", [(None, 0, 4), (None, 1 << 20, 16), (4, 0, 4), (8, 0, 8), (16, 0, 16)])
+def test_a_draft_that_exceeds_the_caches_is_rounded(bits, limit, found, tmp_path, monkeypatch):
+    monkeypatch.setattr(draft_model, "CACHES", limit)
+    model = make_model(small_config("llama", vocab_size=len(make_tokenizer()))).bfloat16()
+    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    draft = build(tmp_path, model, make_tokenizer(), options={} if bits is None else {"bits": bits}).draft
+    assert {blocks.bits_of(layer.packed) for layer in packed_layers(draft.model)} == {found}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
+
+
+def test_rounding_a_draft_needs_the_kernels(tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "load", lambda: False)
+    model = make_model(small_config("llama", vocab_size=len(make_tokenizer())))
+    monkeypatch.setattr(draft_model, "CACHES", 0)
+    assert not packed_layers(build(tmp_path, model, make_tokenizer()).draft.model)
+    with pytest.raises(OutriderError, match="bits=4 needs a draft that runs on Outrider's CPU kernels"):
+        build(tmp_path, model, make_tokenizer(), options={"bits": 4})
 
 
 @pytest.mark.parametrize(

@@ -17,20 +17,25 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.heads.checkpoint import MODEL, kind_of, read_folder
-from outrider.options import Flag, option, shown
+from outrider.options import Flag, IntChoice, option, shown
 from outrider.proposers.base import Proposer, pick, pick_with_confidence
 from outrider.proposers.chain_stops import ChainStops
 from outrider.proposers.method import MethodConfig, MethodSpec, Setting
 from outrider.proposers.portable import ParallelModel, SmallModel
 from outrider.proposers.recognition import Recognised, TargetFiles
 from outrider.runner import ModelRunner, gguf
+from outrider.runner.linear import packed_layers
 from outrider.runner.loading import context_length, load_config, text_config
 from outrider.runner.parallel_draft import MASK_KEYS, ParallelDraft, mask_token_of
+from outrider.runner.quantized import round_weights
 from outrider.runner.self_draft import SelfDraft
 from outrider.runner.tokenizers import check_same_files, check_same_vocabulary
 from outrider.types import IMPOSSIBLE_LOGIT, Context, Finding, OutriderError, Proposal, Request, Verdict, spread
 
 logger = logging.getLogger(__name__)
+
+# Bytes of weights: a pass over more of them reads memory, which 4 bits shorten; smaller drafts stay in the caches.
+CACHES = 64 << 20
 
 
 class _Clamped(Sequence[int]):
@@ -168,6 +173,11 @@ class DraftOptions(MethodConfig):
     parallel: bool | None = option(
         Flag("true or false"), None, "Make all drafts of a round in one pass (default: if the draft's config has a mask token)."
     )
+    bits: int | None = option(
+        IntChoice((4, 8, 16)),
+        None,
+        "Bits per weight of the draft on a CPU; 16 keeps its weights (default: 4 if they exceed the caches, else 16).",
+    )
 
 
 class DraftModelMethod(MethodSpec):
@@ -253,11 +263,23 @@ METHOD = DraftModelMethod()
 
 
 def load_draft(setting: Setting, options: DraftOptions) -> ModelRunner:
-    """Load a draft model with the target's settings. Raises ``OutriderError`` if loading or ``drafts_at_once`` fails."""
+    """Load a draft model with the target's settings, with the bits of the options.
+
+    Raises ``OutriderError`` if loading or ``drafts_at_once`` fails, and for ``bits`` of a draft without the CPU kernels.
+    """
     target, draft = setting.target.config, setting.draft
     is_parallel = drafts_at_once(_config_of(draft, target.trust_remote_code), options, draft)
     kind = ParallelDraft if is_parallel else ModelRunner
-    return kind.load(draft, target.for_draft())  # type: ignore[arg-type]
+    runner = kind.load(draft, target.for_draft())  # type: ignore[arg-type]
+    before = sum(layer.packed.nbytes for layer in packed_layers(runner.model))
+    bits = options.bits or (4 if before > CACHES else 16)
+    if bits < 16:
+        if not before:
+            raise OutriderError(f"bits={bits} needs a draft that runs on Outrider's CPU kernels: leave it out")
+        round_weights(runner.model, bits)
+        after = sum(layer.packed.nbytes for layer in packed_layers(runner.model))
+        logger.info("draft weights rounded to %d bits: %.0f MB -> %.0f MB; bits=16 keeps them", bits, before / 1e6, after / 1e6)
+    return runner
 
 
 def drafts_at_once(config: PreTrainedConfig, options: DraftOptions, draft: object) -> bool:

@@ -1,7 +1,7 @@
 """Packed weights in 8 or 4 bits: half or a quarter of the bytes that a pass reads.
 
 For low-bit drafting: a second form of a model, in blocks (see blocks.py). Everything except the linear layers is shared with
-the model.
+the model. For draft models: their only form.
 
 For heads: their only form, in 8 bits. CPUs with 8-bit products multiply codes by codes, with one scale per output and one per
 row; others use blocks.
@@ -42,6 +42,16 @@ def quantized_copy(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     for layer, width in _layers(own, bits):
         layer.packed = blocks.repack(layer.packed, width)
     return own
+
+
+def round_weights(model: PreTrainedModel, bits: int) -> None:
+    """Round the linear layers of a packed model, its head included, to ``bits`` (8 or 4) bits, in place.
+
+    For draft models, which need not be exact. Layers with as many or fewer bits keep theirs.
+    """
+    for layer in packed_layers(model):
+        if blocks.bits_of(layer.packed) > bits:
+            layer.packed = blocks.repack(layer.packed, bits)
 
 
 def gets_fewer_bits(model: PreTrainedModel, bits: int) -> bool:
