@@ -232,7 +232,7 @@ class GgufFile:
 
         self._check_sizes()
         values: dict[str, Any] = {
-            "name_or_path": str(self.path.parent),
+            "name_or_path": str(self.path),
             "tie_word_embeddings": "output.weight" not in self.tensors,
             "vocab_size": self.num_strings(TOKENS),
         }
