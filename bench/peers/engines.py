@@ -56,7 +56,9 @@ class EngineSpec:
         """Return the number formats to try for these bits per weight or this type of GGUF file; None: all."""
         if isinstance(bits, str):
             return ("auto",) if self.reads_gguf else ()
-        return self.dtypes if bits is None else tuple(self.by_bits[each] for each in (bits,) if each in self.by_bits)
+        if bits is None:
+            return self.dtypes
+        return (self.by_bits[bits],) if bits in self.by_bits else ()
 
     def settings(self, method: str, dtype: str, ks: list[int]) -> list[Setting]:
         """Return every setting of a method in one number format."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 METHODS = ("plain", "draft", "ngram")
-# auto: the engine's own choice, of GGUF files the file's types; the last four are of weights only, q8_0 and q4_k_m llama.cpp's
+# auto: the engine's own choice, or as in the GGUF file; the last four apply to weights only, the last two are llama.cpp's names
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "q8_0", "q4_k_m")
 
 
