@@ -190,7 +190,7 @@ def peers_table(document: Document) -> str:
         best = best_of_each([cell for cell in measured if method in (cell["method"], "any")], name)
         own = best.pop(OURS, None)
         for cell in best.values() if own is not None else ():
-            what = f"{cell['method']} {cell['bits']} bits, ours {own['method']} {own['bits']} bits"
+            what = ", ours ".join(f"{each['method']} {bits_name(each)}" for each in (cell, own))
             label = f"{'plain' if method == 'plain' else 'any method'}: {what}"
             rows.append(["best", label, engine_name(cell), *Speeds(cell[name], own[name], None).columns(), ""])
     columns = [
@@ -233,6 +233,11 @@ def best_of_each(cells: Sequence[Cell], rate: str) -> dict[str, Cell]:
 
 def engine_name(cell: Cell) -> str:
     return f"{cell['engine']} {cell['meta'].get('dtype', '')}".strip()
+
+
+def bits_name(cell: Cell) -> str:
+    """Return a cell's bits per weight, or the type of its GGUF file."""
+    return f"{cell['bits']} bits" if isinstance(cell["bits"], int) else str(cell["bits"])
 
 
 def changed_texts(cell: Cell) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 import subprocess
 import sys
@@ -81,10 +82,11 @@ def test_windows_have_the_requested_length_and_do_not_repeat(peers: Any) -> None
 
 def test_numbers_of_options_are_checked(peers: Any) -> None:
     assert peers.compare._numbers("--k", "8, 4,8") == [8, 4]
-    assert peers.compare._bits("16,4") == [16, 4]
+    folder = Path("model")
+    assert peers.compare._bits("16,4", folder, None) == [16, 4]
     for wrong in ("3", "0", "x", "16,-8"):
         with pytest.raises(peers.prompts.BadInput, match="--bits"):
-            peers.compare._bits(wrong)
+            peers.compare._bits(wrong, folder, None)
     with pytest.raises(peers.prompts.BadInput, match="needs --bits"):
         peers.compare._groups(["plain"], [], [128])
 
@@ -94,6 +96,64 @@ def test_groups_are_bits_by_methods_or_by_lengths(peers: Any) -> None:
     assert peers.compare._groups(["plain", "draft"], [], []) == [group("plain"), group("draft")]
     assert peers.compare._groups(["plain", "draft"], [8], []) == [group("plain", 8), group("draft", 8)]
     assert peers.compare._groups(["draft"], [8, 4], [128]) == [group("plain", 8, 128), group("plain", 4, 128)]
+
+
+@pytest.fixture
+def gguf_file(tmp_path: Path) -> Path:
+    """Return a GGUF file whose header states the type Q4_K_M."""
+    gguf = pytest.importorskip("gguf", reason="needs the package gguf")
+    import gguf_files
+
+    def add_type(writer: Any) -> None:
+        writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_K_M)
+
+    gguf_files.write(tmp_path / "model.gguf", gguf_files.make_model("llama"), lambda _: gguf.GGMLQuantizationType.F16, add_type)
+    return tmp_path / "model.gguf"
+
+
+def test_a_gguf_file_is_compared_by_its_type(peers: Any, gguf_file: Path) -> None:
+    assert peers.compare._bits("", gguf_file, gguf_file) == ["Q4_K_M"]
+    with pytest.raises(peers.prompts.BadInput, match="--bits needs model folders"):
+        peers.compare._bits("4", gguf_file, None)
+    for pair in ((gguf_file, gguf_file.parent), (gguf_file.parent, gguf_file)):
+        with pytest.raises(peers.prompts.BadInput, match="both --target and --draft"):
+            peers.compare._bits("", *pair)
+    gguf = pytest.importorskip("gguf")
+    import gguf_files
+
+    gguf_files.write(gguf_file, gguf_files.make_model("llama"), lambda _: gguf.GGMLQuantizationType.F16)
+    assert peers.compare._bits("", gguf_file, None) == ["GGUF"]
+
+
+def test_sizes_context_and_prompts_are_read_from_a_gguf_file(peers: Any, gguf_file: Path) -> None:
+    from tiny_folder import make_tokenizer
+
+    from outrider.runner.loading import load_config
+
+    config = load_config(gguf_file)
+    described = peers.compare._describe(gguf_file)
+    assert (described["name"], described["model_type"]) == ("model.gguf", "llama")
+    assert (described["hidden_size"], described["vocab_size"]) == (config.hidden_size, config.vocab_size)
+    assert peers.compare._context(gguf_file, None, ["plain"]) == config.max_position_embeddings
+    plan = peers.compare.Plan(["outrider"], [], [2], {}, {}, 1, 1, 1, "tok_s")
+    job = peers.client.Job(gguf_file, gguf_file, gguf_file.parent, gguf_file.parent, 1, 64, 8, 0.0, 0, 60.0)
+    document = peers.compare._document(plan, job)
+    assert document["target"] == document["draft"] == described and document["parameters_read"] is None
+    texts = ["def add(a, b):", "return a"]
+    with gzip.open(gguf_file.parent / "prompts.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"prompt": text}) + "\n" for text in texts)
+    read = peers.prompts.read_prompts(gguf_file.parent / "prompts.jsonl.gz", gguf_file, 2, 100)
+    assert read == [make_tokenizer().encode(text) for text in texts]
+
+
+def test_engines_that_read_gguf_load_the_file_itself(peers: Any, gguf_file: Path) -> None:
+    engines = peers.engines.ENGINES
+    assert {name for name, spec in engines.items() if spec.formats("Q4_K_M")} == {"outrider", "llamacpp", "openvino"}
+    assert engines["outrider"].formats("Q4_K_M") == ("auto",) and engines["vllm"].formats(4) == ()
+    assert engines["llamacpp"].formats(4) == ("q4_k_m",) and engines["llamacpp"].formats(None) == engines["llamacpp"].dtypes
+    assert peers.llamacpp.model_file(str(gguf_file), "auto", str(gguf_file.parent / "cache")) == gguf_file.resolve()
+    with pytest.raises(ValueError, match="does not support dtype int4"):
+        peers.llamacpp.model_file(str(gguf_file.parent), "int4", str(gguf_file.parent / "cache"))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -260,6 +320,15 @@ def test_cells_describe_the_measurement(peers: Any, race: Any) -> None:
     assert plain["texts"].keys() == {"0", "1", "2"}  # two rounds of two of three prompts
     titles = [str(view.title) for view in peers.report.tables(document)]
     assert [title.split(",")[0] for title in titles[:2]] == ["Tokens per second", "At equal bits"]
+
+
+@pytest.mark.parametrize("method", ["draft", "ngram"])
+def test_outrider_adapts_k_to_a_gguf_file(peers: Any, method: str) -> None:
+    screen = peers.rounds.Screen(None, [[1]], [2, 4], {"outrider": "float32"}, "tok_s")
+    found = screen.best(peers.engines.ENGINES["outrider"], peers.rounds.Group(method, "Q4_K_M"), print)
+    assert found.setting == peers.engines.Setting(method, "auto", 0, "auto") and found.screening == []
+    assert peers.rounds.Group(method, "Q4_K_M").label == f"{method} Q4_K_M"
+    assert peers.rounds.Group(method, 8).label == f"{method} 8 bits"
 
 
 def test_first_token_times_have_a_separate_table(peers: Any, race: Any) -> None:

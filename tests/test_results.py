@@ -130,7 +130,7 @@ def test_intervals_of_servers_and_peers_are_of_ratios_within_a_round(make: Modul
     assert low < 2 < high and high - low > 0.3
 
 
-def peer(engine: str, method: str, bits: int, speed: float, **more: Any) -> dict[str, Any]:
+def peer(engine: str, method: str, bits: int | str, speed: float, **more: Any) -> dict[str, Any]:
     """Return a cell of `bench/peers/compare.py --bits`."""
     rounds = {"decode_tok_s": speed, "decode_tok_s_rounds": [speed, speed], "tok_s": speed, "tok_s_rounds": [speed, speed]}
     known = {"engine": engine, "method": method, "bits": bits, "prompt_tokens": None, "error": None, "meta": {"dtype": "x"}}
@@ -158,6 +158,9 @@ def test_peers_at_equal_bits_end_with_the_best_of_each(make: ModuleType) -> None
     assert "killed" not in text and " 8 | draft" not in text  # a failed cell has no figure
     assert lines[-1].endswith("this share of it: outrider 90%, llamacpp 50%.") and "50.0 GB/s" in lines[-1]
     assert make.wrong_ratios(text) == []
+    document["cells"] = [peer("outrider", "draft", "Q4_K_M", 20.0), peer("llamacpp", "plain", "Q4_K_M", 10.0)]
+    best = make.peers_table(document).splitlines()[-1]
+    assert "any method: plain Q4_K_M, ours draft Q4_K_M | llamacpp x | 10 | 20 | 2.00" in best
 
 
 def test_first_tokens_of_peers_are_compared_as_times(make: ModuleType) -> None:

@@ -13,7 +13,7 @@ import typer
 from bandwidth import add_shares, bandwidth, weights_read
 from client import Job
 from engines import BITS, ENGINES, HERE, OURS
-from prompts import BadInput, read_config, read_prompts, windows
+from prompts import BadInput, read_prompts, windows
 from protocol import DTYPES, METHODS
 from report import tables
 from rich.console import Console
@@ -21,8 +21,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rounds import Group, Screen, Workers, alternate, cell, compare_texts, deal, digest
 
+from outrider import OutriderError
 from outrider.bench.provenance import origin
 from outrider.files import write_whole
+from outrider.runner.gguf import GgufFile
+from outrider.runner.loading import load_config
 
 EXAMPLES = """Examples:
 
@@ -58,9 +61,9 @@ class Plan:
 
 
 def main(  # noqa: PLR0913 - one argument per command line option
-    target: Annotated[Path, typer.Option(help="Target model folder.")],
+    target: Annotated[Path, typer.Option(help="Target model folder or GGUF file.")],
     prompts: Annotated[Path, typer.Option(help="JSON lines (.gz too) with token_ids, prompt, text, question or turns.")],
-    draft: Annotated[Path | None, typer.Option(help="Draft model folder.")] = None,
+    draft: Annotated[Path | None, typer.Option(help="Draft model folder or GGUF file.")] = None,
     peers: Annotated[str, typer.Option(help="Comma-separated.")] = "transformers,vllm,openvino",
     methods: Annotated[str, typer.Option(help="Comma-separated.")] = "plain,draft,ngram",
     k: Annotated[str, typer.Option(help="Draft lengths to try, comma-separated.")] = "1,2,3,5,8,12",
@@ -92,7 +95,7 @@ def main(  # noqa: PLR0913 - one argument per command line option
         lengths = _numbers("--first-token", first_token)
         max_tokens = 1 if lengths else max_tokens
         ks = sorted(_numbers("--k", k))
-        groups = _groups(_choices(methods, set(METHODS), "method"), _bits(bits), lengths)
+        groups = _groups(_choices(methods, set(METHODS), "method"), _bits(bits, target, draft), lengths)
         if "draft" in {group.method for group in groups} and draft is None:
             raise BadInput("method draft needs --draft")
         if not ks:
@@ -114,7 +117,7 @@ def main(  # noqa: PLR0913 - one argument per command line option
             raise BadInput(f"{out.parent}: no such folder")
         if resume and out is None:
             raise BadInput("--resume needs --out")
-    except (BadInput, ValueError) as error:
+    except (BadInput, OutriderError, ValueError) as error:
         _fail(str(error))
     needed = max(len(prompt) for group in read.values() for prompt in group) + max_tokens + max(ks) + 1
     job = Job(target, draft, venvs, cache_dir, threads, max_len or needed, max_tokens, temperature, seed, timeout)
@@ -136,7 +139,7 @@ def _document(plan: Plan, job: Job) -> dict[str, Any]:
         "loadavg_at_start": round(os.getloadavg()[0], 2),
         "target": _describe(job.target),
         "draft": _describe(job.draft) if job.draft else None,
-        "parameters_read": weights_read(job.target),
+        "parameters_read": weights_read(job.target) if job.target.is_dir() else None,
         "threads": job.threads,
         "temperature": job.temperature,
         "max_tokens": job.max_tokens,
@@ -198,7 +201,7 @@ def _run(plan: Plan, job: Job, document: dict[str, Any], out: Path | None) -> No
 
 def _run_group(group: Group, plan: Plan, workers: Workers, document: dict[str, Any], bar: Progress) -> None:
     """Measure a group unless it is complete. Ratios are of alternating runs, so a group is measured as a whole."""
-    offered = [name for name in plan.engines if group.bits is None or group.bits in ENGINES[name].by_bits]
+    offered = [name for name in plan.engines if ENGINES[name].formats(group.bits)]
     known = [each for each in document["cells"] if Group(each["method"], each["bits"], each["prompt_tokens"]) == group]
     if {each["engine"] for each in known} >= set(offered):
         return
@@ -229,7 +232,7 @@ def _run_group(group: Group, plan: Plan, workers: Workers, document: dict[str, A
     add_shares(document["cells"], document["parameters_read"], document["bandwidth"])
 
 
-def _groups(methods: list[str], bits: list[int], lengths: list[int]) -> list[Group]:
+def _groups(methods: list[str], bits: list[int] | list[str], lengths: list[int]) -> list[Group]:
     if lengths and not bits:
         raise BadInput("--first-token needs --bits")
     if lengths:
@@ -264,12 +267,26 @@ def _numbers(option: str, text: str) -> list[int]:
     return list(dict.fromkeys(int(word) for word in words))
 
 
-def _bits(text: str) -> list[int]:
+def _bits(text: str, target: Path, draft: Path | None) -> list[int] | list[str]:
+    """Return the bits per weight to compare at; of a GGUF file its type, such as Q4_K_M."""
     bits = _numbers("--bits", text)
+    if len({model.suffix == ".gguf" for model in (target, draft) if model}) > 1:
+        raise BadInput("expected model folders or GGUF files for both --target and --draft")
+    if target.suffix == ".gguf":
+        if bits:
+            raise BadInput("--bits needs model folders: weights of GGUF files are compared as they are")
+        return [_file_type(target)]
     for value in bits:
         if value not in BITS:
             raise BadInput(f"invalid --bits {value}: expected some of {', '.join(map(str, BITS))}")
     return bits
+
+
+def _file_type(model: Path) -> str:
+    number = GgufFile.open(model).entry("general.file_type")
+    from gguf import LlamaFileType  # an optional dependency, which opening the file requires
+
+    return "GGUF" if number is None else LlamaFileType(number).name.removeprefix("MOSTLY_")
 
 
 def _fixed_dtypes(text: str) -> dict[str, str]:
@@ -285,13 +302,13 @@ def _fixed_dtypes(text: str) -> dict[str, str]:
 def _context(target: Path, draft: Path | None, methods: list[str]) -> int:
     """Return the longest context that every model of the comparison supports."""
     models = [target] + ([draft] if draft is not None and "draft" in methods else [])
-    return min(int(read_config(model).get("max_position_embeddings", 1 << 20)) for model in models)
+    return min(int(getattr(load_config(model), "max_position_embeddings", 1 << 20)) for model in models)
 
 
 def _describe(model: Path) -> dict[str, Any]:
-    config = read_config(model)
+    config = load_config(model)
     keys = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
-    return {"name": model.resolve().name, **{key: config.get(key) for key in keys}}
+    return {"name": model.resolve().name, **{key: getattr(config, key, None) for key in keys}}
 
 
 def _fail(message: str) -> None:

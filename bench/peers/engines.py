@@ -35,8 +35,9 @@ class EngineSpec:
     name: str
     dtypes: tuple[str, ...]
     fixed_at_start: bool = False  # method and K are fixed when the process starts
-    schedules: tuple[tuple[str, int], ...] = ()  # (schedule, first K), method draft only
+    schedules: tuple[tuple[str, int], ...] = ()  # (schedule, first K), of method draft; Outrider's also of ngram
     by_bits: Mapping[int, str] = field(default_factory=dict)  # best number format for 16, 8 and 4 bits per weight
+    reads_gguf: bool = False  # without converting the file
     preload: tuple[str, ...] = ()  # libraries in the environment's lib folder, for LD_PRELOAD
 
     def python(self, venvs: Path) -> Path:
@@ -51,12 +52,20 @@ class EngineSpec:
         found = [str(path) for name in self.preload for path in (venvs / self.name).glob(f"lib/{name}")]
         return {"LD_PRELOAD": ":".join(found)} if found else {}
 
+    def formats(self, bits: int | str | None) -> tuple[str, ...]:
+        """Return the number formats to try for these bits per weight or this type of GGUF file; None: all."""
+        if isinstance(bits, str):
+            return ("auto",) if self.reads_gguf else ()
+        if bits is None:
+            return self.dtypes
+        return (self.by_bits[bits],) if bits in self.by_bits else ()
+
     def settings(self, method: str, dtype: str, ks: list[int]) -> list[Setting]:
         """Return every setting of a method in one number format."""
         if method == "plain":
             return [Setting(method, dtype)]
         settings = [Setting(method, dtype, k) for k in ks]
-        if method == "draft":
+        if method == "draft" or self.name == OURS:
             settings += [Setting(method, dtype, k, schedule) for schedule, k in self.schedules]
         return settings
 
@@ -69,6 +78,7 @@ ENGINES = {
             dtypes=("auto",),
             schedules=(("auto", 0),),
             by_bits={16: "bfloat16", 8: "int8", 4: "int4"},
+            reads_gguf=True,
         ),
         EngineSpec(
             "transformers",
@@ -83,11 +93,17 @@ ENGINES = {
             by_bits={16: "bfloat16"},
             preload=("libiomp5.so",),  # recommended by vLLM's documentation for CPUs
         ),
-        EngineSpec("openvino", dtypes=("float32", "float16"), by_bits={16: "float16", 8: "int8", 4: "int4"}),
+        EngineSpec(
+            "openvino",
+            dtypes=("float32", "float16"),
+            by_bits={16: "float16", 8: "int8", 4: "int4"},
+            reads_gguf=True,
+        ),
         EngineSpec(
             "llamacpp",
             dtypes=("float32", "bfloat16", "float16"),
             by_bits={16: "bfloat16", 8: "q8_0", 4: "q4_k_m"},
+            reads_gguf=True,
         ),
     )
 }

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
+from outrider.engine.config import load_tokenizer
 from outrider.files import READ_ERRORS, open_text
 
 TEXT_KEYS = ("prompt", "text", "question", "turns")
@@ -29,8 +28,8 @@ def read_prompts(path: Path, target: Path, count: int, max_prompt_tokens: int) -
         if len(prompts) == count:
             break
         if isinstance(value, str):
-            tokenizer = tokenizer or _tokenizer(target)
-            value = tokenizer.encode(value).ids
+            tokenizer = tokenizer or load_tokenizer(target)
+            value = tokenizer.encode(value)
         if 0 < len(value) <= max_prompt_tokens:
             prompts.append(value)
     if not prompts:
@@ -43,15 +42,6 @@ def windows(stream: list[int], length: int, count: int) -> list[list[int]]:
     if not stream:
         raise BadInput("the prompts have no tokens")
     return [[stream[(number * length + i) % len(stream)] for i in range(length)] for number in range(count)]
-
-
-def read_config(model: Path) -> dict[str, Any]:
-    """Read a model folder's config.json."""
-    file = model / "config.json"
-    if not file.is_file():
-        raise BadInput(f"{model}: not a model folder: config.json is missing")
-    config: dict[str, Any] = json.loads(file.read_text())
-    return config
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -75,10 +65,3 @@ def _prompt_of(row: Any, path: Path, number: int) -> str | list[int]:
             if isinstance(value, str):
                 return value
     raise BadInput(f"{path}: line {number}: expected one of token_ids, {', '.join(TEXT_KEYS)}")
-
-
-def _tokenizer(target: Path) -> Any:
-    file = target / "tokenizer.json"
-    if not file.is_file():
-        raise BadInput(f"{target}: tokenizer.json is missing; give prompts as token_ids")
-    return Tokenizer.from_file(str(file))

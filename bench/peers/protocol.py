@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 METHODS = ("plain", "draft", "ngram")
-# auto: the engine's own choice; the last four apply to weights only, the last two are llama.cpp's names
+# auto: the engine's own choice, or as in the GGUF file; the last four apply to weights only, the last two are llama.cpp's names
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4", "q8_0", "q4_k_m")
 
 

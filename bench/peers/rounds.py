@@ -19,16 +19,16 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Group:
-    """Cells measured in turn: one method, one number of bits per weight, one prompt length."""
+    """Cells measured in turn: one method, one number of bits per weight or type of GGUF file, one prompt length."""
 
     method: str
-    bits: int | None = None  # None: number formats are screened
+    bits: int | str | None = None  # None: number formats are screened
     prompt_tokens: int | None = None  # prompt length for first-token times; None: decoding
 
     @property
     def label(self) -> str:
         """Label in progress messages."""
-        bits = f" {self.bits} bits" if self.bits else ""
+        bits = f" {self.bits} bits" if isinstance(self.bits, int) else f" {self.bits}" if self.bits else ""
         return f"{self.method}{bits}" + (f", {self.prompt_tokens} prompt tokens" if self.prompt_tokens else "")
 
 
@@ -114,9 +114,8 @@ class Screen:
         return contestant
 
     def _formats(self, spec: EngineSpec, group: Group) -> tuple[str, ...]:
-        if group.bits:
-            return (spec.by_bits[group.bits],)
-        return (self.dtypes[spec.name],) if spec.name in self.dtypes else spec.dtypes
+        is_fixed = group.bits is None and spec.name in self.dtypes
+        return (self.dtypes[spec.name],) if is_fixed else spec.formats(group.bits)
 
     def _try(self, settings: list[Setting], contestant: Contestant, rates: dict[Setting, float], progress: Progress) -> None:
         spec, seed = contestant.spec, self.workers.job.seed

@@ -31,8 +31,6 @@ class LlamaCppEngine:
     """Runs one server at a time."""
 
     def __init__(self, args: WorkerArgs) -> None:
-        if args.dtype not in QUANTISED | UNQUANTISED:
-            raise ValueError(f"llama.cpp does not support dtype {args.dtype}")
         self.args = args
         self.key: tuple[str, int] | None = None
         self.process: subprocess.Popen[bytes] | None = None
@@ -133,8 +131,15 @@ def draft_dtype(dtype: str) -> str:
 
 
 def model_file(model: str, dtype: str, cache_dir: str) -> Path:
-    """Convert a checkpoint once per content and number format. The file is moved into place when it is complete."""
+    """Convert a checkpoint once per content and number format. The file is moved into place when it is complete.
+
+    GGUF files are returned unchanged.
+    """
     source = Path(model).resolve()
+    if source.suffix == ".gguf":
+        return source
+    if dtype not in QUANTISED | UNQUANTISED:
+        raise ValueError(f"llama.cpp does not support dtype {dtype}")
     folder = Path(cache_dir) / "llamacpp" / f"{source.name}-{content_key(source)}"
     file = folder / f"{dtype}.gguf"
     if file.exists():

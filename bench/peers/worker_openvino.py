@@ -33,6 +33,8 @@ class OpenVinoEngine:
         self.drop()
         options: dict[str, Any] = dict(self._properties(), scheduler_config=_scheduler(self.args))
         if request.method == "draft":
+            if self.args.draft.endswith(".gguf"):
+                raise ValueError("OpenVINO GenAI does not read draft models from GGUF files")
             dtype = self.args.dtype if self.args.dtype == "float32" else "float16"  # drafts have 16 bits in every engine
             draft = _export(self.args.draft, dtype, self.args.cache_dir)
             options["draft_model"] = openvino_genai.draft_model(str(draft), "CPU", **self._properties())
@@ -76,7 +78,8 @@ class OpenVinoEngine:
         gc.collect()
 
     def meta(self) -> dict[str, Any]:
-        size = (self._target() / "openvino_model.bin").stat().st_size
+        target = self._target()
+        size = (target / "openvino_model.bin" if target.is_dir() else target).stat().st_size
         return {"version": openvino_genai.__version__, "arithmetic": self._arithmetic(), "weight_bytes": size}
 
 
@@ -118,8 +121,13 @@ def _generation_config(request: Request) -> Any:
 
 
 def _export(model: str, dtype: str, cache_dir: str) -> Path:
-    """Convert a checkpoint once per content and weight format. The folder is moved into place when it is complete."""
+    """Convert a checkpoint once per content and weight format. The folder is moved into place when it is complete.
+
+    GGUF files are returned unchanged.
+    """
     source = Path(model).resolve()
+    if source.suffix == ".gguf":
+        return source
     folder = Path(cache_dir) / "openvino" / f"{source.name}-{dtype}-{content_key(source)}"
     if folder.exists():
         return folder
