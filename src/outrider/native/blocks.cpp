@@ -1,4 +1,4 @@
-// Linear layers whose weights are codes of 8 or 4 bits, in blocks of 32 inputs x 32 outputs. A weight is scale * number + offset:
+// Linear layers whose weights are codes of 8, 6 or 4 bits, in blocks of 32 inputs x 32 outputs. A weight is scale * number + offset:
 // the number of its code, a scale and, in some forms, an offset, for its output and 32 or 16 of its inputs.
 //
 // A pass over one row takes as long as reading the codes from memory. Codes are decoded in registers, once for all rows of a tile,
@@ -49,25 +49,30 @@ constexpr int64_t kAhead = 2048;
 #endif
 
 // Numbers of codes, and dtypes of scales and offsets. Python's names for them are in runner/blocks.py.
-enum Codes : uint8_t { kInt8, kTable4, kInt4, kUint4, kFloat4, kIq3S, kIq3Xxs, kIq2, kIq1, kRounded4, kNumCodes };
+enum Codes : uint8_t { kInt8, kInt6, kTable4, kInt4, kUint4, kFloat4, kIq3S, kIq3Xxs, kIq2, kIq1, kRounded4, kNumCodes };
 enum Numbers : uint8_t { kNone, kBfloat16, kFloat16, kFloat32, kZeros, kProducts, kNumNumbers };
 constexpr int64_t kWidths[kNumNumbers] = {0, 2, 2, 4, 1, 1};  // bytes
 
 constexpr int8_t kTables[kNumCodes][16] = {
-    {},
+    {}, {},
 #include "codes4.inc"
 };
 constexpr const int8_t* kNumbers = kTables[kRounded4];
 // The numbers of these kinds are fractions of the integers above. Passes multiply scales by them: products with a power of 2 are exact.
-constexpr float kUnits[kNumCodes] = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f / 4, 1.0f / 8, 1.0f / 8, 1.0f};
+constexpr float kUnits[kNumCodes] = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f / 4, 1.0f / 8, 1.0f / 8, 1.0f};
 
-// Codes of a block are in groups of `together` inputs; a group has a 32-bit word per output. 8 bits: one input per byte. 4 bits:
-// inputs 0 to 3 in the low halves of the bytes, inputs 4 to 7 in the high halves.
+// Codes of a block are in groups of `together` inputs; a group has `words` 32-bit words per output, first words first. 8 bits: one
+// input per byte. 4 bits: inputs 0 to 3 in the low halves of the bytes, inputs 4 to 7 in the high halves. 6 bits: the low 4 bits of
+// inputs 0 to 7 and of 8 to 15 in words like those, then a word of the upper bits: inputs j, 4 + j, 8 + j and 12 + j in byte j,
+// lowest bits first.
 struct Bits8 {
-  static constexpr int64_t together = 4, bytes = kInputs * kPanel;
+  static constexpr int64_t together = 4, words = 1, bytes = kInputs * kPanel;
+};
+struct Bits6 {
+  static constexpr int64_t together = 16, words = 3, bytes = kInputs * kPanel * 6 / 8;
 };
 struct Bits4 {
-  static constexpr int64_t together = 8, bytes = kInputs * kPanel / 2;
+  static constexpr int64_t together = 8, words = 1, bytes = kInputs * kPanel / 2;
 };
 
 // A panel: a header, bases, blocks. Bases are 32 numbers in float16 for every `kSpan` blocks: those of scales, of offsets, or of both.
@@ -81,18 +86,18 @@ struct Form {
   Codes codes;
   Numbers scales, offsets;
   uint8_t groups;
-  int lowest, range;  // the lowest number, and the highest one minus it
+  int lowest, range;  // the lowest number, and the highest one minus it; a 6-bit code is its number minus the lowest
   int64_t scales_at, offsets_at, bytes, base_bytes;
 
-  // `lowest_`: the lowest number of 8-bit codes; if it is not -128, numbers have at most 6 bits.
-  Form(uint8_t codes_, uint8_t scales_, uint8_t offsets_, uint8_t groups_, int8_t lowest_ = -128)
+  // `lowest_`: the lowest number of 6-bit codes.
+  Form(uint8_t codes_, uint8_t scales_, uint8_t offsets_, uint8_t groups_, int8_t lowest_ = 0)
       : codes(static_cast<Codes>(codes_)),
         scales(static_cast<Numbers>(scales_)),
         offsets(static_cast<Numbers>(offsets_)),
         groups(groups_),
-        lowest(codes == kInt8 ? lowest_ : *std::ranges::min_element(kTables[codes])),
-        range(codes != kInt8 ? *std::ranges::max_element(kTables[codes]) - lowest : lowest == -128 ? 255 : 63),
-        scales_at(codes == kInt8 ? Bits8::bytes : Bits4::bytes),
+        lowest(codes == kInt8 ? -128 : codes == kInt6 ? lowest_ : *std::ranges::min_element(kTables[codes])),
+        range(codes == kInt8 ? 255 : codes == kInt6 ? 63 : *std::ranges::max_element(kTables[codes]) - lowest),
+        scales_at(codes == kInt8 ? Bits8::bytes : codes == kInt6 ? Bits6::bytes : Bits4::bytes),
         offsets_at(scales_at + groups * kPanel * kWidths[scales]),
         bytes(offsets_at + groups * kPanel * kWidths[offsets]),
         base_bytes(((scales == kProducts) + (offsets == kProducts)) * kPanel * kWidths[kFloat16]) {}
@@ -139,18 +144,20 @@ inline float stored_at(const uint8_t* from, Numbers kind, int64_t output) {
   }
 }
 
-inline float number_at(const uint8_t* block, Codes codes, int64_t input, int64_t output) {
-  const int64_t together = codes == kInt8 ? Bits8::together : Bits4::together, place = input % together;
-  const uint8_t* word = block + (input / together * kPanel + output) * 4;
-  if (codes == kInt8) return static_cast<int8_t>(word[place]);
-  return kTables[codes][place < 4 ? word[place] & 15 : word[place - 4] >> 4];
+inline float number_at(const uint8_t* block, const Form& form, int64_t input, int64_t output) {
+  const auto byte_of = [&](int64_t word) { return block[(word * kPanel + output) * 4 + input % 4]; };
+  if (form.codes == kInt8) return static_cast<int8_t>(byte_of(input / 4));
+  const int64_t group = input / 16, pair = input / 8, half = input / 4 % 2;
+  if (form.codes != kInt6) return kTables[form.codes][byte_of(pair) >> 4 * half & 15];
+  const int low = byte_of(group * 3 + pair % 2) >> 4 * half & 15, upper = byte_of(group * 3 + 2) >> 2 * (input / 4 % 4) & 3;
+  return static_cast<float>((upper << 4 | low) + form.lowest);
 }
 
 // Decode one weight, in the order in which a checkpoint's reference does.
 inline float value_at(const Form& form, const Panel& panel, int64_t b, int64_t input, int64_t output) {
   const uint8_t* block = panel.blocks + b * form.bytes;
   const int64_t group = input * form.groups / kInputs;
-  const float number = number_at(block, form.codes, input, output) * kUnits[form.codes];
+  const float number = number_at(block, form, input, output) * kUnits[form.codes];
   float scale = stored_at(form.scales_of(block, group), form.scales, output);
   if (form.scales == kProducts) scale *= stored_at(form.scale_bases(panel, b), kFloat16, output);
   if (form.offsets == kNone) return scale * number;
@@ -236,6 +243,16 @@ inline void round_to_bytes(const float* x, int64_t left, int32_t* to, int64_t st
   }
 }
 
+// The 16 codes of 6 bits of a group, four per word.
+inline void six_bits(const uint8_t* words_of, ivec* codes) {
+  const int32_t* words = reinterpret_cast<const int32_t*>(words_of);
+  const ivec first = load(words), second = load(words + kPanel), upper = load(words + 2 * kPanel);
+  codes[0] = (first & 0x0f0f0f0f) | (upper << 4 & 0x30303030);
+  codes[1] = (first >> 4 & 0x0f0f0f0f) | (upper << 2 & 0x30303030);
+  codes[2] = (second & 0x0f0f0f0f) | (upper & 0x30303030);
+  codes[3] = (second >> 4 & 0x0f0f0f0f) | (upper >> 2 & 0x30303030);
+}
+
 // A word in all lanes. Compilers would move their own broadcasts out of the loop over a panel's vectors, and keep them in memory.
 #if defined(__AVX2__)
 inline ivec broadcast(const int32_t* x) {
@@ -255,17 +272,19 @@ struct Bytes {
   static constexpr int64_t words = kInputs / 4;  // 32 bits each, of a row's block
 
   template <int groups>
-  static void prepare(const Form&, const float* x, int64_t left, int32_t* to, int64_t stride, float* scale, int32_t* starts, float* sums) {
+  static void prepare(const Form& form, const float* x, int64_t left, int32_t* to, int64_t stride, float* scale, int32_t* starts,
+                      float* sums) {
     int32_t totals[groups];
     round_to_bytes<groups>(x, left, to, stride, scale, totals, sums);
-    for (int64_t g = 0; g < groups; ++g) starts[g * stride] = -128 * totals[g];
+    for (int64_t g = 0; g < groups; ++g) starts[g * stride] = (form.codes == kInt6 ? form.lowest : -128) * totals[g];
   }
-  // Weights as numbers + 128: the instruction takes one unsigned factor.
+  // Weights as numbers + 128, or as 6-bit codes: the instruction takes one unsigned factor.
   static ivec raised(ivec numbers) { return numbers ^ static_cast<int32_t>(0x80808080); }
   static ivec table(const Form& form) { return raised(repeated(kTables[form.codes])); }
   static void decode(const uint8_t* words_of, Bits8, ivec, ivec* weights) {
     weights[0] = raised(load(reinterpret_cast<const int32_t*>(words_of)));
   }
+  static void decode(const uint8_t* words_of, Bits6, ivec, ivec* weights) { six_bits(words_of, weights); }
   static void decode(const uint8_t* words_of, Bits4, ivec table, ivec* weights) {
     const ivec codes = load(reinterpret_cast<const int32_t*>(words_of));
     weights[0] = look_up(table, codes & 0x0f0f0f0f);
@@ -306,18 +325,24 @@ struct Bytes {
     round_to_bytes<groups>(x, left, to, stride, scale, totals, sums);
     for (int64_t g = 0; g < groups; ++g) starts[g * stride] = narrow_sums ? form.lowest * totals[g] : 0;
   }
-  static ivec table(const Form& form) {  // for 8-bit codes: what is added to them
+  static ivec table(const Form& form) {
     int8_t numbers[16];
     const int lowest = narrow_sums ? form.lowest : 0;
-    for (int i = 0; i < 16; ++i) numbers[i] = static_cast<int8_t>((form.codes == kInt8 ? 0 : kTables[form.codes][i]) - lowest);
+    for (int i = 0; i < 16; ++i) numbers[i] = static_cast<int8_t>(kTables[form.codes][i] - lowest);
     return repeated(numbers);
   }
   static Weights split(ivec numbers) {
     return {narrow_sums ? numbers : reinterpret_cast<ivec>(_mm256_abs_epi8(reinterpret_cast<__m256i>(numbers))), numbers};
   }
-  static void decode(const uint8_t* words_of, Bits8, ivec table, Weights* weights) {
-    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words_of));
-    weights[0] = split(reinterpret_cast<ivec>(narrow_sums ? _mm256_add_epi8(codes, reinterpret_cast<__m256i>(table)) : codes));
+  static void decode(const uint8_t* words_of, Bits8, ivec, Weights* weights) {
+    static_assert(narrow_sums == 0);
+    weights[0] = split(load(reinterpret_cast<const int32_t*>(words_of)));
+  }
+  static void decode(const uint8_t* words_of, Bits6, ivec, Weights* weights) {
+    static_assert(narrow_sums != 0);
+    ivec codes[4];
+    six_bits(words_of, codes);
+    for (int i = 0; i < 4; ++i) weights[i] = split(codes[i]);
   }
   static void decode(const uint8_t* words_of, Bits4, ivec table, Weights* weights) {
     const ivec codes = load(reinterpret_cast<const int32_t*>(words_of));
@@ -364,13 +389,19 @@ struct Floats {
       sums[k * groups / kInputs * stride] += number;
     }
   }
-  static ivec table(const Form& form) { return repeated(kTables[form.codes]); }
+  static ivec table(const Form& form) { return form.codes == kInt6 ? ivec{} + form.lowest : repeated(kTables[form.codes]); }
   static void widen(ivec numbers, vec* weights) {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) weights[i] = __builtin_convertvector(numbers << (24 - 8 * i) >> 24, vec);
   }
   static void decode(const uint8_t* words_of, Bits8, ivec, vec* weights) {
     widen(load(reinterpret_cast<const int32_t*>(words_of)), weights);
+  }
+  static void decode(const uint8_t* words_of, Bits6, ivec lowest, vec* weights) {
+    ivec codes[4];
+    six_bits(words_of, codes);
+    for (int i = 0; i < 4; ++i) widen(codes[i], weights + 4 * i);
+    for (int i = 0; i < 16; ++i) weights[i] += __builtin_convertvector(lowest, vec);
   }
   static void decode(const uint8_t* words_of, Bits4, ivec table, vec* weights) {
     const ivec codes = load(reinterpret_cast<const int32_t*>(words_of));
@@ -419,11 +450,11 @@ void tile(const Form& form, const Panel& panel, int64_t from, int64_t to, const 
           typename Arithmetic::Weights weights[kVectorsAtOnce][words];
 #pragma GCC unroll 2
           for (int v = 0; v < kVectorsAtOnce; ++v) {
-            Arithmetic::decode(block + ((group * steps + step) * kPanel + (first + v) * kLanes) * 4, Bits{}, table, weights[v]);
+            Arithmetic::decode(block + ((group * steps + step) * Bits::words * kPanel + (first + v) * kLanes) * 4, Bits{}, table, weights[v]);
             if constexpr (std::is_same_v<Arithmetic, Floats>)
               if (subtracts) for (vec& numbers : weights[v]) numbers -= stored(form.offsets_of(block, group), kZeros, first + v);
           }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
           for (int64_t i = 0; i < words; ++i)
 #pragma GCC unroll 12
             for (int r = 0; r < rows; ++r) {
@@ -527,6 +558,7 @@ Multiply grouped(const Form& form) {
 }
 template <typename Arithmetic>
 Multiply wide(const Form& form) {
+  if (form.codes == kInt6) return grouped<Arithmetic, Bits6>(form);
   return form.codes == kInt8 ? grouped<Arithmetic, Bits8>(form) : grouped<Arithmetic, Bits4>(form);
 }
 #if defined(OUTRIDER_BYTES)
@@ -535,8 +567,9 @@ Multiply of_bytes(const Form& form) {
   return wide<Bytes>(form);
 #else
   const int narrow_sums = std::numeric_limits<int16_t>::max() / (2 * 127 * form.range);  // sums of two products that fit in 16 bits
-  if (narrow_sums < 2) return wide<Bytes<0>>(form);
-  if (form.codes == kInt8) return grouped<Bytes<2>, Bits8>(form);
+  if (form.codes == kInt6) return grouped<Bytes<2>, Bits6>(form);
+  if (form.codes == kInt8) return grouped<Bytes<0>, Bits8>(form);
+  if (narrow_sums < 2) return grouped<Bytes<0>, Bits4>(form);
   return narrow_sums < 4 ? grouped<Bytes<2>, Bits4>(form) : grouped<Bytes<4>, Bits4>(form);
 #endif
 }
@@ -663,7 +696,7 @@ inline uint16_t round_to(Bits4, const float* weights, uint8_t* codes) {
 
 template <typename Bits>
 void pack_panel(const Form& form, const float* rows, int64_t outputs, int64_t inputs, uint8_t* panel) {
-  const uint8_t said[] = {form.codes, form.scales, form.offsets, form.groups, 128};  // 128 is -128, the lowest number
+  const uint8_t said[] = {form.codes, form.scales, form.offsets, form.groups};
   std::memset(panel, 0, kHeader);
   std::memcpy(panel, said, sizeof said);
   for (int64_t b = 0; b * kInputs < inputs; ++b) {

@@ -1,4 +1,4 @@
-"""Weights in blocks of 32 inputs x 32 outputs with codes of 8 or 4 bits: the operators, and how weights are packed.
+"""Weights in blocks of 32 inputs x 32 outputs with codes of 8, 6 or 4 bits: the operators, and how weights are packed.
 
 A weight is scale * number(code) + offset, or scale * (number(code) - zero); 32 or 16 inputs of one output share a scale.
 ``Form`` describes the blocks of a weight. Two functions create them:
@@ -31,7 +31,7 @@ from outrider.types import OutriderError
 BLOCK = 32  # inputs of an output in a block
 HEADER = 64  # bytes at the start of a packed weight's panel; the form comes first
 SPAN = 256  # inputs that share a base
-CODES = ("int8", *native.CODES4)  # meaning of codes: integers, or indices into a table of values
+CODES = ("int8", "int6", *native.CODES4)  # meaning of codes: integers, or indices into a table of values
 UNITS = {"iq3_xxs": 1 / 4, "iq2": 1 / 8, "iq1": 1 / 8}  # fractions of the table's integers that are the numbers of these codes
 NUMBERS = ("none", "bfloat16", "float16", "float32", "zeros", "products")  # storage formats of scales and offsets
 WIDTHS = dict(zip(NUMBERS, (0, 2, 2, 4, 1, 1), strict=True))  # bytes per number
@@ -42,8 +42,7 @@ CHUNK = 1 << 20  # weights packed at a time
 class Form:
     """Format of blocks: one of ``CODES``, one of ``NUMBERS`` each for scales and offsets, and the scales per 32 inputs.
 
-    ``lowest``: the lowest number of "int8" codes; if it is not -128, the numbers have at most 6 bits. Offsets of kind "zeros"
-    are integers, subtracted from the codes before scaling. Numbers of kind "products" are integers times a float16 base; each
+    ``lowest``: the lowest number of "int6" codes, which are numbers minus it. Offsets of kind "zeros" are integers, subtracted from the codes before scaling. Numbers of kind "products" are integers times a float16 base; each
     output has one base per 256 inputs, and the bases precede the blocks of a panel.
     """
 
@@ -51,12 +50,12 @@ class Form:
     scales: str
     offsets: str = "none"
     groups: int = 1
-    lowest: int = -128
+    lowest: int = 0
 
     @property
     def bits(self) -> int:
         """Return the bits of a code."""
-        return 8 if self.codes == "int8" else 4
+        return {"int8": 8, "int6": 6}.get(self.codes, 4)
 
     @property
     def block_bytes(self) -> int:
@@ -211,7 +210,7 @@ def float4_scales(exponents: Tensor) -> Tensor:
 
 def _signed(codes: Tensor, bits: int, zeros: Tensor | int | None, has_offsets: bool) -> tuple[str, Tensor, Tensor | None]:
     """Return one of ``CODES``, codes of that kind as uint8, and zeros for them: int8, or None where all are 0."""
-    kind, middle = ("uint4" if bits <= 4 else "int8"), 1 << (bits - 1)
+    kind, middle = "uint4" if bits <= 4 else "int6" if bits <= 6 else "int8", 1 << (bits - 1)
     if has_offsets or zeros is None:
         if bits == 8 and bool((codes > 127).any()):
             if has_offsets:
@@ -222,6 +221,8 @@ def _signed(codes: Tensor, bits: int, zeros: Tensor | int | None, has_offsets: b
     if isinstance(zeros, int):
         zeros = torch.full((len(codes), 1), zeros)
     if bool((zeros == middle).all()):  # symmetric: no zeros are needed for signed codes
+        if kind == "int6":
+            return kind, codes, None  # their lowest number has the sign
         return ("int4", codes + (8 - middle), None) if bits <= 4 else (kind, codes - middle, None)  # uint8 wraps around
     shift = 128 if bits == 8 else 0
     zeros = zeros.float() - shift
@@ -231,10 +232,8 @@ def _signed(codes: Tensor, bits: int, zeros: Tensor | int | None, has_offsets: b
 
 
 def _lowest(kind: str, bits: int, is_symmetric: bool) -> int:
-    """Return the lowest number of codes of at most 6 bits that take 8; -128 for others."""
-    if kind != "int8" or bits > 6:
-        return -128
-    return -(1 << bits - 1) if is_symmetric else 0
+    """Return the lowest number of "int6" codes; 0 for others."""
+    return -(1 << bits - 1) if kind == "int6" and is_symmetric else 0
 
 
 def _narrowest(numbers: Tensor | Products) -> str:
@@ -266,6 +265,11 @@ def _in_words(codes: Tensor, bits: int) -> Tensor:
     words = codes.contiguous().view(torch.int32)  # of four codes
     if bits == 4:
         words = words[..., ::2] | words[..., 1::2] << 4
+    if bits == 6:
+        low, upper = (words & 0x0F0F0F0F).unflatten(-1, (-1, 4)), (words >> 4 & 0x03030303).unflatten(-1, (-1, 4))
+        pairs = low[..., ::2] | low[..., 1::2] << 4
+        uppers = upper[..., 0] | upper[..., 1] << 2 | upper[..., 2] << 4 | upper[..., 3] << 6
+        words = torch.cat([pairs, uppers[..., None]], -1).flatten(-2)
     return words.permute(0, 2, 3, 1).contiguous().view(torch.uint8).flatten(2)
 
 
@@ -291,8 +295,20 @@ def shape_of(packed: Tensor) -> tuple[int, int]:
 
 
 def bits_of(packed: Tensor) -> int:
-    """Return the bits of each weight: 4 or 8 in blocks, else those of its dtype."""
+    """Return the bits of each weight: 4, 6 or 8 in blocks, else those of its dtype."""
     return form_of(packed).bits if is_blocks(packed) else packed.dtype.itemsize * 8
+
+
+def _numbers(words: Tensor, form: Form) -> Tensor:
+    """Return the numbers of the codes in words uint8 [..., words, 32, 4] of blocks: [..., groups, 32, inputs of a group]."""
+    if form.bits == 8:
+        return words.view(torch.int8).float()
+    if form.bits == 6:
+        first, second, upper = words.unflatten(-3, (-1, 3)).unbind(-3)
+        low = torch.cat([first & 15, first >> 4, second & 15, second >> 4], -1)
+        return (low | torch.cat([upper >> shift & 3 for shift in (0, 2, 4, 6)], -1) << 4).float() + form.lowest
+    table = torch.tensor(native.CODES4[form.codes], dtype=torch.float32, device=words.device)
+    return table[torch.cat([words & 15, words >> 4], -1).long()] * UNITS.get(form.codes, 1)
 
 
 def unpack(packed: Tensor, outputs: int, inputs: int) -> Tensor:
@@ -303,12 +319,7 @@ def unpack(packed: Tensor, outputs: int, inputs: int) -> Tensor:
     block = packed[:, start:].reshape(panels, blocks, form.block_bytes)
     size = PANEL * BLOCK * form.bits // 8
     words = block[..., :size].reshape(panels, blocks, -1, PANEL, 4)
-    if form.bits == 8:
-        numbers = words.view(torch.int8).float()
-    else:
-        table = torch.tensor(native.CODES4[form.codes], dtype=torch.float32, device=packed.device)
-        numbers = table[torch.cat([words & 15, words >> 4], -1).long()] * UNITS.get(form.codes, 1)
-    numbers = numbers.permute(0, 1, 2, 4, 3).reshape(panels, blocks, form.groups, -1, PANEL)
+    numbers = _numbers(words, form).permute(0, 1, 2, 4, 3).reshape(panels, blocks, form.groups, -1, PANEL)
 
     def stored(kind: str, at: int, base: int) -> Tensor:
         raw = block[..., at : at + form.groups * PANEL * WIDTHS[kind]].contiguous()
