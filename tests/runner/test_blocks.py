@@ -1,4 +1,4 @@
-"""Weights in blocks of 8 and 4 bits: quantisation error, C++ against the reference, equal bits of a row in any pass."""
+"""Weights in blocks of 8, 6 and 4 bits: quantisation error, C++ against the reference, equal bits of a row in any pass."""
 
 from __future__ import annotations
 
@@ -72,12 +72,13 @@ def test_blocks_of_zeros_and_of_tiny_weights_stay_finite(bits):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("place", [0, 20, 69])
 def test_nan_activations_give_nan_outputs(place, bits, precision):
+    packed = coded(40, 70, 6, 32, "middle", torch.float16)[0] if bits == 6 else blocks.pack(torch.randn(40, 70), bits)
     x = torch.randn(3, 70)
     x[1, place] = torch.nan
-    out = torch.ops.outrider.linear_blocks(x, blocks.pack(torch.randn(40, 70), bits), None, 40, precision)
+    out = torch.ops.outrider.linear_blocks(x, packed, None, 40, precision)
     assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
 
 
@@ -180,6 +181,10 @@ EXACT = [
     (5, 32, "offsets", "products"),  # Q5_K
     (5, 16, "zeros", torch.float32),
     (5, 16, "offsets", torch.float16),
+    (5, 32, "middle", torch.float16),  # Q5_0
+    (5, 32, "offsets", torch.float16),  # Q5_1
+    (6, 10_000, "none", torch.float32),
+    (7, 32, "middle", torch.float16),
     (4, 32, "zeros", "products"),
 ]
 
@@ -236,6 +241,8 @@ def test_scales_use_the_smallest_sufficient_dtype():
         (4, "zeros", torch.float16): 19,
         (4, "offsets", torch.float32): 24,
         (4, "offsets", "products"): 18.5,
+        (6, "middle", "products"): 25.25,
+        (5, "offsets", torch.float32): 32,
     }
     for (bits, added, dtype), expected in sizes.items():
         packed, _ = coded(32, 256, bits, 32, added, dtype)
@@ -289,10 +296,11 @@ def test_codes_without_an_exact_representation_are_rejected():
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("activation", references.GATES)
 def test_gates_are_computed_with_their_layer(activation, bits, precision):
-    packed, x = blocks.pack(torch.randn(192, 700), bits), torch.randn(3, 11, 700) / 8
+    packed = coded(192, 700, 6, 16, "middle", torch.float16)[0] if bits == 6 else blocks.pack(torch.randn(192, 700), bits)
+    x = torch.randn(3, 11, 700) / (200 if bits == 6 else 8)
     gated = torch.ops.outrider.linear_blocks_gated
     got = gated(x, packed, activation, precision)
     gate, up = torch.ops.outrider.linear_blocks(x, packed, None, 192, precision).double().chunk(2, -1)

@@ -32,6 +32,10 @@ def test_a_packed_weight_becomes_the_blocks_of_the_weight(outputs, inputs, bits,
         assert torch.equal(blocks.repack(kernels.pack_weight(weight.bfloat16(), in_pairs=True), bits), expected)
     in_8 = blocks.pack(weight, 8)
     assert torch.equal(blocks.repack(in_8, 4), blocks.pack(blocks.unpack(in_8, outputs, inputs), 4))
+    if inputs % 32 == 0:
+        codes = torch.randint(0, 64, (outputs, inputs), dtype=torch.uint8)
+        in_6 = blocks.pack_codes(codes, 6, torch.rand(outputs, inputs // 16), group=16, zeros=32)
+        assert torch.equal(blocks.repack(in_6, bits), blocks.pack(blocks.unpack(in_6, outputs, inputs), bits))
 
 
 @needs_kernels

@@ -42,8 +42,9 @@ CHUNK = 1 << 20  # weights packed at a time
 class Form:
     """Format of blocks: one of ``CODES``, one of ``NUMBERS`` each for scales and offsets, and the scales per 32 inputs.
 
-    ``lowest``: the lowest number of "int6" codes, which are numbers minus it. Offsets of kind "zeros" are integers, subtracted from the codes before scaling. Numbers of kind "products" are integers times a float16 base; each
-    output has one base per 256 inputs, and the bases precede the blocks of a panel.
+    ``lowest``: the lowest number of "int6" codes, which are numbers minus it. Offsets of kind "zeros" are integers,
+    subtracted from the codes before scaling. Numbers of kind "products" are integers times a float16 base; each output has
+    one base per 256 inputs, and the bases precede the blocks of a panel.
     """
 
     codes: str
