@@ -365,3 +365,12 @@ def test_brackets_in_an_error_are_not_markup(peers: Any, tmp_path: Path) -> None
 def test_the_best_of_each_engine_is_its_fastest_cell(peers: Any) -> None:
     cells = [{"engine": name, "tok_s": rate} for name, rate in (("a", 1.0), ("a", 3.0), ("b", 2.0), ("a", 2.0))]
     assert {name: cell["tok_s"] for name, cell in peers.report.best_of_each(cells, "tok_s").items()} == {"a": 3.0, "b": 2.0}
+
+
+def test_engines_do_not_inherit_how_outrider_lets_openmp_wait(
+    peers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    environment = peers.engines.ENGINES["llamacpp"].environment(tmp_path)
+    assert "OMP_WAIT_POLICY" not in environment and environment["OMP_NUM_THREADS"] == "2"

@@ -84,7 +84,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**os.environ, **spec.environment(job.venvs)},
+                env=spec.environment(job.venvs),
             )
         try:
             self._answer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -48,9 +49,14 @@ class EngineSpec:
         return HERE / f"worker_{self.name}.py"
 
     def environment(self, venvs: Path) -> dict[str, str]:
-        """Return the environment variables that the worker's process needs at its start."""
+        """Return the environment of the worker's process.
+
+        Without OMP_WAIT_POLICY, which importing outrider set here: llama.cpp's threads wait for each other thousands of times
+        a second, and sleeping cost it a quarter of its speed.
+        """
+        inherited = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
         found = [str(path) for name in self.preload for path in (venvs / self.name).glob(f"lib/{name}")]
-        return {"LD_PRELOAD": ":".join(found)} if found else {}
+        return inherited | ({"LD_PRELOAD": ":".join(found)} if found else {})
 
     def formats(self, bits: int | str | None) -> tuple[str, ...]:
         """Return the number formats to try for these bits per weight or this type of GGUF file; None: all."""
