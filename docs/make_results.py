@@ -28,6 +28,7 @@ END = "<!-- results:end -->"
 COLUMNS = ("plain tok/s", "speculative tok/s", "ratio", "95% interval")
 OURS = "outrider"
 FAMILY_SINCE = "2026-11-26T19"  # date of the current embedded models; files without a date are older
+ASLEEP = ("2026-11-25", "2026-11-29T17")  # dates of comparisons in which other engines inherited OMP_WAIT_POLICY=PASSIVE
 MOST_CELLS = 40  # largest grid whose workloads are shown one by one
 PROVENANCE = {
     "version",
@@ -290,6 +291,9 @@ TOPICS = {
 }
 
 
+OF_ENGINES = ("Other engines", "First tokens of other engines")
+
+
 def topic(document: Document) -> str:
     if document.get("kind") == "serve":
         return "Serving"
@@ -317,6 +321,8 @@ def section(name: str, document: Document) -> str:
     kind = topic(document)
     if kind == "Other engines":
         where.append("after the first token" if document.get("best_by") == "decode_tok_s" else "prompt included")
+    if kind in OF_ENGINES and ASLEEP[0] <= str(document.get("date") or "") < ASLEEP[1]:
+        where.append("OpenMP's threads slept while they waited, in all engines: llama.cpp alone is up to 1.4 times as fast")
     command = f"\n\n`{document['command']}`" if document.get("command") else ""
     return f"### {name}.json\n\n{'; '.join(where)}{command}\n\n{MAKERS[kind](document)}\n"
 
