@@ -289,8 +289,6 @@ TOPICS = {
     "First tokens of other engines": "Seconds from a request to its first token; the engines alternate in one run.",
     "Checks": "Values reported by the checks.",
 }
-
-
 OF_ENGINES = ("Other engines", "First tokens of other engines")
 
 
@@ -322,7 +320,7 @@ def section(name: str, document: Document) -> str:
     if kind == "Other engines":
         where.append("after the first token" if document.get("best_by") == "decode_tok_s" else "prompt included")
     if kind in OF_ENGINES and ASLEEP[0] <= str(document.get("date") or "") < ASLEEP[1]:
-        where.append("OpenMP's threads slept while they waited, in all engines: llama.cpp alone is up to 1.4 times as fast")
+        where.append("llama.cpp was slowed down by a setting that it inherited ([log](log/peers.md))")
     command = f"\n\n`{document['command']}`" if document.get("command") else ""
     return f"### {name}.json\n\n{'; '.join(where)}{command}\n\n{MAKERS[kind](document)}\n"
 

@@ -16,7 +16,7 @@ from . import test_tools
 from .served import TLS, Served, serving
 from .test_tools import ARGUMENTS, AT_ONCE, CALL, REPLY, TOOLS, USER, Says, chat
 
-tooled, says = test_tools.tooled, test_tools.says  # fixtures
+tooled, says, failing = test_tools.tooled, test_tools.says, test_tools.failing  # fixtures
 
 CUSTOM: list[Any] = [
     {
@@ -393,17 +393,8 @@ def test_a_key_is_sent_in_either_header(load: Any) -> None:
         assert error_of(answer)[:2] == (429, "rate_limit_error") and "retry-after" in answer.headers
 
 
-def test_a_failure_ends_a_stream(tooled: Served, says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds, score = iter(range(10**6)), tooled.llm.runner.score
-
-    def failing(*given: Any, **options: Any) -> Any:
-        if next(rounds) == 8:
-            raise MemoryError("cannot allocate memory")
-        return score(*given, **options)
-
-    says("Let me see what " + "the weather is " * 20)
-    monkeypatch.setattr(tooled.service.bridge, "interval", 0.0)
-    monkeypatch.setattr(tooled.llm.runner, "score", failing)
+@pytest.mark.usefixtures("failing")
+def test_a_failure_ends_a_stream(tooled: Served) -> None:
     events = streamed(tooled, speculative={"num_draft_tokens": 0})
     assert [event["type"] for event in events[-2:]] == ["content_block_delta", "error"]
     assert events[-1]["error"]["type"] == "api_error" and "MemoryError" in events[-1]["error"]["message"]

@@ -17,7 +17,7 @@ from . import test_tools
 from .served import Served
 from .test_tools import ARGUMENTS, AT_ONCE, CALL, REPLY, TOOLS, USER, Says, chat
 
-tooled, client, says = test_tools.tooled, test_tools.client, test_tools.says  # fixtures
+tooled, client, says, failing = test_tools.tooled, test_tools.client, test_tools.says, test_tools.failing  # fixtures
 
 FLAT: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -420,17 +420,8 @@ def test_errors_are_those_of_chat(client: openai.OpenAI) -> None:
     assert error.value.param == "temperature"
 
 
-def test_a_failure_ends_a_stream(tooled: Served, says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds, score = iter(range(10**6)), tooled.llm.runner.score
-
-    def failing(*given: Any, **options: Any) -> Any:
-        if next(rounds) == 8:
-            raise MemoryError("cannot allocate memory")
-        return score(*given, **options)
-
-    says("Let me see what " + "the weather is " * 20)
-    monkeypatch.setattr(tooled.service.bridge, "interval", 0.0)
-    monkeypatch.setattr(tooled.llm.runner, "score", failing)
+@pytest.mark.usefixtures("failing")
+def test_a_failure_ends_a_stream(tooled: Served) -> None:
     events = streamed(tooled, speculative={"num_draft_tokens": 0})
     assert kinds(events)[-4:] == ["output_text.done", "content_part.done", "output_item.done", "failed"]
     response = events[-1]["response"]

@@ -116,6 +116,21 @@ def says(tooled: Served, monkeypatch: pytest.MonkeyPatch) -> Says:
     return says
 
 
+@pytest.fixture
+def failing(tooled: Served, says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the target fail in the ninth round of a text."""
+    rounds, score = iter(range(10**6)), tooled.llm.runner.score
+
+    def failing_score(*given: Any, **options: Any) -> Any:
+        if next(rounds) == 8:
+            raise MemoryError("cannot allocate memory")
+        return score(*given, **options)
+
+    says("Let me see what " + "the weather is " * 20)
+    monkeypatch.setattr(tooled.service.bridge, "interval", 0.0)
+    monkeypatch.setattr(tooled.llm.runner, "score", failing_score)
+
+
 def chat(served: Served, **body: Any) -> dict[str, Any]:
     answer = served.post("/v1/chat/completions", **({"messages": [USER], "tools": TOOLS, "max_tokens": 400} | body))
     assert answer.status_code == 200, answer.text

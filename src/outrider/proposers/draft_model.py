@@ -24,10 +24,9 @@ from outrider.proposers.method import MethodConfig, MethodSpec, Setting
 from outrider.proposers.portable import ParallelModel, SmallModel
 from outrider.proposers.recognition import Recognised, TargetFiles
 from outrider.runner import ModelRunner, gguf
-from outrider.runner.linear import packed_layers
 from outrider.runner.loading import context_length, load_config, text_config
 from outrider.runner.parallel_draft import MASK_KEYS, ParallelDraft, mask_token_of
-from outrider.runner.quantized import round_weights
+from outrider.runner.quantized import packed_bytes, round_weights
 from outrider.runner.self_draft import SelfDraft
 from outrider.runner.tokenizers import check_same_files, check_same_vocabulary
 from outrider.types import IMPOSSIBLE_LOGIT, Context, Finding, OutriderError, Proposal, Request, Verdict, spread
@@ -271,14 +270,16 @@ def load_draft(setting: Setting, options: DraftOptions) -> ModelRunner:
     is_parallel = drafts_at_once(_config_of(draft, target.trust_remote_code), options, draft)
     kind = ParallelDraft if is_parallel else ModelRunner
     runner = kind.load(draft, target.for_draft())  # type: ignore[arg-type]
-    before = sum(layer.packed.nbytes for layer in packed_layers(runner.model))
+    before = packed_bytes(runner.model)
     bits = options.bits or (4 if before > CACHES else 16)
     if bits < 16:
         if not before:
             raise OutriderError(f"bits={bits} needs a draft that runs on Outrider's CPU kernels: leave it out")
         round_weights(runner.model, bits)
-        after = sum(layer.packed.nbytes for layer in packed_layers(runner.model))
-        logger.info("draft weights rounded to %d bits: %.0f MB -> %.0f MB; bits=16 keeps them", bits, before / 1e6, after / 1e6)
+        after = packed_bytes(runner.model)
+        if after < before:  # otherwise the file has as few bits
+            sizes = before / 1e6, after / 1e6
+            logger.info("draft weights rounded to %d bits: %.0f MB -> %.0f MB; bits=16 keeps them", bits, *sizes)
     return runner
 
 

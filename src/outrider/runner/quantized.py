@@ -54,10 +54,15 @@ def round_weights(model: PreTrainedModel, bits: int) -> None:
             layer.packed = blocks.repack(layer.packed, bits)
 
 
+def packed_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of the linear layers of a packed model; 0 for other models."""
+    return sum(layer.packed.nbytes for layer in packed_layers(model))
+
+
 def gets_fewer_bits(model: PreTrainedModel, bits: int) -> bool:
     """Return whether most of the bytes of the packed model are in layers that have more than ``bits`` bits."""
     larger = sum(layer.packed.nbytes for layer, _ in _layers(model, bits))
-    return 2 * larger > sum(layer.packed.nbytes for layer in packed_layers(model))
+    return 2 * larger > packed_bytes(model)
 
 
 def _layers(model: PreTrainedModel, bits: int) -> list[tuple[PackedLinear, int]]:
