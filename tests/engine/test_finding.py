@@ -313,7 +313,7 @@ def test_places_are_searched_in_order(made, tmp_path, monkeypatch):
     own = copied(made / "own", tmp_path / "models" / "Model")
     (tmp_path / "pairs.toml").write_text('["Org/Model"]\ndraft = ["Org/known"]\n')
     monkeypatch.setattr(finding, "PAIRS", tmp_path / "pairs.toml")
-    # As large as "own" is small: a family member must be at most a fifth.
+    # As large as "own" is small: a family member must be at most two fifths.
     monkeypatch.setattr(finding, "LARGEST", 0.9)
     beside = copied(made / "draft", own.parent / "draft")
     known, family = cached(made / "draft", "Org/known"), cached(made / "draft", "Org/family")

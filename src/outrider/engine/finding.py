@@ -28,7 +28,9 @@ from outrider.types import OutriderError, first_line
 logger = getLogger(__name__)
 
 PAIRS = Path(__file__).with_name("drafters.toml")
-LARGEST, SMALLEST = 1 / 5, 1 / 200  # draft weights / target weights, unless the folder's name says that it is a draft
+# Draft weights / target weights, unless the folder's name says that it is a draft: families have a third (0.5B for 1.5B, 1B for
+# 3B), and such drafts pay (docs/log/models.md).
+LARGEST, SMALLEST = 2 / 5, 1 / 200
 OWN, NEXT_TO, INSIDE = "in the target's checkpoint", "found next to the target", "found in the target's folder"
 KNOWN, FAMILY = "known for the target", "the smallest of the target's family in the download cache"
 

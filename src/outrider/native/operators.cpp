@@ -41,6 +41,7 @@ TORCH_LIBRARY_FRAGMENT(outrider, library) {
   library.def(
       "count_tokens(Tensor tokens, int num_prompt, Tensor(a!) ids, int num_ids, Tensor(b!) seen, Tensor(c!) counts) -> int",
       count_tokens);
+  library.def("fill_blocks(Tensor codes, Tensor scales, Tensor? offsets, int group, Tensor(a!) packed) -> ()", fill_blocks);
   library.def("pack_blocks(Tensor weight, int bits, Tensor(a!) packed) -> ()", pack_blocks);
   library.def("block_activation_bits() -> int", block_activation_bits);
   library.def("has_matrix_units() -> bool", has_matrix_units);

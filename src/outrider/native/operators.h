@@ -28,6 +28,7 @@ at::Tensor linear_blocks(const at::Tensor& x, const at::Tensor& packed, const st
                          int64_t activation_bits);
 at::Tensor linear_blocks_gated(const at::Tensor& x, const at::Tensor& packed, std::string_view activation, int64_t activation_bits);
 at::Tensor embed_blocks(const at::Tensor& token_ids, const at::Tensor& packed, int64_t inputs);
+void fill_blocks(const at::Tensor& codes, const at::Tensor& scales, const std::optional<at::Tensor>& offsets, int64_t group, at::Tensor packed);
 void pack_blocks(const at::Tensor& weight, int64_t bits, at::Tensor packed);
 
 // experts.cpp

@@ -181,26 +181,16 @@ def pack_codes(
     form = Form(kind, **kept, groups=2 if group % BLOCK and group < inputs else 1, lowest=_lowest(kind, bits, is_symmetric))
     if bases and inputs % SPAN:
         raise OutriderError(f"unsupported products of {inputs} inputs: expected a multiple of {SPAN}")
-    panels, blocks = -(-outputs // PANEL), -(-inputs // BLOCK)
+    panels = -(-outputs // PANEL)
     packed = huge_pages.empty((panels, form.panel_bytes(inputs)), torch.uint8)
-    packed[:, :HEADER] = form.header()
-    start = HEADER + inputs // SPAN * form.base_bytes  # of the blocks
-    step = max(1, CHUNK // (inputs * PANEL))
-    for at in range(0, panels, step):
-        rows, n = slice(at * PANEL, (at + step) * PANEL), min(step, panels - at)
-        missing = n * PANEL - len(codes[rows])
-        part = functional.pad(codes[rows], (0, blocks * BLOCK - inputs, 0, missing)).view(n, PANEL, blocks, BLOCK)
-        parts = [_in_words(part, form.bits)]
-        for name, number in numbers.items():
-            if number is not None:
-                spread = _per_part(number[rows], group, blocks * form.groups, BLOCK // form.groups)
-                spread = functional.pad(spread, (0, 0, 0, missing)).view(n, PANEL, blocks, form.groups)
-                stored = spread.permute(0, 2, 3, 1).to(_dtype(kept[name])).contiguous()
-                parts.append(stored.view(torch.uint8).flatten(2))
-        packed[at : at + n, start:] = torch.cat(parts, 2).flatten(1)
-        if bases:
-            turned = [functional.pad(base[rows], (0, 0, 0, missing)).view(n, PANEL, -1).transpose(1, 2) for base in bases]
-            packed[at : at + n, HEADER:start] = torch.cat(turned, 2).contiguous().view(torch.uint8).flatten(1)
+    packed[0, :HEADER] = form.header()
+    stored = [each if each is None else each.to(_dtype(kept[name])).contiguous() for name, each in numbers.items()]
+    torch.ops.outrider.fill_blocks(codes.contiguous(), *stored, group, packed)
+    if bases:
+        missing = (0, 0, 0, panels * PANEL - outputs)
+        turned = [functional.pad(base, missing).view(panels, PANEL, -1).transpose(1, 2) for base in bases]
+        start = HEADER + inputs // SPAN * form.base_bytes  # of the blocks
+        packed[:, HEADER:start] = torch.cat(turned, 2).contiguous().view(torch.uint8).flatten(1)
     return packed
 
 
@@ -250,28 +240,6 @@ def _narrowest(numbers: Tensor | Products) -> str:
 def _dtype(numbers: str) -> torch.dtype:
     found: torch.dtype = torch.int8 if numbers in ("zeros", "products") else getattr(torch, numbers)
     return found
-
-
-def _per_part(numbers: Tensor, group: int, count: int, size: int) -> Tensor:
-    """Repeat numbers [outputs, groups] of ``group`` inputs for parts of ``size`` inputs -> [outputs, count]."""
-    if numbers.shape[1] == 1:
-        return numbers.expand(-1, count)
-    return functional.pad(
-        numbers.repeat_interleave(group // size, 1)[:, :count], (0, max(0, count - numbers.shape[1] * (group // size)))
-    )
-
-
-def _in_words(codes: Tensor, bits: int) -> Tensor:
-    """Arrange codes [panels, 32, blocks, 32 inputs] as a block has them: uint8 [panels, blocks, bytes]."""
-    words = codes.contiguous().view(torch.int32)  # of four codes
-    if bits == 4:
-        words = words[..., ::2] | words[..., 1::2] << 4
-    if bits == 6:
-        low, upper = (words & 0x0F0F0F0F).unflatten(-1, (-1, 4)), (words >> 4 & 0x03030303).unflatten(-1, (-1, 4))
-        pairs = low[..., ::2] | low[..., 1::2] << 4
-        uppers = upper[..., 0] | upper[..., 1] << 2 | upper[..., 2] << 4 | upper[..., 3] << 6
-        words = torch.cat([pairs, uppers[..., None]], -1).flatten(-2)
-    return words.permute(0, 2, 3, 1).contiguous().view(torch.uint8).flatten(2)
 
 
 def is_blocks(packed: Tensor) -> bool:
