@@ -158,7 +158,7 @@ def pack_codes(
     ``group`` inputs each, a multiple of 16 or at least all inputs; zeros also one integer for all. A value is
     scale * code + offset, or scale * (code - zero) with integers as zeros, computed in float32 in this order. Scales and
     offsets are stored as ``Products`` if they are given so, else in the narrowest of bfloat16, float16 and float32 that holds
-    them all. ``kind``: one of ``CODES`` if the codes are not integers.
+    them all. ``kind``: one of ``CODES`` if the codes are not integers. Needs the C++ operators.
 
     Raises ``OutriderError`` for groups of another size, for numbers that are not finite, for codes above 127 with offsets, and
     for zeros that do not fit 8 bits.
