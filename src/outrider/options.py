@@ -7,13 +7,13 @@ so that ``outrider --help`` is fast.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from os import fspath
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from outrider.errors import OutriderError, one_line
 from outrider.files import expanded
@@ -144,43 +144,46 @@ def as_sequence(values: Any) -> Sequence[Any]:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """Integers from ``at_least`` to ``at_most``, including numpy integers and 0-d tensors, but not booleans."""
-
-    at_least: int | None = None
-    at_most: int | None = None
-
-    @property
-    def expected(self) -> str:
-        return "a whole number" + _bounds(self.at_least, self.at_most)
-
-    def read(self, value: Any) -> int:
-        number = whole_number(value)
-        _check_bounds(number, self.at_least, self.at_most)
-        return number
-
-
-@dataclass(frozen=True)
 class Number:
     """Finite numbers from ``at_least`` (or above ``above``) to ``at_most``."""
 
     at_least: float | None = None
     at_most: float | None = None
     above: float | None = None
+    noun: ClassVar[str] = "a finite number"
 
     @property
     def expected(self) -> str:
-        return "a finite number" + _bounds(self.at_least, self.at_most, self.above)
+        most = None if self.at_most == INT32 else self.at_most
+        bounds = {"above": self.above, "at least": self.at_least, "at most": most}
+        return self.noun + "".join(f", {words} {_figure(bound)}" for words, bound in bounds.items() if bound is not None)
 
     def read(self, value: Any) -> float:
+        number = self._number(value)
+        if self.at_most == INT32 and number > INT32:
+            raise _AboveInt32("out of bounds")
+        is_low = (self.at_least is not None and number < self.at_least) or (self.above is not None and number <= self.above)
+        if is_low or (self.at_most is not None and number > self.at_most):
+            raise ValueError("out of bounds")
+        return number
+
+    def _number(self, value: Any) -> float:
         value = scalar(value)
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError("not a number")
         number = float(value)
-        if not math.isfinite(number) or (self.above is not None and number <= self.above):
-            raise ValueError("out of bounds")
-        _check_bounds(number, self.at_least, self.at_most)
+        if not math.isfinite(number):
+            raise ValueError("not finite")
         return number
+
+
+class Whole(Number):
+    """Integers within the bounds, including numpy integers and 0-d tensors, but not booleans."""
+
+    noun = "a whole number"
+
+    def _number(self, value: Any) -> int:
+        return whole_number(value)
 
 
 @dataclass(frozen=True)
@@ -390,22 +393,6 @@ def _converted(kind: Kind, text: str) -> Any:
         return int(text) if isinstance(kind, (Whole, IntChoice)) else float(text) if isinstance(kind, Number) else text
     except ValueError:
         return text
-
-
-def _check_bounds(number: float, at_least: float | None, at_most: float | None) -> None:
-    if at_most == INT32 and number > at_most:
-        raise _AboveInt32("out of bounds")
-    if (at_least is not None and number < at_least) or (at_most is not None and number > at_most):
-        raise ValueError("out of bounds")
-
-
-def _bounds(at_least: float | None, at_most: float | None, above: float | None = None) -> str:
-    parts: Iterable[str | None] = (
-        None if above is None else f"above {_figure(above)}",
-        None if at_least is None else f"at least {_figure(at_least)}",
-        None if at_most in (None, INT32) else f"at most {_figure(at_most)}",
-    )
-    return "".join(f", {part}" for part in parts if part)
 
 
 def _figure(number: float) -> str:

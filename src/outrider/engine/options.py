@@ -47,7 +47,7 @@ class DraftLength:
             if text == AUTO:
                 return AUTO
             value = int(text)
-        return Whole(0, INT32).read(value)  # a number of thousands of digits cannot be logged
+        return int(Whole(0, INT32).read(value))  # a number of thousands of digits cannot be logged
 
 
 @dataclass(frozen=True)
