@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.heads.feature_head import RolloutHead
 from outrider.heads.head_runner import RolloutRunner, Step
-from outrider.options import Whole, option
+from outrider.options import option, whole
 from outrider.proposers.base import Proposer
 from outrider.proposers.tree_chances import (
     RATES,
@@ -40,8 +40,8 @@ from outrider.types import Context, Proposal, Request, RequestFault, Verdict, sp
 class TreeConfig(TreeSizeConfig):
     """Shape of the trees, and precision of the head."""
 
-    top_k: int = option(Whole(1), 6, "Children per node, and expanded nodes per level.")
-    max_depth: int = option(Whole(1), 12, "Maximum length of a path.")
+    top_k: int = option(whole(1), 6, "Children per node, and expanded nodes per level.")
+    max_depth: int = option(whole(1), 12, "Maximum length of a path.")
     acceptance: tuple[float, ...] = option(
         RATES,
         (0.72, 0.13, 0.05, 0.025, 0.01),
