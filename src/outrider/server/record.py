@@ -30,7 +30,9 @@ class Record:
         self._model, self._tokenizer = model, tokenizer
         self._writer = ThreadPoolExecutor(1, "outrider-record")
         try:
-            self._file = open(file, "a", encoding="utf-8", opener=_private)  # noqa: SIM115 - open for the server's lifetime
+            self._file = open(  # noqa: SIM115 - open for the server's lifetime
+                file, "a", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)
+            )
         except OSError as error:
             raise OutriderError(f"cannot write --record {file}: {error.strerror}") from error
 
@@ -65,8 +67,3 @@ class Record:
                 yield line | {"prompt": prompt}
             elif self._tokenizer is not None:
                 yield line | {"prompt": self._tokenizer.decode(prompt)}
-
-
-def _private(path: str, flags: int) -> int:
-    """Open a file with permissions for its owner only."""
-    return os.open(path, flags, 0o600)
