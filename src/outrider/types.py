@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outrider.errors import OutriderError as OutriderError
 from outrider.errors import check_text as check_text
+from outrider.errors import errors_as as errors_as
 from outrider.errors import first_line as first_line
 from outrider.errors import how_to_install as how_to_install
 from outrider.errors import is_out_of_memory as is_out_of_memory

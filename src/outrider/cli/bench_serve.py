@@ -29,7 +29,7 @@ from outrider.cli.options import (
 )
 from outrider.cli.serve import MAX_BATCH, joined
 from outrider.engine.plan import Plan
-from outrider.errors import OutriderError, how_to_install
+from outrider.errors import OutriderError, errors_as, how_to_install
 from outrider.family import DRAFT
 from outrider.options import number, option
 from outrider.runner.config import RunnerConfig
@@ -217,12 +217,11 @@ def owner_of(url: str, headers: dict[str, str]) -> object:
     """Return the server's owner from its list of models. Raises ``OutriderError`` if it is not OpenAI-compatible."""
     import httpx
 
-    try:
+    wrong = (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError, AttributeError)
+    with errors_as(f"{url} does not answer as an OpenAI-compatible server", *wrong, detail=str):
         answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=30)
         answer.raise_for_status()
         return answer.json()["data"][0].get("owned_by")
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise OutriderError(f"{url} does not answer as an OpenAI-compatible server: {error}") from error
 
 
 def measure(sweep: Sweep) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from outrider.errors import OutriderError, without_path
+from outrider.errors import OutriderError, errors_as, without_path
 from outrider.options import INT32, LIMITS, LISTEN, PATH, CheckedOptions, number, option, text, whole
 
 KEYS_VARIABLE = "OUTRIDER_API_KEYS"
@@ -104,10 +104,8 @@ class KeyRing:
         if file is None:
             entries = os.environ.get(KEYS_VARIABLE, "").split(",")
             return cls([_entry(entry, number, KEYS_VARIABLE) for number, entry in enumerate(entries, 1) if entry.strip()])
-        try:
+        with errors_as(f"cannot read the API keys: {file}", OSError, UnicodeDecodeError, detail=without_path):
             lines = file.read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise OutriderError(f"cannot read the API keys: {file}: {without_path(error)}") from error
         numbered = [
             (number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.lstrip().startswith("#")
         ]
