@@ -272,8 +272,7 @@ def _biases(value: Any) -> dict[int, float]:
 
 def _bias(value: Any) -> float:
     value = scalar(value)
-    bias: float = -math.inf if value == -math.inf else number(-MAX_BIAS, MAX_BIAS).read(value)
-    return bias
+    return -math.inf if value == -math.inf else number(-MAX_BIAS, MAX_BIAS).read(value)
 
 
 # Token ids and the numbers added to their logits; minus infinity bans a token.

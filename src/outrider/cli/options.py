@@ -217,8 +217,7 @@ def values_given(group: Any) -> dict[str, Any]:
 
 def parse_k(value: str | int | None) -> int | str:
     """Return the number of drafts, or "auto" if it was not given. Raises ``OutriderError`` for an invalid value."""
-    k: int | str = AUTO if value is None else read_option(Speculation, "num_draft_tokens", value)
-    return k
+    return AUTO if value is None else read_option(Speculation, "num_draft_tokens", value)
 
 
 def check_counts(**counts: int | None) -> None:

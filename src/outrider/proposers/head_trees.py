@@ -309,8 +309,7 @@ class _Candidates:
 
 def _gains(best: Tensor) -> list[float]:
     """Return the expected accepted drafts that each further node adds over the batch, from the best values [A, N]."""
-    gains: list[float] = best.exp().sum(0).tolist()
-    return gains
+    return best.exp().sum(0).tolist()
 
 
 def _drawn_tree(head: RolloutRunner, round_: _Round, root: Step, shape: TreeShape) -> Proposal:
