@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from outrider.engine.plan import Plan
-from outrider.errors import errors_as, without_path
 from outrider.export.wanted import VERIFIER, Wanted
 from outrider.files import write_whole
 from outrider.proposers import portable
 from outrider.registry import VERIFIERS
-from outrider.types import OutriderError, printable
+from outrider.types import OutriderError, errors_as, printable, without_path
 
 SCRIPT, WRITTEN_BY = "run.sh", "Written by outrider export"
 INSTEAD: Mapping[type[portable.Portable], str] = {  # of methods that an engine does not support, unless it says otherwise

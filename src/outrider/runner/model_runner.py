@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider import native
-from outrider.errors import errors_as
 from outrider.hub import fetch_weights
 from outrider.memory import refuse_too_large
 from outrider.runner import experts, linear, loading, packing
@@ -34,7 +33,7 @@ from outrider.runner.round_hidden import RoundHidden
 from outrider.runner.rounding import choose_reader, refuse_rounding
 from outrider.runner.self_check import check_itself
 from outrider.runner.survey import survey, survey_without_weights
-from outrider.types import Context, OutriderError, PartialPass, Proposal, Scores, Verdict
+from outrider.types import Context, OutriderError, PartialPass, Proposal, Scores, Verdict, errors_as
 
 
 @dataclass
