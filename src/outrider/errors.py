@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 MAX_MESSAGE = 600  # characters of a message, which may quote a config or a file
 
@@ -66,3 +68,12 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", line)[:300]
+
+
+@contextmanager
+def errors_as(what: str, *kinds: type[Exception], detail: Callable[[Exception], str] = first_line) -> Iterator[None]:
+    """Context manager: raise exceptions of these kinds as an ``OutriderError`` that says ``what``, then their ``detail``."""
+    try:
+        yield
+    except kinds as error:
+        raise OutriderError(f"{what}: {detail(error)}") from error

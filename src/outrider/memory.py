@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-from outrider.errors import OutriderError, first_line
+from outrider.errors import OutriderError, errors_as
 from outrider.files import expanded
 
 GROUPS = Path("/sys/fs/cgroup")
@@ -118,10 +118,8 @@ def _named_files(folder: Path) -> list[Path]:
 
 def weight_map(index: Path) -> dict[str, str]:
     """Return the file of each tensor by one of ``INDEXES``. Raises ``OutriderError`` if its content is something else."""
-    try:
+    with errors_as(f"{index} is not a weight index", ValueError, KeyError, TypeError, AttributeError):
         files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"].items())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OutriderError(f"{index} is not a weight index: {first_line(error)}") from error
     if not all([isinstance(file, str) for file in files.values()]):
         raise OutriderError(f"{index} is not a weight index: expected the file name of each tensor")
     return files

@@ -7,13 +7,13 @@ so that ``outrider --help`` is fast.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from os import fspath
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from outrider.errors import OutriderError, one_line
 from outrider.files import expanded
@@ -24,17 +24,17 @@ INT32 = 2**31 - 1
 MAX_BIAS = 1e30  # of a logit: finite in 32 bits at any temperature and penalty
 
 
-class Kind(Protocol):
+@dataclass(frozen=True)
+class Kind:
     """The valid values of an option."""
 
-    @property
-    def expected(self) -> str:
-        """Description of the values for errors and documentation, such as "a whole number, at least 1"."""
-        ...
-
-    def read(self, value: Any) -> Any:
-        """Validate and normalise a value: numpy scalars become Python numbers. Raises TypeError or ValueError."""
-        ...
+    expected: str  # description for errors and documentation, such as "a whole number, at least 1"
+    read: Callable[[Any], Any]  # validates and normalises: numpy scalars become numbers. Raises TypeError or ValueError
+    flag: Any = str  # type of its flag on the command line
+    in_text: Kind | None = None  # the values in flags and plan files, which cannot contain objects
+    item: Kind | None = None  # of a list
+    separator: str = ","  # between the items of a list, in a method's text
+    bounds: Mapping[str, Any] = field(default_factory=dict)  # of a number, under pydantic's names
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ class Option:
 
     def in_text(self) -> Option:
         """Return the option for flags and plan files, which cannot contain objects or None."""
-        kind = self.kind.kind if isinstance(self.kind, Objects) else None
-        return replace(self, kind=kind or self.kind, optional=False)
+        return replace(self, kind=self.kind.in_text or self.kind, optional=False)
 
     def from_text(self, text: str) -> Any:
         """Convert text, as in ``--method name:option=text``, to a value for ``read``, which rejects text of another type."""
@@ -143,227 +142,189 @@ def as_sequence(values: Any) -> Sequence[Any]:
     return values
 
 
-@dataclass(frozen=True)
-class Whole:
-    """Integers from ``at_least`` to ``at_most``, including numpy integers and 0-d tensors, but not booleans."""
-
-    at_least: int | None = None
-    at_most: int | None = None
-
-    @property
-    def expected(self) -> str:
-        return "a whole number" + _bounds(self.at_least, self.at_most)
-
-    def read(self, value: Any) -> int:
-        number = whole_number(value)
-        _check_bounds(number, self.at_least, self.at_most)
-        return number
+def number(at_least: float | None = None, at_most: float | None = None, above: float | None = None) -> Kind:
+    """Return the kind of finite numbers from ``at_least`` (or above ``above``) to ``at_most``."""
+    return _bounded("a finite number", _finite, float, at_least, at_most, above)
 
 
-@dataclass(frozen=True)
-class Number:
-    """Finite numbers from ``at_least`` (or above ``above``) to ``at_most``."""
+def whole(at_least: int | None = None, at_most: int | None = None) -> Kind:
+    """Return the kind of integers, including numpy integers and 0-d tensors, but not booleans."""
+    return _bounded("a whole number", whole_number, int, at_least, at_most)
 
-    at_least: float | None = None
-    at_most: float | None = None
-    above: float | None = None
 
-    @property
-    def expected(self) -> str:
-        return "a finite number" + _bounds(self.at_least, self.at_most, self.above)
-
-    def read(self, value: Any) -> float:
-        value = scalar(value)
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError("not a number")
-        number = float(value)
-        if not math.isfinite(number) or (self.above is not None and number <= self.above):
+def _bounded(
+    noun: str,
+    convert: Callable[[Any], Any],
+    flag: type,
+    at_least: float | None,
+    at_most: float | None,
+    above: float | None = None,
+) -> Kind:
+    def read(value: Any) -> Any:
+        number = convert(value)
+        if at_most == INT32 and number > INT32:
+            raise _AboveInt32("out of bounds")
+        is_low = (at_least is not None and number < at_least) or (above is not None and number <= above)
+        if is_low or (at_most is not None and number > at_most):
             raise ValueError("out of bounds")
-        _check_bounds(number, self.at_least, self.at_most)
         return number
 
-
-@dataclass(frozen=True)
-class IntChoice:
-    """One of a few integers."""
-
-    numbers: tuple[int, ...]
-
-    @property
-    def expected(self) -> str:
-        return " or ".join(map(str, self.numbers))
-
-    def read(self, value: Any) -> int:
-        number = whole_number(value)
-        if number not in self.numbers:
-            raise ValueError("not one of them")
-        return number
+    stated = {"above": above, "at least": at_least, "at most": None if at_most == INT32 else at_most}
+    expected = noun + "".join(f", {words} {_figure(bound)}" for words, bound in stated.items() if bound is not None)
+    return Kind(expected, read, flag, bounds={"ge": at_least, "le": at_most, "gt": above})
 
 
-@dataclass(frozen=True)
-class Several:
-    """A list of values of ``kind``, at least one. In a method's text ``separator`` stands between them."""
-
-    kind: Kind
-    expected: str
-    separator: str = ","
-
-    def read(self, values: Any) -> tuple[Any, ...]:
-        found = tuple(self.kind.read(value) for value in as_sequence(values))
-        if not found:
-            raise ValueError("empty")
-        return found
+def _figure(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:.15g}"
 
 
-@dataclass(frozen=True)
-class Flag:
-    """True or False. Text is invalid, because ``"false"`` would be true."""
+def _finite(value: Any) -> float:
+    value = scalar(value)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError("not a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError("not finite")
+    return number
 
-    expected: str = "True or False"
 
-    def read(self, value: Any) -> bool:
+def boolean(expected: str = "True or False") -> Kind:
+    """Return the kind of booleans. Text is invalid, because ``"false"`` would be true."""
+
+    def read(value: Any) -> bool:
         value = scalar(value)
         if not isinstance(value, bool):
             raise TypeError("not a boolean")
         return value
 
-
-@dataclass(frozen=True)
-class Choice:
-    """One of a few names; ``spelled`` converts other spellings to these."""
-
-    names: tuple[str, ...]
-    spelled: Callable[[Any], Any] | None = None
-
-    @property
-    def expected(self) -> str:
-        return f"{', '.join(self.names[:-1])} or {self.names[-1]}"
-
-    def read(self, value: Any) -> str:
-        if self.spelled is not None:
-            value = self.spelled(value)
-        if not isinstance(value, str) or value not in self.names:
-            raise ValueError("not one of them")
-        return value
+    return Kind(expected, read, bool)
 
 
-@dataclass(frozen=True)
-class Text:
-    """Text that is not empty."""
+def int_choice(*numbers: int) -> Kind:
+    """Return the kind of one of a few integers."""
+    return Kind(" or ".join(map(str, numbers)), lambda value: _one_of(whole_number(value), numbers), int)
 
-    expected: str = "text that is not empty"
 
-    def read(self, value: Any) -> str:
+def choice(*names: str, spelled: Callable[[Any], Any] = lambda value: value) -> Kind:
+    """Return the kind of one of a few names; ``spelled`` converts other spellings to these."""
+    return Kind(f"{', '.join(names[:-1])} or {names[-1]}", lambda value: _one_of(spelled(value), names))
+
+
+def _one_of(value: Any, values: tuple[Any, ...]) -> Any:
+    if value not in values:
+        raise ValueError("not one of them")
+    return value
+
+
+def several(kind: Kind, expected: str, separator: str = ",") -> Kind:
+    """Return the kind of lists of values of ``kind``, at least one. In a method's text ``separator`` stands between them."""
+
+    def read(values: Any) -> tuple[Any, ...]:
+        found = tuple(kind.read(value) for value in as_sequence(values))
+        if not found:
+            raise ValueError("empty")
+        return found
+
+    return Kind(expected, read, item=kind, separator=separator)
+
+
+def text(expected: str = "text that is not empty") -> Kind:
+    """Return the kind of text that is not empty."""
+
+    def read(value: Any) -> str:
         if not isinstance(value, str) or not value.strip():
             raise TypeError("not text")
         return value
 
-
-@dataclass(frozen=True)
-class Texts:
-    """One text, or several; none of them empty. One text is one, not its letters."""
-
-    expected: str = "text or a list of texts, none of them empty"
-
-    def read(self, value: Any) -> tuple[str, ...]:
-        texts = (value,) if isinstance(value, str) else value
-        if not isinstance(texts, (Sequence, AbstractSet)) or isinstance(texts, (bytes, bytearray)):
-            raise TypeError("not texts")
-        if not all(isinstance(text, str) and text for text in texts):
-            raise ValueError("not texts, or an empty one")
-        return tuple(str(text) for text in texts)
+    return Kind(expected, read)
 
 
-@dataclass(frozen=True)
-class TokenIds:
-    """Token ids: a list, tuple, set, 1-d array or 1-d tensor of integers, at least 0."""
+def _texts(value: Any) -> tuple[str, ...]:
+    """Read one text, or several; none of them empty. One text is one, not its letters."""
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, (Sequence, AbstractSet)) or isinstance(texts, (bytes, bytearray)):
+        raise TypeError("not texts")
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError("not texts, or an empty one")
+    return tuple(str(text) for text in texts)
 
-    at_least_one: bool = False
 
-    @property
-    def expected(self) -> str:
-        return "a list of token ids from 0 on" + (", at least one" if self.at_least_one else "")
+TEXTS = Kind("text or a list of texts, none of them empty", _texts, list[str])
 
-    def read(self, value: Any) -> tuple[int, ...]:
-        token_ids = tuple(whole_numbers(value))
-        if (self.at_least_one and not token_ids) or any(not 0 <= token <= INT32 for token in token_ids):
+
+def token_ids(at_least_one: bool = False) -> Kind:
+    """Return the kind of token ids: a list, tuple, set, 1-d array or 1-d tensor of integers, at least 0."""
+
+    def read(value: Any) -> tuple[int, ...]:
+        found = tuple(whole_numbers(value))
+        if (at_least_one and not found) or any(not 0 <= token <= INT32 for token in found):
             raise ValueError("out of bounds")
-        return token_ids
+        return found
+
+    return Kind("a list of token ids from 0 on" + (", at least one" if at_least_one else ""), read)
 
 
-@dataclass(frozen=True)
-class Biases:
-    """Mapping from token ids to numbers added to their logits; minus infinity bans a token."""
-
-    expected: str = "a mapping from token ids to numbers from -1e30 to 1e30, or minus infinity"
-
-    def read(self, value: Any) -> dict[int, float]:
-        if not isinstance(value, Mapping):
-            raise TypeError("not a mapping")
-        return {TokenIds().read([token])[0]: self._bias(bias) for token, bias in value.items()}
-
-    def _bias(self, value: Any) -> float:
-        value = scalar(value)
-        return -math.inf if value == -math.inf else Number(-MAX_BIAS, MAX_BIAS).read(value)
+def _biases(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise TypeError("not a mapping")
+    return {token_ids().read([token])[0]: _bias(bias) for token, bias in value.items()}
 
 
-@dataclass(frozen=True)
-class Source:
-    """A folder, a file or a hub id."""
-
-    expected: str = "a folder or a hub id"
-
-    def read(self, value: Any) -> str | Path:
-        source: str | Path = path_or_text(value)
-        if not str(source).strip() or not str(source).isprintable():
-            raise ValueError("empty, or with line breaks")
-        return source
+def _bias(value: Any) -> float:
+    value = scalar(value)
+    return -math.inf if value == -math.inf else number(-MAX_BIAS, MAX_BIAS).read(value)
 
 
-@dataclass(frozen=True)
-class File:
-    """A path."""
-
-    expected: str = "a path"
-
-    def read(self, value: Any) -> Path:
-        path = Path(path_or_text(value))
-        if not str(value).strip() or "\0" in str(value):
-            raise ValueError("not a path")
-        return path
+# Token ids and the numbers added to their logits; minus infinity bans a token.
+BIASES = Kind("a mapping from token ids to numbers from -1e30 to 1e30, or minus infinity", _biases)
 
 
-@dataclass(frozen=True)
-class Keyed:
-    """A mapping from text to ``values``; None allows any values."""
+def _source(value: Any) -> str | Path:
+    source: str | Path = path_or_text(value)
+    if not str(source).strip() or not str(source).isprintable():
+        raise ValueError("empty, or with line breaks")
+    return source
 
-    expected: str
-    values: Kind | None = None
 
-    def read(self, value: Any) -> dict[str, Any]:
+SOURCE = Kind("a folder or a hub id", _source)  # or a file
+
+
+def _path(value: Any) -> Path:
+    path = Path(path_or_text(value))
+    if not str(value).strip() or "\0" in str(value):
+        raise ValueError("not a path")
+    return path
+
+
+PATH = Kind("a path", _path, Path)
+
+
+def keyed(expected: str, values: Kind | None = None) -> Kind:
+    """Return the kind of mappings from text to ``values``; None allows any values."""
+
+    def read(value: Any) -> dict[str, Any]:
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
             raise TypeError("not a mapping")
-        return {key: each if self.values is None else self.values.read(each) for key, each in value.items()}
+        return {key: each if values is None else values.read(each) for key, each in value.items()}
+
+    return Kind(expected, read)
 
 
-@dataclass(frozen=True)
-class Objects:
-    """Objects for which ``is_one`` is true, or values of ``kind``. Flags and plan files accept only the latter."""
+def objects(expected: str, is_one: Callable[[Any], bool], kind: Kind | None = None) -> Kind:
+    """Return the kind of objects for which ``is_one`` is true, or values of ``kind``, which alone can be given as text."""
 
-    expected: str
-    is_one: Callable[[Any], bool]
-    kind: Kind | None = None
-
-    def read(self, value: Any) -> Any:
-        if not isinstance(value, type) and self.is_one(value):
+    def read(value: Any) -> Any:
+        if not isinstance(value, type) and is_one(value):
             return value
-        if self.kind is None:
+        if kind is None:
             raise TypeError("not one of these objects")
-        return self.kind.read(value)
+        return kind.read(value)
+
+    return Kind(expected, read, in_text=kind)
 
 
 def has(*names: str) -> Callable[[Any], bool]:
-    """Return a predicate for ``Objects``: whether an object has all of these attributes."""
+    """Return a predicate for ``objects``: whether an object has all of these attributes."""
     return lambda value: all(hasattr(value, name) for name in names)
 
 
@@ -382,34 +343,14 @@ def path_or_text(value: Any) -> Any:
 
 def _converted(kind: Kind, text: str) -> Any:
     """Return the number, boolean or list that the text stands for; text of another type unchanged."""
-    if isinstance(kind, Several):
-        return [_converted(kind.kind, each) for each in text.split(kind.separator)]
-    if isinstance(kind, Flag):
+    if kind.item is not None:
+        return [_converted(kind.item, each) for each in text.split(kind.separator)]
+    if kind.flag is bool:
         return {"true": True, "false": False}.get(text.lower(), text)
     try:
-        return int(text) if isinstance(kind, (Whole, IntChoice)) else float(text) if isinstance(kind, Number) else text
+        return kind.flag(text) if kind.flag in (int, float) else text
     except ValueError:
         return text
-
-
-def _check_bounds(number: float, at_least: float | None, at_most: float | None) -> None:
-    if at_most == INT32 and number > at_most:
-        raise _AboveInt32("out of bounds")
-    if (at_least is not None and number < at_least) or (at_most is not None and number > at_most):
-        raise ValueError("out of bounds")
-
-
-def _bounds(at_least: float | None, at_most: float | None, above: float | None = None) -> str:
-    parts: Iterable[str | None] = (
-        None if above is None else f"above {_figure(above)}",
-        None if at_least is None else f"at least {_figure(at_least)}",
-        None if at_most in (None, INT32) else f"at most {_figure(at_most)}",
-    )
-    return "".join(f", {part}" for part in parts if part)
-
-
-def _figure(number: float) -> str:
-    return str(number) if isinstance(number, int) else f"{number:.15g}"
 
 
 def flag_name(name: str) -> str:

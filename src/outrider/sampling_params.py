@@ -7,7 +7,20 @@ from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Protocol
 
 from outrider.errors import OutriderError
-from outrider.options import INT32, SAMPLING, Biases, CheckedOptions, Flag, Number, Objects, Texts, TokenIds, Whole, has, option
+from outrider.options import (
+    BIASES,
+    INT32,
+    SAMPLING,
+    TEXTS,
+    CheckedOptions,
+    boolean,
+    has,
+    number,
+    objects,
+    option,
+    token_ids,
+    whole,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,44 +59,44 @@ class SamplingParams(CheckedOptions):
     ``min_tokens`` or ``ignore_eos`` with a grammar.
     """
 
-    max_tokens: int = option(Whole(1, INT32), 256, "Maximum number of tokens to generate.", panel=SAMPLING)
-    temperature: float = option(Number(0, 1e6), 0.0, "Temperature; 0 is greedy decoding.", panel=SAMPLING, letter="t")
-    top_k: int = option(Whole(-1, INT32), 0, "Keep the k most likely tokens; 0 or -1 keeps all.", panel=SAMPLING)
+    max_tokens: int = option(whole(1, INT32), 256, "Maximum number of tokens to generate.", panel=SAMPLING)
+    temperature: float = option(number(0, 1e6), 0.0, "Temperature; 0 is greedy decoding.", panel=SAMPLING, letter="t")
+    top_k: int = option(whole(-1, INT32), 0, "Keep the k most likely tokens; 0 or -1 keeps all.", panel=SAMPLING)
     top_p: float = option(
-        Number(above=0, at_most=1), 1.0, "Keep the most likely tokens up to this total probability.", panel=SAMPLING
+        number(above=0, at_most=1), 1.0, "Keep the most likely tokens up to this total probability.", panel=SAMPLING
     )
     min_p: float = option(
-        Number(0, 1), 0.0, "Drop tokens less likely than this fraction of the most likely one.", panel=SAMPLING
+        number(0, 1), 0.0, "Drop tokens less likely than this fraction of the most likely one.", panel=SAMPLING
     )
     repetition_penalty: float = option(
-        Number(0.01, 100), 1.0, "Penalty on tokens of prompt and output; 1 is off.", panel=SAMPLING
+        number(0.01, 100), 1.0, "Penalty on tokens of prompt and output; 1 is off.", panel=SAMPLING
     )  # as in CTRL (Keskar et al. 2019)
     presence_penalty: float = option(
-        Number(-2, 2), 0.0, "Penalty on tokens that occur in the output; 0 is off.", panel=SAMPLING
+        number(-2, 2), 0.0, "Penalty on tokens that occur in the output; 0 is off.", panel=SAMPLING
     )  # as in the OpenAI API
     frequency_penalty: float = option(
-        Number(-2, 2), 0.0, "Penalty on tokens, times their count in the output; 0 is off.", panel=SAMPLING
+        number(-2, 2), 0.0, "Penalty on tokens, times their count in the output; 0 is off.", panel=SAMPLING
     )
-    logit_bias: Mapping[int, float] = option(Biases(), dict, "Token id -> number added to its logit.")
-    allowed_token_ids: Sequence[int] | None = option(TokenIds(True), None, "Tokens that may be generated; None: all.")
-    banned_token_ids: Sequence[int] = option(TokenIds(), (), "Tokens that are never generated.")
+    logit_bias: Mapping[int, float] = option(BIASES, dict, "Token id -> number added to its logit.")
+    allowed_token_ids: Sequence[int] | None = option(token_ids(True), None, "Tokens that may be generated; None: all.")
+    banned_token_ids: Sequence[int] = option(token_ids(), (), "Tokens that are never generated.")
     stop: str | Sequence[str] = option(
-        Texts(), (), "Stop string, which ends the answer and is not part of it; repeatable.", panel=SAMPLING
+        TEXTS, (), "Stop string, which ends the answer and is not part of it; repeatable.", panel=SAMPLING
     )
-    include_stop_str_in_output: bool = option(Flag(), False, "Keep the stop string or stop token in the text that it ends.")
-    stop_token_ids: Sequence[int] = option(TokenIds(), (), "Tokens that end the output.")
+    include_stop_str_in_output: bool = option(boolean(), False, "Keep the stop string or stop token in the text that it ends.")
+    stop_token_ids: Sequence[int] = option(token_ids(), (), "Tokens that end the output.")
     min_tokens: int = option(
-        Whole(0, INT32), 0, "Minimum number of tokens before an end-of-text token, stop token or stop string.", panel=SAMPLING
+        whole(0, INT32), 0, "Minimum number of tokens before an end-of-text token, stop token or stop string.", panel=SAMPLING
     )
-    ignore_eos: bool = option(Flag(), False, "Continue after the end-of-text token.", panel=SAMPLING)
-    skip_special_tokens: bool = option(Flag(), True, "Leave special tokens out of the text.")
+    ignore_eos: bool = option(boolean(), False, "Continue after the end-of-text token.", panel=SAMPLING)
+    skip_special_tokens: bool = option(boolean(), True, "Leave special tokens out of the text.")
     seed: int | None = option(
-        Whole(-(2**63), 2**64 - 1), None, "Sampling seed; the same seed gives the same text.", panel=SAMPLING
+        whole(-(2**63), 2**64 - 1), None, "Sampling seed; the same seed gives the same text.", panel=SAMPLING
     )
-    n: int = option(Whole(1, 16384), 1, "Samples per prompt.")
-    grammar: Grammar | None = option(Objects("a Grammar", has("matcher")), None, "Grammar that the output must match.")
+    n: int = option(whole(1, 16384), 1, "Samples per prompt.")
+    grammar: Grammar | None = option(objects("a Grammar", has("matcher")), None, "Grammar that the output must match.")
     logprobs: int | None = option(
-        Whole(0, INT32), None, "Return log-probabilities of each token and of this many most likely ones; None: none."
+        whole(0, INT32), None, "Return log-probabilities of each token and of this many most likely ones; None: none."
     )
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.engine.prompts import chat_ids, for_template, takes_tools, template_of
-from outrider.errors import without_path
+from outrider.errors import errors_as, without_path
 from outrider.files import READ_ERRORS, open_text
 from outrider.types import OutriderError, check_text
 
@@ -125,11 +125,8 @@ class Refused(Exception):
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    try:
-        with open_text(path) as file:
-            yield from enumerate(file, start=1)
-    except READ_ERRORS as error:
-        raise OutriderError(f"cannot read {path}: {without_path(error)}") from None
+    with errors_as(f"cannot read {path}", *READ_ERRORS, detail=without_path), open_text(path) as file:
+        yield from enumerate(file, start=1)
 
 
 def _object(line: str) -> dict[str, Any]:

@@ -91,7 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - the parent process may have closed it
     gc.disable()  # saves 0.5 s of imports; session.load enables it again
     try:
-        with _signals_as_exceptions():
+        received.clear()
+        # SIGTERM is handled like Ctrl-C: partial results are kept, child processes end. Background processes ignore SIGINT.
+        is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with handled(interrupt, SIGNALS if is_default else (signal.SIGTERM,)):
             code = build_app()(args, prog_name="outrider", standalone_mode=False)
         if code == EXIT_INTERRUPTED:  # typer's exit code for Ctrl-C
             raise KeyboardInterrupt
@@ -117,15 +120,6 @@ def run() -> NoReturn:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # during Python's shutdown a signal would only print a traceback
     sys.exit(code)
-
-
-@contextmanager
-def _signals_as_exceptions() -> Iterator[None]:
-    """Handle SIGTERM like Ctrl-C: keep partial results and end child processes."""
-    received.clear()
-    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # background processes ignore SIGINT
-    with handled(interrupt, SIGNALS if is_default else (signal.SIGTERM,)):
-        yield
 
 
 @contextmanager

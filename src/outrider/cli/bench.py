@@ -27,7 +27,7 @@ from outrider.cli.options import (
     workload_names,
 )
 from outrider.engine.options import Speculation
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, errors_as
 from outrider.method_text import split_methods
 from outrider.registry import AUTO, DEFAULT_METHOD
 from outrider.sampling_params import SamplingParams
@@ -144,10 +144,8 @@ def prepare(contenders: Contenders, chosen: Sequence[Contender]) -> None:
     """Load every method before any is warmed up. Raises ``OutriderError`` for one that does not fit the target."""
     with waiting("preparing the methods"):
         for contender in chosen:
-            try:
+            with errors_as(contender.method, OutriderError, detail=str):
                 contenders.prepare(contender)
-            except OutriderError as error:
-                raise OutriderError(f"{contender.method}: {error}") from error
 
 
 def finish(plan: GridPlan, groups: Sequence[Group], llm: LLM, extra: dict[str, Any], outputs: OutputOptions) -> None:

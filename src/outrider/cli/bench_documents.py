@@ -12,7 +12,7 @@ import typer
 
 from outrider.cli.app import EXIT_CHECK_FAILED
 from outrider.cli.console import say_error
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, errors_as, without_path
 
 
 def compare(
@@ -100,14 +100,12 @@ def check_writable(option: str, path: Path | None) -> None:
     if path is None or path.is_fifo():  # opening a pipe and closing it would end its reader's input
         return
     existed = path.exists()
-    try:
+    with errors_as(f"cannot write {option} {path}", OSError, detail=without_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a"):
             pass
         if not existed:
             path.unlink()
-    except OSError as error:
-        raise OutriderError(f"cannot write {option} {path}: {error.strerror}") from None
 
 
 COMMANDS = {"compare": compare, "report": report}

@@ -29,9 +29,9 @@ from outrider.cli.options import (
 )
 from outrider.cli.serve import MAX_BATCH, joined
 from outrider.engine.plan import Plan
-from outrider.errors import OutriderError, how_to_install
+from outrider.errors import OutriderError, errors_as, how_to_install
 from outrider.family import DRAFT
-from outrider.options import Number, option
+from outrider.options import number, option
 from outrider.runner.config import RunnerConfig
 from outrider.sampling_params import SamplingParams
 
@@ -57,7 +57,7 @@ class LoadOptions:
     num_prompts: int = flag("Prompts of each workload.", 8, min=1)
     shared_prefix: int = flag("Characters of a common prefix of all prompts of a run.", 0, min=0)
     repeat: int = flag("Repeats; medians are shown.", 3, min=1)
-    rest: float = option(Number(0), 0.0, "Seconds without requests before each run, for servers that spin after a request.")
+    rest: float = option(number(0), 0.0, "Seconds without requests before each run, for servers that spin after a request.")
     seed: int = flag("Seed of arrivals and sampling.", 0, min=0)
 
 
@@ -78,8 +78,8 @@ class ResultOptions:
     """Latency targets and output files."""
 
     panel: ClassVar[str] = "Output"
-    slo_first_token: float = option(Number(0), 2000.0, "Target for the first token, in milliseconds.")
-    slo_token: float = option(Number(0), 200.0, "Target for the mean time per later token, in milliseconds.")
+    slo_first_token: float = option(number(0), 2000.0, "Target for the first token, in milliseconds.")
+    slo_token: float = option(number(0), 200.0, "Target for the mean time per later token, in milliseconds.")
     out: Path | None = flag("Write the JSON document to this file too.")
 
 
@@ -175,7 +175,9 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
     known = Plan({"compile": "always", **known.values})  # compile before the measurement
     if server.inflate is not None:
         inflated, _ = inflate_target(ModelOptions(target=known.given("target")), server.inflate)
-        values = embedded_draft(known)
+        values = dict(known.values)
+        if known.given("target") is None and known.given("draft") is None:
+            values["draft"] = str(DRAFT)  # the embedded one, because an inflated target comes without drafts
         if values.get("draft") is not None:
             values["draft"] = inflated_draft(str(values["draft"]), str(inflated.target))
         known = Plan({**values, "target": str(inflated.target)})
@@ -192,12 +194,6 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
 def root(url: str) -> str:
     """Return a server's address without the /v1 path of OpenAI's clients."""
     return url.rstrip("/").removesuffix("/v1")
-
-
-def embedded_draft(plan: Any) -> dict[str, Any]:
-    """Return the plan's values with the embedded draft, because an inflated target comes without drafts."""
-    needs_draft = plan.given("target") is None and plan.given("draft") is None
-    return {**({"draft": str(DRAFT)} if needs_draft else {}), **plan.values}
 
 
 def modes(url: str, plain_url: str | None, headers: dict[str, str]) -> list[Mode]:
@@ -221,12 +217,11 @@ def owner_of(url: str, headers: dict[str, str]) -> object:
     """Return the server's owner from its list of models. Raises ``OutriderError`` if it is not OpenAI-compatible."""
     import httpx
 
-    try:
+    wrong = (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError, AttributeError)
+    with errors_as(f"{url} does not answer as an OpenAI-compatible server", *wrong, detail=str):
         answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=30)
         answer.raise_for_status()
         return answer.json()["data"][0].get("owned_by")
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise OutriderError(f"{url} does not answer as an OpenAI-compatible server: {error}") from error
 
 
 def measure(sweep: Sweep) -> None:

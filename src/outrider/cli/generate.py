@@ -14,7 +14,7 @@ import typer
 
 from outrider.cli.console import err, legend, painter_for, say, say_error, summary, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, with_groups
-from outrider.errors import OutriderError, how_to_install, without_path
+from outrider.errors import OutriderError, errors_as, how_to_install, without_path
 from outrider.options import SAMPLING
 
 if TYPE_CHECKING:
@@ -75,10 +75,8 @@ def command(
 
 def read_schema(file: Path) -> dict[str, Any]:
     """Read a JSON schema. Raises ``OutriderError`` if the file is not a JSON object."""
-    try:
+    with errors_as(f"cannot read the JSON schema: {file}", OSError, ValueError, RecursionError, detail=without_path):
         schema = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise OutriderError(f"cannot read the JSON schema: {file}: {without_path(error)}") from error
     if not isinstance(schema, dict):
         raise OutriderError(f"{file} is not a JSON schema: expected an object, got a {type(schema).__name__}")
     return schema

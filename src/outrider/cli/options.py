@@ -18,14 +18,13 @@ import typer
 
 from outrider.engine.options import Speculation
 from outrider.errors import OutriderError
-from outrider.options import OPTION, File, Flag, IntChoice, Number, Texts, Whole, declared, flag_name
+from outrider.options import OPTION, declared, flag_name
 from outrider.registry import AUTO
 from outrider.runner.config import RunnerConfig
 from outrider.sampling_params import SamplingParams
 
 Result = TypeVar("Result")
 READABLE_TEMPERATURE, READABLE_TOP_P = 0.7, 0.9
-FLAG_TYPES = {Whole: int, IntChoice: int, Number: float, Flag: bool, Texts: list[str], File: Path}  # of other kinds: text
 ARGUMENT = re.compile(r"(?<![\w:./=+-])(\w+)=(\.{3}|[\w.:]*\w)")  # max_len=512; not an option of a method (draft:top_k=2)
 FLAG = "flag"  # key of a Reference, or of typer's option, in a field's metadata
 
@@ -177,7 +176,7 @@ def _annotation(name: str, shared: Any, own_default: Any, kind: Any, panel: str 
     default = getattr(shared.config, name, None)
     if default is True:  # only to switch it off
         flags = [f" /--no-{flag_name(name)[2:]}"]
-    kind = str if shared.several else FLAG_TYPES.get(type(option.kind), str)
+    kind = str if shared.several else option.kind.flag
     help = option.help if default is not True else f"Do not {option.help[0].lower()}{option.help[1:]}"
     about = [help, "Several are separated by commas." if shared.several else "", shared.more]
     is_said = "(default:" in "".join(about) or own_default is not None
@@ -218,8 +217,7 @@ def values_given(group: Any) -> dict[str, Any]:
 
 def parse_k(value: str | int | None) -> int | str:
     """Return the number of drafts, or "auto" if it was not given. Raises ``OutriderError`` for an invalid value."""
-    k: int | str = AUTO if value is None else read_option(Speculation, "num_draft_tokens", value)
-    return k
+    return AUTO if value is None else read_option(Speculation, "num_draft_tokens", value)
 
 
 def check_counts(**counts: int | None) -> None:

@@ -16,7 +16,7 @@ from outrider import hub
 from outrider.cli.console import show_notices, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, read_option, values_given
 from outrider.engine.options import Speculation
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, errors_as
 from outrider.family import TARGET, drafts
 from outrider.files import expanded, not_a_model_folder
 from outrider.method_text import split_method, split_methods
@@ -44,10 +44,8 @@ def read_prompt(argument: str | None) -> str:
     if argument is None and sys.stdin.isatty():
         raise OutriderError('no prompt: give one as an argument, such as outrider generate "Once upon a time", or pipe it in')
     if argument is None or argument == "-":
-        try:
+        with errors_as("standard input is not UTF-8 text", UnicodeDecodeError, detail=str):
             argument = sys.stdin.read()
-        except UnicodeDecodeError as error:
-            raise OutriderError(f"standard input is not UTF-8 text: {error}") from None
     if not argument:
         raise OutriderError("the prompt is empty")
     return argument

@@ -16,7 +16,7 @@ from outrider.engine.finding import MethodChoice, choices, local_path
 from outrider.engine.options import Speculation, is_tokenizer
 from outrider.engine.policy import FixedLength, LengthPolicy
 from outrider.engine.scheduler import Scheduler
-from outrider.errors import one_line
+from outrider.errors import errors_as, one_line
 from outrider.hub import TOKENIZER, fetch_configs
 from outrider.memory import on_this_machine
 from outrider.method_text import split_method
@@ -130,10 +130,8 @@ def check_method(speculation: Speculation) -> list[object]:
     if name == AUTO:
         return [] if speculation.draft is None else [speculation.draft]
     method, given = PROPOSERS.get(name), options | dict(speculation.method_options)
-    try:
+    with errors_as(speculation.method, OutriderError, detail=str):
         method.check_options(given)
-    except OutriderError as error:
-        raise OutriderError(f"{speculation.method}: {error}") from None
     drafts: list[object] = method.drafts_in(given, speculation.draft, speculation.drafts)
     return drafts
 

@@ -9,7 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.errors import OutriderError
 from outrider.method_text import split_method
-from outrider.options import INT32, METHOD, MODELS, CheckedOptions, Flag, Keyed, Objects, Source, Text, Whole, has, option
+from outrider.options import (
+    INT32,
+    METHOD,
+    MODELS,
+    SOURCE,
+    CheckedOptions,
+    Kind,
+    boolean,
+    has,
+    keyed,
+    objects,
+    option,
+    text,
+    whole,
+)
 from outrider.registry import AUTO, DEFAULT_METHOD, PROPOSERS, VERIFIERS
 
 if TYPE_CHECKING:
@@ -22,7 +36,7 @@ if TYPE_CHECKING:
     ModelSource = str | Path | PreTrainedModel
     TokenizerSource = str | Path | PreTrainedTokenizerBase
 
-VERIFIER = Text(f"one of {', '.join(VERIFIERS)}")
+VERIFIER = text(f"one of {', '.join(VERIFIERS)}")
 # Attributes that the engine reads from a proposer. The base class provides all except ``propose``.
 PROPOSER_ATTRIBUTES = (
     *("name", "needs_hidden", "drafts_trees", "max_drafts", "auto_drafts", "drafts_ahead", "reads_text_only", "memory"),
@@ -30,24 +44,22 @@ PROPOSER_ATTRIBUTES = (
 )
 is_tokenizer = has("encode", "decode", "convert_ids_to_tokens")  # the methods in use, which tokenizers.Tokenizer lacks
 A_MODEL = "a folder, a hub id or a loaded transformers model"
-MODEL = Objects(A_MODEL, has("forward", "config"), Source())
-HEADS = Objects(A_MODEL, has("forward"), Source())  # heads have no config
-TOKENIZER = Objects("a folder, a hub id or a transformers tokenizer", is_tokenizer, Source())
+MODEL = objects(A_MODEL, has("forward", "config"), SOURCE)
+HEADS = objects(A_MODEL, has("forward"), SOURCE)  # heads have no config
+TOKENIZER = objects("a folder, a hub id or a transformers tokenizer", is_tokenizer, SOURCE)
 
 
-@dataclass(frozen=True)
-class DraftLength:
-    """A number of drafts, at least 0, or "auto". Accepts numbers as text, because flags and plans are text."""
+def _draft_length(value: Any) -> Any:
+    """Read a number of drafts, or "auto". Accepts numbers as text, because flags and plans are text."""
+    if isinstance(value, str):
+        name = value.strip().lower()
+        if name == AUTO:
+            return AUTO
+        value = int(name)
+    return whole(0, INT32).read(value)  # a number of thousands of digits cannot be logged
 
-    expected: str = "a whole number, at least 0, or auto"
 
-    def read(self, value: Any) -> int | str:
-        if isinstance(value, str):
-            text = value.strip().lower()
-            if text == AUTO:
-                return AUTO
-            value = int(text)
-        return Whole(0, INT32).read(value)  # a number of thousands of digits cannot be logged
+DRAFT_LENGTH = Kind("a whole number, at least 0, or auto", _draft_length)
 
 
 @dataclass(frozen=True)
@@ -71,17 +83,17 @@ class Speculation(CheckedOptions):
         HEADS, None, "Folder, hub id or GGUF file of a draft model, or of heads.", panel=MODELS, in_plan=True
     )
     download_draft: bool = option(
-        Flag(),
+        boolean(),
         False,
         "Download the drafter known for the target if none is found on this machine (method auto).",
         panel=MODELS,
         in_plan=True,
     )
     drafts: Mapping[str, ModelSource] = option(
-        Keyed("a mapping from names to models", MODEL), dict, "Drafts that belong to the target, by name."
+        keyed("a mapping from names to models", MODEL), dict, "Drafts that belong to the target, by name."
     )
     method: str = option(
-        Text("a method: name, name:option=value or two names joined by a plus"),
+        text("a method: name, name:option=value or two names joined by a plus"),
         AUTO,
         f"Drafting method: {', '.join(PROPOSERS)}, or two joined by a plus; append :option=value for options; auto: what is "
         f"found for the target on this machine, else {DEFAULT_METHOD}.",
@@ -89,7 +101,7 @@ class Speculation(CheckedOptions):
         in_plan=True,
     )
     num_draft_tokens: int | str | LengthPolicy = option(
-        Objects(f"{DraftLength.expected} or a LengthPolicy", has("next_lengths", "observe", "release"), DraftLength()),
+        objects(f"{DRAFT_LENGTH.expected} or a LengthPolicy", has("next_lengths", "observe", "release"), DRAFT_LENGTH),
         AUTO,
         "Drafts per round (K); 0 is plain decoding; auto adapts K each round to measured costs and acceptance.",
         panel=METHOD,
@@ -97,26 +109,26 @@ class Speculation(CheckedOptions):
         in_plan=True,
     )
     verifier: str | Verifier = option(
-        Objects(f"{VERIFIER.expected} or a Verifier", has("verify", "lossless", "handles_trees", "target_input"), VERIFIER),
+        objects(f"{VERIFIER.expected} or a Verifier", has("verify", "lossless", "handles_trees", "target_input"), VERIFIER),
         "block",
         "Acceptance rule: block, rejection, exact, or typical, which is lossy.",
         panel=MODELS,
         in_plan=True,
     )
     proposer: Proposer | None = option(
-        Objects("a Proposer, made from a subclass of outrider.Proposer", has(*PROPOSER_ATTRIBUTES)),
+        objects("a Proposer, made from a subclass of outrider.Proposer", has(*PROPOSER_ATTRIBUTES)),
         None,
         "Custom proposer, instead of a method.",
     )
     draft_tokenizer: TokenizerSource | None = option(
         TOKENIZER, None, "Tokenizer of the draft (default: the one in its folder)."
     )
-    method_options: Mapping[str, Any] = option(Keyed("a mapping from names to values"), dict, "Options of the method, by name.")
+    method_options: Mapping[str, Any] = option(keyed("a mapping from names to values"), dict, "Options of the method, by name.")
     same_text: bool = option(
-        Flag(), False, "Emit the same tokens with and without drafts, at a small cost.", panel=MODELS, in_plan=True
+        boolean(), False, "Emit the same tokens with and without drafts, at a small cost.", panel=MODELS, in_plan=True
     )
     grammar_drafts: bool = option(
-        Flag(),
+        boolean(),
         True,
         "Draft the tokens that a request's grammar determines.",
         panel=METHOD,

@@ -16,7 +16,7 @@ from outrider.export.wanted import VERIFIER, Wanted
 from outrider.files import write_whole
 from outrider.proposers import portable
 from outrider.registry import VERIFIERS
-from outrider.types import OutriderError, printable
+from outrider.types import OutriderError, errors_as, printable, without_path
 
 SCRIPT, WRITTEN_BY = "run.sh", "Written by outrider export"
 INSTEAD: Mapping[type[portable.Portable], str] = {  # of methods that an engine does not support, unless it says otherwise
@@ -110,7 +110,7 @@ def write(engine: Engine, wanted: Wanted, folder: Path, own_code: bool = False) 
     """Write the files and the start script for a plan that passed ``Engine.check``. Raises ``OutriderError``."""
     if own_code and not wanted.reads_text_only:
         raise OutriderError(f"method {wanted.method!r} is not text-based: --own-code does not apply")
-    try:
+    with errors_as(f"cannot write {folder}", OSError, detail=without_path):
         export = engine.export(wanted, folder, own_code)
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in export.files.items():
@@ -118,8 +118,6 @@ def write(engine: Engine, wanted: Wanted, folder: Path, own_code: bool = False) 
         script = folder / SCRIPT
         write_whole(script, _script(engine, wanted, export))
         script.chmod(0o755)
-    except OSError as error:
-        raise OutriderError(f"cannot write {folder}: {error.strerror or error}") from error
     return export
 
 

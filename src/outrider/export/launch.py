@@ -14,7 +14,7 @@ from typing import NoReturn
 from outrider.disk_cache import cache_dir
 from outrider.export.engine import Engine, Export
 from outrider.export.wanted import Wanted
-from outrider.types import OutriderError
+from outrider.types import OutriderError, errors_as, without_path
 
 CHECK = """
 import importlib.metadata, importlib.util, sys
@@ -75,10 +75,8 @@ def become(command: Sequence[str], folder: Path, export: Export) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os.chdir(folder)
-    try:
+    with errors_as(f"cannot start {command[0]}", OSError, detail=without_path):
         os.execvpe(command[0], list(command), environment)
-    except OSError as error:
-        raise OutriderError(f"cannot start {command[0]}: {error.strerror}") from error
 
 
 def _alone(folder: Path) -> Path:

@@ -22,7 +22,7 @@ from outrider.runner import attention
 from outrider.runner.kv_cache import CacheShape, LayerShape
 from outrider.runner.loading import decoder_layers, num_layers, text_config
 from outrider.runner.survey import survey_without_weights, without_weights
-from outrider.types import OutriderError, first_line
+from outrider.types import OutriderError, errors_as
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,12 @@ class Body:
         hidden = torch.zeros(1, 2, int(text.hidden_size), device="meta")
         positions = torch.zeros(1, 2, dtype=torch.long, device="meta")
         self.model.set_experts_implementation("batched_mm")  # shapes must not depend on the selected experts
-        try:
+        problem = f"the layers of {self.model.config.model_type} cannot be used in a head"
+        with errors_as(problem, Exception):  # model code raises many kinds of exceptions
             decoder: Any = self.model.get_decoder()
             rotation = decoder.rotary_emb(hidden, positions)
             out = run_layer(decoder_layers(self.model)[layer], hidden, positions, rotation)
             assert out.shape == decoder.norm(hidden).shape
-        except Exception as error:  # model code raises many kinds of exceptions
-            raise OutriderError(
-                f"the layers of {self.model.config.model_type} cannot be used in a head: {first_line(error)}"
-            ) from error
 
     def layer_for(self, with_experts: bool) -> int:
         """Return the last layer with (or without) experts, or the last layer if there is none."""

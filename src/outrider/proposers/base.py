@@ -124,8 +124,7 @@ def pick_with_confidence(sampler: BatchSampler, logits: Tensor, drafts: Tensor, 
             drafts[:, step] = tokens[:, 0, 0]
             return confidences
     pick(sampler, logits, drafts, step, probs)  # raises where confidences are not finite
-    found: list[float] = probs[-1][:, 0].gather(1, drafts[:, step : step + 1]).flatten().tolist()
-    return found
+    return probs[-1][:, 0].gather(1, drafts[:, step : step + 1]).flatten().tolist()
 
 
 def merged(parts: Sequence[tuple[Sequence[int], Proposal]], batch: int, vocab_size: int) -> Proposal:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.method_text import options_by_part
-from outrider.options import Whole, option
+from outrider.options import option, whole
 from outrider.proposers.base import Proposer, merged
 from outrider.proposers.method import MethodConfig, MethodSpec, Setting
 from outrider.proposers.portable import Pair, Portable, TextDrafts
@@ -25,7 +25,7 @@ class CombinedConfig(MethodConfig):
     """The condition for using the first method's draft."""
 
     min_first: int = option(
-        Whole(1), 8, "Length from which the first method's draft is used; a shorter one only if the second has none."
+        whole(1), 8, "Length from which the first method's draft is used; a shorter one only if the second has none."
     )
 
 

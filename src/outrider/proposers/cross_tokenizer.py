@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from outrider.proposers.base import chain_proposal, merged
+from outrider.proposers.base import Proposer, chain_proposal, merged
 from outrider.proposers.draft_model import (
     DraftModelMethod,
     DraftModelProposer,
@@ -33,7 +33,7 @@ from outrider.proposers.recognition import TargetFiles
 from outrider.proposers.sample_text import TEXT
 from outrider.runner import ModelRunner
 from outrider.runner.tokenizers import Spelling
-from outrider.types import IMPOSSIBLE_LOGIT, Context, Finding, OutriderError, Proposal, Request, SamplingParams, Verdict
+from outrider.types import IMPOSSIBLE_LOGIT, Context, Finding, OutriderError, Proposal, SamplingParams, Verdict
 
 FEW_SHARED = 0.5  # share of common tokens in a text; below it, sampled requests have few drafts
 WINDOW = 32  # target tokens at the end of a sequence whose translation may still change
@@ -99,12 +99,8 @@ class CrossTokenizerProposer(DraftModelProposer):
     def in_draft(self, token_ids: Tensor) -> Tensor:
         return self._to_draft[token_ids]
 
-    def prefill(self, requests: Sequence[Request]) -> list[bool]:
-        """Do nothing: the draft processes a translation of the text, which ``propose`` creates."""
-        return [True] * len(requests)
-
-    def fork(self, source_id: str, request: Request) -> None:
-        """Do nothing: each request has its own translation and cache."""
+    # They do nothing: the draft reads a translation of the text, which ``propose`` creates, and each request has its own.
+    prefill, fork = Proposer.prefill, Proposer.fork
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Learn only: the next ``propose`` compares the cache with the committed text."""

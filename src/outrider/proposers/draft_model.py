@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.heads.checkpoint import MODEL, kind_of, read_folder
-from outrider.options import Flag, IntChoice, option, shown
+from outrider.options import boolean, int_choice, option, shown
 from outrider.proposers.base import Proposer, pick, pick_with_confidence
 from outrider.proposers.chain_stops import ChainStops
 from outrider.proposers.method import MethodConfig, MethodSpec, Setting
@@ -170,10 +170,12 @@ class DraftOptions(MethodConfig):
     """Options of drafting with a model."""
 
     parallel: bool | None = option(
-        Flag("true or false"), None, "Make all drafts of a round in one pass (default: if the draft's config has a mask token)."
+        boolean("true or false"),
+        None,
+        "Make all drafts of a round in one pass (default: if the draft's config has a mask token).",
     )
     bits: int | None = option(
-        IntChoice((4, 8, 16)),
+        int_choice(4, 8, 16),
         None,
         "Bits per weight of the draft on a CPU; 16 keeps its weights (default: 4 if they exceed the caches, else 16).",
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from outrider.heads import eagle_formats, findings
 from outrider.heads.checkpoint import EAGLE, measured_acceptance
 from outrider.heads.eagle import EagleHead
-from outrider.options import Several, Whole, option
+from outrider.options import option, several, whole
 from outrider.proposers.head_method import HeadMethod, Loaded, folder_of
 from outrider.proposers.head_trees import HeadProposer, TreeConfig
 from outrider.proposers.method import Setting
@@ -25,7 +25,7 @@ class EagleConfig(TreeConfig):
     """Shape of the trees, precision of the head, and the hidden states that it reads."""
 
     hidden_states: tuple[int, ...] | None = option(
-        Several(Whole(0), "a list of whole numbers from 0 on (2,4,6)"),
+        several(whole(0), "a list of whole numbers from 0 on (2,4,6)"),
         None,
         "Hidden states of the target that the head reads (default: those in the head's config).",
     )

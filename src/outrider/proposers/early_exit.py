@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from outrider.options import Whole, option
+from outrider.options import option, whole
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.method import MethodConfig, MethodSpec, Setting
 from outrider.proposers.portable import FirstLayers
@@ -36,7 +36,7 @@ class EarlyExitConfig(MethodConfig):
     """The exit layer."""
 
     layers: int | None = option(
-        Whole(1), None, "Number of layers that draft (default: the fastest by measured cost and agreement)."
+        whole(1), None, "Number of layers that draft (default: the fastest by measured cost and agreement)."
     )
 
 

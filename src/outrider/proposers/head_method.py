@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from outrider.heads.checkpoint import find_folder, kind_of
-from outrider.options import IntChoice, option
+from outrider.options import int_choice, option
 from outrider.proposers.method import MethodConfig, MethodSpec, Setting
 from outrider.proposers.recognition import Recognised, TargetFiles
 from outrider.proposers.sample_text import TEXT
@@ -33,7 +33,7 @@ class HeadConfig(MethodConfig):
     """Precision of the head."""
 
     bits: int | None = option(
-        IntChoice((8,)),
+        int_choice(8),
         None,
         "Bits per weight, and per input on CPUs with 8-bit products (default: 16); 8 halves the memory traffic.",
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.heads.feature_head import RolloutHead
 from outrider.heads.head_runner import RolloutRunner, Step
-from outrider.options import Whole, option
+from outrider.options import option, whole
 from outrider.proposers.base import Proposer
 from outrider.proposers.tree_chances import (
     RATES,
@@ -40,8 +40,8 @@ from outrider.types import Context, Proposal, Request, RequestFault, Verdict, sp
 class TreeConfig(TreeSizeConfig):
     """Shape of the trees, and precision of the head."""
 
-    top_k: int = option(Whole(1), 6, "Children per node, and expanded nodes per level.")
-    max_depth: int = option(Whole(1), 12, "Maximum length of a path.")
+    top_k: int = option(whole(1), 6, "Children per node, and expanded nodes per level.")
+    max_depth: int = option(whole(1), 12, "Maximum length of a path.")
     acceptance: tuple[float, ...] = option(
         RATES,
         (0.72, 0.13, 0.05, 0.025, 0.01),
@@ -309,8 +309,7 @@ class _Candidates:
 
 def _gains(best: Tensor) -> list[float]:
     """Return the expected accepted drafts that each further node adds over the batch, from the best values [A, N]."""
-    gains: list[float] = best.exp().sum(0).tolist()
-    return gains
+    return best.exp().sum(0).tolist()
 
 
 def _drawn_tree(head: RolloutRunner, round_: _Round, root: Step, shape: TreeShape) -> Proposal:

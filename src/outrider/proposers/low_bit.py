@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from outrider.options import IntChoice, option
+from outrider.options import int_choice, option
 from outrider.proposers.draft_model import DraftModelProposer
 from outrider.proposers.method import MethodConfig, MethodSpec, Setting
 from outrider.proposers.portable import FewerBits
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class LowBitConfig(MethodConfig):
     """Precision of the drafting weights."""
 
-    bits: int = option(IntChoice((4, 8)), 4, "Bits per weight of the drafting weights.")
+    bits: int = option(int_choice(4, 8), 4, "Bits per weight of the drafting weights.")
 
 
 class LowBitProposer(DraftModelProposer):

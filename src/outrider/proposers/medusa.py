@@ -21,7 +21,7 @@ from outrider.heads import findings
 from outrider.heads.checkpoint import MEDUSA
 from outrider.heads.medusa import Accuracies, MedusaHeads, check_fit, load
 from outrider.heads.own_logits import postprocess_of
-from outrider.options import Several, option
+from outrider.options import option, several
 from outrider.proposers.base import Proposer
 from outrider.proposers.head_method import HeadMethod, Loaded
 from outrider.proposers.portable import ParallelHeads
@@ -43,7 +43,7 @@ class MedusaConfig(TreeSizeConfig):
     """Shape of the trees, and precision of the heads."""
 
     accuracies: Accuracies | None = option(
-        Several(RATES, "a list of numbers from 0 to 1 for each head (0.6,0.2/0.5,0.1)", separator="/"),
+        several(RATES, "a list of numbers from 0 to 1 for each head (0.6,0.2/0.5,0.1)", separator="/"),
         None,
         "Accuracies of each head's candidates by rank (default: those stored with the heads, else typical ones).",
     )

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.options import Whole, option
+from outrider.options import option, whole
 from outrider.proposers.base import Proposer, chain_proposal
 from outrider.proposers.method import MethodConfig, MethodSpec, Setting
 from outrider.proposers.portable import Lookup
@@ -20,8 +20,8 @@ from outrider.types import Context, OutriderError, Proposal
 class NgramConfig(MethodConfig):
     """Lengths of matches. Longer matches are tried first."""
 
-    max_n: int = option(Whole(1), 4, "Longest match in tokens.")  # longer matches rarely change the continuation
-    min_n: int = option(Whole(1), 2, "Shortest match in tokens.")  # drafts after a match of one token are mostly rejected
+    max_n: int = option(whole(1), 4, "Longest match in tokens.")  # longer matches rarely change the continuation
+    min_n: int = option(whole(1), 2, "Shortest match in tokens.")  # drafts after a match of one token are mostly rejected
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,6 +19,9 @@ class Portable:
     what: ClassVar[str] = "a custom method"  # in messages: "vLLM cannot draft with ..."
     usual_k: ClassVar[int] = 4  # drafts per round for plans with K = auto
 
+    def __init_subclass__(cls, what: str | None = None, usual_k: int | None = None) -> None:
+        cls.what, cls.usual_k = what or cls.what, cls.usual_k if usual_k is None else usual_k
+
     @classmethod
     def of(cls, draft: object, config: CheckedOptions, given: Mapping[str, Any]) -> Self:
         """Describe a method with this draft and these options, of which the user gave ``given``.
@@ -30,64 +33,46 @@ class Portable:
 
 
 @dataclass(frozen=True)
-class NoDrafts(Portable):
+class NoDrafts(Portable, what="no drafts", usual_k=0):
     """Plain decoding."""
-
-    what: ClassVar[str] = "no drafts"
-    usual_k: ClassVar[int] = 0
 
 
 @dataclass(frozen=True)
-class SmallModel(Portable):
+class SmallModel(Portable, what="a draft model"):
     """A draft model, in a folder or on the hub."""
 
     source: str
     other_tokenizer: bool = False
 
-    what: ClassVar[str] = "a draft model"
-
 
 @dataclass(frozen=True)
-class ParallelModel(SmallModel):
+class ParallelModel(SmallModel, what="a draft model that reads mask tokens", usual_k=8):
     """A draft model that makes all drafts of a round in one pass over mask tokens, which its config names."""
 
-    what: ClassVar[str] = "a draft model that reads mask tokens"
-    usual_k: ClassVar[int] = 8
-
 
 @dataclass(frozen=True)
-class Lookup(Portable):
+class Lookup(Portable, what="n-grams of the text", usual_k=5):
     """Prompt lookup: continuations of earlier n-grams."""
 
     min_n: int
     max_n: int
 
-    what: ClassVar[str] = "n-grams of the text"
-    usual_k: ClassVar[int] = 5
-
 
 @dataclass(frozen=True)
-class TextDrafts(Portable):
+class TextDrafts(Portable, what="repetitions of any length in the text", usual_k=16):
     """Another text-only method: engines with custom proposers can run Outrider's."""
 
-    what: ClassVar[str] = "repetitions of any length in the text"
-    usual_k: ClassVar[int] = 16
-
 
 @dataclass(frozen=True)
-class Pair(Portable):
+class Pair(Portable, what="two methods in turn"):
     """A combination of two methods, at least one of which needs a model."""
 
-    what: ClassVar[str] = "two methods in turn"
-
 
 @dataclass(frozen=True)
-class ParallelHeads(Portable):
+class ParallelHeads(Portable, what="parallel heads"):
     """Heads that predict the next tokens all at once."""
 
     source: str
-
-    what: ClassVar[str] = "parallel heads"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,45 +90,34 @@ class TreeHead(Portable):
 
 
 @dataclass(frozen=True)
-class FeatureHead(TreeHead):
+class FeatureHead(TreeHead, what="a head on the target's features"):
     """A head trained on the target, in a folder or on the hub."""
 
     source: str
     hidden_states: tuple[int, ...] | None = None  # target hidden states, instead of those in the head's config
 
-    what: ClassVar[str] = "a head on the target's features"
-
 
 @dataclass(frozen=True)
-class OwnHead(TreeHead):
+class OwnHead(TreeHead, what="an MTP head"):
     """An MTP head, which has the same kind of layer as the target."""
 
     source: str | None  # None: in the target's checkpoint
 
-    what: ClassVar[str] = "an MTP head"
-
 
 @dataclass(frozen=True)
-class BlockDrafter(Portable):
+class BlockDrafter(Portable, what="a block drafter", usual_k=7):
     """A head trained on the target that drafts a block in one pass, in a folder or on the hub."""
 
     source: str
 
-    what: ClassVar[str] = "a block drafter"
-    usual_k: ClassVar[int] = 7
-
 
 @dataclass(frozen=True)
-class FirstLayers(Portable):
+class FirstLayers(Portable, what="the target's own first layers"):
     """The target's own first layers."""
 
     layers: int | None
 
-    what: ClassVar[str] = "the target's own first layers"
-
 
 @dataclass(frozen=True)
-class FewerBits(Portable):
+class FewerBits(Portable, what="the target's own weights in fewer bits"):
     """The target's own weights in fewer bits, over its own cache."""
-
-    what: ClassVar[str] = "the target's own weights in fewer bits"

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.options import Number, Whole, option
+from outrider.options import number, option, whole
 from outrider.proposers.base import Proposer, chain_proposal
 from outrider.proposers.method import MethodConfig, MethodSpec, Setting
 from outrider.proposers.portable import TextDrafts
@@ -31,11 +31,11 @@ MAX_ENTRY = 64  # tokens that are matched against a block of earlier texts when 
 class SuffixConfig(MethodConfig):
     """Settings of suffix drafts: matches, lengths, and the tokens of earlier requests that are stored."""
 
-    min_match: int = option(Whole(1), 1, "Minimum length of a match in tokens; after a short match the draft is short, too.")
-    drafts_per_match: float = option(Number(above=0), 2.0, "Maximum number of drafts per matched token.")
-    min_prob: float = option(Number(0, 1), 0.1, "Minimum probability of the whole draft, estimated from counts.")
+    min_match: int = option(whole(1), 1, "Minimum length of a match in tokens; after a short match the draft is short, too.")
+    drafts_per_match: float = option(number(above=0), 2.0, "Maximum number of drafts per matched token.")
+    min_prob: float = option(number(0, 1), 0.1, "Minimum probability of the whole draft, estimated from counts.")
     earlier_tokens: int = option(
-        Whole(0), 0, f"Tokens of earlier requests to store, prompts and outputs; 0: none, otherwise at least {2 * NUM_BLOCKS}."
+        whole(0), 0, f"Tokens of earlier requests to store, prompts and outputs; 0: none, otherwise at least {2 * NUM_BLOCKS}."
     )
 
     def __post_init__(self) -> None:

@@ -15,13 +15,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.options import Number, Several
+from outrider.options import number, several
 from outrider.proposers.trees import TreeShape
 from outrider.types import Context, Verdict
 
 Floats = NDArray[np.float64]
 
-RATES = Several(Number(0, 1), "a list of numbers from 0 to 1 (0.6,0.2)")  # kind of an option: acceptance rates
+RATES = several(number(0, 1), "a list of numbers from 0 to 1 (0.6,0.2)")  # kind of an option: acceptance rates
 CENTRES = tuple(range(-6, 7))  # bin centres in log-odds of the confidence
 MIN_CONFIDENCE = 1 / (1 + math.exp(-CENTRES[0]))  # confidences are clamped to this and to 1 minus this
 CONFIDENCE_WEIGHT = 4.0  # weight of the head's own confidence as a prior, in drafts per bin

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from time import perf_counter
 
-from outrider.options import Whole, option
+from outrider.options import option, whole
 from outrider.proposers.head_method import HeadConfig
 from outrider.proposers.trees import TreeShape, grown, shape_of
 from outrider.runner import ModelRunner
@@ -26,7 +26,7 @@ REFRESH = 16  # rounds after which costs are read again from the cost book
 class TreeSizeConfig(HeadConfig):
     """Precision of a head, and the size of its trees."""
 
-    max_nodes: int | None = option(Whole(1), None, "Maximum drafts in a tree (default: the fastest number).")
+    max_nodes: int | None = option(whole(1), None, "Maximum drafts in a tree (default: the fastest number).")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from outrider.options import INT32, LIMITS, MODELS, CheckedOptions, Choice, Flag, Number, Whole, option
+from outrider.options import INT32, LIMITS, MODELS, CheckedOptions, Kind, boolean, choice, number, option, whole
 
 if TYPE_CHECKING:
     import torch
@@ -18,21 +18,18 @@ def _dtype_name(value: Any) -> Any:
     return str(value).removeprefix("torch.") if type(value).__name__ == "dtype" else value
 
 
-@dataclass(frozen=True)
-class Device:
-    """Option value: the name of a torch device."""
+def _device_name(value: Any) -> str:
+    name = str(value) if type(value).__name__ == "device" else value
+    if not isinstance(name, str):
+        raise TypeError("not a name")
+    if name not in ("auto", "cpu"):
+        import torch
 
-    expected: str = "auto or a torch device, such as cpu, cuda or cuda:1"
+        torch.device(name)
+    return name
 
-    def read(self, value: Any) -> str:
-        name = str(value) if type(value).__name__ == "device" else value
-        if not isinstance(name, str):
-            raise TypeError("not a name")
-        if name not in ("auto", "cpu"):
-            import torch
 
-            torch.device(name)
-        return name
+DEVICE = Kind("auto or a torch device, such as cpu, cuda or cuda:1", _device_name)
 
 
 @dataclass(frozen=True)
@@ -40,24 +37,24 @@ class RunnerConfig(CheckedOptions):
     """How a model is executed. Raises ``OutriderError`` for a value of the wrong type or out of bounds."""
 
     dtype: str | torch.dtype = option(
-        Choice(("auto", "bfloat16", "float16", "float32"), _dtype_name),
+        choice("auto", "bfloat16", "float16", "float32", spelled=_dtype_name),
         "auto",
         "Type of the weights; auto: as in the checkpoint, with float32 arithmetic if 16-bit arithmetic is slow.",
         panel=MODELS,
         in_plan=True,
     )
     weights: str | None = option(
-        Choice(tuple(BITS)),
+        choice(*BITS),
         None,
         "Quantise the target's weights to 8 or 4 bits at load time, on a CPU (default: as in the checkpoint).",
         panel=MODELS,
         in_plan=True,
     )
     device: str | torch.device = option(
-        Device(), "auto", "Device: cpu, cuda, cuda:1; auto: a GPU if there is one.", panel=MODELS, in_plan=True
+        DEVICE, "auto", "Device: cpu, cuda, cuda:1; auto: a GPU if there is one.", panel=MODELS, in_plan=True
     )
     max_len: int | None = option(
-        Whole(2),
+        whole(2),
         None,
         "Context length in tokens, prompt included; determines the cache size (default: the model's own; longrope: the original"
         " one).",
@@ -65,30 +62,30 @@ class RunnerConfig(CheckedOptions):
         in_plan=True,
     )
     max_batch: int = option(
-        Whole(1, 65536), 8, "Maximum number of sequences that run concurrently.", panel=LIMITS, in_plan=True
+        whole(1, 65536), 8, "Maximum number of sequences that run concurrently.", panel=LIMITS, in_plan=True
     )
     compile: str = option(
-        Choice(("auto", "always", "never")),
+        choice("auto", "always", "never"),
         "auto",
         "Compile the passes; auto: if compiled ones are cached, and before a long run.",
         panel=MODELS,
         in_plan=True,
     )
-    prefill_chunk: int = option(Whole(1, INT32), 256, "Prompt tokens that are processed between two rounds.")
+    prefill_chunk: int = option(whole(1, INT32), 256, "Prompt tokens that are processed between two rounds.")
     kv_memory: float | None = option(
-        Number(above=0, at_most=2**20),
+        number(above=0, at_most=2**20),
         None,
         "GiB limit of the target's KV cache (default: enough for max_batch sequences of max_len).",
         panel=LIMITS,
         in_plan=True,
     )
-    prefix_cache: bool = option(Flag(), True, "Reuse the KV cache of earlier requests for prompts with the same prefix.")
-    trust_remote_code: bool = option(Flag(), False, "Allow Python code of the model repository to run.", panel=MODELS)
+    prefix_cache: bool = option(boolean(), True, "Reuse the KV cache of earlier requests for prompts with the same prefix.")
+    trust_remote_code: bool = option(boolean(), False, "Allow Python code of the model repository to run.", panel=MODELS)
     max_drafts: int = option(
-        Whole(1, 4096), 16, "Maximum drafts per request and pass with recurrent layers, which keep one state per draft."
+        whole(1, 4096), 16, "Maximum drafts per request and pass with recurrent layers, which keep one state per draft."
     )
     self_check: bool = option(
-        Flag(),
+        boolean(),
         True,
         "Check that a loaded model's output equals that of its own forward pass without a cache.",
         panel=MODELS,

@@ -33,7 +33,7 @@ from outrider.runner.round_hidden import RoundHidden
 from outrider.runner.rounding import choose_reader, refuse_rounding
 from outrider.runner.self_check import check_itself
 from outrider.runner.survey import survey, survey_without_weights
-from outrider.types import Context, OutriderError, PartialPass, Proposal, Scores, Verdict, first_line
+from outrider.types import Context, OutriderError, PartialPass, Proposal, Scores, Verdict, errors_as
 
 
 @dataclass
@@ -97,10 +97,8 @@ class ModelRunner:
         reader = choose_reader(str(model), wanted, kind, device)
         if config.weights is not None:
             refuse_rounding(config.weights, device, wanted, kind, reader)
-        try:
+        with errors_as(f"device {device} is not available", Exception):  # each kind of device raises its own
             torch.empty(0, device=device)
-        except Exception as error:  # each kind of device raises its own
-            raise OutriderError(f"device {device} is not available: {first_line(error)}") from error
         shape = None if kind is None else survey_without_weights(wanted, kind)  # check before reading gigabytes
         if config.bits is not None and shape is not None:
             file = PackedFile.of(model, config.bits, config.dtype)

@@ -106,8 +106,7 @@ def depths_of(parents: Tensor | None, start: int, width: int, batch: int) -> lis
     """Return the number of drafts before each row of logits [B][M]; row j follows draft ``start + j - 1``."""
     if parents is None:
         return [list(range(start, start + width))] * batch
-    depths: list[list[int]] = path_mask(parents, start, width).sum(dim=-1).tolist()
-    return depths
+    return path_mask(parents, start, width).sum(dim=-1).tolist()
 
 
 def path_mask(parents: Tensor, start: int, width: int) -> Tensor:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from outrider.errors import OutriderError, without_path
-from outrider.options import INT32, LIMITS, LISTEN, CheckedOptions, File, Number, Text, Whole, option
+from outrider.errors import OutriderError, errors_as, without_path
+from outrider.options import INT32, LIMITS, LISTEN, PATH, CheckedOptions, number, option, text, whole
 
 KEYS_VARIABLE = "OUTRIDER_API_KEYS"
-COUNT, POSITIVE = Whole(1, INT32), Number(above=0)
+COUNT, POSITIVE = whole(1, INT32), number(above=0)
 listening, limit = partial(option, panel=LISTEN), partial(option, panel=LIMITS)
 
 
@@ -23,10 +23,10 @@ listening, limit = partial(option, panel=LISTEN), partial(option, panel=LIMITS)
 class ServerConfig(CheckedOptions):
     """Where the server listens and what it allows. Raises ``OutriderError`` for a value of the wrong type or out of bounds."""
 
-    host: str = listening(Text(), "127.0.0.1", "Address to listen on; 127.0.0.1 accepts only this machine.")
-    port: int = listening(Whole(0, 65535), 8000, "Port; 0 selects a free one.")
+    host: str = listening(text(), "127.0.0.1", "Address to listen on; 127.0.0.1 accepts only this machine.")
+    port: int = listening(whole(0, 65535), 8000, "Port; 0 selects a free one.")
     name: str = listening(
-        Text(), "outrider", "Model name that clients see (default: the target's folder or id; in Python, outrider)."
+        text(), "outrider", "Model name that clients see (default: the target's folder or id; in Python, outrider)."
     )
     max_queue: int = limit(COUNT, 256, "Maximum number of waiting sequences; beyond it the answer is 429.")
     max_choices: int = limit(COUNT, 64, "Maximum number of sequences per call: prompts times n.")
@@ -38,7 +38,7 @@ class ServerConfig(CheckedOptions):
     )
     request_timeout: float = limit(POSITIVE, 600.0, "Seconds from a call's first byte to its last token.")
     stream_interval: float = limit(
-        Number(0), 0.02, "Minimum seconds between two chunks of a stream; 0 sends the tokens of every round."
+        number(0), 0.02, "Minimum seconds between two chunks of a stream; 0 sends the tokens of every round."
     )
     shutdown_grace: float = limit(POSITIVE, 60.0, "Maximum seconds from SIGTERM to the end of the process.")
     workers: int = limit(COUNT, 2, "Worker processes for tokenisation, and as many for JSON schemas.")
@@ -52,7 +52,7 @@ class ServerConfig(CheckedOptions):
         POSITIVE, 60.0, "Seconds without progress of the engine or of a worker until /ready answers 503."
     )
     record: Path | None = option(
-        File(), None, "Append the requests to this file, text included; outrider tune reads it.", panel=LISTEN
+        PATH, None, "Append the requests to this file, text included; outrider tune reads it.", panel=LISTEN
     )
 
 
@@ -104,10 +104,8 @@ class KeyRing:
         if file is None:
             entries = os.environ.get(KEYS_VARIABLE, "").split(",")
             return cls([_entry(entry, number, KEYS_VARIABLE) for number, entry in enumerate(entries, 1) if entry.strip()])
-        try:
+        with errors_as(f"cannot read the API keys: {file}", OSError, UnicodeDecodeError, detail=without_path):
             lines = file.read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise OutriderError(f"cannot read the API keys: {file}: {without_path(error)}") from error
         numbered = [
             (number, line) for number, line in enumerate(lines, 1) if line.strip() and not line.lstrip().startswith("#")
         ]

@@ -180,13 +180,9 @@ class HostedTool(Body, extra="allow"):
     type: Text
 
 
-def _tool_kind(given: Any) -> str:
-    return "tagged-custom" if _kind(given) == "tagged-custom" else "tagged-hosted"
-
-
 AnyTool = Annotated[
     Annotated[CustomTool, Tag("tagged-custom")] | Annotated[HostedTool, Tag("tagged-hosted")],
-    Discriminator(_tool_kind),
+    Discriminator(lambda given: "tagged-custom" if _kind(given) == "tagged-custom" else "tagged-hosted"),
     known("tool", ("custom", *HOSTED), '{"name": ..., "input_schema": ...}', default="custom"),
 ]
 

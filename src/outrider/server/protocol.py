@@ -103,11 +103,8 @@ Verbosity = Literal["low", "medium", "high"]
 
 def like(name: str, **more: Any) -> Any:
     """Return a field with the default, bounds and help of the same field of ``SamplingParams``; ``more`` overrides them."""
-    kind, default = declared(SamplingParams)[name].kind, getattr(SamplingParams(), name)
-    bounds = {"ge": "at_least", "le": "at_most", "gt": "above"}
-    given: dict[str, Any] = {bound: getattr(kind, attribute, None) for bound, attribute in bounds.items()}
-    given |= more
-    return Field(default, description=declared(SamplingParams)[name].help, **given)
+    option = declared(SamplingParams)[name]
+    return Field(getattr(SamplingParams(), name), description=option.help, **{**option.kind.bounds, **more})
 
 
 class Body(BaseModel):

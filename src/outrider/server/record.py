@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.errors import errors_as, without_path
 from outrider.server.protocol import CompletionBody, SamplingFields
-from outrider.types import OutriderError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,10 +29,10 @@ class Record:
         """``model``: model name to write. Raises ``OutriderError`` if the file cannot be written."""
         self._model, self._tokenizer = model, tokenizer
         self._writer = ThreadPoolExecutor(1, "outrider-record")
-        try:
-            self._file = open(file, "a", encoding="utf-8", opener=_private)  # noqa: SIM115 - open for the server's lifetime
-        except OSError as error:
-            raise OutriderError(f"cannot write --record {file}: {error.strerror}") from error
+        with errors_as(f"cannot write --record {file}", OSError, detail=without_path):
+            self._file = open(  # noqa: SIM115 - open for the server's lifetime
+                file, "a", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o600)
+            )
 
     def add(self, body: SamplingFields) -> None:
         """Queue a request for writing. If writing fails, log a warning; the response is not affected."""
@@ -65,8 +65,3 @@ class Record:
                 yield line | {"prompt": prompt}
             elif self._tokenizer is not None:
                 yield line | {"prompt": self._tokenizer.decode(prompt)}
-
-
-def _private(path: str, flags: int) -> int:
-    """Open a file with permissions for its owner only."""
-    return os.open(path, flags, 0o600)

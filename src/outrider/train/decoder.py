@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
+from outrider.errors import errors_as
 from outrider.heads.own_logits import standing_in
 from outrider.runner.loading import decoder_layers, text_config
-from outrider.types import OutriderError, first_line
+from outrider.types import OutriderError
 
 TOLERANCE = 1e-3  # relative to the largest logit, in float32
 
@@ -68,7 +69,9 @@ class Decoder:
         ids = ids % int(text_config(self.model).vocab_size)
         without = torch.ones(len(self.layers), 2, dtype=torch.bool)
         without[-1, 0] = False
-        try:
+        problem = f"unsupported model for layer skipping: the layers of {kind} cannot be skipped one by one"
+        # Model code can fail with unexpected inputs.
+        with errors_as(problem, RuntimeError, TypeError, IndexError, AttributeError):
             with evaluating(self.model):
                 whole = self.model(input_ids=ids, use_cache=False).logits
                 states = self.hidden_states(ids)
@@ -76,11 +79,6 @@ class Decoder:
             close = TOLERANCE * whole.abs().max().clamp(min=1.0)
             is_same = bool((whole - parts).abs().max() <= close) and torch.equal(left[0], states[-2][0])
             is_same = is_same and torch.allclose(left[1], states[-1][1], rtol=TOLERANCE, atol=TOLERANCE)
-        except (RuntimeError, TypeError, IndexError, AttributeError) as failure:  # model code can fail with unexpected inputs
-            raise OutriderError(
-                f"unsupported model for layer skipping: the layers of {kind} cannot be skipped one by one:"
-                f" {first_line(failure)}"
-            ) from failure
         if not is_same:
             raise OutriderError(f"unsupported model for layer skipping: {kind} does more than run its layers one after another")
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
+from outrider.errors import errors_as
 from outrider.heads.checkpoint import named_errors
 from outrider.memory import require_memory, weight_bytes
 from outrider.runner import gguf, loading
@@ -35,7 +36,7 @@ from outrider.train.parallel import Masks, Parallel
 from outrider.train.runs import Workspace, checkpoint_dtype, finish, run_job
 from outrider.train.shapes import COPIES, FLOAT32
 from outrider.train.text import TextRows, check_continuation
-from outrider.types import OutriderError, first_line
+from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 
@@ -195,10 +196,8 @@ def _existing(source: str, workspace: Workspace, is_parallel: bool) -> PreTraine
     Also raises it for a parallel draft without --parallel, because training would remove the ability.
     """
     if workspace.tokenizer is not None:
-        try:
+        with errors_as(f"cannot load a tokenizer from {source}", OSError, ValueError, KeyError):
             tokenizer = AutoTokenizer.from_pretrained(source)
-        except (OSError, ValueError, KeyError) as error:
-            raise OutriderError(f"cannot load a tokenizer from {source}: {first_line(error)}") from error
         check_same_vocabulary(workspace.tokenizer, tokenizer)
     draft = trainable(source)
     token = mask_token_of(draft.config)

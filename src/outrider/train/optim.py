@@ -28,8 +28,7 @@ def orthogonalise(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     wide = (matrices.mT if tall else matrices).to(dtype)
     wide = wide / (wide.norm(dim=(1, 2), keepdim=True) + 1e-7)
     wide = _by_gram(wide) if dtype == torch.float32 else _by_itself(wide)
-    out: Tensor = (wide.mT if tall else wide).to(matrices.dtype)
-    return out
+    return (wide.mT if tall else wide).to(matrices.dtype)
 
 
 def _by_itself(wide: Tensor) -> Tensor:

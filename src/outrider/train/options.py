@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from outrider.errors import OutriderError
-from outrider.options import CheckedOptions, Choice, Flag, IntChoice, Number, Several, Text, Whole, declared, option
+from outrider.options import CheckedOptions, boolean, choice, declared, int_choice, number, option, several, text, whole
 from outrider.train.plan import SEED
 
 MEASURED = "measured.json"  # in an output folder; marks it as one
 WHAT, TEXT, LENGTH = "What", "Text", "How long"  # headings of the help
-FOLDER = Text("a folder or a hub id")
+FOLDER = text("a folder or a hub id")
 CONTINUE = "Continue this head, a folder or hub id, instead of a new one; its sizes stay."
-LAYERS = Several(Whole(0), "a list of whole numbers from 0 on (2,7,11)")
+LAYERS = several(whole(0), "a list of whole numbers from 0 on (2,7,11)")
 DIVERGENCES = ("kl", "tv")
 
 
@@ -25,11 +25,11 @@ class Source(CheckedOptions):
 
     panel: ClassVar[str] = TEXT
     paths: tuple[Path, ...] = ()
-    seq_len: int = option(Whole(1), 256, "Tokens per row.")
-    max_tokens: int = option(Whole(1), 1_000_000, "Maximum number of text tokens to use, and of their features on disk.")
-    regenerate: bool = option(Flag(), False, "Replace each row by the target's continuation of its beginning.")
-    prompt_len: int = option(Whole(1), 64, "Tokens of each row that are kept by --regenerate, or --on-policy.")
-    temperature: float = option(Number(0), 0.0, "With --regenerate: temperature; 0 is greedy.")
+    seq_len: int = option(whole(1), 256, "Tokens per row.")
+    max_tokens: int = option(whole(1), 1_000_000, "Maximum number of text tokens to use, and of their features on disk.")
+    regenerate: bool = option(boolean(), False, "Replace each row by the target's continuation of its beginning.")
+    prompt_len: int = option(whole(1), 64, "Tokens of each row that are kept by --regenerate, or --on-policy.")
+    temperature: float = option(number(0), 0.0, "With --regenerate: temperature; 0 is greedy.")
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,17 @@ class HeadPlan(CheckedOptions):
 
     panel: ClassVar[str] = LENGTH
     minutes: float | None = option(
-        Number(above=0), None, "Minutes of training; the learning rate decays to zero by then (default: by --epochs)."
+        number(above=0), None, "Minutes of training; the learning rate decays to zero by then (default: by --epochs)."
     )
-    epochs: float = option(Number(above=0), 4.0, "Maximum passes over the text.")
-    batch_tokens: int = option(Whole(1), 4096, "Tokens per step, at least one row; fewer need less memory.")
+    epochs: float = option(number(above=0), 4.0, "Maximum passes over the text.")
+    batch_tokens: int = option(whole(1), 4096, "Tokens per step, at least one row; fewer need less memory.")
     muon_lr: float | None = option(
-        Number(above=0), None, "Learning rate of the layers' matrices (default: 0.01; 0.002 to continue an existing model)."
+        number(above=0), None, "Learning rate of the layers' matrices (default: 0.01; 0.002 to continue an existing model)."
     )
     adam_lr: float | None = option(
-        Number(above=0), None, "Learning rate of other weights (default: 0.001; 0.0001 to continue an existing model)."
+        number(above=0), None, "Learning rate of other weights (default: 0.001; 0.0001 to continue an existing model)."
     )
-    compile: bool = option(Flag(), False, "Compile the training step; takes a minute and pays on longer runs.")
+    compile: bool = option(boolean(), False, "Compile the training step; takes a minute and pays on longer runs.")
     seed: int = SEED
 
     def with_rates(self, rates: Mapping[str, float]) -> HeadPlan:
@@ -61,8 +61,8 @@ class HeadPlan(CheckedOptions):
 class MedusaRun(CheckedOptions):
     """Medusa heads to train."""
 
-    heads: int = option(Whole(1), 4, "Number of heads, the longest draft.")
-    layers: int = option(Whole(1), 1, "Residual blocks per head.")
+    heads: int = option(whole(1), 4, "Number of heads, the longest draft.")
+    layers: int = option(whole(1), 1, "Residual blocks per head.")
     start: str | None = option(FOLDER, None, CONTINUE)
 
 
@@ -70,16 +70,16 @@ class MedusaRun(CheckedOptions):
 class EagleRun(CheckedOptions):
     """Variant of the EAGLE head to train."""
 
-    generation: int = option(IntChoice((1, 3)), 3, "1 (EAGLE-1 and EAGLE-2, which share their weights) or 3.")
-    steps: int | None = option(Whole(1), None, "Depths trained per step (default: 5; EAGLE-1: 1).")
+    generation: int = option(int_choice(1, 3), 3, "1 (EAGLE-1 and EAGLE-2, which share their weights) or 3.")
+    steps: int | None = option(whole(1), None, "Depths trained per step (default: 5; EAGLE-1: 1).")
     layers: tuple[int, ...] | None = option(
         LAYERS, None, "Three hidden states for EAGLE-3, numbered as in transformers (default: 2, n/2, n-3)."
     )
     draft_vocab: int | None = option(
-        Whole(2), None, "EAGLE-3: draft only this many of the most frequent tokens (default: all)."
+        whole(2), None, "EAGLE-3: draft only this many of the most frequent tokens (default: all)."
     )
     format: tuple[str, ...] = option(
-        Several(Text(), "native, speculators or both"), ("native",), "native, speculators, or both separated by a comma."
+        several(text(), "native, speculators or both"), ("native",), "native, speculators, or both separated by a comma."
     )
     start: str | None = option(FOLDER, None, CONTINUE)
 
@@ -101,10 +101,10 @@ class EagleRun(CheckedOptions):
 class MtpRun(CheckedOptions):
     """How to train an MTP head."""
 
-    steps: int = option(Whole(1), 3, "Depths trained per step.")
+    steps: int = option(whole(1), 3, "Depths trained per step.")
     start: str | None = option(FOLDER, None, f"{CONTINUE} It may be the target's own.")
     format: str = option(
-        Text("qwen, deepseek or mimo"), "qwen", "Tensor names: qwen (mtp.*), deepseek (of a further layer) or mimo."
+        text("qwen, deepseek or mimo"), "qwen", "Tensor names: qwen (mtp.*), deepseek (of a further layer) or mimo."
     )
 
     def __post_init__(self) -> None:
@@ -120,20 +120,20 @@ class MtpRun(CheckedOptions):
 class BlockRun(CheckedOptions):
     """The block drafter to train."""
 
-    block_size: int = option(Whole(2), 16, "Tokens of a block, the last committed one included: one more than drafts.")
-    layers: int | None = option(Whole(1), None, "Layers of the head (default: a seventh of the target's, 2 to 5).")
+    block_size: int = option(whole(2), 16, "Tokens of a block, the last committed one included: one more than drafts.")
+    layers: int | None = option(whole(1), None, "Layers of the head (default: a seventh of the target's, 2 to 5).")
     hidden_states: tuple[int, ...] | None = option(
-        Several(Whole(1), "a list of whole numbers from 1 on (2,7,11)"),
+        several(whole(1), "a list of whole numbers from 1 on (2,7,11)"),
         None,
         "Hidden states of the target that it reads, numbered as in transformers (default: as many as layers, evenly spaced).",
     )
     markov_rank: int = option(
-        Whole(0),
+        whole(0),
         0,
         "DSpark: rank of a bias on the logits by the token before, such as 256; a block then has one draft more; 0: none.",
     )
     selector_rank: int = option(
-        Whole(0),
+        whole(0),
         0,
         "DFlash 2: rank of a path selector over the 16 likeliest tokens of each draft, such as 256; adds short convolutions to"
         " the layers; 0: none.",
@@ -151,8 +151,8 @@ class BlockRun(CheckedOptions):
 class DraftShape(CheckedOptions):
     """Size of a draft; None values are derived from the target."""
 
-    layers: int | None = option(Whole(1), None, "Layers of the draft (default: an eighth of the target's, at least two).")
-    width: int | None = option(Whole(1), None, "Hidden size of the draft (default: the target's).")
+    layers: int | None = option(whole(1), None, "Layers of the draft (default: an eighth of the target's, at least two).")
+    width: int | None = option(whole(1), None, "Hidden size of the draft (default: the target's).")
     from_layers: tuple[int, ...] | None = option(
         LAYERS, None, "Indices of the target layers that initialise it (default: evenly spaced)."
     )
@@ -162,9 +162,9 @@ class DraftShape(CheckedOptions):
 class Distillation(CheckedOptions):
     """Distillation settings."""
 
-    loss: str = option(Choice(DIVERGENCES), "kl", "kl (forward KL) or tv (total variation, the rejection rate when sampling).")
+    loss: str = option(choice(*DIVERGENCES), "kl", "kl (forward KL) or tv (total variation, the rejection rate when sampling).")
     on_policy: float = option(
-        Number(0, 1), 0.0, "Share of a step's rows that the draft generates itself after their first --prompt-len tokens."
+        number(0, 1), 0.0, "Share of a step's rows that the draft generates itself after their first --prompt-len tokens."
     )
     plain_share: float = 0.0  # share of the run with plain next-token loss first, for a randomly initialised draft
     prompt_len: int = Source.prompt_len
@@ -182,9 +182,9 @@ class LayerSkip(CheckedOptions):
     others start as the identity (zero output projections), so training needs half the work and adding them changes no output.
     """
 
-    max_drop: float = option(Number(0, 0.99), 0.1, "Layer dropout of the last layer.")  # p_max
-    exit_scale: float = option(Number(0), 1.0, "Weight of early exits relative to the last layer.")  # e_scale of equation 6
-    rotation: int | None = option(Whole(1), None, "A step trains every R-th exit, in turn (default: one exit).")  # C_rot,R
+    max_drop: float = option(number(0, 0.99), 0.1, "Layer dropout of the last layer.")  # p_max
+    exit_scale: float = option(number(0), 1.0, "Weight of early exits relative to the last layer.")  # e_scale of equation 6
+    rotation: int | None = option(whole(1), None, "A step trains every R-th exit, in turn (default: one exit).")  # C_rot,R
     exit_share: float = 1.0  # share of rows in the exit loss
     from_scratch: bool = False  # dropout also grows over the run, for an untrained model
     whole_steps: bool = False  # drop a layer for all rows of a step, so that compiled layers see one shape

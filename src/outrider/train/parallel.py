@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from outrider.errors import errors_as
 from outrider.runner.loading import text_config
 from outrider.runner.parallel_draft import MASK_KEYS, mask_token_of
 from outrider.train.acceptance import ROWS, acceptance, chain_summary
 from outrider.train.decoder import TOLERANCE, evaluating
 from outrider.train.plan import step_seed
-from outrider.types import OutriderError, first_line
+from outrider.train.text import check_row_length
+from outrider.types import OutriderError
 
 SPARE_NAME = re.compile(r"[<\[]\|?(reserved|unused)[ _\w-]*\|?[>\]]")  # name of a reserved token
 
@@ -94,8 +96,7 @@ class Masks:
 
         Raises ``OutriderError`` for rows that are too short, and for a model with unsupported attention.
         """
-        if seq_len < how.depths + 2:
-            raise OutriderError(f"rows of {seq_len} tokens are too short for {how.depths} parallel drafts")
+        check_row_length(seq_len, how.depths + 2, f"{how.depths} parallel drafts")
         found = cls(draft, mask_token(draft, tokenizer), how)
         found.check(seq_len - 1)
         return found
@@ -142,17 +143,15 @@ class Masks:
         anchors = [seq_len // 2, seq_len - 1 - count]
         entries = Entries.of(seq_len, [torch.tensor(anchors)] * count)
         masks = text.new_full((1, count), self.token)
-        try:
+        problem = f"unsupported model for parallel drafts: {kind} does not support attention masks"
+        # Model code can fail in any way.
+        with errors_as(problem, RuntimeError, TypeError, ValueError, IndexError, AttributeError):
             with evaluating(draft):
                 together = self.logits(text, entries)[0, seq_len:].view(count, len(anchors), -1)
                 texts = [torch.cat((text[:, : anchor + 1], masks), 1) for anchor in anchors]
                 alone = torch.stack([draft(input_ids=each, use_cache=False).logits[0, -count:] for each in texts], 1)
             close = TOLERANCE * alone.abs().max().clamp(min=1.0)
             is_same = bool((together - alone).abs().max() <= close)
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as failure:  # model code can fail in any way
-            raise OutriderError(
-                f"unsupported model for parallel drafts: {kind} does not support attention masks: {first_line(failure)}"
-            ) from failure
         if not is_same:
             raise OutriderError(
                 f"unsupported model for parallel drafts: {kind} ignores parts of an attention mask over {seq_len} tokens,"

@@ -34,7 +34,7 @@ from outrider.train.plan import SEED, TrainingPlan
 from outrider.train.precision import run_dtype
 from outrider.train.rollout_loss import RolloutLoss
 from outrider.train.soft_entropy import SoftEntropy, compiled, soft_entropy
-from outrider.train.text import RowOrder, held_out, regenerate, token_rows
+from outrider.train.text import RowOrder, check_row_length, held_out, regenerate, token_rows
 from outrider.train.trainer import Loss, Trainer
 from outrider.types import OutriderError
 
@@ -132,11 +132,11 @@ def train_medusa(workspace: Workspace, out: Path, how: HeadPlan, kind: MedusaRun
     torch.manual_seed(how.seed)
     check_captured(runner, [runner.num_layers], workspace.seq_len)
     if kind.start is None:
-        _check_rows(workspace, kind.heads)
+        check_row_length(workspace.seq_len, kind.heads + 3, f"{kind.heads} heads")
         heads = shapes.new_medusa(runner, kind.heads, kind.layers)
     else:
         heads = medusa_heads.load(kind.start, runner.vocab_size)[0].requires_grad_(True)
-        _check_rows(workspace, heads.shape.num_heads)
+        check_row_length(workspace.seq_len, heads.shape.num_heads + 3, f"{heads.shape.num_heads} heads")
     medusa_heads.check_fit(heads.to(runner.device), runner)
     shape = heads.shape
     if shape.mapped:
@@ -153,12 +153,6 @@ def train_medusa(workspace: Workspace, out: Path, how: HeadPlan, kind: MedusaRun
     accuracies = run_job(workspace, "medusa", heads, cache, loss, how, measure)
     finish(workspace, "medusa", out, {"accuracies": accuracies})
     medusa_heads.export(heads.to(checkpoint_dtype(runner.model)), out, runner.vocab_size, accuracies)
-
-
-def _check_rows(workspace: Workspace, num_heads: int) -> None:
-    """Raise ``OutriderError`` for rows that are too short for this number of Medusa heads."""
-    if workspace.seq_len < num_heads + 3:
-        raise OutriderError(f"rows of {workspace.seq_len} tokens are too short for {num_heads} heads")
 
 
 def eagle_sizes(kind: EagleRun, runner: ModelRunner, seq_len: int) -> tuple[tuple[int, ...], int, int | None]:
@@ -228,8 +222,7 @@ def block_sizes(kind: BlockRun, runner: ModelRunner, seq_len: int) -> shapes.Blo
 
     Raises ``OutriderError`` for invalid hidden states, or rows that are too short.
     """
-    if seq_len < kind.block_size + 2:
-        raise OutriderError(f"rows of {seq_len} tokens are too short for blocks of {kind.block_size}")
+    check_row_length(seq_len, kind.block_size + 2, f"blocks of {kind.block_size}")
     layers = kind.layers or max(2, min(5, runner.num_layers // 7))
     states = kind.hidden_states or tuple(sorted(set(block_formats.default_hidden_states(runner.num_layers, layers))))
     check_captured(runner, states, seq_len)
@@ -275,8 +268,7 @@ def train_block(workspace: Workspace, out: Path, how: HeadPlan, kind: BlockRun) 
 
 def check_steps(runner: ModelRunner, layers: Sequence[int], steps: int, seq_len: int) -> None:
     """Raise ``OutriderError`` for invalid hidden states, and for rows too short for that many steps, or too long."""
-    if seq_len < steps + 2:
-        raise OutriderError(f"rows of {seq_len} tokens are too short for {steps} steps")
+    check_row_length(seq_len, steps + 2, f"{steps} steps")
     check_captured(runner, layers, seq_len)
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from outrider.errors import errors_as
 from outrider.files import READ_ERRORS, open_text
 from outrider.heads.checkpoint import save_tensors
 from outrider.progress import Report
@@ -169,14 +170,10 @@ def _string(entry: dict[str, Any], key: str) -> str:
 
 
 def _document(place: str, entry: str | dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    try:
+    with errors_as(f"{place}: the target's chat template failed", Exception):  # templates raise anything
         text = entry if isinstance(entry, str) else str(tokenizer.apply_chat_template(**entry, tokenize=False))
-    except Exception as error:  # chat templates raise anything
-        raise OutriderError(f"{place}: the target's chat template failed: {first_line(error)}") from error
-    try:
+    with errors_as(place, OutriderError, detail=str):
         check_text(text)
-    except OutriderError as error:
-        raise OutriderError(f"{place}: {error}") from None
     ids: list[int] = tokenizer.encode(text, add_special_tokens=isinstance(entry, str))  # a template writes its own
     return ids
 
@@ -235,6 +232,12 @@ class TextRows(RowOrder):
     def batch(self, step: int, rows: int, seq_len: int) -> Tensor:
         """Return the next rows, int64 [rows, S]."""
         return self.whole[super().batch(step, rows, seq_len)].long()
+
+
+def check_row_length(seq_len: int, least: int, what: str) -> None:
+    """Raise ``OutriderError`` for rows of fewer than ``least`` tokens. ``what``: the part of the run that needs them."""
+    if seq_len < least:
+        raise OutriderError(f"rows of {seq_len} tokens are too short for {what}")
 
 
 def check_continuation(prompt_len: int, seq_len: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -133,7 +133,8 @@ class Sweep:
                 group = Group(load)
                 for repeat in range(self.traffic.repeat):
                     runs: dict[str, Run] = {}
-                    for mode in self._order(repeat):
+                    start = repeat % len(self.modes)
+                    for mode in (*self.modes[start:], *self.modes[:start]):
                         report(self._progress(done, spent, f"{load.label}, {mode.name}"))
                         before = clock()
                         await asyncio.sleep(self.traffic.rest)
@@ -143,10 +144,6 @@ class Sweep:
                     if not group.repeats:
                         self.groups.append(group)
                     group.repeats.append(runs)
-
-    def _order(self, repeat: int) -> Iterator[Mode]:
-        start = repeat % len(self.modes)
-        return chain(self.modes[start:], self.modes[:start])
 
     def _progress(self, done: int, spent: float, what: str) -> Progress:
         """Return the progress. The remaining time is estimated by requests, because runs with many clients take longer."""

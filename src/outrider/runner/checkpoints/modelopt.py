@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.runner.checkpoints import float4, fp8
 from outrider.runner.checkpoints.weight import Format, LayerTensors, QuantizedWeight
-from outrider.types import OutriderError, first_line
+from outrider.types import OutriderError, errors_as
 
 IN_4_BITS = ("NVFP4", "W4A16_NVFP4")
 IN_8_BITS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
@@ -51,8 +51,6 @@ def stated_beside(folder: Path) -> dict[str, Any] | None:
     file = folder / FILE
     if not file.is_file():
         return None
-    try:
+    with errors_as(f"cannot read the quantisation that {file} states", OSError, ValueError, KeyError, TypeError):
         stated = dict(json.loads(file.read_bytes())["quantization"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise OutriderError(f"cannot read the quantisation that {file} states: {first_line(error)}") from error
     return {"quant_method": "modelopt", **stated} if stated.get("quant_algo") else None

@@ -24,7 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from outrider.runner.checkpoints import float4
 from outrider.runner.checkpoints.weight import FLOATS, Format, LayerTensors, QuantizedWeight
-from outrider.types import OutriderError, dtype_name, first_line
+from outrider.types import OutriderError, dtype_name, errors_as
 
 METHOD = "outrider"
 DTYPES = str_to_torch_dtype | {"F8_E8M0": torch.float8_e8m0fnu}
@@ -100,14 +100,11 @@ def headers(files: Sequence[str]) -> dict[str, Tensor]:
     for file in files:
         if not str(file).endswith(".safetensors"):
             raise OutriderError(f"{file} is not a safetensors file: quantised weights are read from safetensors only")
-        try:
-            with safe_open(file, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118  # not a mapping
-                    part = opened.get_slice(name)
-                    if part.get_dtype() in DTYPES:  # other dtypes are unsupported and count as missing
-                        found[name] = torch.empty(part.get_shape(), dtype=DTYPES[part.get_dtype()], device="meta")
-        except (SafetensorError, OSError) as error:
-            raise OutriderError(f"cannot read {file}: {first_line(error)}") from error
+        with errors_as(f"cannot read {file}", SafetensorError, OSError), safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # not a mapping
+                part = opened.get_slice(name)
+                if part.get_dtype() in DTYPES:  # other dtypes are unsupported and count as missing
+                    found[name] = torch.empty(part.get_shape(), dtype=DTYPES[part.get_dtype()], device="meta")
     return found
 
 
