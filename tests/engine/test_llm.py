@@ -15,6 +15,7 @@ import pytest
 import torch
 from runner.rounds import make_model
 from runner.test_architectures import small_config
+from tiny_hybrids import hybrid
 from toy import outputs_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -427,6 +428,21 @@ def test_threads_share_one_llm(request, name):
     for call, generations in zip(calls, found, strict=True):
         assert [each.outputs[0].token_ids for each in generations] == [expected[prompts.index(prompt)] for prompt in call]
     assert not llm.engine.has_work and not llm._inbox
+
+
+def test_llms_in_several_threads_do_not_interfere(model, tokenizer):
+    hybrid_llm = LLM(hybrid("qwen3_5_text"), method="plain", compile="never")
+    jobs = [
+        (hybrid_llm, [[5, 6, 7]]),
+        *((LLM(model, tokenizer=tokenizer, method="plain", compile="never"), [[5]]) for _ in "ab"),
+    ]
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    expected = [llm.generate(prompts, params)[0].outputs[0].token_ids for llm, prompts in jobs]
+    with ThreadPoolExecutor(4) as pool:
+        loading = pool.submit(lambda: [LLM(model, method="plain", compile="never").close() for _ in range(4)])
+        found = [pool.submit(lambda llm, prompts: llm.generate(prompts, params), *job) for job in jobs * 3]
+        loading.result()
+        assert [each.result()[0].outputs[0].token_ids for each in found] == expected * 3
 
 
 def test_closing_in_one_thread_ends_the_streams_of_another(model, tokenizer):

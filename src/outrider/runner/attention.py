@@ -8,6 +8,7 @@ and the attention function of every layer reads it.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -66,14 +67,21 @@ class PassLayout:
             start = end
 
 
-_active: PassLayout | None = None
+class _Running(threading.local):
+    """The pass that this thread runs: several ``LLM``s may run in threads of one process."""
+
+    layout: PassLayout | None = None
+
+
+_running = _Running()
 
 
 def given_hidden() -> Tensor:
     """Return the hidden states [1, T, H] that the running pass begins with, if not with tokens."""
-    if _active is None or _active.hidden is None:
+    layout = _running.layout
+    if layout is None or layout.hidden is None:
         raise RuntimeError("a pass that begins after the first layer needs hidden states")
-    return _active.hidden
+    return layout.hidden
 
 
 def position_offsets() -> Tensor | int:
@@ -81,15 +89,17 @@ def position_offsets() -> Tensor | int:
 
     A pass of one request has a single number.
     """
-    if _active is None or _active.keeps_keys:
+    layout = _running.layout
+    if layout is None or layout.keeps_keys:
         return num_stored()
-    positions = _active.positions[0]
+    positions = layout.positions[0]
     return positions - torch.arange(positions.shape[0], device=positions.device)
 
 
 def num_stored() -> int:
     """Return the number of cached tokens whose keys and values the model receives: 0 if attention reads the cache itself."""
-    return int(_active.bases[0]) if _active is not None and _active.keeps_keys else 0
+    layout = _running.layout
+    return int(layout.bases[0]) if layout is not None and layout.keeps_keys else 0
 
 
 def stored(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +107,7 @@ def stored(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
     In other passes return the new ones unchanged, because Outrider's attention reads the cache itself.
     """
-    layout = _active
+    layout = _running.layout
     if layout is None or not layout.keeps_keys:
         return key, value
     keys, values, index = layout.entries(layer)
@@ -112,22 +122,22 @@ def stored(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 def rows_of_tokens() -> Tensor | None:
     """Return the cache row of each token of the active pass, int64 [T]; None outside of passes."""
-    if _active is None:
+    layout = _running.layout
+    if layout is None:
         return None
-    index = torch.arange(_active.positions.shape[1], device=_active.positions.device)
-    return _active.cache_rows[torch.searchsorted(_active.ends, index, right=True)]
+    index = torch.arange(layout.positions.shape[1], device=layout.positions.device)
+    return layout.cache_rows[torch.searchsorted(layout.ends, index, right=True)]
 
 
 @contextmanager
 def active_pass(layout: PassLayout) -> Iterator[None]:
     """Make ``layout`` the active one for attention and recurrent layers."""
-    global _active
-    previous, _active = _active, layout
+    previous, _running.layout = _running.layout, layout
     try:
         with recurrence.active_states(layout):
             yield
     finally:
-        _active = previous
+        _running.layout = previous
 
 
 class OwnAttention(OutriderError):
@@ -151,7 +161,7 @@ def attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for transformers: write this pass's keys and values and attend to visible slots -> [1, T, H, Dv]."""
-    layout = _active
+    layout = _running.layout
     if layout is None:
         raise RuntimeError("this model was prepared by Outrider's runner: call the runner, not the model")
     check(module, attention_mask, options)

@@ -8,6 +8,7 @@ of a pass, for each of its requests. Rolling back to an accepted draft then move
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -174,31 +175,36 @@ class StatePass(Protocol):
         ...
 
 
-_active: StatePass | None = None
-_layer = (0, 0)  # layer and state of the next call: models query the cache for the layer just before it
+class _Running(threading.local):
+    """The pass that this thread runs: several ``LLM``s may run in threads of one process."""
+
+    states: StatePass | None = None
+    layer = (0, 0)  # layer and state of the next call: models query the cache for the layer just before it
+
+
+_running = _Running()
 
 
 @contextmanager
 def active_states(states: StatePass) -> Iterator[None]:
     """Make ``states`` the active states of recurrent layers."""
-    global _active
-    previous, _active = _active, states
+    previous, _running.states = _running.states, states
     try:
         yield
     finally:
-        _active = previous
+        _running.states = previous
 
 
 def enter(layer: int, index: int) -> None:
     """Set the layer and state that the next function call uses; the cache calls this."""
-    global _layer
-    _layer = (layer, index)
+    _running.layer = (layer, index)
 
 
 def _requests(shape: tuple[int, ...], taps: int = 0) -> tuple[Tensor, int, Tensor, Tensor, Tensor]:
-    assert _active is not None
-    store, place = _active.state(StateKey(*_layer, taps > 0), StateShape(shape, taps))
-    return store, place, _active.cache_rows, _active.bases, _active.ends
+    states = _running.states
+    assert states is not None
+    store, place = states.state(StateKey(*_running.layer, taps > 0), StateShape(shape, taps))
+    return store, place, states.cache_rows, states.bases, states.ends
 
 
 def _float(x: Tensor) -> Tensor:
@@ -310,4 +316,4 @@ def _bound(kind: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def _in_a_pass(own: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **options: (original if _active is None else own)(*args, **options)
+    return lambda *args, **options: (original if _running.states is None else own)(*args, **options)

@@ -7,6 +7,7 @@ which layers have attention, the number and size of their heads, and which layer
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -54,7 +55,13 @@ class _Seen:
         return torch.zeros(1, 1, NUM_TOKENS + shape.taps, *shape.sizes, device=self.device), 0
 
 
-_seen = _Seen()
+class _Running(threading.local):
+    """The survey that this thread runs."""
+
+    seen: _Seen | None = None
+
+
+_running = _Running()
 
 
 def survey(model: PreTrainedModel) -> CacheShape:
@@ -76,8 +83,8 @@ def survey(model: PreTrainedModel) -> CacheShape:
 
 def _survey_attention(model: PreTrainedModel) -> CacheShape:
     """Survey by the calls of attention."""
-    global _seen
-    name, _seen = type(model).__name__, _Seen(model.device)
+    name, seen = type(model).__name__, _Seen(model.device)
+    _running.seen = seen
     _refuse_own_caches(model)
     recurrence.bind(model)
     try:
@@ -86,21 +93,21 @@ def _survey_attention(model: PreTrainedModel) -> CacheShape:
         raise OwnAttention(_not_attending(name)) from error
     ran: set[int] = set()
     try:
-        with torch.inference_mode(), recurrence.active_states(_seen), _noting_layers(model, ran):
+        with torch.inference_mode(), recurrence.active_states(seen), _noting_layers(model, ran):
             model(**_inputs(model, PassThrough()))
     except OutriderError as error:
         raise type(error)(f"{model.config.model_type}: {error}; {INSTEAD}") from error
     except Exception as error:
-        if not _seen.layers and not _seen.states and not model.get_decoder()._can_set_attn_implementation():
+        if not seen.layers and not seen.states and not model.get_decoder()._can_set_attn_implementation():
             raise OwnAttention(_not_attending(name)) from error
         if model.device.type == "meta" and "meta" in str(error):  # its shapes depend on values
             raise
         raise OutriderError(f"{name} fails on a short text: {first_line(error)}; {INSTEAD}") from error
-    known = {*_seen.layers, *_seen.shared, *(key.layer for key in _seen.states)}
+    known = {*seen.layers, *seen.shared, *(key.layer for key in seen.states)}
     kinds = getattr(text_config(model), "layer_types", None) or ()
     if not ran <= known | {layer for layer, kind in enumerate(kinds) if kind in WITHOUT_CACHE}:
         raise OwnAttention(_not_attending(name))
-    return CacheShape.of(_seen.layers, _seen.shared, StateShapes.of(_seen.states))
+    return CacheShape.of(seen.layers, seen.shared, StateShapes.of(seen.states))
 
 
 def _refuse_own_caches(model: PreTrainedModel) -> None:
@@ -207,19 +214,21 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *_: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """Replacement of attention that records the shapes that a layer stores."""
+    seen = _running.seen
+    assert seen is not None
     layer: Any = getattr(module, "layer_idx", None)
     if layer is None:
         raise OutriderError(f"{type(module).__name__} has no layer index")
-    if layer in _seen.layers or layer in _seen.shared:
+    if layer in seen.layers or layer in seen.shared:
         raise OwnAttention(
             f"{type(module).__name__} attends more than once in a layer, which Outrider's cache does not support"
         )
     attention.check(module, attention_mask, options)
-    source = next((other for other, known in _seen.keys.items() if known is key), None)
+    source = next((other for other, known in seen.keys.items() if known is key), None)
     if source is not None:
-        _seen.shared[layer] = source
+        seen.shared[layer] = source
     else:
-        _seen.layers[layer], _seen.keys[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3]), key
+        seen.layers[layer], seen.keys[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3]), key
     if query.shape[3] != key.shape[3] or query.shape[1] % key.shape[1] or value.shape[1] != key.shape[1]:
         raise OutriderError(f"{type(module).__name__} has queries {list(query.shape)} that do not fit keys {list(key.shape)}")
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
