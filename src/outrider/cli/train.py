@@ -228,8 +228,10 @@ def workspace_of(
 
 def refuse_gguf_ids(*models: str | None) -> None:
     """Raise ``OutriderError`` for hub ids of GGUF files, which cannot be trained, before they are downloaded."""
+    from outrider.train.model_runs import QUANTISED
+
     for model in filter(is_gguf_id, models):
-        raise OutriderError(f"{model} is a GGUF file: training needs the checkpoint in 16 or 32 bits")
+        raise OutriderError(f"{model} is a GGUF file: {QUANTISED}")
 
 
 def check_out(out: Path, models: Sequence[str | Path]) -> None:

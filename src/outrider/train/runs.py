@@ -22,12 +22,12 @@ from outrider.heads import medusa as medusa_heads
 from outrider.heads.eagle import default_hidden_states
 from outrider.heads.feature_head import RolloutHead
 from outrider.progress import reporting
-from outrider.runner import ModelRunner, RunnerConfig
+from outrider.runner import ModelRunner, RunnerConfig, loading
 from outrider.runner.linear import structural_copy
 from outrider.train import plots, shapes
 from outrider.train.block_loss import BlockLoss, by_draft
 from outrider.train.capture import FeatureCache, capture, check_captured
-from outrider.train.claims import claim, digest, fingerprint
+from outrider.train.claims import claim, digest, fingerprint, resumable
 from outrider.train.medusa import MedusaLoss
 from outrider.train.options import MEASURED, BlockRun, EagleRun, HeadPlan, MedusaRun, MtpRun, Source
 from outrider.train.plan import SEED, TrainingPlan
@@ -39,6 +39,7 @@ from outrider.train.trainer import Loss, Trainer
 from outrider.types import OutriderError
 
 Measure = Callable[[bool], tuple[dict[str, Any], Any]]  # whether training has ended -> values for the curve, all measurements
+PASS_LOGITS = 1 << 26  # 268 MB in float32
 NAME_OF_MTP, NAME_OF_BLOCK = "mtp", "dflash"  # subfolders of the work folder
 
 
@@ -56,6 +57,12 @@ def plan_of(how: HeadPlan, rows: RowOrder) -> TrainingPlan:
         save_every_s=30.0,
         seed=how.seed,
     )
+
+
+def pass_tokens(target: PreTrainedModel) -> int:
+    """Return the tokens per pass that bound the memory of a target's logits, of which a pass holds several copies."""
+    logits = PASS_LOGITS if target.device.type == "cpu" else 8 * PASS_LOGITS
+    return max(1, logits // int(loading.text_config(target).vocab_size))
 
 
 def entropy_of(how: HeadPlan) -> SoftEntropy:
@@ -105,7 +112,7 @@ class Workspace:
     def features(self, layers: Sequence[int]) -> FeatureCache:
         """Return the cache of these hidden states; create or complete it if necessary."""
         rows = self.training_rows()
-        with reporting("features") as report:
+        with resumable(), reporting("features") as report:
             return capture(self.runner, rows, sorted(set(layers)), self.work / "features", report)
 
     def training_rows(self) -> Tensor:
@@ -116,7 +123,7 @@ class Workspace:
             source = self.source
             self.rows = token_rows(source.paths, self.tokenizer, source.seq_len, source.max_tokens)
             if source.regenerate:
-                with reporting("text") as report:
+                with resumable(), reporting("text") as report:
                     self.rows = regenerate(
                         self.runner, self.rows, source.prompt_len, source.temperature, SEED, self.work / "text", report
                     )
@@ -311,7 +318,8 @@ def run_job(
         last[:] = [found]
         return values
 
-    Trainer(name, model, rows, loss, plan_of(how, rows), workspace.work / name, evaluate).run()
+    plan = replace(plan_of(how, rows), pass_tokens=pass_tokens(workspace.model))
+    Trainer(name, model, rows, loss, plan, workspace.work / name, evaluate).run()
     model.eval().requires_grad_(False)
     return last[0] if last else measure(True)[1]  # a resumed run may already have ended
 

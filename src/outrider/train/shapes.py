@@ -19,6 +19,7 @@ from outrider.heads.medusa import MedusaHeads, MedusaShape
 from outrider.heads.mtp import Body, MtpHead
 from outrider.heads.own_logits import Postprocess, postprocess_of
 from outrider.memory import require_memory
+from outrider.memory import size as in_bytes
 from outrider.runner import ModelRunner, loading
 from outrider.runner.linear import weight_of
 from outrider.train import rollout_attention
@@ -77,10 +78,16 @@ def final_scale(runner: ModelRunner) -> Tensor:
 
 def _check_fits(head: nn.Module, runner: ModelRunner) -> None:
     """Raise ``OutriderError`` if the training of a head takes more than the memory; it may be without weights."""
+    size = sum(parameter.numel() for parameter in head.parameters())
     if runner.device.type == "cpu":
-        size = sum(parameter.numel() for parameter in head.parameters())
         what = "the head in float32, with gradients and optimizer state, takes at least"
         require_memory(FLOAT32 * COPIES * size, what, "train a smaller one")
+    logger.info(
+        "head with %.1fM parameters: training takes at least %s of memory, and up to %s on disk for checkpoints",
+        size / 1e6,
+        in_bytes(FLOAT32 * COPIES * size),
+        in_bytes(2 * FLOAT32 * COPIES * size),
+    )
 
 
 def new_medusa(runner: ModelRunner, num_heads: int, num_layers: int) -> MedusaHeads:
