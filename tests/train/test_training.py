@@ -267,7 +267,7 @@ def test_a_trained_head_is_written_with_measurements_and_drafts(kind, folder, ll
         assert drafted.stats.faults == 0 and drafted.stats.num_drafts > 0
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp", "dflash"])
+@pytest.mark.parametrize("kind", ["medusa", "medusa of fewer tokens", "eagle1", "eagle3", "mtp", "dflash"])
 def test_a_head_is_continued_with_its_sizes(kind, folder, rows, tmp_path):
     def trained(name, rate, *, start=None):
         workspace = Workspace(
@@ -276,6 +276,7 @@ def test_a_head_is_continued_with_its_sizes(kind, folder, rows, tmp_path):
         how = HeadPlan(epochs=0.1, batch_tokens=6 * SEQ, muon_lr=rate, adam_lr=rate)
         train, first, later = {
             "medusa": (train_medusa, MedusaRun(2, 2), MedusaRun(start=start)),
+            "medusa of fewer tokens": (train_medusa, MedusaRun(2, 2, 60), MedusaRun(start=start)),
             "eagle1": (train_eagle, EagleRun(1, 2), EagleRun(steps=2, start=start)),
             "eagle3": (train_eagle, EagleRun(3, 2, (1, 2, 3), 60), EagleRun(steps=2, start=start)),
             "mtp": (train_mtp, MtpRun(2), MtpRun(2, start)),

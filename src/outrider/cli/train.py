@@ -81,7 +81,7 @@ class FileOptions:
 @training
 def medusa(*, out: Out, run: MedusaRun, files: FileOptions, source: Source, length: HeadPlan) -> None:
     """Train Medusa heads, in vLLM's format."""
-    check_sizes(run, "heads", "layers")
+    check_sizes(run, "heads", "layers", "draft_vocab")
     train_head("medusa", out, run, files, source, length)
 
 

@@ -138,17 +138,22 @@ def train_medusa(workspace: Workspace, out: Path, how: HeadPlan, kind: MedusaRun
     runner = workspace.runner
     torch.manual_seed(how.seed)
     check_captured(runner, [runner.num_layers], workspace.seq_len)
+    vocab = reduced_vocab(kind.draft_vocab, runner)
     if kind.start is None:
         _check_rows(workspace, kind.heads)
-        heads = shapes.new_medusa(runner, kind.heads, kind.layers)
+        shapes.check_new_medusa(runner, kind.heads, kind.layers, vocab)
+        heads = None
     else:
         heads = medusa_heads.load(kind.start, runner.vocab_size)[0].requires_grad_(True)
-        _check_rows(workspace, heads.shape.num_heads)
-    medusa_heads.check_fit(heads.to(runner.device), runner)
-    shape = heads.shape
-    if shape.mapped:
-        raise OutriderError(f"{kind.start} drafts a part of the vocabulary: only heads for all tokens can be continued")
-    workspace.claim("medusa", heads=shape.num_heads, layers=shape.num_layers, start=kind.start)
+        kind = replace(kind, heads=heads.shape.num_heads, layers=heads.shape.num_layers)
+        _check_rows(workspace, kind.heads)
+        medusa_heads.check_fit(heads, runner)
+    sizes = {"heads": kind.heads, "layers": kind.layers, "draft vocabulary": vocab}
+    workspace.claim("medusa", **sizes, start=kind.start)
+    if heads is None:
+        draft_ids = None if vocab is None else draft_ids_of(workspace, vocab)
+        heads = shapes.new_medusa(runner, kind.heads, kind.layers, draft_ids)
+    heads.to(runner.device)
     cache = workspace.features([runner.num_layers])
     output = shapes.output_layer(runner)
     loss = MedusaLoss(heads, output, cache, runner.num_layers, dtype=workspace.dtype("medusa"), entropy=entropy_of(how))
@@ -179,9 +184,20 @@ def eagle_sizes(kind: EagleRun, runner: ModelRunner, seq_len: int) -> tuple[tupl
     if kind.generation == 3:
         layers = kind.layers or default_hidden_states(runner.num_layers)
     check_steps(runner, layers, steps, seq_len)
-    if vocab is not None and vocab > runner.vocab_size:
-        raise OutriderError(f"invalid draft vocabulary of {vocab} tokens: the target has {runner.vocab_size}")
-    return layers, steps, None if vocab == runner.vocab_size else vocab  # a reduced vocabulary of all tokens has no format
+    return layers, steps, reduced_vocab(vocab, runner)
+
+
+def reduced_vocab(size: int | None, runner: ModelRunner) -> int | None:
+    """Return the size of a reduced vocabulary; None for all tokens. Raises ``OutriderError`` if the target has fewer."""
+    if size is not None and size > runner.vocab_size:
+        raise OutriderError(f"invalid draft vocabulary of {size} tokens: the target has {runner.vocab_size}")
+    return None if size == runner.vocab_size else size  # a reduced vocabulary of all tokens has no format
+
+
+def draft_ids_of(workspace: Workspace, size: int) -> Tensor:
+    """Return the most frequent tokens of the training rows, ascending."""
+    rows = workspace.training_rows()
+    return shapes.frequent_tokens(rows[: -held_out(len(rows))], workspace.runner.vocab_size, size)
 
 
 def train_eagle(workspace: Workspace, out: Path, how: HeadPlan, kind: EagleRun) -> None:
@@ -199,10 +215,7 @@ def train_eagle(workspace: Workspace, out: Path, how: HeadPlan, kind: EagleRun) 
         shapes.check_new_eagle(runner, kind.generation, layers, vocab)
     name = f"eagle{kind.generation}"
     workspace.claim(name, layers=layers, steps=steps, **{"draft vocabulary": vocab}, start=kind.start)
-    draft_ids = None
-    if vocab is not None:
-        rows = workspace.training_rows()
-        draft_ids = shapes.frequent_tokens(rows[: -held_out(len(rows))], runner.vocab_size, vocab)
+    draft_ids = None if vocab is None else draft_ids_of(workspace, vocab)
     cache = workspace.features([*layers, runner.num_layers])
     torch.manual_seed(how.seed)
     if head is None:

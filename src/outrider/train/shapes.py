@@ -90,15 +90,28 @@ def _check_fits(head: nn.Module, runner: ModelRunner) -> None:
     )
 
 
-def new_medusa(runner: ModelRunner, num_heads: int, num_layers: int) -> MedusaHeads:
-    """Return heads initialised as the target's output head, with zero blocks (Cai et al. 2024, section 2.1)."""
+def _medusa_shape(runner: ModelRunner, num_heads: int, num_layers: int, size: int | None) -> MedusaShape:
     if num_heads < 1 or num_layers < 1:
         raise OutriderError("invalid number of heads or layers: expected at least 1")
-    shape = MedusaShape(num_heads, num_layers, runner.hidden_size, runner.vocab_size)
+    return MedusaShape(num_heads, num_layers, runner.hidden_size, size or runner.vocab_size, mapped=size is not None)
+
+
+def check_new_medusa(runner: ModelRunner, num_heads: int, num_layers: int, size: int | None) -> None:
+    """Raise ``OutriderError`` if new heads, with this size of a reduced vocabulary, take more than the memory."""
     with torch.device("meta"):
-        _check_fits(MedusaHeads(shape), runner)
-    heads = MedusaHeads(shape)
+        _check_fits(MedusaHeads(_medusa_shape(runner, num_heads, num_layers, size)), runner)
+
+
+def new_medusa(runner: ModelRunner, num_heads: int, num_layers: int, draft_ids: Tensor | None = None) -> MedusaHeads:
+    """Return heads initialised as the target's output head, with zero blocks (Cai et al. 2024, section 2.1).
+
+    ``draft_ids``: a reduced vocabulary, ascending.
+    """
+    heads = MedusaHeads(_medusa_shape(runner, num_heads, num_layers, None if draft_ids is None else len(draft_ids)))
     weight = output_layer(runner).plain_weight()[: runner.vocab_size]
+    if draft_ids is not None and heads.token_map is not None:
+        heads.token_map.copy_(draft_ids)
+        weight = weight[draft_ids.to(weight.device)]
     blocks: list[Any] = list(heads.blocks)
     for block, head in zip(blocks, heads.lm_heads, strict=True):
         for layer in block.layers:
