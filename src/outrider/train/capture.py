@@ -111,9 +111,7 @@ def _joined(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers))
 
 
-def _captured(
-    runner: ModelRunner, rows: Tensor, layers: tuple[int, ...], captured: Callable[[int], None]
-) -> dict[str, Tensor]:
+def _captured(runner: ModelRunner, rows: Tensor, layers: tuple[int, ...], captured: Callable[[int], None]) -> dict[str, Tensor]:
     """Return the ids and hidden states of the rows; call ``captured`` with their number after each batch."""
     found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     for batch in rows.split(runner.max_batch):

@@ -218,10 +218,10 @@ class Trainer:
         with resumable():
             if self.progress < 1.0 or self.interrupted:
                 raise KeyboardInterrupt
-        if "final" not in self.curve[-1]:
-            logger.info("%s: measuring on held-out text", self.name)
-            self.curve[-1] |= self._evaluate(final=True) | {"final": True}
-            self.save()
+            if "final" not in self.curve[-1]:
+                logger.info("%s: measuring on held-out text", self.name)
+                self.curve[-1] |= self._evaluate(final=True) | {"final": True}
+                self.save()
 
     def _evaluate(self, final: bool) -> dict[str, Any]:
         if self.evaluate is None:
