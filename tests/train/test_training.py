@@ -487,6 +487,21 @@ def test_a_full_disk_is_reported_with_the_file_and_leaves_no_part(tmp_path, monk
     assert not list(tmp_path.iterdir())
 
 
+def test_siblings_of_a_large_vocabulary_are_measured_at_some_positions(runner, cache, tmp_path, monkeypatch):
+    def measured(tokens):
+        drawn, multinomial = [], torch.multinomial
+        monkeypatch.setattr("outrider.train.rollout_loss.MANY_TOKENS", tokens)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                torch, "multinomial", lambda probs, *rest, **how: drawn.append(len(probs)) or multinomial(probs, *rest, **how)
+            )
+            found = run_of("mtp", runner, cache, tmp_path).loss.sibling_acceptance()
+        return found, drawn[0]
+
+    (whole, positions), (part, fewer) = measured(2 * runner.vocab_size), measured(runner.vocab_size)
+    assert fewer == (positions + 1) // 2 and len(whole) == len(part)
+
+
 def test_a_reduced_vocabulary_is_counted_without_held_out_rows(runner, rows, tmp_path, monkeypatch):
     counted = []
 
@@ -627,7 +642,7 @@ def test_invalid_training_gives_a_one_line_error(runner, llm, rows, tmp_path):
         (lambda: train_medusa(workspace(paths=(tmp_path / "none.txt",)), tmp_path, how, MedusaRun()), "does not exist"),
         (
             lambda: train_medusa(workspace(paths=(tmp_path / "short.txt",)), tmp_path, how, MedusaRun()),
-            "at least two rows of 256",
+            "at least two rows of 256: give more with --text, or a lower --seq-len",
         ),
         (
             lambda: train_medusa(workspace(paths=(tmp_path / "odd.jsonl",)), tmp_path, how, MedusaRun()),
