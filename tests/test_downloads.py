@@ -423,7 +423,7 @@ def test_training_of_a_model_refuses_a_gguf_file_before_its_download_and_heads_t
     options = ["--text", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")]
     for models in (["--target", "a/b-GGUF:Q8_0"], ["--target", "a/sharded", "--start", "a/b-GGUF:Q8_0"]):
         assert main(["train", "draft", *models, *options]) == 2
-        assert "error: a/b-GGUF:Q8_0 is a GGUF file: training needs" in capsys.readouterr().err
+        assert "error: a/b-GGUF:Q8_0 is a GGUF file: training a model or draft needs" in capsys.readouterr().err
     assert not served.sent
     assert main(["train", "medusa", "--target", "a/b-GGUF:Q8_0", *options]) == 2  # the file is not a GGUF file
     assert served.sent == ["b-Q8_0.gguf"]

@@ -28,6 +28,7 @@ def text(tmp_path: Path) -> Path:
     "kind, method, options",
     [
         ("medusa", "medusa", ("--heads", "2")),
+        ("medusa", "medusa", ("--heads", "2", "--draft-vocab", "100")),
         ("eagle", "eagle", ("--generation", "1", "--regenerate", "--prompt-len", "8")),
         ("mtp", "mtp", ("--steps", "2", "--format", "deepseek")),
         ("dflash", "dflash", ("--block-size", "4", "--layers", "1", "--hidden-states", "1,2", "--markov-rank", "4")),

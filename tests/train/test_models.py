@@ -452,7 +452,10 @@ def test_models_that_cannot_be_trained_are_refused(folder, workspace, tmp_path):
     config = json.loads((tmp_path / "packed" / "config.json").read_text())
     quantised = config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     (tmp_path / "packed" / "config.json").write_text(json.dumps(quantised))
-    wrong = {"cut": "lacks 1 of the model's tensors, the first model.layers.4", "packed": "is quantised: training"}
+    wrong = {
+        "cut": "lacks 1 of the model's tensors, the first model.layers.4",
+        "packed": "is quantised: training .*a head can be trained",
+    }
     for name, message in wrong.items():
         with pytest.raises(OutriderError, match=message):
             model_runs.trainable(str(tmp_path / name))

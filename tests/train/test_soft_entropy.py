@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from outrider.train.soft_entropy import soft_entropy, teacher_of
+from outrider.train import soft_entropy as soft_entropy_module
+from outrider.train.soft_entropy import in_blocks, soft_entropy, teacher_of, with_gradient
 
 PLACES = (2, 5)
 
@@ -27,6 +28,20 @@ def test_loss_and_gradient_equal_plain_cross_entropy(draft_ids):
     (3.0 * expected).backward()
     assert torch.allclose(entropy, expected, atol=1e-5)
     assert torch.allclose(logits.grad, plain.grad, atol=1e-6)
+
+
+def test_blocks_of_positions_give_the_same_values(monkeypatch):
+    monkeypatch.setattr(soft_entropy_module, "BLOCK", 2 * 12 + 1)
+    target, logits = 3 * drawn(*PLACES, 12), drawn(*PLACES, 12)
+    teacher = teacher_of(target)
+    sizes = []
+    monkeypatch.setattr(
+        soft_entropy_module, "with_gradient", lambda some, *rest: sizes.append(len(some)) or with_gradient(some, *rest)
+    )
+    found = in_blocks(logits, teacher.probs, teacher.best)
+    assert sizes == [2, 2, 1] * 2
+    for value, wanted in zip(found, with_gradient(logits, teacher.probs, teacher.best), strict=True):
+        torch.testing.assert_close(value, wanted)
 
 
 def test_hits_are_positions_with_the_same_most_likely_token():

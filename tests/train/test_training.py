@@ -267,7 +267,7 @@ def test_a_trained_head_is_written_with_measurements_and_drafts(kind, folder, ll
         assert drafted.stats.faults == 0 and drafted.stats.num_drafts > 0
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "mtp", "dflash"])
+@pytest.mark.parametrize("kind", ["medusa", "medusa of fewer tokens", "eagle1", "eagle3", "mtp", "dflash"])
 def test_a_head_is_continued_with_its_sizes(kind, folder, rows, tmp_path):
     def trained(name, rate, *, start=None):
         workspace = Workspace(
@@ -276,6 +276,7 @@ def test_a_head_is_continued_with_its_sizes(kind, folder, rows, tmp_path):
         how = HeadPlan(epochs=0.1, batch_tokens=6 * SEQ, muon_lr=rate, adam_lr=rate)
         train, first, later = {
             "medusa": (train_medusa, MedusaRun(2, 2), MedusaRun(start=start)),
+            "medusa of fewer tokens": (train_medusa, MedusaRun(2, 2, 60), MedusaRun(start=start)),
             "eagle1": (train_eagle, EagleRun(1, 2), EagleRun(steps=2, start=start)),
             "eagle3": (train_eagle, EagleRun(3, 2, (1, 2, 3), 60), EagleRun(steps=2, start=start)),
             "mtp": (train_mtp, MtpRun(2), MtpRun(2, start)),
@@ -486,6 +487,21 @@ def test_a_full_disk_is_reported_with_the_file_and_leaves_no_part(tmp_path, monk
     assert not list(tmp_path.iterdir())
 
 
+def test_siblings_of_a_large_vocabulary_are_measured_at_some_positions(runner, cache, tmp_path, monkeypatch):
+    def measured(tokens):
+        drawn, multinomial = [], torch.multinomial
+        monkeypatch.setattr("outrider.train.rollout_loss.MANY_TOKENS", tokens)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                torch, "multinomial", lambda probs, *rest, **how: drawn.append(len(probs)) or multinomial(probs, *rest, **how)
+            )
+            found = run_of("mtp", runner, cache, tmp_path).loss.sibling_acceptance()
+        return found, drawn[0]
+
+    (whole, positions), (part, fewer) = measured(2 * runner.vocab_size), measured(runner.vocab_size)
+    assert fewer == (positions + 1) // 2 and len(whole) == len(part)
+
+
 def test_a_reduced_vocabulary_is_counted_without_held_out_rows(runner, rows, tmp_path, monkeypatch):
     counted = []
 
@@ -626,7 +642,7 @@ def test_invalid_training_gives_a_one_line_error(runner, llm, rows, tmp_path):
         (lambda: train_medusa(workspace(paths=(tmp_path / "none.txt",)), tmp_path, how, MedusaRun()), "does not exist"),
         (
             lambda: train_medusa(workspace(paths=(tmp_path / "short.txt",)), tmp_path, how, MedusaRun()),
-            "at least two rows of 256",
+            "at least two rows of 256: give more with --text, or a lower --seq-len",
         ),
         (
             lambda: train_medusa(workspace(paths=(tmp_path / "odd.jsonl",)), tmp_path, how, MedusaRun()),

@@ -81,7 +81,7 @@ class FileOptions:
 @training
 def medusa(*, out: Out, run: MedusaRun, files: FileOptions, source: Source, length: HeadPlan) -> None:
     """Train Medusa heads, in vLLM's format."""
-    check_sizes(run, "heads", "layers")
+    check_sizes(run, "heads", "layers", "draft_vocab")
     train_head("medusa", out, run, files, source, length)
 
 
@@ -228,8 +228,10 @@ def workspace_of(
 
 def refuse_gguf_ids(*models: str | None) -> None:
     """Raise ``OutriderError`` for hub ids of GGUF files, which cannot be trained, before they are downloaded."""
+    from outrider.train.model_runs import QUANTISED
+
     for model in filter(is_gguf_id, models):
-        raise OutriderError(f"{model} is a GGUF file: training needs the checkpoint in 16 or 32 bits")
+        raise OutriderError(f"{model} is a GGUF file: {QUANTISED}")
 
 
 def check_out(out: Path, models: Sequence[str | Path]) -> None:

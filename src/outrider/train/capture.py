@@ -6,8 +6,8 @@ so an interrupted capture resumes; rows are read by index without loading a shar
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,14 @@ from torch import Tensor
 
 from outrider.heads.checkpoint import save_tensors
 from outrider.heads.feature_head import FeatureHead
+from outrider.memory import size
 from outrider.progress import Report
 from outrider.runner import ModelRunner
-from outrider.train.claims import digest, fingerprint, once, resuming
+from outrider.train.claims import check_room, digest, fingerprint, once, resuming
 from outrider.train.text import RowOrder, held_out
 from outrider.types import Context, OutriderError, Proposal, Request, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 SHARD_ROWS = 64
 
@@ -90,11 +93,17 @@ def capture(runner: ModelRunner, rows: Tensor, layers: Sequence[int], folder: Pa
             " give another folder (--work), or delete this one, so that all of them are captured"
         )
     left = [start for start in range(0, len(rows), SHARD_ROWS) if not (folder / _name(start // SHARD_ROWS)).exists()]
-    _check_room(folder, len(left) * SHARD_ROWS * rows.shape[1] * len(known["layers"]) * runner.hidden_size * 2)
+    needed = len(left) * SHARD_ROWS * rows.shape[1] * len(known["layers"]) * runner.hidden_size * 2
+    if left:
+        logger.info("hidden states of %d rows of %d tokens: %s in %s", *rows.shape, size(needed), folder)
+        check_room(folder, needed, "use less text (--max-tokens)")
     for start in left:
         file, part = folder / _name(start // SHARD_ROWS), rows[start : start + SHARD_ROWS]
-        save_tensors(file, _captured(runner, part, tuple(known["layers"])))
-        report((start + len(part)) / len(rows), {"rows": start + len(part)})
+
+        def captured(count: int, start: int = start) -> None:
+            report((start + count) / len(rows), {"rows": start + count})
+
+        save_tensors(file, _captured(runner, part, tuple(known["layers"]), captured))
     return FeatureCache(folder, *rows.shape)
 
 
@@ -102,15 +111,8 @@ def _joined(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers))
 
 
-def _check_room(folder: Path, needed: int) -> None:
-    """Raise ``OutriderError`` if the free disk space is insufficient, before hours of capturing."""
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        problem = f"not enough disk space in {folder}: {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free"
-        raise OutriderError(f"{problem}: use less text (--max-tokens) or another folder (--work)")
-
-
-def _captured(runner: ModelRunner, rows: Tensor, layers: tuple[int, ...]) -> dict[str, Tensor]:
+def _captured(runner: ModelRunner, rows: Tensor, layers: tuple[int, ...], captured: Callable[[int], None]) -> dict[str, Tensor]:
+    """Return the ids and hidden states of the rows; call ``captured`` with their number after each batch."""
     found: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     for batch in rows.split(runner.max_batch):
         requests = tuple(
@@ -124,6 +126,7 @@ def _captured(runner: ModelRunner, rows: Tensor, layers: tuple[int, ...]) -> dic
             runner.release(context.request_ids)
         for layer, chunks in found.items():
             chunks.append(torch.stack(list(scores.hidden[layer])).to("cpu", torch.bfloat16))
+        captured(sum(map(len, found[layers[0]])))
     return {"ids": rows.int().clone()} | {f"hidden_{layer}": torch.cat(chunks).contiguous() for layer, chunks in found.items()}
 
 

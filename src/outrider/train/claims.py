@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.files import write_whole
+from outrider.memory import size
 from outrider.runner.forward import nameless_config
 from outrider.types import OutriderError, first_line, is_out_of_memory
+
+logger = logging.getLogger(__name__)
 
 SAMPLED = 64  # sampled values per tensor that identify a target
 
@@ -54,6 +59,24 @@ def once(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise TypeError("expected an object")
     return found
+
+
+def check_room(folder: Path, needed: int, advice: str) -> None:
+    """Raise ``OutriderError`` if a folder's disk has less free space than this number of bytes."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        problem = f"not enough disk space in {folder}: {size(needed)} needed, {size(free)} free"
+        raise OutriderError(f"{problem}: {advice} or another folder (--work)")
+
+
+@contextmanager
+def resumable() -> Iterator[None]:
+    """Context manager: when interrupted, tell the user how to resume."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        logger.warning("progress is saved: repeat the command to resume")
+        raise
 
 
 @contextmanager

@@ -38,7 +38,7 @@ class MedusaLoss:
         count, length = self.heads.shape.num_heads, ids.shape[1]
         total, parts = hidden.new_zeros(()), dict[str, Any]()
         with arithmetic(ids.device, self.dtype):
-            teacher = teacher_of(self.output(hidden[:, 1:]))  # after each token except the first
+            teacher = teacher_of(self.output(hidden[:, 1:]), self.heads.token_map)  # after each token except the first
             for head in range(count):
                 there = slice(head, head + length - count - 1)
                 own = self.heads.one(head, hidden[:, : length - count - 1])  # [B, T, V]
@@ -60,8 +60,8 @@ class MedusaLoss:
             ids, hidden = self._read([row])
             target_tokens = self.output(hidden[0, 1:]).argmax(-1)
             places = ids.shape[1] - count - 1
-            best = self.heads(hidden[0, :places]).topk(ranks, -1).indices  # [heads, T, ranks]
+            best = self.heads.candidates(hidden[0, :places], count, ranks)  # [T, heads, ranks]
             for head in range(count):
-                hits[head] += (best[head] == target_tokens[head : head + places, None]).float().sum(0).cpu()
+                hits[head] += (best[:, head] == target_tokens[head : head + places, None]).float().sum(0).cpu()
             total += places
         return tuple(tuple(round(value, 4) for value in row) for row in (hits / max(total, 1)).tolist())

@@ -40,6 +40,7 @@ from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 
+QUANTISED = "training a model or draft needs the checkpoint in 16 or 32 bits; a head can be trained for a quantised target"
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 
 
@@ -171,7 +172,7 @@ def check_trainable(source: str, copies: int = 1) -> None:
     """
     config = loading.load_config(source) if gguf.find(source) is None else None
     if config is None or quantization_of(config) is not None:
-        raise OutriderError(f"{source} is quantised: training needs the checkpoint in 16 or 32 bits")
+        raise OutriderError(f"{source} is quantised: {QUANTISED}")
     survey_without_weights(config, loading.model_class(config))
     if not torch.cuda.is_available():
         dtype = text_config(config).dtype

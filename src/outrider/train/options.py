@@ -63,6 +63,9 @@ class MedusaRun(CheckedOptions):
 
     heads: int = option(whole(1), 4, "Number of heads, the longest draft.")
     layers: int = option(whole(1), 1, "Residual blocks per head.")
+    draft_vocab: int | None = option(
+        whole(2), None, "Draft only this many of the most frequent tokens: smaller heads, faster training (default: all)."
+    )
     start: str | None = option(FOLDER, None, CONTINUE)
 
 

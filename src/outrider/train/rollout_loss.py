@@ -28,6 +28,7 @@ from outrider.train.soft_entropy import SoftEntropy, Teacher, soft_entropy, teac
 
 NOISE = 0.1  # EAGLE-1: matches the error of features when the head feeds itself
 CLASS_WEIGHT = 0.1  # EAGLE-1: weight of the cross entropy relative to the regression
+MANY_TOKENS = 1 << 14  # vocabulary from which not all positions are measured for siblings
 NUM_SIBLINGS = 6  # siblings whose acceptance is measured
 ONE_DEEP, ALL_DEEP = 0.2, 0.3  # shares of a run: one depth until the first, all from the second
 
@@ -107,16 +108,19 @@ class RolloutLoss:
         """Return the acceptance probability of the first, second, ... sibling, at temperature 1 and depth 1 on held-out rows.
 
         Computed by multi-round rejection: a sibling is sampled and accepted with min(1, target / draft); otherwise the target
-        becomes the residual and the next one is sampled without replacement. It determines the shape of sampled trees.
+        becomes the residual and the next one is sampled without replacement. It determines the shape of sampled trees. With a
+        large vocabulary only every few positions are measured, because this takes more time than the heads' passes.
         """
         head, device = self.head, self.head.fc.weight.device
         accepted, total = torch.zeros(NUM_SIBLINGS), 0
         generator = torch.Generator(device).manual_seed(self.seed)
         for row in self.cache.held_out:
             ids, features, last = read_rows(self.cache, [row], self.head, self.last)
-            out = self._rollout(ids, features, steps=1)[0]
-            target_probs = head.target_logits(last[0, 1 : 1 + out.shape[1]]).softmax(-1)  # [T, V]
-            draft_probs = head.spread(head.logits(out[0]), target_probs.shape[-1]).softmax(-1)
+            out = self._rollout(ids, features, steps=1)[0][0]
+            logits = head.target_logits(last[0, 1 : 1 + len(out)])
+            step = 1 + logits.shape[-1] // MANY_TOKENS
+            target_probs = logits[::step].softmax(-1)  # [T, V]
+            draft_probs = head.spread(head.logits(out[::step]), target_probs.shape[-1]).softmax(-1)
             alive = torch.ones(len(target_probs), device=device)
             for sibling in range(min(NUM_SIBLINGS, draft_probs.shape[-1] - 1)):
                 token = torch.multinomial(draft_probs.clamp_min(1e-20), 1, generator=generator)

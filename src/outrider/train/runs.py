@@ -22,12 +22,12 @@ from outrider.heads import medusa as medusa_heads
 from outrider.heads.eagle import default_hidden_states
 from outrider.heads.feature_head import RolloutHead
 from outrider.progress import reporting
-from outrider.runner import ModelRunner, RunnerConfig
+from outrider.runner import ModelRunner, RunnerConfig, loading
 from outrider.runner.linear import structural_copy
 from outrider.train import plots, shapes
 from outrider.train.block_loss import BlockLoss, by_draft
 from outrider.train.capture import FeatureCache, capture, check_captured
-from outrider.train.claims import claim, digest, fingerprint
+from outrider.train.claims import claim, digest, fingerprint, resumable
 from outrider.train.medusa import MedusaLoss
 from outrider.train.options import MEASURED, BlockRun, EagleRun, HeadPlan, MedusaRun, MtpRun, Source
 from outrider.train.plan import SEED, TrainingPlan
@@ -39,6 +39,7 @@ from outrider.train.trainer import Loss, Trainer
 from outrider.types import OutriderError
 
 Measure = Callable[[bool], tuple[dict[str, Any], Any]]  # whether training has ended -> values for the curve, all measurements
+PASS_LOGITS = 1 << 26  # 268 MB in float32
 NAME_OF_MTP, NAME_OF_BLOCK = "mtp", "dflash"  # subfolders of the work folder
 
 
@@ -56,6 +57,12 @@ def plan_of(how: HeadPlan, rows: RowOrder) -> TrainingPlan:
         save_every_s=30.0,
         seed=how.seed,
     )
+
+
+def pass_tokens(target: PreTrainedModel) -> int:
+    """Return the tokens per pass that bound the memory of a target's logits, of which a pass holds several copies."""
+    logits = PASS_LOGITS if target.device.type == "cpu" else 8 * PASS_LOGITS
+    return max(1, logits // int(loading.text_config(target).vocab_size))
 
 
 def entropy_of(how: HeadPlan) -> SoftEntropy:
@@ -105,7 +112,7 @@ class Workspace:
     def features(self, layers: Sequence[int]) -> FeatureCache:
         """Return the cache of these hidden states; create or complete it if necessary."""
         rows = self.training_rows()
-        with reporting("features") as report:
+        with resumable(), reporting("features") as report:
             return capture(self.runner, rows, sorted(set(layers)), self.work / "features", report)
 
     def training_rows(self) -> Tensor:
@@ -116,7 +123,7 @@ class Workspace:
             source = self.source
             self.rows = token_rows(source.paths, self.tokenizer, source.seq_len, source.max_tokens)
             if source.regenerate:
-                with reporting("text") as report:
+                with resumable(), reporting("text") as report:
                     self.rows = regenerate(
                         self.runner, self.rows, source.prompt_len, source.temperature, SEED, self.work / "text", report
                     )
@@ -131,17 +138,22 @@ def train_medusa(workspace: Workspace, out: Path, how: HeadPlan, kind: MedusaRun
     runner = workspace.runner
     torch.manual_seed(how.seed)
     check_captured(runner, [runner.num_layers], workspace.seq_len)
+    vocab = reduced_vocab(kind.draft_vocab, runner)
     if kind.start is None:
         check_row_length(workspace.seq_len, kind.heads + 3, f"{kind.heads} heads")
-        heads = shapes.new_medusa(runner, kind.heads, kind.layers)
+        shapes.check_new_medusa(runner, kind.heads, kind.layers, vocab)
+        heads = None
     else:
         heads = medusa_heads.load(kind.start, runner.vocab_size)[0].requires_grad_(True)
-        check_row_length(workspace.seq_len, heads.shape.num_heads + 3, f"{heads.shape.num_heads} heads")
-    medusa_heads.check_fit(heads.to(runner.device), runner)
-    shape = heads.shape
-    if shape.mapped:
-        raise OutriderError(f"{kind.start} drafts a part of the vocabulary: only heads for all tokens can be continued")
-    workspace.claim("medusa", heads=shape.num_heads, layers=shape.num_layers, start=kind.start)
+        kind = replace(kind, heads=heads.shape.num_heads, layers=heads.shape.num_layers)
+        check_row_length(workspace.seq_len, kind.heads + 3, f"{kind.heads} heads")
+        medusa_heads.check_fit(heads, runner)
+    sizes = {"heads": kind.heads, "layers": kind.layers, "draft vocabulary": vocab}
+    workspace.claim("medusa", **sizes, start=kind.start)
+    if heads is None:
+        draft_ids = None if vocab is None else draft_ids_of(workspace, vocab)
+        heads = shapes.new_medusa(runner, kind.heads, kind.layers, draft_ids)
+    heads.to(runner.device)
     cache = workspace.features([runner.num_layers])
     output = shapes.output_layer(runner)
     loss = MedusaLoss(heads, output, cache, runner.num_layers, dtype=workspace.dtype("medusa"), entropy=entropy_of(how))
@@ -166,9 +178,20 @@ def eagle_sizes(kind: EagleRun, runner: ModelRunner, seq_len: int) -> tuple[tupl
     if kind.generation == 3:
         layers = kind.layers or default_hidden_states(runner.num_layers)
     check_steps(runner, layers, steps, seq_len)
-    if vocab is not None and vocab > runner.vocab_size:
-        raise OutriderError(f"invalid draft vocabulary of {vocab} tokens: the target has {runner.vocab_size}")
-    return layers, steps, None if vocab == runner.vocab_size else vocab  # a reduced vocabulary of all tokens has no format
+    return layers, steps, reduced_vocab(vocab, runner)
+
+
+def reduced_vocab(size: int | None, runner: ModelRunner) -> int | None:
+    """Return the size of a reduced vocabulary; None for all tokens. Raises ``OutriderError`` if the target has fewer."""
+    if size is not None and size > runner.vocab_size:
+        raise OutriderError(f"invalid draft vocabulary of {size} tokens: the target has {runner.vocab_size}")
+    return None if size == runner.vocab_size else size  # a reduced vocabulary of all tokens has no format
+
+
+def draft_ids_of(workspace: Workspace, size: int) -> Tensor:
+    """Return the most frequent tokens of the training rows, ascending."""
+    rows = workspace.training_rows()
+    return shapes.frequent_tokens(rows[: -held_out(len(rows))], workspace.runner.vocab_size, size)
 
 
 def train_eagle(workspace: Workspace, out: Path, how: HeadPlan, kind: EagleRun) -> None:
@@ -186,10 +209,7 @@ def train_eagle(workspace: Workspace, out: Path, how: HeadPlan, kind: EagleRun) 
         shapes.check_new_eagle(runner, kind.generation, layers, vocab)
     name = f"eagle{kind.generation}"
     workspace.claim(name, layers=layers, steps=steps, **{"draft vocabulary": vocab}, start=kind.start)
-    draft_ids = None
-    if vocab is not None:
-        rows = workspace.training_rows()
-        draft_ids = shapes.frequent_tokens(rows[: -held_out(len(rows))], runner.vocab_size, vocab)
+    draft_ids = None if vocab is None else draft_ids_of(workspace, vocab)
     cache = workspace.features([*layers, runner.num_layers])
     torch.manual_seed(how.seed)
     if head is None:
@@ -303,7 +323,8 @@ def run_job(
         last[:] = [found]
         return values
 
-    Trainer(name, model, rows, loss, plan_of(how, rows), workspace.work / name, evaluate).run()
+    plan = replace(plan_of(how, rows), pass_tokens=pass_tokens(workspace.model))
+    Trainer(name, model, rows, loss, plan, workspace.work / name, evaluate).run()
     model.eval().requires_grad_(False)
     return last[0] if last else measure(True)[1]  # a resumed run may already have ended
 

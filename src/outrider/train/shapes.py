@@ -19,6 +19,7 @@ from outrider.heads.medusa import MedusaHeads, MedusaShape
 from outrider.heads.mtp import Body, MtpHead
 from outrider.heads.own_logits import Postprocess, postprocess_of
 from outrider.memory import require_memory
+from outrider.memory import size as in_bytes
 from outrider.runner import ModelRunner, loading
 from outrider.runner.linear import weight_of
 from outrider.train import rollout_attention
@@ -77,21 +78,40 @@ def final_scale(runner: ModelRunner) -> Tensor:
 
 def _check_fits(head: nn.Module, runner: ModelRunner) -> None:
     """Raise ``OutriderError`` if the training of a head takes more than the memory; it may be without weights."""
+    size = sum(parameter.numel() for parameter in head.parameters())
     if runner.device.type == "cpu":
-        size = sum(parameter.numel() for parameter in head.parameters())
         what = "the head in float32, with gradients and optimizer state, takes at least"
         require_memory(FLOAT32 * COPIES * size, what, "train a smaller one")
+    logger.info(
+        "head with %.1fM parameters: training takes at least %s of memory, and up to %s on disk for checkpoints",
+        size / 1e6,
+        in_bytes(FLOAT32 * COPIES * size),
+        in_bytes(2 * FLOAT32 * COPIES * size),
+    )
 
 
-def new_medusa(runner: ModelRunner, num_heads: int, num_layers: int) -> MedusaHeads:
-    """Return heads initialised as the target's output head, with zero blocks (Cai et al. 2024, section 2.1)."""
+def _medusa_shape(runner: ModelRunner, num_heads: int, num_layers: int, size: int | None) -> MedusaShape:
     if num_heads < 1 or num_layers < 1:
         raise OutriderError("invalid number of heads or layers: expected at least 1")
-    shape = MedusaShape(num_heads, num_layers, runner.hidden_size, runner.vocab_size)
+    return MedusaShape(num_heads, num_layers, runner.hidden_size, size or runner.vocab_size, mapped=size is not None)
+
+
+def check_new_medusa(runner: ModelRunner, num_heads: int, num_layers: int, size: int | None) -> None:
+    """Raise ``OutriderError`` if new heads, with this size of a reduced vocabulary, take more than the memory."""
     with torch.device("meta"):
-        _check_fits(MedusaHeads(shape), runner)
-    heads = MedusaHeads(shape)
+        _check_fits(MedusaHeads(_medusa_shape(runner, num_heads, num_layers, size)), runner)
+
+
+def new_medusa(runner: ModelRunner, num_heads: int, num_layers: int, draft_ids: Tensor | None = None) -> MedusaHeads:
+    """Return heads initialised as the target's output head, with zero blocks (Cai et al. 2024, section 2.1).
+
+    ``draft_ids``: a reduced vocabulary, ascending.
+    """
+    heads = MedusaHeads(_medusa_shape(runner, num_heads, num_layers, None if draft_ids is None else len(draft_ids)))
     weight = output_layer(runner).plain_weight()[: runner.vocab_size]
+    if draft_ids is not None and heads.token_map is not None:
+        heads.token_map.copy_(draft_ids)
+        weight = weight[draft_ids.to(weight.device)]
     blocks: list[Any] = list(heads.blocks)
     for block, head in zip(blocks, heads.lm_heads, strict=True):
         for layer in block.layers:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+BLOCK = 1 << 19  # numbers
 Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -55,6 +56,20 @@ def with_gradient(logits: Tensor, probs: Tensor, best: Tensor) -> tuple[Tensor, 
     return entropy.mean(), hits.float().mean(), gradient.to(logits.dtype)
 
 
+def in_blocks(logits: Tensor, probs: Tensor, best: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the values of ``with_gradient``, computed for a few positions at a time on a CPU, whose caches they then fit."""
+    if logits.device.type != "cpu" or logits.numel() <= BLOCK:
+        return with_gradient(logits, probs, best)
+    count, gradient, total = max(1, BLOCK // logits.shape[-1]), torch.empty_like(logits), torch.zeros(2)
+    for row in zip(logits, probs, best, gradient, strict=True):
+        for some, wanted, highest, slope in zip(*(each.split(count) for each in row), strict=True):
+            share = len(some) / logits.shape[:-1].numel()
+            entropy, hits, found = with_gradient(some, wanted, highest)
+            total += share * torch.stack((entropy, hits))
+            torch.mul(found, share, out=slope)
+    return total[0], total[1], gradient
+
+
 class _SoftEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, teacher: Teacher, kernel: Kernel) -> tuple[Tensor, Tensor]:
@@ -72,7 +87,7 @@ class _SoftEntropy(torch.autograd.Function):
 SoftEntropy = Callable[[Tensor, Teacher], tuple[Tensor, Tensor]]
 
 
-def soft_entropy(logits: Tensor, teacher: Teacher, kernel: Kernel = with_gradient) -> tuple[Tensor, Tensor]:
+def soft_entropy(logits: Tensor, teacher: Teacher, kernel: Kernel = in_blocks) -> tuple[Tensor, Tensor]:
     """Return the mean cross entropy of logits [B, T, Vd] against the target, and the share of equal greedy tokens."""
     entropy, hits = _SoftEntropy.apply(logits, teacher, kernel)  # type: ignore[no-untyped-call]
     return entropy, hits

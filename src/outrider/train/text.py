@@ -194,7 +194,8 @@ def token_rows(paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, seq_le
     size = min(len(ids), max_tokens)
     count = size // seq_len
     if count < 2:
-        raise OutriderError(f"too little text: {size} tokens, expected at least two rows of {seq_len}")
+        advice = "give more with --text, or a lower --seq-len"
+        raise OutriderError(f"too little text: {size} tokens, expected at least two rows of {seq_len}: {advice}")
     return torch.frombuffer(ids, dtype=torch.int32, count=count * seq_len).view(count, seq_len)
 
 

@@ -7,7 +7,8 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -20,7 +21,7 @@ from outrider.files import write_whole
 from outrider.heads.checkpoint import replaced
 from outrider.progress import reporting
 from outrider.train import optim
-from outrider.train.claims import exclusive, resuming
+from outrider.train.claims import check_room, exclusive, resumable, resuming
 from outrider.train.plan import TrainingPlan, step_seed
 from outrider.train.precision import run_dtype
 from outrider.types import OutriderError
@@ -39,6 +40,8 @@ PACE = {  # settings that a resumed run may change, and their options
 MAX_GAP_S = 5.0
 PAUSE = 4.0  # multiple of the usual gap above which a gap is a pause, whatever the step time
 MEMORY = 0.9  # decay of earlier gaps
+STATES = 3  # sizes of the weights that a checkpoint has: themselves, and at most two states of the optimizer
+SAVING = 20.0  # multiple of the time of a checkpoint that is spent on training before the next
 
 
 class RunningClock:
@@ -160,27 +163,41 @@ class Trainer:
         rows = max(1, plan.batch_tokens // seq_len)
         ids = self.batches.batch(self.step, rows, seq_len).to(self.device)
         torch.manual_seed(step_seed(plan.seed, self.step))  # for the model's dropout, also after an interruption
-        loss, parts = self.loss(ids, self.step, before)
-        if not torch.isfinite(loss):  # an update with it would spoil the next checkpoint
-            raise self._diverged(f"non-finite loss {loss.item()} at step {self.step + 1}")
-        loss.backward()
+        parts = self._accumulate(ids.chunk(plan.num_passes(rows, seq_len)), before)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.tokens += rows * seq_len
         self.clock.tick()
-        point = {key: round(float(value), 4) for key, value in parts.items()}
+        point = {key: round(value, 4) for key, value in parts.items()}
         return {"step": self.step, "tokens": self.tokens, "seconds": round(self.clock.elapsed, 1), **point}
+
+    def _accumulate(self, passes: Sequence[Tensor], progress: float) -> dict[str, float]:
+        """Add the gradients of a step's passes, each weighted by its share of the rows. Return the parts of the mean loss."""
+        total, found = sum(map(len, passes)), defaultdict[str, float](float)
+        for ids in passes:
+            share = len(ids) / total
+            loss, parts = self.loss(ids, self.step, progress)
+            if not torch.isfinite(loss):  # an update with it would spoil the next checkpoint
+                raise self._diverged(f"non-finite loss {loss.item()} at step {self.step + 1}")
+            (loss * share).backward()
+            for key, value in parts.items():
+                found[key] += share * float(value)
+        return found
 
     def run(self) -> None:
         """Train until done. Raises ``KeyboardInterrupt`` if interrupted; a checkpoint is written either way.
 
+        Raises ``OutriderError`` if the disk has no room for two checkpoints, of which one replaces the other.
         The final measurement follows the checkpoint, so that an interruption ends it at once and a resumed run repeats it.
         """
         previous = {number: signal.signal(number, self._interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         evaluated = saved = self.clock.elapsed
+        seconds_of_save = 0.0
         self.model.train()
+        needed = STATES * sum(each.numel() * each.element_size() for each in self.model.parameters() if each.requires_grad)
+        check_room(self.folder, needed if self.checkpoint.exists() else 2 * needed, "train a smaller model")
         try:
             with exclusive(self.folder), reporting(self.name) as report:
                 while self.progress < 1.0 and not self.interrupted:
@@ -190,20 +207,21 @@ class Trainer:
                         evaluated = self.clock.elapsed
                     self.curve.append(point)
                     report(self.progress, point)
-                    if self.clock.elapsed - saved > self.plan.save_every_s:
+                    if self.clock.elapsed - saved > max(self.plan.save_every_s, SAVING * seconds_of_save):
+                        started = time.monotonic()
                         self.save()
-                        saved = self.clock.elapsed
+                        seconds_of_save, saved = time.monotonic() - started, self.clock.elapsed
                 self.save()
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        if self.progress < 1.0 or self.interrupted:
-            logger.warning("progress is saved: repeat the command to resume")
-            raise KeyboardInterrupt
-        if "final" not in self.curve[-1]:
-            logger.info("%s: measuring on held-out text", self.name)
-            self.curve[-1] |= self._evaluate(final=True) | {"final": True}
-            self.save()
+        with resumable():
+            if self.progress < 1.0 or self.interrupted:
+                raise KeyboardInterrupt
+            if "final" not in self.curve[-1]:
+                logger.info("%s: measuring on held-out text", self.name)
+                self.curve[-1] |= self._evaluate(final=True) | {"final": True}
+                self.save()
 
     def _evaluate(self, final: bool) -> dict[str, Any]:
         if self.evaluate is None:
@@ -215,4 +233,7 @@ class Trainer:
         return found
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self.interrupted:  # a step of a large model takes a minute
+            raise KeyboardInterrupt
         self.interrupted = True
+        logger.warning("stopping after this step; again: at once, without the work since the last checkpoint")
