@@ -32,7 +32,8 @@ PAIRS = Path(__file__).with_name("drafters.toml")
 # 3B), and such drafts pay (docs/log/models.md).
 LARGEST, SMALLEST = 2 / 5, 1 / 200
 OWN, NEXT_TO, INSIDE = "in the target's checkpoint", "found next to the target", "found in the target's folder"
-KNOWN, FAMILY = "known for the target", "the smallest of the target's family in the download cache"
+KNOWN = "known for the target"
+FAMILY, SIBLING = "the smallest of the target's family in the download cache", "the smallest of the target's family in its folder"
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def choices(
         if candidate.is_absent:
             absent = absent or f"; --download-draft fetches {candidate.name}"
         elif candidate.misfit:
-            is_usual = candidate.where == FAMILY and candidate.share is not None  # other sizes of the family
+            is_usual = candidate.where in (FAMILY, SIBLING) and candidate.share is not None  # other sizes of the family
             logger.log(DEBUG if is_usual else INFO, "%s: not used: %s", candidate.line, candidate.misfit)
         else:
             source = None if candidate.source is None else str(candidate.source)
@@ -205,16 +206,19 @@ def _known(target: TargetFiles, hub_id: str, download: bool) -> Candidate:
 
 
 def _family(target: TargetFiles, others: set[str]) -> Iterator[Candidate]:
-    """Yield smaller models with the target's tokenizer in the download cache, in order of preference."""
+    """Yield smaller models with the target's tokenizer in order of preference.
+
+    They are in the download cache or, for a target in a GGUF file, smaller GGUF files in its folder.
+    """
     found, models = [], PROPOSERS.get(DEFAULT_METHOD_WITH_DRAFT).drafts_with
-    for repository in _folders(Path(constants.HF_HUB_CACHE)):
-        hub_id = _hub_id(repository)
-        folder = on_this_machine(hub_id) if repository.name.startswith("models--") and hub_id not in others else None
-        if folder is None or folder.samefile(target.folder):
+    cached = {_hub_id(each): each for each in _folders(Path(constants.HF_HUB_CACHE)) if each.name.startswith("models--")}
+    folders = [(hub_id, on_this_machine(hub_id), FAMILY) for hub_id in cached if hub_id not in others]
+    for name, source, where in [*folders, *((str(each), each, SIBLING) for each in _smaller_files(target))]:
+        if source is None or source.samefile(target.folder):
             continue
-        each = _examined(target, folder, FAMILY, lambda spec: spec.drafts_with is models)
+        each = _examined(target, source, where, lambda spec: spec.drafts_with is models)
         if each is not None and not each.is_foreign:
-            found.append(_sized(replace(each, name=hub_id), LARGEST, SMALLEST))
+            found.append(_sized(replace(each, name=name), LARGEST, SMALLEST))
     similarity = SequenceMatcher(b=target.name)
 
     def order(each: Candidate) -> tuple[bool, float, float]:
@@ -293,6 +297,15 @@ def _named(draft: object) -> str:
 def _hub_id(repository: Path) -> str:
     """Return the hub id of a repository's folder in the download cache."""
     return repository.name.removeprefix("models--").replace("--", "/")
+
+
+def _smaller_files(target: TargetFiles) -> list[Path]:
+    """Return the GGUF files in the folder of a target in a GGUF file that have fewer bytes, and no names of drafts."""
+    if not target.folder.is_file():
+        return []
+    num_bytes = sum(part.stat().st_size for part in gguf_parts(target.folder))
+    files = [each for each in _gguf_files(target.folder.absolute().parent) if not _says_it_drafts(each)]
+    return [each for each in files if each.exists() and each.stat().st_size < num_bytes and not is_gguf_head(each)]
 
 
 def _gguf_files(folder: Path) -> list[Path]:

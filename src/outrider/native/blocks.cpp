@@ -41,8 +41,9 @@ constexpr int64_t kSpan = 8;      // blocks that share a base
 constexpr int kMaxRows = kLanes == 16 ? 12 : 8, kRowsOfMany = kLanes == 16 ? 6 : 8;
 constexpr int kVectorsAtOnce = kLanes == 16 ? kVectors : 1;
 constexpr int64_t kStretch = 16;  // blocks whose weights stay in the L1 cache while all rows of a pass are multiplied
-// Bytes to prefetch ahead, because the hardware prefetcher stops at page ends: measured on AMD's Zen 5 and on Intel's Sapphire Rapids.
-#if defined(__AVX512BF16__) && !defined(__AMX_TILE__)
+// Bytes to prefetch ahead, because the hardware prefetcher stops at page ends: measured on AMD's Zen 5 (which has AVX-VNNI, unlike Zen 4),
+// on Zen 4 and on Intel's Sapphire Rapids.
+#if defined(__AVX512BF16__) && defined(__AVXVNNI__) && !defined(__AMX_TILE__)
 constexpr int64_t kAhead = 6144;
 #else
 constexpr int64_t kAhead = 2048;
