@@ -91,7 +91,10 @@ class SamplingParams(CheckedOptions):
     ignore_eos: bool = option(boolean(), False, "Continue after the end-of-text token.", panel=SAMPLING)
     skip_special_tokens: bool = option(boolean(), True, "Leave special tokens out of the text.")
     seed: int | None = option(
-        whole(-(2**63), 2**64 - 1), None, "Sampling seed; the same seed gives the same text, with drafts only under same_text.", panel=SAMPLING
+        whole(-(2**63), 2**64 - 1),
+        None,
+        "Sampling seed; the same seed gives the same text, with drafts only under same_text.",
+        panel=SAMPLING,
     )
     n: int = option(whole(1, 16384), 1, "Samples per prompt.")
     grammar: Grammar | None = option(objects("a Grammar", has("matcher")), None, "Grammar that the output must match.")

@@ -269,10 +269,9 @@ def test_a_gguf_file_named_as_a_draft_drafts_for_one_beside_it(made, tmp_path):
 
 def test_a_smaller_gguf_file_of_the_family_in_the_targets_folder_drafts(made, tmp_path, said):
     target = as_gguf(made / "target", tmp_path / "models" / "model-Q8_0.gguf")
-    as_gguf(make_folder(tmp_path / "foreign", tokenizer=make_tokenizer(300), num_hidden_layers=1), target.parent / "foreign.gguf")
     (target.parent / "broken.gguf").write_bytes(b"GGUF")
     (target.parent / "gone.gguf").symlink_to(target.parent / "nowhere")
-    as_gguf(make_folder(tmp_path / "medium", num_hidden_layers=4), target.parent / "medium.gguf")
+    as_gguf(make_folder(tmp_path / "medium", **(SIZES | {"num_hidden_layers": 8})), target.parent / "medium.gguf")
     assert chosen(target).method == DEFAULT_METHOD
     small = as_gguf(made / "draft", target.parent / "small.gguf")
     llm = loaded(target)

@@ -33,7 +33,10 @@ PAIRS = Path(__file__).with_name("drafters.toml")
 LARGEST, SMALLEST = 2 / 5, 1 / 200
 OWN, NEXT_TO, INSIDE = "in the target's checkpoint", "found next to the target", "found in the target's folder"
 KNOWN = "known for the target"
-FAMILY, SIBLING = "the smallest of the target's family in the download cache", "the smallest of the target's family in its folder"
+FAMILY, SIBLING = (
+    "the smallest of the target's family in the download cache",
+    "the smallest of the target's family in its folder",
+)
 
 
 @dataclass(frozen=True)

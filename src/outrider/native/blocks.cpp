@@ -46,7 +46,7 @@ constexpr int64_t kStretch = 16;  // blocks whose weights stay in the L1 cache w
 #if defined(__AVX512BF16__) && defined(__AVXVNNI__) && !defined(__AMX_TILE__)
 constexpr int64_t kAhead = 6144;
 #else
-constexpr int64_t kAhead = 2048;
+constexpr int64_t kAhead = 3072;
 #endif
 
 // Numbers of codes, and dtypes of scales and offsets. Python's names for them are in runner/blocks.py.

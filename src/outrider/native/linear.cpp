@@ -30,11 +30,14 @@ namespace {
 // Tiles of the same weights that fetch those used next: two with AVX-512; others wait for their instructions, not for memory.
 constexpr int kFetching = kLanes == 16 ? 2 : 1;
 
-// Prefetch distance of weights in bytes, because hardware prefetching stops at page ends: the fastest ones measured on AMD's Zen 5 and
-// on Intel's Cascade Lake. `panels`: of a tile, each read at its own place.
+// Prefetch distance of weights in bytes, because hardware prefetching stops at page ends: the fastest ones measured on AMD's Zen 5 (which
+// has AVX-VNNI), on Zen 4, whose own prefetching follows several panels at once better, and on Intel's Cascade Lake.
+// `panels`: of a tile, each read at its own place.
 constexpr int64_t prefetch_distance([[maybe_unused]] int panels) {
-#if defined(__AVX512BF16__) && !defined(__AMX_TILE__)
+#if defined(__AVX512BF16__) && defined(__AVXVNNI__) && !defined(__AMX_TILE__)
   return panels == 1 ? 16384 : 4096;
+#elif defined(__AVX512BF16__) && !defined(__AMX_TILE__)
+  return panels == 1 ? 3072 : 0;
 #else
   return 3072;
 #endif
