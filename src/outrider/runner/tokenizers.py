@@ -108,6 +108,8 @@ def tokenizer_problem(folder: Path, error: BaseException) -> str:
             return f"{name} is not JSON: {first_line(broken)}"
     if not present:
         files = f"{', '.join(TOKENIZER_FILES[:-1])} or {TOKENIZER_FILES[-1]}"
+        if not (folder / "config.json").is_file():
+            return f"the folder has no config.json and no {files}: give the folder of a model"
         return f"the folder has no {files}: copy the tokenizer's files from the model's repository"
     return f"{present[0]} lacks {error}" if isinstance(error, KeyError) else first_line(error)
 
