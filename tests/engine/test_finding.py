@@ -252,10 +252,10 @@ def test_of_equal_sizes_the_most_similar_name_is_used(made):
     assert "Org/Model-1.2-Instruct" in chosen("Org/Model-1.1-Instruct").why
 
 
-def as_gguf(folder, path):
+def as_gguf(folder, path, **options):
     """Write a folder's model as a GGUF file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    gguf_files.write(path, AutoModelForCausalLM.from_pretrained(folder), lambda _: gguf.GGMLQuantizationType.F32)
+    gguf_files.write(path, AutoModelForCausalLM.from_pretrained(folder), lambda _: gguf.GGMLQuantizationType.F32, **options)
     return path
 
 
@@ -278,6 +278,17 @@ def test_a_smaller_gguf_file_of_the_family_in_the_targets_folder_drafts(made, tm
     assert llm.drafter == f"drafts with draft model {small} ({finding.SIBLING})"
     assert greedy(llm) == greedy(loaded(target, method="plain")) and llm.stats.num_drafts > 0
     assert all("broken.gguf" in line for line in said() if "not used" in line)
+
+
+def test_a_gguf_file_in_parts_is_one_model(made, tmp_path, said):
+    folder = tmp_path / "models"
+    as_gguf(made / "target", folder / "model.gguf", tensors_a_part=60)
+    as_gguf(made / "draft", folder / "small.gguf", tensors_a_part=12)
+    names = sorted(each.name for each in folder.iterdir())
+    assert len(names) > 3 and all("-of-" in name for name in names)
+    found = list(finding.candidates(finding.target_files(folder / names[0])))
+    assert [Path(each.name).name for each in found] == [next(name for name in names if name.startswith("small"))]
+    assert not found[0].misfit and not said()
 
 
 def test_a_model_of_the_family_and_a_known_drafter_are_found_for_a_gguf_file(made, monkeypatch, tmp_path, said):

@@ -306,9 +306,16 @@ def _smaller_files(target: TargetFiles) -> list[Path]:
     """Return the GGUF files in the folder of a target in a GGUF file that have fewer bytes, and no names of drafts."""
     if not target.folder.is_file():
         return []
-    num_bytes = sum(part.stat().st_size for part in gguf_parts(target.folder))
-    files = [each for each in _gguf_files(target.folder.absolute().parent) if not _says_it_drafts(each)]
-    return [each for each in files if each.exists() and each.stat().st_size < num_bytes and not is_gguf_head(each)]
+    own = gguf_parts(target.folder.absolute())
+    num_bytes = sum(part.stat().st_size for part in own)
+    found = []
+    for each in _gguf_files(target.folder.absolute().parent):
+        parts = gguf_parts(each)
+        if each != parts[0] or each in own or _says_it_drafts(each) or not all(part.exists() for part in parts):
+            continue
+        if sum(part.stat().st_size for part in parts) < num_bytes and not is_gguf_head(each):
+            found.append(each)
+    return found
 
 
 def _gguf_files(folder: Path) -> list[Path]:
