@@ -10,9 +10,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0  # no hash: this takes the CPU build (2.13.0+cpu) where the package index offers one
-# Python compiles what it imports; most of transformers' files are never imported. Docker images often forbid it to write the
-# bytecode: then each start of Python would take 4 s longer.
+# Docker images often forbid Python to write bytecode: each start would compile all imports again, which takes seconds.
 unexport PYTHONDONTWRITEBYTECODE
+# Python compiles what it imports; most of transformers' files are never imported.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile $(PIP_ARGS)
 
 # The kernels need only PyTorch, so they are compiled while pip waits for the network. Without them torch's own are used.

@@ -94,7 +94,7 @@ def gguf_parts(path: Path) -> list[Path]:
     part = GGUF_PART.fullmatch(path.stem)
     if part is None:
         return [path]
-    own = {file: GGUF_PART.fullmatch(file.stem) for file in path.parent.glob("*.gguf")}
+    own = {file: GGUF_PART.fullmatch(file.stem) for file in path.parent.glob("*.gguf") if file.is_file()}
     return sorted(file for file, found in own.items() if found and found.groups() == part.groups())
 
 

@@ -17,7 +17,7 @@ from huggingface_hub import constants
 
 from outrider.files import expanded
 from outrider.hub import QUANTISATION, fetch, fetch_configs, is_hub_id, local_gguf
-from outrider.memory import gguf_parts, on_this_machine, size, weight_files
+from outrider.memory import gguf_parts, on_this_machine, size, weight_bytes, weight_files
 from outrider.method_text import join_method, split_method
 from outrider.proposers.method import MethodSpec
 from outrider.proposers.recognition import TargetFiles, find_folder, is_gguf_head, kind_of, loose_files
@@ -306,16 +306,9 @@ def _smaller_files(target: TargetFiles) -> list[Path]:
     """Return the GGUF files in the folder of a target in a GGUF file that have fewer bytes, and no names of drafts."""
     if not target.folder.is_file():
         return []
-    own = gguf_parts(target.folder.absolute())
-    num_bytes = sum(part.stat().st_size for part in own)
-    found = []
-    for each in _gguf_files(target.folder.absolute().parent):
-        parts = gguf_parts(each)
-        if each != parts[0] or each in own or _says_it_drafts(each) or not all(part.exists() for part in parts):
-            continue
-        if sum(part.stat().st_size for part in parts) < num_bytes and not is_gguf_head(each):
-            found.append(each)
-    return found
+    num_bytes = weight_bytes(target.folder)
+    whole = [each for each in _gguf_files(target.folder.absolute().parent) if each in weight_files(each)[:1]]  # or first parts
+    return [each for each in whole if weight_bytes(each) < num_bytes and not (_says_it_drafts(each) or is_gguf_head(each))]
 
 
 def _gguf_files(folder: Path) -> list[Path]:

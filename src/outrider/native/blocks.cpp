@@ -75,7 +75,7 @@ struct Bits6 {
 struct Bits4 {
   static constexpr int64_t together = 8, words = 1, bytes = kInputs * kPanel / 2;
 };
-struct Counted4 : Bits4 {};  // whose codes are their numbers minus the lowest: no table
+struct Integers4 : Bits4 {};  // codes are integers, their numbers minus the lowest: no table
 
 // A panel: a header, bases, blocks. Bases are 32 numbers in float16 for every `kSpan` blocks: those of scales, of offsets, or of both.
 struct Panel {
@@ -104,8 +104,8 @@ struct Form {
         bytes(offsets_at + groups * kPanel * kWidths[offsets]),
         base_bytes(((scales == kProducts) + (offsets == kProducts)) * kPanel * kWidths[kFloat16]) {}
 
-  // Whether codes are their numbers minus the lowest.
-  bool is_counted() const { return codes == kInt6 || codes == kInt4 || codes == kUint4; }
+  // Whether codes are integers from 0 on: their numbers minus the lowest.
+  bool has_integers() const { return codes == kInt6 || codes == kInt4 || codes == kUint4; }
   // `blocks` is a multiple of kSpan if there are bases.
   int64_t panel_bytes(int64_t blocks) const { return kHeader + blocks * bytes + blocks / kSpan * base_bytes; }
   Panel panel(const uint8_t* packed, int64_t index, int64_t blocks) const {
@@ -280,7 +280,7 @@ struct Bytes {
                       float* sums) {
     int32_t totals[groups];
     round_to_bytes<groups>(x, left, to, stride, scale, totals, sums);
-    for (int64_t g = 0; g < groups; ++g) starts[g * stride] = (form.is_counted() ? form.lowest : -128) * totals[g];
+    for (int64_t g = 0; g < groups; ++g) starts[g * stride] = (form.has_integers() ? form.lowest : -128) * totals[g];
   }
   // Weights as numbers + 128, or as codes that are numbers minus the lowest: the instruction takes one unsigned factor.
   static ivec raised(ivec numbers) { return numbers ^ static_cast<int32_t>(0x80808080); }
@@ -294,7 +294,7 @@ struct Bytes {
     weights[0] = look_up(table, codes & 0x0f0f0f0f);
     weights[1] = look_up(table, codes >> 4 & 0x0f0f0f0f);
   }
-  static void decode(const uint8_t* words_of, Counted4, ivec, ivec* weights) {
+  static void decode(const uint8_t* words_of, Integers4, ivec, ivec* weights) {
     const ivec codes = load(reinterpret_cast<const int32_t*>(words_of));
     weights[0] = codes & 0x0f0f0f0f;
     weights[1] = codes >> 4 & 0x0f0f0f0f;
@@ -358,7 +358,7 @@ struct Bytes {
     weights[0] = split(look_up(table, codes & 0x0f0f0f0f));
     weights[1] = split(look_up(table, codes >> 4 & 0x0f0f0f0f));
   }
-  static void decode(const uint8_t* words_of, Counted4, ivec, Weights* weights) {
+  static void decode(const uint8_t* words_of, Integers4, ivec, Weights* weights) {
     static_assert(narrow_sums != 0);
     const ivec codes = load(reinterpret_cast<const int32_t*>(words_of));
     weights[0] = split(codes & 0x0f0f0f0f);
@@ -582,7 +582,7 @@ Multiply wide(const Form& form) {
   if (form.codes == kInt6) return grouped<Arithmetic, Bits6>(form);
   if (form.codes == kInt8) return grouped<Arithmetic, Bits8>(form);
   if constexpr (!std::is_same_v<Arithmetic, Floats>)
-    if (form.is_counted()) return grouped<Arithmetic, Counted4>(form);
+    if (form.has_integers()) return grouped<Arithmetic, Integers4>(form);
   return grouped<Arithmetic, Bits4>(form);
 }
 #if defined(OUTRIDER_BYTES)
@@ -593,7 +593,7 @@ Multiply of_bytes(const Form& form) {
   const int narrow_sums = std::numeric_limits<int16_t>::max() / (2 * 127 * form.range);  // sums of two products that fit in 16 bits
   if (form.codes == kInt6) return grouped<Bytes<2>, Bits6>(form);
   if (form.codes == kInt8) return grouped<Bytes<0>, Bits8>(form);
-  if (form.is_counted()) return grouped<Bytes<4>, Counted4>(form);
+  if (form.has_integers()) return grouped<Bytes<4>, Integers4>(form);
   if (narrow_sums < 2) return grouped<Bytes<0>, Bits4>(form);
   return narrow_sums < 4 ? grouped<Bytes<2>, Bits4>(form) : grouped<Bytes<4>, Bits4>(form);
 #endif
@@ -764,10 +764,10 @@ void pack_panel(const Form& form, const float* rows, int64_t outputs, int64_t in
 }
 
 // Scales or offsets of a weight: [outputs, groups] of `group` inputs each, or one per output.
-struct Given {
+struct GroupNumbers {
   const uint8_t* numbers;
   int64_t count, group, width;  // width: bytes of each
-  Given(const at::Tensor& from, const at::Tensor& codes, int64_t group_, Numbers kind)
+  GroupNumbers(const at::Tensor& from, const at::Tensor& codes, int64_t group_, Numbers kind)
       : numbers(static_cast<const uint8_t*>(from.const_data_ptr())),
         count(from.size(1)),
         group(count == 1 ? std::max<int64_t>(1, codes.size(1)) : group_),
@@ -786,7 +786,7 @@ struct Given {
 
 // Put up to 32 rows of codes and numbers, the first of which is `row`, into the blocks of a panel.
 template <typename Bits>
-void fill_panel(const Form& form, const uint8_t* codes, int64_t inputs, int64_t row, int64_t outputs, const Given& scales, const Given* offsets,
+void fill_panel(const Form& form, const uint8_t* codes, int64_t inputs, int64_t row, int64_t outputs, const GroupNumbers& scales, const GroupNumbers* offsets,
                 uint8_t* block) {
   for (int64_t b = 0; b * kInputs < inputs; ++b, block += form.bytes) {
     for (int64_t j = 0; j < kPanel; ++j) {
@@ -856,9 +856,9 @@ void fill_blocks(const at::Tensor& codes, const at::Tensor& scales, const std::o
   const Form form = form_of(packed, inputs);
   TORCH_CHECK(codes.scalar_type() == at::kByte && codes.is_contiguous() && packed.size(0) == panels && offsets.has_value() == (form.offsets != kNone),
               "fill_blocks: codes ", codes.sizes(), " into ", packed.sizes());
-  const Given given(scales, codes, group, form.scales);
-  std::optional<Given> added;
-  if (offsets) added.emplace(*offsets, codes, group, form.offsets);
+  const GroupNumbers all_scales(scales, codes, group, form.scales);
+  std::optional<GroupNumbers> all_offsets;
+  if (offsets) all_offsets.emplace(*offsets, codes, group, form.offsets);
   const auto fill = form.codes == kInt8 ? fill_panel<Bits8> : form.codes == kInt6 ? fill_panel<Bits6> : fill_panel<Bits4>;
   const uint8_t* from = codes.const_data_ptr<uint8_t>();
   uint8_t* to = packed.mutable_data_ptr<uint8_t>();
@@ -866,7 +866,7 @@ void fill_blocks(const at::Tensor& codes, const at::Tensor& scales, const std::o
   parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p) {
       if (p) std::memcpy(to + p * bytes, to, kHeader);
-      fill(form, from, inputs, p * kPanel, std::min(kPanel, outputs - p * kPanel), given, added ? &*added : nullptr, to + p * bytes + start);
+      fill(form, from, inputs, p * kPanel, std::min(kPanel, outputs - p * kPanel), all_scales, all_offsets ? &*all_offsets : nullptr, to + p * bytes + start);
     }
   });
 }

@@ -8,9 +8,9 @@ and the attention function of every layer reads it.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -67,18 +67,13 @@ class PassLayout:
             start = end
 
 
-class _Running(threading.local):
-    """The pass that this thread runs: several ``LLM``s may run in threads of one process."""
-
-    layout: PassLayout | None = None
-
-
-_running = _Running()
+# The pass that this thread runs: several ``LLM``s may run in threads of one process.
+_active: ContextVar[PassLayout | None] = ContextVar("active", default=None)
 
 
 def given_hidden() -> Tensor:
     """Return the hidden states [1, T, H] that the running pass begins with, if not with tokens."""
-    layout = _running.layout
+    layout = _active.get()
     if layout is None or layout.hidden is None:
         raise RuntimeError("a pass that begins after the first layer needs hidden states")
     return layout.hidden
@@ -89,7 +84,7 @@ def position_offsets() -> Tensor | int:
 
     A pass of one request has a single number.
     """
-    layout = _running.layout
+    layout = _active.get()
     if layout is None or layout.keeps_keys:
         return num_stored()
     positions = layout.positions[0]
@@ -98,7 +93,7 @@ def position_offsets() -> Tensor | int:
 
 def num_stored() -> int:
     """Return the number of cached tokens whose keys and values the model receives: 0 if attention reads the cache itself."""
-    layout = _running.layout
+    layout = _active.get()
     return int(layout.bases[0]) if layout is not None and layout.keeps_keys else 0
 
 
@@ -107,7 +102,7 @@ def stored(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
     In other passes return the new ones unchanged, because Outrider's attention reads the cache itself.
     """
-    layout = _running.layout
+    layout = _active.get()
     if layout is None or not layout.keeps_keys:
         return key, value
     keys, values, index = layout.entries(layer)
@@ -122,7 +117,7 @@ def stored(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 def rows_of_tokens() -> Tensor | None:
     """Return the cache row of each token of the active pass, int64 [T]; None outside of passes."""
-    layout = _running.layout
+    layout = _active.get()
     if layout is None:
         return None
     index = torch.arange(layout.positions.shape[1], device=layout.positions.device)
@@ -132,12 +127,12 @@ def rows_of_tokens() -> Tensor | None:
 @contextmanager
 def active_pass(layout: PassLayout) -> Iterator[None]:
     """Make ``layout`` the active one for attention and recurrent layers."""
-    previous, _running.layout = _running.layout, layout
+    token = _active.set(layout)
     try:
         with recurrence.active_states(layout):
             yield
     finally:
-        _running.layout = previous
+        _active.reset(token)
 
 
 class OwnAttention(OutriderError):
@@ -161,7 +156,7 @@ def attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for transformers: write this pass's keys and values and attend to visible slots -> [1, T, H, Dv]."""
-    layout = _running.layout
+    layout = _active.get()
     if layout is None:
         raise RuntimeError("this model was prepared by Outrider's runner: call the runner, not the model")
     check(module, attention_mask, options)

@@ -8,9 +8,9 @@ of a pass, for each of its requests. Rolling back to an accepted draft then move
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from types import FunctionType
 from typing import Any, Protocol
@@ -175,35 +175,31 @@ class StatePass(Protocol):
         ...
 
 
-class _Running(threading.local):
-    """The pass that this thread runs: several ``LLM``s may run in threads of one process."""
-
-    states: StatePass | None = None
-    layer = (0, 0)  # layer and state of the next call: models query the cache for the layer just before it
-
-
-_running = _Running()
+# Of this thread: several ``LLM``s may run in threads of one process.
+_active: ContextVar[StatePass | None] = ContextVar("active", default=None)
+# Layer and state of the next call: models query the cache for the layer just before it.
+_layer = ContextVar("layer", default=(0, 0))
 
 
 @contextmanager
 def active_states(states: StatePass) -> Iterator[None]:
     """Make ``states`` the active states of recurrent layers."""
-    previous, _running.states = _running.states, states
+    token = _active.set(states)
     try:
         yield
     finally:
-        _running.states = previous
+        _active.reset(token)
 
 
 def enter(layer: int, index: int) -> None:
     """Set the layer and state that the next function call uses; the cache calls this."""
-    _running.layer = (layer, index)
+    _layer.set((layer, index))
 
 
 def _requests(shape: tuple[int, ...], taps: int = 0) -> tuple[Tensor, int, Tensor, Tensor, Tensor]:
-    states = _running.states
+    states = _active.get()
     assert states is not None
-    store, place = states.state(StateKey(*_running.layer, taps > 0), StateShape(shape, taps))
+    store, place = states.state(StateKey(*_layer.get(), taps > 0), StateShape(shape, taps))
     return store, place, states.cache_rows, states.bases, states.ends
 
 
@@ -316,4 +312,4 @@ def _bound(kind: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def _in_a_pass(own: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **options: (original if _running.states is None else own)(*args, **options)
+    return lambda *args, **options: (original if _active.get() is None else own)(*args, **options)

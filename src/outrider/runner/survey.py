@@ -7,9 +7,9 @@ which layers have attention, the number and size of their heads, and which layer
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,13 +55,7 @@ class _Seen:
         return torch.zeros(1, 1, NUM_TOKENS + shape.taps, *shape.sizes, device=self.device), 0
 
 
-class _Running(threading.local):
-    """The survey that this thread runs."""
-
-    seen: _Seen | None = None
-
-
-_running = _Running()
+_seen: ContextVar[_Seen] = ContextVar("seen")  # by the survey that this thread runs
 
 
 def survey(model: PreTrainedModel) -> CacheShape:
@@ -84,7 +78,7 @@ def survey(model: PreTrainedModel) -> CacheShape:
 def _survey_attention(model: PreTrainedModel) -> CacheShape:
     """Survey by the calls of attention."""
     name, seen = type(model).__name__, _Seen(model.device)
-    _running.seen = seen
+    _seen.set(seen)
     _refuse_own_caches(model)
     recurrence.bind(model)
     try:
@@ -214,8 +208,7 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *_: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """Replacement of attention that records the shapes that a layer stores."""
-    seen = _running.seen
-    assert seen is not None
+    seen = _seen.get()
     layer: Any = getattr(module, "layer_idx", None)
     if layer is None:
         raise OutriderError(f"{type(module).__name__} has no layer index")

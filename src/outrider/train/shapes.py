@@ -23,6 +23,7 @@ from outrider.memory import size as in_bytes
 from outrider.runner import ModelRunner, loading
 from outrider.runner.linear import weight_of
 from outrider.train import rollout_attention
+from outrider.train.trainer import STATES
 from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def _check_fits(head: nn.Module, runner: ModelRunner) -> None:
         "head with %.1fM parameters: training takes at least %s of memory, and up to %s on disk for checkpoints",
         size / 1e6,
         in_bytes(FLOAT32 * COPIES * size),
-        in_bytes(2 * FLOAT32 * COPIES * size),
+        in_bytes(2 * FLOAT32 * STATES * size),
     )
 
 
