@@ -324,7 +324,7 @@ def nested(depth: int) -> dict[str, Any]:
     [
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools: 'weather' occurs more than once"),
         ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools.0.function.name: "),
-        ({"tools": [{"type": "function", "function": {"name": "a" * 65}}]}, "tools.0.function.name: "),
+        ({"tools": [{"type": "function", "function": {"name": "a" * 129}}]}, "tools.0.function.name: "),
         ({"tools": [{"type": "retrieval"}]}, "tools.0.type: "),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": nested(40)}}]}, "more than 64 levels deep"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"a": "\ud800"}}}]}, "unpaired surrogate"),

@@ -125,15 +125,20 @@ class GgufFile:
         field = self.fields.get(name)
         return int(field.parts[-2][0]) if field is not None and field.types == [LIST, STRING] else None
 
-    def vocabulary(self) -> tuple[dict[str, int], set[str]]:
-        """Return the id of each token, and the tokens that training did not learn: special, added and padding ones."""
-        count, at, tokens = self.num_strings(TOKENS) or 0, 0, []
-        raw = memoryview(self.fields[TOKENS].parts[-1] if count else b"")
+    def strings(self, name: str) -> list[str]:
+        """Return a list of strings; an empty one if there is no such list."""
+        count, at, found = self.num_strings(name) or 0, 0, []
+        raw = memoryview(self.fields[name].parts[-1] if count else b"")
         for _ in range(count):
             end = at + 8 + int.from_bytes(raw[at : at + 8], "little")
-            tokens.append(str(raw[at + 8 : end], errors="replace"))
+            found.append(str(raw[at + 8 : end], errors="replace"))
             at = end
-        kinds = self.entry("tokenizer.ggml.token_type") or [LEARNED[0]] * count
+        return found
+
+    def vocabulary(self) -> tuple[dict[str, int], set[str]]:
+        """Return the id of each token, and the tokens that training did not learn: special, added and padding ones."""
+        tokens = self.strings(TOKENS)
+        kinds = self.entry("tokenizer.ggml.token_type") or [LEARNED[0]] * len(tokens)
         added = {token for token, kind in zip(tokens, kinds, strict=False) if kind not in LEARNED}
         return {token: index for index, token in enumerate(tokens)}, added
 

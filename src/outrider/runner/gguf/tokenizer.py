@@ -1,20 +1,23 @@
 """Build the tokenizer that a GGUF file holds, with the token ids of the original model's tokenizer.
 
-transformers reads the file; what it gets wrong (5.21 to 5.24) is mended here: special tokens outside the byte alphabet, merges
-that Llama 3's rule ignores, the prefix space of Llama 2, and BOS where the file does not say.
+transformers builds those of SentencePiece. Byte-level ones are built here: transformers (5.21 to 5.24) gives special tokens
+outside the byte alphabet other ids and lacks rules by which text is split, and its reading takes three times as long.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.normalizers import NFC
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from transformers import CONFIG_MAPPING, TOKENIZER_MAPPING, AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.integrations.gguf import gguf_tokenizer_mapping as transformers_gguf
 
 from outrider.hub import is_cached_only
@@ -24,18 +27,17 @@ from outrider.runner.gguf.source import find, is_beside
 
 logger = logging.getLogger(__name__)
 
-KNOWN_SPLITS: Mapping[str, str] = transformers_gguf.GGUF_PRE_TOKENIZER_SPLITS
-
-# Rules by which text is split before merges, beyond transformers' own: expressions in turn, each for what the others left.
+# Rules by which text is split before merges: expressions in turn, each for what the others left.
 _CJK = "[\u4e00-\u9fa5\u3040-\u30ff]+"
 _DEEPSEEK = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SPLITS = {
+SPLITS: dict[str, tuple[str, ...]] = {
+    **{rule: (split,) for rule, split in transformers_gguf.GGUF_PRE_TOKENIZER_SPLITS.items()},
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), (r"\p{N}{1,3}", _CJK, _DEEPSEEK)),
-    **dict.fromkeys(("glm4", "glm5"), (KNOWN_SPLITS["llama3"],)),
-    "hunyuan": (KNOWN_SPLITS["qwen2"],),
+    **dict.fromkeys(("glm4", "glm5"), (transformers_gguf.GGUF_PRE_TOKENIZER_SPLITS["llama3"],)),
+    "hunyuan": (transformers_gguf.GGUF_PRE_TOKENIZER_SPLITS["qwen2"],),
 }
 GPT2 = ("gpt-2", "phi-2", "olmo", "mpt", "exaone4", "mellum", "gigachat", "a.x-4.0", "granite-docling")
 GPT2_AND_DIGITS = ("command-r", "starcoder", "refact", "smollm", "exaone", "codeshell", "minerva-7b")  # one by one
@@ -45,6 +47,8 @@ IGNORING_MERGES = (*LLAMA3, "tekken", "minicpm5", "youtu", "glm4", "glm5")
 ADDING_BOS = (*LLAMA3, "tekken", "chameleon")
 NORMALISED = ("qwen2", "deepseek-r1-qwen")  # by the original tokenizers, not by llama.cpp
 CONTROL, USER_DEFINED = 3, 4  # types of tokens
+ENDOFTEXT = "<|endoftext|>"  # GPT-2's only special token, for files without types
+SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' names -> the header's
 
 
 def load_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -60,49 +64,71 @@ def load_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTok
         return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)  # reads the whole header with gguf's class
     # Not by from_pretrained, which would prefer a tokenizer.json beside the file.
     kind: Any = TOKENIZER_MAPPING.get(CONFIG_MAPPING[file.record.model_type], TokenizersBackend)
-    architecture, entries, options = transformers_gguf.get_gguf_tokenizer(str(path))
-    if entries.get("pre_tokenizer_type") in ADDING_BOS:
-        options.setdefault("add_bos_token", True)
-    backend = _backend(architecture, entries)
+    entries, options = _entries(file, "tokenizer"), _entries(file, "tokenizer_config")
+    _complete(options, entries, file)
+    if entries.get("tokenizer_type") == "gpt2":
+        backend = _byte_level(entries)
+    else:
+        # Nothing but the architecture tells whether text that begins with a space gets another: Phi-3's does, and Llama 2's.
+        has_prefix = entries.get("tokenizer_type") == "llama" and entries.get("add_prefix_space", True)
+        of_phi = has_prefix and file.architecture not in transformers_gguf.GGUF_SENTENCEPIECE_BUILDERS
+        backend, _ = transformers_gguf.convert_gguf_tokenizer("phi3" if of_phi else file.architecture, entries)
     return kind(tokenizer_object=backend, name_or_path=str(path.parent), **options)  # type: ignore[no-any-return]
 
 
-def _backend(architecture: str, entries: Mapping[str, Any]) -> Tokenizer:
-    """Return transformers' tokenizer of these entries of a header, mended."""
-    if entries.get("tokenizer_type") != "gpt2":
-        # Nothing but the architecture tells whether text that begins with a space gets another: Phi-3's does, and Llama 2's.
-        has_prefix = entries.get("tokenizer_type") == "llama" and entries.get("add_prefix_space", True)
-        of_phi = has_prefix and architecture not in transformers_gguf.GGUF_SENTENCEPIECE_BUILDERS
-        return transformers_gguf.convert_gguf_tokenizer("phi3" if of_phi else architecture, dict(entries))[0]
-    state = json.loads(transformers_gguf.convert_gguf_tokenizer(architecture, dict(entries))[0].to_str())
-    tokens, rule, vocabulary = entries["tokens"], entries.get("pre_tokenizer_type"), state["model"]["vocab"]
-    spelled = {index: token for token, index in vocabulary.items()}
-    types = entries.get("token_type") or ()
-    # If the file has no types: those of transformers, without GPT-2's own special token if the vocabulary lacks it.
-    added = [] if types else [each for each in state["added_tokens"] if each["id"] < len(tokens)]
-    for index, (token, kind) in enumerate(zip(tokens, types, strict=False)):
-        if kind in (CONTROL, USER_DEFINED):
-            # transformers spells every token in the byte alphabet that has other characters, such as DeepSeek's bars.
-            vocabulary.pop(spelled[index], None)
-            vocabulary[token] = index
-            how = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": kind == CONTROL}
-            added.append({"id": index, "content": token, **how})
-    state["added_tokens"] = added
-    state["model"]["ignore_merges"] = rule in IGNORING_MERGES
+def _entries(file: GgufFile, group: str) -> dict[str, Any]:
+    """Return entries of the header by transformers' names: those of the tokenizer, or the options of its class."""
+    found = {}
+    for name, own in transformers_gguf.GGUF_TOKENIZER_MAPPING[group].items():
+        key = f"tokenizer.{name}"
+        found[own] = file.entry(key) if file.num_strings(key) is None else file.strings(key)
+    return {own: value for own, value in found.items() if value is not None}
+
+
+def _complete(options: dict[str, Any], entries: Mapping[str, Any], file: GgufFile) -> None:
+    """Add the special tokens, and whether text begins with BOS where the file does not say or says it wrongly."""
+    kind = entries.get("tokenizer_type")
+    if kind == "llama" or entries.get("pre_tokenizer_type") in ADDING_BOS:
+        options.setdefault("add_bos_token", True)
+    elif kind == "gemma4":
+        options["add_bos_token"] = False  # the chat template writes it
+    for name, key in SPECIAL_TOKENS.items():
+        index = file.entry(f"tokenizer.ggml.{key}_token_id")
+        options[f"{name}_token"] = None if index is None else entries["tokens"][index]
+
+
+def _byte_level(entries: Mapping[str, Any]) -> Tokenizer:
+    """Return the byte-level BPE tokenizer of these entries."""
+    tokens, rule, types = entries["tokens"], entries.get("pre_tokenizer_type"), entries.get("token_type") or ()
+    added = {
+        index: AddedToken(token, normalized=False, special=kind == CONTROL)
+        for index, (token, kind) in enumerate(zip(tokens, types, strict=False))
+        if kind in (CONTROL, USER_DEFINED)
+    }
+    letters = bytes_to_unicode()  # the byte alphabet: added tokens may have other characters, such as DeepSeek's bars
+    alphabet = set(letters.values())
+    vocabulary = {
+        token if index in added or alphabet.issuperset(token) else "".join([letters[byte] for byte in token.encode()]): index
+        for index, token in enumerate(tokens)
+    }
+    merges = [tuple(merge.split(" ")) for merge in entries.get("merges", ())]
+    tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=rule in IGNORING_MERGES))
+    if not types and ENDOFTEXT in vocabulary:
+        added = {vocabulary[ENDOFTEXT]: AddedToken(ENDOFTEXT, normalized=False, special=True)}
+    tokenizer.add_tokens(list(added.values()))
     if rule in NORMALISED:
-        state["normalizer"] = {"type": "NFC"}
-    tokenizer = Tokenizer.from_str(json.dumps(state))
+        tokenizer.normalizer = NFC()
     splits = (r"\p{N}",) if rule in GPT2_AND_DIGITS else SPLITS.get(rule or "", ())
-    if splits:
-        parts = [Split(Regex(each), "isolated") for each in splits]
-        tokenizer.pre_tokenizer = Sequence([*parts, ByteLevel(add_prefix_space=False, use_regex=rule in GPT2_AND_DIGITS)])
+    pieces = ByteLevel(add_prefix_space=False, use_regex=not splits or rule in GPT2_AND_DIGITS)
+    tokenizer.pre_tokenizer = Sequence([*(Split(Regex(each), "isolated") for each in splits), pieces]) if splits else pieces
+    tokenizer.decoder = ByteLevelDecoder()
     return tokenizer
 
 
 def _warn_of_an_unknown_split(file: GgufFile) -> None:
     """Log a warning if text is split before BPE by GPT-2's rule in place of the one that the file names."""
     rule = file.entry("tokenizer.ggml.pre")
-    is_known = any(rule in each for each in (KNOWN_SPLITS, SPLITS, GPT2, GPT2_AND_DIGITS))
+    is_known = any(rule in each for each in (SPLITS, GPT2, GPT2_AND_DIGITS))
     if file.entry("tokenizer.ggml.model") == "gpt2" and not is_known:
         logger.warning(
             "%s: its tokenizer splits text by the rule %r, which is not known here: text is split by GPT-2's"
