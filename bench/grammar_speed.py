@@ -1,5 +1,7 @@
 """Measure the speedup of grammar drafts: every method with and without them, in turns per prompt, on one loaded target.
 
+Each prompt is answered once, because engines remember what grammars left a choice about; the warm-up has prompts of its own.
+
     python bench/grammar_speed.py --inflate 1b --prompts WikiQuestions.json --out results/grammar-1b.json
 
 ``--prompts`` is a JSON list of objects with "context" and "question" (ArcticInference's json_mode). Each is answered in two
@@ -73,24 +75,24 @@ class Lane:
 
     name: str
     engine: Engine
-    answers: list[list[Completion]] = field(default_factory=list)  # [repeats][prompts]
-    seconds: list[list[float]] = field(default_factory=list)  # [repeats][prompts]
+    answers: list[Completion] = field(default_factory=list)  # [prompts]
+    seconds: list[float] = field(default_factory=list)  # [prompts]
 
     @property
     def texts(self) -> list[list[int]]:
-        return [answer.token_ids for repeat in self.answers for answer in repeat]
+        return [answer.token_ids for answer in self.answers]
 
     def total(self, count: str) -> int:
         """Return the sum of one count of the statistics over all answers."""
-        return sum(getattr(answer.stats, count) for repeat in self.answers for answer in repeat)
+        return sum(getattr(answer.stats, count) for answer in self.answers)
 
     @property
     def timings(self) -> Timings:
-        return Timings.of([[len(answer.token_ids) for answer in repeat] for repeat in self.answers], self.seconds)
+        return Timings.of([[len(answer.token_ids) for answer in self.answers]], [self.seconds])
 
     @property
     def tok_s(self) -> float:
-        return sum(map(len, self.texts)) / sum(map(sum, self.seconds))
+        return sum(map(len, self.texts)) / sum(self.seconds)
 
 
 def lanes(llm: LLM, methods: Sequence[str], k: int | str) -> Iterator[Lane]:
@@ -108,31 +110,26 @@ def lanes(llm: LLM, methods: Sequence[str], k: int | str) -> Iterator[Lane]:
 
 
 def measure(llm: LLM, form: str, prompts: Sequence[str], args: argparse.Namespace) -> tuple[list[Lane], list[str]]:
-    """Run every lane on every prompt, rotating the order. Returns the lanes and descriptions of invalid answers."""
+    """Run every lane on every prompt, rotating the order; the last ones are a warm-up. Returns the lanes and invalid answers."""
     grammar, invalid = GrammarCompiler(tools(llm)).json(FORMS[form]), []
     found = list(lanes(llm, args.methods, args.k))
-    for repeat in range(args.repeats + 1):  # the first repeat is a warm-up
-        is_measured = repeat > 0
-        for lane in found if is_measured else ():
-            lane.answers.append([])
-            lane.seconds.append([])
-        for at, prompt in enumerate(prompts if is_measured else prompts[: args.warmup]):
-            params = SamplingParams(MAX_TOKENS, args.temperature, seed=at, grammar=grammar)
-            first = (at + repeat) % len(found)
-            for lane in found[first:] + found[:first]:
-                llm.engine, llm.proposer = lane.engine, lane.engine.proposer
-                started = time.perf_counter()
-                answer = llm.generate(prompt, params)[0].outputs[0]
-                seconds = time.perf_counter() - started
-                if not is_measured:
-                    continue
-                lane.answers[-1].append(answer)
-                lane.seconds[-1].append(seconds)
-                try:
-                    jsonschema.validate(json.loads(answer.text), FORMS[form])
-                except (ValueError, jsonschema.ValidationError) as error:
-                    invalid.append(f"{lane.name}: {answer.finish_reason}: {answer.text!r}: {str(error).splitlines()[0]}")
-            print(f"{form}: repeat {repeat}, prompt {at + 1} of {len(prompts)}", file=sys.stderr, flush=True)
+    for at, prompt in [*list(enumerate(prompts))[args.num_prompts :], *enumerate(prompts[: args.num_prompts])]:
+        params = SamplingParams(MAX_TOKENS, args.temperature, seed=at, grammar=grammar)
+        first = at % len(found)
+        for lane in found[first:] + found[:first]:
+            llm.engine, llm.proposer = lane.engine, lane.engine.proposer
+            started = time.perf_counter()
+            answer = llm.generate(prompt, params)[0].outputs[0]
+            seconds = time.perf_counter() - started
+            if at >= args.num_prompts:
+                continue
+            lane.answers.append(answer)
+            lane.seconds.append(seconds)
+            try:
+                jsonschema.validate(json.loads(answer.text), FORMS[form])
+            except (ValueError, jsonschema.ValidationError) as error:
+                invalid.append(f"{lane.name}: {answer.finish_reason}: {answer.text!r}: {str(error).splitlines()[0]}")
+        print(f"{form}: prompt {at + 1} of {len(prompts)}", file=sys.stderr, flush=True)
     return found, invalid
 
 
@@ -171,8 +168,7 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--prompts", type=Path, required=True, help="JSON list of objects with context and question")
     parser.add_argument("--num-prompts", type=count, default=10)
-    parser.add_argument("--repeats", type=count, default=3)
-    parser.add_argument("--warmup", type=count, default=2, help="prompts of the unmeasured warm-up run")
+    parser.add_argument("--warmup", type=count, default=2, help="further prompts, answered before the others")
     parser.add_argument("--forms", default=",".join(FORMS), help="forms of answers, separated by commas")
     parser.add_argument("--methods", default="plain,suffix,draft", help="comma-separated methods; the first is the baseline")
     parser.add_argument("--k", default="auto")
@@ -184,7 +180,10 @@ def main() -> int:
     args = parsed(parser)
     args.methods, args.forms = args.methods.split(","), args.forms.split(",")
     args.k = args.k if args.k == "auto" else int(args.k)
-    rows = json.loads(args.prompts.read_text())[: args.num_prompts]
+    rows = json.loads(args.prompts.read_text())
+    if len(rows) < args.num_prompts + args.warmup:
+        parser.error(f"{args.prompts} has {len(rows)} prompts, expected {args.num_prompts} and {args.warmup} for the warm-up")
+    rows = rows[: args.num_prompts + args.warmup]
     prompts = [PROMPT.format(context=row["context"][:MAX_CONTEXT], question=row["question"]) for row in rows]
     target = args.target or family.TARGET
     drafts = family.drafts() if args.target is None else {}

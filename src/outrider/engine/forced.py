@@ -1,29 +1,73 @@
-"""Draft the tokens that a grammar determines, in addition to the drafts of a method.
+"""Draft the tokens that a grammar determines or makes likely, in addition to the drafts of a method.
 
 A token that the masks of a request leave as the only one has probability 1 under the target, whatever its logits and the
-sampler's settings: as a draft it is accepted at any temperature, for one more row of a pass instead of a pass. Forced text is
-not always a forced token: where the masks allow several tokenizations of the text, the target chooses, and nothing is drafted.
+sampler's settings: as a draft it is accepted at any temperature, for one more row of a pass instead of a pass. Where the masks
+leave a few tokens, such as white space and punctuation between the keys of a JSON object, the one chosen there before is
+guessed (``Layout``). A guess is a draft like any other: the target may reject it.
 
 ``ForcedDrafts`` stands between the round and the guarded proposer. Forced tokens come before the proposer's drafts, which it
 makes as if they were committed, and after a chain of drafts. A proposer without ``drafts_ahead`` cannot continue after forced
 tokens. If the forced span is shorter than K, the proposer drafts it itself (the masks leave no choice); otherwise it makes no
 drafts in this round. Its own drafts that are forced are marked too, so that they do not count as accepted. The proposer
-receives the verdict on its own drafts only.
+receives the verdict on its own drafts only. It never drafts after guesses, which may be rejected: they take the place of its
+drafts if they are not far fewer.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from outrider.engine.round import DraftSource
 from outrider.sampling.grammar_masks import allowed_after, is_dead_end, is_empty, path_to
 from outrider.types import BatchSampler, Context, Matcher, Proposal, Request, Verdict
 
-MAX_FORCED = 15  # forced drafts of a request in one round: a pass of 16 rows; a longer span takes another round
+MAX_FORCED = 15  # forced and guessed drafts of a request in one round: a pass of 16 rows; a longer span takes another round
+MAX_CHOICES = 64  # tokens among which one is guessed
+MAX_PLACES = 4096  # whose tokens are remembered; the oldest is dropped
+MOST_SURE = 3  # of a place's counter, which starts at 1: a wrong guess takes 1, a right one adds 1, and at 0 nothing is guessed
+
+
+class Layout:
+    """The tokens that were chosen where masks left a few. Two-bit counters (Smith, 1981) tell whether they are guessed again.
+
+    A place is the token before and the set of allowed tokens, which tells most states of a grammar apart. Where it is new, the
+    token before is the place: white space and punctuation mostly continue alike. Places are shared by all grammars of an engine.
+    """
+
+    def __init__(self) -> None:
+        self._chosen: OrderedDict[tuple[int, bytes], tuple[int, int]] = OrderedDict()  # place -> token, counter
+
+    def guess(self, before: int, allowed: Tensor) -> int | None:
+        """Return the token to guess after ``before``; None if there is none. ``allowed``: bool [V], on the CPU."""
+        for place in _places(before, allowed):
+            if place in self._chosen:
+                token, counter = self._chosen[place]
+                return token if counter > 0 and allowed[token] else None
+        return None
+
+    def learn(self, before: int, allowed: Tensor, token: int) -> None:
+        """Learn which of the allowed tokens came after ``before``."""
+        for place in _places(before, allowed):
+            known, counter = self._chosen.pop(place, (token, 0))
+            if known == token:
+                self._chosen[place] = token, min(counter + 1, MOST_SURE)
+            else:
+                self._chosen[place] = (known, counter - 1) if counter > 0 else (token, 0)
+            if len(self._chosen) > MAX_PLACES:
+                self._chosen.popitem(last=False)
+
+
+def _places(before: int, allowed: Tensor) -> list[tuple[int, bytes]]:
+    """Return the keys of a place, the most specific first; none if one token is allowed, or many."""
+    if not 1 < np.count_nonzero(allowed.numpy()) <= min(MAX_CHOICES, len(allowed) // 2):
+        return []
+    return [(before, np.flatnonzero(allowed.numpy()).tobytes()), (before, b"")]
 
 
 @dataclass(slots=True)
@@ -32,6 +76,7 @@ class _Row:
 
     room: int  # maximum number of drafts
     before: list[int]
+    num_certain: int  # of those before: forced, ahead of the first guess
     own: list[bool] = field(default_factory=list)  # whether each draft of the inner drafter is forced
     after: list[int] = field(default_factory=list)
 
@@ -58,7 +103,9 @@ class ForcedDrafts:
         self._inner, self._make_sampler, self._drafts_ahead = inner, make_sampler, drafts_ahead
         self._max_drafts = max_drafts
         self._most = MAX_FORCED if max_drafts is None else min(MAX_FORCED, max_drafts)
+        self._layout = Layout()
         self._rows: dict[str, _Row] = {}  # by request id, for requests with a grammar
+        self._drafts: dict[str, list[int]] = {}  # of the requests of this round
         self._view: Context | None = None  # context of the inner drafter, if it differs from the round's
 
     def look(self, context: Context) -> None:
@@ -70,8 +117,8 @@ class ForcedDrafts:
         for request, limit in zip(context.requests, context.limits, strict=True):
             if request.matcher is not None and request.num_draft_tokens != 0 and limit > 0:
                 room = limit if self._max_drafts is None else min(limit, self._max_drafts)
-                before = forced_tokens(request, [], min(self._most, limit))
-                self._rows[request.request_id] = _Row(0 if is_dead_end(request, []) else room, before)
+                before, num_certain = likely_tokens(request, [], min(self._most, limit), self._layout)
+                self._rows[request.request_id] = _Row(0 if is_dead_end(request, []) else room, before, num_certain)
 
     def propose(self, context: Context, k: int) -> Proposal:
         """Return the forced tokens that ``look`` found, at most k drafts of the inner drafter, and forced ones after them."""
@@ -80,10 +127,14 @@ class ForcedDrafts:
         proposal = self._inner.propose(self._seen_ahead(context, k), k)
         self._extend(context, proposal)
         rows = [self._rows.get(request_id) for request_id in context.request_ids]
-        return _joined(rows, proposal) if any(row is not None and row.has_forced for row in rows) else proposal
+        if any(row is not None and row.has_forced for row in rows):
+            proposal = _joined(rows, proposal)
+        self._drafts = dict(zip(context.request_ids, proposal.token_ids.tolist(), strict=True))
+        return proposal
 
     def commit(self, context: Context, verdict: Verdict) -> None:
-        """Pass on the verdict on the inner drafter's own drafts."""
+        """Pass on the verdict on the inner drafter's own drafts, and learn what was chosen."""
+        self._learn(context, verdict)
         if any(row.before or row.after for row in self._rows.values()):
             verdict = self._on_own(context, verdict)
         if self._view is not None:
@@ -97,8 +148,14 @@ class ForcedDrafts:
             row = self._rows.get(request.request_id)
             if row is None:
                 continue
+            wanted = min(k, limits[b])
+            if len(row.before) > row.num_certain:
+                if wanted > 2 * len(row.before):
+                    row.before = row.before[: row.num_certain]
+                else:
+                    limits[b] = 0
             if row.before and not self._drafts_ahead:
-                if min(k, limits[b]) > len(row.before):
+                if wanted > len(row.before):
                     row.before = []  # the proposer drafts these itself, because the masks allow no others
                 else:
                     limits[b] = 0
@@ -125,7 +182,18 @@ class ForcedDrafts:
                 row.own.append(_only_token(allowed_after(request, [*row.before, *path])) == token)
             room = min(self._most, row.room) - len(row.before) - num_own
             if room > 0 and (trees is None or num_own == 0):
-                row.after = forced_tokens(request, [*row.before, *drafts[b][:num_own]], room)
+                row.after, _ = likely_tokens(request, [*row.before, *drafts[b][:num_own]], room, self._layout)
+
+    def _learn(self, context: Context, verdict: Verdict) -> None:
+        """Learn which tokens the target chose where masks leave a few."""
+        for request, path, token in zip(context.requests, verdict.paths, verdict.next_tokens, strict=True):
+            if request.request_id in self._rows:
+                drafts = self._drafts[request.request_id]
+                chosen = [*(drafts[node] for node in path), token]
+                for at, each in enumerate(chosen):
+                    allowed = allowed_after(request, chosen[:at])
+                    if allowed is not None:
+                        self._layout.learn(chosen[at - 1] if at else request.token_ids[-1], allowed, each)
 
     def _on_own(self, context: Context, verdict: Verdict) -> Verdict:
         paths, next_tokens = list(verdict.paths), list(verdict.next_tokens)
@@ -146,7 +214,7 @@ class _MatcherAhead:
     inner: Matcher
     num_committed: int  # number of committed tokens in the output
 
-    def allowed(self, output: Sequence[int], path: Sequence[int]) -> torch.Tensor | None:
+    def allowed(self, output: Sequence[int], path: Sequence[int]) -> Tensor | None:
         return self.inner.allowed(output[: self.num_committed], [*output[self.num_committed :], *path])
 
 
@@ -157,23 +225,33 @@ def _ahead(request: Request, run: Sequence[int]) -> Request:
     return replace(request, token_ids=[*request.token_ids, *run], matcher=matcher)
 
 
-def forced_tokens(request: Request, path: Sequence[int], most: int) -> list[int]:
-    """Return at most that many tokens after the request's output and the drafts of ``path``, each the only one allowed.
+def likely_tokens(request: Request, path: Sequence[int], most: int, layout: Layout) -> tuple[list[int], int]:
+    """Return at most that many tokens after the request's output and the drafts of ``path``, each the only one allowed or guessed.
 
-    Without the last one if none can follow it (the end of the text, a dead end): the round's own token is that one.
+    Also return how many come before the first guess. The last forced one is left out if none can follow it (the end of the text,
+    a dead end): the round's own token is that one.
     """
     run: list[int] = []
+    num_certain: int | None = None
     while True:
         allowed = allowed_after(request, [*path, *run])
         token = _only_token(allowed)
         if token is None:
-            return run[:-1] if allowed is None or is_empty(allowed) else run
+            if allowed is None or is_empty(allowed):
+                run = run[:-1]
+                break
+            before = run[-1] if run else path[-1] if path else request.token_ids[-1]
+            token = layout.guess(before, allowed)
+            if token is None:
+                break
+            num_certain = len(run) if num_certain is None else num_certain
         if len(run) == most:
-            return run
+            break
         run.append(token)
+    return run, len(run) if num_certain is None else min(num_certain, len(run))
 
 
-def _only_token(allowed: torch.Tensor | None) -> int | None:
+def _only_token(allowed: Tensor | None) -> int | None:
     """Return the token that a mask on the CPU leaves; None if it leaves several or none."""
     if allowed is None or np.count_nonzero(allowed.numpy()) != 1:
         return None

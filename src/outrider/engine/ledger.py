@@ -62,6 +62,8 @@ class Ledger:
         for b, (request, num_scored, path, token_ids) in enumerate(rows):
             num_drafts = num_scored - (forced[b] if forced is not None else 0)
             last = _last_origin(proposal, b, num_scored, path) if num_drafts else "plain"
+            if last == "corrected" and proposal.parents is None and is_forced[b][len(path)]:
+                last = "bonus"  # a guess after the proposer's drafts was rejected
             found = ["grammar" if is_forced[b][node] else "accepted" for node in path]
             accepted.append(found.count("accepted"))
             reached.append(accepted[b] + (last == "corrected"))
