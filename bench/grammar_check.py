@@ -105,7 +105,7 @@ def check(method: str, grammar_drafts: bool, args: argparse.Namespace) -> dict[s
         "draft_acceptance_rate": round(stats.draft_acceptance_rate, 3),
         "tokens_per_answer": round(stats.num_tokens / count, 2),
         "rounds_per_answer": round(stats.num_rounds / count, 2),
-        "forced_per_answer": round(stats.num_forced / count, 2),
+        "forced_per_answer": round(stats.num_grammar_tokens / count, 2),
         "faults": stats.faults,
     }
 

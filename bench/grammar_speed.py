@@ -110,7 +110,7 @@ def lanes(llm: LLM, methods: Sequence[str], k: int | str) -> Iterator[Lane]:
 
 
 def measure(llm: LLM, form: str, prompts: Sequence[str], args: argparse.Namespace) -> tuple[list[Lane], list[str]]:
-    """Run every lane on every prompt, rotating the order; the last ones are a warm-up. Returns the lanes and invalid answers."""
+    """Run every lane on every prompt, in a rotating order; the last prompts are a warm-up. Return lanes, invalid answers."""
     grammar, invalid = GrammarCompiler(tools(llm)).json(FORMS[form]), []
     found = list(lanes(llm, args.methods, args.k))
     for at, prompt in [*list(enumerate(prompts))[args.num_prompts :], *enumerate(prompts[: args.num_prompts])]:
@@ -145,7 +145,7 @@ def report(found: Sequence[Lane]) -> dict[str, Any]:
             "tokens_per_answer": round(num_tokens / num_answers, 2),
             "rounds_per_answer": round(num_rounds / num_answers, 2),
             "tokens_per_round": round(num_tokens / num_rounds, 3),
-            "forced_share": round(lane.total("num_forced") / num_tokens, 3),
+            "forced_share": round(lane.total("num_grammar_tokens") / num_tokens, 3),
             "draft_acceptance_rate": round(lane.total("num_accepted") / num_drafts, 3) if num_drafts else None,
             "same_answers_as_first": sum(a == b for a, b in zip(texts, found[0].texts, strict=True)),
             "tok_s": round(lane.tok_s, 2),

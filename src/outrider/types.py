@@ -238,8 +238,8 @@ class Proposal:
     probs: Tensor | None = None  # [B, N, V] float32; None: every draft is a point mass
     parents: Tensor | None = None  # [B, N] int64; None: a chain
     partial_pass: PartialPass | None = None  # where the target's own first layers drafted
-    forced: Tensor | None = None  # [B, N] bool, on the CPU: drafts determined by a grammar; set by the engine only
-    own: Tensor | None = None  # [B, N] bool, on the CPU: the proposer's drafts; given with ``forced``
+    of_grammar: Tensor | None = None  # [B, N] bool, on the CPU: drafts of a grammar, forced or guessed; set by the engine only
+    own: Tensor | None = None  # [B, N] bool, on the CPU: the proposer's drafts; given with ``of_grammar``
 
     @staticmethod
     def empty(batch: int, device: torch.device | str = "cpu") -> Proposal:
@@ -288,8 +288,9 @@ class Proposal:
     def _with(self, change: Callable[[Tensor], Tensor], lens: Tensor) -> Proposal:
         probs = None if self.probs is None else change(self.probs)
         parents = None if self.parents is None else change(self.parents)
-        forced, own = (None if mask is None else change(mask) for mask in (self.forced, self.own))
-        return replace(self, token_ids=change(self.token_ids), lens=lens, probs=probs, parents=parents, forced=forced, own=own)
+        of_grammar, own = (None if mask is None else change(mask) for mask in (self.of_grammar, self.own))
+        masks = {"of_grammar": of_grammar, "own": own}
+        return replace(self, token_ids=change(self.token_ids), lens=lens, probs=probs, parents=parents, **masks)
 
 
 @dataclass(frozen=True)
@@ -352,7 +353,7 @@ class Round:
     """Counts and times of one round, as the ledger recorded them.
 
     All lists are per request. ``depths``, ``num_accepted`` and ``num_reached`` count the proposer's drafts, without those
-    determined by a grammar.
+    that a grammar determines.
     """
 
     k: int  # drafts requested from the proposer
@@ -364,14 +365,14 @@ class Round:
     times: PhaseTimes
     first_layer: int = 0  # of the target pass: drafting ran the layers before it
     is_cold: bool = False  # a plain round with cold CPU caches, soon after a model drafted
-    forced: list[int] | None = None  # drafts determined by a grammar, included in ``lens``; None: none
+    of_grammar: list[int] | None = None  # drafts of a grammar, included in ``lens``; None: none
 
     @property
     def num_drafts(self) -> list[int]:
-        """Return the number of scored drafts that no grammar determined."""
-        if self.forced is None:
+        """Return the number of scored drafts that are not a grammar's."""
+        if self.of_grammar is None:
             return self.lens
-        return [scored - forced for scored, forced in zip(self.lens, self.forced, strict=True)]
+        return [scored - others for scored, others in zip(self.lens, self.of_grammar, strict=True)]
 
 
 @dataclass(frozen=True)

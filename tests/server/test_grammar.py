@@ -123,7 +123,7 @@ def test_a_stop_string_in_forced_tokens_ends_the_answer(method: str, stop: tuple
         form = compiler(llm).json(SCHEMA)
         params = SamplingParams(max_tokens=90, seed=3, grammar=form, stop=stop, logprobs=2, presence_penalty=0.4)
         found.append(outputs_of(llm.generate(["The ship", '{"name": "Ada", "born": 1815}\n'], params)))
-        assert (llm.stats.num_forced > 5) == grammar_drafts
+        assert (llm.stats.num_grammar_tokens > 5) == grammar_drafts
     for without, completion in zip(*found, strict=True):
         assert completion.finish_reason == without.finish_reason == "stop" and not any(each in completion.text for each in stop)
         assert (completion.text, completion.token_ids) == (without.text, without.token_ids)
@@ -137,11 +137,11 @@ def test_forced_tokens_are_reported_separately_from_drafts(load: Callable[..., L
     llm = load("ngram", 3, max_batch=4)
     params = [SamplingParams(max_tokens=90, grammar=compiler(llm).json(SCHEMA)), SamplingParams(max_tokens=30)]
     constrained, free = outputs_of(llm.generate(["The ship", "The ship"], params))
-    assert constrained.origins.count("grammar") == constrained.stats.num_forced == llm.stats.num_forced > 10
-    assert "grammar" not in free.origins and free.stats.num_forced == 0
+    assert constrained.origins.count("grammar") == constrained.stats.num_grammar_tokens == llm.stats.num_grammar_tokens > 10
+    assert "grammar" not in free.origins and free.stats.num_grammar_tokens == 0
     stats = constrained.stats
     assert stats.num_accepted <= stats.num_reached <= stats.num_drafts and max(stats.acceptance_histogram) <= 3
-    assert len(constrained.token_ids) <= stats.num_rounds + stats.num_accepted + stats.num_forced
+    assert len(constrained.token_ids) <= stats.num_rounds + stats.num_accepted + stats.num_grammar_tokens
     assert stats.tokens_per_round > stats.mean_acceptance_length
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate, cycle
 from typing import Any
 
-from outrider.engine.forced import MAX_FORCED
+from outrider.engine.grammar_drafts import MAX_FORCED
 from outrider.engine.ledger import NUM_COLD
 from outrider.engine.policy import FixedLength, LengthPolicy
 from outrider.runner.cost_book import CostBook
@@ -124,8 +124,10 @@ class _Row:
             depth += is_free
             count += 1
         tail = self._run(at + wanted, min(MAX_FORCED - run - wanted, self.left - run - wanted - 1))
-        num_forced, num_taken = wanted - sum(free), count - depth
-        return _Drafts(run + num_forced + tail, run + num_taken + (tail if count == wanted else 0), sum(free), depth, wanted)
+        num_grammar_tokens, num_taken = wanted - sum(free), count - depth
+        return _Drafts(
+            run + num_grammar_tokens + tail, run + num_taken + (tail if count == wanted else 0), sum(free), depth, wanted
+        )
 
     def is_forced(self, position: int) -> bool:
         return bool(self.ends) and bisect_right(self.ends, position % self.ends[-1]) % 2 == 1
@@ -142,7 +144,7 @@ class _Row:
 class _Drafts:
     """Of one request in a round: what a grammar forces, scored and accepted, and the method's other drafts."""
 
-    num_forced: int
+    num_grammar_tokens: int
     forced_accepted: int
     num_drafts: int
     num_accepted: int
@@ -178,7 +180,7 @@ def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) ->
         context = Context(requests, tuple(row.left - 1 for row in rows), None)  # type: ignore[arg-type]
         asked_lengths = policy.next_lengths(context)
         drafts = [row.draft(k) for row, k in zip(rows, asked_lengths, strict=True)]
-        lens = [each.num_forced + each.num_drafts for each in drafts]
+        lens = [each.num_grammar_tokens + each.num_drafts for each in drafts]
         requested = context.limited(asked_lengths)
         drafted_for = [row for row, limit in zip(rows, requested.limits, strict=True) if limit > 0]
         behind = sum(len(row.request.token_ids) - seen.get(row, 0) for row in drafted_for)
@@ -213,10 +215,10 @@ def simulate(policy: LengthPolicy, cell: Cell, costs: CostBook | None = None) ->
 
 def _round(k: int, drafts: Sequence[_Drafts], times: PhaseTimes, is_cold: bool) -> Round:
     accepted, depths = [each.num_accepted for each in drafts], [each.num_drafts for each in drafts]
-    forced, reaches = [each.num_forced for each in drafts], [each.reach for each in drafts]
+    forced, reaches = [each.num_grammar_tokens for each in drafts], [each.reach for each in drafts]
     lens = [more + depth for more, depth in zip(forced, depths, strict=True)]
     judged = [min(taken + 1, depth) for taken, depth in zip(accepted, depths, strict=True)]
-    return Round(k, lens, depths, reaches, accepted, judged, times, is_cold=is_cold, forced=forced)
+    return Round(k, lens, depths, reaches, accepted, judged, times, is_cold=is_cold, of_grammar=forced)
 
 
 def _as_measured(times: PhaseTimes, slowness: float, noise: random.Random) -> PhaseTimes:

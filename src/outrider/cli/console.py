@@ -181,14 +181,14 @@ def summary(stats: GenerationStats, seconds: float) -> Text:
     """Return the summary: speed, acceptance, time by phase, and predicted speed of plain decoding."""
     lines = [f"{stats.num_tokens} tokens in {seconds:.2f} s, {stats.tok_s:.1f} tok/s"]
     plain = stats.plain_tok_s
-    if stats.num_drafts or stats.num_forced:
+    if stats.num_drafts or stats.num_grammar_tokens:
         if plain is not None:
             lines[0] += f"; plain decoding: about {plain:.1f} tok/s (x{stats.tok_s / plain:.2f})"
         parts = [f"{stats.tokens_per_round:.2f} tokens per target pass"]
         if stats.num_drafts:
             parts.append(f"{stats.acceptance_rate:.0%} of the drafts reached were accepted")
-        if stats.num_forced:
-            parts.append(f"{stats.num_forced} tokens drafted by the grammar")
+        if stats.num_grammar_tokens:
+            parts.append(f"{stats.num_grammar_tokens} tokens drafted by the grammar")
         lines.append("; ".join([*parts, f"{stats.num_rounds} rounds"]))
     total = stats.times.total
     if total:

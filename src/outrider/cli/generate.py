@@ -156,7 +156,7 @@ def stats_document(stats: GenerationStats) -> dict[str, Any]:
         "plain_tok_s": stats.plain_tok_s,
         "num_tokens": stats.num_tokens,
         "num_rounds": stats.num_rounds,
-        "num_forced": stats.num_forced,
+        "num_grammar_tokens": stats.num_grammar_tokens,
         "mean_acceptance_length": stats.mean_acceptance_length,
         "acceptance_rate": stats.acceptance_rate,
         "acceptance_histogram": {str(n): stats.acceptance_histogram[n] for n in sorted(stats.acceptance_histogram)},

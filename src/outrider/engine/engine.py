@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from outrider.engine.clock import ClockedProposer, ClockedRunner, PhaseClock
-from outrider.engine.forced import ForcedDrafts
+from outrider.engine.grammar_drafts import GrammarDrafts
 from outrider.engine.guard import GuardedProposer
 from outrider.engine.ledger import Ledger
 from outrider.engine.logprobs import token_logprobs
@@ -79,9 +79,11 @@ class Engine:
             ClockedProposer(proposer, self._clock), runner.vocab_size, self._ledger.add_faults, runner.takes_trees
         )
         ahead = proposer.drafts_ahead and not self._hidden  # forced tokens have no hidden states before they are scored
-        forced = ForcedDrafts(self._guard, self._make_sampler, drafts_ahead=ahead, max_drafts=runner.max_drafts)
-        self._forced = forced if grammar_drafts else None
-        self._parts = Parts(self._forced or self._guard, ClockedRunner(runner, self._clock), scheduler, verifiers, self._hidden)
+        of_grammar = GrammarDrafts(self._guard, self._make_sampler, drafts_ahead=ahead, max_drafts=runner.max_drafts)
+        self._grammar_drafts = of_grammar if grammar_drafts else None
+        self._parts = Parts(
+            self._grammar_drafts or self._guard, ClockedRunner(runner, self._clock), scheduler, verifiers, self._hidden
+        )
         if proposer.drafts_trees:
             check_handles_trees(verifiers[0])
 
@@ -145,8 +147,8 @@ class Engine:
 
     def _round(self, batch: Batch) -> list[Emission]:
         """Run one round. If the target fails, rerun it for each request alone, so that only those at fault end."""
-        if self._forced is not None:
-            self._forced.look(batch.context)
+        if self._grammar_drafts is not None:
+            self._grammar_drafts.look(batch.context)
         lengths = self._lengths(batch)
         k, requested = max(lengths), batch.context
         if lengths.count(k) < len(lengths):

@@ -51,33 +51,33 @@ class Ledger:
         """Record a round. Return its counts and times, and the origin of each emitted token of each request.
 
         Origins are "accepted", "corrected" (after a rejection), "bonus" (after all drafts were accepted), "plain" (without
-        drafts), or "grammar" (a draft determined by a grammar, which the acceptance counts exclude). ``is_prefill``: the pass
+        drafts), or "grammar" (a draft of a grammar, which the acceptance counts exclude). ``is_prefill``: the pass
         also prefilled prompts, so its time is not the cost of a decoding pass.
         """
         proposal, lens = result.proposal, result.proposal.lens.tolist()
-        is_forced = [[False] * n for n in lens] if proposal.forced is None else proposal.forced.tolist()
-        forced = None if proposal.forced is None else [sum(each) for each in is_forced]
+        is_of_grammar = [[False] * n for n in lens] if proposal.of_grammar is None else proposal.of_grammar.tolist()
+        of_grammar = None if proposal.of_grammar is None else [sum(each) for each in is_of_grammar]
         accepted, reached, origins = [], [], []
         rows = zip(result.context.requests, lens, result.verdict.paths, result.token_ids, strict=True)
         for b, (request, num_scored, path, token_ids) in enumerate(rows):
-            num_drafts = num_scored - (forced[b] if forced is not None else 0)
+            num_drafts = num_scored - (of_grammar[b] if of_grammar is not None else 0)
             last = _last_origin(proposal, b, num_scored, path) if num_drafts else "plain"
-            if last == "corrected" and proposal.parents is None and is_forced[b][len(path)]:
+            if last == "corrected" and proposal.parents is None and is_of_grammar[b][len(path)]:
                 last = "bonus"  # a guess after the proposer's drafts was rejected
-            found = ["grammar" if is_forced[b][node] else "accepted" for node in path]
+            found = ["grammar" if is_of_grammar[b][node] else "accepted" for node in path]
             accepted.append(found.count("accepted"))
             reached.append(accepted[b] + (last == "corrected"))
             origins.append([*found, last][: len(token_ids)])
-            num_forced = origins[b].count("grammar")
+            num_grammar_tokens = origins[b].count("grammar")
             for stats in (self.of(request.request_id), self.total):
-                stats.count(num_drafts, reached[b], accepted[b], len(token_ids), num_forced)
+                stats.count(num_drafts, reached[b], accepted[b], len(token_ids), num_grammar_tokens)
         is_cold = not any(lens) and self._num_cold > 0
         drafted_with_model = self._drafts_with_model and result.k > 0
         self._num_cold = NUM_COLD if drafted_with_model else max(self._num_cold - 1, 0)
-        depths = path_depths(proposal, is_forced)
+        depths = path_depths(proposal, is_of_grammar)
         proposed = depths if proposal.own is None else path_depths(proposal, (~proposal.own).tolist())
         first_layer = result.scores.first_layer
-        round_ = Round(result.k, lens, depths, proposed, accepted, reached, times, first_layer, is_cold, forced)
+        round_ = Round(result.k, lens, depths, proposed, accepted, reached, times, first_layer, is_cold, of_grammar)
         self._record_times(result, round_, is_prefill)
         return round_, origins
 

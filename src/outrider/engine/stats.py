@@ -25,7 +25,7 @@ class GenerationStats:
     acceptance_histogram: dict[int, int] = field(default_factory=dict)  # {num_accepted: rounds}
     num_cached: int = 0  # prompt tokens whose cache an earlier request left
     num_tokens: int = 0  # emitted tokens, after truncation at a stop
-    num_forced: int = 0  # emitted tokens that a grammar determined; excluded from all counts of drafts
+    num_grammar_tokens: int = 0  # accepted drafts of a grammar, forced or guessed; excluded from all counts of drafts
     num_drafts: int = 0  # drafted tokens
     num_drafted_rounds: int = 0  # rounds with drafts
     most_drafts: int = 0  # maximum of drafted tokens in a round
@@ -41,12 +41,14 @@ class GenerationStats:
     pass_seconds: float = 0.0  # predicted seconds of one plain pass per drafted decoding round, for the cost ratio
     num_timed_rounds: int = 0  # rounds counted in pass_seconds
 
-    def count(self, num_drafts: int, num_reached: int, num_accepted: int, num_emitted: int, num_forced: int = 0) -> None:
+    def count(
+        self, num_drafts: int, num_reached: int, num_accepted: int, num_emitted: int, num_grammar_tokens: int = 0
+    ) -> None:
         """Add the counts of one request in a round. ``num_reached``: accepted drafts, plus one if the next was rejected."""
         histogram = self.acceptance_histogram
         histogram[num_accepted] = histogram.get(num_accepted, 0) + 1
         self.num_tokens += num_emitted
-        self.num_forced += num_forced
+        self.num_grammar_tokens += num_grammar_tokens
         self.num_drafts += num_drafts
         self.num_drafted_rounds += num_drafts > 0
         self.most_drafts = max(self.most_drafts, num_drafts)
@@ -95,13 +97,13 @@ class GenerationStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Return tau = 1 + accepted / rounds: tokens per target pass, without forced tokens of a grammar."""
+        """Return tau = 1 + accepted / rounds: tokens per target pass, without the drafts of a grammar."""
         return 1 + self.num_accepted / max(self.num_rounds, 1)
 
     @property
     def tokens_per_round(self) -> float:
-        """Return the tokens per target pass, including forced tokens of a grammar."""
-        return self.mean_acceptance_length + self.num_forced / max(self.num_rounds, 1)
+        """Return the tokens per target pass, including the drafts of a grammar."""
+        return self.mean_acceptance_length + self.num_grammar_tokens / max(self.num_rounds, 1)
 
     @property
     def acceptance_rate(self) -> float:

@@ -125,8 +125,8 @@ def _check_shapes(proposal: object, batch: int, vocab_size: int) -> Proposal:
         raise ValueError(f"probs is {probs.dtype} {tuple(probs.shape)}, not float {[*ids.shape, vocab_size]}")
     if parents is not None and (parents.shape != ids.shape or parents.dtype != torch.long):
         raise ValueError(f"parents is {parents.dtype} {tuple(parents.shape)}, not int64 {list(ids.shape)}")
-    if proposal.forced is not None or proposal.own is not None:
-        raise ValueError("forced or own is given: only the engine may set it")
+    if proposal.of_grammar is not None or proposal.own is not None:
+        raise ValueError("of_grammar or own is given: only the engine may set it")
     return proposal
 
 

@@ -198,7 +198,7 @@ class MethodCosts:
     def record_drafted_round(self, batch: int, outside: float, first_layer: int | None, plain_round: float = inf) -> None:
         """Record ``outside``, the seconds of verifier and host in a round with drafts.
 
-        ``first_layer``: where its pass began; None if a grammar forced all drafts.
+        ``first_layer``: where its pass began; None if all drafts are a grammar's.
         """
         if first_layer is not None:
             self._first_layer = first_layer
@@ -267,19 +267,19 @@ class MethodCosts:
         score = self._book.scores(len(lens), cache_len)
         return score(self._book.width(lens)) - score(1.0)
 
-    def prices(self, batch: int, cache_len: int, forced: Sequence[float] = ()) -> RoundPrices | None:
+    def prices(self, batch: int, cache_len: int, of_grammar: Sequence[float] = ()) -> RoundPrices | None:
         """Return the costs of rounds of this batch size; None until such a round ran.
 
-        ``forced``: drafts of a grammar per request that every round scores in addition.
+        ``of_grammar``: drafts that a grammar adds to every round, per request.
         """
         plain_pass = self._book.pass_seconds(1, batch, cache_len)
         is_known = batch in self._outside or self._book.plain_overhead(batch, self._is_greedy) is not None
         if plain_pass is None or not is_known:
             return None
         score = self._book.scores(batch, cache_len, self._first_layer)
-        further = self._book.width(forced) - 1 if any(forced) else 0.0
+        further = self._book.width(of_grammar) - 1 if any(of_grammar) else 0.0
         return RoundPrices(
-            plain_pass + self.outside(batch, False) + (self.widening(forced, cache_len) if further else 0.0),
+            plain_pass + self.outside(batch, False) + (self.widening(of_grammar, cache_len) if further else 0.0),
             self.outside(batch, True),
             lambda k, num_drafting: self.draft(k, num_drafting, plain_pass),
             (lambda width: score(width + further)) if further else score,

@@ -146,19 +146,19 @@ class DraftLengthPolicy:
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
         """Learn from a round: acceptance, cost, and gained or lost time."""
         times = round_.times
-        forced = self._learn_forced(round_, is_prefill) if self._has_grammars else [0] * len(self._batch)
+        of_grammar = self._learn_grammar(round_, is_prefill) if self._has_grammars else [0] * len(self._batch)
         self._prefill_seconds += times.draft_prefill
         if round_.k == 0 or self._is_plain:
-            if not is_prefill and not round_.is_cold and not any(forced):
+            if not is_prefill and not round_.is_cold and not any(of_grammar):
                 self._num_unchecked = 0
             self._wait -= 1
             if self._plain is not None:
                 income = EXPLORATION_SHARE * (times.total - times.draft_prefill) / self._plain
                 self._budget = min(self._budget + income, self._most_budget)
         if round_.k:
-            # One with nothing but forced tokens was perhaps not drafted for.
-            rows = zip(context.limits, round_.proposed_depths, forced, strict=True)
-            drafted_for = [b for b, (limit, depth, num_forced) in enumerate(rows) if limit > 0 and (depth or not num_forced)]
+            # One with nothing but a grammar's drafts was perhaps not drafted for.
+            rows = zip(context.limits, round_.proposed_depths, of_grammar, strict=True)
+            drafted_for = [b for b, (limit, depth, others) in enumerate(rows) if limit > 0 and (depth or not others)]
             if drafted_for:
                 self._observe_drafts(drafted_for, context, round_, is_prefill)
 
@@ -266,14 +266,14 @@ class DraftLengthPolicy:
                 track.pause = min(2 * track.pause, MAX_PAUSE)
             track.rest = track.pause
 
-    def _learn_forced(self, round_: Round, is_prefill: bool) -> list[int]:
-        """Learn how many rows a grammar's forced tokens take. Return those of this round, per request."""
-        forced = round_.forced or [0] * len(round_.depths)
-        for track, count, num_accepted in zip(self._batch, forced, round_.num_accepted, strict=True):
+    def _learn_grammar(self, round_: Round, is_prefill: bool) -> list[int]:
+        """Learn how many rows a grammar's drafts take. Return those of this round, per request."""
+        of_grammar = round_.of_grammar or [0] * len(round_.depths)
+        for track, count, num_accepted in zip(self._batch, of_grammar, round_.num_accepted, strict=True):
             track.add_forced(count, num_accepted + 1)
-        if any(forced) and not any(round_.depths) and not is_prefill:  # perhaps no round is without them
-            self.costs.record_drafted_round(len(forced), round_.times.verify + round_.times.host, None, self._plain or inf)
-        return forced
+        if any(of_grammar) and not any(round_.depths) and not is_prefill:  # perhaps no round is without them
+            self.costs.record_drafted_round(len(of_grammar), round_.times.verify + round_.times.host, None, self._plain or inf)
+        return of_grammar
 
     def _learn(self, drafted_for: Sequence[int], context: Context, round_: Round) -> None:
         self._num_drafted += 1
@@ -291,7 +291,9 @@ class DraftLengthPolicy:
                 track.own.fade(DECAY)
                 track.shared.fade(SHARED_DECAY)
             # How long the proposer's drafts are is not known where a grammar forces some of them.
-            num_requested = max(num_drafts, 1) if round_.forced and round_.forced[b] else min(round_.k, context.limits[b])
+            num_requested = (
+                max(num_drafts, 1) if round_.of_grammar and round_.of_grammar[b] else min(round_.k, context.limits[b])
+            )
             track.own.add(num_requested, num_drafts, num_accepted)
             track.shared.add(num_requested, num_drafts, num_accepted)
         self._judge_tries(round_)
@@ -310,8 +312,8 @@ class DraftLengthPolicy:
         seconds = self.costs.round(round_.k, round_.lens, max(round_.proposed_depths), num_drafting, cache_len)
         if not is_prefill:
             seconds = min(round_.times.total, seconds)
-        if round_.forced is not None:  # these rows would also be scored without drafts
-            seconds -= self.costs.widening(round_.forced, cache_len)
+        if round_.of_grammar is not None:  # these rows would also be scored without drafts
+            seconds -= self.costs.widening(round_.of_grammar, cache_len)
         won = sum(round_.num_accepted) / batch - ((seconds + catch_up) / plain - 1)
         income = EXPLORATION_SHARE * (round_.times.total / plain + won)
         self._budget = min(self._budget + won + income, self._most_budget)
@@ -322,8 +324,8 @@ class DraftLengthPolicy:
         """Decide the lengths again. The lengths ``before`` are kept unless others promise more."""
         batch = len(self._batch)
         self._age = 0
-        # Forced tokens come with any K, as many for each other token: only their rows matter.
-        rates = [track.forced for track in self._batch]
+        # A grammar's drafts come with any K, as many for each other token: only their rows matter.
+        rates = [track.of_grammar for track in self._batch]
         bare, prices = self._prices(context), self._prices(context, rates)
         self._plain = None if bare is None else bare.plain
         if bare is None or prices is None:
@@ -403,8 +405,8 @@ class DraftLengthPolicy:
         totals = [self._num_nodes(depth) for depth in range(k + 1)]
         return [max(1, after - before) for before, after in pairwise(totals)]
 
-    def _prices(self, context: Context, forced: Sequence[float] = ()) -> RoundPrices | None:
-        return self.costs.prices(len(self._batch), max([len(request.token_ids) for request in context.requests]), forced)
+    def _prices(self, context: Context, of_grammar: Sequence[float] = ()) -> RoundPrices | None:
+        return self.costs.prices(len(self._batch), max([len(request.token_ids) for request in context.requests]), of_grammar)
 
     def _probe(self, context: Context) -> int:
         """Probe with a few drafts after a pause, in case the text became predictable."""

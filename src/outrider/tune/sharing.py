@@ -28,7 +28,7 @@ class Shares:
     nodes: Sequence[float]  # [N]: rows of the pass for each depth
     catch_up: Sequence[float]  # [B]: the proposer's seconds per emitted token to prefill what it has not seen
     prices: RoundPrices
-    forced: float = 0.0  # rows that a grammar adds for each accepted draft, beyond those in ``prices``
+    of_grammar: float = 0.0  # rows that a grammar adds for each accepted draft, beyond those in ``prices``
 
     def __post_init__(self) -> None:
         self.batch = len(self.gains)
@@ -58,7 +58,7 @@ class Shares:
                 width += self.nodes[depth] * share
             reached = k
             seconds = prices.draft(k, self.batch) + nobody * prices.plain + total_catch_up
-            seconds += somebody * (prices.score(width + self.forced * gained / self.batch) + prices.outside)
+            seconds += somebody * (prices.score(width + self.of_grammar * gained / self.batch) + prices.outside)
             speeds.append((self.batch + gained) / seconds)
         return speeds
 
@@ -95,7 +95,13 @@ class Shares:
 
     def _speeds(self, k: int, drafts: Iterable[_Draft]) -> list[float]:
         """Return tokens per second with the first draft, the first two, ..., when requesting k."""
-        prices, batch, made, catch_up, forced = self.prices, self.batch, self.made, self.catch_up, self.forced / self.batch
+        prices, batch, made, catch_up, of_grammar = (
+            self.prices,
+            self.batch,
+            self.made,
+            self.catch_up,
+            self.of_grammar / self.batch,
+        )
         score, outside, is_padded = prices.score, prices.outside, prices.is_padded
         gained, total_catch_up, tokens, num_drafting, deepest = 0.0, 0.0, 0.0, 0, 0
         nobody = 1.0  # probability that no request has a draft and the pass is plain
@@ -113,7 +119,7 @@ class Shares:
             elif depth > deepest:
                 deepest, tokens = depth, tokens + nodes
                 width = 1 + tokens
-            speeds.append((batch + gained) / (around + total_catch_up + somebody * score(width + forced * gained)))
+            speeds.append((batch + gained) / (around + total_catch_up + somebody * score(width + of_grammar * gained)))
         return speeds
 
 

@@ -23,8 +23,8 @@ class Track:
     is_new: bool = True  # no round of it has begun
     rest: int = FIRST_PAUSE  # rounds until a draft for it is tried again while others draft
     pause: int = FIRST_PAUSE  # initial value of that rest
-    # Decaying counts: rows that a grammar forced, all other tokens of these rounds; the proposer's drafts, those not forced.
-    forced_rows: float = 0.0
+    # Decaying counts: rows of a grammar's drafts, all other tokens of these rounds; the proposer's drafts, those not forced.
+    grammar_rows: float = 0.0
     free_tokens: float = 0.0
     num_own: float = 0.0
     num_free: float = 0.0
@@ -42,12 +42,12 @@ class Track:
         return gains[:most] + [0.0] * len(gains[most:])
 
     @property
-    def forced(self) -> float:
+    def of_grammar(self) -> float:
         """Return the rows that its grammar adds to passes for each other token: a property of the text, whatever K is."""
-        return self.forced_rows / self.free_tokens if self.forced_rows else 0.0
+        return self.grammar_rows / self.free_tokens if self.grammar_rows else 0.0
 
-    def add_forced(self, num_forced: int, num_others: int) -> None:
-        self.forced_rows = DECAY * self.forced_rows + num_forced
+    def add_grammar(self, num_rows: int, num_others: int) -> None:
+        self.grammar_rows = DECAY * self.grammar_rows + num_rows
         self.free_tokens = DECAY * self.free_tokens + num_others
 
     def add_own(self, num_own: int, num_free: int) -> None:

@@ -5,7 +5,7 @@ sampler's settings: as a draft it is accepted at any temperature, for one more r
 leave a few tokens, such as white space and punctuation between the keys of a JSON object, the one chosen there before is
 guessed (``Layout``). A guess is a draft like any other: the target may reject it.
 
-``ForcedDrafts`` stands between the round and the guarded proposer. Forced tokens come before the proposer's drafts, which it
+``GrammarDrafts`` stands between the round and the guarded proposer. Forced tokens come before the proposer's drafts, which it
 makes as if they were committed, and after a chain of drafts. A proposer without ``drafts_ahead`` cannot continue after forced
 tokens. If the forced span is shorter than K, the proposer drafts it itself (the masks leave no choice); otherwise it makes no
 drafts in this round. Its own drafts that are forced are marked too, so that they do not count as accepted. The proposer
@@ -37,7 +37,7 @@ class Layout:
     """The tokens that were chosen where masks left a few. Two-bit counters (Smith, 1981) tell whether they are guessed again.
 
     A place is the token before and the set of allowed tokens, which tells most states of a grammar apart. Where it is new, the
-    token before is the place: white space and punctuation mostly continue alike. Places are shared by all grammars of an engine.
+    token before is the place: white space and punctuation mostly continue alike. All grammars of an engine share the places.
     """
 
     def __init__(self) -> None:
@@ -81,12 +81,12 @@ class _Row:
     after: list[int] = field(default_factory=list)
 
     @property
-    def has_forced(self) -> bool:
+    def has_any(self) -> bool:
         return bool(self.before or self.after or any(self.own))
 
 
-class ForcedDrafts:
-    """Add forced tokens to the drafts of another drafter."""
+class GrammarDrafts:
+    """Add forced and guessed tokens to the drafts of another drafter."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class ForcedDrafts:
         self._view: Context | None = None  # context of the inner drafter, if it differs from the round's
 
     def look(self, context: Context) -> None:
-        """Find the forced tokens of a round. ``context.limits``: maximum number of drafts per request.
+        """Find the forced and guessed tokens of a round. ``context.limits``: maximum number of drafts per request.
 
         A request that asked for no drafts gets none, nor does one at a dead end.
         """
@@ -121,13 +121,13 @@ class ForcedDrafts:
                 self._rows[request.request_id] = _Row(0 if is_dead_end(request, []) else room, before, num_certain)
 
     def propose(self, context: Context, k: int) -> Proposal:
-        """Return the forced tokens that ``look`` found, at most k drafts of the inner drafter, and forced ones after them."""
+        """Return the tokens that ``look`` found, at most k drafts of the inner drafter, and the grammar's after them."""
         if not self._rows:
             return self._inner.propose(context, k)
         proposal = self._inner.propose(self._seen_ahead(context, k), k)
         self._extend(context, proposal)
         rows = [self._rows.get(request_id) for request_id in context.request_ids]
-        if any(row is not None and row.has_forced for row in rows):
+        if any(row is not None and row.has_any for row in rows):
             proposal = _joined(rows, proposal)
         self._drafts = dict(zip(context.request_ids, proposal.token_ids.tolist(), strict=True))
         return proposal
@@ -226,10 +226,10 @@ def _ahead(request: Request, run: Sequence[int]) -> Request:
 
 
 def likely_tokens(request: Request, path: Sequence[int], most: int, layout: Layout) -> tuple[list[int], int]:
-    """Return at most that many tokens after the request's output and the drafts of ``path``, each the only one allowed or guessed.
+    """Return at most that many tokens after a request's output and the drafts of ``path``: the only ones allowed, and guesses.
 
-    Also return how many come before the first guess. The last forced one is left out if none can follow it (the end of the text,
-    a dead end): the round's own token is that one.
+    Also return how many come before the first guess. The last token is left out if none can follow it (the end of the text, a
+    dead end): the round's own token is that one.
     """
     run: list[int] = []
     num_certain: int | None = None
@@ -259,14 +259,14 @@ def _only_token(allowed: Tensor | None) -> int | None:
 
 
 def _joined(rows: Sequence[_Row | None], proposal: Proposal) -> Proposal:
-    """Return the proposal with forced tokens as chains of point masses before and after each request's own drafts."""
+    """Return the proposal with a grammar's drafts as chains of point masses before and after each request's own ones."""
     own: list[int] = proposal.lens.tolist()
     before = [[] if row is None else row.before for row in rows]
     after = [[] if row is None else row.after for row in rows]
     lens = [len(run) + n + len(tail) for run, n, tail in zip(before, own, after, strict=True)]
     batch, width = len(rows), max(lens)
     token_ids = proposal.token_ids.new_zeros(batch, width)
-    forced, is_own = torch.zeros(2, batch, width, dtype=torch.bool)
+    of_grammar, is_own = torch.zeros(2, batch, width, dtype=torch.bool)
     probs = parents = None
     if proposal.probs is not None:
         probs = proposal.probs.new_zeros(batch, width, proposal.probs.shape[2])
@@ -276,18 +276,18 @@ def _joined(rows: Sequence[_Row | None], proposal: Proposal) -> Proposal:
         first, stop = len(run), len(run) + n
         for start, tokens in ((0, run), (stop, tail)):
             places = slice(start, start + len(tokens))
-            token_ids[b, places], forced[b, places] = token_ids.new_tensor(tokens), True
+            token_ids[b, places], of_grammar[b, places] = token_ids.new_tensor(tokens), True
             if probs is not None:
                 probs[b, torch.arange(start, start + len(tokens)), token_ids[b, places]] = 1.0
             if parents is not None:
                 parents[b, places] = torch.arange(start - 1, start - 1 + len(tokens))
         row, is_own[b, first:stop] = rows[b], True
         if row is not None:
-            forced[b, first:stop] = torch.tensor(row.own, dtype=torch.bool)
+            of_grammar[b, first:stop] = torch.tensor(row.own, dtype=torch.bool)
         token_ids[b, first:stop] = proposal.token_ids[b, :n]
         if probs is not None and proposal.probs is not None:
             probs[b, first:stop] = proposal.probs[b, :n]
         if parents is not None and proposal.parents is not None:
             parents[b, first:stop] = proposal.parents[b, :n] + first  # the root is the last token before
     joined = replace(proposal, token_ids=token_ids, lens=torch.tensor(lens), probs=probs, parents=parents)
-    return replace(joined, forced=forced, own=is_own)
+    return replace(joined, of_grammar=of_grammar, own=is_own)

@@ -13,8 +13,9 @@ from toy import outputs_of, reference_probs
 from toy_grammar import Rule, RuleGrammar
 
 from outrider import LLM, SamplingParams
+from outrider.engine import grammar_drafts
 from outrider.engine.config import uses_grammar_drafts
-from outrider.engine.forced import ForcedDrafts
+from outrider.engine.grammar_drafts import GrammarDrafts, Layout
 from outrider.engine.validation import check, without_unusable
 from outrider.proposers.base import ScriptedProposer
 from outrider.sampling import Sampler
@@ -75,7 +76,7 @@ def with_forced(output: Text, params: SamplingParams, own: Drafts, drafts_ahead:
     batch, num_nodes = len(own.weights), own.proposal.num_nodes
     requests = [replace(constrained(output, params), request_id=str(b)) for b in range(batch)]
     context = Context(tuple(requests), (9,) * batch, Sampler(requests, enumeration.VOCAB))
-    forced = ForcedDrafts(
+    forced = GrammarDrafts(
         ScriptedProposer(lambda context, k: own.proposal),
         lambda each: Sampler(each, enumeration.VOCAB),
         drafts_ahead=drafts_ahead,
@@ -110,8 +111,8 @@ def test_a_round_with_forced_tokens_is_lossless(drafting: str, setting: str, ver
     drafts = with_forced(output, params, own, drafts_ahead=True)
     num_own, is_chain = own.proposal.num_nodes, own.proposal.parents is None
     num_after = 2 if num_own == 2 and is_chain else 0  # the fourth token after the first one is forced again
-    assert drafts.proposal.forced is not None
-    assert drafts.proposal.forced.tolist() == [[True] * 2 + [False] * num_own + [True] * num_after] * len(own.weights)
+    assert drafts.proposal.of_grammar is not None
+    assert drafts.proposal.of_grammar.tolist() == [[True] * 2 + [False] * num_own + [True] * num_after] * len(own.weights)
     assert round_with_forced(verifier, output, params, drafts) < EXACT
 
 
@@ -132,10 +133,22 @@ def test_drafts_through_a_forced_span_are_lossless(
     params, output = EVERY_SETTING[setting], (0,)
     own = draw_drafts(output, params, parents, make_sampler=constrained_sampler)
     drafts = with_forced(output, params, own, drafts_ahead=False)
-    assert drafts.proposal.forced is not None and drafts.proposal.own is not None
-    assert drafts.proposal.forced.tolist() == [forced] * len(own.weights)
+    assert drafts.proposal.of_grammar is not None and drafts.proposal.own is not None
+    assert drafts.proposal.of_grammar.tolist() == [forced] * len(own.weights)
     is_own = [place < len(parents) for place in range(len(forced))]
     assert drafts.proposal.own.tolist() == [is_own] * len(own.weights)
+    assert round_with_forced(verifier, output, params, drafts) < EXACT
+
+
+@pytest.mark.parametrize("verifier", [RejectionVerifier(), BlockVerifier()])
+@pytest.mark.parametrize("setting", [name for name in EVERY_SETTING if name not in FORBIDDING])
+def test_guesses_are_lossless(setting: str, verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After two forced tokens, the next ones are guessed, in place of the method's drafts."""
+    monkeypatch.setattr(Layout, "guess", lambda self, before, allowed: 1 if allowed[1] else None)
+    monkeypatch.setattr(grammar_drafts, "MAX_FORCED", 4)
+    params, output = EVERY_SETTING[setting], (0,)
+    drafts = with_forced(output, params, Drafts(Proposal.empty(1), torch.ones(1, dtype=torch.float64)), drafts_ahead=True)
+    assert drafts.proposal.token_ids.tolist() == [[2, 0, 1, 1]]
     assert round_with_forced(verifier, output, params, drafts) < EXACT
 
 
@@ -239,7 +252,9 @@ def test_constrained_samples_follow_the_targets_distribution(method: str, name: 
     params = SETTINGS[name]
     llm = engine(method, max_batch=256)
     found = outputs_of(llm.generate([PROMPT], replace(params, n=SAMPLES, max_tokens=9, seed=7, grammar=GRAMMAR)))
-    assert llm.stats.faults == 0 and llm.stats.num_forced >= SAMPLES  # some methods draft the other forced tokens themselves
+    assert (
+        llm.stats.faults == 0 and llm.stats.num_grammar_tokens >= SAMPLES
+    )  # some methods draft the other forced tokens themselves
     law, counts = exact_law(params), Counter(tuple(completion.token_ids) for completion in found)
     assert counts.keys() <= law.keys()
     observed = torch.tensor([float(counts[text]) for text in law], dtype=torch.float64)
@@ -262,7 +277,7 @@ def test_constrained_and_free_requests_in_a_batch_equal_plain_decoding(method: s
     def texts(method: str, k: int | str) -> list[list[int]]:
         llm = engine(method, max_batch=3, num_draft_tokens=k, same_text=same_text)
         found = [completion.token_ids for completion in outputs_of(llm.generate(prompts, params))]
-        assert llm.stats.faults == 0 and (llm.stats.num_forced > 0) == uses_grammar_drafts(llm.speculation)
+        assert llm.stats.faults == 0 and (llm.stats.num_grammar_tokens > 0) == uses_grammar_drafts(llm.speculation)
         return found
 
     assert texts(method, k) == texts("plain", 0)
@@ -279,7 +294,7 @@ def test_a_recurrent_target_emits_the_same_text(method: str) -> None:
         options = {"draft": draft_for(method, target), "num_draft_tokens": 3, "max_drafts": 4, "same_text": True}
         llm = LLM(target, method=method, compile="never", grammar_drafts=grammar_drafts, **options)
         found = [completion.token_ids for completion in outputs_of(llm.generate([PROMPT, [5] * 50], params))]
-        assert llm.stats.faults == 0 and (llm.stats.num_forced > 0) == grammar_drafts
+        assert llm.stats.faults == 0 and (llm.stats.num_grammar_tokens > 0) == grammar_drafts
         return found
 
     assert texts(method, True) == texts("plain", False)
@@ -295,5 +310,5 @@ def test_a_larger_vocabulary_and_longer_runs_emit_the_same_text_with_every_metho
         options = {"draft": draft_for(method, target, draft), "num_draft_tokens": 3, "same_text": True, "compile": "never"}
         llm = LLM(target, method=method, **options)
         texts[method] = [completion.token_ids for completion in outputs_of(llm.generate([PROMPT, [9] * 20], params))]
-        assert llm.stats.faults == 0 and llm.stats.num_forced >= 100 and llm.stats.num_rounds <= 2 * 10
+        assert llm.stats.faults == 0 and llm.stats.num_grammar_tokens >= 100 and llm.stats.num_rounds <= 2 * 10
     assert len(texts["plain"][0]) == 70 and all(found == texts["plain"] for found in texts.values())

@@ -10,7 +10,7 @@ import torch
 from toy_grammar import RuleGrammar
 
 from outrider.engine.config import uses_grammar_drafts
-from outrider.engine.forced import MAX_FORCED
+from outrider.engine.grammar_drafts import MAX_FORCED, MAX_PLACES, Layout
 from outrider.engine.options import Speculation
 from outrider.engine.policy import FixedLength
 from outrider.proposers.base import Proposer, ScriptedProposer, chain_proposal
@@ -65,7 +65,7 @@ def test_a_forced_run_is_one_pass() -> None:
     assert outputs(found)["a"] == plain_output(blocks, max_tokens=50)
     assert engine.runner.num_scores == 11  # no forced tokens precede the first round
     stats = engine.stats
-    assert stats.num_tokens == 50 and stats.num_rounds == 11 and stats.num_forced == 39  # the last round has room for 3
+    assert stats.num_tokens == 50 and stats.num_rounds == 11 and stats.num_grammar_tokens == 39  # the last round has room for 3
     assert stats.num_drafts == stats.num_reached == stats.num_drafted_rounds == 0 and stats.acceptance_histogram == {0: 11}
     origins = [origin for emission in found["a"] for origin in emission.origins]
     assert origins[:6] == ["plain", "grammar", "grammar", "grammar", "grammar", "plain"]
@@ -108,7 +108,7 @@ def test_a_stop_token_inside_a_run() -> None:
     engine = make_engine()
     found = run(engine, [forced("a", rule, stop_token_ids=(6,), max_tokens=40)])
     tokens, _, reason = outputs(found)["a"]
-    assert tokens[2:] == [3, 4, 5, 6] and reason == "stop" and engine.stats.num_forced == 4
+    assert tokens[2:] == [3, 4, 5, 6] and reason == "stop" and engine.stats.num_grammar_tokens == 4
     assert (tokens, "", reason) == plain_output(rule, stop_token_ids=(6,), max_tokens=40)
 
 
@@ -144,7 +144,7 @@ def test_bias_and_penalties_do_not_matter_to_a_forced_token() -> None:
     for temperature in (0.0, 1.0):
         engine = make_engine()
         found = outputs(run(engine, [forced("a", rule, temperature=temperature, seed=3, **params)]))["a"]
-        assert found[0][1:5] == [2] * 4 and engine.stats.num_forced == 24 and engine.stats.num_rounds == 7
+        assert found[0][1:5] == [2] * 4 and engine.stats.num_grammar_tokens == 24 and engine.stats.num_rounds == 7
         assert temperature or found == plain_output(rule, **params)
 
 
@@ -288,11 +288,11 @@ def test_more_drafts_than_the_target_takes_in_a_pass_are_not_scored(most: int) -
 
 def test_a_proposal_may_not_call_its_drafts_forced() -> None:
     def propose(context: Context, k: int) -> Proposal:
-        return replace(chain_proposal([[5] * k for _ in context.requests]), forced=torch.ones(1, k, dtype=torch.bool))
+        return replace(chain_proposal([[5] * k for _ in context.requests]), of_grammar=torch.ones(1, k, dtype=torch.bool))
 
     engine = make_engine(ScriptedProposer(propose), k=2)
     assert len(outputs(run(engine, [make_request("a", [3], max_tokens=9)]))["a"][0]) == 9
-    assert engine.stats.faults > 0 and engine.stats.num_forced == 0
+    assert engine.stats.faults > 0 and engine.stats.num_grammar_tokens == 0
 
 
 def test_rounds_book_forced_rows_in_the_pass_and_nowhere_else() -> None:
@@ -300,12 +300,12 @@ def test_rounds_book_forced_rows_in_the_pass_and_nowhere_else() -> None:
     engine = make_engine(oracle(TableRunner(), right=1), k=2)
     engine.observer = lambda seen: rounds.append(seen.round)
     run(engine, [forced("a", blocks, max_tokens=60), make_request("b", [5, 6], max_tokens=60)])
-    with_runs = [round_ for round_ in rounds if round_.forced is not None and len(round_.lens) == 2]
-    assert max(round_.forced[0] for round_ in with_runs) > 4  # three before a draft, four after it
+    with_runs = [round_ for round_ in rounds if round_.of_grammar is not None and len(round_.lens) == 2]
+    assert max(round_.of_grammar[0] for round_ in with_runs) > 4  # three before a draft, four after it
     assert len(with_runs) > 5
     for round_ in with_runs:
-        assert round_.depths[0] <= 1 and round_.depths[1] == 2 and round_.forced[1] == 0
-        assert round_.lens == [round_.forced[0] + round_.depths[0], 2]
+        assert round_.depths[0] <= 1 and round_.depths[1] == 2 and round_.of_grammar[1] == 0
+        assert round_.lens == [round_.of_grammar[0] + round_.depths[0], 2]
         counts = zip(round_.num_accepted, round_.num_reached, round_.depths, strict=True)
         assert all(accepted <= judged <= depth for accepted, judged, depth in counts)
     assert engine.stats.most_drafts == 2 and max(engine.stats.acceptance_histogram) <= 2
@@ -368,7 +368,10 @@ def test_a_proposer_that_needs_hidden_states_drafts_through_a_short_run() -> Non
     found = run(engine, [forced("a", blocks, max_tokens=50)])
     assert outputs(found)["a"] == plain_output(blocks, max_tokens=50)
     assert engine.stats.num_rounds == len(seen) <= 7  # asked in every round: six drafts, what is forced after them, one more
-    assert engine.stats.num_forced >= 32 and engine.stats.num_accepted + engine.stats.num_forced + len(rounds) == 50
+    assert (
+        engine.stats.num_grammar_tokens >= 32
+        and engine.stats.num_accepted + engine.stats.num_grammar_tokens + len(rounds) == 50
+    )
     assert all(each.depths == each.num_accepted and max(each.depths) <= 2 for each in rounds)  # of six, four are forced
 
 
@@ -386,7 +389,7 @@ def test_forced_tokens_that_a_proposer_misses_are_drafted_without_it(is_tree: bo
     engine = make_engine(proposer, k=6)
     found = run(engine, [forced("a", blocks, max_tokens=50), make_request("b", [5, 6], max_tokens=50)])
     assert outputs(found)["a"] == plain_output(blocks, max_tokens=50)
-    assert len(found["a"]) == 11 and engine.stats.num_forced == 39 and engine.stats.faults == 0
+    assert len(found["a"]) == 11 and engine.stats.num_grammar_tokens == 39 and engine.stats.faults == 0
 
 
 def test_a_proposer_is_not_asked_to_draft_at_a_dead_end() -> None:
@@ -420,7 +423,10 @@ def test_forced_nodes_of_a_tree_count_for_the_grammar() -> None:
     found = run(engine, [forced("a", rule, max_tokens=40)])
     assert outputs(found)["a"] == plain_output(rule, max_tokens=40)
     assert all(each.depths == [1] for each in rounds[:-2]) and engine.stats.num_accepted <= len(rounds)
-    assert engine.stats.num_forced + engine.stats.num_accepted + len(rounds) == 40 and engine.stats.num_forced >= 13
+    assert (
+        engine.stats.num_grammar_tokens + engine.stats.num_accepted + len(rounds) == 40
+        and engine.stats.num_grammar_tokens >= 13
+    )
 
 
 @pytest.mark.parametrize("takes_trees", [True, False])
@@ -454,3 +460,92 @@ def test_verdicts_have_the_indices_of_the_proposers_own_tree(grammar_drafts: boo
     found = run(engine, [forced("a", rule, max_tokens=4)])
     assert outputs(found)["a"] == plain_output(rule, max_tokens=4)
     assert heard[0] == ([], [1, 3]) and engine.stats.faults == 0
+
+
+# --- guesses -----------------------------------------------------------------------------------------------------------------
+
+
+def mask(*allowed: int) -> torch.Tensor:
+    found = torch.zeros(VOCAB, dtype=torch.bool)
+    found[list(allowed)] = True
+    return found
+
+
+def test_a_layout_guesses_what_came_before_until_it_is_wrong() -> None:
+    layout = Layout()
+    assert layout.guess(1, mask(2, 3)) is None
+    layout.learn(1, mask(2, 3), 2)
+    assert layout.guess(1, mask(2, 3)) == 2 and layout.guess(4, mask(2, 3)) is None
+    layout.learn(1, mask(2, 3), 3)
+    assert layout.guess(1, mask(2, 3)) is None  # neither has proved right
+    for _ in range(9):
+        layout.learn(1, mask(2, 3), 3)
+    layout.learn(1, mask(2, 3), 2)
+    layout.learn(1, mask(2, 3), 2)
+    assert layout.guess(1, mask(2, 3)) == 3  # a counter of 3 stands two errors
+    layout.learn(1, mask(2, 3), 2)
+    assert layout.guess(1, mask(2, 3)) is None
+
+
+def test_a_new_place_is_guessed_by_the_token_before_it() -> None:
+    layout = Layout()
+    layout.learn(1, mask(2, 3), 2)
+    assert layout.guess(1, mask(2, 4)) == 2 and layout.guess(1, mask(3, 4)) is None  # a guess is an allowed token
+
+
+def test_a_layout_is_of_few_choices_and_of_limited_size() -> None:
+    layout, many = Layout(), [*range(1, 1 + VOCAB // 2 + 1)]
+    layout.learn(1, mask(*many), 2)
+    layout.learn(1, mask(2), 2)
+    assert layout.guess(1, mask(*many)) is None and layout.guess(1, mask(2)) is None
+    for before in range(MAX_PLACES):
+        layout.learn(before, mask(2, 3), 2)
+    assert layout.guess(0, mask(2, 3)) is None and layout.guess(MAX_PLACES - 1, mask(2, 3)) == 2
+
+
+def few(output: tuple[int, ...]) -> Sequence[int]:
+    """Allow one free token, then four times one of two that depend on it, repeatedly."""
+    at = len(output) % 5
+    return FREE if at == 0 else [1 + (output[len(output) - at] + at) % (VOCAB - 1), 1 + at]
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 3}])
+def test_guesses_save_passes_and_change_no_text(params: dict) -> None:
+    engine = make_engine()
+    found = outputs(run(engine, [forced("a", few, max_tokens=150, **params)]))["a"]
+    assert found == plain_output(few, max_tokens=150, **params)
+    stats = engine.stats
+    assert stats.num_grammar_tokens > 30 and stats.num_rounds + stats.num_grammar_tokens == 150
+    assert stats.num_drafts == stats.num_accepted == 0
+
+
+def test_guesses_take_the_place_of_drafts_that_are_not_far_more() -> None:
+    """A proposer never drafts after guesses; what it is told is of the text before them."""
+    for k, is_asked in ((2, False), (9, True)):
+        recorder = Recorder()
+        engine = make_engine(recorder, k=k)
+        found = outputs(run(engine, [forced("a", few, max_tokens=200)]))["a"]
+        assert found == plain_output(few, max_tokens=200)
+        num_asked = sum(limit > 0 for _, limit in recorder.seen)
+        assert (num_asked == engine.stats.num_rounds - 1) is is_asked  # not in the first round
+        assert all(text == [3, 4, *found[0]][: len(text)] for text, _ in recorder.seen)
+
+
+def test_a_rejected_guess_is_no_rejected_draft() -> None:
+    """The proposer's draft is right, the guess after it wrong."""
+
+    def rule(output: tuple[int, ...]) -> Sequence[int]:
+        return FREE if len(output) % 2 == 0 else [2, 3]
+
+    engine = make_engine(oracle(TableRunner()), k=1)
+    wrong = {2: 3, 3: 2}
+    greedy = plain_output(rule, max_tokens=20)[0]
+    rounds: list[Round] = []
+    engine.observer = lambda observation: rounds.append(observation.round)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Layout, "guess", lambda self, before, allowed: next(wrong[t] for t in greedy if t in wrong and allowed[t])
+        )
+        assert outputs(run(engine, [forced("a", rule, max_tokens=20)]))["a"][0] == greedy
+    drafted = [each for each in rounds if each.of_grammar is not None and each.of_grammar[0] and each.depths[0]]
+    assert all(each.num_reached[0] <= each.depths[0] for each in drafted)
