@@ -289,8 +289,9 @@ class Proposal:
         probs = None if self.probs is None else change(self.probs)
         parents = None if self.parents is None else change(self.parents)
         of_grammar, own = (None if mask is None else change(mask) for mask in (self.of_grammar, self.own))
-        masks = {"of_grammar": of_grammar, "own": own}
-        return replace(self, token_ids=change(self.token_ids), lens=lens, probs=probs, parents=parents, **masks)
+        return replace(
+            self, token_ids=change(self.token_ids), lens=lens, probs=probs, parents=parents, of_grammar=of_grammar, own=own
+        )
 
 
 @dataclass(frozen=True)

@@ -270,7 +270,7 @@ class DraftLengthPolicy:
         """Learn how many rows a grammar's drafts take. Return those of this round, per request."""
         of_grammar = round_.of_grammar or [0] * len(round_.depths)
         for track, count, num_accepted in zip(self._batch, of_grammar, round_.num_accepted, strict=True):
-            track.add_forced(count, num_accepted + 1)
+            track.add_grammar(count, num_accepted + 1)
         if any(of_grammar) and not any(round_.depths) and not is_prefill:  # perhaps no round is without them
             self.costs.record_drafted_round(len(of_grammar), round_.times.verify + round_.times.host, None, self._plain or inf)
         return of_grammar
