@@ -259,6 +259,22 @@ def bandwidth_sentence(document: Document) -> str:
     return f"Copying memory in the same run: {copy:.1f} GB/s, bytes read and written. {plain}"
 
 
+def grammar_table(document: Document) -> str:
+    """Return a table of each method without and with grammar drafts, and of the best of both."""
+    rows = []
+    for form, found in document["forms"].items():
+        lanes = found["lanes"]
+        names = [(name, f"grammar+{name}", name) for name in lanes if f"grammar+{name}" in lanes]
+        best = f"best: {found['best_without']}, {found['best_with'].removeprefix('grammar+')} with"
+        for base, other, name in [*names, (found["best_without"], found["best_with"], best)]:
+            interval = lanes[other]["gain_interval"] if name == base else found["gain_interval"]
+            speeds = Speeds(lanes[base]["tok_s"], lanes[other]["tok_s"], interval)
+            rounds = " / ".join(f"{lanes[each]['rounds_per_answer']:.1f}" for each in (base, other))
+            rows.append([form, name, *speeds.columns(), rounds])
+    columns = ["form", "method", "without tok/s", "with tok/s", *COLUMNS[2:], "passes per answer"]
+    return table(columns, rows)
+
+
 def facts_table(document: Document) -> str:
     """Return a table of a check's values."""
     shown = {name: value for name, value in document.items() if name not in PROVENANCE and value not in (None, {})}
@@ -287,6 +303,7 @@ TOPICS = {
     "Serving": "Tokens of all answers per second over the whole run, prefill included.",
     "Other engines": "Both engines alternate in one run; after the first token, or prefill included, as stated.",
     "First tokens of other engines": "Seconds from a request to its first token; the engines alternate in one run.",
+    "Structured output": "Each method without and with drafts from the grammar; tokens per second, prefill included.",
     "Checks": "Values reported by the checks.",
 }
 OF_ENGINES = ("Other engines", "First tokens of other engines")
@@ -295,6 +312,8 @@ OF_ENGINES = ("Other engines", "First tokens of other engines")
 def topic(document: Document) -> str:
     if document.get("kind") == "serve":
         return "Serving"
+    if "forms" in document:
+        return "Structured output"
     cells = document.get("cells")
     if isinstance(cells, list) and cells and "engine" in cells[0]:
         return "First tokens of other engines" if cells[0].get("prompt_tokens") else "Other engines"
@@ -308,6 +327,7 @@ MAKERS = {
     "Serving": serve_table,
     "Other engines": peers_table,
     "First tokens of other engines": first_token_table,
+    "Structured output": grammar_table,
     "Checks": facts_table,
 }
 

@@ -28,7 +28,7 @@ from outrider.sampling.grammar_masks import allowed_after, is_dead_end, is_empty
 from outrider.types import BatchSampler, Context, Matcher, Proposal, Request, Verdict
 
 MAX_FORCED = 15  # forced and guessed drafts of a request in one round: a pass of 16 rows; a longer span takes another round
-MAX_CHOICES = 64  # tokens among which one is guessed
+MAX_CHOICES = 256  # tokens among which one is guessed
 MAX_PLACES = 4096  # whose tokens are remembered; the oldest is dropped
 MOST_SURE = 3  # of a place's counter, which starts at 1: a wrong guess takes 1, a right one adds 1, and at 0 nothing is guessed
 
