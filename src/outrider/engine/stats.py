@@ -41,14 +41,12 @@ class GenerationStats:
     pass_seconds: float = 0.0  # predicted seconds of one plain pass per drafted decoding round, for the cost ratio
     num_timed_rounds: int = 0  # rounds counted in pass_seconds
 
-    def count(
-        self, num_drafts: int, num_reached: int, num_accepted: int, num_emitted: int, num_grammar_tokens: int = 0
-    ) -> None:
+    def count(self, num_drafts: int, num_reached: int, num_accepted: int, num_emitted: int, num_grammar: int = 0) -> None:
         """Add the counts of one request in a round. ``num_reached``: accepted drafts, plus one if the next was rejected."""
         histogram = self.acceptance_histogram
         histogram[num_accepted] = histogram.get(num_accepted, 0) + 1
         self.num_tokens += num_emitted
-        self.num_grammar_tokens += num_grammar_tokens
+        self.num_grammar_tokens += num_grammar
         self.num_drafts += num_drafts
         self.num_drafted_rounds += num_drafts > 0
         self.most_drafts = max(self.most_drafts, num_drafts)

@@ -95,9 +95,7 @@ TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # report the first error only
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Variables = Annotated[dict[Text, Any], AfterValidator(shallow), AfterValidator(_variables)]
-Identifier = Annotated[
-    str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
-]  # name of a function: of 64 at OpenAI, of 128 at Anthropic
+Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]  # of a function; OpenAI allows 64, Anthropic 128
 Parameters = Annotated[dict[str, Any], AfterValidator(shallow), AfterValidator(_of_object)]  # JSON schema of arguments
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Verbosity = Literal["low", "medium", "high"]

@@ -291,9 +291,8 @@ class DraftLengthPolicy:
                 track.own.fade(DECAY)
                 track.shared.fade(SHARED_DECAY)
             # How long the proposer's drafts are is not known where a grammar forces some of them.
-            num_requested = (
-                max(num_drafts, 1) if round_.of_grammar and round_.of_grammar[b] else min(round_.k, context.limits[b])
-            )
+            beside_grammar = round_.of_grammar is not None and round_.of_grammar[b] > 0
+            num_requested = max(num_drafts, 1) if beside_grammar else min(round_.k, context.limits[b])
             track.own.add(num_requested, num_drafts, num_accepted)
             track.shared.add(num_requested, num_drafts, num_accepted)
         self._judge_tries(round_)

@@ -95,13 +95,8 @@ class Shares:
 
     def _speeds(self, k: int, drafts: Iterable[_Draft]) -> list[float]:
         """Return tokens per second with the first draft, the first two, ..., when requesting k."""
-        prices, batch, made, catch_up, of_grammar = (
-            self.prices,
-            self.batch,
-            self.made,
-            self.catch_up,
-            self.of_grammar / self.batch,
-        )
+        prices, batch, made, catch_up = self.prices, self.batch, self.made, self.catch_up
+        of_grammar = self.of_grammar / batch
         score, outside, is_padded = prices.score, prices.outside, prices.is_padded
         gained, total_catch_up, tokens, num_drafting, deepest = 0.0, 0.0, 0.0, 0, 0
         nobody = 1.0  # probability that no request has a draft and the pass is plain
