@@ -96,6 +96,13 @@ README_ROWS = (
 PUBLIC_ROWS = (  # models that others trained; measured on another machine
     Row("Qwen2.5-Coder-1.5B-Instruct, `draft`", "qwen-humaneval", "draft", "auto"),
     Row("Qwen2.5-Coder-1.5B-Instruct, `draft`, temperature 0.8", "qwen-humaneval", "draft", "auto", 0.8),
+    Row(
+        "Qwen2.5-Coder-1.5B-Instruct, JSON of six keys, no draft model (prompts included)",
+        "grammar-qwen",
+        "plain",
+        "auto",
+        workload="record",
+    ),
 )
 
 
@@ -373,10 +380,19 @@ def readme_table(found: Mapping[str, Document], rows: Sequence[Row] = README_ROW
     machines = {processor(found[row.file]) for row in rows}
     if len(machines) != 1 or None in machines:
         raise ValueError(f"a table of README has rows of several machines: {machines}")
-    lines = [[row.what, *bench_speeds(cell_of(found[row.file], row)).columns()] for row in rows]
+    lines = [[row.what, *speeds_of(found[row.file], row).columns()] for row in rows]
     files = ", ".join(dict.fromkeys(f"`{row.file}`" for row in rows))
     where = f"Processor: {machines.pop()}. From {files} in [all results](docs/results.md)."
     return f"{table(['model, method', *COLUMNS], lines)}\n\n{where}"
+
+
+def speeds_of(document: Document, row: Row) -> Speeds:
+    """Return the speeds of a row: of a method against plain decoding, or with grammar drafts against without."""
+    if topic(document) != "Structured output":
+        return bench_speeds(cell_of(document, row))
+    lanes = document["forms"][row.workload]["lanes"]
+    with_drafts = lanes[f"grammar+{row.method}"]
+    return Speeds(lanes[row.method]["tok_s"], with_drafts["tok_s"], with_drafts["gain_interval"])
 
 
 def cell_of(document: Document, row: Row) -> Cell:
