@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from toy_grammar import RuleGrammar
@@ -475,7 +476,7 @@ def test_a_layout_guesses_what_came_before_until_it_is_wrong() -> None:
     layout = Layout()
     assert layout.guess(1, mask(2, 3)) is None
     layout.learn(1, mask(2, 3), 2)
-    assert layout.guess(1, mask(2, 3)) == 2 and layout.guess(4, mask(2, 3)) is None
+    assert layout.guess(1, mask(2, 3)) == 2
     layout.learn(1, mask(2, 3), 3)
     assert layout.guess(1, mask(2, 3)) is None  # neither has proved right
     for _ in range(9):
@@ -487,10 +488,12 @@ def test_a_layout_guesses_what_came_before_until_it_is_wrong() -> None:
     assert layout.guess(1, mask(2, 3)) is None
 
 
-def test_a_new_place_is_guessed_by_the_token_before_it() -> None:
+def test_what_was_chosen_last_anywhere_is_guessed_at_a_new_place() -> None:
     layout = Layout()
     layout.learn(1, mask(2, 3), 2)
-    assert layout.guess(1, mask(2, 4)) == 2 and layout.guess(1, mask(3, 4)) is None  # a guess is an allowed token
+    layout.learn(1, mask(4, 5), 4)
+    assert layout.guess(1, mask(2, 4, 6)) == 4 and layout.guess(9, mask(2, 6)) == 2
+    assert layout.guess(1, mask(5, 6)) is None  # a guess is an allowed token
 
 
 def test_a_layout_is_of_few_choices_and_of_limited_size() -> None:
@@ -498,9 +501,10 @@ def test_a_layout_is_of_few_choices_and_of_limited_size() -> None:
     layout.learn(1, mask(*many), 2)
     layout.learn(1, mask(2), 2)
     assert layout.guess(1, mask(*many)) is None and layout.guess(1, mask(2)) is None
+    layout.learn(0, mask(2, 3), 3)
     for before in range(MAX_PLACES):
-        layout.learn(before, mask(2, 3), 2)
-    assert layout.guess(0, mask(2, 3)) is None and layout.guess(MAX_PLACES - 1, mask(2, 3)) == 2
+        layout.learn(before + 1, mask(2, 3), 2)
+    assert len(layout._chosen) == MAX_PLACES and (0, np.array([2, 3]).tobytes()) not in layout._chosen
 
 
 def few(output: tuple[int, ...]) -> Sequence[int]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,38 +37,49 @@ MOST_SURE = 3  # of a place's counter, which starts at 1: a wrong guess takes 1,
 class Layout:
     """The tokens that were chosen where masks left a few. Two-bit counters (Smith, 1981) tell whether they are guessed again.
 
-    A place is the token before and the set of allowed tokens, which tells most states of a grammar apart. Where it is new, the
-    token before is the place: white space and punctuation mostly continue alike. All grammars of an engine share the places.
+    A place is the token before and the set of allowed tokens, which tells most states of a grammar apart. At a new place, the
+    allowed token that was chosen last anywhere is guessed: white space and punctuation mostly continue alike. Places are shared
+    by all grammars of an engine.
     """
 
     def __init__(self) -> None:
         self._chosen: OrderedDict[tuple[int, bytes], tuple[int, int]] = OrderedDict()  # place -> token, counter
+        self._latest: dict[int, int] = {}  # token -> when it was chosen last
+        self._now = 0
 
     def guess(self, before: int, allowed: Tensor) -> int | None:
         """Return the token to guess after ``before``; None if there is none. ``allowed``: bool [V], on the CPU."""
-        for place in _places(before, allowed):
-            if place in self._chosen:
-                token, counter = self._chosen[place]
-                return token if counter > 0 and allowed[token] else None
-        return None
+        few = _few(allowed)
+        if few is None:
+            return None
+        place = before, few.tobytes()
+        if place in self._chosen:
+            token, counter = self._chosen[place]
+            return token if counter > 0 else None
+        latest: int = max(few.tolist(), key=lambda token: self._latest.get(token, -1))
+        return latest if latest in self._latest else None
 
     def learn(self, before: int, allowed: Tensor, token: int) -> None:
         """Learn which of the allowed tokens came after ``before``."""
-        for place in _places(before, allowed):
-            known, counter = self._chosen.pop(place, (token, 0))
-            if known == token:
-                self._chosen[place] = token, min(counter + 1, MOST_SURE)
-            else:
-                self._chosen[place] = (known, counter - 1) if counter > 0 else (token, 0)
-            if len(self._chosen) > MAX_PLACES:
-                self._chosen.popitem(last=False)
+        few = _few(allowed)
+        if few is None:
+            return
+        self._now += 1
+        self._latest[token] = self._now
+        place = before, few.tobytes()
+        known, counter = self._chosen.pop(place, (token, 0))
+        if known == token:
+            self._chosen[place] = token, min(counter + 1, MOST_SURE)
+        else:
+            self._chosen[place] = (known, counter - 1) if counter > 0 else (token, 0)
+        if len(self._chosen) > MAX_PLACES:
+            self._chosen.popitem(last=False)
 
 
-def _places(before: int, allowed: Tensor) -> list[tuple[int, bytes]]:
-    """Return the keys of a place, the most specific first; none if one token is allowed, or many."""
-    if not 1 < np.count_nonzero(allowed.numpy()) <= min(MAX_CHOICES, len(allowed) // 2):
-        return []
-    return [(before, np.flatnonzero(allowed.numpy()).tobytes()), (before, b"")]
+def _few(allowed: Tensor) -> np.ndarray[Any, Any] | None:
+    """Return the ids of the allowed tokens; None if one is allowed, or many."""
+    mask = allowed.numpy()
+    return np.flatnonzero(mask) if 1 < np.count_nonzero(mask) <= min(MAX_CHOICES, len(mask) // 2) else None
 
 
 @dataclass(slots=True)
