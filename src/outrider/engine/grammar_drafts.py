@@ -162,7 +162,7 @@ class GrammarDrafts:
                 continue
             wanted = min(k, limits[b])
             if len(row.before) > row.num_certain:
-                if wanted > 2 * len(row.before):
+                if wanted > 2 * len(row.before):  # otherwise guesses, which take no pass of a draft model, are worth more
                     row.before = row.before[: row.num_certain]
                 else:
                     limits[b] = 0
