@@ -237,7 +237,7 @@ def test_calls_can_be_forced(tooled: Served, choice: dict[str, Any]) -> None:
     whole, events = send(tooled, **asked), streamed(tooled, **asked)
     assert (kinds(whole), whole["stop_reason"]) == (["tool_use"], "tool_use")
     assert lasting(collected(events)) == lasting(whole)
-    assert [event["type"] for event in events].count("content_block_delta") > 2 or choice["type"] == "any"
+    assert [event["type"] for event in events].count("content_block_delta") > 1 or choice["type"] == "any"
 
 
 def test_a_forced_call_that_was_truncated_has_no_input(tooled: Served) -> None:
