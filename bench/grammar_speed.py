@@ -113,13 +113,13 @@ def measure(llm: LLM, form: str, prompts: Sequence[str], args: argparse.Namespac
     """Run every lane on every prompt, in a rotating order; the last prompts are a warm-up. Return lanes, invalid answers."""
     grammar, invalid = GrammarCompiler(tools(llm)).json(FORMS[form]), []
     found = list(lanes(llm, args.methods, args.k))
-    for at, prompt in [*list(enumerate(prompts))[args.num_prompts :], *enumerate(prompts[: args.num_prompts])]:
+    for at in [*range(args.num_prompts, len(prompts)), *range(args.num_prompts)]:
         params = SamplingParams(MAX_TOKENS, args.temperature, seed=at, grammar=grammar)
         first = at % len(found)
         for lane in found[first:] + found[:first]:
             llm.engine, llm.proposer = lane.engine, lane.engine.proposer
             started = time.perf_counter()
-            answer = llm.generate(prompt, params)[0].outputs[0]
+            answer = llm.generate(prompts[at], params)[0].outputs[0]
             seconds = time.perf_counter() - started
             if at >= args.num_prompts:
                 continue

@@ -271,10 +271,11 @@ def grammar_table(document: Document) -> str:
     rows = []
     for form, found in document["forms"].items():
         lanes = found["lanes"]
-        names = [(name, f"grammar+{name}", name) for name in lanes if f"grammar+{name}" in lanes]
         best = f"best: {found['best_without']}, {found['best_with'].removeprefix('grammar+')} with"
-        for base, other, name in [*names, (found["best_without"], found["best_with"], best)]:
-            interval = lanes[other]["gain_interval"] if name == base else found["gain_interval"]
+        others = {name: f"grammar+{name}" for name in lanes if f"grammar+{name}" in lanes}
+        pairs = [(name, name, other, lanes[other]["gain_interval"]) for name, other in others.items()]
+        pairs.append((best, found["best_without"], found["best_with"], found["gain_interval"]))
+        for name, base, other, interval in pairs:
             speeds = Speeds(lanes[base]["tok_s"], lanes[other]["tok_s"], interval)
             rounds = " / ".join(f"{lanes[each]['rounds_per_answer']:.1f}" for each in (base, other))
             rows.append([form, name, *speeds.columns(), rounds])

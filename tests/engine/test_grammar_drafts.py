@@ -11,7 +11,7 @@ import torch
 from toy_grammar import RuleGrammar
 
 from outrider.engine.config import uses_grammar_drafts
-from outrider.engine.grammar_drafts import MAX_FORCED, MAX_PLACES, Layout
+from outrider.engine.grammar_drafts import MAX_DRAFTS, MAX_PLACES, Layout
 from outrider.engine.options import Speculation
 from outrider.engine.policy import FixedLength
 from outrider.proposers.base import Proposer, ScriptedProposer, chain_proposal
@@ -72,7 +72,7 @@ def test_a_forced_run_is_one_pass() -> None:
     assert origins[:6] == ["plain", "grammar", "grammar", "grammar", "grammar", "plain"]
 
 
-@pytest.mark.parametrize("length", [3, MAX_FORCED, MAX_FORCED + 1, 40])
+@pytest.mark.parametrize("length", [3, MAX_DRAFTS, MAX_DRAFTS + 1, 40])
 def test_a_run_at_the_end_ends_with_the_text(length: int) -> None:
     """The end-of-sequence token is forced too, but needs no row: it is the round's next token."""
 
@@ -90,8 +90,8 @@ def test_a_run_at_the_end_ends_with_the_text(length: int) -> None:
     engine.runner.score = watched
     tokens, _, reason = outputs(run(engine, [forced("a", rule, max_tokens=90)]))["a"]
     assert (tokens, "", reason) == plain_output(rule, max_tokens=90) and reason == "stop" and tokens[-1] == EOS
-    assert max(widths) <= MAX_FORCED and sum(widths) + len(widths) == len(tokens) == length + 2
-    assert len(widths) == 1 + -(-(length + 1) // (MAX_FORCED + 1))
+    assert max(widths) <= MAX_DRAFTS and sum(widths) + len(widths) == len(tokens) == length + 2
+    assert len(widths) == 1 + -(-(length + 1) // (MAX_DRAFTS + 1))
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 13))
@@ -113,7 +113,7 @@ def test_a_stop_token_inside_a_run() -> None:
     assert (tokens, "", reason) == plain_output(rule, stop_token_ids=(6,), max_tokens=40)
 
 
-@pytest.mark.parametrize("after", [0, 1, 4, MAX_FORCED, MAX_FORCED + 1])
+@pytest.mark.parametrize("after", [0, 1, 4, MAX_DRAFTS, MAX_DRAFTS + 1])
 def test_a_dead_end_ends_the_request_where_plain_decoding_does(after: int) -> None:
     """The text before it is kept, and the other request of the batch continues."""
 
@@ -533,6 +533,16 @@ def test_guesses_take_the_place_of_drafts_that_are_not_far_more() -> None:
         share = sum(limit > 0 for _, limit in recorder.seen) / engine.stats.num_rounds
         assert share > 0.9 if is_asked else share < 0.5
         assert all(text == [3, 4, *found[0]][: len(text)] for text, _ in recorder.seen)
+
+
+def test_guesses_are_drafted_beside_a_proposer_that_cannot_draft_ahead() -> None:
+    """K is more than the guesses, and at most twice as many: the proposer makes no drafts in their rounds."""
+    counts = []
+    for drafts_ahead in (True, False):
+        engine = make_engine(Recorder(drafts_ahead=drafts_ahead), k=6)
+        assert outputs(run(engine, [forced("a", few, max_tokens=150)]))["a"] == plain_output(few, max_tokens=150)
+        counts.append((engine.stats.num_grammar_tokens, engine.stats.num_rounds))
+    assert counts[0] == counts[1] and counts[0][0] > 30
 
 
 def test_a_rejected_guess_is_no_rejected_draft() -> None:

@@ -145,7 +145,7 @@ def test_drafts_through_a_forced_span_are_lossless(
 def test_guesses_are_lossless(setting: str, verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
     """After two forced tokens, the next ones are guessed, in place of the method's drafts."""
     monkeypatch.setattr(Layout, "guess", lambda self, before, allowed: 1 if allowed[1] else None)
-    monkeypatch.setattr(grammar_drafts, "MAX_FORCED", 4)
+    monkeypatch.setattr(grammar_drafts, "MAX_DRAFTS", 4)
     params, output = EVERY_SETTING[setting], (0,)
     drafts = with_forced(output, params, Drafts(Proposal.empty(1), torch.ones(1, dtype=torch.float64)), drafts_ahead=True)
     assert drafts.proposal.token_ids.tolist() == [[2, 0, 1, 1]]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate, cycle
 from typing import Any
 
-from outrider.engine.grammar_drafts import MAX_FORCED
+from outrider.engine.grammar_drafts import MAX_DRAFTS
 from outrider.engine.ledger import NUM_COLD
 from outrider.engine.policy import FixedLength, LengthPolicy
 from outrider.runner.cost_book import CostBook
@@ -123,7 +123,7 @@ class _Row:
                 break
             depth += is_free
             count += 1
-        tail = self._run(at + wanted, min(MAX_FORCED - run - wanted, self.left - run - wanted - 1))
+        tail = self._run(at + wanted, min(MAX_DRAFTS - run - wanted, self.left - run - wanted - 1))
         num_grammar_tokens, num_taken = wanted - sum(free), count - depth
         return _Drafts(
             run + num_grammar_tokens + tail, run + num_taken + (tail if count == wanted else 0), sum(free), depth, wanted
@@ -135,7 +135,7 @@ class _Row:
     def _run(self, position: int, most: int) -> int:
         """The number of forced tokens from a position on, at most as many as a round takes."""
         count = 0
-        while count < min(most, MAX_FORCED) and self.is_forced(position + count):
+        while count < min(most, MAX_DRAFTS) and self.is_forced(position + count):
             count += 1
         return count
 

@@ -79,8 +79,8 @@ class Engine:
             ClockedProposer(proposer, self._clock), runner.vocab_size, self._ledger.add_faults, runner.takes_trees
         )
         ahead = proposer.drafts_ahead and not self._hidden  # forced tokens have no hidden states before they are scored
-        of_grammar = GrammarDrafts(self._guard, self._make_sampler, drafts_ahead=ahead, max_drafts=runner.max_drafts)
-        self._grammar_drafts = of_grammar if grammar_drafts else None
+        drafter = GrammarDrafts(self._guard, self._make_sampler, drafts_ahead=ahead, max_drafts=runner.max_drafts)
+        self._grammar_drafts = drafter if grammar_drafts else None
         self._parts = Parts(
             self._grammar_drafts or self._guard, ClockedRunner(runner, self._clock), scheduler, verifiers, self._hidden
         )

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from outrider.engine.round import DraftSource
 from outrider.sampling.grammar_masks import allowed_after, is_dead_end, is_empty, path_to
 from outrider.types import BatchSampler, Context, Matcher, Proposal, Request, Verdict
 
-MAX_FORCED = 15  # forced and guessed drafts of a request in one round: a pass of 16 rows; a longer span takes another round
+MAX_DRAFTS = 15  # forced and guessed drafts of a request in one round: a pass of 16 rows; a longer span takes another round
 MAX_CHOICES = 256  # tokens among which one is guessed
 MAX_PLACES = 4096  # whose tokens are remembered; the oldest is dropped
 MOST_SURE = 3  # of a place's counter, which starts at 1: a wrong guess takes 1, a right one adds 1, and at 0 nothing is guessed
@@ -91,6 +92,7 @@ class _Row:
     num_certain: int  # of those before: forced, ahead of the first guess
     own: list[bool] = field(default_factory=list)  # whether each draft of the inner drafter is forced
     after: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)  # all of these, in the order of the round's proposal
 
     @property
     def has_any(self) -> bool:
@@ -114,10 +116,9 @@ class GrammarDrafts:
         """
         self._inner, self._make_sampler, self._drafts_ahead = inner, make_sampler, drafts_ahead
         self._max_drafts = max_drafts
-        self._most = MAX_FORCED if max_drafts is None else min(MAX_FORCED, max_drafts)
+        self._most = MAX_DRAFTS if max_drafts is None else min(MAX_DRAFTS, max_drafts)
         self._layout = Layout()
         self._rows: dict[str, _Row] = {}  # by request id, for requests with a grammar
-        self._drafts: dict[str, list[int]] = {}  # of the requests of this round
         self._view: Context | None = None  # context of the inner drafter, if it differs from the round's
 
     def look(self, context: Context) -> None:
@@ -139,10 +140,7 @@ class GrammarDrafts:
         proposal = self._inner.propose(self._seen_ahead(context, k), k)
         self._extend(context, proposal)
         rows = [self._rows.get(request_id) for request_id in context.request_ids]
-        if any(row is not None and row.has_any for row in rows):
-            proposal = _joined(rows, proposal)
-        self._drafts = dict(zip(context.request_ids, proposal.token_ids.tolist(), strict=True))
-        return proposal
+        return _joined(rows, proposal) if any(row is not None and row.has_any for row in rows) else proposal
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Pass on the verdict on the inner drafter's own drafts, and learn what was chosen."""
@@ -161,12 +159,11 @@ class GrammarDrafts:
             if row is None:
                 continue
             wanted = min(k, limits[b])
+            if wanted > 2 * len(row.before):  # otherwise guesses are worth more: they take no pass of a draft model
+                row.before = row.before[: row.num_certain]
             if len(row.before) > row.num_certain:
-                if wanted > 2 * len(row.before):  # otherwise guesses, which take no pass of a draft model, are worth more
-                    row.before = row.before[: row.num_certain]
-                else:
-                    limits[b] = 0
-            if row.before and not self._drafts_ahead:
+                limits[b] = 0
+            elif row.before and not self._drafts_ahead:
                 if wanted > len(row.before):
                     row.before = []  # the proposer drafts these itself, because the masks allow no others
                 else:
@@ -181,7 +178,7 @@ class GrammarDrafts:
         return self._view
 
     def _extend(self, context: Context, proposal: Proposal) -> None:
-        """Mark what is forced of each request's drafts, and find what is forced after a chain of them."""
+        """Mark what is forced of each request's drafts, and find what is forced or guessed after a chain of them."""
         drafts = proposal.token_ids.tolist()
         trees = None if proposal.parents is None else proposal.parents.tolist()
         for b, (request, num_own) in enumerate(zip(context.requests, proposal.lens.tolist(), strict=True)):
@@ -195,17 +192,19 @@ class GrammarDrafts:
             room = min(self._most, row.room) - len(row.before) - num_own
             if room > 0 and (trees is None or num_own == 0):
                 row.after, _ = likely_tokens(request, [*row.before, *drafts[b][:num_own]], room, self._layout)
+            row.drafts = [*row.before, *drafts[b][:num_own], *row.after]
 
     def _learn(self, context: Context, verdict: Verdict) -> None:
         """Learn which tokens the target chose where masks leave a few."""
         for request, path, token in zip(context.requests, verdict.paths, verdict.next_tokens, strict=True):
-            if request.request_id in self._rows:
-                drafts = self._drafts[request.request_id]
-                chosen = [*(drafts[node] for node in path), token]
-                for at, each in enumerate(chosen):
-                    allowed = allowed_after(request, chosen[:at])
-                    if allowed is not None:
-                        self._layout.learn(chosen[at - 1] if at else request.token_ids[-1], allowed, each)
+            row = self._rows.get(request.request_id)
+            if row is None:
+                continue
+            chosen = [*(row.drafts[node] for node in path), token]
+            for at, (before, each) in enumerate(pairwise([request.token_ids[-1], *chosen])):
+                allowed = allowed_after(request, chosen[:at])
+                if allowed is not None:
+                    self._layout.learn(before, allowed, each)
 
     def _on_own(self, context: Context, verdict: Verdict) -> Verdict:
         paths, next_tokens = list(verdict.paths), list(verdict.next_tokens)
@@ -252,8 +251,7 @@ def likely_tokens(request: Request, path: Sequence[int], most: int, layout: Layo
             if allowed is None or is_empty(allowed):
                 run = run[:-1]
                 break
-            before = run[-1] if run else path[-1] if path else request.token_ids[-1]
-            token = layout.guess(before, allowed)
+            token = layout.guess([request.token_ids[-1], *path, *run][-1], allowed)
             if token is None:
                 break
             num_certain = len(run) if num_certain is None else num_certain

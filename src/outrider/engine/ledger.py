@@ -61,9 +61,7 @@ class Ledger:
         rows = zip(result.context.requests, lens, result.verdict.paths, result.token_ids, strict=True)
         for b, (request, num_scored, path, token_ids) in enumerate(rows):
             num_drafts = num_scored - (of_grammar[b] if of_grammar is not None else 0)
-            last = _last_origin(proposal, b, num_scored, path) if num_drafts else "plain"
-            if last == "corrected" and proposal.parents is None and is_of_grammar[b][len(path)]:
-                last = "bonus"  # a guess after the proposer's drafts was rejected
+            last = _last_origin(proposal, b, is_of_grammar[b][:num_scored], path) if num_drafts else "plain"
             found = ["grammar" if is_of_grammar[b][node] else "accepted" for node in path]
             accepted.append(found.count("accepted"))
             reached.append(accepted[b] + (last == "corrected"))
@@ -113,10 +111,13 @@ def path_depths(proposal: Proposal, is_skipped: Sequence[Sequence[bool]]) -> lis
     return longest
 
 
-def _last_origin(proposal: Proposal, b: int, num_drafts: int, path: list[int]) -> str:
-    """Return the origin of the token after the accepted path, for a request with drafts."""
+def _last_origin(proposal: Proposal, b: int, is_of_grammar: Sequence[bool], path: list[int]) -> str:
+    """Return the origin of the token after the accepted path, for a request with drafts of its proposer.
+
+    ``is_of_grammar`` [N]: of the scored drafts. A guess that was rejected after the proposer's drafts corrects none of them.
+    """
     if proposal.parents is None:
-        is_leaf = len(path) == num_drafts
+        are_accepted = all(is_of_grammar[len(path) :])
     else:
-        is_leaf = (path[-1] if path else -1) not in proposal.parents[b, :num_drafts].tolist()
-    return "bonus" if is_leaf else "corrected"
+        are_accepted = (path[-1] if path else -1) not in proposal.parents[b, : len(is_of_grammar)].tolist()
+    return "bonus" if are_accepted else "corrected"

@@ -11,6 +11,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking")  # names of fields of
 
 CALL = {"type": "function", "function": "{content}"}
 NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+MAX_NAME = 128  # characters of a function's name: OpenAI allows 64, Anthropic 128
+NAME = rf"(?P<name>[\w.-]{{1,{MAX_NAME}}})"
 # Repetitions are bounded, because patterns are searched whenever text arrives. Later in a reply, <think> is text.
 THINK = {"open_pattern": r"\A\s{0,8}(?:<think>|<seed:think>)", "close_pattern": r"\s{0,8}(?:</think>|</seed:think>)"}
 # An opening marker at the end of the prompt begins the reply; it may be closed, too.
@@ -40,7 +42,7 @@ def _tags(function: str, parameter: str, ends: tuple[str, str], around: Sequence
     ``function``, ``parameter``: patterns of the opening tags with %s for the name. ``ends``: markers after a value and after a
     call. ``around``: names of tags around calls, which may be missing. ``edge``: pattern before and after a value.
     """
-    name = r'[^<>"\s]{1,128}'
+    name = rf'[^<>"\s]{{1,{MAX_NAME}}}'
     # Values may contain the marker after a call, which ends one only after the function's name or a value.
     after_value, after_call = map(re.escape, ends)
     before = rf"(?:(?:{_any(*[f'<{tag}>' for tag in around])})\s{{0,8}})?" if around else ""
@@ -78,7 +80,7 @@ DEEPSEEK_TAGS = _tags(
 GLM = _tags(r"<tool_call>\s{0,8}%s\s{0,8}(?=<)", r"<arg_key>%s</arg_key>\s{0,8}<arg_value>", ("</arg_value>", "</tool_call>"))
 GEMMA = _form(
     {
-        "open_pattern": r"\s{0,8}<\|tool_call>call:(?P<name>[\w.-]{1,128})",
+        "open_pattern": r"\s{0,8}<\|tool_call>call:" + NAME,
         "close": "<tool_call|>",
         "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
         "transform": NAMED,
@@ -96,7 +98,7 @@ LLAMA = _form(
 )
 MISTRAL = _form(
     {
-        "open_pattern": r"\s{0,8}\[TOOL_CALLS\]\s{0,8}(?P<name>[\w.-]{1,128})(?:\[CALL_ID\]\w{1,128})?\[ARGS\]",
+        "open_pattern": rf"\s{{0,8}}\[TOOL_CALLS\]\s{{0,8}}{NAME}(?:\[CALL_ID\]\w{{1,64}})?\[ARGS\]",
         "close_pattern": r"(?=\[TOOL_CALLS\])",
         "transform": NAMED,
     },
@@ -116,7 +118,7 @@ MISTRAL_LIST = _form(
 KIMI = _form(
     {
         "open_pattern": r"\s{0,8}(?:<\|tool_calls_section_begin\|>\s{0,8})?<\|tool_call_begin\|>\s{0,8}"
-        r"(?P<id>(?:functions\.)?(?P<name>[\w.-]{1,128})(?::\d{1,4})?)\s{0,8}<\|tool_call_argument_begin\|>",
+        rf"(?P<id>(?:functions\.)?{NAME}(?::\d{{1,4}})?)\s{{0,8}}<\|tool_call_argument_begin\|>",
         "close_pattern": r"<\|tool_call_end\|>" + _then("<|tool_calls_section_end|>"),
         "transform": NAMED,
     }
@@ -125,7 +127,7 @@ DEEPSEEK = _form(
     {
         # V3 and R1 write the kind and a block of Markdown.
         "open_pattern": r"\s{0,8}(?:<｜tool▁calls▁begin｜>\s{0,8})?<｜tool▁call▁begin｜>\s{0,8}(?:function<｜tool▁sep｜>"
-        r"(?P<name>[\w.-]{1,128})\s{1,8}```json|(?!function<｜tool▁sep｜>)(?P<name>[\w.-]{1,128})<｜tool▁sep｜>)",
+        rf"{NAME}\s{{1,8}}```json|(?!function<｜tool▁sep｜>){NAME}<｜tool▁sep｜>)",
         "close_pattern": r"(?:\s{0,8}```)?\s{0,8}<｜tool▁call▁end｜>" + _then("<｜tool▁calls▁end｜>"),
         "transform": NAMED,
     }
@@ -137,7 +139,7 @@ GPT_OSS = {
     "fields": {
         REASONING[0]: {"open_pattern": GPT_TURN + r"<\|channel\|>analysis\s{0,8}<\|message\|>", "close_pattern": GPT_END},
         CALLS: {
-            "open_pattern": rf"{GPT_TURN}{GPT_CHANNEL}to=functions\.(?P<name>[\w.-]{{1,128}})\s{{0,8}}{GPT_CHANNEL}"
+            "open_pattern": rf"{GPT_TURN}{GPT_CHANNEL}to=functions\.{NAME}\s{{0,8}}{GPT_CHANNEL}"
             r"(?:<\|constrain\|>)?\w{0,64}\s{0,8}<\|message\|>",
             "close_pattern": GPT_END,
             "repeats": True,

@@ -13,6 +13,7 @@ from outrider.engine.options import Speculation
 from outrider.engine.prompts import arguments_of, as_prompts, for_template, shown_tool
 from outrider.options import INT32, declared, shown
 from outrider.registry import PLAIN
+from outrider.server.formats import MAX_NAME
 from outrider.server.parameters import moved
 from outrider.types import Grammar, OutriderError, SamplingParams
 
@@ -95,7 +96,7 @@ TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # report the first error only
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Variables = Annotated[dict[Text, Any], AfterValidator(shallow), AfterValidator(_variables)]
-Identifier = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]  # of a function; OpenAI allows 64, Anthropic 128
+Identifier = Annotated[str, Field(pattern=rf"^[A-Za-z0-9_.-]{{1,{MAX_NAME}}}$")]  # name of a function
 Parameters = Annotated[dict[str, Any], AfterValidator(shallow), AfterValidator(_of_object)]  # JSON schema of arguments
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Verbosity = Literal["low", "medium", "high"]

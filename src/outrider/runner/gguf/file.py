@@ -361,9 +361,8 @@ class GgufFile:
         return wanted
 
 
-@lru_cache(
-    maxsize=2
-)  # parsing takes 0.1 s; tokenizer, config and weights are read in turn, and a target is compared with its draft
+# Parsing takes 0.1 s; tokenizer, config and weights are read one after another, and a target is compared with its draft.
+@lru_cache(maxsize=2)
 def _parsed(paths: tuple[Path, ...], *_version: int) -> GgufFile:
     """See ``GgufFile.open``. ``paths``: the file's parts in order. ``_version``: numbers that change with the files."""
     readers = [_read(path) for path in paths]

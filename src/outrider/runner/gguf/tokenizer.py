@@ -33,11 +33,12 @@ _DEEPSEEK = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_KNOWN = {rule: (split,) for rule, split in transformers_gguf.GGUF_PRE_TOKENIZER_SPLITS.items()}  # to transformers
 SPLITS: dict[str, tuple[str, ...]] = {
-    **{rule: (split,) for rule, split in transformers_gguf.GGUF_PRE_TOKENIZER_SPLITS.items()},
+    **_KNOWN,
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), (r"\p{N}{1,3}", _CJK, _DEEPSEEK)),
-    **dict.fromkeys(("glm4", "glm5"), (transformers_gguf.GGUF_PRE_TOKENIZER_SPLITS["llama3"],)),
-    "hunyuan": (transformers_gguf.GGUF_PRE_TOKENIZER_SPLITS["qwen2"],),
+    **dict.fromkeys(("glm4", "glm5"), _KNOWN["llama3"]),
+    "hunyuan": _KNOWN["qwen2"],
 }
 GPT2 = ("gpt-2", "phi-2", "olmo", "mpt", "exaone4", "mellum", "gigachat", "a.x-4.0", "granite-docling")
 GPT2_AND_DIGITS = ("command-r", "starcoder", "refact", "smollm", "exaone", "codeshell", "minerva-7b")  # one by one
