@@ -83,7 +83,7 @@ class FakeServer:
     async def _stream(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
         self.running += 1
         self.most = max(self.most, self.running)
-        is_plain = (body.get("speculative") or {}).get("k") == 0
+        is_plain = (body.get("speculative") or {}).get("num_draft_tokens") == 0
         left, done, wait = body["max_tokens"], 0, self.first
         while left:
             await asyncio.sleep(wait)

@@ -63,11 +63,11 @@ class Client:
         return sample
 
     async def _read(self, answer: httpx.Response, sample: Sample) -> None:
-        """Read the stream. The number of tokens in a chunk is the increase of the usage count.
+        """Read the stream. The number of tokens in a chunk is the increase of the usage count, if every text comes with one.
 
         It is read to the end, beyond [DONE], so that the connection is reused.
         """
-        clock, last, is_done = asyncio.get_running_loop().time, 0.0, False
+        clock, last, is_done, is_counted = asyncio.get_running_loop().time, 0.0, False, True
         async for data in events(answer):
             if data == b"[DONE]":
                 is_done = True
@@ -81,7 +81,8 @@ class Client:
             choices = event.get("choices")
             text = (choices[0].get("text") or "") if choices else ""
             sample.text += text
-            if choices and (count if usage else text):
+            is_counted &= bool(usage or not text)  # llama.cpp counts only in the last chunk, which has no text
+            if choices and (count if usage and is_counted else text):
                 if sample.first is None:
                     sample.first = now
                 else:
@@ -94,7 +95,7 @@ class Client:
             sample.error = "the stream was truncated"
         elif not sample.num_tokens:
             sample.error = "no usage in the answer: the server must support stream_options.include_usage"
-        elif not any(count for _, count in sample.pauses):
+        elif not is_counted:
             share = max(sample.num_tokens - 1, 1) / max(len(sample.pauses), 1)  # the first chunk counts as one token
             sample.pauses = [(seconds, share) for seconds, _ in sample.pauses]
 

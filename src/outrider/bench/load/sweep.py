@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import chain, cycle, islice
+from secrets import token_hex
 from typing import Any
 
 import httpx
@@ -21,6 +22,7 @@ from outrider.types import OutriderError
 
 WARMUP_TOKENS = 8
 TIMEOUT = httpx.Timeout(600.0, connect=30.0)
+KEEP_ALIVE = 2.0  # seconds: uvicorn and llama.cpp close connections that are idle for 5
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class Sweep:
         self.groups: list[Group] = []
         self.servers: dict[str, dict[str, Any]] = {}  # mode -> entry of /v1/models
         self._headers, self._transport = dict(headers or {}), transport
+        self._own = token_hex(4)  # in every prompt: the server may still cache those of an earlier sweep
 
     @property
     def num_runs(self) -> int:
@@ -155,7 +158,7 @@ class Sweep:
     async def _client(self, stack: AsyncExitStack, mode: Mode) -> Client:
         """Return a client for a mode, which asks for usage in every chunk if the server supports it."""
         most = max([load.concurrency or self.traffic.num_requests for load in self.loads], default=1) + 1
-        limits = httpx.Limits(max_connections=most, max_keepalive_connections=most)
+        limits = httpx.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEEP_ALIVE)
         options: dict[str, Any] = {"headers": self._headers, "timeout": TIMEOUT, "limits": limits, "transport": self._transport}
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=mode.url, **options))
         answer = await http.get("/v1/models")
@@ -170,12 +173,13 @@ class Sweep:
         return counting if sample.error is None else Client(http, body)
 
     async def _warm_up(self, load: Load, client: Client, mode: str) -> None:
-        conversations = self.traffic.conversations(load, f"{load.label}, {mode}, warming up")[: load.concurrency or 4]
+        run = f"{self._own}, {load.label}, {mode}, warming up"
+        conversations = self.traffic.conversations(load, run)[: load.concurrency or 4]
         await asyncio.gather(*[client.ask(first, max_tokens=WARMUP_TOKENS) for first, *_ in conversations])
 
     async def _measure(self, load: Load, client: Client, mode: Mode, repeat: int) -> Run:
         traffic = self.traffic
-        conversations = traffic.conversations(load, f"{traffic.seed}, {load.label}, {mode.name}, {repeat}", repeat)
+        conversations = traffic.conversations(load, f"{self._own}, {load.label}, {mode.name}, {repeat}", repeat)
         seeds = range(traffic.seed, traffic.seed + len(conversations))
         before = await counters.read(client.http)
 
