@@ -104,6 +104,7 @@ PUBLIC_ROWS = (  # models that others trained; measured on another machine
         workload="record",
     ),
 )
+SERVED = "serve-qwen-llamacpp"  # the public models in two servers
 
 
 def documents(folder: Path) -> dict[str, Document]:
@@ -168,7 +169,9 @@ def bench_table(document: Document) -> str:
 
 
 def serve_table(document: Document) -> str:
-    """Return a table of each load with and without drafts."""
+    """Return a table of each load with and without drafts, or of two engines."""
+    owners = [document["servers"].get(mode, {}).get("owned_by") for mode in ("plain", "speculative")]
+    columns = [f"{each} tok/s" for each in owners] if owners[0] != owners[1] else COLUMNS[:2]
     loads: dict[str, dict[str, Cell]] = {}
     for cell in document["cells"]:
         loads.setdefault(cell["load"], {})[cell["mode"]] = cell
@@ -178,7 +181,7 @@ def serve_table(document: Document) -> str:
             plain, drafted = modes["plain"], modes["speculative"]
             both = Speeds(plain["tok_s"], drafted["tok_s"], paired_interval(plain["repeat_tok_s"], drafted["repeat_tok_s"]))
             rows.append([load, *both.columns()])
-    return table(["clients", *COLUMNS], rows)
+    return table(["clients", *columns, *COLUMNS[2:]], rows)
 
 
 def peers_table(document: Document) -> str:
@@ -445,9 +448,10 @@ def main(check: bool) -> int:
     """Write both pages; with ``check``, print those that are out of date and return 1."""
     found = documents(ROOT / "results")
     readme = ROOT / "README.md"
+    tables = [readme_table(found), readme_table(found, PUBLIC_ROWS), serve_table(found[SERVED]), f"From `{SERVED}`."]
     made = {
         ROOT / "docs" / "results.md": page(found),
-        readme: with_block(readme.read_text(encoding="utf-8"), f"{readme_table(found)}\n\n{readme_table(found, PUBLIC_ROWS)}"),
+        readme: with_block(readme.read_text(encoding="utf-8"), "\n\n".join(tables)),
     }
     stale = [path for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if check:

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -149,15 +149,31 @@ def test_an_event_of_another_form_fails_only_its_request(event: str) -> None:
     assert answered(f"data: {event}\n\ndata: [DONE]\n\n").error
 
 
-def answered(body: str) -> Sample:
-    """Return the sample of a request whose response has this body."""
-
+def sample_of(handler: Callable[[httpx.Request], httpx.Response]) -> Sample:
     async def ask() -> Sample:
-        answer = httpx.MockTransport(lambda request: httpx.Response(200, text=body))
-        async with httpx.AsyncClient(base_url=URL, transport=answer) as http:
+        async with httpx.AsyncClient(base_url=URL, transport=httpx.MockTransport(handler)) as http:
             return await Client(http, {}).ask("a")
 
     return asyncio.run(ask())
+
+
+def answered(body: str) -> Sample:
+    """Return the sample of a request whose response has this body."""
+    return sample_of(lambda request: httpx.Response(200, text=body))
+
+
+@pytest.mark.parametrize("num_closed", [1, 2])
+def test_a_request_on_a_closed_connection_is_sent_again_once(num_closed: int) -> None:
+    asked: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        if len(asked) <= num_closed:
+            raise httpx.RemoteProtocolError("Server disconnected without sending a response.")
+        return httpx.Response(200, text='data: {"choices": [{"text": "a"}], "usage": {"completion_tokens": 1}}\n\ndata: [DONE]\n\n')
+
+    sample = sample_of(answer)
+    assert len(asked) == 2 and (sample.error is None) == (num_closed == 1)
 
 
 def test_goodput_counts_requests_that_meet_the_objective() -> None:

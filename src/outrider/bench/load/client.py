@@ -50,17 +50,25 @@ class Client:
     async def ask(self, prompt: str, **more: Any) -> Sample:
         """Send one request and return its sample. Errors are stored in the sample."""
         clock = asyncio.get_running_loop().time
-        sample = Sample(clock())
+        sample, body = Sample(clock()), {**self.body, "prompt": prompt, **more}
         try:
-            async with self.http.stream("POST", PATH, json={**self.body, "prompt": prompt, **more}) as answer:
-                if answer.status_code != 200:
-                    sample.error = f"{answer.status_code}: {_message(await answer.aread())}"
-                else:
-                    await self._read(answer, sample)
+            try:
+                await self._send(body, sample)
+            except httpx.RemoteProtocolError:
+                if sample.first is not None:
+                    raise
+                await self._send(body, sample)  # the server had closed the connection, as it may between requests
         except (httpx.HTTPError, *UNEXPECTED_JSON) as error:
             sample.error = f"{type(error).__name__}: {error}"
         sample.ended = sample.ended or clock()
         return sample
+
+    async def _send(self, body: Mapping[str, Any], sample: Sample) -> None:
+        async with self.http.stream("POST", PATH, json=body) as answer:
+            if answer.status_code != 200:
+                sample.error = f"{answer.status_code}: {_message(await answer.aread())}"
+            else:
+                await self._read(answer, sample)
 
     async def _read(self, answer: httpx.Response, sample: Sample) -> None:
         """Read the stream. The number of tokens in a chunk is the increase of the usage count, if every text comes with one.

@@ -22,7 +22,6 @@ from outrider.types import OutriderError
 
 WARMUP_TOKENS = 8
 TIMEOUT = httpx.Timeout(600.0, connect=30.0)
-KEEP_ALIVE = 2.0  # seconds: uvicorn and llama.cpp close connections that are idle for 5
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ class Sweep:
     async def _client(self, stack: AsyncExitStack, mode: Mode) -> Client:
         """Return a client for a mode, which asks for usage in every chunk if the server supports it."""
         most = max([load.concurrency or self.traffic.num_requests for load in self.loads], default=1) + 1
-        limits = httpx.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEEP_ALIVE)
+        limits = httpx.Limits(max_connections=most, max_keepalive_connections=most)
         options: dict[str, Any] = {"headers": self._headers, "timeout": TIMEOUT, "limits": limits, "transport": self._transport}
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=mode.url, **options))
         answer = await http.get("/v1/models")
