@@ -19,7 +19,6 @@ SCRIPT = ROOT / "docs" / "make_results.py"
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]  # docs/log is history
 # Measured before `outrider bench serve` recorded the processor. Remove a file from this list when it is measured again.
 WITHOUT_PROCESSOR = {
-    "serve-1b",
     "serve-vllm-1b",
 }
 

@@ -170,7 +170,9 @@ def test_a_request_on_a_closed_connection_is_sent_again_once(num_closed: int) ->
         asked.append(request)
         if len(asked) <= num_closed:
             raise httpx.RemoteProtocolError("Server disconnected without sending a response.")
-        return httpx.Response(200, text='data: {"choices": [{"text": "a"}], "usage": {"completion_tokens": 1}}\n\ndata: [DONE]\n\n')
+        return httpx.Response(
+            200, text='data: {"choices": [{"text": "a"}], "usage": {"completion_tokens": 1}}\n\ndata: [DONE]\n\n'
+        )
 
     sample = sample_of(answer)
     assert len(asked) == 2 and (sample.error is None) == (num_closed == 1)
