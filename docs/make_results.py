@@ -104,7 +104,7 @@ PUBLIC_ROWS = (  # models that others trained; measured on another machine
         workload="record",
     ),
 )
-SERVED = "serve-qwen-llamacpp"  # the public models in two servers
+SERVED = "serve-qwen-llamacpp"  # the public models in llama.cpp's server and in Outrider's
 
 
 def documents(folder: Path) -> dict[str, Document]:
@@ -381,13 +381,18 @@ def page(found: Mapping[str, Document]) -> str:
 
 def readme_table(found: Mapping[str, Document], rows: Sequence[Row] = README_ROWS) -> str:
     """Return a table of README. Raises ``ValueError`` if rows have no cell or come from several machines."""
-    machines = {processor(found[row.file]) for row in rows}
+    where = origin(found, [row.file for row in rows])
+    lines = [[row.what, *speeds_of(found[row.file], row).columns()] for row in rows]
+    return f"{table(['model, method', *COLUMNS], lines)}\n\n{where}"
+
+
+def origin(found: Mapping[str, Document], names: Sequence[str]) -> str:
+    """Return the processor and the files of a table of README. Raises ``ValueError`` for files of several machines."""
+    machines = {processor(found[name]) for name in names}
     if len(machines) != 1 or None in machines:
         raise ValueError(f"a table of README has rows of several machines: {machines}")
-    lines = [[row.what, *speeds_of(found[row.file], row).columns()] for row in rows]
-    files = ", ".join(dict.fromkeys(f"`{row.file}`" for row in rows))
-    where = f"Processor: {machines.pop()}. From {files} in [all results](docs/results.md)."
-    return f"{table(['model, method', *COLUMNS], lines)}\n\n{where}"
+    files = ", ".join(dict.fromkeys(f"`{name}`" for name in names))
+    return f"Processor: {machines.pop()}. From {files} in [all results](docs/results.md)."
 
 
 def speeds_of(document: Document, row: Row) -> Speeds:
@@ -448,7 +453,7 @@ def main(check: bool) -> int:
     """Write both pages; with ``check``, print those that are out of date and return 1."""
     found = documents(ROOT / "results")
     readme = ROOT / "README.md"
-    tables = [readme_table(found), readme_table(found, PUBLIC_ROWS), serve_table(found[SERVED]), f"From `{SERVED}`."]
+    tables = [readme_table(found), readme_table(found, PUBLIC_ROWS), serve_table(found[SERVED]), origin(found, [SERVED])]
     made = {
         ROOT / "docs" / "results.md": page(found),
         readme: with_block(readme.read_text(encoding="utf-8"), "\n\n".join(tables)),

@@ -35,7 +35,7 @@ CODES = ("int8", "int6", *native.CODES4)  # meaning of codes: integers, or indic
 UNITS = {"iq3_xxs": 1 / 4, "iq2": 1 / 8, "iq1": 1 / 8}  # fractions of the table's integers that are the numbers of these codes
 NUMBERS = ("none", "bfloat16", "float16", "float32", "zeros", "products")  # storage formats of scales and offsets
 WIDTHS = dict(zip(NUMBERS, (0, 2, 2, 4, 1, 1), strict=True))  # bytes per number
-CHUNK = 1 << 22  # weights rounded again at a time: with 2^20 most steps use one core
+CHUNK = 1 << 22  # weights repacked at a time; with 2^20, torch computes most steps on one core
 
 
 @dataclass(frozen=True)

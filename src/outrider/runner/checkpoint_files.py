@@ -122,5 +122,5 @@ def is_finite(tensor: Tensor) -> bool:
     """Return whether a tensor has no NaN or infinity."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    numbers = tensor.float() if tensor.itemsize == 1 else tensor  # torch compares no numbers of 8 bits
-    return all(bool(torch.isfinite(each)) for each in torch.aminmax(numbers))  # a minimum of NaN is NaN
+    numbers = tensor.float() if tensor.itemsize == 1 else tensor  # aminmax does not take 8-bit floats
+    return all(bool(torch.isfinite(each)) for each in torch.aminmax(numbers))  # NaN propagates

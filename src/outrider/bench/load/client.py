@@ -44,11 +44,14 @@ class Client:
     """HTTP client for one server."""
 
     def __init__(self, http: httpx.AsyncClient, body: Mapping[str, Any]) -> None:
-        """``body``: common fields of all requests. Without ``continuous_usage_stats``, all chunks count as equally long."""
+        """``body``: common fields of all requests. All chunks count as equally long if the server states no tokens for each."""
         self.http, self.body = http, body
 
     async def ask(self, prompt: str, **more: Any) -> Sample:
-        """Send one request and return its sample. Errors are stored in the sample."""
+        """Send one request and return its sample. Errors are stored in the sample.
+
+        A request is sent again once if its connection is closed before the first token, as servers do with idle connections.
+        """
         clock = asyncio.get_running_loop().time
         sample, body = Sample(clock()), {**self.body, "prompt": prompt, **more}
         try:
@@ -57,7 +60,7 @@ class Client:
             except httpx.RemoteProtocolError:
                 if sample.first is not None:
                     raise
-                await self._send(body, sample)  # the server had closed the connection, as it may between requests
+                await self._send(body, sample)
         except (httpx.HTTPError, *UNEXPECTED_JSON) as error:
             sample.error = f"{type(error).__name__}: {error}"
         sample.ended = sample.ended or clock()
@@ -71,7 +74,7 @@ class Client:
                 await self._read(answer, sample)
 
     async def _read(self, answer: httpx.Response, sample: Sample) -> None:
-        """Read the stream. The number of tokens in a chunk is the increase of the usage count, if every text comes with one.
+        """Read the stream. If every chunk with text states the usage, its increase is the number of tokens in the chunk.
 
         It is read to the end, beyond [DONE], so that the connection is reused.
         """
@@ -89,7 +92,7 @@ class Client:
             choices = event.get("choices")
             text = (choices[0].get("text") or "") if choices else ""
             sample.text += text
-            is_counted &= bool(usage or not text)  # llama.cpp counts only in the last chunk, which has no text
+            is_counted &= bool(usage or not text)  # llama.cpp states usage only in the last chunk, which has no text
             if choices and (count if usage and is_counted else text):
                 if sample.first is None:
                     sample.first = now

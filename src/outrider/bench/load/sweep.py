@@ -113,7 +113,7 @@ class Sweep:
         self.groups: list[Group] = []
         self.servers: dict[str, dict[str, Any]] = {}  # mode -> entry of /v1/models
         self._headers, self._transport = dict(headers or {}), transport
-        self._own = token_hex(4)  # in every prompt: the server may still cache those of an earlier sweep
+        self._nonce = token_hex(4)  # makes prompts unique: the server may still cache those of an earlier sweep
 
     @property
     def num_runs(self) -> int:
@@ -172,13 +172,13 @@ class Sweep:
         return counting if sample.error is None else Client(http, body)
 
     async def _warm_up(self, load: Load, client: Client, mode: str) -> None:
-        run = f"{self._own}, {load.label}, {mode}, warming up"
+        run = f"{self._nonce}, {load.label}, {mode}, warming up"
         conversations = self.traffic.conversations(load, run)[: load.concurrency or 4]
         await asyncio.gather(*[client.ask(first, max_tokens=WARMUP_TOKENS) for first, *_ in conversations])
 
     async def _measure(self, load: Load, client: Client, mode: Mode, repeat: int) -> Run:
         traffic = self.traffic
-        conversations = traffic.conversations(load, f"{self._own}, {load.label}, {mode.name}, {repeat}", repeat)
+        conversations = traffic.conversations(load, f"{self._nonce}, {load.label}, {mode.name}, {repeat}", repeat)
         seeds = range(traffic.seed, traffic.seed + len(conversations))
         before = await counters.read(client.http)
 

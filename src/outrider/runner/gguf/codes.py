@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outrider.runner import blocks
 
-CHUNK = 1 << 22  # weights decoded at a time: with 2^20 most steps use one core
+CHUNK = 1 << 22  # weights decoded at a time; with 2^20, torch computes most steps on one core
 
 # Codes [n, weights of a block], scales and, in some formats, offsets [n, groups]. If these are products, each is two
 # tensors: factors int8 [n, groups] and bases float16 [n, 1].
