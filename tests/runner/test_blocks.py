@@ -233,6 +233,14 @@ def test_codes_of_a_checkpoint_keep_their_values_bit_for_bit(outputs, inputs, bi
     assert blocks.shape_of(packed) == (-(-outputs // 32) * 32, -(-inputs // 32) * 32)
 
 
+@pytest.mark.parametrize("bits, group, added, dtype", EXACT)
+@pytest.mark.parametrize("width", [4, 8])
+def test_blocks_are_rounded_like_the_weight_that_they_hold(width, bits, group, added, dtype):
+    packed, _ = coded(97, 513, bits, group, added, dtype)
+    weight = blocks.unpack(packed, *blocks.shape_of(packed))
+    assert torch.equal(blocks.repack(packed, width), blocks.pack(weight, width))
+
+
 def test_scales_use_the_smallest_sufficient_dtype():
     sizes = {
         (8, "middle", torch.float16): 34,

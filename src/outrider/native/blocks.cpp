@@ -654,71 +654,134 @@ constexpr float border(int i) { return static_cast<float>(kNumbers[i] + kNumbers
 
 constexpr auto kBorders = std::make_integer_sequence<int, 15>{};
 
-// Round to the nearest values of 4-bit codes.
-template <int... i>
-inline vec nearest_numbers(vec x, std::integer_sequence<int, i...>) {
-  vec found[3] = {splat(kNumbers[0]), vec{}, vec{}};  // short chains of additions; integers, so their order does not matter
-  ((found[i % 3] += x > splat(border(i)) ? splat(static_cast<float>(kNumbers[i + 1] - kNumbers[i])) : vec{}), ...);
+// Sum `step` of each value of 4-bit codes but the first that is nearer to x than the one before.
+template <typename Sum, typename Step, int... i>
+inline Sum over_borders(vec x, Sum first, const Step& step, std::integer_sequence<int, i...>) {
+  Sum found[3] = {first, Sum{}, Sum{}};  // short chains of additions; integers, so their order does not matter
+  ((found[i % 3] += x > splat(border(i)) ? step(i) : Sum{}), ...);
   return found[0] + found[1] + found[2];
 }
-
-inline uint16_t to_bfloat16(float number) {
-  uint32_t bits;
-  std::memcpy(&bits, &number, sizeof bits);
-  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+inline vec nearest_numbers(vec x) {
+  return over_borders(x, splat(kNumbers[0]), [](int i) { return splat(static_cast<float>(kNumbers[i + 1] - kNumbers[i])); }, kBorders);
 }
+inline ivec nearest_codes(vec x) { return over_borders(x, ivec{}, [](int) { return ivec{} + 1; }, kBorders); }
+
+// The bits of bfloat16 numbers, in the lower halves.
+inline uvec to_bfloat16(vec numbers) {
+  const uvec bits = reinterpret_cast<uvec>(numbers);
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline vec from_bfloat16(uvec bits) { return reinterpret_cast<vec>(bits << 16); }
+inline vec magnitude(vec x) { return x < vec{} ? -x : x; }
 
 constexpr float kTiny = 1e-30f;  // weights below it become 0: their reciprocal could overflow
 
-// Round 32 weights to codes; return their scale's bits. The scale is rounded up, so that the largest weight is not clipped.
-inline uint16_t round_to(Bits8, const float* weights, uint8_t* codes) {
-  float most = 0.0f;
-  for (int64_t k = 0; k < kInputs; ++k) most = std::max(most, std::abs(weights[k]));
-  uint16_t bits = most < kTiny ? 0 : to_bfloat16(most / 127.0f);
-  if (most >= kTiny && from_bfloat16(bits) * 127.0f < most) ++bits;
-  const float inverse = bits ? 1.0f / from_bfloat16(bits) : 0.0f;
+// Round the weights [kInputs] of a block, one output per lane, to codes; return the bits of their scales. These are rounded up, so that
+// the largest weight is not clipped.
+inline uvec round_to(Bits8, const vec* weights, ivec* codes) {
+  vec most{};
   for (int64_t k = 0; k < kInputs; ++k) {
-    const int code = static_cast<int>(std::nearbyint(weights[k] * inverse));
-    codes[k] = static_cast<uint8_t>(static_cast<int8_t>(std::clamp(code, -127, 127)));
+    const vec size = magnitude(weights[k]);
+    most = size > most ? size : most;
   }
-  return bits;
+  uvec bits = to_bfloat16(most / splat(127.0f));
+  bits -= reinterpret_cast<uvec>(from_bfloat16(bits) * splat(127.0f) < most);  // true is -1
+  const ivec is_zero = most < splat(kTiny);
+  const vec inverse = is_zero ? vec{} : splat(1.0f) / from_bfloat16(bits);
+  for (int64_t k = 0; k < kInputs; ++k) codes[k] = nearest(weights[k] * inverse);
+  return bits & ~reinterpret_cast<uvec>(is_zero);
 }
 
 // Where candidates for a scale map the largest weight: near either end of the table. Chosen one after the other among -45 to 45 for the
 // least error on Qwen2.5-Coder-0.5B's weights and on normal ones: 0.5% more than that of 18 from -41 to 41 (docs/log/kernels.md).
 constexpr float kEnds[] = {-35.0f, 30.0f, -29.0f, -33.0f, -37.0f, 29.0f};
 
-// Search the scale with the least squared error, weighted by magnitude. Each candidate is replaced by the optimal scale for its codes.
-inline uint16_t round_to(Bits4, const float* weights, uint8_t* codes) {
-  vec parts[kVectors], squares{};
-  for (int v = 0; v < kVectors; ++v) parts[v] = load(weights + v * kLanes), squares += parts[v] * parts[v];
-  float most = 0.0f;
-  for (int64_t k = 0; k < kInputs; ++k)
-    if (std::abs(weights[k]) > std::abs(most)) most = weights[k];
-  uint16_t bits = 0;
-  if (std::abs(most) >= kTiny) {
-    const vec typical = splat(std::sqrt(sum(squares) / kInputs));
-    float best = -1.0f, scale = 0.0f;
-    for (const float end : kEnds) {
-      vec dots{}, norms{};
-      for (const vec part : parts) {
-        const vec numbers = nearest_numbers(part * splat(end / most), kBorders);
-        const vec weighted = (typical + (part < vec{} ? -part : part)) * numbers;
-        dots += weighted * part;
-        norms += weighted * numbers;
-      }
-      const float dot = sum(dots), norm = sum(norms);
-      if (dot * dot > best * norm) best = dot * dot / norm, scale = dot / norm;
-    }
-    bits = to_bfloat16(scale);
-  }
-  const float inverse = from_bfloat16(bits) == 0.0f ? 0.0f : 1.0f / from_bfloat16(bits);
+// Search the scales with the least squared error, weighted by magnitude. Each candidate is replaced by the optimal scale for its codes.
+inline uvec round_to(Bits4, const vec* weights, ivec* codes) {
+  vec most{}, squares{}, typical{};
   for (int64_t k = 0; k < kInputs; ++k) {
-    int code = 0;
-    for (int i = 0; i < 15; ++i) code += weights[k] * inverse > border(i);
-    codes[k] = static_cast<uint8_t>(code);
+    squares += weights[k] * weights[k];
+    most = magnitude(weights[k]) > magnitude(most) ? weights[k] : most;
   }
+  for (int i = 0; i < kLanes; ++i) typical[i] = std::sqrt(squares[i] / kInputs);
+  most = magnitude(most) < splat(kTiny) ? splat(1.0f) : most;
+  vec best = splat(-1.0f), best_dots{}, best_norms = splat(1.0f);
+  for (const float end : kEnds) {
+    const vec factors = splat(end) / most;
+    vec dots{}, norms{};
+    for (int64_t k = 0; k < kInputs; ++k) {
+      const vec numbers = nearest_numbers(weights[k] * factors), weighted = (typical + magnitude(weights[k])) * numbers;
+      dots += weighted * weights[k];
+      norms += weighted * numbers;
+    }
+    const ivec is_better = dots * dots > best * norms;
+    best = is_better ? dots * dots / norms : best;
+    best_dots = is_better ? dots : best_dots;
+    best_norms = is_better ? norms : best_norms;
+  }
+  const uvec bits = to_bfloat16(best_dots / best_norms);
+  const vec scales = from_bfloat16(bits), inverse = scales == vec{} ? vec{} : splat(1.0f) / scales;
+  for (int64_t k = 0; k < kInputs; ++k) codes[k] = nearest_codes(weights[k] * inverse);
   return bits;
+}
+
+// The first 32-bit words of codes.
+inline ivec word_of(Bits8, const ivec* codes) {
+  return (codes[0] & 255) | (codes[1] & 255) << 8 | (codes[2] & 255) << 16 | codes[3] << 24;
+}
+inline ivec word_of(Bits4, const ivec* codes) {
+  ivec word{};
+  for (int i = 0; i < 4; ++i) word |= codes[i] << 8 * i | codes[4 + i] << (8 * i + 4);
+  return word;
+}
+
+// Round a panel, whose weights `columns(b, v, out)` gives: those of block b, for the outputs in vector v, [kInputs].
+template <typename Bits, typename Columns>
+void round_panel(const Form& form, int64_t blocks, const Columns& columns, uint8_t* panel) {
+  const uint8_t said[] = {form.codes, form.scales, form.offsets, form.groups};
+  std::memset(panel, 0, kHeader);
+  std::memcpy(panel, said, sizeof said);
+  for (int64_t b = 0; b < blocks; ++b) {
+    uint8_t* block = panel + kHeader + b * form.bytes;
+    for (int v = 0; v < kVectors; ++v) {
+      vec weights[kInputs];
+      ivec codes[kInputs];
+      columns(b, v, weights);
+      const hvec scales = __builtin_convertvector(round_to(Bits{}, weights, codes), hvec);
+      std::memcpy(block + form.scales_at + v * sizeof scales, &scales, sizeof scales);
+      for (int64_t i = 0; i < kInputs / Bits::together; ++i)
+        store(reinterpret_cast<int32_t*>(block) + i * kPanel + v * kLanes, word_of(Bits{}, codes + i * Bits::together));
+    }
+  }
+}
+
+// Weights of a block of up to 32 rows, see `round_panel`.
+void columns_of_rows(const float* rows, int64_t outputs, int64_t inputs, int64_t b, int v, vec* columns) {
+  for (int64_t k = 0; k < kInputs; k += kLanes) {
+    for (int i = 0; i < kLanes; ++i) {
+      const int64_t row = v * kLanes + i, left = row < outputs ? std::clamp<int64_t>(inputs - b * kInputs - k, 0, kLanes) : 0;
+      float padded[kLanes] = {};
+      if (left) std::memcpy(padded, rows + row * inputs + b * kInputs + k, left * sizeof(float));
+      columns[k + i] = load(padded);
+    }
+    transpose(columns + k);
+  }
+}
+
+// Weights of a block in a packed panel, see `round_panel`.
+template <typename Bits>
+void columns_of_blocks(const Form& form, const Panel& panel, int64_t b, int v, vec* columns) {
+  const uint8_t* block = panel.blocks + b * form.bytes;
+  for (int64_t k = 0; k < kInputs; k += Bits::together)
+    Floats::decode(block + (k / Bits::together * Bits::words * kPanel + v * kLanes) * 4, Bits{}, Floats::table(form), columns + k);
+  Bases bases;
+  bases.read(form, panel, b);
+  for (int64_t group = 0, size = kInputs / form.groups; group < form.groups; ++group) {
+    const vec scale = stored(form.scales_of(block, group), form.scales, v) * bases.scales[v];
+    const vec offset = form.offsets == kNone ? vec{} : stored(form.offsets_of(block, group), form.offsets, v) * bases.offsets[v];
+    for (int64_t k = group * size; k < (group + 1) * size; ++k)
+      columns[k] = form.offsets == kZeros ? (columns[k] - offset) * scale : columns[k] * scale + offset;
+  }
 }
 
 inline uint64_t eight(const uint8_t* codes) { return read_at<uint64_t>(codes, 0); }
@@ -743,24 +806,45 @@ inline void put(Bits4, const uint8_t* codes, uint8_t* words) {
   }
 }
 
-// Round up to 32 rows of a weight into a panel.
-template <typename Bits>
-void pack_panel(const Form& form, const float* rows, int64_t outputs, int64_t inputs, uint8_t* panel) {
-  const uint8_t said[] = {form.codes, form.scales, form.offsets, form.groups};
-  std::memset(panel, 0, kHeader);
-  std::memcpy(panel, said, sizeof said);
-  for (int64_t b = 0; b * kInputs < inputs; ++b) {
-    uint8_t* block = panel + kHeader + b * form.bytes;
-    for (int64_t j = 0; j < kPanel; ++j) {
-      float weights[kInputs] = {};
-      uint8_t codes[kInputs];
-      if (j < outputs)
-        std::memcpy(weights, rows + j * inputs + b * kInputs, std::min(kInputs, inputs - b * kInputs) * sizeof(float));
-      const uint16_t scale = round_to(Bits{}, weights, codes);
-      std::memcpy(block + form.scales_at + 2 * j, &scale, 2);
-      put(Bits{}, codes, block + 4 * j);
-    }
+// The same in a panel of numbers, `together` inputs of an output side by side (see runner/kernels.py).
+template <typename Number>
+void columns_of_numbers(const Number* panel, int64_t inputs, int64_t together, int64_t b, int v, vec* columns) {
+  for (int64_t k = 0; k < kInputs; ++k) {
+    const int64_t input = b * kInputs + k;
+    columns[k] = vec{};
+    if (input >= inputs) continue;
+    const Number* from = panel + (input / together * kPanel + v * kLanes) * together + input % together;
+    if (together == 1)
+      columns[k] = load(from);
+    else
+      for (int i = 0; i < kLanes; ++i) columns[k][i] = static_cast<float>(from[i * together]);
   }
+}
+
+// Round `panels` panels to 8 or 4 bits. `give(p, round)` calls round(columns), see `round_panel`.
+template <typename Give>
+void round_panels(int64_t panels, int64_t inputs, int64_t bits, at::Tensor& packed, const Give& give) {
+  TORCH_CHECK(bits == 4 || bits == 8, "weights are rounded to 4 or 8 bits, not ", bits);
+  const Form form(bits == 8 ? kInt8 : kRounded4, kBfloat16, kNone, 1);
+  const int64_t blocks = (inputs + kInputs - 1) / kInputs, bytes = form.panel_bytes(blocks);
+  TORCH_CHECK(packed.scalar_type() == at::kByte && packed.is_contiguous() && packed.sizes() == at::IntArrayRef({panels, bytes}), panels, " panels of ",
+              inputs, " inputs into ", packed.sizes());
+  uint8_t* to = packed.mutable_data_ptr<uint8_t>();
+  parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p)
+      give(p, [&](const auto& columns) {
+        (bits == 8 ? round_panel<Bits8, std::decay_t<decltype(columns)>> : round_panel<Bits4, std::decay_t<decltype(columns)>>)(form, blocks, columns, to + p * bytes);
+      });
+  });
+}
+
+template <typename Number>
+void repack_numbers(const at::Tensor& packed, int64_t inputs, int64_t bits, at::Tensor& rounded) {
+  const Number* from = packed.const_data_ptr<Number>();
+  const int64_t together = packed.dim() == 4 ? packed.size(3) : 1, size = packed.stride(0);
+  round_panels(packed.size(0), inputs, bits, rounded, [=](int64_t p, const auto& round) {
+    round([=](int64_t b, int v, vec* columns) { columns_of_numbers(from + p * size, inputs, together, b, v, columns); });
+  });
 }
 
 // Scales or offsets of a weight: [outputs, groups] of `group` inputs each, or one per output.
@@ -871,21 +955,30 @@ void fill_blocks(const at::Tensor& codes, const at::Tensor& scales, const std::o
   });
 }
 
-// Round weight [outputs, inputs] into packed uint8 [panels, bytes], which the caller allocates (in huge pages).
+// Round a weight [outputs, inputs] into packed uint8 [panels, bytes], which the caller allocates (in huge pages).
 void pack_blocks(const at::Tensor& weight, int64_t bits, at::Tensor packed) {
-  TORCH_CHECK(weight.dim() == 2 && (bits == 4 || bits == 8), "pack_blocks: weight ", weight.sizes(), " in ", bits, " bits");
-  const int64_t outputs = weight.size(0), inputs = weight.size(1), panels = (outputs + kPanel - 1) / kPanel;
-  const Form form(bits == 8 ? kInt8 : kRounded4, kBfloat16, kNone, 1);
-  const int64_t panel_bytes = form.panel_bytes((inputs + kInputs - 1) / kInputs);
-  TORCH_CHECK(packed.scalar_type() == at::kByte && packed.is_contiguous() && packed.sizes() == at::IntArrayRef({panels, panel_bytes}),
-              "pack_blocks: weight ", weight.sizes(), " into ", packed.sizes());
-  uint8_t* to = packed.mutable_data_ptr<uint8_t>();
-  parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p) {
-      const int64_t some = std::min(kPanel, outputs - p * kPanel);
-      const at::Tensor rows = weight.narrow(0, p * kPanel, some).to(at::kFloat).contiguous();
-      (bits == 8 ? pack_panel<Bits8> : pack_panel<Bits4>)(form, rows.const_data_ptr<float>(), some, inputs, to + p * panel_bytes);
-    }
+  TORCH_CHECK(weight.dim() == 2, "pack_blocks: weight ", weight.sizes());
+  const int64_t outputs = weight.size(0), inputs = weight.size(1);
+  round_panels((outputs + kPanel - 1) / kPanel, inputs, bits, packed, [&](int64_t p, const auto& round) {
+    const int64_t some = std::min(kPanel, outputs - p * kPanel);
+    const at::Tensor rows = weight.narrow(0, p * kPanel, some).to(at::kFloat).contiguous();
+    const float* from = rows.const_data_ptr<float>();
+    round([=](int64_t b, int v, vec* columns) { columns_of_rows(from, some, inputs, b, v, columns); });
+  });
+}
+
+// Round a packed weight, in blocks or of numbers, into rounded uint8 [panels, bytes], which the caller allocates.
+void repack_blocks(const at::Tensor& packed, int64_t inputs, int64_t bits, at::Tensor rounded) {
+  TORCH_CHECK(packed.is_contiguous(), "repack_blocks: packed weights are contiguous");
+  if (packed.scalar_type() == at::kBFloat16) return repack_numbers<at::BFloat16>(packed, inputs, bits, rounded);
+  if (packed.scalar_type() == at::kHalf) return repack_numbers<at::Half>(packed, inputs, bits, rounded);
+  if (packed.scalar_type() == at::kFloat) return repack_numbers<float>(packed, inputs, bits, rounded);
+  const Form form = form_of(packed, inputs);
+  const uint8_t* from = packed.const_data_ptr<uint8_t>();
+  const auto columns = form.codes == kInt8 ? columns_of_blocks<Bits8> : form.codes == kInt6 ? columns_of_blocks<Bits6> : columns_of_blocks<Bits4>;
+  round_panels(packed.size(0), inputs, bits, rounded, [&](int64_t p, const auto& round) {
+    const Panel panel = form.panel(from, p, (inputs + kInputs - 1) / kInputs);
+    round([&](int64_t b, int v, vec* out) { columns(form, panel, b, v, out); });
   });
 }
 

@@ -43,6 +43,7 @@ TORCH_LIBRARY_FRAGMENT(outrider, library) {
       count_tokens);
   library.def("fill_blocks(Tensor codes, Tensor scales, Tensor? offsets, int group, Tensor(a!) packed) -> ()", fill_blocks);
   library.def("pack_blocks(Tensor weight, int bits, Tensor(a!) packed) -> ()", pack_blocks);
+  library.def("repack_blocks(Tensor packed, int inputs, int bits, Tensor(a!) rounded) -> ()", repack_blocks);
   library.def("block_activation_bits() -> int", block_activation_bits);
   library.def("has_matrix_units() -> bool", has_matrix_units);
   library.def("prefers_pairs() -> bool", prefers_pairs);

@@ -30,6 +30,7 @@ at::Tensor linear_blocks_gated(const at::Tensor& x, const at::Tensor& packed, st
 at::Tensor embed_blocks(const at::Tensor& token_ids, const at::Tensor& packed, int64_t inputs);
 void fill_blocks(const at::Tensor& codes, const at::Tensor& scales, const std::optional<at::Tensor>& offsets, int64_t group, at::Tensor packed);
 void pack_blocks(const at::Tensor& weight, int64_t bits, at::Tensor packed);
+void repack_blocks(const at::Tensor& packed, int64_t inputs, int64_t bits, at::Tensor rounded);
 
 // experts.cpp
 at::Tensor experts(const at::Tensor& x, const at::Tensor& up, const at::Tensor& down, const std::optional<at::Tensor>& up_bias,

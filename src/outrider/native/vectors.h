@@ -75,11 +75,6 @@ inline ivec load(const int32_t* from) { ivec v; std::memcpy(&v, from, sizeof v);
 inline void store(int32_t* to, ivec v) { std::memcpy(to, &v, sizeof v); }
 inline void store(at::BFloat16* to, vec v) { for (int i = 0; i < kLanes; ++i) to[i] = static_cast<at::BFloat16>(v[i]); }
 inline void store(at::Half* to, vec v) { for (int i = 0; i < kLanes; ++i) to[i] = static_cast<at::Half>(v[i]); }
-inline float sum(vec v) {
-  // A fixed tree, so that the result does not depend on what the compiler prefers.
-  for (int half = kLanes / 2; half > 0; half /= 2) for (int i = 0; i < half; ++i) v[i] += v[i + half];
-  return v[0];
-}
 inline int32_t sum(ivec v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_epi32(reinterpret_cast<__m512i>(v));
@@ -175,6 +170,15 @@ inline vec pick(vec a, vec b) { return __builtin_shufflevector(a, b, lane...); }
 template <int... lane>
 inline vec pick(vec a, vec b) { return __builtin_shuffle(a, b, ivec{lane...}); }
 #endif
+
+// The sum of the lanes, added in halves, so that the result does not depend on what the compiler prefers.
+template <int half, int... lane>
+inline float sum_halves(vec v, std::integer_sequence<int, lane...> lanes) {
+  v += pick<(lane + half) % kLanes...>(v, v);
+  if constexpr (half > 1) return sum_halves<half / 2>(v, lanes);
+  return v[0];
+}
+inline float sum(vec v) { return sum_halves<kLanes / 2>(v, std::make_integer_sequence<int, kLanes>{}); }
 
 // kLanes x kLanes floats in place, by exchanging halves of ever larger blocks.
 template <int half, int... lane>

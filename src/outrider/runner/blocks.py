@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from outrider import native
 from outrider.runner import huge_pages
-from outrider.runner.kernels import PANEL, define, packed_shape, unpack_weight
+from outrider.runner.kernels import PANEL, define, packed_shape
 from outrider.types import OutriderError
 
 BLOCK = 32  # inputs of an output in a block
@@ -35,7 +35,6 @@ CODES = ("int8", "int6", *native.CODES4)  # meaning of codes: integers, or indic
 UNITS = {"iq3_xxs": 1 / 4, "iq2": 1 / 8, "iq1": 1 / 8}  # fractions of the table's integers that are the numbers of these codes
 NUMBERS = ("none", "bfloat16", "float16", "float32", "zeros", "products")  # storage formats of scales and offsets
 WIDTHS = dict(zip(NUMBERS, (0, 2, 2, 4, 1, 1), strict=True))  # bytes per number
-CHUNK = 1 << 22  # weights repacked at a time; with 2^20, torch computes most steps on one core
 
 
 @dataclass(frozen=True)
@@ -133,12 +132,7 @@ def repack(packed: Tensor, bits: int) -> Tensor:
     """Round a packed weight, of numbers or in blocks, to blocks with codes of ``bits`` bits. Needs the C++ operators."""
     inputs = shape_of(packed)[1]
     rounded = huge_pages.empty((len(packed), ROUNDED[bits].panel_bytes(inputs)), torch.uint8)
-    step = max(1, CHUNK // (inputs * PANEL))
-    for at in range(0, len(packed), step):
-        part = packed[at : at + step]
-        outputs = len(part) * PANEL
-        weight = unpack(part, outputs, inputs) if is_blocks(part) else unpack_weight(part, outputs)
-        torch.ops.outrider.pack_blocks(weight, bits, rounded[at : at + step])
+    torch.ops.outrider.repack_blocks(packed, inputs, bits, rounded)
     return rounded
 
 
