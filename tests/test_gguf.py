@@ -23,9 +23,10 @@ from tiny_folder import make_tokenizer  # noqa: E402
 from tiny_hybrids import noisy  # noqa: E402
 from torch import nn  # noqa: E402
 from toy import outputs_of  # noqa: E402
+from transformers import GenerationConfig  # noqa: E402
 
 from outrider import LLM, SamplingParams, memory, native  # noqa: E402
-from outrider.engine.config import load_tokenizer  # noqa: E402
+from outrider.engine.config import eos_token_ids, load_tokenizer  # noqa: E402
 from outrider.runner import ModelRunner, RunnerConfig, blocks, linear  # noqa: E402
 from outrider.runner import gguf as gguf_reader  # noqa: E402
 from outrider.runner.gguf import architectures, codes  # noqa: E402
@@ -413,6 +414,8 @@ def test_a_folder_with_a_config_and_a_tokenizer(tmp_path):
     expected = plain_logits(exact, text)[-1]
     torch.testing.assert_close(llm.runner.extend(["a"], [text])[0], expected, rtol=1e-3, atol=1e-3)
     assert llm.encode("def add") == make_tokenizer().encode("def add")
+    GenerationConfig(eos_token_id=[0, 9]).save_pretrained(tmp_path)
+    assert eos_token_ids(load(tmp_path), None) == {0, 9}
     shutil.copy(tmp_path / "some.gguf", tmp_path / "other.gguf")
     with pytest.raises(OutriderError, match=r"holds 2 models in GGUF files: name one of them, such as .*other\.gguf"):
         load(tmp_path)

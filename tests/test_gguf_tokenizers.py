@@ -11,12 +11,19 @@ from gguf import GGMLQuantizationType as Kind  # noqa: E402
 from tiny_folder import make_tokenizer  # noqa: E402
 
 from outrider.engine.config import load_tokenizer  # noqa: E402
+from outrider.runner.loading import load_config  # noqa: E402
 
 NAME = "tokenizer.ggml."
 
 
-def loaded(folder, rule="gpt-2", tokens=None, kind="gpt2", scores=None, bos=None):
-    """Return the tokenizer of a file: that of ``tiny_folder`` with another rule and other tokens by id."""
+def loaded(folder, *args, **kwargs):
+    """Return the tokenizer of a file, see ``write``."""
+    write(folder, *args, **kwargs)
+    return load_tokenizer(folder / "model.gguf")
+
+
+def write(folder, rule="gpt-2", tokens=None, kind="gpt2", scores=None, bos=None, prefix=None, architecture="llama"):  # noqa: PLR0913
+    """Write a file with the tokenizer of ``tiny_folder``, with another rule and other tokens by id."""
 
     def change(writer):
         entries = writer.kv_data[0]
@@ -24,14 +31,15 @@ def loaded(folder, rule="gpt-2", tokens=None, kind="gpt2", scores=None, bos=None
         entries[NAME + "model"].value = kind
         for index, token in (tokens or {}).items():
             entries[NAME + "tokens"].value[index] = token
+        if prefix is not None:
+            writer.add_add_space_prefix(prefix)
         if bos is not None:
             writer.add_bos_token_id(bos)
         if scores is not None:
             del entries[NAME + "merges"]
             writer.add_token_scores(scores)
 
-    gguf_files.write(folder / "model.gguf", gguf_files.make_model("llama"), lambda _: Kind.F16, change)
-    return load_tokenizer(folder / "model.gguf")
+    gguf_files.write(folder / "model.gguf", gguf_files.make_model(architecture), lambda _: Kind.F16, change)
 
 
 def test_special_tokens_may_have_any_characters(tmp_path):
@@ -74,8 +82,9 @@ def test_text_is_split_by_the_files_rule(rule, text, pieces, tmp_path):
     assert len(split) == pieces
 
 
-def test_qwens_text_is_composed_first(tmp_path):
-    tokenizer = loaded(tmp_path, "qwen2")
+@pytest.mark.parametrize("rule", ["qwen2", "qwen35"])
+def test_qwens_text_is_composed_first(rule, tmp_path):
+    tokenizer = loaded(tmp_path, rule)
     assert tokenizer.encode("cafe\u0301") == tokenizer.encode("caf\u00e9")
 
 
@@ -86,3 +95,28 @@ def test_llama_2_adds_a_space_before_one(tmp_path):
     scores[1:4] = [-3.0, -1.0, -2.0]
     tokenizer = loaded(tmp_path, "default", tokens, kind="llama", scores=scores)
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode(" d", add_special_tokens=False)) == ["\u2581\u2581d"]
+
+
+@pytest.mark.parametrize(("architecture", "prefix"), [("llama", False), ("gemma3n", False), ("llama", True), ("llama", None)])
+def test_text_gets_a_space_only_if_the_file_says_so(architecture, prefix, tmp_path):
+    tokens = {1: "\u2581", 2: "d", 3: "\u2581d"}
+    scores = [-1000.0] * 320
+    scores[1:4] = [-3.0, -2.0, -1.0]
+    tokenizer = loaded(tmp_path, "default", tokens, "llama", scores, architecture=architecture, prefix=prefix)
+    ids = tokenizer.encode("d", add_special_tokens=False)
+    assert tokenizer.convert_ids_to_tokens(ids) == (["d"] if prefix is False else ["\u2581d"])
+    assert tokenizer.decode(tokenizer.encode(" d", add_special_tokens=False)) == " d"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [
+        ({7: "<end_of_turn>"}, [0, 7]),  # Gemma's files name the end of the text only
+        ({7: "<|end|>", 8: "<|return|>", 9: "<|call|>"}, [0, 8, 9]),  # of gpt-oss; a channel ends with <|end|>
+        ({7: "<|end|>", 8: "<|eom_id|>"}, [0, 7, 8]),
+        ({}, 0),
+    ],
+)
+def test_a_turn_ends_with_the_tokens_that_are_named_so(tokens, ends, tmp_path):
+    write(tmp_path, tokens={0: "</s>", **tokens})
+    assert load_config(tmp_path / "model.gguf").eos_token_id == ends

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gzip
 import os
+import re
 import zlib
 from pathlib import Path
 from typing import IO
 
 ADAPTER_ADVICE = "merge it into its model first, with merge_and_unload of peft, and save that"
 READ_ERRORS = (OSError, EOFError, UnicodeDecodeError, zlib.error)  # of ``open_text`` and of reading its file
+GGUF_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})")  # name without ending of a part of a split GGUF file: stem, number of parts
 
 
 def expanded(source: str | Path) -> Path:

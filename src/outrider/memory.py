@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from pathlib import Path
 
 from outrider.errors import OutriderError, errors_as
-from outrider.files import expanded
+from outrider.files import GGUF_PART, expanded
 
 GROUPS = Path("/sys/fs/cgroup")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WEIGHT_NAMES = ("model.safetensors", INDEXES[0], "pytorch_model.bin", INDEXES[1])  # transformers' order of preference
-GGUF_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})")  # name without ending of a part of a split GGUF file: stem, number of parts
 UNLIMITED = 1 << 60  # control groups version 1 report a larger number if there is no limit
 
 

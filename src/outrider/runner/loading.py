@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,13 +18,14 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     Cache,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.utils import logging as transformers_logging
 from transformers.utils.generic import ModelOutput
 
-from outrider.files import is_path, not_a_model_folder
+from outrider.files import expanded, is_path, not_a_model_folder
 from outrider.hub import expected_of, fetch_configs, fetch_weights, is_cached_only, is_hub_id
 from outrider.memory import on_this_machine
 from outrider.runner import attention, gguf, recurrence
@@ -33,6 +35,8 @@ from outrider.runner.checkpoints.formats import loader_options, method_of, quant
 from outrider.runner.checkpoints.stored import without_quantization
 from outrider.runner.checkpoints.weight import Format
 from outrider.types import OutriderError, first_line
+
+logger = logging.getLogger(__name__)
 
 # The cache's name for a ``forward`` that takes any argument; transformers 5.24 added the property of the old name.
 ANY_CACHE = "cache" if hasattr(ModelOutput, "past_key_values") else "past_key_values"
@@ -71,7 +75,9 @@ def load_model(
     check_weight_files(source)
     file = gguf.find(source)
     if file is not None:
-        return _load_gguf(file, config, dtype, device)
+        model = _load_gguf(file, config, dtype, device)
+        read_generation_config(model, expanded(source))
+        return model
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     options["local_files_only"] = is_cached_only(source)
     options |= loader_options(reader, quantization_of(config), device)
@@ -130,6 +136,15 @@ def _load_gguf(file: Path, config: PreTrainedConfig, dtype: torch.dtype | str, d
     gguf.fill(model, file, dtype, device)
     moved: PreTrainedModel = model.eval().to(device)
     return moved
+
+
+def read_generation_config(model: PreTrainedModel, folder: Path) -> None:
+    """Replace a model's generation config by that of its folder, if there is one."""
+    if (folder / "generation_config.json").is_file():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        except OSError as error:  # transformers ignores it, too, when it loads a checkpoint
+            logger.debug("%s has no readable generation config: %s", folder, error)
 
 
 def layers_beyond(keys: Iterable[str], config: PreTrainedConfig) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider import disk_cache, native
 from outrider.memory import free_memory, on_this_machine, weight_files
@@ -83,11 +83,7 @@ class PackedFile:
             logger.warning("%s does not fit the model (%s): rebuilding it", path, error)
             disk_cache.discard(KIND, self.key, SUFFIX)
             return None
-        if (self.source / "generation_config.json").is_file():
-            try:
-                model.generation_config = GenerationConfig.from_pretrained(self.source)
-            except OSError as error:  # transformers ignores it, too, when it loads the checkpoint
-                logger.debug("%s has no readable generation config: %s", self.source, error)
+        loading.read_generation_config(model, self.source)
         logger.info("packed weights read from %s", path)
         return model
 

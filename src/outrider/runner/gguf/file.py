@@ -39,6 +39,17 @@ NEEDED = ("block_count", "embedding_length", "attention.head_count")
 STRING, LIST = 8, 9  # codes of types in a header
 TOKENS = "tokenizer.ggml.tokens"
 LEARNED = (1, 6)  # types of tokens: normal ones and bytes
+# Tokens at which a text or a turn ends. Most headers name only one of them, so llama.cpp finds the others by name, too
+# (llama-vocab.cpp). Its tokens that end the middle of a file are left out: the models' own configs do not name them.
+ENDS = frozenset(
+    (
+        *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>"),
+        *("<|endoftext|>", "<|end_of_text|>", "<eos>", "<end_of_turn>", "<turn|>", "<|tool_response>", "<end_of_utterance>"),
+        *("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~[", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+    )
+)
+# In models with these, <|end|> ends a part of a turn.
+OF_CHANNELS = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
 
 
 def _quick(reader: Any) -> Any:
@@ -135,9 +146,14 @@ class GgufFile:
             at = end
         return found
 
+    @cached_property
+    def tokens(self) -> list[str]:
+        """The vocabulary, in the order of its ids."""
+        return self.strings(TOKENS)
+
     def vocabulary(self) -> tuple[dict[str, int], set[str]]:
         """Return the id of each token, and the tokens that training did not learn: special, added and padding ones."""
-        tokens = self.strings(TOKENS)
+        tokens = self.tokens
         kinds = self.entry("tokenizer.ggml.token_type") or [LEARNED[0]] * len(tokens)
         added = {token for token, kind in zip(tokens, kinds, strict=False) if kind not in LEARNED}
         return {token: index for index, token in enumerate(tokens)}, added
@@ -253,9 +269,8 @@ class GgufFile:
         values["num_hidden_layers"] = entry("block_count") - self.num_mtp_layers
         # entries that transformers ignores
         values["head_dim"] = entry("attention.key_length") or values.get("head_dim")
-        ends = [self.entry(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-        known = list(dict.fromkeys(token_id for token_id in ends if token_id is not None))
-        values["eos_token_id"] = known if len(known) > 1 else known[0] if known else None
+        ends = self._ends()
+        values["eos_token_id"] = ends if len(ends) > 1 else ends[0] if ends else None
         values |= {name: tensor in self.tensors for name, tensor in architecture.flags.items()}
         try:
             add_positions(entry, values, architecture.theta)
@@ -271,6 +286,15 @@ class GgufFile:
             raise OutriderError(f"{self.path}: its header {said}") from error
         self.refuse_unknown_entries(read)
         return config
+
+    def _ends(self) -> list[int]:
+        """Return the tokens at which a text or a turn ends: those that the header names, then those of these names."""
+        named = [self.entry(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        also = self.entry("tokenizer.ggml.eos_token_ids") or ()  # ollama's
+        by_name = {token: index for index, token in enumerate(self.tokens) if token in ENDS}
+        if any(by_name.keys() >= each for each in OF_CHANNELS):
+            by_name.pop("<|end|>", None)
+        return list(dict.fromkeys(token_id for token_id in (*named, *also, *by_name.values()) if token_id is not None))
 
     def _check_sizes(self) -> None:
         """Raise ``OutriderError`` unless the numbers that every model has are plausible."""

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer
+from tokenizers.decoders import ByteFallback, Fuse
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.decoders import Replace as ReplaceInText
+from tokenizers.decoders import Sequence as Decoders
 from tokenizers.models import BPE
-from tokenizers.normalizers import NFC
+from tokenizers.normalizers import NFC, Replace
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from transformers import CONFIG_MAPPING, TOKENIZER_MAPPING, AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -22,7 +25,7 @@ from transformers.integrations.gguf import gguf_tokenizer_mapping as transformer
 
 from outrider.hub import is_cached_only
 from outrider.runner.gguf.architectures import ARCHITECTURES
-from outrider.runner.gguf.file import GgufFile
+from outrider.runner.gguf.file import TOKENS, GgufFile
 from outrider.runner.gguf.source import find, is_beside
 
 logger = logging.getLogger(__name__)
@@ -46,8 +49,9 @@ LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", 
 # As in llama.cpp's llama-vocab.cpp: a piece of text that is a token stays one, and BOS is added if the file does not say.
 IGNORING_MERGES = (*LLAMA3, "tekken", "minicpm5", "youtu", "glm4", "glm5")
 ADDING_BOS = (*LLAMA3, "tekken", "chameleon")
-NORMALISED = ("qwen2", "deepseek-r1-qwen")  # by the original tokenizers, not by llama.cpp
+NORMALISED = ("qwen2", "qwen35", "deepseek-r1-qwen")  # by the original tokenizers, not by llama.cpp
 CONTROL, USER_DEFINED = 3, 4  # types of tokens
+SPACE = "\u2581"  # of SentencePiece
 ENDOFTEXT = "<|endoftext|>"  # GPT-2's only special token, for files without types
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' names -> the header's
 
@@ -71,9 +75,12 @@ def load_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTok
         backend = _byte_level(entries)
     else:
         # Nothing but the architecture tells whether text that begins with a space gets another: Phi-3's does, and Llama 2's.
-        has_prefix = entries.get("tokenizer_type") == "llama" and entries.get("add_prefix_space", True)
-        of_phi = has_prefix and file.architecture not in transformers_gguf.GGUF_SENTENCEPIECE_BUILDERS
-        backend, _ = transformers_gguf.convert_gguf_tokenizer("phi3" if of_phi else file.architecture, entries)
+        like = "gemma3" if file.architecture == "gemma3n" else file.architecture
+        of_phi = entries.get("tokenizer_type") == "llama" and like not in transformers_gguf.GGUF_SENTENCEPIECE_BUILDERS
+        backend, _ = transformers_gguf.convert_gguf_tokenizer("phi3" if of_phi else like, entries)
+        if of_phi and not entries.get("add_prefix_space", True):
+            backend.normalizer = Replace(" ", SPACE)
+            backend.decoder = Decoders([ReplaceInText(SPACE, " "), ByteFallback(), Fuse()])
     return kind(tokenizer_object=backend, name_or_path=str(path.parent), **options)  # type: ignore[no-any-return]
 
 
@@ -82,7 +89,7 @@ def _entries(file: GgufFile, group: str) -> dict[str, Any]:
     found = {}
     for name, own in transformers_gguf.GGUF_TOKENIZER_MAPPING[group].items():
         key = f"tokenizer.{name}"
-        found[own] = file.entry(key) if file.num_strings(key) is None else file.strings(key)
+        found[own] = file.tokens if key == TOKENS else file.entry(key) if file.num_strings(key) is None else file.strings(key)
     return {own: value for own, value in found.items() if value is not None}
 
 

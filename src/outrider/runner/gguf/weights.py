@@ -95,11 +95,14 @@ def _packed(file: GgufFile, names: list[str], read: Callable[..., Tensor], order
     """Return the packed weight of one parameter, stored in the tensors of these names. Raises ``OutriderError``."""
     tensors = [file.tensors[name] for name in names]
     parts = [read(tensor, in_blocks=True) for tensor in tensors]
-    rows, factors = torch.cat(parts, -2).flatten(0, -2), None  # of experts the gate comes first
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts, -2)  # of experts the gate comes first
+    rows, factors = whole.flatten(0, -2), None
     if any(tensor.factors is not None for tensor in tensors):
         each = [torch.ones(1) if tensor.factors is None else torch.from_numpy(tensor.factors) for tensor in tensors]
-        whole = [one.view(-1, *[1] * (part.dim() - 2)).expand(part.shape[:-1]) for one, part in zip(each, parts, strict=True)]
-        factors = torch.cat(whole, -1).flatten()
+        pairs = zip(each, parts, strict=True)
+        factors = torch.cat(
+            [one.view(-1, *[1] * (part.dim() - 2)).expand(part.shape[:-1]) for one, part in pairs], -1
+        ).flatten()
     if order is not None:
         index = torch.from_numpy(order)
         rows, factors = rows[index], None if factors is None else factors[index]
