@@ -58,6 +58,22 @@ def test_an_echo_has_the_log_probabilities_of_its_prompt(
         assert found.text_offset and found.text_offset[len(ids)] == len(text)
 
 
+def test_offsets_are_those_of_the_text_with_special_tokens(client: openai.OpenAI, served: Served) -> None:
+    tokenizer = served.llm.tokenizer
+    assert tokenizer is not None
+    end, asked = tokenizer.eos_token, {"model": "outrider", "max_tokens": 3, "logprobs": 0, "temperature": 0, "echo": True}
+    prompt = f"def{end}add"
+    (choice,) = client.completions.create(prompt=prompt, **asked).choices  # type: ignore[call-overload]
+    found = choice.logprobs
+    assert choice.text.startswith(prompt) and found.text_offset[-3] == len(prompt)
+    ids, shown = served.llm.encode(prompt), {"skip_special_tokens": False}
+    (choice,) = client.completions.create(prompt=ids, **asked, extra_body=shown).choices  # type: ignore[call-overload]
+    assert choice.text.startswith(prompt) and choice.logprobs.text_offset[: len(ids)] == [
+        0,
+        *(len(tokenizer.decode(ids[:place])) for place in range(1, len(ids))),
+    ]
+
+
 def test_an_echo_without_log_probabilities_is_text(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "outrider", "prompt": PROMPTS, "max_tokens": 4, "temperature": 0}
     echoed, usual = (client.completions.create(**asked, echo=echo) for echo in (True, False))

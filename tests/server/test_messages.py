@@ -35,7 +35,7 @@ SHOWN = [  # to the chat template
     for tool in CUSTOM
 ]
 ASKED: dict[str, Any] = {"model": "outrider", "messages": [USER], "tools": CUSTOM, "max_tokens": 400}
-THINKS: dict[str, Any] = {"enable_thinking": True}
+THINKS: dict[str, Any] = {"enable_thinking": True, "thinking": True}
 FIELD_OF_DELTA = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature"}
 FIELD_OF_DELTA |= {"input_json_delta": "partial_json"}
 
@@ -265,7 +265,7 @@ def test_tools_that_cannot_be_called_are_not_shown(tooled: Served, says: Says) -
 @pytest.mark.parametrize(
     ("body", "variables"),
     [
-        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, THINKS),
         ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}, THINKS | {"reasoning_effort": "high"}),
         ({"output_config": {"effort": "max"}}, {"reasoning_effort": "xhigh"}),
@@ -363,6 +363,18 @@ def test_what_is_not_supported_is_refused_in_plain_words(tooled: Served, body: d
         assert answer.json()["error"]["message"].startswith("the prompt is too long")
     else:
         assert error_of(answer) == (400, "invalid_request_error", told)
+
+
+@pytest.mark.parametrize(
+    ("argument", "given"), [(r'"\ud83d"', "\ud83d"), ("-1e999", -1.7976931348623157e308), ("[1e5]", [100000.0])]
+)
+def test_arguments_that_json_cannot_write_again_are_no_error(tooled: Served, says: Says, argument: str, given: object) -> None:
+    says(f'<tool_call>{{"name": "weather", "arguments": {{"place": {argument}}}}}</tool_call>')
+    content = send(tooled)["content"]
+    if content[0]["type"] == "text":  # an infinite number makes the call a text
+        assert argument == "-1e999"
+        return
+    assert content[0]["input"] == {"place": given}
 
 
 def test_errors_have_anthropics_format_on_its_paths_only(tooled: Served) -> None:

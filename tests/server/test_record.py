@@ -8,6 +8,7 @@ import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from outrider import LLM, OutriderError, SamplingParams
 from outrider.search.traffic import read_file
 from outrider.server.app import create_app
 from outrider.server.config import KeyRing, ServerConfig
-from outrider.server.protocol import CompletionBody
+from outrider.server.protocol import ChatBody, CompletionBody
 from outrider.server.record import Record
 
 from .served import serving
@@ -66,6 +67,19 @@ def test_a_slow_disk_does_not_delay_the_thread_that_records(tmp_path: Path) -> N
     is_fast.set()
     record._writer.shutdown()
     assert [json.loads(line)["prompt"] for line in written.getvalue().splitlines()] == ["one", "two"]
+
+
+def test_a_request_that_cannot_be_written_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    deep: Any = "x"
+    for _ in range(300):
+        deep = [deep]
+    record = Record(tmp_path / "asked.jsonl", "mine", None)
+    user = {"role": "user", "content": "hi"}
+    for prediction in (deep, "\ud83d", "fine"):
+        record.add(ChatBody.model_validate({"messages": [user], "prediction": {"type": "content", "content": prediction}}))
+    record.close()
+    assert len((tmp_path / "asked.jsonl").read_text().splitlines()) == 1
+    assert caplog.text.count("a request was not recorded") == 2
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full (Linux)")

@@ -53,6 +53,7 @@ KIMI_CALLS = (
     "<|tool_calls_section_end|>"
 )
 LISTED = json.dumps([{"name": PARIS[0], "arguments": PARIS[1]}, {"name": NOW[0], "arguments": NOW[1]}])
+HUNYUAN, GRANITE = formats.form_of("<tool_calls><answer>"), formats.form_of("<|tool_call|><response></response>")
 # (form, reply, content, reasoning, calls)
 CASES: dict[str, tuple[dict[str, Any], str, str, str, list[tuple[str, Any]]]] = {
     "hermes": (formats.HERMES, HERMES_CALLS, "", "", [PARIS, NOW]),
@@ -254,6 +255,15 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str, list[tuple[str, Any]]]] = 
         "I should ask.",
         [PARIS, NOW],
     ),
+    "xml, a call in reasoning": (
+        formats.QWEN_XML,
+        f"<think>\nI call <tool_call> with <function=weather>:\n\n{XML_CALLS}\nDone.",
+        "Done.",
+        "I call <tool_call> with <function=weather>:",
+        [PARIS, NOW],
+    ),
+    "kimi, a call in reasoning": (formats.KIMI, f"<think>I should ask. {KIMI_CALLS}", "", "I should ask.", [PARIS, NOW]),
+    "hermes, a call in reasoning": (formats.HERMES, f"<think>So {HERMES_CALLS}</think>", "", f"So {HERMES_CALLS}", []),
     "glm": (
         formats.GLM,
         "\n<think>I should ask.</think>\nLet me see.\n<tool_call>weather\n<arg_key>city</arg_key>\n"
@@ -298,6 +308,29 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str, list[tuple[str, Any]]]] = 
         [PARIS, NOW],
     ),
     "command, no call": (formats.COMMAND, "<|START_RESPONSE|>Yes<|END_RESPONSE|>", "Yes", "", []),
+    "llama, reasoning": (formats.LLAMA, "<think>\nHm.\n</think>\n\nYes", "Yes", "Hm.", []),
+    "hunyuan": (
+        HUNYUAN,
+        "<think>\nHm.\n</think>\n<answer>\nYes <answer>\n</answer>",
+        "Yes <answer>",
+        "Hm.",
+        [],
+    ),
+    "hunyuan, no reasoning": (HUNYUAN, "<answer>\nYes\n</answer>", "Yes", "", []),
+    "hunyuan, a call": (
+        HUNYUAN,
+        f"<think>Hm.</think>\n{HERMES_CALLS}",
+        "",
+        "Hm.",
+        [PARIS, NOW],
+    ),
+    "granite": (
+        GRANITE,
+        f"<think>Hm.</think> No tags, <response> is text.{HERMES_CALLS}",
+        "No tags, <response> is text.",
+        "Hm.",
+        [PARIS, NOW],
+    ),
     "only reasoning": (formats.THINKING, "<think>\nHm.\n</think>\n\nYes <think>", "Yes <think>", "Hm.", []),
 }
 # Replies with a call that cannot be parsed: (form, reply, calls that can)
@@ -427,6 +460,15 @@ def test_reasoning_is_read_without_a_format_of_calls(prompt_end: str, reply: str
         assert (part.content, part.reasoning) == (content, "")
 
 
+def test_the_prompt_may_end_before_the_tags_around_the_content() -> None:
+    form = formats.form_of("<think><answer>")
+    for prompt_end, reasoning in (("<think>\n\n</think>\n\n", ""), ("<think>\n", "Hm.")):
+        text = f"{reasoning}\n</think>\n" * bool(reasoning) + "<answer>\nYes\n</answer>"
+        for chunks in splits(text):
+            part = parsed(form, chunks, prompt_end)
+            assert (part.content, part.reasoning) == ("Yes", reasoning)
+
+
 PIECES = [
     *(
         "<tool_call>",
@@ -467,18 +509,22 @@ PIECES = [
     *("<tool_call>weather", "<arg_key>city</arg_key>", "<arg_value>", "</arg_value>", "<|start|>assistant", "<|channel|>final"),
     *("<|channel|>analysis", "<|channel|>commentary", " to=functions.weather", "<|message|>", "<|end|>", "<|START_ACTION|>"),
     *('[{"tool_name": "weather", "parameters": {"city": "', "}]<|END_ACTION|>", "<|START_THINKING|>", "<|START_RESPONSE|>"),
+    "</answer>",
 ]
 
 
 @given(
     pieces=st.lists(st.sampled_from(PIECES), max_size=12),
     data=st.data(),
-    form=st.sampled_from([form for _, form in formats.FORMATS]),
+    form=st.sampled_from([*(form for _, form in formats.FORMATS), HUNYUAN]),
+    begun=st.sampled_from(["", "<think>", "<think></think>\n<answer>"]),
 )
-@settings(max_examples=400, deadline=None, derandomize=True, database=None)
-def test_nothing_is_lost_and_chunks_do_not_matter(pieces: list[str], data: st.DataObject, form: dict[str, Any]) -> None:
+@settings(max_examples=600, deadline=None, derandomize=True, database=None)
+def test_nothing_is_lost_and_chunks_do_not_matter(
+    pieces: list[str], data: st.DataObject, form: dict[str, Any], begun: str
+) -> None:
     words = [f"w{index}w" for index in range(len(pieces))]
-    text = "".join(word + piece for word, piece in zip(words, pieces, strict=True))
+    text = begun + "".join(word + piece for word, piece in zip(words, pieces, strict=True))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     whole = parsed(form, [text])
     part = parsed(form, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)])
@@ -613,6 +659,8 @@ TEMPLATES = {
     "older Mistral": ("[TOOL_CALLS] [", formats.MISTRAL_LIST),
     "GLM": ("<tool_call>{name}<arg_key></tool_call> <|assistant|>\n<think></think>", formats.GLM),
     "Granite 4": ("<|start_of_role|><tool_call>", formats.HERMES),
+    "EXAONE 4": ("[|assistant|]<tool_call>", formats.HERMES),
+    "Hermes 4": ('<|start_header_id|><tool_call>{"name": name, "parameters": {}}', formats.HERMES),
     "Nemotron Nano": ("<think><TOOLCALL>", formats.HERMES),
     "Seed": ("<seed:tool_call><function=", formats.SEED),
     "MiniMax": ("<think><minimax:tool_call>", formats.MINIMAX),
@@ -622,7 +670,7 @@ TEMPLATES = {
     "gpt-oss": ("<|channel|>commentary to=functions.", formats.GPT_OSS),
     "Command": ("<|START_ACTION|>[", formats.COMMAND),
     "reasoning only": ("{{ tool }}<think>", formats.THINKING),
-    "another one": ("<|call|>", None),
+    "another one": ("<|call|>", formats.THINKING),
 }
 
 
@@ -630,9 +678,9 @@ TEMPLATES = {
 def test_the_form_is_found_by_the_chat_template(name: str) -> None:
     text, form = TEMPLATES[name]
     tokenizer = make_tokenizer(chat_template="{{ tools }}" + text)
-    assert response_template(tokenizer) == (None if form is None else load_response_template(form))
+    assert response_template(tokenizer) == load_response_template(form)
     tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": text}
-    assert response_template(tokenizer) == (None if form is None else load_response_template(form))
+    assert response_template(tokenizer) == load_response_template(form)
 
 
 def test_the_tokenizers_own_form_is_preferred(caplog: pytest.LogCaptureFixture) -> None:
@@ -693,7 +741,7 @@ def test_delimiters_are_found_in_patterns() -> None:
     assert found == {
         "Hermes, Qwen": {"<tool_call>", "</tool_call>", "<think>"},
         "Gemma": {"<|tool_call>", "<tool_call|>", '<|"|>'},
-        "Llama": {"<|python_tag|>"},
+        "Llama": {"<|python_tag|>", "<think>"},
         "older Mistral": {"[TOOL_CALLS]"},
         "reasoning only": {"<think>"},
     }

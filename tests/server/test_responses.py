@@ -325,7 +325,7 @@ def test_a_complete_answer_without_text_has_an_empty_one(tooled: Served, says: S
 def test_variables_reach_the_template(tooled: Served) -> None:
     for body, variables in (
         ({"reasoning": {"effort": "high", "summary": "auto"}}, {"reasoning_effort": "high"}),
-        ({"reasoning": {"effort": "none"}}, {"reasoning_effort": "none", "enable_thinking": False}),
+        ({"reasoning": {"effort": "none"}}, {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}),
     ):
         answer = respond(tooled, max_output_tokens=1, **body)
         assert answer["usage"]["input_tokens"] == len(tooled.llm.chat_prompt([USER], TOOLS, variables))

@@ -34,7 +34,8 @@ CHATML = (
     "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }}{{ call.function.arguments.items() | list }}"
     "</tool_call>{% endfor %}{% if message.tool_call_id %} for {{ message.tool_call_id }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    "{% if enable_thinking is false %}<think></think>{% endif %}{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}"
+    "{% if enable_thinking is false %}<think></think>{% endif %}{% if thinking is false %}-{% endif %}"
+    "{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}"
 )
 CITY = {"enum": ["Paris", "Lima", "Oslo"]}
 WEATHER: dict[str, Any] = {
@@ -437,7 +438,11 @@ def test_a_request_sets_variables_of_the_template(tooled: Served) -> None:
         ({"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
         ({"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
         ({"verbosity": "low"}, {"verbosity": "low"}),
-        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"thinking": True}},
+            {"reasoning_effort": "none", "thinking": True},
+        ),
         ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "none"}),
     ):
         assert length(**body) == len(tooled.llm.chat_prompt([USER], TOOLS, variables))

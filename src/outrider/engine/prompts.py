@@ -9,8 +9,8 @@ from functools import lru_cache
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol
 
+from outrider.engine.templates import as_read_by, variables_for
 from outrider.options import as_sequence, scalar, shown, whole_numbers
-from outrider.runner.tokenizers import as_read_by
 from outrider.types import OutriderError, SamplingParams, first_line
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def chat_ids(
             as_read_by(template, messages),
             tools=shown_tools,
             tokenize=False,
-            **{"add_generation_prompt": True, **(variables or {})},
+            **{"add_generation_prompt": True, **variables_for(template, variables)},
         )
     except Exception as error:  # templates can raise anything
         roles = ", ".join(message["role"] for message in messages)

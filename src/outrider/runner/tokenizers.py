@@ -8,14 +8,13 @@ from __future__ import annotations
 import filecmp
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from outrider.runner import gguf
 from outrider.types import OutriderError, first_line
@@ -25,7 +24,6 @@ CONTINUED = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')  # a prefix 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a token of SentencePiece for one byte
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
-PROBE = "a text to look for"  # in what a chat template renders
 SENTENCEPIECE = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
 
 
@@ -162,7 +160,7 @@ def byte_table(tokenizer: PreTrainedTokenizerBase) -> list[bytes] | None:
     is_byte_level = [each["type"] for each in parts] == ["ByteLevel"]
     if not is_byte_level and parts[:3] != SENTENCEPIECE:
         return None
-    alphabet = byte_alphabet()
+    letters = dict.fromkeys(range(256), 256) | {ord(letter): byte for letter, byte in byte_alphabet().items()}  # 256: no letter
     special, added = special_ids(tokenizer), tokenizer.added_tokens_decoder
     table = []
     for token, text in enumerate(_names(tokenizer)):
@@ -171,10 +169,13 @@ def byte_table(tokenizer: PreTrainedTokenizerBase) -> list[bytes] | None:
         elif not is_byte_level:
             byte = BYTE.fullmatch(text)
             table.append(bytes([int(byte[1], 16)]) if byte else text.replace(SPACE, " ").encode())
-        elif token not in added and all(character in alphabet for character in text):
-            table.append(bytes([alphabet[character] for character in text]))
-        else:
+        elif token in added:
             table.append(text.encode())
+        else:
+            try:
+                table.append(text.translate(letters).encode("latin-1"))
+            except UnicodeEncodeError:  # not only letters of the alphabet
+                table.append(text.encode())
     return table
 
 
@@ -271,28 +272,3 @@ class Spelling:
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False, verbose=False)) if text else []
-
-
-def as_read_by(template: str | None, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with their texts as lists of parts if a chat template, as of some image models, drops plain texts."""
-    return [
-        {**each, "content": [{"type": "text", "text": text}]}
-        if isinstance(text := each.get("content"), str) and _reads_parts_only(template)
-        else dict(each)
-        for each in messages
-    ]
-
-
-@lru_cache(maxsize=16)
-def _reads_parts_only(template: str | None) -> bool:
-    return template is not None and not _shows(template, PROBE) and _shows(template, [{"type": "text", "text": PROBE}])
-
-
-def _shows(template: str, content: object) -> bool:
-    """Return whether a chat template renders the content of a message."""
-    conversation = [{"role": "user", "content": content}]
-    try:
-        rendered: Any = render_jinja_template([conversation], chat_template=template, bos_token="", eos_token="")
-    except Exception:  # templates can raise anything
-        return False
-    return PROBE in rendered[0][0]

@@ -39,11 +39,12 @@ class TokenTexts:
     def bytes_of(self, token: int) -> bytes:
         return self._bytes[token] if token < len(self._bytes) else b""
 
-    def decoded(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens without special ones."""
+    def decoded(self, token_ids: Sequence[int], skips_special: bool = True) -> str:
+        """Return the text of tokens, by default without special ones."""
         if self._tokenizer is None:
             return ""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        options = {"skip_special_tokens": skips_special, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(list(token_ids), **options))
 
     def text(self, token: int) -> str:
         """Return the token's text: OpenAI's ``bytes:`` notation for an incomplete character, the name for a special token."""
@@ -180,6 +181,10 @@ class Answer:
         raise NotImplementedError
 
 
+def new_decoder() -> IncrementalDecoder:
+    return getincrementaldecoder("utf-8")("replace")
+
+
 @dataclass
 class CompletionAnswer(Answer):
     """Response of ``/v1/completions``."""
@@ -194,14 +199,20 @@ class CompletionAnswer(Answer):
     def choice(self, index: int, part: Chunk, is_whole: bool) -> dict[str, Any]:
         echo, logprobs = self.echoes[part.prompt_index] if self.echoes else Echo(), None
         if part.logprobs is not None:
-            logprobs = self._logprobs(index, [*echo.token_ids, *part.token_ids], [*echo.logprobs, *part.logprobs])
+            logprobs = self._logprobs([*echo.token_ids, *part.token_ids], [*echo.logprobs, *part.logprobs])
             if echo.token_ids:  # nothing predicts the first token of a prompt
                 logprobs["token_logprobs"][0] = logprobs["top_logprobs"][0] = None
+            # The echo is the client's text, in which special tokens may be written and a first space may be missing.
+            of_echo = [min(offset, len(echo.text)) for offset in self._offsets(index, echo.token_ids)]
+            if self.echoes:
+                self.offsets[index], self.decoders[index] = len(echo.text), new_decoder()
+            logprobs["text_offset"] = of_echo + self._offsets(index, part.token_ids)
         return _choice(index, part, logprobs, text=echo.text + part.text)
 
-    def _logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        texts, offsets, offset = [self.tokens.text(token) for token in token_ids], [], self.offsets.get(index, 0)
-        decoder = self.decoders.setdefault(index, getincrementaldecoder("utf-8")("replace"))
+    def _offsets(self, index: int, token_ids: Sequence[int]) -> list[int]:
+        """Return where the texts of a choice's next tokens begin, in characters."""
+        offsets, offset = [], self.offsets.get(index, 0)
+        decoder = self.decoders.setdefault(index, new_decoder())
         for token in token_ids:
             part = self.tokens.bytes_of(token) or (self.tokens.text(token).encode() if self.shows_special else b"")
             if part and part[0] & 0xC0 != 0x80:  # begins a character: an incomplete one before it is replaced
@@ -209,14 +220,16 @@ class CompletionAnswer(Answer):
             offsets.append(offset)  # of a character that continues: where it begins
             offset += len(decoder.decode(part))
         self.offsets[index] = offset
+        return offsets
+
+    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         return {
-            "tokens": texts,
+            "tokens": [self.tokens.text(token) for token in token_ids],
             "token_logprobs": [_finite(each.logprob) for each in logprobs],
             "top_logprobs": [  # N or N + 1: the generated token is always among them
                 {self.tokens.text(other): _finite(value) for other, value in [*each.top, (token, each.logprob)]}
                 for token, each in zip(token_ids, logprobs, strict=True)
             ],
-            "text_offset": offsets,
         }
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from outrider.engine.logprobs import TokenLogprobs
-from outrider.engine.outputs import TARGET_FAILED
+from outrider.errors import TARGET_FAILED
 from outrider.server.bridge import TargetFailed
 from outrider.types import Request, SamplingParams
 

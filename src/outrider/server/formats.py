@@ -93,8 +93,7 @@ LLAMA = _form(
         "open_pattern": r"\A\s{0,8}(?:<\|python_tag\|>\s{0,8})?"
         r'(?=\{\s{0,8}"(?:name"\s{0,8}:|type"\s{0,8}:\s{0,8}"function"))',
         "transform": CALL,
-    },
-    None,
+    }
 )
 MISTRAL = _form(
     {
@@ -172,6 +171,8 @@ COMMAND = {
         "text": {},  # outside of markers
     },
 }
+# Calls of these forms may end reasoning, because models leave out its end and do not quote their opening markers.
+END_REASONING = [form["fields"][CALLS]["open_pattern"] for form in (QWEN_XML, KIMI)]
 THINKING: dict[str, Any] = {"start_anchor_pattern": BEGUN, "fields": {REASONING[0]: THINK, "content": {}}}  # unknown calls
 
 
@@ -214,7 +215,8 @@ OPENINGS = (
     *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|channel|>commentary to=functions.", "to=functions."),
 )
 
-# A model's replies are read in the first form whose markers are all in its chat template.
+# A model's replies are read in the first form whose markers are all in its chat template. Reasoning at the beginning is read
+# in the others, too: templates need not mention it.
 FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("<seed:tool_call>",), SEED),
     (("<minimax:tool_call>",), MINIMAX),
@@ -225,8 +227,7 @@ FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("<|START_ACTION|>",), COMMAND),
     (("<tool_call>", "<function="), QWEN_XML),
     (("<tool_call>", "<arg_key>"), GLM),
-    (("<tool_call>", "<|im_start|>"), HERMES),
-    (("<tool_call>", "<|start_of_role|>"), HERMES),
+    (("<tool_call>",), HERMES),
     (("<tool_calls>",), HERMES),
     (("<TOOLCALL>",), HERMES),
     (("<|tool_call|>",), HERMES),
@@ -234,5 +235,21 @@ FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("<|start_header_id|>", '"parameters": '), LLAMA),
     (("[TOOL_CALLS]", "[ARGS]"), MISTRAL),
     (("[TOOL_CALLS]",), MISTRAL_LIST),
-    (("<think>",), THINKING),
+    ((), THINKING),
 )
+
+ENCLOSING = "answer", "response"  # tags around the content: Hunyuan's, Granite 3.3's
+
+
+def form_of(template: str) -> dict[str, Any]:
+    """Return the form of a model's replies by its chat template."""
+    form = next(form for markers, form in FORMATS if all(marker in template for marker in markers))
+    tag = next((tag for tag in ENCLOSING if f"<{tag}>" in template), None)
+    return form if tag is None or form["fields"].get("content") else _enclosed(form, tag)
+
+
+def _enclosed(form: dict[str, Any], tag: str) -> dict[str, Any]:
+    """Return a form whose content may be between tags, at the beginning of the reply or after reasoning."""
+    begins = rf"(?:\A|(?<=</think>\s{{0,8}}))\s{{0,8}}<{tag}>"
+    content = {"open_pattern": begins, "close_pattern": rf"\s{{0,8}}</{tag}>"}
+    return {**form, "fields": {**form["fields"], "content": content, "text": {}}}

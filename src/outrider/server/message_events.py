@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -128,8 +131,14 @@ class MessageAnswer(ItemAnswer):
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call; none if they were truncated."""
+    """Return the arguments of a call, with infinite numbers as the largest finite ones; none if they were truncated."""
     try:
-        return arguments_of(arguments)
+        found = arguments_of(arguments)
     except OutriderError:
         return {}
+    return json.loads(arguments, parse_float=_finite) if found else found
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return math.copysign(sys.float_info.max, number) if math.isinf(number) else number

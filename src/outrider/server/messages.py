@@ -25,6 +25,7 @@ from outrider.server.protocol import (
     Variables,
     at_most,
     shallow,
+    switched,
 )
 
 if TYPE_CHECKING:
@@ -263,7 +264,7 @@ class CountBody(SamplingFields):
         messages = self._messages()
         if not messages:
             raise OutriderError("messages have no blocks: expected at least one message with a text or a block")
-        variables = {} if thinking is None else {"enable_thinking": thinking.type != "disabled"}
+        is_thinking = None if thinking is None else thinking.type != "disabled"
         if form is not None:
             given["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
         given |= {
@@ -275,7 +276,7 @@ class CountBody(SamplingFields):
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
             "reasoning_effort": "xhigh" if effort == "max" else effort,
             "include_reasoning": self.include_reasoning and (thinking is None or thinking.display != "omitted"),
-            "chat_template_kwargs": variables | self.chat_template_kwargs,
+            "chat_template_kwargs": switched(self.chat_template_kwargs, is_thinking),
         }
         return as_chat(given, "messages", NAMES)
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.engine.config import eos_token_ids
 from outrider.engine.prompts import check_takes_tools, template_of
+from outrider.engine.templates import as_read_by, variables_for
 from outrider.errors import OutriderError, PromptTooLong
-from outrider.runner.tokenizers import as_read_by
 from outrider.server.pool import WorkerPool
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ class Prompts:
             return [await self._aside(lambda: self._llm.chat_prompt(messages, tools, variables))]
         if tools:
             check_takes_tools(template)
-        job = {"messages": as_read_by(template, messages), "tools": list(tools), "variables": variables}
+        read, variables = as_read_by(template, messages), variables_for(template, variables)
+        job = {"messages": read, "tools": list(tools), "variables": variables}
         return await self._tokenised(job, num_characters, client)
 
     async def text(self, token_ids: Sequence[int]) -> str:

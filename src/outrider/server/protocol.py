@@ -25,6 +25,7 @@ MAX_BIASES = 4096
 MAX_MESSAGES = 4096  # of a conversation, and parts of a message
 MAX_TOOLS = 256  # of a call, and tool calls of a message
 OWN_VARIABLES = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize")
+THINKING_VARIABLES = "enable_thinking", "thinking"  # of chat templates; false: no reasoning
 MAX_DEPTH = 64  # of parameters and arguments of tools
 
 
@@ -79,6 +80,13 @@ def _variables(given: dict[str, Any]) -> dict[str, Any]:
         if name in OWN_VARIABLES:
             raise ValueError(f"{name!r} is set by the server: expected other variables of the chat template")
     return given
+
+
+def switched(variables: dict[str, Any], is_thinking: bool | None) -> dict[str, Any]:
+    """Return variables for a chat template with reasoning switched on or off, unless they do it already."""
+    if is_thinking is None or not variables.keys().isdisjoint(THINKING_VARIABLES):
+        return variables
+    return dict.fromkeys(THINKING_VARIABLES, is_thinking) | variables
 
 
 def _arguments(text: str) -> str:
@@ -442,11 +450,11 @@ class ChatBody(SamplingFields):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """The variables for the chat template. Without effort templates that know ``enable_thinking`` disable reasoning."""
+        """The variables for the chat template. Without effort templates that know a switch disable reasoning."""
         named = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
         given = {name: value for name, value in named.items() if value is not None}
-        thinking = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
-        return {**given, **thinking, **self.chat_template_kwargs}
+        is_thinking = False if self.reasoning_effort == "none" else None
+        return given | switched(self.chat_template_kwargs, is_thinking)
 
     @property
     def is_json(self) -> bool:

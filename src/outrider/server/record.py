@@ -36,13 +36,18 @@ class Record:
 
     def add(self, body: SamplingFields) -> None:
         """Queue a request for writing. If writing fails, log a warning; the response is not affected."""
-        self._writer.submit(self._write, [json.dumps(line, ensure_ascii=False) + "\n" for line in self._lines(body)])
+        try:
+            lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in self._lines(body)]
+        except ValueError as error:  # a field that is ignored is nested too deep
+            logger.warning("a request was not recorded: %s", error)
+        else:
+            self._writer.submit(self._write, lines)
 
     def _write(self, lines: Sequence[str]) -> None:
         try:
             self._file.writelines(lines)
             self._file.flush()
-        except OSError as error:
+        except (OSError, UnicodeEncodeError) as error:  # half a character in a field that is ignored
             logger.warning("a request was not recorded: %s", error)
 
     def close(self) -> None:

@@ -25,20 +25,18 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 from outrider.engine.prompts import check_takes_tools, template_of
 from outrider.runner.tokenizers import special_ids
 from outrider.server.calls import as_json, flat, json_values, name_and_arguments, plain_json
-from outrider.server.formats import CALLS, FORMATS, LEADS, OPENINGS, REASONING, THINKING, Lead
+from outrider.server.formats import CALLS, END_REASONING, LEADS, OPENINGS, REASONING, THINKING, Lead, form_of
 from outrider.server.parameters import typed
+from outrider.server.protocol import THINKING_VARIABLES, ChatBody
 from outrider.types import OutriderError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from outrider.server.protocol import ChatBody
-
 logger = logging.getLogger(__name__)
 
 PREFIX_TOKENS = 256  # of the prompt's end, which may begin the reply, for example with <think>
 ID_CHARACTERS, ID_LENGTH = string.ascii_letters + string.digits, 9  # chat templates of Mistral accept no other ids
-THINKING_VARIABLES = "enable_thinking", "thinking"  # of chat templates; false: no reasoning
 MAX_QUOTED = 16  # markers in the strings of one call that are checked, which takes time
 JSON_MARK = re.compile(r'[\\"\[\]{}]')
 LISTED_CALL = re.compile(r'[\s,\[]*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:(?P<arguments>.*)\}', re.DOTALL)
@@ -183,6 +181,7 @@ class ParsedReply(Reply):
         self._form, self._body = form, body
         fields, has_calls = form.fields.items(), body.may_call
         self._openings = [each for name, each in fields if each.open_re is not None and (has_calls or name != CALLS)]
+        self._end_reasoning = [each for each in self._openings if each.name == CALLS and each.open_re.pattern in END_REASONING]
         self._end_of_turn = form.fields[form.implicit].close_re if form.implicit is not None else None
         self._field: Any = None  # field whose text follows; None outside of fields
         self._opening: Any = None  # match of the delimiter before it
@@ -247,7 +246,7 @@ class ParsedReply(Reply):
         found, following, held_from = None, None, len(self._text)
         for pattern, after in self._delimiters():
             match = pattern.search(self._text, self._position, partial=not is_end)
-            while match is not None and not match.partial and self._is_quoted(match.start()):
+            while match is not None and not match.partial and self._is_text(match, after):
                 match = pattern.search(self._text, match.start() + 1, partial=not is_end)
             if match is None:
                 continue
@@ -258,6 +257,12 @@ class ParsedReply(Reply):
         if found is None or found.start() >= held_from:
             return None, None, held_from
         return found, following, found.start()
+
+    def _is_text(self, match: Any, following: Any) -> bool:
+        """Return whether a delimiter is text: in a string of a call, or in reasoning a call without a marker around it."""
+        if self._is_reasoning and following in self._end_reasoning:
+            return not match[0].strip()
+        return self._is_quoted(match.start())
 
     def _is_quoted(self, end: int) -> bool:
         """Return whether a string of a call in JSON, otherwise valid so far, continues at ``end``."""
@@ -279,6 +284,7 @@ class ParsedReply(Reply):
             found = [(each.open_re, each) for each in self._openings]
         else:
             found = [(self._field.close_re, None)] if self._field.close_re is not None else []
+            found += [(each.open_re, each) for each in self._end_reasoning if self._is_reasoning]
         return found if self._is_call or self._end_of_turn is None else [*found, (self._end_of_turn, self._field)]
 
     def _add_text(self, part: Part, text: str) -> None:
@@ -379,16 +385,14 @@ def _closing_of(lead: Lead) -> Any:
 
 
 def response_template(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Return the loaded response template for a model's replies, or None if their form is unknown."""
+    """Return the loaded response template for a model's replies."""
     own = getattr(tokenizer, "response_template", None)
     if own is not None:
         try:
             return load_response_template(own)
         except Exception as error:
             logger.warning("the tokenizer's response_template is not used: %s", error)
-    template = template_of(tokenizer, with_tools=True) or ""
-    spec = next((spec for markers, spec in FORMATS if all(marker in template for marker in markers)), None)
-    return None if spec is None else load_response_template(spec)
+    return load_response_template(form_of(template_of(tokenizer, with_tools=True) or ""))
 
 
 def _delimiters(form: Any) -> str:

@@ -16,8 +16,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from outrider.engine.outputs import TARGET_FAILED, Chunk, Completion
-from outrider.errors import PromptTooLong
+from outrider.engine.outputs import Chunk, Completion
+from outrider.errors import TARGET_FAILED, PromptTooLong
 from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenEnds, TokenTexts
 from outrider.server.bridge import Busy, EngineBridge, Stopping, Stream, TargetFailed
 from outrider.server.config import Client, ServerConfig
@@ -87,7 +87,10 @@ class Service:
         self, given: list[str] | list[list[int]], prompts: list[list[int]], body: CompletionBody, call: Call
     ) -> list[Echo]:
         """Return the prompts as parts of the answer; if log-probabilities are asked for, with theirs."""
-        texts = [each if isinstance(each, str) else await self._aside(partial(self._tokens.decoded, each)) for each in given]
+        texts = [
+            each if isinstance(each, str) else await self._aside(partial(self._tokens.decoded, each, body.skip_special_tokens))
+            for each in given
+        ]
         if body.logprobs is None:
             return [Echo(text) for text in texts]
         deadline = call.arrived + self.config.request_timeout
@@ -353,7 +356,11 @@ async def _whole(watched: Watched, http: Request) -> Response:
         if not await _unless_disconnected(http, collect()):
             return Response(status_code=CLOSED)
         if all(completion.logprobs is None for completion in watched.answer.choices):
-            return JSONResponse(watched.answer.whole())
+            whole = watched.answer.whole()
+            try:
+                return JSONResponse(whole)
+            except UnicodeEncodeError:  # half a character in the arguments of a call
+                return Response(json.dumps(whole), media_type="application/json")
         # Log-probabilities of many samples are megabytes of JSON: iterencode lets other threads run meanwhile.
         content = await asyncio.to_thread(lambda: "".join(COMPACT.iterencode(watched.answer.whole())))
         return Response(content, media_type="application/json")
