@@ -148,6 +148,19 @@ def _stages(patient: Patient, checkup: Checkup, progress: Progress) -> Iterator[
         yield from _try_alternatives(patient, kind.alternatives(setting), contenders, prompts, drafted, progress)
 
 
+def _in_turn(patient: Patient, contenders: Contenders, prompts: list[list[int]], progress: Progress) -> tuple[Run, Run]:
+    """Return the runs of plain and speculative decoding, which begin every other prompt."""
+    runs: dict[Contender, Run] = {}
+    pair = [Contender(PLAIN, 0), Contender(patient.method, K)]
+    for contender in pair:  # warm up
+        generate(contenders, contender, prompts[:1], SamplingParams(max_tokens=8), batch=1)
+    for number, prompt in enumerate(prompts):
+        progress(f"prompt {number + 1} of {len(prompts)}, plain and {patient.method}")
+        for contender in pair[:: -1 if number % 2 else 1]:
+            runs[contender] = generate(contenders, contender, [prompt], patient.params, 1, runs.get(contender))
+    return runs[pair[0]], runs[pair[1]]
+
+
 def _measured(
     patient: Patient, contenders: Contenders, prompts: list[list[int]], checkup: Checkup, progress: Progress
 ) -> Generator[Finding, None, Run]:
@@ -155,14 +168,7 @@ def _measured(
 
     Returns the speculative run.
     """
-    runs: dict[str, Run] = {}
-    pair = [Contender(PLAIN, 0), Contender(patient.method, K)]
-    for contender in pair:  # warm up
-        generate(contenders, contender, prompts[:1], SamplingParams(max_tokens=8), batch=1)
-    for contender in pair:
-        progress(f"{contender.label}: {len(prompts)} prompts")
-        runs[contender.label] = generate(contenders, contender, prompts, patient.params, batch=1)
-    plain, drafted = (runs[contender.label] for contender in pair)
+    plain, drafted = _in_turn(patient, contenders, prompts, progress)
     checkup.acceptance = found = _acceptance(plain, drafted, len(prompts))
     if drafted.faults:
         yield Finding("wrong", "drafting", f"the proposer failed in {drafted.faults} rounds, which continued without drafts")

@@ -49,6 +49,9 @@ def check_text(text: str) -> None:
         raise OutriderError(f"invalid Unicode: unpaired surrogate at index {error.start}") from None
 
 
+TARGET_FAILED = "the target failed"  # begins the error of a failure that is not the request's fault
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an exception says that memory ran out, on the CPU or on a GPU."""
     text = str(error).lower()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.errors import TARGET_FAILED as TARGET_FAILED
 from outrider.errors import OutriderError as OutriderError
 from outrider.errors import check_text as check_text
 from outrider.errors import errors_as as errors_as
@@ -128,7 +129,10 @@ class BatchSampler(Randomness, Protocol):
         ...
 
     def draw(self, probs: Tensor, index: int) -> Tensor:
-        """Sample draft ``index`` of the round: [B, V] -> int64 [B]. The noise is keyed by (seed, committed length, index)."""
+        """Sample draft ``index`` of the round: [B, V] -> int64 [B]. The noise is keyed by (seed, committed length, index).
+
+        The exact verifier draws the target's row ``index`` with the same numbers, which then tends to be that draft.
+        """
         ...
 
     def take(self, rows: Sequence[int]) -> BatchSampler:
@@ -149,7 +153,9 @@ class Context:
     """The B running requests of a round. Row b of every tensor of this round belongs to ``requests[b]``."""
 
     requests: tuple[Request, ...]
-    limits: tuple[int, ...]  # maximum useful drafts per request in this round (0 allowed); B entries
+    limits: tuple[
+        int, ...
+    ]  # maximum drafts per request in this round, 0 allowed: the room in its output, later also its K; B entries
     sampler: BatchSampler  # turns logits into probabilities or tokens, for draft and target alike
     hidden: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
     # index -> B tensors [T_b, H]: target hidden states (see Scores) of the committed tokens processed since the last call, in
@@ -239,7 +245,9 @@ class Proposal:
     parents: Tensor | None = None  # [B, N] int64; None: a chain
     partial_pass: PartialPass | None = None  # where the target's own first layers drafted
     of_grammar: Tensor | None = None  # [B, N] bool, on the CPU: drafts of a grammar, forced or guessed; set by the engine only
-    own: Tensor | None = None  # [B, N] bool, on the CPU: the proposer's drafts; given with ``of_grammar``
+    own: Tensor | None = (
+        None  # [B, N] bool, on the CPU: the proposer's drafts, also those that the grammar forces; with ``of_grammar``
+    )
 
     @staticmethod
     def empty(batch: int, device: torch.device | str = "cpu") -> Proposal:

@@ -70,11 +70,12 @@ def test_a_commit_with_uncommitted_changes_is_marked(monkeypatch: pytest.MonkeyP
     for file in code:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("")
+    package = code[0].parent / "bench"
+    package.mkdir()
+    (package / "provenance.py").write_text("")
     git("init")
     git("add", "-A")
     git("commit", "-m", "all")
-    package = code[0].parent / "bench"
-    package.mkdir()
     monkeypatch.setattr(provenance, "__file__", str(package / "provenance.py"))
     marked = []
     for file in code:
@@ -89,3 +90,14 @@ def test_every_result_records_its_provenance() -> None:
     found = origin()
     assert {"version", "commit", "cpu", "command", "date", "versions"} == set(found)
     assert all(found.values()) or found["commit"] is None  # there is no commit outside a checkout
+
+
+def test_a_package_inside_another_project_has_no_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / ".venv" / "outrider" / "bench"
+    package.mkdir(parents=True)
+    (package / "provenance.py").write_text("")
+    (tmp_path / "own.py").write_text("")
+    for words in (["init"], ["add", "own.py"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "all"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True)
+    monkeypatch.setattr(provenance, "__file__", str(package / "provenance.py"))
+    assert commit() is None

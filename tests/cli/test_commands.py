@@ -10,20 +10,22 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from huggingface_hub import is_offline_mode
 from tiny_folder import make_folder
 
-from outrider import LLM
-from outrider.cli import app, chat, console, session
+from outrider import LLM, family
+from outrider.cli import app, bench_serve, chat, console, session
 from outrider.cli.app import Terminated
-from outrider.cli.options import ModelOptions
+from outrider.cli.options import MethodOptions, ModelOptions
 from outrider.engine.engine import Engine
 from outrider.engine.outputs import Chunk
+from outrider.engine.plan import Plan
 from outrider.engine.stats import GenerationStats
-from outrider.types import PhaseTimes
+from outrider.types import OutriderError, PhaseTimes
 
 Run = Callable[..., "tuple[int, str, str]"]
 PROMPT = "def add("
@@ -493,17 +495,22 @@ def test_bench_keeps_finished_measurements_when_the_target_fails(
     out_file = tmp_path / "x.json"
     command = [
         "bench", "--target", target, "--compile", "never", "--method", "ngram", "-k", 2, "--workloads", "math,story",
-        "--num-prompts", 1, "--max-tokens", 4, "--repeat", 1, "--out", out_file,
+        "--num-prompts", 1, "--max-tokens", 4, "--repeat", 2, "--out", out_file,
     ]  # fmt: skip
-    monkeypatch.setattr(grid, "generate", failing(5))  # two for warm-up, two measured of one workload, one of the next
+    monkeypatch.setattr(grid, "generate", failing(5))  # two for warm-up, two of the first repeat, one of the second
     code, out, err = outrider(*command)
-    assert code == 2 and err.splitlines()[-1] == "error: the target failed"
+    assert code == app.EXIT_INTERNAL and err.splitlines()[-1] == "error: the target failed"
+    assert {cell["repeats"] for cell in json.loads(out)["cells"]} == {1}
+    calls.clear()
+    monkeypatch.setattr(grid, "generate", failing(7))  # two for warm-up, four measured of one workload, one of the next
+    code, out, err = outrider(*command)
+    assert code == app.EXIT_INTERNAL
     kept = json.loads(out)
     assert kept == json.loads(out_file.read_text()) and {cell["workload"] for cell in kept["cells"]} == {"math"}
     calls.clear()
     monkeypatch.setattr(grid, "generate", failing(0))
     code, out, _ = outrider(*command)
-    assert code == 2 and not out and json.loads(out_file.read_text()) == kept  # earlier results are kept
+    assert code == app.EXIT_INTERNAL and not out and json.loads(out_file.read_text()) == kept  # earlier results are kept
 
 
 @pytest.fixture
@@ -522,6 +529,58 @@ def test_compare_inflates(outrider: Run, target: Path, draft: Path, inflatable: 
     options = ["-k", 3, "--max-tokens", 24, "--temperature", 0, PROMPT]
     code, out, err = outrider("compare", *models(target, draft), "--max-len", 500, "--inflate", "1b", *options)
     assert code == 0 and "writing the inflated model" in err and out == outrider("compare", *models(target, draft), *options)[1]
+
+
+def test_a_method_is_checked_with_the_inflated_drafts(target: Path, draft: Path) -> None:
+    given = ModelOptions(target=str(target)), MethodOptions(method="draft")
+    with pytest.raises(OutriderError, match="give draft:draft="):
+        session.resolve(*given)
+    assert session.resolve(*given, {"draft": draft})["drafts"] == {"draft": draft}
+
+
+@pytest.mark.parametrize(
+    ("values", "method", "draft"),
+    [
+        ({}, "draft", str(family.DRAFT)),
+        ({"method": "eagle"}, "eagle", f"{family.drafts()['eagle3']}-large"),
+        ({"method": f"eagle:draft={family.drafts()['eagle1']}"}, f"eagle:draft={family.drafts()['eagle1']}-large", None),
+        ({"method": "suffix"}, "suffix", None),
+    ],
+)
+def test_a_plan_is_inflated_with_the_heads_of_its_method(values, method, draft, monkeypatch: pytest.MonkeyPatch) -> None:
+    def large(source: str, target: str) -> str:
+        return source if source == str(family.DRAFT) else f"{source}-large"
+
+    monkeypatch.setattr(session, "inflate_target", lambda models, size: (replace(models, target=f"T-{size}"), {}))
+    monkeypatch.setattr(session, "inflated_draft", large)
+    plan = bench_serve.inflated_plan(Plan({"compile": "always", **values}), "1b")
+    assert plan.values == {"compile": "always", "target": "T-1b", "method": method} | ({"draft": draft} if draft else {})
+
+
+def test_a_target_that_fails_is_not_the_users_mistake() -> None:
+    assert app.explain(OutriderError("the target failed: RuntimeError: odd")) == (
+        "the target failed: RuntimeError: odd", app.EXIT_INTERNAL
+    )  # fmt: skip
+    said, code = app.explain(OutriderError("the target failed: RuntimeError: CUDA out of memory"))
+    assert "--max-len" in said and code == app.EXIT_INTERNAL
+
+
+def test_a_target_that_fails_in_the_middle_leaves_the_text(
+    outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from outrider.runner import ModelRunner
+
+    score, calls = ModelRunner.score, []
+
+    def failing(*given: object, **options: object) -> object:
+        calls.append(1)
+        if len(calls) > 3:
+            raise MemoryError("out of memory")
+        return score(*given, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ModelRunner, "score", failing)
+    code, out, err = outrider("generate", "--target", target, "--method", "plain", "--compile", "never", PROMPT)
+    assert code == app.EXIT_INTERNAL and out.strip() and out.endswith("\n") and "out of memory" in err.splitlines()[-1]
 
 
 def test_bench_inflates(outrider: Run, target: Path, draft: Path, inflatable: None) -> None:

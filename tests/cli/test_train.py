@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def text(tmp_path: Path) -> Path:
         ("eagle", "eagle", ("--generation", "1", "--regenerate", "--prompt-len", "8")),
         ("mtp", "mtp", ("--steps", "2", "--format", "deepseek")),
         ("dflash", "dflash", ("--block-size", "4", "--layers", "1", "--hidden-states", "1,2", "--markov-rank", "4")),
-        ("eagle", "eagle", ("--layers", "0,1,2", "--steps", "2", "--draft-vocab", "100", "--format", "speculators")),
+        ("eagle", "eagle", ("--layers", "0,1,2", "--steps", "2", "--draft-vocab", "100", "--format", "speculators,native")),
     ],
 )
 def test_a_head_is_trained_and_drafts(outrider: Run, target: Path, text: Path, tmp_path: Path, kind, method, options) -> None:
@@ -150,6 +151,7 @@ def test_usage_errors_of_model_training_are_one_line(outrider: Run, target: Path
         ("mtp", ("--out", "TARGET"), "is the model that is read: give another folder"),
         ("mtp", ("--start", "packed", "--out", "packed"), "is the model that is read: give another folder"),
         ("mtp", ("--out", "packed"), "holds a model that was not trained here: give another folder"),
+        ("eagle", ("--format", "native,speculators"), "made-speculators holds a model that was not trained here"),
         ("mtp", ("--text", "packed"), "is not a file"),
         ("mtp", ("--text", "binary"), "it has NUL characters"),
     ],
@@ -163,6 +165,7 @@ def test_errors_are_found_before_the_target_is_loaded(  # noqa: PLR0913 - fixtur
     packed = make_folder(tmp_path / "packed")
     config = json.loads((packed / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     (packed / "config.json").write_text(json.dumps(config))
+    shutil.copytree(packed, tmp_path / "made-speculators")
     monkeypatch.setattr("outrider.runner.ModelRunner.load", never)
     monkeypatch.setattr("outrider.runner.loading.load_model", never)
     binary = tmp_path / "binary"

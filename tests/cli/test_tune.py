@@ -224,11 +224,14 @@ def test_an_existing_plan_is_not_overwritten(outrider: Run, tmp_path: Path, monk
     assert (tmp_path / "plan.toml").read_text() == "num_draft_tokens = 3\n"
 
 
+@pytest.mark.parametrize("has_plan", [True, False])
 @pytest.mark.parametrize("content", ["{}", json.dumps({"schema": SCHEMA})])
 def test_a_file_of_others_or_an_unfinished_search_is_not_overwritten(
-    outrider: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+    outrider: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, has_plan: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    if has_plan:
+        (tmp_path / "config.toml").write_text("num_draft_tokens = 3\n")
     (tmp_path / "config.json").write_text(content)
     code, _, err = outrider("tune", "--workloads", "code", "--out", "config.toml")
     assert code == 2 and "config.json already exists: give --resume" in err

@@ -218,6 +218,44 @@ def test_an_interrupt_keeps_what_was_generated_and_the_engine_usable(model, toke
     assert seen(outputs_of(llm.generate(PROMPTS, params))) == seen(whole)
 
 
+def test_a_signal_during_a_step_loses_none_of_its_tokens(model, tokenizer, plain):
+    llm, calls = LLM(model, tokenizer=tokenizer, method="plain", compile="never"), []
+    score = llm.runner.score
+
+    def signalled(*given, **options):
+        calls.append(1)
+        if len(calls) == 6:
+            signal.raise_signal(signal.SIGINT)
+        return score(*given, **options)
+
+    llm.runner.score = signalled
+    params = SamplingParams(max_tokens=30, ignore_eos=True, stop=("\0never\0",))
+    with pytest.raises(GenerationInterrupted) as caught:
+        llm.generate(PROMPTS, params)
+    whole = outputs_of(plain.generate(PROMPTS, params))
+    for partial, full in zip(outputs_of(caught.value.generations), whole, strict=True):
+        assert partial.finish_reason == "abort" and len(partial.token_ids) == 6
+        assert partial.token_ids == full.token_ids[:6] and full.text.startswith(partial.text)
+        assert partial.text == tokenizer.decode(partial.token_ids)
+
+
+def test_a_request_that_ends_in_the_interrupted_step_has_ended(model, tokenizer):
+    llm = LLM(model, tokenizer=tokenizer, method="plain", compile="never")
+    score, calls = llm.runner.score, []
+
+    def signalled(*given, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return score(*given, **options)
+
+    llm.runner.score = signalled
+    with pytest.raises(GenerationInterrupted) as caught:
+        llm.generate(PROMPTS[0], SamplingParams(max_tokens=3, ignore_eos=True))
+    (output,) = outputs_of(caught.value.generations)
+    assert output.finish_reason == "length" and len(output.token_ids) == 3
+
+
 def test_nan_weights_are_a_one_line_error(model, tokenizer):
     broken = LlamaForCausalLM(model.config).eval()
     with torch.no_grad():

@@ -528,5 +528,18 @@ def test_a_gguf_file_keeps_its_place_in_an_export_and_is_refused_for_transformer
     monkeypatch.chdir(tmp_path)
     assert located("m.gguf") == str(file)
     assert Plan({"target": "m.gguf"}, tmp_path).given("target") == str(file)
-    with pytest.raises(OutriderError, match="loads folders"):
-        Transformers().export(SimpleNamespace(target=str(file)), tmp_path, False)  # type: ignore[arg-type]
+    for target, draft in ((str(file), "d"), ("t", str(file))):
+        given: Any = SimpleNamespace(target=target, kind=SimpleNamespace(source=draft))
+        with pytest.raises(OutriderError, match="loads folders"):
+            Transformers().export(given, tmp_path, False)
+
+
+def test_vllm_needs_a_package_for_gguf_files(export: Any, models: Path) -> None:
+    for name in ("m.gguf", "m-00001-of-00002.gguf"):
+        (models / name).write_bytes(b"GGUF")
+    _, said = export("vllm", target="m.gguf", method="suffix")
+    assert any("pip install vllm-gguf-plugin" in note for note in said.notes)
+    with pytest.raises(OutriderError, match="on GPUs only"):
+        export("vllm", target="m.gguf", method="suffix", device="cpu")
+    with pytest.raises(OutriderError, match="join those"):
+        export("vllm", target="m-00001-of-00002.gguf", method="suffix")

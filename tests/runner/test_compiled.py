@@ -311,12 +311,15 @@ def test_a_run_that_started_compiled_stays_compiled(model, passes, package, monk
     assert early.passes.is_compiled and len(built) == 1
 
 
-@pytest.mark.parametrize(("num_tokens", "compile", "compiles"), [(40, "auto", True), (39, "auto", False), (40, "never", False)])
+@pytest.mark.parametrize(
+    ("num_tokens", "compile", "compiles"),
+    [(40, "auto", True), (39, "auto", False), (40, "never", False), (None, "auto", False)],  # None: the context has 41
+)
 def test_passes_are_compiled_before_a_long_run_and_never_after_the_first_output(
     num_tokens, compile, compiles, model, monkeypatch
 ):
     monkeypatch.setattr("outrider.engine.llm.LONG_RUN", 20)
-    llm, warm = LLM(model, compile=compile, max_batch=2, method="ngram"), []
+    llm, warm = LLM(model, compile=compile, max_batch=2, method="ngram", max_len=256 if num_tokens else 41), []
     monkeypatch.setattr(llm, "warmup", lambda: warm.append(llm.stats.num_tokens))
     for _ in range(2):
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=num_tokens))

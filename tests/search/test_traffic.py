@@ -34,6 +34,17 @@ def test_settings_of_a_line_override_the_command_line(tmp_path: Path) -> None:
     assert three == SamplingParams(max_tokens=40, temperature=0.3, seed=3)
 
 
+def test_a_minimum_above_the_commands_maximum_is_lowered(tmp_path: Path) -> None:
+    file = written(
+        tmp_path, {"prompt": "a", "min_tokens": 300}, {"model": "m", "prompt": "b", "min_tokens": 41, "temperature": None}
+    )
+    first, logged = read_file(file, 8, DEFAULTS)
+    assert [(each.params.min_tokens, each.params.max_tokens) for each in (first, logged)] == [(40, 40), (40, 40)]
+    assert logged.params.temperature == 1.0  # null is OpenAI's default, too
+    with pytest.raises(OutriderError, match="line 1: min_tokens=9 exceeds max_tokens=5"):
+        read_file(written(tmp_path, {"prompt": "a", "min_tokens": 9, "max_tokens": 5}), 8, DEFAULTS)
+
+
 def test_invalid_values_are_refused_and_other_servers_names_accepted(tmp_path: Path) -> None:
     for field, value in [
         ("stop", 5), ("stop", ["a", 1]), ("max_tokens", float("nan")), ("max_tokens", 2.5), ("max_tokens", 0), ("seed", "x"),

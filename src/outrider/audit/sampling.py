@@ -222,24 +222,31 @@ def judge(rig: Rig, way: Way, question: Question, plan: SamplePlan, say: Say) ->
 
 
 def catch(rig: Rig, way: Way, question: Question, plan: SamplePlan, control: Control, number: int, say: Say) -> Caught:
-    """Run a control, prompt by prompt, until a test rejects it at the strictest level: first with the expected number of
-    samples, then with all of the plan."""
+    """Run a control, prompt by prompt, until a test rejects it: first with the expected number of samples, then with all of the
+    plan.
+
+    The strictest level is shared by the looks at the data, of which each may reject: the ends of stages have half of it, all
+    other prompts the rest.
+    """
     reach = plan.reach[control.name]
     stages = [(reach.part, _rounded_up(reach.samples, len(question.prompts)))]
     stages += sorted(plan.samples.items(), key=lambda stage: stage[0] != reach.part)
     wrong = replace(way, verifier=control.verifier(question.seed))
-    best, samples, least = "", 0, 1.0
-    for outcome in _outcomes(
+    best, samples, least, is_caught, num_prompts = "", 0, 1.0, False, len(question.prompts)
+    outcomes = _outcomes(
         rig, wrong, question, stages, 1 + number, lambda part, done: say(f"{control.name}, {part}", done, plan.total)
-    ):
+    )
+    for look, outcome in enumerate(outcomes, start=1):
         samples = outcome.num_samples()
         found = [(test.p_value, f"{test.name}, {part}") for part, tests in outcome.tests.items() for test in tests]
         if outcome.impossible:
             found.append((0.0, "a token of probability 0"))
         least, best = min(found, default=(1.0, ""))
-        if least <= question.strictest:
+        looks = len(stages) * (1 if look % num_prompts == 0 else num_prompts - 1)
+        is_caught = least <= question.strictest / 2 / looks
+        if is_caught:
             break
-    return Caught(control, samples, least, best if least <= question.strictest else "")
+    return Caught(control, samples, least, best if is_caught else "")
 
 
 def _outcomes(

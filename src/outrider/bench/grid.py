@@ -105,7 +105,7 @@ def run_grid(
                             runs[contender] = generate(contenders, contender, part, params, batch, runs.get(contender))
                         done += 1
                 group.repeats.append(runs)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Exception):  # not GeneratorExit: nobody takes the group then
             if group.repeats:
                 yield group
             raise

@@ -72,7 +72,7 @@ def command() -> str:
 def commit() -> str | None:
     """Return the commit of the checkout, with "+" if its code or ``bench/`` has uncommitted changes.
 
-    None outside a checkout.
+    None outside a checkout, also if the package is installed inside another project's.
     """
     folder = Path(__file__).parent
     try:
@@ -81,6 +81,7 @@ def commit() -> str | None:
                 ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=5, check=True
             ).stdout
             for what, arguments in {
+                "own": ["ls-files", "--error-unmatch", Path(__file__).name],
                 "head": ["rev-parse", "--short=12", "HEAD"],
                 "changes": ["status", "--porcelain", "--", ":/src", ":/bench"],
             }.items()

@@ -21,7 +21,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from outrider.cli.options import in_flags
-from outrider.errors import OutriderError, is_out_of_memory, one_line
+from outrider.errors import TARGET_FAILED, OutriderError, is_out_of_memory, one_line
 
 # Each name is outrider.cli.<name>:command, or a group of the functions in its COMMANDS. With both, ``command`` runs when no
 # subcommand is given.
@@ -151,10 +151,10 @@ def explain(error: BaseException) -> tuple[str, int]:
         context = getattr(error, "ctx", None)
         hint = f"; see {context.command_path} --help" if context is not None else ""
         return (_refused_value(error) or one_line(str(usage()).rstrip(".")) or "no command was given") + hint, EXIT_USAGE
-    if isinstance(error, OutriderError):
-        return in_flags(str(error)), EXIT_USAGE
-    if is_out_of_memory(error):
+    if is_out_of_memory(error) and (not isinstance(error, OutriderError) or TARGET_FAILED in str(error)):
         return f"out of memory ({one_line(str(error))[:120]}); try a smaller --max-len, batch or model", EXIT_INTERNAL
+    if isinstance(error, OutriderError):
+        return in_flags(str(error)), EXIT_INTERNAL if TARGET_FAILED in str(error) else EXIT_USAGE
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename}" if error.filename else ""
         return f"{error.strerror}{where} (--debug shows where)", EXIT_INTERNAL

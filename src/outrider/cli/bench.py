@@ -173,12 +173,12 @@ def parse_contenders(grid: GridOptions, models: ModelOptions) -> tuple[Contender
     Raises ``OutriderError`` for a method that lacks its draft.
     """
     from outrider.bench.contenders import Contender
-    from outrider.cli.session import auto_method, check_methods
+    from outrider.cli.session import auto_method, check_methods, declared_drafts
     from outrider.engine.methods import methods_in
 
     lengths = parse_list("--num-draft-tokens", grid.num_draft_tokens, parse_k)
     text = f"{AUTO},{DEFAULT_METHOD}" if grid.method is None else grid.method
-    check_methods(split_methods(text), models)
+    check_methods(split_methods(text), models, declared_drafts(models))
     methods = methods_in(text, lambda: auto_method(models))
     found = (Contender(method, k) for method in methods for k in lengths)
     return tuple(contender for contender in found if not contender.is_plain)

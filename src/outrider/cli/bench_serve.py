@@ -30,8 +30,9 @@ from outrider.cli.options import (
 from outrider.cli.serve import MAX_BATCH, joined
 from outrider.engine.plan import Plan
 from outrider.errors import OutriderError, errors_as, how_to_install
-from outrider.family import DRAFT
+from outrider.method_text import split_method, with_drafts
 from outrider.options import number, option
+from outrider.registry import AUTO, PROPOSERS
 from outrider.runner.config import RunnerConfig
 from outrider.sampling_params import SamplingParams
 
@@ -159,7 +160,6 @@ def read_loads(load: LoadOptions) -> list[Load]:
 def address(server: ServerOptions, plan: Path | None, models: ModelOptions, methods: MethodOptions) -> Iterator[str]:
     """Yield the server's address: the given one, or a server started for the measurement."""
     from outrider.bench.load.own_server import own_server
-    from outrider.cli.session import inflate_target, inflated_draft
 
     if server.url is not None:
         own = (plan, server.inflate, server.max_batch)
@@ -174,13 +174,7 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
     known = joined(Plan() if plan is None else Plan.read(plan), models, methods, server)
     known = Plan({"compile": "always", **known.values})  # compile before the measurement
     if server.inflate is not None:
-        inflated, _ = inflate_target(ModelOptions(target=known.given("target")), server.inflate)
-        values = dict(known.values)
-        if known.given("target") is None and known.given("draft") is None:
-            values["draft"] = str(DRAFT)  # the embedded one, because an inflated target comes without drafts
-        if values.get("draft") is not None:
-            values["draft"] = inflated_draft(str(values["draft"]), str(inflated.target))
-        known = Plan({**values, "target": str(inflated.target)})
+        known = inflated_plan(known, server.inflate)
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder, ExitStack() as stack:
         file = Path(folder) / "plan.toml"
         known.write(file)
@@ -189,6 +183,34 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
             flags = ["--no-self-check"] * (not models.self_check) + ["--trust-remote-code"] * models.trust_remote_code
             url = stack.enter_context(own_server([str(file), *flags])).url
         yield url
+
+
+def inflated_plan(plan: Plan, size: str) -> Plan:
+    """Return the plan for its target inflated to this size, with the heads of its method inflated like it.
+
+    Raises ``OutriderError`` for a target that is no folder, and for a method whose parts have different drafts but name none.
+    """
+    from outrider.cli.session import auto_method, inflated, resolve
+    from outrider.engine.methods import methods_in
+
+    models = ModelOptions(target=plan.given("target"), draft=plan.given("draft"))
+    arguments = resolve(models, MethodOptions())
+    (method,) = methods_in(plan.given("method") or AUTO, lambda: auto_method(models))
+    large, found, _ = inflated(models, [method], arguments, size)
+    name, options = split_method(method)
+    used = PROPOSERS.get(name).drafts_in(options, models.draft, arguments["drafts"])
+    own = {str(found["drafts"].get(str(draft), draft)) for draft in used if str(draft) not in options.values()}
+    if len(own) > 1:
+        raise OutriderError(
+            f"--inflate: the parts of {name} have different drafts: name them, such as {name}:eagle.draft=FOLDER"
+        )
+    values = {
+        **plan.values,
+        "target": large.target,
+        "method": with_drafts(method, lambda draft: found["drafts"].get(draft, draft)),
+    }
+    values.pop("draft", None)
+    return Plan(values | ({"draft": own.pop()} if own else {}))
 
 
 def root(url: str) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.console import err, legend, painter_for, say, say_error, summary, waiting
+from outrider.cli.console import err, legend, painter_for, say, summary, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, SamplingOptions, flag, with_groups
 from outrider.errors import OutriderError, errors_as, how_to_install, without_path
 from outrider.options import SAMPLING
@@ -111,11 +111,13 @@ def stream_to_screen(
     except KeyboardInterrupt as error:
         interrupt = error
         err.print("\n[dim]stopped[/]")
+    except OutriderError:  # of the target, which failed in the middle
+        if text:
+            print(flush=True)
+        raise
     print(flush=True)
     if painter is not None:
         err.print(legend())
-    if last is not None and last.error:
-        say_error(last.error)
     if last is not None:
         if last.finish_reason == "length" and last.stats.num_tokens < params.max_tokens:
             say(f"the text ends because the context of {llm.runner.max_len} tokens is full: --max-len sets it")

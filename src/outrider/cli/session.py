@@ -51,8 +51,10 @@ def read_prompt(argument: str | None) -> str:
     return argument
 
 
-def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
+def resolve(models: ModelOptions, methods: MethodOptions, drafts: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the keyword arguments of ``LLM`` except ``target``, for options that were given.
+
+    ``drafts``: those that belong to the target, by name (default: ``declared_drafts``).
 
     Raises ``OutriderError`` for all errors that can be found without loading a model.
     """
@@ -66,9 +68,10 @@ def resolve(models: ModelOptions, methods: MethodOptions) -> dict[str, Any]:
     check_source(models.target)
     check_draft(models.draft)
     values.pop("target", None)
+    drafts = declared_drafts(models) if drafts is None else drafts
     if methods.method not in (None, AUTO):
-        check_methods([methods.method], models)
-    return values | {"drafts": declared_drafts(models)}
+        check_methods([methods.method], models, drafts)
+    return values | {"drafts": drafts}
 
 
 def declared_drafts(models: ModelOptions) -> dict[str, Path]:
@@ -76,12 +79,12 @@ def declared_drafts(models: ModelOptions) -> dict[str, Path]:
     return drafts() if models.target is None else {}
 
 
-def check_methods(methods: Iterable[str], models: ModelOptions) -> None:
-    """Raise ``OutriderError`` for methods whose options or drafts are invalid."""
+def check_methods(methods: Iterable[str], models: ModelOptions, drafts: Mapping[str, Any]) -> None:
+    """Raise ``OutriderError`` for methods whose options or drafts are invalid. ``drafts``: as in ``resolve``."""
     from outrider.engine.config import check_method
 
     for method in methods:
-        for source in check_method(Speculation(method=method, draft=models.draft, drafts=declared_drafts(models))):
+        for source in check_method(Speculation(method=method, draft=models.draft, drafts=drafts)):
             check_draft(str(source))
 
 
@@ -102,7 +105,7 @@ def named_methods(text: str, models: ModelOptions) -> tuple[list[str], list[str]
     resolve(models, MethodOptions())
     given = split_methods(text)
     chosen_methods([name for name in given if name != AUTO])
-    check_methods([name for name in given if name != ALL], models)
+    check_methods([name for name in given if name != ALL], models, declared_drafts(models))
     names = methods_in(text, lambda: auto_method(models))
     return [name for name in names if name != ALL], chosen_methods(names)
 
@@ -193,7 +196,7 @@ def check_draft(draft: str | None) -> None:
 
 def load(models: ModelOptions, methods: MethodOptions, **more: Any) -> LLM:
     """Load target and draft. ``more`` is passed to ``LLM``."""
-    arguments = resolve(models, methods) | more
+    arguments = resolve(models, methods, more.get("drafts")) | more
     _stay_offline(models, [methods.method or ""])
     return _loaded(models.target, arguments)
 

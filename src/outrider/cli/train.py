@@ -159,6 +159,8 @@ def train_head(method: str, out: Path, run: Any, files: FileOptions, source: Sou
 
     kinds = {"medusa": runs.train_medusa, "eagle": runs.train_eagle, "mtp": runs.train_mtp, "dflash": runs.train_block}
     train: Any = kinds[method]
+    for other in run.folders(out)[1:] if isinstance(run, EagleRun) else ():
+        check_out(other, models_of(files, run.start))
     workspace = workspace_of(files, source, out, run.start)
     train(workspace, out, paced(length, run.start), replace(run, start=local_gguf(run.start)))
     done(f"--method {method} --draft {out}")
@@ -191,7 +193,7 @@ def workspace_of(
 
     if copies:
         refuse_gguf_ids(files.target, start)
-    check_out(out, [path_or_text(files.target or TARGET), *([] if start is None else [start])])
+    check_out(out, models_of(files, start))
     if not files.text:
         raise OutriderError("no training text: give --text file.txt or --text file.jsonl")
     for path in files.text:
@@ -232,6 +234,11 @@ def refuse_gguf_ids(*models: str | None) -> None:
 
     for model in filter(is_gguf_id, models):
         raise OutriderError(f"{model} is a GGUF file: {QUANTISED}")
+
+
+def models_of(files: FileOptions, start: str | None) -> list[str | Path]:
+    """Return the models that a run reads."""
+    return [path_or_text(files.target or TARGET), *([] if start is None else [start])]
 
 
 def check_out(out: Path, models: Sequence[str | Path]) -> None:

@@ -18,7 +18,7 @@ from outrider.engine.grammar_drafts import GrammarDrafts
 from outrider.engine.guard import GuardedProposer
 from outrider.engine.ledger import Ledger
 from outrider.engine.logprobs import token_logprobs
-from outrider.engine.outputs import TARGET_FAILED, Emission
+from outrider.engine.outputs import Emission
 from outrider.engine.policy import LengthPolicy
 from outrider.engine.round import Parts, RoundResult, TargetError, check_handles_trees, finish_round, run_round
 from outrider.engine.scheduler import Batch, Entry, Scheduler, State
@@ -27,7 +27,7 @@ from outrider.proposers.base import Proposer
 from outrider.runner import ModelRunner
 from outrider.sampling import Sampler
 from outrider.sampling.min_tokens import check_min_tokens
-from outrider.types import Context, OutriderError, Request, Round
+from outrider.types import TARGET_FAILED, Context, OutriderError, Request, Round
 from outrider.verifiers.base import Verifier
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class Engine:
     def _round(self, batch: Batch) -> list[Emission]:
         """Run one round. If the target fails, rerun it for each request alone, so that only those at fault end."""
         if self._grammar_drafts is not None:
-            self._grammar_drafts.look(batch.context)
+            self._grammar_drafts.look(batch.context)  # before K is applied, which does not limit them
         lengths = self._lengths(batch)
         k, requested = max(lengths), batch.context
         if lengths.count(k) < len(lengths):

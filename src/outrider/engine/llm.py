@@ -34,7 +34,7 @@ from outrider.engine.stats import GenerationStats
 from outrider.hub import check_repository, local_gguf
 from outrider.registry import AUTO
 from outrider.runner import ModelRunner
-from outrider.types import OutriderError, Request, SamplingParams, check_text
+from outrider.types import TARGET_FAILED, OutriderError, Request, SamplingParams, check_text
 
 if TYPE_CHECKING:
     from outrider.engine.options import ModelSource, TokenizerSource
@@ -299,17 +299,17 @@ class LLM:
                             self._step()
         finally:
             with self._lock, _deferred_interrupts():
-                for request_id, completion in open_ids.items():
-                    completion.finish_reason = "abort"
-                    self._inbox.pop(request_id, None)
-                    completion.text += "" if self._is_closed else self._abort(request_id)
+                for completion in open_ids.values():
+                    self._end(completion)
         completions = [completion for job in jobs for completion in job.generation.outputs]
         if completions and all(completion.finish_reason == "error" for completion in completions):
-            raise OutriderError(completions[0].error or "the target failed")
+            raise OutriderError(completions[0].error or TARGET_FAILED)
 
     def _compile_for(self, jobs: Sequence[_Job]) -> None:
         """Compile before a long run, unless this LLM has generated already: compiled passes differ in the last bits."""
-        num_tokens = sum(request.params.max_tokens for job in jobs for request in job.requests)
+        room = self.runner.max_len
+        requests = [request for job in jobs for request in job.requests]
+        num_tokens = sum(min(request.params.max_tokens, room - request.num_prompt_tokens) for request in requests)
         is_long = num_tokens >= LONG_RUN * self.runner.max_batch
         if is_long and self.runner.config.compile == "auto" and self.stats.num_tokens == 0:
             self.warmup()
@@ -339,6 +339,15 @@ class LLM:
             if not is_complete and request_id not in waiting:
                 self.engine.abort(request_id)
                 inbox.add(lost(request_id, OutriderError(ENDED)))
+
+    def _end(self, completion: Completion) -> None:
+        """End an open request: deliver what it has, such as of the step during which Ctrl-C was pressed, then abort it."""
+        inbox = self._inbox.pop(completion.request_id, None)
+        for emission in inbox.emissions if inbox is not None else ():
+            completion.add(emission)
+        if completion.finish_reason is None:
+            completion.finish_reason = "abort"
+            completion.text += "" if self._is_closed else self._abort(completion.request_id)
 
     def _abort(self, request_id: str) -> str:
         """End a request, and return the text that was held back. An abandoned stream may be collected during a step."""

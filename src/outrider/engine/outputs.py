@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, fields
 from outrider.engine.logprobs import TokenLogprobs
 from outrider.engine.stats import GenerationStats
 
-TARGET_FAILED = "the target failed"  # begins the error of a failure that is not the request's fault
-
 
 @dataclass(slots=True)
 class Emission:

@@ -54,7 +54,7 @@ class RoundResult:
 
 
 class TargetError(Exception):
-    """The target failed, and nothing of the round was committed. ``proposal`` can be scored again, request by request."""
+    """Scoring or verification failed, and no token was committed. ``proposal`` can be scored again, request by request."""
 
     def __init__(self, proposal: Proposal) -> None:
         self.proposal = proposal

@@ -48,8 +48,9 @@ class Transformers(Engine):
     }
 
     def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
-        if wanted.target.endswith(".gguf"):
-            raise OutriderError(f"the program for transformers loads folders, but {wanted.target} is a file: export to vllm")
+        for source in (wanted.target, str(getattr(wanted.kind, "source", None))):
+            if source.endswith(".gguf"):
+                raise OutriderError(f"the program for transformers loads folders, but {source} is a file: export to vllm")
         settings, model = self._drafting(wanted)
         ids = {name: getattr(wanted.config, name, None) for name in ("bos_token_id", "pad_token_id")}
         config: dict[str, Any] = {name: value for name, value in ids.items() if value is not None}

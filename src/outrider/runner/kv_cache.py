@@ -1,7 +1,7 @@
-"""Preallocated, ragged KV cache with free rollback.
+"""KV cache that grows with its longest sequence, and in which rollback moves no data.
 
-Every request owns a row. A pass writes after the row's committed slots; rejected drafts are overwritten by the next pass, so
-rollback moves no data. Only an accepted *tree* path that is not contiguous is gathered into place. The row of a finished
+Every request owns a row, of which a part is valid. A pass writes after the row's committed slots; rejected drafts are
+overwritten by the next pass. Only an accepted *tree* path that is not contiguous is gathered into place. The row of a finished
 request may be kept until it is needed: a later request with the same prefix continues from it.
 """
 

@@ -20,10 +20,11 @@ class JournalError(OSError):
     """The journal cannot be written."""
 
 
-def is_journal(path: Path) -> bool:
-    """Return whether the file is a journal of a search."""
+def is_finished(path: Path) -> bool:
+    """Return whether the file is the journal of a search that has ended."""
     try:
-        return bool(json.loads(path.read_text(encoding="utf-8"))["schema"] == SCHEMA)
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return bool(document["schema"] == SCHEMA and "result" in document)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.bench.workloads import Prompt, Refused, builtin, encode, entries
+from outrider.options import INT32
 from outrider.types import OutriderError, SamplingParams
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def settings(item: Mapping[str, Any], defaults: SamplingParams) -> SamplingParam
     named = {ALIASES.get(name, name): value for name, value in item.items() if value is not None}
     given = {name: value for name, value in named.items() if name in SETTINGS}
     given |= {name: int(value) for name, value in given.items() if isinstance(value, float) and value.is_integer()}
-    params = replace(defaults, **given)
+    params = replace(defaults, **{"max_tokens": INT32, **given})  # without its own, a line has the command's limit
     most = min(params.max_tokens, defaults.max_tokens)
     return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
 
@@ -110,7 +111,7 @@ def _body(line: dict[str, Any]) -> dict[str, Any]:
         raise Refused("a log of outrider serve, which contains no text: expected request bodies, one per line (see --record)")
     body: dict[str, Any] = dict(found)
     if _is_logged(line):
-        body = {"temperature": OPENAI_TEMPERATURE} | body
+        body = {"temperature": OPENAI_TEMPERATURE} | {name: value for name, value in body.items() if value is not None}
     try:
         settings(body, SamplingParams())
     except OutriderError as wrong:

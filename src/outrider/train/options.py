@@ -82,9 +82,15 @@ class EagleRun(CheckedOptions):
         whole(2), None, "EAGLE-3: draft only this many of the most frequent tokens (default: all)."
     )
     format: tuple[str, ...] = option(
-        several(text(), "native, speculators or both"), ("native",), "native, speculators, or both separated by a comma."
+        several(text(), "native, speculators or both"),
+        ("native",),
+        "native, speculators, or both separated by a comma: the second goes to OUT-FORMAT.",
     )
     start: str | None = option(FOLDER, None, CONTINUE)
+
+    def folders(self, out: Path) -> list[Path]:
+        """Return a folder per format: OUT, then OUT-FORMAT."""
+        return [out, *(out.with_name(f"{out.name}-{form}") for form in self.format[1:])]
 
     def __post_init__(self) -> None:
         """Raise ``OutriderError`` for an unknown format, and for options that exclude each other."""

@@ -215,9 +215,8 @@ def train_eagle(workspace: Workspace, out: Path, how: HeadPlan, kind: EagleRun) 
     if head is None:
         head = shapes.new_eagle(runner, kind.generation, layers, draft_ids)
     found = _train_rollout(workspace, name, head, cache, how, steps)
-    finish(workspace, name, out, found)
-    for index, form in enumerate(kind.format):
-        folder = out if index == 0 else out.with_name(f"{out.name}-{form}")
+    for folder, form in zip(kind.folders(out), kind.format, strict=True):
+        finish(workspace, name, folder, found)
         eagle_formats.export(head, folder, form, runner.name, found["acceptance_by_rank"])
 
 

@@ -1,7 +1,7 @@
 """Exact match: a draft is accepted iff it equals the target's token. For chains and trees.
 
-Lossless if the target's tokens are determined by its logits (greedy) or by logits and noise keyed by position (coupled
-sampling: Daliri, Musco, Suresh, arXiv 2408.07978): the emitted tokens are the target's and do not depend on the drafts.
+Each emitted token is the target's own. Lossless if every row's token has the target's distribution and is drawn with noise that
+is independent of the other rows': greedy, sampled, or coupled to the drafts (Daliri, Musco, Suresh, arXiv 2408.07978).
 """
 
 from __future__ import annotations
