@@ -149,7 +149,7 @@ def _stages(patient: Patient, checkup: Checkup, progress: Progress) -> Iterator[
 
 
 def _in_turn(patient: Patient, contenders: Contenders, prompts: list[list[int]], progress: Progress) -> tuple[Run, Run]:
-    """Return the runs of plain and speculative decoding, which begin every other prompt."""
+    """Return the runs of plain and speculative decoding. Which of them runs first changes with each prompt."""
     runs: dict[Contender, Run] = {}
     pair = [Contender(PLAIN, 0), Contender(patient.method, K)]
     for contender in pair:  # warm up

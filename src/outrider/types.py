@@ -153,9 +153,7 @@ class Context:
     """The B running requests of a round. Row b of every tensor of this round belongs to ``requests[b]``."""
 
     requests: tuple[Request, ...]
-    limits: tuple[
-        int, ...
-    ]  # maximum drafts per request in this round, 0 allowed: the room in its output, later also its K; B entries
+    limits: tuple[int, ...]  # B maximum numbers of drafts, 0 allowed: the room in the request's output, later also its K
     sampler: BatchSampler  # turns logits into probabilities or tokens, for draft and target alike
     hidden: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
     # index -> B tensors [T_b, H]: target hidden states (see Scores) of the committed tokens processed since the last call, in
@@ -245,9 +243,8 @@ class Proposal:
     parents: Tensor | None = None  # [B, N] int64; None: a chain
     partial_pass: PartialPass | None = None  # where the target's own first layers drafted
     of_grammar: Tensor | None = None  # [B, N] bool, on the CPU: drafts of a grammar, forced or guessed; set by the engine only
-    own: Tensor | None = (
-        None  # [B, N] bool, on the CPU: the proposer's drafts, also those that the grammar forces; with ``of_grammar``
-    )
+    # [B, N] bool, on the CPU: the proposer's drafts, also those that the grammar forces; given with ``of_grammar``
+    own: Tensor | None = None
 
     @staticmethod
     def empty(batch: int, device: torch.device | str = "cpu") -> Proposal:

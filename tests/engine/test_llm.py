@@ -218,17 +218,22 @@ def test_an_interrupt_keeps_what_was_generated_and_the_engine_usable(model, toke
     assert seen(outputs_of(llm.generate(PROMPTS, params))) == seen(whole)
 
 
-def test_a_signal_during_a_step_loses_none_of_its_tokens(model, tokenizer, plain):
-    llm, calls = LLM(model, tokenizer=tokenizer, method="plain", compile="never"), []
-    score = llm.runner.score
+def interrupt_pass(llm, number):
+    """Press Ctrl-C in the target's pass with this number."""
+    score, calls = llm.runner.score, []
 
-    def signalled(*given, **options):
+    def interrupted(*given, **options):
         calls.append(1)
-        if len(calls) == 6:
+        if len(calls) == number:
             signal.raise_signal(signal.SIGINT)
         return score(*given, **options)
 
-    llm.runner.score = signalled
+    llm.runner.score = interrupted
+
+
+def test_a_signal_during_a_step_loses_none_of_its_tokens(model, tokenizer, plain):
+    llm = LLM(model, tokenizer=tokenizer, method="plain", compile="never")
+    interrupt_pass(llm, 6)
     params = SamplingParams(max_tokens=30, ignore_eos=True, stop=("\0never\0",))
     with pytest.raises(GenerationInterrupted) as caught:
         llm.generate(PROMPTS, params)
@@ -241,15 +246,7 @@ def test_a_signal_during_a_step_loses_none_of_its_tokens(model, tokenizer, plain
 
 def test_a_request_that_ends_in_the_interrupted_step_has_ended(model, tokenizer):
     llm = LLM(model, tokenizer=tokenizer, method="plain", compile="never")
-    score, calls = llm.runner.score, []
-
-    def signalled(*given, **options):
-        calls.append(1)
-        if len(calls) == 3:
-            signal.raise_signal(signal.SIGINT)
-        return score(*given, **options)
-
-    llm.runner.score = signalled
+    interrupt_pass(llm, 3)
     with pytest.raises(GenerationInterrupted) as caught:
         llm.generate(PROMPTS[0], SamplingParams(max_tokens=3, ignore_eos=True))
     (output,) = outputs_of(caught.value.generations)

@@ -222,11 +222,10 @@ def judge(rig: Rig, way: Way, question: Question, plan: SamplePlan, say: Say) ->
 
 
 def catch(rig: Rig, way: Way, question: Question, plan: SamplePlan, control: Control, number: int, say: Say) -> Caught:
-    """Run a control, prompt by prompt, until a test rejects it: first with the expected number of samples, then with all of the
-    plan.
+    """Run a control, prompt by prompt, until a test rejects it.
 
-    The strictest level is shared by the looks at the data, of which each may reject: the ends of stages have half of it, all
-    other prompts the rest.
+    First with the expected number of samples, then with all of the plan. Each look at the samples may reject it, so the looks
+    share the strictest level: the ends of stages have half of it, the prompts between the rest.
     """
     reach = plan.reach[control.name]
     stages = [(reach.part, _rounded_up(reach.samples, len(question.prompts)))]

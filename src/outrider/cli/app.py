@@ -151,10 +151,13 @@ def explain(error: BaseException) -> tuple[str, int]:
         context = getattr(error, "ctx", None)
         hint = f"; see {context.command_path} --help" if context is not None else ""
         return (_refused_value(error) or one_line(str(usage()).rstrip(".")) or "no command was given") + hint, EXIT_USAGE
-    if is_out_of_memory(error) and (not isinstance(error, OutriderError) or TARGET_FAILED in str(error)):
+    is_ours = isinstance(error, OutriderError)
+    if is_ours and TARGET_FAILED not in str(error):
+        return in_flags(str(error)), EXIT_USAGE
+    if is_out_of_memory(error):
         return f"out of memory ({one_line(str(error))[:120]}); try a smaller --max-len, batch or model", EXIT_INTERNAL
-    if isinstance(error, OutriderError):
-        return in_flags(str(error)), EXIT_INTERNAL if TARGET_FAILED in str(error) else EXIT_USAGE
+    if is_ours:
+        return in_flags(str(error)), EXIT_INTERNAL
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename}" if error.filename else ""
         return f"{error.strerror}{where} (--debug shows where)", EXIT_INTERNAL

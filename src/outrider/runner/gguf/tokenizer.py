@@ -51,7 +51,7 @@ IGNORING_MERGES = (*LLAMA3, "tekken", "minicpm5", "youtu", "glm4", "glm5")
 ADDING_BOS = (*LLAMA3, "tekken", "chameleon")
 NORMALISED = ("qwen2", "qwen35", "deepseek-r1-qwen")  # by the original tokenizers, not by llama.cpp
 CONTROL, USER_DEFINED = 3, 4  # types of tokens
-SPACE = "\u2581"  # of SentencePiece
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
 ENDOFTEXT = "<|endoftext|>"  # GPT-2's only special token, for files without types
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' names -> the header's
 
