@@ -20,6 +20,7 @@ NAMED = "{% for call in m.tool_calls %}{% for key, value in call.function.argume
 CHATML = LOOP + CONTENT + OBJECTS + END
 QWEN = LOOP + "<think>{{ m.reasoning_content }}</think>" + CONTENT + OBJECTS + END
 LFM = LOOP + "{% if m.thinking is defined %}<think>{{ m.thinking }}</think>{% endif %}" + CONTENT + NAMED + "{% endfor %}" + END
+LFM_WITHOUT_CALLS = "{{ 'List of tools: [' }}" + LOOP + CONTENT + END
 GPT_OSS = (
     LOOP
     + "{% if m.tool_calls %}{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
@@ -64,6 +65,7 @@ def rendered(template: str, messages: list[dict[str, Any]]) -> str:
         (LOOP + CONTENT + WRITTEN + END, '|Hi|I ask.{"city": "Malmö"}|Rain'),
         (QWEN, '|<think></think>Hi|<think>Hm.</think>I ask.{"city": "Malmö"}|<think></think>Rain'),
         (LFM, "|Hi|<think>Hm.</think>I ask.city=Malmö|Rain"),
+        (LFM_WITHOUT_CALLS, 'List of tools: [|Hi|<|tool_call_start|>[f(city="Malmö")]<|tool_call_end|>I ask.|Rain'),
         (GPT_OSS, '|Hi|<|channel|>analysisHm.\n\nI ask.{"city": "Malmö"}|Rain'),
         (MISTRAL, '|Hi|[THINK]Hm.[/THINK]I ask.{"city": "Malmö"}|Rain'),
         (PARTS, "|Hi|I ask.|Rain"),
@@ -73,7 +75,7 @@ def test_a_template_shows_reasoning_and_arguments_of_earlier_calls(template: str
     assert rendered(template, [USER, SAID, RESULT]) == expected
 
 
-@pytest.mark.parametrize("template", [CHATML, LOOP + CONTENT + WRITTEN + END, GPT_OSS, MISTRAL, PARTS])
+@pytest.mark.parametrize("template", [CHATML, LOOP + CONTENT + WRITTEN + END, LFM_WITHOUT_CALLS, GPT_OSS, MISTRAL, PARTS])
 def test_messages_are_not_changed(template: str) -> None:
     messages: list[dict[str, Any]] = [{**USER}, {**SAID, "tool_calls": [{**CALL}]}, {**RESULT}, {**USER}]
     as_read_by(template, messages)

@@ -172,6 +172,34 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str, list[tuple[str, Any]]]] = 
         "",
         [PARIS, NOW, PARIS],
     ),
+    "lfm": (
+        formats.LFM,
+        "<think>Hm.</think><|tool_call_start|>[weather(city='the \"old\" {Paris}', days=3), time.now()]<|tool_call_end|>I look.",
+        "I look.",
+        "Hm.",
+        [PARIS, NOW],
+    ),
+    "lfm, cut after the call": (
+        formats.LFM,
+        '<|tool_call_start|>[weather(city="the \\"old\\" {Paris}", days=3)]',
+        "",
+        "",
+        [PARIS],
+    ),
+    "lfm, names and values of other languages": (
+        formats.LFM,
+        "<|tool_call_start|>[f(from='true', class=true, x=None, y={'a': null}, is_set=(1, -2))]<|tool_call_end|>",
+        "",
+        "",
+        [("f", {"from": "true", "class": True, "x": None, "y": {"a": None}, "is_set": [1, -2]})],
+    ),
+    "olmo": (
+        formats.OLMO,
+        "Let me see.<function_calls>\nweather(city='the \"old\" {Paris}', days=3)\ntime.now()\n</function_calls>",
+        "Let me see.",
+        "",
+        [PARIS, NOW],
+    ),
     "hermes, a list": (formats.HERMES, f"Let me see.<TOOLCALL>{LISTED}</TOOLCALL>", "Let me see.", "", [PARIS, NOW]),
     "hermes, lines": (
         formats.HERMES,
@@ -362,6 +390,16 @@ BROKEN: dict[str, tuple[dict[str, Any], str, list[tuple[str, Any]]]] = {
     "cut, llama": (formats.LLAMA, '{"name": "weather", "parameters": {"city": "Par', []),
     "text after it, llama": (formats.LLAMA, '{"name": "time.now", "parameters": {}} is the call', []),
     "cut, mistral": (formats.MISTRAL, '[TOOL_CALLS]weather[ARGS]{"city": "Par', []),
+    "cut, lfm": (formats.LFM, '<|tool_call_start|>[weather(city="Par', []),
+    "an argument without a name": (formats.LFM, '<|tool_call_start|>[weather("Paris")]<|tool_call_end|>', []),
+    "unpacked arguments": (formats.LFM, '<|tool_call_start|>[weather(**{"city": "Paris"})]<|tool_call_end|>', []),
+    "a call as an argument": (formats.LFM, "<|tool_call_start|>[weather(city=home())]<|tool_call_end|>", []),
+    "a statement": (formats.OLMO, "<function_calls>import time\ntime.now()</function_calls>", []),
+    "an assignment": (formats.OLMO, "<function_calls>now = time.now()</function_calls>", []),
+    "an infinite number": (formats.OLMO, "<function_calls>weather(days=1e999)</function_calls>", []),
+    "no call": (formats.LFM, "<|tool_call_start|>[]<|tool_call_end|>", []),
+    "a set": (formats.LFM, "<|tool_call_start|>[weather(city={1})]<|tool_call_end|>", []),
+    "deeply nested, in Python": (formats.LFM, f"<|tool_call_start|>{'[' * 100_000}<|tool_call_end|>", []),
     "not a list": (formats.MISTRAL_LIST, '[TOOL_CALLS]{"name": "weather"}', []),
 }
 
@@ -509,7 +547,15 @@ PIECES = [
     *("<tool_call>weather", "<arg_key>city</arg_key>", "<arg_value>", "</arg_value>", "<|start|>assistant", "<|channel|>final"),
     *("<|channel|>analysis", "<|channel|>commentary", " to=functions.weather", "<|message|>", "<|end|>", "<|START_ACTION|>"),
     *('[{"tool_name": "weather", "parameters": {"city": "', "}]<|END_ACTION|>", "<|START_THINKING|>", "<|START_RESPONSE|>"),
-    "</answer>",
+    *(
+        "</answer>",
+        "<|tool_call_start|>",
+        "[weather(city='",
+        "')]",
+        "<|tool_call_end|>",
+        "<function_calls>",
+        "</function_calls>",
+    ),
 ]
 
 
@@ -669,6 +715,9 @@ TEMPLATES = {
     "Kimi": ("<|im_start|><|tool_call_begin|>{id}<|tool_call_argument_begin|>", formats.KIMI),
     "gpt-oss": ("<|channel|>commentary to=functions.", formats.GPT_OSS),
     "Command": ("<|START_ACTION|>[", formats.COMMAND),
+    "LFM2": ("List of tools: <|tool_list_start|>[", formats.LFM),
+    "LFM2.5": ("<think>List of tools: [", formats.LFM),
+    "OLMo 3": ("<functions></functions><function_calls>", formats.OLMO),
     "reasoning only": ("{{ tool }}<think>", formats.THINKING),
     "another one": ("<|call|>", formats.THINKING),
 }

@@ -15,6 +15,7 @@ ARGUMENTS = {"key": "value"}  # of a call
 USER = {"role": "user", "content": "a question"}
 RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "name": "find", "content": "a result"}  # Mistral's ids have 9 letters
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # in the order of preference
+PYTHON_CALLS = "List of tools: "  # in LFM2's chat templates, which show the content of messages but not their calls
 EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # for gpt-oss, which knows low, medium and high
 
 Messages = list[dict[str, Any]]
@@ -48,7 +49,9 @@ def _without_refused_users(template: str, messages: Sequence[Mapping[str, Any]])
 
 
 def _adapted(template: str, message: dict[str, Any]) -> dict[str, Any]:
-    if message.get("tool_calls") and _reads_text_arguments(template):
+    if message.get("tool_calls") and PYTHON_CALLS in template and not _shows_calls(template):
+        message["content"] = _in_python(message["tool_calls"]) + (message["content"] or "")
+    elif message.get("tool_calls") and _reads_text_arguments(template):
         message["tool_calls"] = [{**call, "function": _with_text(call["function"])} for call in message["tool_calls"]]
     if message.get("reasoning_content"):
         message = _with_reasoning(template, message)
@@ -60,6 +63,19 @@ def _adapted(template: str, message: dict[str, Any]) -> dict[str, Any]:
 
 def _with_text(function: Mapping[str, Any]) -> dict[str, Any]:
     return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+
+
+def _in_python(calls: Sequence[Mapping[str, Any]]) -> str:
+    """Return calls as LFM2 writes them."""
+    written = []
+    for function in [call["function"] for call in calls]:
+        values = [(key, _with_double_quotes(value)) for key, value in function["arguments"].items()]
+        written.append(f"{function['name']}({', '.join([f'{key}={value}' for key, value in values])})")
+    return f"<|tool_call_start|>[{', '.join(written)}]<|tool_call_end|>"
+
+
+def _with_double_quotes(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def _with_reasoning(template: str, message: dict[str, Any]) -> dict[str, Any]:
@@ -85,6 +101,11 @@ def _text_part(text: str) -> dict[str, Any]:
 def _reads_parts_only(template: str) -> bool:
     plain, parts = ([{**USER, "content": content}] for content in (PROBE, [_text_part(PROBE)]))
     return PROBE not in _rendered(template, plain) and PROBE in _rendered(template, parts)
+
+
+@lru_cache(maxsize=16)
+def _shows_calls(template: str) -> bool:
+    return any([PROBE in _rendered(template, _called(arguments)) for arguments in ({"key": PROBE}, json.dumps(PROBE))])
 
 
 @lru_cache(maxsize=16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from operator import add
 from typing import Any
@@ -124,9 +125,9 @@ class BlockRunner(HeadRunner[BlockHead]):
         total = len(ids)
         token_ids, inside, tokens_at, features_at, standing = numbers.split((total, total, total, new.total, len(order)))
         turns = [torch.stack(self._rotation_at(new.fused, layout.positions[:, at])) for at in (tokens_at, features_at)]
-        where = [layout.positions, layout.cache_rows, layout.bases, layout.ends]
-        masks = [self._visible(new.lens, sizes, layout.visible), layout.visible]
-        inputs = [token_ids[None], new.fused, *turns, inside[None], standing, tokens_at, *where, *masks, *layout.stores]
+        inputs = [token_ids[None], new.fused, *turns, inside[None], standing, tokens_at]
+        block = replace(layout, visible=self._visible(new.lens, sizes, layout.visible))
+        inputs += [*block.inputs, layout.visible, *layout.stores]
         out = self._programs.runner_of()(inputs)[0][0]
         new.commit()
         return self._per_draft(out, sizes, num_drafts)

@@ -205,7 +205,5 @@ class RolloutRunner(HeadRunner[RolloutHead]):
 
     def _run(self, layout: PassLayout, token_ids: Tensor, hidden: Tensor, places: Tensor) -> Step:
         """Run one pass over tokens [1, T] and features [1, T, H]; return the step after the tokens at ``places`` [N]."""
-        positions = layout.positions
-        cos, sin = self._rotation_at(hidden, positions)
-        where = [positions, layout.cache_rows, layout.bases, layout.ends, layout.visible, places]
-        return Step(*self._programs.runner_of()([token_ids, hidden, cos, sin, *where, *layout.stores]))
+        cos, sin = self._rotation_at(hidden, layout.positions)
+        return Step(*self._programs.runner_of()([token_ids, hidden, cos, sin, *layout.inputs, places, *layout.stores]))

@@ -42,6 +42,11 @@ class PassLayout:
     keeps_keys: bool = False  # whether the pass holds one request of a model that reads keys and values from the cache
     layers_done: set[int] = field(default_factory=set)  # layers whose attention has run
 
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Return its tensors in the order in which programs take them: ``(tokens, *inputs, ..., *stores)``."""
+        return self.positions, self.cache_rows, self.bases, self.ends, self.visible
+
     def state(self, key: StateKey, shape: StateShape) -> tuple[Tensor, int]:
         """Return the store [L, R, S, ...] of one recurrent state, and its index in that store."""
         kind, index = self.states.places[key]

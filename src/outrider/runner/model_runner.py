@@ -20,6 +20,7 @@ from outrider import native
 from outrider.hub import fetch_weights
 from outrider.memory import refuse_too_large
 from outrider.runner import experts, linear, loading, packing
+from outrider.runner.attention import PassLayout
 from outrider.runner.config import RunnerConfig
 from outrider.runner.cost_book import CostBook
 from outrider.runner.graphs import Run, wait_for
@@ -345,13 +346,11 @@ class ModelRunner:
         self.cache.states.wrote(rows, bases, [base + steps - 1 for base in bases])
         batch = len(rows)
         # One set of inputs for all steps, updated in place: creating them per step takes half as long as a pass.
-        start, token_ids = torch.tensor(bases, device=self.device), torch.empty(1, batch, dtype=torch.long, device=self.device)
-        row_ids, mask, every = (
-            torch.tensor(rows, device=self.device),
-            self.layouts.causal(batch, 1),
-            self.layouts.arange(0, batch),
-        )
-        inputs = [token_ids, start[None], row_ids, start, every + 1, mask, every, *self.cache.tensors]
+        token_ids = torch.empty(1, batch, dtype=torch.long, device=self.device)
+        row_ids, slots = torch.tensor([rows, bases], device=self.device)
+        every, mask = self.layouts.arange(0, batch), self.layouts.causal(batch, 1)
+        layout = PassLayout(self.cache.tensors, self.cache.shape.places, row_ids, slots, every + 1, slots[None], mask)
+        inputs = [token_ids, *layout.inputs, every, *layout.stores]
         logits, fed = logits.unsqueeze(1), token_ids.view(batch, 1)
         for step in range(steps - 1):
             picked = pick(logits, step)
@@ -361,7 +360,7 @@ class ModelRunner:
             out = run(inputs)
             logits = out[0].float().transpose(0, 1)
             yield fed, [states[0] for states in out[1:]]
-            start.add_(1)
+            slots.add_(1)  # also the positions
         pick(logits, steps - 1)
 
     def keep_len(self, request_id: str, num_tokens: int) -> None:

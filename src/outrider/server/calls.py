@@ -1,9 +1,13 @@
-"""Read the text of tool calls, in JSON and its dialects, as names and arguments."""
+"""Read the text of tool calls, in JSON, its dialects and Python, as names and arguments."""
 
 from __future__ import annotations
 
+import ast
+import io
 import json
+import keyword
 import re
+import tokenize
 from collections.abc import Container, Mapping
 from typing import Any
 
@@ -12,6 +16,8 @@ from outrider.server.parameters import PYTHONIC
 
 DECODER = json.JSONDecoder()
 NOT_SEPARATOR = re.compile(r"[^;\s]")
+LITERALS = {value: name for name, value in PYTHONIC.items()}
+RESERVED = "reserved_"  # put before an argument whose name is a keyword of Python, such as "from"
 
 
 def json_values(text: str) -> list[str]:
@@ -35,6 +41,28 @@ def plain_json(text: str, dialect: Mapping[str, Any]) -> str:
 
 def _plain(value: str) -> str:
     return PYTHONIC.get(value, value)
+
+
+def python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return the names and arguments of calls in Python: a list, or one on each line. Raises if there is anything else."""
+    tokens = list(tokenize.generate_tokens(io.StringIO(text.strip()).readline))
+    written = []
+    for token, following in zip(tokens, [*tokens[1:], tokens[-1]], strict=True):
+        is_argument = token.type == tokenize.NAME and following.string == "="
+        name = RESERVED + token.string if is_argument and keyword.iskeyword(token.string) else token.string
+        written.append((token.type, name if is_argument else LITERALS.get(name, name)))
+    calls: list[ast.AST] = []
+    for statement in ast.parse(tokenize.untokenize(written)).body:
+        value = statement.value if isinstance(statement, ast.Expr) else statement
+        calls += value.elts if isinstance(value, ast.List) else [value]
+    return [_python_call(call) for call in calls]
+
+
+def _python_call(call: ast.AST) -> tuple[str, dict[str, Any]]:
+    if not isinstance(call, ast.Call) or call.args or not all([each.arg for each in call.keywords]):
+        raise TypeError("expected a call with named arguments")
+    arguments = {str(each.arg).removeprefix(RESERVED): ast.literal_eval(each.value) for each in call.keywords}
+    return ast.unparse(call.func), arguments
 
 
 def flat(calls: Any) -> list[Any]:

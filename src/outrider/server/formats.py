@@ -114,6 +114,11 @@ MISTRAL_LIST = _form(
     None,
     **MISTRAL_TURN,
 )
+# Calls as Python writes them: a list, or one on each line.
+LFM = _form(
+    {"open_pattern": r"\s{0,8}<\|tool_call_start\|>", "close": "<|tool_call_end|>", "content": "text", "transform": CALL}
+)
+OLMO = _form({"open_pattern": r"\s{0,8}<function_calls>", "close": "</function_calls>", "content": "text", "transform": CALL})
 KIMI = _form(
     {
         "open_pattern": r"\s{0,8}(?:<\|tool_calls_section_begin\|>\s{0,8})?<\|tool_call_begin\|>\s{0,8}"
@@ -204,6 +209,7 @@ LEADS = (
 # Texts that begin a tool call and never JSON. A reply may begin with those that a form's pattern of calls begins with.
 OPENINGS = (
     *("<tool_call>", "<tool_calls>", "<TOOLCALL>", "<|tool_call|>", "<|tool_call>", "[TOOL_CALLS]", "<|START_ACTION|>"),
+    *("<|tool_call_start|>", "<function_calls>"),
     *("<function=", "<seed:tool_call>", "<minimax:tool_call>", '<invoke name="'),
     *(
         "<｜DSML｜function_calls>",
@@ -235,6 +241,8 @@ FORMATS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("<|start_header_id|>", '"parameters": '), LLAMA),
     (("[TOOL_CALLS]", "[ARGS]"), MISTRAL),
     (("[TOOL_CALLS]",), MISTRAL_LIST),
+    (("<function_calls>",), OLMO),
+    (("List of tools: ",), LFM),
     ((), THINKING),
 )
 

@@ -24,7 +24,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from outrider.engine.prompts import check_takes_tools, template_of
 from outrider.runner.tokenizers import special_ids
-from outrider.server.calls import as_json, flat, json_values, name_and_arguments, plain_json
+from outrider.server.calls import as_json, flat, json_values, name_and_arguments, plain_json, python_calls
 from outrider.server.formats import CALLS, END_REASONING, LEADS, OPENINGS, REASONING, THINKING, Lead, form_of
 from outrider.server.parameters import typed
 from outrider.server.protocol import THINKING_VARIABLES, ChatBody
@@ -202,9 +202,9 @@ class ParsedReply(Reply):
 
     def finish(self) -> Part:
         part, self._is_finished = self._read(is_end=True), True
-        if self._is_call:  # JSON shows whether it is complete; in other formats an argument may be missing
+        if self._is_call:  # JSON and Python show whether a call is complete; in tags an argument may be missing
             end = len(self._text)
-            self._end_call(part, self._opening, end if self._field.content == "json" else None, end)
+            self._end_call(part, self._opening, None if self._field.content == "xml-inline" else end, end)
         return part
 
     @property
@@ -316,6 +316,8 @@ class ParsedReply(Reply):
     def _parsed(self, text: str, captures: dict[str, str]) -> list[tuple[str, str]]:
         """Return the name and the arguments of each call in a field. Raises if they have another form."""
         calls, texts = self._form.fields[CALLS], [text]
+        if calls.content == "text":
+            return [(name, as_json(arguments)) for name, arguments in python_calls(text)]
         if calls.content == "json":  # transformers reads dialects slowly, and changes strings that look like keys
             texts, calls = json_values(plain_json(text, calls.content_args)), replace(calls, content_args={})
         schemas = {tool.function.name: tool.function.parameters or {} for tool in self._body.tools or ()}
