@@ -153,6 +153,19 @@ def test_features_are_stored_until_the_second_is_called():
     assert second.hidden == [{2: [[112.0]], 4: [[114.0]]}, {2: [[12.0, 22.0], [122.0]], 4: [[14.0, 24.0], [124.0]]}]
 
 
+def test_stored_features_are_copied_before_there_are_many():
+    second = Recorder("second", {}, needs_hidden=(2,))
+    proposer = combined(Recorder("first", {"a": [1, 1, 1]}), second)
+    batch = torch.arange(400.0)[:, None]
+    for start in range(200):
+        proposer.propose(context_of("a", hidden={2: [batch[start : start + 1]]}), 3)
+    stored = proposer._second._unseen["a"][2]
+    assert len(stored) <= 64 and stored[0].data_ptr() != batch.data_ptr()
+    proposer._first.proposer.chains = {}
+    proposer.propose(context_of("a", hidden={2: [batch[200:201]]}), 3)
+    assert second.hidden == [{2: [[float(value) for value in range(201)]]}]
+
+
 def test_a_released_request_is_released_in_both_methods():
     first, second = Recorder("first", {}, needs_hidden=(1,)), Recorder("second", {}, needs_hidden=(1,))
     proposer = combined(first, second)

@@ -126,6 +126,14 @@ def test_only_requests_beyond_the_drafts_context_have_no_drafts():
     drafting.check()
 
 
+def test_a_request_beyond_the_drafts_context_does_not_lengthen_the_drafts_of_others():
+    drafting = Drafting(lengths=(5, 60, 20), temperature=0.8, max_position_embeddings=52)
+    proposal = drafting.propose(8, [2, 8, 3])
+    assert proposal.lens.tolist() == [2, 0, 3]
+    assert proposal.token_ids.shape == (3, 3) and proposal.probs.shape == (3, 3, VOCAB)
+    drafting.check()
+
+
 @pytest.mark.parametrize("target_vocab", [64, 67, 96])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_padded_vocabularies_of_either_model_are_supported(target_vocab, temperature):

@@ -245,6 +245,20 @@ def test_the_smallest_sufficient_model_of_the_family_is_used(made, target, tmp_p
     assert "100.0% of the target's weights" in misfits["Org/same"] and "expected at least 0.5%" in misfits["Org/model-tiny"]
 
 
+@pytest.mark.parametrize("kind", ["classifier", "embedding", "experts"])
+def test_a_model_without_next_tokens_or_with_many_experts_is_not_used(made, target, kind):
+    found = cached(made / "draft", "Org/model-small")
+    config = json.loads((found / "config.json").read_text())
+    if kind == "embedding":
+        (found / "modules.json").write_text("[]")
+    else:
+        changes = {"architectures": ["LlamaForSequenceClassification"]} if kind == "classifier" else {"num_experts": 64}
+        (found / "config.json").write_text(json.dumps(config | changes))
+    assert chosen(target).method == DEFAULT_METHOD
+    misfits = [each.misfit for each in finding.candidates(finding.target_files(target))]
+    assert len(misfits) == (kind == "experts") and all(["of the target's weights" in each for each in misfits])
+
+
 def test_of_equal_sizes_the_most_similar_name_is_used(made):
     cached(made / "target", "Org/Model-1.1-Instruct")
     for name in ("Model-1.2-base", "Model-1.2-Instruct", "Zebra"):

@@ -321,6 +321,14 @@ WRONG = {
         lambda folder: set_config(folder, speculators_model_type="dflash"),
         "unsupported speculators head 'dflash'",
     ),
+    "P-EAGLE": (
+        lambda folder: rewrite(folder, lambda t: t.update({"mask_hidden": torch.ones(1, 3 * HIDDEN)})),
+        "unsupported head in .*: a P-EAGLE head",
+    ),
+    "SGLang's layers": (
+        lambda folder: rewrite(folder, lambda t: t.update({"additional_layers.0.hidden_norm.weight": torch.ones(HIDDEN)})),
+        "unsupported head in .*: an EAGLE-3 head with several layers",
+    ),
     "cut short": (lambda folder: (folder / "model.safetensors").write_bytes(b"\\x10" * 40), "cannot read"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),

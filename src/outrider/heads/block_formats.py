@@ -115,13 +115,13 @@ def _shape(files: HeadFiles, layer: Mapping[str, Any], target: TargetSizes) -> B
         size = len(tensors["d2t"])
     elif size < target.vocab_size:
         raise OutriderError(f"{source} drafts {size} of {target.vocab_size} tokens, but the mapping d2t is missing")
-    settings = {**inner, **{key: value for key, value in config.items() if value is not None}}
+    settings = {key: value for part in (config, inner) for key, value in part.items() if value is not None}
     shape = BlockShape(
         own,
         width,
         ids,
         files.integer(settings, "block_size"),
-        files.integer({"mask_token_id": config.get("dspark_noise_token_id"), **config, **inner}, "mask_token_id", 0),
+        files.integer({"mask_token_id": config.get("dspark_noise_token_id"), **settings}, "mask_token_id", 0),
         size,
         _windows(files, layer, own.num_hidden_layers),
         causal_windows=_causal_windows(files, layer),

@@ -21,7 +21,11 @@ from outrider.heads.own_tables import has_own_table
 from outrider.runner.checkpoint_files import check_sizes
 from outrider.types import OutriderError, dtype_name
 
-IGNORED = (r"^t2d$", r"^verifier_", r"rotary_emb\.", r"^mask_hidden$")
+IGNORED = (r"^t2d$", r"^verifier_", r"rotary_emb\.")
+OTHER_KINDS = {  # by the beginning of a tensor's name
+    "mask_hidden": "a P-EAGLE head, which makes all drafts in one pass",
+    "additional_layers": "an EAGLE-3 head with several layers in SGLang's form",
+}
 OUT_BIAS = "layers.0.self_attn.o_proj.bias"
 # Llama's layer, with variations seen from the weights: attention biases are read, norms within heads are refused by name.
 LLAMA_LIKE = ("llama", "eagle", "qwen2", "qwen3")
@@ -41,6 +45,9 @@ def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None 
     if kind not in (None, "eagle3"):
         raise OutriderError(f"unsupported speculators head {kind!r} in {source}: expected eagle3")
     files.rename(_plain_name)
+    for mark, what in OTHER_KINDS.items():
+        if any([name.startswith(mark) for name in files.tensors]):
+            raise OutriderError(f"unsupported head in {source}: {what} ({mark}), expected EAGLE-1 to 3")
     files.check_sections(SECTIONS)
     layer = config.get("transformer_layer_config") or config.get("model") or config
     tensors = files.tensors
@@ -72,9 +79,8 @@ def load(source: str | Path, target: TargetSizes, model: PreTrainedModel | None 
 
 
 def _plain_name(name: str) -> str:
-    """Return the canonical tensor name: without prefixes, ``midlayer`` and SGLang's ``additional_layers`` as layers."""
-    name = re.sub(r"^(model|eagle_module|draft_model)\.", "", name).replace("midlayer.", "layers.0.", 1)
-    return re.sub(r"^additional_layers\.(\d+)\.", lambda found: f"layers.{int(found[1]) + 1}.", name)
+    """Return the canonical tensor name: without prefixes, ``midlayer`` as layer 0."""
+    return re.sub(r"^(model|eagle_module|draft_model)\.", "", name).replace("midlayer.", "layers.0.", 1)
 
 
 def _llama(files: HeadFiles, layer: dict[str, Any], vocab_size: int) -> LlamaConfig:

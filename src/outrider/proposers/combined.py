@@ -20,6 +20,9 @@ from outrider.proposers.portable import Pair, Portable, TextDrafts
 from outrider.types import Context, Finding, OutriderError, Proposal, Request, Verdict, joined
 
 
+MAX_CHUNKS = 64  # of a request, each of which keeps the states of the whole batch; then they are copied
+
+
 @dataclass(frozen=True)
 class CombinedConfig(MethodConfig):
     """The condition for using the first method's draft."""
@@ -42,7 +45,10 @@ class _Part:
         for layer in self.proposer.needs_hidden:
             for request_id, hidden in zip(context.request_ids, context.hidden[layer], strict=True):
                 if hidden.numel():
-                    self._unseen.setdefault(request_id, {}).setdefault(layer, []).append(hidden)
+                    unseen = self._unseen.setdefault(request_id, {}).setdefault(layer, [])
+                    unseen.append(hidden)
+                    if len(unseen) > MAX_CHUNKS:
+                        unseen[:] = [joined(unseen)]
 
     def propose(self, view: Context, rows: list[int], k: int) -> Proposal:
         """Draft for the requests of a view, which are ``rows`` of the batch."""

@@ -6,6 +6,7 @@ A model trained with mask tokens makes all drafts of a round in one pass (``runn
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,9 @@ from outrider.types import IMPOSSIBLE_LOGIT, Context, Finding, OutriderError, Pr
 
 logger = logging.getLogger(__name__)
 
+EMBEDDING_MODEL = "modules.json"  # of sentence-transformers
+OTHER_OUTPUT = re.compile(r"For(Sequence|Token)Classification|ForQuestionAnswering|Reward|(?<!LMHead)Model$")  # architectures
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of configs
 MOST_CACHED = 64 << 20  # bytes of weights: larger drafts are read from memory in each pass, which is shorter with 4 bits
 
 
@@ -78,6 +82,7 @@ class DraftModelProposer(Proposer):
             return Proposal.empty(len(requests))
         able, sampler = list(texts), context.sampler
         ids, lens = [requests[b].request_id for b in able], [min(k, context.limits[b]) for b in able]
+        k = max(lens)  # a request that is left out may have had room for more
         drafts = torch.zeros(len(requests), k, dtype=torch.long, device=self.draft.device)
         probs: list[Tensor] = []
         stops = self._stops[sampler.is_deterministic]
@@ -208,15 +213,17 @@ class DraftModelMethod(MethodSpec):
     def recognise(self, folder: Path, target: TargetFiles) -> Recognised | None:
         """Recognise a language model with the target's tokenizer, in a folder or a GGUF file."""
         is_gguf = gguf.find(folder) is not None
-        if not (is_gguf or folder.is_dir()) or kind_of(folder) is not MODEL:
+        if not (is_gguf or folder.is_dir()) or kind_of(folder) is not MODEL or (folder / EMBEDDING_MODEL).exists():
+            return None
+        config = load_config(folder)
+        if config.architectures and all([OTHER_OUTPUT.search(each) for each in config.architectures]):
             return None
         check_same_files(target.folder, folder)
-        config = load_config(folder)
         what = "draft model" if mask_token_of(config) is None else "parallel draft model"
         if not is_gguf:
             with torch.device("meta"):
                 read_folder(folder)
-        return Recognised(what, _num_weights(text_config(config)) / _num_weights(target.config))
+        return Recognised(what, _num_weights(text_config(config), with_experts=True) / _num_weights(target.config))
 
     def portable(self, setting: Setting) -> SmallModel:
         setting = setting.of(self)
@@ -351,7 +358,10 @@ def _compared(target: PreTrainedConfig, draft: PreTrainedConfig, window: int, is
         yield Finding("ok", "size", text)
 
 
-def _num_weights(config: PreTrainedConfig) -> float:
-    """Estimate the number of weights of a dense transformer that a pass reads."""
+def _num_weights(config: PreTrainedConfig, with_experts: bool = False) -> float:
+    """Estimate the number of weights of a transformer, without those of experts, or ``with_experts``, which fill the memory."""
     width, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    num_experts = max([getattr(config, key, None) or 0 for key in EXPERTS]) if with_experts else 0
+    if num_experts:
+        inner = num_experts * (getattr(config, "moe_intermediate_size", None) or inner)
     return float(config.num_hidden_layers * width * (4 * width + 3 * inner) + config.vocab_size * width)
