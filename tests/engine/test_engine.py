@@ -107,6 +107,19 @@ def test_stop_token_ids_end_a_request_inside_a_draft():
     assert outputs(run(make_engine(oracle(runner), 8, runner=runner), requests(1, stop_token_ids=(stop,)))) == wanted
 
 
+def test_statistics_leave_out_what_a_stop_cut_off():
+    """The verifier accepts a whole draft, of which the stop token ends the text early."""
+    runner = TableRunner()
+    text = greedy_continuation(runner, [1, 2], 8)
+    at = next(i for i in range(2, 8) if text[i] not in text[:i])
+    engine = make_engine(oracle(runner), 8, runner=runner)
+    found = run(engine, [make_request("r0", [1, 2], max_tokens=20, stop_token_ids=(text[at],))])["r0"]
+    stats = found[-1].stats
+    assert [token for emission in found for token in emission.token_ids] == text[: at + 1]
+    assert (stats.num_rounds, stats.num_accepted, stats.num_reached) == (1, at + 1, at + 1)
+    assert stats.mean_acceptance_length == stats.tokens_per_round == at + 1
+
+
 @pytest.mark.parametrize("max_tokens", range(1, 8))
 def test_max_tokens_ends_a_request_inside_a_draft(max_tokens):
     runner = TableRunner()

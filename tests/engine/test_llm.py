@@ -171,6 +171,40 @@ def test_statistics_add_up(looking_up):
     assert stats.plain_tok_s is None or math.isfinite(stats.plain_tok_s)
 
 
+def test_a_stop_string_that_the_end_completes_is_the_reason(plain, monkeypatch):
+    """Text that the detokenizer held back comes only when the request is finished."""
+    prompt, params = PROMPTS[0], SamplingParams(max_tokens=3, ignore_eos=True, stop=("held",))
+    stream = plain.stream(prompt, params)
+    chunks = [next(stream)]
+    (entry,) = plain.engine.scheduler.running
+    monkeypatch.setattr(entry.detokenizer, "feed", lambda token_ids: "")
+    monkeypatch.setattr(entry.detokenizer, "flush", lambda: " held back")
+    chunks += list(stream)
+    assert (chunks[-1].text, chunks[-1].finish_reason, chunks[-1].stop_reason) == (" ", "stop", "held")
+
+
+def test_measuring_needs_a_free_place(model, tokenizer):
+    llm = LLM(model, tokenizer=tokenizer, method="ngram", num_draft_tokens=2, max_batch=1, compile="never")
+    stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=5, ignore_eos=True))
+    next(stream)
+    for measure in (llm.warmup, llm.price_plain):
+        with pytest.raises(OutriderError, match="while no request runs"):
+            measure()
+    list(stream)
+    llm.warmup()
+    llm.price_plain()
+
+
+def test_the_last_chunk_may_close_the_llm(model, tokenizer):
+    llm = LLM(model, tokenizer=tokenizer, method="plain", compile="never")
+    chunks = []
+    for chunk in llm.stream(PROMPTS[0], SamplingParams(max_tokens=5, ignore_eos=True)):
+        chunks.append(chunk)
+        if chunk.finish_reason is not None:
+            llm.close()
+    assert sum(len(chunk.token_ids) for chunk in chunks) == 5
+
+
 def test_two_streams_can_be_read_alternately(looking_up, plain):
     params = SamplingParams(max_tokens=15, ignore_eos=True)
     streams = [looking_up.stream(prompt, params) for prompt in PROMPTS[:2]]

@@ -77,11 +77,11 @@ class Run:
 
     @property
     def stats(self) -> GenerationStats:
-        """Return the counts and phase times of the decoding rounds, without emitted tokens."""
+        """Return the counts and phase times of the decoding rounds, as if no stop had cut their tokens."""
         stats = GenerationStats()
         for round_ in self.rounds:
             for num_drafts, reached, accepted in zip(round_.num_drafts, round_.num_reached, round_.num_accepted, strict=True):
-                stats.count(num_drafts, reached, accepted, num_emitted=0)
+                stats.count(num_drafts, reached, accepted, num_emitted=accepted + 1)
             stats.clock(round_, is_prefill=False, emitted_per_row=0.0, plain=None)
         return stats
 

@@ -125,6 +125,7 @@ class LLM:
         ``num_draft_tokens``: K of the rounds to prepare for; None: the largest K that this ``LLM`` may request.
         """
         with self._open():
+            self._check_has_room(batch)
             k = longest_draft(self.speculation, self.proposer) if num_draft_tokens is None else num_draft_tokens
             hidden = self.proposer.needs_hidden
             self.runner.prepare(hidden)
@@ -138,6 +139,7 @@ class LLM:
         with self._open():
             if not isinstance(k, int) or k == 0:
                 return
+            self._check_has_room(1)
             self.runner.costs.record_pass(1, 1, 0, self.runner.pass_cost(1, 1, 0, repeat=1, hidden=self.proposer.needs_hidden))
 
     def generate(self, prompts: Prompts, params: Params = None) -> list[Generation]:
@@ -258,6 +260,14 @@ class LLM:
             self._check_open()
             yield
 
+    def _check_has_room(self, batch: int) -> None:
+        """Raise ``OutriderError`` if running requests leave no room to measure a pass over ``batch`` more."""
+        if len(self.engine.scheduler.running) + batch > self.runner.max_batch:
+            raise OutriderError(
+                f"measuring passes of {batch} takes more places than are free of max_batch={self.runner.max_batch}: "
+                "do it while no request runs"
+            )
+
     def _check_open(self) -> None:
         if self._is_closed:
             raise OutriderError("this LLM is closed: create another one")
@@ -283,6 +293,12 @@ class LLM:
                 with _deferred_interrupts():
                     self._submit(jobs, open_ids)
             while open_ids:
+                with self._open():
+                    if not any([self._inbox[request_id].emissions for request_id in open_ids]):
+                        if not self.engine.has_work:
+                            raise OutriderError(ENDED)
+                        with _deferred_interrupts():
+                            self._step()
                 for request_id in [request_id for request_id in open_ids if self._inbox[request_id].emissions]:
                     completion, emissions = open_ids[request_id], self._inbox[request_id].emissions
                     while emissions:
@@ -290,13 +306,8 @@ class LLM:
                         if chunk.finish_reason is not None:
                             del open_ids[request_id], self._inbox[request_id]
                         yield chunk
-                        self._check_open()
-                with self._open():
-                    if open_ids and not any(self._inbox[request_id].emissions for request_id in open_ids):
-                        if not self.engine.has_work:
-                            raise OutriderError(ENDED)
-                        with _deferred_interrupts():
-                            self._step()
+                        if open_ids:
+                            self._check_open()
         finally:
             with self._lock, _deferred_interrupts():
                 for completion in open_ids.values():
@@ -311,7 +322,8 @@ class LLM:
         requests = [request for job in jobs for request in job.requests]
         num_tokens = sum(min(request.params.max_tokens, room - request.num_prompt_tokens) for request in requests)
         is_long = num_tokens >= LONG_RUN * self.runner.max_batch
-        if is_long and self.runner.config.compile == "auto" and self.stats.num_tokens == 0:
+        is_first = self.stats.num_tokens == 0 and not self.engine.has_work
+        if is_long and self.runner.config.compile == "auto" and is_first:
             self.warmup()
 
     def _step(self) -> None:

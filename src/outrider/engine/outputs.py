@@ -30,7 +30,9 @@ class Emission:
         if later.logprobs is not None:
             self.logprobs = (self.logprobs or []) + later.logprobs
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
-        self.error, self.stats = later.error, later.stats
+        self.error = later.error
+        if later.stats.num_steps:  # an error of a request that the engine does not know has no statistics
+            self.stats = later.stats
 
     def followed_by(self, later: Emission) -> Emission:
         """Return the concatenation of both emissions; this one is unchanged."""

@@ -203,7 +203,11 @@ class Scheduler:
         if scanner is None:
             return text
         text = scanner.feed(text, may_stop=entry.request.num_output_tokens > entry.request.params.min_tokens)
-        return text if scanner.stopped_by is not None else text + scanner.flush()
+        if scanner.stopped_by is None:
+            return text + scanner.flush()
+        if reason == "length":  # the last token completed a stop string
+            entry.finish_reason = "stop"
+        return text
 
     def _commit_ids(self, entry: Entry, token_ids: list[int]) -> tuple[list[int], str]:
         """Without stop strings: check token ids only and decode the whole round at once."""

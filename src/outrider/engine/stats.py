@@ -42,7 +42,10 @@ class GenerationStats:
     num_timed_rounds: int = 0  # rounds counted in pass_seconds
 
     def count(self, num_drafts: int, num_reached: int, num_accepted: int, num_emitted: int, num_grammar: int = 0) -> None:
-        """Add the counts of one request in a round. ``num_reached``: accepted drafts, plus one if the next was rejected."""
+        """Add the counts of one request in a round, of emitted tokens except for ``num_drafts``.
+
+        ``num_reached``: accepted drafts, plus one if the next was rejected.
+        """
         histogram = self.acceptance_histogram
         histogram[num_accepted] = histogram.get(num_accepted, 0) + 1
         self.num_tokens += num_emitted
@@ -95,13 +98,16 @@ class GenerationStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Return tau = 1 + accepted / rounds: tokens per target pass, without the drafts of a grammar."""
-        return 1 + self.num_accepted / max(self.num_rounds, 1)
+        """Return tau: tokens per target pass, without the drafts of a grammar.
+
+        It is 1 + accepted / rounds, unless a stop cut the tokens of a round.
+        """
+        return (self.num_tokens - self.num_grammar_tokens) / self.num_rounds if self.num_rounds else 1.0
 
     @property
     def tokens_per_round(self) -> float:
         """Return the tokens per target pass, including the drafts of a grammar."""
-        return self.mean_acceptance_length + self.num_grammar_tokens / max(self.num_rounds, 1)
+        return self.num_tokens / self.num_rounds if self.num_rounds else 1.0
 
     @property
     def acceptance_rate(self) -> float:
