@@ -96,6 +96,19 @@ def test_a_failing_compilation_unit_stops_the_others(monkeypatch: pytest.MonkeyP
     assert time.monotonic() - started < 30
 
 
+def test_a_failure_ends_the_programs_that_compilers_started(tmp_path: Path) -> None:
+    """A compiler's driver cannot pass SIGKILL on."""
+    mark = tmp_path / "pid"
+    slow = f"sleep 60 & echo $! > {mark}; wait"
+    failing = f"while ! test -s {mark}; do sleep 0.01; done; exit 1"
+    with pytest.raises(subprocess.SubprocessError):
+        build._run([["/bin/sh", "-c", command] for command in (slow, failing)])
+    child, deadline = Path("/proc") / mark.read_text().strip() / "stat", time.monotonic() + 10
+    while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_as_many_compilers_run_as_this_process_has_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A container with one core of a machine with 64 has memory for one compiler."""
     monkeypatch.setattr(build.os, "cpu_count", lambda: len(build.UNITS))

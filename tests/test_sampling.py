@@ -581,6 +581,16 @@ def test_a_token_that_truncation_removes_is_not_chosen() -> None:
     assert {int(shaping.choose(logits, [key], [1])[0]) for key in range(20)} == {3}
 
 
+@pytest.mark.parametrize("vocab", [20, 63, 151_936])
+@pytest.mark.parametrize(("temperature", "top_k"), [(2.0, 0), (2.0, 1), (2.0, 5), (1e6, 20_000)])
+def test_the_smallest_top_p_keeps_the_likeliest_token(temperature: float, top_k: int, vocab: int) -> None:
+    """Multiplied by the mass that top-k keeps it would be 0."""
+    params = SamplingParams(temperature=temperature, top_k=min(top_k, vocab), top_p=5e-324)
+    shaping, logits = Shaping([params], vocab, torch.device("cpu")), torch.randn(1, 1, vocab)
+    probs, _ = shaping.probs(logits, [1])
+    assert probs.sum() == 1 == probs.max() and int(probs.argmax()) == int(shaping.choose(logits, [3], [1])[0])
+
+
 def test_only_greedy_or_coupled_batches_are_deterministic() -> None:
     greedy, warm = request_of(SamplingParams()), request_of(SamplingParams(temperature=1.0))
     assert Sampler([greedy, greedy], VOCAB).is_deterministic

@@ -283,6 +283,19 @@ def test_a_row_of_exact_codes_has_the_same_bits_in_passes_of_any_width(bits, gro
         assert torch.equal(multiply(x[40 - rows :], packed, None, 97, precision), alone[40 - rows :]), rows
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_that_are_no_numbers_stay_visible(bits, number):
+    """Rounded to an integer they would be plausible."""
+    weight = torch.randn(40, 96)
+    weight[3, 40] = number
+    found = blocks.unpack(blocks.pack(weight, bits), 40, 96)
+    assert found[3, 32:64].isnan().any()
+    assert found[3, :32].isfinite().all() and found[:3].isfinite().all() and found[4:].isfinite().all()
+    out = torch.ops.outrider.linear_blocks(torch.randn(2, 96), blocks.pack(weight, bits), None, 40, PRECISIONS[0])
+    assert out[:, 3].isnan().all() and out[:, 4:].isfinite().all()
+
+
 def test_codes_without_an_exact_representation_are_rejected():
     codes, scales = torch.full((32, 64), 200, dtype=torch.uint8), torch.ones(32, 2)
     for match, given in (

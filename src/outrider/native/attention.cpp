@@ -17,6 +17,8 @@
 namespace outrider {
 namespace {
 
+constexpr int64_t kMostDim = 1024;  // size of a head
+
 // The tokens of a pass are concatenated, those of request b up to ends[b]; the longest request has `width` of them.
 struct Pass {
   int64_t rows, total, heads, kv_heads, width, reach, key_dim, value_dim, capacity, window, chunk;
@@ -422,10 +424,9 @@ struct Attention {
   }
 
   void score_end(const float* query, int64_t slot, float* to) {
-    TORCH_CHECK(pass.key_dim <= 1024, "attend: head size over 1024");
     vec score = vec{};
     for (int64_t j = 0; slot + j < first + count; ++j) {
-      Cache block[kLanes * 1024];
+      Cache block[kLanes * kMostDim];
       for (int64_t d = 0; d < pass.key_dim; ++d) block[d] = keys[(slot + j) * pass.key_dim + d];
       for (int64_t d = pass.key_dim; d < kLanes * pass.key_dim; ++d) block[d] = static_cast<Cache>(0.0f);
       score[j] = score_block(query, block, pass.key_dim)[0];
@@ -595,14 +596,17 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
             static_cast<float>(scale), static_cast<float>(softcap), rows.const_data_ptr<int64_t>(), starts.const_data_ptr<int64_t>(),
             till.const_data_ptr<int64_t>(), places.const_data_ptr<int64_t>(), seen.const_data_ptr<bool>(),
             sinks ? of_sinks.const_data_ptr<float>() : nullptr};
+  TORCH_CHECK(pass.key_dim <= kMostDim, "attend: head size over ", kMostDim);
+  TORCH_CHECK(keys.is_contiguous() && values.is_contiguous() && values.sizes().slice(0, 4) == keys.sizes().slice(0, 4),
+              "attend: keys ", keys.sizes(), " and values ", values.sizes(), " are not of one cache");
   TORCH_CHECK(!sinks || of_sinks.numel() == pass.heads, "attend: ", of_sinks.numel(), " sinks for ", pass.heads, " heads");
   TORCH_CHECK(pass.key_dim == keys.size(4) && pass.value_dim == values.size(4) && pass.kv_heads == keys.size(2) &&
-                  q.size(3) == pass.key_dim && pass.heads % pass.kv_heads == 0 && layer < keys.size(0) && v.size(1) == pass.kv_heads,
+                  q.size(3) == pass.key_dim && pass.heads % pass.kv_heads == 0 && layer >= 0 && layer < keys.size(0) && v.size(1) == pass.kv_heads,
               "attend: heads of query ", q.sizes(), ", key ", k.sizes(), " and value ", v.sizes(), " do not fit the cache ", keys.sizes());
   TORCH_CHECK(q.size(0) == 1 && places.numel() == pass.total && till.size(0) == pass.rows && pass.ends[pass.rows - 1] == pass.total,
               "attend: ", pass.total, " tokens do not stand as their ends say");
   for (int64_t b = 0; b < pass.rows; ++b)
-    TORCH_CHECK(pass.length(b) >= 0 && pass.length(b) <= pass.width && pass.bases[b] + pass.length(b) <= pass.capacity && pass.cache_rows[b] < keys.size(1) &&
+    TORCH_CHECK(pass.length(b) >= 0 && pass.length(b) <= pass.width && pass.bases[b] + pass.length(b) <= pass.capacity && pass.cache_rows[b] >= 0 && pass.cache_rows[b] < keys.size(1) &&
                     pass.reach >= pass.width && pass.bases[b] + pass.width >= pass.reach,
                 "attend: the pass does not fit the cache");
   at::Tensor out = at::empty({1, pass.total, pass.heads, pass.value_dim}, q.options());

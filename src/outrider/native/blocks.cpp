@@ -676,20 +676,24 @@ inline vec magnitude(vec x) { return x < vec{} ? -x : x; }
 
 constexpr float kTiny = 1e-30f;  // weights below it become 0: their reciprocal could overflow
 
+// The bits of NaN in bfloat16 where a block has NaN or infinite weights, which integers cannot show.
+inline uvec nan_where(ivec is_damaged) { return reinterpret_cast<uvec>(is_damaged) & 0x7fc0; }
+
 // Round the weights [kInputs] of a block, one output per lane, to codes; return the bits of their scales. These are rounded up, so that
 // the largest weight is not clipped.
 inline uvec round_to(Bits8, const vec* weights, ivec* codes) {
-  vec most{};
+  vec most{}, sum{};
   for (int64_t k = 0; k < kInputs; ++k) {
     const vec size = magnitude(weights[k]);
     most = size > most ? size : most;
+    sum += weights[k];
   }
   uvec bits = to_bfloat16(most / splat(127.0f));
   bits -= reinterpret_cast<uvec>(from_bfloat16(bits) * splat(127.0f) < most);  // true is -1
   const ivec is_zero = most < splat(kTiny);
   const vec inverse = is_zero ? vec{} : splat(1.0f) / from_bfloat16(bits);
   for (int64_t k = 0; k < kInputs; ++k) codes[k] = nearest(weights[k] * inverse);
-  return bits & ~reinterpret_cast<uvec>(is_zero);
+  return (bits & ~reinterpret_cast<uvec>(is_zero)) | nan_where(sum != sum);
 }
 
 // Where candidates for a scale map the largest weight: near either end of the table. Chosen one after the other among -45 to 45 for the
@@ -722,7 +726,7 @@ inline uvec round_to(Bits4, const vec* weights, ivec* codes) {
   const uvec bits = to_bfloat16(best_dots / best_norms);
   const vec scales = from_bfloat16(bits), inverse = scales == vec{} ? vec{} : splat(1.0f) / scales;
   for (int64_t k = 0; k < kInputs; ++k) codes[k] = nearest_codes(weights[k] * inverse);
-  return bits;
+  return bits | nan_where(squares - squares != vec{});
 }
 
 // The first 32-bit words of codes.

@@ -9,11 +9,12 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from threading import Event, Lock
 from time import monotonic, sleep
@@ -106,7 +107,9 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
                         raise InterruptedError("this process ends")
                     while waiting and len(_running) < num_cores():
                         errors: IO[str] = files.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
-                        _running[subprocess.Popen(waiting.pop(0), stdout=subprocess.DEVNULL, stderr=errors)] = errors
+                        command = waiting.pop(0)
+                        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
+                        _running[process] = errors
                     for process in [each for each in _running if each.poll() is not None]:
                         errors = _running.pop(process)
                         if process.returncode:
@@ -121,11 +124,12 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
 
 
 def _end() -> None:
-    """Kill the commands that still run."""
+    """Kill the commands that still run, with the programs that they started."""
     with _lock:
         while _running:
             process, _ = _running.popitem()
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 

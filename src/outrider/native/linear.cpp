@@ -165,7 +165,7 @@ void linear_rows(const Ending ending, const float* x, int64_t rows, int64_t inpu
         run(part * at_once, k, panel, 1, to, stride, {part < kFetching ? kBlock : 0, 0, part, kFetching});
   };
   // Waking a thread pays from about 10 microseconds of work.
-  const int64_t work = inputs * kPanel * (rows + 4) * Ending::panels;
+  const int64_t work = 1 + inputs * kPanel * (rows + 4) * Ending::panels;
   const int64_t grain = std::max<int64_t>(1, 200'000 / work);
   parallel_for(0, panels / Ending::panels, grain, [&](int64_t begin, int64_t end) {
     if constexpr (Ending::panels == 2) {

@@ -26,11 +26,19 @@ struct Requests {  // of one pass: tokens [start, end) of request b have the pos
   const int64_t *rows, *bases, *ends;
   int64_t count;
 
-  Requests(const Tensor& cache_rows, const Tensor& bases, const Tensor& ends)
+  // `states` [L, R, S, ...] of all layers, of which the pass reads `layer`.
+  Requests(const Tensor& cache_rows, const Tensor& bases, const Tensor& ends, int64_t tokens, const Tensor& states, int64_t layer)
       : rows(cache_rows.const_data_ptr<int64_t>()),
         bases(bases.const_data_ptr<int64_t>()),
         ends(ends.const_data_ptr<int64_t>()),
-        count(ends.numel()) {}
+        count(ends.numel()) {
+    TORCH_CHECK(cache_rows.is_contiguous() && bases.is_contiguous() && ends.is_contiguous() && states.is_contiguous() && layer >= 0 &&
+                    layer < states.size(0) && cache_rows.numel() == count && bases.numel() == count,
+                "recurrent layers: layer ", layer, " of ", count, " requests does not fit states ", states.sizes());
+    for (int64_t b = 0; b < count; ++b)
+      TORCH_CHECK(rows[b] >= 0 && rows[b] < states.size(1) && start(b) <= this->ends[b], "recurrent layers: request ", b, " has no row");
+    TORCH_CHECK(start(count) == tokens, "recurrent layers: ", tokens, " tokens do not stand as their ends say");
+  }
   int64_t start(int64_t b) const { return b ? ends[b - 1] : 0; }
 };
 
@@ -96,7 +104,7 @@ float inverse_norm(const float* x, int64_t size) {
 Tensor delta_scan(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& decay,
                   const std::optional<Tensor>& beta, const Tensor& states, int64_t layer, const Tensor& cache_rows,
                   const Tensor& bases, const Tensor& ends, double scale, bool normalize) {
-  const Requests requests(cache_rows, bases, ends);
+  const Requests requests(cache_rows, bases, ends, query.size(1), states, layer);
   const int64_t key_heads = key.size(2), keys = key.size(3), heads = value.size(2), values = value.size(3);
   const int64_t group = heads / key_heads, gates = decay.size(3), size = keys * values;
   Tensor out = at::empty_like(value, at::MemoryFormat::Contiguous);
@@ -138,7 +146,7 @@ Tensor delta_scan(const Tensor& query, const Tensor& key, const Tensor& value, c
 // x, dt [1, T, C], a [C, N], b, c [1, T, N]; states [L, R, S, C, N] -> [1, T, C]: h' = exp(dt a) h + dt x b, y = h' . c.
 Tensor selective_scan(const Tensor& x, const Tensor& dt, const Tensor& a, const Tensor& b, const Tensor& c, const Tensor& states,
                       int64_t layer, const Tensor& cache_rows, const Tensor& bases, const Tensor& ends) {
-  const Requests requests(cache_rows, bases, ends);
+  const Requests requests(cache_rows, bases, ends, x.size(1), states, layer);
   const int64_t channels = x.size(2), size = a.size(1), chunk = 64, chunks = (channels + chunk - 1) / chunk;
   Tensor out = at::empty_like(x, at::MemoryFormat::Contiguous);
   const float *xs = x.const_data_ptr<float>(), *dts = dt.const_data_ptr<float>(), *as = a.const_data_ptr<float>();
@@ -175,7 +183,7 @@ Tensor selective_scan(const Tensor& x, const Tensor& dt, const Tensor& a, const 
 // x [1, T, C], weight [C, K]; history [L, R, S, C], the inputs themselves -> [1, T, C]: K taps that end at each token.
 Tensor short_conv(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, bool silu, const Tensor& history,
                   int64_t layer, const Tensor& cache_rows, const Tensor& bases, const Tensor& ends) {
-  const Requests requests(cache_rows, bases, ends);
+  const Requests requests(cache_rows, bases, ends, x.size(1), history, layer);
   const int64_t channels = x.size(2), taps = weight.size(1);
   const Tensor turned = weight.t().contiguous();  // [K, C]
   Tensor out = at::empty_like(x, at::MemoryFormat::Contiguous);

@@ -52,6 +52,7 @@ Cut<T> reach(const T* values, int64_t count, double target, std::vector<T>& buck
     std::memcpy(&bits, &single, 4);
     return std::min(bits >> 19, kBuckets - 1);
   };
+  target = std::max(target, std::numeric_limits<double>::min());  // 0 would be reached by an empty bucket
   double mass[kBuckets] = {}, total = 0;
   int lowest = kBuckets - 1;
   for (int64_t i = 0; i < count; ++i) {
