@@ -92,7 +92,7 @@ def knowing(text: list[int]) -> Degraded:
 
 def wide_cost(runner: ModelRunner, repeat: int) -> float:
     """Return the median cost ratio of a pass over ``WIDE`` tokens to one over 1 token."""
-    pairs = [[runner.pass_cost(width, 1, 256, repeat=2) for width in (WIDE, 1)] for _ in range(repeat)]
+    pairs = [[runner.measure_pass(width, 1, 256, repeat=2) for width in (WIDE, 1)] for _ in range(repeat)]
     return median(wide / narrow for wide, narrow in pairs)
 
 

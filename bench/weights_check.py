@@ -83,8 +83,8 @@ def measure(weights: str | None, target: str | None, text: str, args: argparse.N
     speeds, narrow, wide = [], [], []
     for _ in range(args.repeat):
         speeds.append(plain_speed(llm, args.max_tokens))
-        narrow.append(llm.runner.pass_cost(1, 1, DEPTH))
-        wide.append(llm.runner.pass_cost(WIDE, 1, DEPTH))
+        narrow.append(llm.runner.measure_pass(1, 1, DEPTH))
+        wide.append(llm.runner.measure_pass(WIDE, 1, DEPTH))
     after = resident()
     with torch.inference_mode():
         found = perplexity(llm.runner, ids, args.window)

@@ -95,9 +95,9 @@ def test_passes_over_experts_are_timed_with_tokens_that_use_different_ones(tmp_p
     used: list[int] = []
     gate = next(module for name, module in runner.model.named_modules() if name.endswith("mlp.gate"))
     gate.register_forward_hook(lambda module, args, out: used.append(len(set(out[-1].flatten().tolist()))))
-    runner.pass_cost(6, 1, 16)
+    runner.measure_pass(6, 1, 16)
     assert max(used) > 4  # equal tokens are routed to two of the eight experts
-    monkeypatch.setattr(ModelRunner, "pass_cost", lambda self, width, *_: float(width))
+    monkeypatch.setattr(ModelRunner, "measure_pass", lambda self, width, *_: float(width))
     found = examined(tmp_path, "ngram")
     assert level_of(found, "passes") == "suspicious"
     # the root and five drafts read 8 * (1 - 0.75^6) = 6.6 of the eight experts

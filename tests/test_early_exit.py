@@ -239,7 +239,7 @@ def still(model, first):
 
 def test_the_exit_is_chosen_by_agreement_and_cost(monkeypatch):
     runner = ModelRunner.load(still(make_model(four_layers(vocab_size=320)), 2), RunnerConfig(compile="never"))
-    monkeypatch.setattr(runner, "pass_cost", lambda *_, span=WHOLE, **__: 4.0 if span.stop is None else 1.0)
+    monkeypatch.setattr(runner, "measure_pass", lambda *_, span=WHOLE, **__: 4.0 if span.stop is None else 1.0)
     exits = {found.layers: found for found in measure_exits(runner, make_text(60, 1, 320))}
     assert list(exits) == [1, 2, 3]
     assert exits[1].agreement < 0.5 and exits[2].agreement == exits[3].agreement == 1
@@ -250,7 +250,7 @@ def test_the_exit_is_chosen_by_agreement_and_cost(monkeypatch):
 
 def test_a_target_without_a_useful_exit_is_reported(tmp_path, caplog):
     runner = ModelRunner.load(make_folder(tmp_path, num_hidden_layers=4), RunnerConfig(compile="never"))
-    runner.pass_cost = lambda *_, span=WHOLE, **__: 4.0 if span.stop is None else 3.9
+    runner.measure_pass = lambda *_, span=WHOLE, **__: 4.0 if span.stop is None else 3.9
     with caplog.at_level(logging.WARNING):
         pick_exit(runner, make_tokenizer())
     assert "is expected to be faster" in caplog.text

@@ -49,7 +49,7 @@ def test_every_registered_verifier_declares_its_properties() -> None:
         verifier = VERIFIERS.get(name)()
         assert isinstance(verifier, Verifier)
         assert verifier.target_input in ("probs", "tokens")
-        assert verifier.lossless in (True, False) and verifier.handles_trees in (True, False)
+        assert verifier.lossless in (True, False) and verifier.supports_trees in (True, False)
 
 
 def test_accept_prob_is_the_clipped_ratio_and_never_nan() -> None:

@@ -175,7 +175,7 @@ def _measured(
     first = found.by_position[0] if found.by_position else 0.0
     if not found.by_position:
         yield Finding("note", "acceptance", "nothing was drafted on these prompts, so acceptance is unknown")
-    elif first < DOUBTFUL and PROPOSERS.get(split_method(patient.method)[0]).reads_text_only:
+    elif first < DOUBTFUL and PROPOSERS.get(split_method(patient.method)[0]).is_model_free:
         yield Finding(
             "note", "acceptance", f"{first:.0%} of first drafts are accepted: these prompts contain little repetition"
         )
@@ -274,7 +274,7 @@ def _cache_memory(runner: ModelRunner) -> Finding:
 def _time_of_drafts(runner: ModelRunner) -> Finding:
     """Report the time of a pass with K drafts relative to one without, and the cause if it is high."""
     k, cached = min(K, runner.max_drafts or K), min(CACHED, runner.max_len // 2)
-    one, several = (runner.pass_cost(width, 1, cached) for width in (1, 1 + k))
+    one, several = (runner.measure_pass(width, 1, cached) for width in (1, 1 + k))
     ratio = several / one
     text = f"a pass with {k} drafts takes {ratio:.2f} times as long as one without"
     config = text_config(runner.model)

@@ -66,6 +66,11 @@ class Request:
         return self.may_draft and self.num_draft_tokens != 0
 
     @property
+    def follows_policy(self) -> bool:
+        """Return whether the policy chooses its K."""
+        return self.may_draft and self.num_draft_tokens is None
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
@@ -92,7 +97,6 @@ class BatchSampler(Randomness, Protocol):
 
     requests: tuple[Request, ...]
     vocab_size: int
-    device: torch.device
     coupled: bool  # noise is keyed by (seed, position): the same text with drafts and without
 
     @property
@@ -142,7 +146,7 @@ class BatchSampler(Randomness, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftPrices:
-    """Prices of further drafts of a round, in emitted tokens: as many would be emitted in that time otherwise."""
+    """Prices of further drafts of a round: their time, in tokens that the batch would emit in it at its expected speed."""
 
     step: float  # of a drafting step, for all requests together
     row: float  # of a request's further row in the target's pass
@@ -153,12 +157,14 @@ class Context:
     """The B running requests of a round. Row b of every tensor of this round belongs to ``requests[b]``."""
 
     requests: tuple[Request, ...]
-    limits: tuple[int, ...]  # B maximum numbers of drafts, 0 allowed: the room in the request's output, later also its K
+    limits: tuple[
+        int, ...
+    ]  # B maximum numbers of drafts, 0 allowed: what fits in the output; after ``limited`` at most its K, too
     sampler: BatchSampler  # turns logits into probabilities or tokens, for draft and target alike
     hidden: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
     # index -> B tensors [T_b, H]: target hidden states (see Scores) of the committed tokens processed since the last call, in
-    # order. Together the calls cover each token from the first once, except the last one, which no pass has processed yet.
-    # They start again at the first token after ``Proposer.release``.
+    # order. Over all calls each committed token appears once, except the last, which no pass has processed; after
+    # ``Proposer.release`` they start again at the first.
     prices: DraftPrices | None = None  # a proposer may stop where a further draft brings less; None: draft as many as requested
 
     @property
@@ -190,7 +196,7 @@ def joined(chunks: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(chunks)) if chunks else torch.empty(0)
 
 
-def spread(values: Tensor, rows: Sequence[int], batch: int, fill: int = 0) -> Tensor:
+def scatter_rows(values: Tensor, rows: Sequence[int], batch: int, fill: int = 0) -> Tensor:
     """Scatter values [A, ...] of the requests ``rows`` to [B, ...]; the other rows are ``fill``."""
     if len(rows) == batch:
         return values
@@ -288,7 +294,7 @@ class Proposal:
 
     def scatter(self, rows: Sequence[int], batch: int) -> Proposal:
         """Return these drafts as rows ``rows`` of a larger batch; its other requests have no drafts."""
-        return self._with(lambda values: spread(values, rows, batch), spread(self.lens, rows, batch))
+        return self._with(lambda values: scatter_rows(values, rows, batch), scatter_rows(self.lens, rows, batch))
 
     def _with(self, change: Callable[[Tensor], Tensor], lens: Tensor) -> Proposal:
         probs = None if self.probs is None else change(self.probs)

@@ -7,7 +7,7 @@ import torch
 
 from outrider.engine.policy import FixedLength
 from outrider.proposers.base import Proposer, chain_proposal
-from outrider.types import spread
+from outrider.types import scatter_rows
 
 from .toy import TableRunner, greedy_continuation, make_engine, make_request, outputs, run, shared_length
 
@@ -187,4 +187,4 @@ def test_a_proposer_that_fails_at_the_start_reads_nothing_more():
 
 def test_rows_of_requests_without_drafts_have_no_parents():
     parents = torch.tensor([[-1, 0, 0]])
-    assert spread(parents, [1], 3, fill=-1).tolist() == [[-1] * 3, [-1, 0, 0], [-1] * 3]
+    assert scatter_rows(parents, [1], 3, fill=-1).tolist() == [[-1] * 3, [-1, 0, 0], [-1] * 3]

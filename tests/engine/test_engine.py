@@ -194,7 +194,7 @@ def test_trees_do_not_change_greedy_output(batch):
 
 def test_trees_are_rejected_for_a_verifier_of_chains():
     class ChainVerifier(RejectionVerifier):
-        handles_trees = False
+        supports_trees = False
 
     runner = TableRunner()
     proposer = forked_tree(runner)
@@ -310,17 +310,17 @@ class RightFirst(Features):
         self.accepted = verdict.paths
 
 
-@pytest.mark.parametrize("takes_trees", [True, False])
-def test_a_target_without_trees_scores_the_first_path_of_each(takes_trees):
+@pytest.mark.parametrize("supports_trees", [True, False])
+def test_a_target_without_trees_scores_the_first_path_of_each(supports_trees):
     runner = TableRunner()
-    runner.takes_trees = takes_trees
+    runner.supports_trees = supports_trees
     proposer = RightFirst(runner)
     engine = make_engine(proposer, 3, runner=runner)
     widths = []
     engine.observer = lambda seen: widths.append(seen.result.proposal.num_nodes)
     assert outputs(run(engine, requests())) == plain()
     assert engine.stats.faults == 0 and engine.stats.num_accepted > 20
-    assert max(widths) == (6 if takes_trees else 3)
+    assert max(widths) == (6 if supports_trees else 3)
     assert [0, 2, 4][: len(proposer.accepted[0])] == proposer.accepted[0]
 
 

@@ -128,7 +128,7 @@ def test_a_failed_prefill_pauses_new_requests_only():
     num_drafts = engine.stats.num_drafts
     engine.step()
     assert engine.stats.num_drafts == num_drafts + 3
-    assert [engine._ledger.of(name).faults for name in ("r0", "r1")] == [0, 1]
+    assert [engine._ledger.stats_of(name).faults for name in ("r0", "r1")] == [0, 1]
 
 
 def test_a_proposer_that_fails_in_a_later_round_loses_no_output(caplog):
@@ -248,7 +248,7 @@ def test_the_time_of_a_failed_round_is_not_counted(batch):
 def test_after_a_target_failure_each_verdict_matches_its_own_tree():
     """The target scores chains and fails for one request: other verdicts contain indices of their own trees."""
     runner, heard = TableRunner(), {}
-    runner.takes_trees = False
+    runner.supports_trees = False
 
     class Trees(Proposer):
         """Draft two correct tokens and a wrong one, in another order for r0 than for the others."""

@@ -438,7 +438,7 @@ def test_a_misfit_found_while_building_is_logged_in_one_line(made, target, said)
 
 def test_a_verifier_of_chains_gets_no_trees(made, target, said):
     class Chains(VERIFIERS.get("rejection")):
-        handles_trees = False
+        supports_trees = False
 
     copied(made / "eagle3", target.parent / "eagle3")
     assert loaded(target, verifier=Chains()).proposer.name == DEFAULT_METHOD

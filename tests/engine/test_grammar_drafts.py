@@ -430,12 +430,12 @@ def test_forced_nodes_of_a_tree_count_for_the_grammar() -> None:
     )
 
 
-@pytest.mark.parametrize("takes_trees", [True, False])
+@pytest.mark.parametrize("supports_trees", [True, False])
 @pytest.mark.parametrize("grammar_drafts", [True, False])
-def test_verdicts_have_the_indices_of_the_proposers_own_tree(grammar_drafts: bool, takes_trees: bool) -> None:
+def test_verdicts_have_the_indices_of_the_proposers_own_tree(grammar_drafts: bool, supports_trees: bool) -> None:
     """The grammar drops nodes of the tree, so the scored tree has other indices."""
     runner = TableRunner()
-    runner.takes_trees = takes_trees
+    runner.supports_trees = supports_trees
     heard: list[tuple[list[int], list[int]]] = []
 
     def rule(output: tuple[int, ...]) -> Sequence[int]:

@@ -187,12 +187,12 @@ def test_measuring_needs_a_free_place(model, tokenizer):
     llm = LLM(model, tokenizer=tokenizer, method="ngram", num_draft_tokens=2, max_batch=1, compile="never")
     stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=5, ignore_eos=True))
     next(stream)
-    for measure in (llm.warmup, llm.price_plain):
+    for measure in (llm.warmup, llm.measure_plain_pass):
         with pytest.raises(OutriderError, match="while no request runs"):
             measure()
     list(stream)
     llm.warmup()
-    llm.price_plain()
+    llm.measure_plain_pass()
 
 
 def test_the_last_chunk_may_close_the_llm(model, tokenizer):

@@ -80,7 +80,7 @@ def test_plain_rounds_are_cold_after_model_drafts_but_not_after_lookup(runs_mode
     lengths = iter([2] * 4 + [0] * 40)
     policy.next_lengths = lambda context: [next(lengths)] * len(context.requests)  # type: ignore[method-assign]
     proposer = ScriptedProposer.of_chains(drafts)
-    proposer.reads_text_only = not runs_model
+    proposer.is_model_free = not runs_model
     engine = make_engine(proposer, policy=policy)
     seen: list[Observation] = []
     engine.observer = seen.append

@@ -12,7 +12,7 @@ from outrider.engine.guard import FIRST_PAUSE
 from outrider.engine.policy import FixedLength
 from outrider.engine.queue import FairQueue
 from outrider.proposers.base import ScriptedProposer
-from outrider.runner.kv_cache import SHARED, SLACK, CacheShape, KVCache
+from outrider.runner.kv_cache import MIN_SHARED_PREFIX, SLACK, CacheShape, KVCache
 from outrider.types import OutriderError, Proposal
 
 from .toy import TableRunner, make_engine, make_request, oracle, outputs, run
@@ -346,15 +346,15 @@ def ended(kv, name, text):
 
 def test_a_request_reuses_the_longest_cached_prefix():
     kv = cache()
-    shared = list(range(SHARED))
+    shared = list(range(MIN_SHARED_PREFIX))
     ended(kv, "a", [*shared, 90, 91, 92])
     ended(kv, "b", [*shared, 90, 77])
     row = kv.row_for("c", [*shared, 90, 91, 50])
-    assert kv.cached_lens[row] == SHARED + 2
-    assert kv.stores[0][0, row, 0, : SHARED + 2, 0].tolist() == [*shared, 90, 91]
-    assert (kv.num_reused, kv.num_looked_up) == (2 * SHARED + 3, 3 * SHARED + 8)
+    assert kv.cached_lens[row] == MIN_SHARED_PREFIX + 2
+    assert kv.stores[0][0, row, 0, : MIN_SHARED_PREFIX + 2, 0].tolist() == [*shared, 90, 91]
+    assert (kv.num_reused, kv.num_looked_up) == (2 * MIN_SHARED_PREFIX + 3, 3 * MIN_SHARED_PREFIX + 8)
     other = kv.row_for("d", [*shared, 90, 91, 92, 93])  # c's row was copied, not taken over
-    assert kv.cached_lens[other] == SHARED + 3 and other != row
+    assert kv.cached_lens[other] == MIN_SHARED_PREFIX + 3 and other != row
 
 
 def test_a_running_request_shares_its_prefix():

@@ -25,34 +25,34 @@ PLAIN = Round(0, [0], [0], [0], [0], [0], PhaseTimes(draft=0.0, score=1.0, verif
 
 def test_each_token_of_a_drafted_round_replaces_one_plain_round() -> None:
     stats = GenerationStats()
-    stats.clock(drafted(3), is_prefill=False, emitted_per_row=4, plain=PlainRound(1.0, 0.5))
+    stats.add_times(drafted(3), is_prefill=False, emitted_per_request=4, plain=PlainRound(1.0, 0.5))
     assert stats.plain_seconds == pytest.approx(4 * 1.5)
 
 
 def test_a_round_without_drafts_counts_with_its_own_time() -> None:
     stats = GenerationStats()
-    stats.clock(PLAIN, is_prefill=False, emitted_per_row=1, plain=None)
+    stats.add_times(PLAIN, is_prefill=False, emitted_per_request=1, plain=None)
     assert stats.plain_seconds == pytest.approx(1.5)
 
 
 def test_prefill_counts_as_one_token_of_plain_decoding() -> None:
     stats = GenerationStats()
-    stats.clock(drafted(2, score=20.0), is_prefill=True, emitted_per_row=3, plain=PlainRound(1.0, 0.5))
+    stats.add_times(drafted(2, score=20.0), is_prefill=True, emitted_per_request=3, plain=PlainRound(1.0, 0.5))
     assert stats.plain_seconds == pytest.approx(20.0 + 1.0 + 2 * 1.5)
 
 
 def test_rounds_before_the_first_measurement_use_later_costs() -> None:
     stats = GenerationStats()
-    stats.clock(drafted(1), is_prefill=False, emitted_per_row=2, plain=None)
+    stats.add_times(drafted(1), is_prefill=False, emitted_per_request=2, plain=None)
     assert stats.plain_seconds is None and stats.plain_tok_s is None and stats.cost_ratio is None
-    stats.clock(drafted(2), is_prefill=False, emitted_per_row=3, plain=PlainRound(1.0, 0.5))
+    stats.add_times(drafted(2), is_prefill=False, emitted_per_request=3, plain=PlainRound(1.0, 0.5))
     assert stats.plain_seconds == pytest.approx(5 * 1.5)
     assert stats.cost_ratio == pytest.approx(2.0 / 4 / 1.0)
 
 
 def test_host_time_of_drafted_rounds_is_used_without_plain_rounds() -> None:
     stats = GenerationStats()
-    stats.clock(drafted(0), is_prefill=False, emitted_per_row=1, plain=PlainRound(1.0, None))
+    stats.add_times(drafted(0), is_prefill=False, emitted_per_request=1, plain=PlainRound(1.0, None))
     assert stats.plain_seconds == pytest.approx(1.0 + 1.0)
 
 
@@ -63,11 +63,11 @@ def test_plain_rounds_are_predicted_from_plain_passes_only() -> None:
     assert costs.plain_round(1, 100) is None  # but not for statistics shown to users
     costs.record_pass(1, 1, 100, 1.0)
     assert costs.plain_round(1, 100) == PlainRound(1.0, None)
-    costs.record_round([0], 100, 1.0, outside=0.5)
-    costs.record_round([0], 100, 1.0, outside=50.0)  # an outlier
-    costs.record_round([0], 100, 1.0, outside=7.0, is_greedy=False)  # sampling takes longer
+    costs.record_round([0], 100, 1.0, overhead=0.5)
+    costs.record_round([0], 100, 1.0, overhead=50.0)  # an outlier
+    costs.record_round([0], 100, 1.0, overhead=7.0, is_greedy=False)  # sampling takes longer
     found = costs.plain_round(1, 300)
-    assert found is not None and found.score == 1.0 and found.outside == pytest.approx(0.5, rel=0.05)
+    assert found is not None and found.score == 1.0 and found.overhead == pytest.approx(0.5, rel=0.05)
     assert costs.plain_round(2, 100) is None
 
 
@@ -77,7 +77,7 @@ def test_statistics_can_be_read_while_they_change() -> None:
 
     class Meanwhile(int):
         def __mul__(self, rounds: int) -> int:
-            stats.count(num_drafts=4, num_reached=4, num_accepted=4 + len(stats.acceptance_histogram), num_emitted=1)
+            stats.add_counts(num_drafts=4, num_reached=4, num_accepted=4 + len(stats.acceptance_histogram), num_emitted=1)
             return int(self) * rounds
 
     stats.acceptance_histogram = {Meanwhile(1): 2, Meanwhile(3): 1}

@@ -27,7 +27,7 @@ class TableRunner:
     vocab_size = VOCAB
     num_layers, hidden_size = 4, 3
     device = torch.device("cpu")
-    takes_trees, max_drafts = True, None
+    supports_trees, max_drafts = True, None
 
     def __init__(self, max_batch=8, max_len=200, eos_bias=-100.0, seed=0, sharpness=2.0):
         self.max_batch, self.max_len = max_batch, max_len
@@ -118,10 +118,10 @@ class TableRunner:
         self.cached[new_id] = list(self.cached[source_id][:num_tokens])
         return True
 
-    def keep_len(self, request_id, num_tokens) -> None:
+    def rollback(self, request_id, num_tokens) -> None:
         del self.cached[request_id][num_tokens:]
 
-    def pass_cost(self, width, batch, cache_len, **_):
+    def measure_pass(self, width, batch, cache_len, **_):
         return 0.001
 
 

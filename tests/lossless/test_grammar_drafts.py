@@ -81,7 +81,7 @@ def with_forced(output: Text, params: SamplingParams, own: Drafts, drafts_ahead:
         lambda each: Sampler(each, enumeration.VOCAB),
         drafts_ahead=drafts_ahead,
     )
-    forced.look(context)
+    forced.find_tokens(context)
     return Drafts(forced.propose(context, num_nodes), own.weights)
 
 

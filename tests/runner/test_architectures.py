@@ -177,7 +177,7 @@ def test_models_with_their_own_attention_score_requests_one_by_one(model_type, o
     """Chains only, because their masks do not support trees."""
     rounds = start(model_type)
     assert rounds.runner.cache.shape.by_request
-    assert not rounds.runner.takes_trees
+    assert not rounds.runner.supports_trees
     drafts = [[5, 6, 7], [8], [9, 10]]
     rounds.step(drafts, [[0, 1, 2], [0], [0, 1]], [11, 12, 13])  # all accepted
     rounds.step(drafts, [[], [], []], [21, 22, 23])

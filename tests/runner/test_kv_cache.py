@@ -100,7 +100,7 @@ def test_a_fork_and_a_rollback_of_an_unknown_request_take_no_row():
     rounds = start("llama", max_batch=1, lengths=(4,))
     rounds.runner.release(["r0"])
     assert not rounds.runner.fork("r0", "f1", 3)
-    rounds.runner.keep_len("r0", 5)
+    rounds.runner.rollback("r0", 5)
     rounds.runner.cache.row("f1")
 
 

@@ -385,7 +385,7 @@ def test_methods_that_fit_a_target(llm: LLM) -> None:
     proposers, reasons = fitting_proposers(llm.speculation, llm.runner, llm.tokenizer, names, ExactMatchVerifier())
     assert {"suffix", "ngram", "early-exit", "low-bit"} <= set(proposers) and {"draft", "medusa", "eagle"} <= set(reasons)
     chains = ExactMatchVerifier()
-    chains.handles_trees = False  # type: ignore[misc]
+    chains.supports_trees = False  # type: ignore[misc]
     assert (
         "supports chains only" in fitting_proposers(llm.speculation, llm.runner, llm.tokenizer, ["eagle"], chains)[1]["eagle"]
     )

@@ -174,7 +174,8 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str, list[tuple[str, Any]]]] = 
     ),
     "lfm": (
         formats.LFM,
-        "<think>Hm.</think><|tool_call_start|>[weather(city='the \"old\" {Paris}', days=3), time.now()]<|tool_call_end|>I look.",
+        "<think>Hm.</think><|tool_call_start|>[weather(city='the \"old\" {Paris}', days=3), time.now()]"
+        "<|tool_call_end|>I look.",
         "I look.",
         "Hm.",
         [PARIS, NOW],

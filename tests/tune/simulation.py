@@ -28,7 +28,7 @@ NUM_PROMPT_TOKENS = 120
 SLOW, DWELL = 1.5, 400.0
 STEADY = 64  # rounds without drafts until their times are constant
 # of a pass: relative deviation; probability of an outlier, and its additional time as a multiple
-NOISE, HICCUP_RATE, HICCUP = 0.05, 0.01, 3.0
+NOISE, HICCUP_RATE, LINE_SPIKE = 0.05, 0.01, 3.0
 
 
 @dataclass(frozen=True)
@@ -223,8 +223,8 @@ def _round(k: int, drafts: Sequence[_Drafts], times: PhaseTimes, is_cold: bool) 
 
 def _as_measured(times: PhaseTimes, slowness: float, noise: random.Random) -> PhaseTimes:
     times = PhaseTimes(*(slowness * phase for phase in times.by_phase().values()))
-    times.score *= noise.gauss(1, NOISE) + (HICCUP if noise.random() < HICCUP_RATE else 0)
-    times.draft *= noise.gauss(1, NOISE) + (HICCUP if noise.random() < HICCUP_RATE else 0)
+    times.score *= noise.gauss(1, NOISE) + (LINE_SPIKE if noise.random() < HICCUP_RATE else 0)
+    times.draft *= noise.gauss(1, NOISE) + (LINE_SPIKE if noise.random() < HICCUP_RATE else 0)
     return times
 
 

@@ -32,7 +32,7 @@ def test_the_first_pass_after_a_renewal_scales_all_costs():
     for first_layer in (0, 3):
         costs.record_pass(1, 1, 0, 1.0, first_layer)
         costs.record_pass(16, 1, 0, 1.5, first_layer)
-    costs.record_round([0], 0, 1.0, outside=0.1)
+    costs.record_round([0], 0, 1.0, overhead=0.1)
     costs.renew()
     assert costs.pass_seconds(1, 1, 0) is costs.pass_seconds(1, 1, 0, 3) is costs.plain_round(1, 0) is None
     costs.record_pass(1, 1, 0, 0.4)
@@ -60,22 +60,22 @@ def test_one_slow_pass_does_not_raise_the_cost_of_rows():
 def test_a_plain_round_just_after_another_model_counts_only_if_nothing_else_is_known():
     costs = CostBook()
     method = costs.of_method(is_greedy=True)
-    for is_cold, score, outside in [(True, 1.5, 0.6), *[(False, 1.0, 0.2)] * 20, *[(True, 1.4, 0.5)] * 20]:
-        costs.record_round([0], 0, score, outside, is_cold=is_cold)
+    for is_cold, score, overhead in [(True, 1.5, 0.6), *[(False, 1.0, 0.2)] * 20, *[(True, 1.4, 0.5)] * 20]:
+        costs.record_round([0], 0, score, overhead, is_cold=is_cold)
         if is_cold:
-            assert method.prices(1, 0).plain == pytest.approx(2.1 if score > 1.4 else 1.2)
-    assert costs.plain_round(1, 0).outside == pytest.approx(0.2)
+            assert method.round_costs(1, 0).plain == pytest.approx(2.1 if score > 1.4 else 1.2)
+    assert costs.plain_round(1, 0).overhead == pytest.approx(0.2)
 
 
 def test_greedy_and_sampled_rounds_have_separate_verifier_costs():
     costs = CostBook()
     greedy, sampled = costs.of_method(is_greedy=True), costs.of_method(is_greedy=False)
     costs.record_round([0], 0, 1.0, 0.2, is_greedy=True)
-    assert greedy.outside(1, has_drafts=False) == greedy.outside(1, has_drafts=True) == 0.2
-    assert sampled.prices(1, 0) is None and sampled.outside(1, has_drafts=False) == 0.0
+    assert greedy.overhead(1, has_drafts=False) == greedy.overhead(1, has_drafts=True) == 0.2
+    assert sampled.round_costs(1, 0) is None and sampled.overhead(1, has_drafts=False) == 0.0
     costs.record_round([0], 0, 1.0, 0.5, is_greedy=False)
-    assert (greedy.prices(1, 0).plain, sampled.prices(1, 0).plain) == (1.2, 1.5)
-    assert (costs.plain_round(1, 0, True).outside, costs.plain_round(1, 0, False).outside) == (0.2, 0.5)
+    assert (greedy.round_costs(1, 0).plain, sampled.round_costs(1, 0).plain) == (1.2, 1.5)
+    assert (costs.plain_round(1, 0, True).overhead, costs.plain_round(1, 0, False).overhead) == (0.2, 0.5)
 
 
 def test_costs_of_one_methods_rounds_do_not_affect_another():
@@ -84,7 +84,7 @@ def test_costs_of_one_methods_rounds_do_not_affect_another():
     costs.record_round([0], 0, 1.0, 0.2)
     first.record_drafted_round(1, 0.7, first_layer=0)
     first.record_drafts(4, 1, 2.0)
-    assert first.prices(1, 0).outside == 0.7 and second.prices(1, 0).outside == 0.2
+    assert first.round_costs(1, 0).overhead == 0.7 and second.round_costs(1, 0).overhead == 0.2
     assert first.draft(4, 1, 1.0) == pytest.approx(2.0, rel=0.2) and second.draft(4, 1, 1.0) == pytest.approx(0.4)
 
 
@@ -188,15 +188,15 @@ def test_passes_that_start_after_the_first_layers_have_separate_costs():
     costs = CostBook()
     model = costs.of_method(True)
     for seconds in (0.8, 0.8, 0.8, 0.2):  # the last one compiled
-        costs.record_round([0], 0, 1.0, outside=0.0)
-        costs.record_round([4], 0, seconds, outside=0.0, first_layer=3)
+        costs.record_round([0], 0, 1.0, overhead=0.0)
+        costs.record_round([4], 0, seconds, overhead=0.0, first_layer=3)
     assert costs.pass_seconds(1, 1, 0) == 1.0
     assert costs.pass_seconds(5, 1, 0, first_layer=3) == pytest.approx(0.2)
     assert costs.pass_seconds(5, 1, 0, first_layer=2) is None
-    assert model.prices(1, 0).score(5.0) >= 1.0
+    assert model.round_costs(1, 0).score(5.0) >= 1.0
     model.record_drafts(4, 1, 0.4)
     model.record_drafted_round(1, 0.0, first_layer=3)
-    assert model.prices(1, 0).score(5.0) == pytest.approx(0.2)
+    assert model.round_costs(1, 0).score(5.0) == pytest.approx(0.2)
     assert model.round(4, [4], 4, 1, 0) == pytest.approx(0.2 + model.draft(4, 1, 1.0))
     assert model.round(0, [0], 0, 0, 0) == 1.0
 
@@ -210,10 +210,10 @@ def test_the_width_of_a_pass_is_tokens_per_request():
 
 def test_scores_equal_the_costs_of_single_widths():
     costs = CostBook()
-    assert costs.scores(4, 0)(5.0) == 0.0
+    assert costs.score_seconds(4, 0)(5.0) == 0.0
     for width, seconds in ((1, 1.0), (1.5, 1.2), (5, 2.0)):
         costs.record_pass(width, 4, 0, seconds)
-    score = costs.scores(4, 300)
+    score = costs.score_seconds(4, 300)
     for width in np.linspace(1, 9, 33):
         assert score(width) == pytest.approx(costs.pass_seconds(width, 4, 300))
 

@@ -58,7 +58,7 @@ class Watched(Verifier):
 
     def __init__(self, inner: Verifier, gauge: Gauge | None = None) -> None:
         self.inner, self.gauge = inner, gauge
-        self.target_input, self.handles_trees, self.lossless = inner.target_input, inner.handles_trees, inner.lossless  # type: ignore[misc]
+        self.target_input, self.supports_trees, self.lossless = inner.target_input, inner.supports_trees, inner.lossless  # type: ignore[misc]
         self.notes: dict[str, dict[int, float]] = {}  # request -> {position: draft probability of the emitted token}
 
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:
@@ -85,7 +85,7 @@ class Replay(Verifier):
     """Verifier that emits given tokens and reports the target's distributions."""
 
     lossless: ClassVar[bool] = False
-    handles_trees: ClassVar[bool] = False
+    supports_trees: ClassVar[bool] = False
     target_input: ClassVar[Literal["probs", "tokens"]] = "probs"
 
     def __init__(self, texts: Mapping[str, Sequence[int]], show: Callable[[Sequence[Request], Tensor], None]) -> None:

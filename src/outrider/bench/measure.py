@@ -81,8 +81,8 @@ class Run:
         stats = GenerationStats()
         for round_ in self.rounds:
             for num_drafts, reached, accepted in zip(round_.num_drafts, round_.num_reached, round_.num_accepted, strict=True):
-                stats.count(num_drafts, reached, accepted, num_emitted=accepted + 1)
-            stats.clock(round_, is_prefill=False, emitted_per_row=0.0, plain=None)
+                stats.add_counts(num_drafts, reached, accepted, num_emitted=accepted + 1)
+            stats.add_times(round_, is_prefill=False, emitted_per_request=0.0, plain=None)
         return stats
 
     @property

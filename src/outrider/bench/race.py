@@ -64,8 +64,8 @@ class Lane:
             self.first_seconds = self.clock
         else:
             round_, num_tokens = seen[0].round, len(emission.token_ids)
-            self.stats.count(round_.num_drafts[0], round_.num_reached[0], round_.num_accepted[0], num_tokens)
-            self.stats.clock(round_, False, num_tokens, None)
+            self.stats.add_counts(round_.num_drafts[0], round_.num_reached[0], round_.num_accepted[0], num_tokens)
+            self.stats.add_times(round_, False, num_tokens, None)
         return Step(self, emission, seen[0])
 
     def leave(self) -> None:

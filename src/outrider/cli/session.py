@@ -299,7 +299,7 @@ def prepare(llm: LLM, models: ModelOptions) -> None:
     if models.compile == "always":
         with waiting("compiling"):
             llm.warmup()
-    llm.price_plain()
+    llm.measure_plain_pass()
 
 
 def streamed(llm: LLM, prompt: str | list[int], params: SamplingParams) -> Generator[Chunk, None, None]:

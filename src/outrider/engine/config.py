@@ -206,7 +206,7 @@ def _built(speculation: Speculation, runner: ModelRunner, tokenizer: PreTrainedT
 def check_trees(method: str, verifier: str | Verifier) -> None:
     """Raise ``OutriderError`` if the method drafts trees and the verifier supports chains only."""
     rule = VERIFIERS.get(verifier) if isinstance(verifier, str) else verifier
-    if not rule.handles_trees and PROPOSERS.get(split_method(method)[0]).drafts_trees:
+    if not rule.supports_trees and PROPOSERS.get(split_method(method)[0]).drafts_trees:
         name = rule.__name__ if isinstance(rule, type) else type(rule).__name__
         raise OutriderError(f"it drafts trees, and {name} supports chains only")
 

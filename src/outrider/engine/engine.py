@@ -20,7 +20,7 @@ from outrider.engine.ledger import Ledger
 from outrider.engine.logprobs import token_logprobs
 from outrider.engine.outputs import Emission
 from outrider.engine.policy import LengthPolicy
-from outrider.engine.round import Parts, RoundResult, TargetError, check_handles_trees, finish_round, run_round
+from outrider.engine.round import Parts, RoundResult, TargetError, check_supports_trees, finish_round, run_round
 from outrider.engine.scheduler import Batch, Entry, Scheduler, State
 from outrider.engine.stats import GenerationStats
 from outrider.proposers.base import Proposer
@@ -74,9 +74,9 @@ class Engine:
         )
         self._hidden = proposer.needs_hidden
         self._clock = PhaseClock()
-        self._ledger = Ledger(runner.costs, drafts_with_model=not proposer.reads_text_only)
+        self._ledger = Ledger(runner.costs, drafts_with_model=not proposer.is_model_free)
         self._guard = GuardedProposer(
-            ClockedProposer(proposer, self._clock), runner.vocab_size, self._ledger.add_faults, runner.takes_trees
+            ClockedProposer(proposer, self._clock), runner.vocab_size, self._ledger.add_faults, runner.supports_trees
         )
         ahead = proposer.drafts_ahead and not self._hidden  # forced tokens have no hidden states before they are scored
         drafter = GrammarDrafts(self._guard, self._make_sampler, drafts_ahead=ahead, max_drafts=runner.max_drafts)
@@ -85,7 +85,7 @@ class Engine:
             self._grammar_drafts or self._guard, ClockedRunner(runner, self._clock), scheduler, verifiers, self._hidden
         )
         if proposer.drafts_trees:
-            check_handles_trees(verifiers[0])
+            check_supports_trees(verifiers[0])
 
     @property
     def stats(self) -> GenerationStats:
@@ -135,7 +135,7 @@ class Engine:
             for entry in batch.entries:
                 self.scheduler.move(entry, State.PREFILL)
                 if entry.finish_reason is None:
-                    self._fits(entry)  # reserve its memory again
+                    self._reserve(entry)  # reserve its memory again
                 else:
                     self._forget([entry.request.request_id])
             self._clock.take()
@@ -148,7 +148,7 @@ class Engine:
     def _round(self, batch: Batch) -> list[Emission]:
         """Run one round. If the target fails, rerun it for each request alone, so that only those at fault end."""
         if self._grammar_drafts is not None:
-            self._grammar_drafts.look(batch.context)  # before K is applied, which does not limit them
+            self._grammar_drafts.find_tokens(batch.context)  # before K is applied, which does not limit them
         lengths = self._lengths(batch)
         k, requested = max(lengths), batch.context
         if lengths.count(k) < len(lengths):
@@ -227,7 +227,7 @@ class Engine:
         if request.params.logprobs is not None:
             rows = [0] + [node + 1 for node in result.verdict.paths[b]]
             logprobs = token_logprobs(result.scores.logits[b], rows[: len(token_ids)], token_ids, request.params.logprobs)
-        stats = self._ledger.of(request.request_id)
+        stats = self._ledger.stats_of(request.request_id)
         reasons = entry.finish_reason, entry.stop_reason
         return Emission(request.request_id, token_ids, origins, result.texts[b], logprobs, *reasons, None, stats)
 
@@ -273,7 +273,7 @@ class Engine:
     def _admit(self) -> list[Emission]:
         """Admit waiting requests. Returns error emissions for those whose cache could not be copied."""
         failed = []
-        for entry in self.scheduler.admit(self._fits):
+        for entry in self.scheduler.admit(self._reserve):
             try:
                 self._fork(entry)
                 if entry.state is State.PREFILL:
@@ -308,7 +308,7 @@ class Engine:
         if self.runner.fork(entry.fork_of, request.request_id, request.num_prompt_tokens - 1):
             self.scheduler.move(entry, State.DECODE)
 
-    def _fits(self, entry: Entry) -> bool:
+    def _reserve(self, entry: Entry) -> bool:
         try:
             return self.runner.admit(entry.request.request_id, entry.request.num_prompt_tokens + entry.max_tokens)
         except Exception as error:  # admit it: waiting would block the queue forever, and prefill fails if memory is missing
@@ -347,12 +347,12 @@ class Engine:
     def _fail(self, entry: Entry, error: BaseException | None) -> Emission:
         """End one request with an error. Output emitted before stays valid."""
         logger.debug("request %s failed", entry.request.request_id, exc_info=error)
-        stats = self._ledger.of(entry.request.request_id)
+        stats = self._ledger.stats_of(entry.request.request_id)
         text = self._end(entry, "error")
         return Emission(entry.request.request_id, text=text, finish_reason="error", error=_message(error), stats=stats)
 
 
-def lost(request_id: str, error: BaseException) -> Emission:
+def error_emission(request_id: str, error: BaseException) -> Emission:
     """Error emission for a request that the engine does not know: rejected, lost in a step that failed, or after a stop."""
     return Emission(request_id, finish_reason="error", error=_message(error))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.types import Context, Request, joined
 
-MAX_ROUNDS = 64  # kept apart for a request; then they are copied, because each holds the states of the whole batch
+MAX_ROUNDS = 64  # rounds of a request whose states are kept as views of the whole batch's; then they are copied
 
 Hidden = Mapping[int, Sequence[Tensor]]  # layer -> by request: [T + 1 + num_drafts, H], see ``Scores``
 
@@ -63,14 +63,14 @@ class FeatureStore:
         self._num_kept[request_id] = num_before + len(path)
 
     def attach(self, context: Context) -> Context:
-        """Return the context with all unseen hidden states. They are kept until ``seen``, in case the proposer fails."""
+        """Return the context with all unseen hidden states. They are kept until ``discard``, in case the proposer fails."""
         rounds, hidden = [self._unseen.get(request_id, ()) for request_id in context.request_ids], {}
         for layer in self.layers:
             chunks = [[each.kept(layer) for each in unseen] for unseen in rounds]
             hidden[layer] = [joined(chunk) for chunk in chunks]
         return replace(context, hidden=hidden)
 
-    def seen(self, request_ids: Sequence[str]) -> None:
+    def discard(self, request_ids: Sequence[str]) -> None:
         """Drop hidden states that the proposer has processed."""
         for request_id in request_ids:
             self._unseen.pop(request_id, None)
@@ -90,7 +90,7 @@ class FeatureStore:
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Drop requests that ended or will be prefilled again."""
-        self.seen(request_ids)
+        self.discard(request_ids)
         for request_id in request_ids:
             self._prompts.pop(request_id, None)
             self._num_kept.pop(request_id, None)

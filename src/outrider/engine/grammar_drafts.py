@@ -121,7 +121,7 @@ class GrammarDrafts:
         self._rows: dict[str, _Row] = {}  # by request id, for requests with a grammar
         self._view: Context | None = None  # context of the inner drafter, if it differs from the round's
 
-    def look(self, context: Context) -> None:
+    def find_tokens(self, context: Context) -> None:
         """Find the forced and guessed tokens of a round. ``context.limits``: maximum number of drafts per request.
 
         A request that asked for no drafts gets none, nor does one at a dead end.

@@ -35,13 +35,15 @@ class _Drafting:
 class GuardedProposer:
     """Calls a proposer for requests that are not paused, validates its proposals and catches its exceptions."""
 
-    def __init__(self, proposer: Proposer, vocab_size: int, report: Callable[[Sequence[str]], None], takes_trees: bool) -> None:
+    def __init__(
+        self, proposer: Proposer, vocab_size: int, report: Callable[[Sequence[str]], None], supports_trees: bool
+    ) -> None:
         """``report`` is called with the ids of requests for which the proposer failed.
 
-        ``takes_trees``: whether the target scores trees. If not, each tree is reduced to its first path.
+        ``supports_trees``: whether the target scores trees. If not, each tree is reduced to its first path.
         """
         self._proposer, self._vocab_size, self._report = proposer, vocab_size, report
-        self._takes_trees = takes_trees
+        self._takes_trees = supports_trees
         self._nodes: dict[str, list[int]] = {}  # request -> indices of its drafts in the proposer's tree; empty: unchanged
         self._features = FeatureStore(proposer.needs_hidden)
         self._requests: defaultdict[str, _Drafting] = defaultdict(_Drafting)
@@ -81,7 +83,7 @@ class GuardedProposer:
             self._pause_at_fault(context.requests, error)
             return self._no_drafts(batch)
         finally:
-            self._features.seen(context.request_ids)  # the proposer has read the hidden states of all
+            self._features.discard(context.request_ids)  # the proposer has read the hidden states of all
         for row, reason in checked.faults.items():
             self._pause([context.requests[row]], reason)
         self._drafted = {name for row, name in enumerate(context.request_ids) if row not in checked.faults}
@@ -137,7 +139,7 @@ class GuardedProposer:
         lens = result.proposal.lens.tolist()
         for b, request in enumerate(result.context.requests):
             if not request.takes_drafts:
-                self._features.seen([request.request_id])  # the policy may have left it out just now
+                self._features.discard([request.request_id])  # the policy may have left it out just now
             elif not self._drafting(request).num_faults:
                 num_before = len(request.token_ids) - len(result.token_ids[b])
                 self._features.keep(request, num_before, result.scores.hidden, b, lens[b], result.verdict.paths[b])

@@ -27,13 +27,13 @@ class Ledger:
         self._requests: defaultdict[str, GenerationStats] = defaultdict(GenerationStats)
         self._num_cold = 0  # next plain rounds that still count as cold
 
-    def of(self, request_id: str) -> GenerationStats:
+    def stats_of(self, request_id: str) -> GenerationStats:
         """Return the statistics of a request, updated until it ends."""
         return self._requests[request_id]
 
     def start(self, request_id: str, num_cached: int) -> None:
         """Count the prompt tokens that a new request found cached."""
-        self.of(request_id).num_cached += num_cached
+        self.stats_of(request_id).num_cached += num_cached
         self.total.num_cached += num_cached
 
     def close(self, request_ids: Sequence[str]) -> None:
@@ -45,7 +45,7 @@ class Ledger:
         """Count a failure of the proposer for each of these requests."""
         self.total.faults += len(request_ids)
         for request_id in request_ids:
-            self.of(request_id).faults += 1
+            self.stats_of(request_id).faults += 1
 
     def record(self, result: RoundResult, times: PhaseTimes, is_prefill: bool) -> tuple[Round, list[list[str]]]:
         """Record a round. Return its counts and times, and the origin of each emitted token of each request.
@@ -69,8 +69,8 @@ class Ledger:
             # Statistics count emitted tokens; what the verifier accepted beyond a stop is for the policy only.
             emitted = Counter(origins[b])
             num_accepted, num_reached = emitted["accepted"], emitted["accepted"] + emitted["corrected"]
-            for stats in (self.of(request.request_id), self.total):
-                stats.count(num_drafts, num_reached, num_accepted, len(token_ids), emitted["grammar"])
+            for stats in (self.stats_of(request.request_id), self.total):
+                stats.add_counts(num_drafts, num_reached, num_accepted, len(token_ids), emitted["grammar"])
         is_cold = not any(lens) and self._num_cold > 0
         drafted_with_model = self._drafts_with_model and result.k > 0
         self._num_cold = NUM_COLD if drafted_with_model else max(self._num_cold - 1, 0)
@@ -87,16 +87,16 @@ class Ledger:
         cache_len = max([len(request.token_ids) for request in requests])
         is_greedy = all([request.params.is_greedy for request in requests])
         if not is_prefill:
-            outside = times.verify + times.host
+            overhead = times.verify + times.host
             self._costs.record_round(
-                round_.lens, cache_len, times.score, outside, is_greedy, round_.first_layer, round_.is_cold
+                round_.lens, cache_len, times.score, overhead, is_greedy, round_.first_layer, round_.is_cold
             )
         plain = self._costs.plain_round(len(requests), cache_len, is_greedy)
         num_emitted = 0
         for request, token_ids in zip(requests, result.token_ids, strict=True):
             num_emitted += len(token_ids)
-            self.of(request.request_id).clock(round_, is_prefill, len(token_ids), plain)
-        self.total.clock(round_, is_prefill, num_emitted / len(requests), plain)
+            self.stats_of(request.request_id).add_times(round_, is_prefill, len(token_ids), plain)
+        self.total.add_times(round_, is_prefill, num_emitted / len(requests), plain)
 
 
 def path_depths(proposal: Proposal, is_skipped: Sequence[Sequence[bool]]) -> list[int]:

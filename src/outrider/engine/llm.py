@@ -27,7 +27,7 @@ from outrider.engine.config import (
     longest_draft,
     warn_of_limits,
 )
-from outrider.engine.engine import lost
+from outrider.engine.engine import error_emission
 from outrider.engine.outputs import Chunk, Completion, Emission, Generation, GenerationInterrupted
 from outrider.engine.prompts import as_messages, as_params, as_prompts, as_token_ids, chat_ids
 from outrider.engine.stats import GenerationStats
@@ -131,16 +131,18 @@ class LLM:
             self.runner.prepare(hidden)
             self.proposer.warmup(k, batch)
             for width in sorted({1, 1 + self.proposer.num_nodes(k)}):
-                self.runner.costs.record_pass(width, batch, 0, self.runner.pass_cost(width, batch, 0, hidden=hidden))
+                self.runner.costs.record_pass(width, batch, 0, self.runner.measure_pass(width, batch, 0, hidden=hidden))
 
-    def price_plain(self) -> None:
+    def measure_plain_pass(self) -> None:
         """Measure one plain pass if K is fixed, because then no plain round runs from which statistics could predict speed."""
         k = self.speculation.num_draft_tokens
         with self._open():
             if not isinstance(k, int) or k == 0:
                 return
             self._check_has_room(1)
-            self.runner.costs.record_pass(1, 1, 0, self.runner.pass_cost(1, 1, 0, repeat=1, hidden=self.proposer.needs_hidden))
+            self.runner.costs.record_pass(
+                1, 1, 0, self.runner.measure_pass(1, 1, 0, repeat=1, hidden=self.proposer.needs_hidden)
+            )
 
     def generate(self, prompts: Prompts, params: Params = None) -> list[Generation]:
         """Generate ``params.n`` completions of each prompt: ``generate(...)[i].outputs[j]`` is sample j of prompt i.
@@ -212,9 +214,9 @@ class LLM:
                 raise OutriderError("a text prompt needs a tokenizer: pass LLM(..., tokenizer=...), or token ids as the prompt")
             check_text(prompt)
             token_ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-            return self.accepted(token_ids, add_special_tokens)
+            return self.checked_prompt(token_ids, add_special_tokens)
 
-    def accepted(self, token_ids: Sequence[int], add_special_tokens: bool = True) -> list[int]:
+    def checked_prompt(self, token_ids: Sequence[int], add_special_tokens: bool = True) -> list[int]:
         """Check the token ids of a text prompt; an empty one becomes the beginning-of-text token if it may be added."""
         bos = None if self.tokenizer is None else self.tokenizer.bos_token_id
         if not token_ids and add_special_tokens and bos is not None:
@@ -350,7 +352,7 @@ class LLM:
             is_complete = inbox.has_ended if entry is None else inbox.num_tokens == entry.request.num_output_tokens
             if not is_complete and request_id not in waiting:
                 self.engine.abort(request_id)
-                inbox.add(lost(request_id, OutriderError(ENDED)))
+                inbox.add(error_emission(request_id, OutriderError(ENDED)))
 
     def _end(self, completion: Completion) -> None:
         """End an open request: deliver what it has, such as of the step during which Ctrl-C was pressed, then abort it."""

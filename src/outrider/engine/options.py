@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 VERIFIER = text(f"one of {', '.join(VERIFIERS)}")
 # Attributes that the engine reads from a proposer. The base class provides all except ``propose``.
 PROPOSER_ATTRIBUTES = (
-    *("name", "needs_hidden", "drafts_trees", "max_drafts", "auto_drafts", "drafts_ahead", "reads_text_only", "memory"),
+    *("name", "needs_hidden", "drafts_trees", "max_drafts", "auto_drafts", "drafts_ahead", "is_model_free", "memory"),
     *("propose", "prefill", "fork", "commit", "release", "retire", "warmup", "num_nodes"),
 )
 is_tokenizer = has("encode", "decode", "convert_ids_to_tokens")  # the methods in use, which tokenizers.Tokenizer lacks
@@ -109,7 +109,7 @@ class Speculation(CheckedOptions):
         in_plan=True,
     )
     verifier: str | Verifier = option(
-        objects(f"{VERIFIER.expected} or a Verifier", has("verify", "lossless", "handles_trees", "target_input"), VERIFIER),
+        objects(f"{VERIFIER.expected} or a Verifier", has("verify", "lossless", "supports_trees", "target_input"), VERIFIER),
         "block",
         "Acceptance rule: block, rejection, exact, or typical, which is lossy.",
         panel=MODELS,

@@ -71,7 +71,7 @@ def finish_round(batch: Batch, k: int, proposal: Proposal, parts: Parts) -> Roun
     sampled, deterministic = parts.verifiers
     verifier = deterministic if sampler.is_deterministic else sampled
     if proposal.parents is not None:
-        check_handles_trees(verifier)
+        check_supports_trees(verifier)
     try:
         scores = parts.runner.score(context, proposal, parts.hidden)
         to_target = sampler.tokens if verifier.target_input == "tokens" else sampler.probs
@@ -89,9 +89,9 @@ def finish_round(batch: Batch, k: int, proposal: Proposal, parts: Parts) -> Roun
     return RoundResult(context, k, proposal, scores, verdict, [ids for ids, _ in emitted], [text for _, text in emitted])
 
 
-def check_handles_trees(verifier: Verifier) -> None:
+def check_supports_trees(verifier: Verifier) -> None:
     """Raise ``OutriderError`` if the verifier supports chains only."""
-    if not verifier.handles_trees:
+    if not verifier.supports_trees:
         raise OutriderError(
             f"{type(verifier).__name__} supports chains only, but the proposer drafts trees: use a verifier that supports trees"
         )

@@ -121,7 +121,7 @@ class Scheduler:
         self.waiting.push(entry, client, priority, cost=request.num_prompt_tokens + entry.max_tokens)
         return entry
 
-    def admit(self, fits: Callable[[Entry], bool]) -> list[Entry]:
+    def admit(self, reserve: Callable[[Entry], bool]) -> list[Entry]:
         """Move waiting requests to free places, in order, until one does not fit.
 
         A client with many requests leaves room for others (``exceeds_share``).
@@ -137,7 +137,7 @@ class Scheduler:
             source = self.find(entry.fork_of) if entry.fork_of else None
             if source is not None and source.state is not State.DECODE:
                 continue  # a sample waits until its prompt is cached; other requests may be admitted before it
-            if num_free == 0 or not fits(entry):
+            if num_free == 0 or not reserve(entry):
                 break  # strictly in order: otherwise small requests could delay a large one forever
             if source is None:
                 entry.fork_of = None

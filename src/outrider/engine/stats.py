@@ -41,7 +41,7 @@ class GenerationStats:
     pass_seconds: float = 0.0  # predicted seconds of one plain pass per drafted decoding round, for the cost ratio
     num_timed_rounds: int = 0  # rounds counted in pass_seconds
 
-    def count(self, num_drafts: int, num_reached: int, num_accepted: int, num_emitted: int, num_grammar: int = 0) -> None:
+    def add_counts(self, num_drafts: int, num_reached: int, num_accepted: int, num_emitted: int, num_grammar: int = 0) -> None:
         """Add the counts of one request in a round, of emitted tokens except for ``num_drafts``.
 
         ``num_reached``: accepted drafts, plus one if the next was rejected.
@@ -55,25 +55,25 @@ class GenerationStats:
         self.most_drafts = max(self.most_drafts, num_drafts)
         self.num_reached += num_reached
 
-    def clock(self, round_: Round, is_prefill: bool, emitted_per_row: float, plain: PlainRound | None) -> None:
+    def add_times(self, round_: Round, is_prefill: bool, emitted_per_request: float, plain: PlainRound | None) -> None:
         """Add the times of a round. ``plain``: predicted seconds of a plain decoding round, None if unknown."""
         times = round_.times
         self.times.add(times)
         self.num_steps += 1
         self.num_draft_steps += max(round_.depths, default=0)
-        outside = times.verify + times.host
+        overhead = times.verify + times.host
         self.shared_seconds += times.prefill
         has_drafts = any(round_.lens)
         if is_prefill or not has_drafts:
-            self.shared_seconds += times.score + outside
+            self.shared_seconds += times.score + overhead
         if not has_drafts:
             return
-        num_replaced = emitted_per_row - is_prefill  # prefill yields a token in plain decoding too
+        num_replaced = emitted_per_request - is_prefill  # prefill yields a token in plain decoding too
         self.num_replaced += num_replaced
         if plain is None:
             return
         self.num_priced += num_replaced
-        self.priced_seconds += num_replaced * (plain.score + (outside if plain.outside is None else plain.outside))
+        self.priced_seconds += num_replaced * (plain.score + (overhead if plain.overhead is None else plain.overhead))
         if not is_prefill:
             self.pass_seconds += plain.score
             self.num_timed_rounds += 1

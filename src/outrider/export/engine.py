@@ -108,7 +108,7 @@ def check_folder(engine: Engine, folder: Path) -> None:
 
 def write(engine: Engine, wanted: Wanted, folder: Path, own_code: bool = False) -> Export:
     """Write the files and the start script for a plan that passed ``Engine.check``. Raises ``OutriderError``."""
-    if own_code and not wanted.reads_text_only:
+    if own_code and not wanted.is_model_free:
         raise OutriderError(f"method {wanted.method!r} is not text-based: --own-code does not apply")
     with errors_as(f"cannot write {folder}", OSError, detail=without_path):
         export = engine.export(wanted, folder, own_code)

@@ -139,7 +139,7 @@ def build(method: str) -> Proposer:
     """Build a proposer without a target. Raises ``OutriderError`` for a method that needs one."""
     name, options = split_method(method)
     factory = PROPOSERS.get(name)
-    if not factory.reads_text_only:
+    if not factory.is_model_free:
         raise OutriderError(f"method {name!r} is not text-based: only text-based proposers run inside vLLM")
     proposer: Proposer = factory.build(Setting.without_target(options=options))
     return proposer

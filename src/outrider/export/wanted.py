@@ -54,9 +54,9 @@ class Wanted:
         return self.kind.usual_k if self.own_k is None else self.own_k
 
     @property
-    def reads_text_only(self) -> bool:
+    def is_model_free(self) -> bool:
         """Return whether Outrider's proposer can be exported."""
-        return bool(PROPOSERS.get(split_method(self.method)[0]).reads_text_only)
+        return bool(PROPOSERS.get(split_method(self.method)[0]).is_model_free)
 
     def given(self, key: str) -> Any:
         """Return an option of the plan, or None if it is missing or ``auto``."""

@@ -115,9 +115,9 @@ class BlockRunner(HeadRunner[BlockHead]):
             ids += [last, *[shape.mask_token_id] * (size - 1)]
             within += range(size)
         together = [[0] * (count + size) for count, size in zip(new.lens, sizes, strict=True)]  # only their number is used
-        texts = self._layouts.chain(together, new.cache_rows, new.starts)
-        layout = texts.layout
-        of_features, of_tokens = ranges(texts.starts, new.lens), ranges(map(add, texts.starts, new.lens), sizes)
+        blocks = self._layouts.chain(together, new.cache_rows, new.starts)
+        layout = blocks.layout
+        of_features, of_tokens = ranges(blocks.starts, new.lens), ranges(map(add, blocks.starts, new.lens), sizes)
         order = [0] * layout.positions.shape[1]
         for index, place in enumerate((*of_features, *of_tokens)):
             order[place] = index

@@ -180,9 +180,9 @@ class RolloutRunner(HeadRunner[RolloutHead]):
 
     def _chain(self, rows: list[int], ids: list[list[int]], hidden: list[Tensor]) -> Step:
         """Return the step after each request's last token, [B]."""
-        texts = self._layouts.chain(ids, rows, [self.cache.cached_lens[row] for row in rows])
-        last = [start + len(text) - 1 for start, text in zip(texts.starts, ids, strict=True)]
-        return self._run(texts.layout, texts.ids, texts.join(hidden), self._layouts.places(last, [1] * len(last)))
+        inputs = self._layouts.chain(ids, rows, [self.cache.cached_lens[row] for row in rows])
+        last = [start + len(text) - 1 for start, text in zip(inputs.starts, ids, strict=True)]
+        return self._run(inputs.layout, inputs.ids, inputs.join(hidden), self._layouts.places(last, [1] * len(last)))
 
     @torch.inference_mode()
     def level(self, request_ids: Sequence[str], token_ids: Tensor, hidden: Tensor, depth: int, sees: Tensor) -> Step:

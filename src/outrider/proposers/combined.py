@@ -19,7 +19,6 @@ from outrider.proposers.method import MethodConfig, MethodSpec, Setting
 from outrider.proposers.portable import Pair, Portable, TextDrafts
 from outrider.types import Context, Finding, OutriderError, Proposal, Request, Verdict, joined
 
-
 MAX_CHUNKS = 64  # of a request, each of which keeps the states of the whole batch; then they are copied
 
 
@@ -80,7 +79,7 @@ class CombinedProposer(Proposer):
         self.drafts_trees = first.drafts_trees or second.drafts_trees
         self.max_drafts = max(first.max_drafts, second.max_drafts)
         self.auto_drafts = max(first.auto_drafts, second.auto_drafts)
-        self.reads_text_only = first.reads_text_only and second.reads_text_only
+        self.is_model_free = first.is_model_free and second.is_model_free
         self.drafts_ahead = first.drafts_ahead and second.drafts_ahead
         self._rows: dict[str, int] = {}  # row of each request in this round
         self._owners: list[_Part] = []  # source of each row's drafts
@@ -212,8 +211,8 @@ class CombinedMethod(MethodSpec):
         return any(part.drafts_trees for part in self._parts)
 
     @property
-    def reads_text_only(self) -> bool:
-        return all(part.reads_text_only for part in self._parts)
+    def is_model_free(self) -> bool:
+        return all(part.is_model_free for part in self._parts)
 
     def build(self, setting: Setting) -> CombinedProposer:
         """Build both proposers. Raises ``OutriderError`` if one does not fit the target."""
@@ -241,7 +240,7 @@ class CombinedMethod(MethodSpec):
         self._config(setting)
         for part, own in self._settings(setting):
             part.portable(own)
-        return TextDrafts() if self.reads_text_only else Pair()
+        return TextDrafts() if self.is_model_free else Pair()
 
     def examine(self, setting: Setting) -> Iterator[Finding]:
         """Check both methods."""

@@ -76,7 +76,7 @@ class CrossTokenizerProposer(DraftModelProposer):
         rows = sorted(written), sorted(set(range(batch)) - written)
         return merged([(rows[0], by_text.take(rows[0])), (rows[1], by_token.take(rows[1]))], batch, self._vocab_size)
 
-    def texts(self, context: Context, k: int) -> dict[int, Sequence[int]]:
+    def sequences(self, context: Context, k: int) -> dict[int, Sequence[int]]:
         """Return each row's committed text in the draft's ids; roll the draft's cache back to the common prefix."""
         found: dict[int, Sequence[int]] = {}
         for b, (request, limit) in enumerate(zip(context.requests, context.limits, strict=True)):
@@ -86,17 +86,17 @@ class CrossTokenizerProposer(DraftModelProposer):
             text = translation.read(request.token_ids)
             if not text or len(text) + k > self.draft.max_len:
                 continue
-            self.draft.keep_len(request.request_id, translation.feed(text))
+            self.draft.rollback(request.request_id, translation.feed(text))
             found[b] = text
         return found
 
-    def in_target(self, logits: Tensor) -> Tensor:
+    def to_target_vocab(self, logits: Tensor) -> Tensor:
         """TLI: drop the draft's other tokens and mask the target's other tokens; the sampler renormalises the common ones."""
         full = logits.new_full((*logits.shape[:2], self._vocab_size), IMPOSSIBLE_LOGIT)
         full[:, :, self._target_ids] = logits[:, :, self._draft_ids]
         return full
 
-    def in_draft(self, token_ids: Tensor) -> Tensor:
+    def to_draft_vocab(self, token_ids: Tensor) -> Tensor:
         return self._to_draft[token_ids]
 
     # They do nothing: the draft reads a translation of the text, which ``propose`` creates, and each request has its own.
@@ -122,19 +122,19 @@ class CrossTokenizerProposer(DraftModelProposer):
         steps = min(math.ceil((k + 1) * max(ratios)), MAX_STEPS_PER_DRAFT * k)
         if self.draft.max_drafts is not None:  # states kept by recurrent layers
             steps = min(steps, self.draft.max_drafts)
-        texts = self.texts(context, steps)
-        if not texts:
+        sequences = self.sequences(context, steps)
+        if not sequences:
             return Proposal.empty(len(requests))
-        ids = [requests[b].request_id for b in texts]
-        written = torch.zeros(len(texts), steps, dtype=torch.long, device=self.draft.device)
+        ids = [requests[b].request_id for b in sequences]
+        written = torch.zeros(len(sequences), steps, dtype=torch.long, device=self.draft.device)
 
-        def pick(logits: Tensor, step: int) -> Tensor:
+        def next_token(logits: Tensor, step: int) -> Tensor:
             written[:, step : step + 1] = logits.argmax(dim=-1)
             return written[:, step : step + 1]
 
-        self.draft.rollout(ids, list(texts.values()), steps, pick)
+        self.draft.rollout(ids, list(sequences.values()), steps, next_token)
         chains: list[list[int]] = [[] for _ in requests]
-        for b, drafted in zip(texts, written.tolist(), strict=True):
+        for b, drafted in zip(sequences, written.tolist(), strict=True):
             translation = self._translations[requests[b].request_id]
             translation.fed += drafted[:-1]
             chains[b] = translation.back(requests[b].token_ids, drafted)[: min(k, context.limits[b])]

@@ -24,7 +24,7 @@ from outrider.proposers.head_method import HeadConfig, HeadMethod, Loaded
 from outrider.proposers.portable import BlockDrafter
 from outrider.proposers.recognition import TargetFiles
 from outrider.runner import ModelRunner
-from outrider.types import Context, Proposal, Request, spread
+from outrider.types import Context, Proposal, Request, scatter_rows
 
 
 class BlockProposer(Proposer):
@@ -83,7 +83,7 @@ class BlockProposer(Proposer):
         probs: list[Tensor] = []
         for step in range(out.shape[1]):
             own = self.head.after(out[:, step : step + 1], logits[:, step : step + 1], previous[:, None])
-            pick(context.sampler, spread(own, able, batch), drafts, step, probs)
+            pick(context.sampler, scatter_rows(own, able, batch), drafts, step, probs)
             previous = drafts[:, step] if len(able) == batch else drafts[able, step]
         return drafts, torch.cat(probs, 1) if probs else None
 

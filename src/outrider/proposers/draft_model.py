@@ -30,14 +30,14 @@ from outrider.runner.parallel_draft import MASK_KEYS, ParallelDraft, mask_token_
 from outrider.runner.quantized import packed_bytes, round_weights
 from outrider.runner.self_draft import SelfDraft
 from outrider.runner.tokenizers import check_same_files, check_same_vocabulary
-from outrider.types import IMPOSSIBLE_LOGIT, Context, Finding, OutriderError, Proposal, Request, Verdict, spread
+from outrider.types import IMPOSSIBLE_LOGIT, Context, Finding, OutriderError, Proposal, Request, Verdict
 
 logger = logging.getLogger(__name__)
 
 EMBEDDING_MODEL = "modules.json"  # of sentence-transformers
 OTHER_OUTPUT = re.compile(r"For(Sequence|Token)Classification|ForQuestionAnswering|Reward|(?<!LMHead)Model$")  # architectures
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of configs
-MOST_CACHED = 64 << 20  # bytes of weights: larger drafts are read from memory in each pass, which is shorter with 4 bits
+MAX_16_BIT_BYTES = 64 << 20  # bytes of weights: larger drafts are read from memory in each pass, which is shorter with 4 bits
 
 
 class _Clamped(Sequence[int]):
@@ -75,72 +75,69 @@ class DraftModelProposer(Proposer):
 
     @torch.inference_mode()
     def propose(self, context: Context, k: int) -> Proposal:
-        requests = context.requests
-        k = min(k, self.max_drafts, max(context.limits, default=0))
-        texts = self.texts(context, k) if k else {}
-        if not texts:
-            return Proposal.empty(len(requests))
-        able, sampler = list(texts), context.sampler
-        ids, lens = [requests[b].request_id for b in able], [min(k, context.limits[b]) for b in able]
-        k = max(lens)  # a request that is left out may have had room for more
-        drafts = torch.zeros(len(requests), k, dtype=torch.long, device=self.draft.device)
+        batch, k = len(context.requests), min(k, self.max_drafts, max(context.limits, default=0))
+        sequences = self.sequences(context, k) if k else {}
+        if not sequences:
+            return Proposal.empty(batch)
+        rows = list(sequences)
+        context = context.take(rows)
+        lens = [min(k, limit) for limit in context.limits]
+        k, sampler = max(lens), context.sampler  # a request that is left out may have had room for more
+        drafts = torch.zeros(len(rows), k, dtype=torch.long, device=self.draft.device)
         probs: list[Tensor] = []
         stops = self._stops[sampler.is_deterministic]
-        chains = None if context.prices is None else stops.start(ids, lens, context.prices)
+        chains = None if context.prices is None else stops.start(context.request_ids, lens, context.prices)
 
         def next_token(logits: Tensor, step: int) -> Tensor | None:
-            logits = spread(self.in_target(logits), able, len(requests))
+            logits = self.to_target_vocab(logits)
             if chains is None:
                 pick(sampler, logits, drafts, step, probs)
-            else:
-                confidences = pick_with_confidence(sampler, logits, drafts, step, probs)
-                if not chains.add([confidences[b] for b in able]):
-                    return None
-            token = drafts[:, step : step + 1]
-            return self.in_draft(token if len(able) == len(requests) else token[able])
+            elif not chains.add(pick_with_confidence(sampler, logits, drafts, step, probs)):
+                return None
+            return self.to_draft_vocab(drafts[:, step : step + 1])
 
-        partial = self.draft.rollout(ids, list(texts.values()), k, next_token)
-        made = torch.zeros(len(requests), dtype=torch.long)
-        made[able] = torch.tensor(lens if chains is None else chains.lens)
+        partial = self.draft.rollout(context.request_ids, list(sequences.values()), k, next_token)
+        made = torch.tensor(lens if chains is None else chains.lens)
         drafts = drafts[:, : int(made.max())]
-        return Proposal(drafts, made, torch.cat(probs, 1) if probs else None, partial_pass=partial)
+        proposal = Proposal(drafts, made, torch.cat(probs, 1) if probs else None, partial_pass=partial)
+        return proposal.scatter(rows, batch)
 
-    def texts(self, context: Context, k: int) -> dict[int, Sequence[int]]:
+    def sequences(self, context: Context, k: int) -> dict[int, Sequence[int]]:
         """Return row -> committed tokens, for requests with room for k drafts in the context of the draft model."""
         return {
-            b: self._known(request.token_ids)
+            b: self._clamped(request.token_ids)
             for b, (request, limit) in enumerate(zip(context.requests, context.limits, strict=True))
             if limit > 0 and len(request.token_ids) + k <= self.draft.max_len
         }
 
-    def _known(self, token_ids: list[int]) -> Sequence[int]:
+    def _clamped(self, token_ids: list[int]) -> Sequence[int]:
         """Return a text in the draft's ids: its last token for those that it lacks, such as added special tokens."""
         return token_ids if self._draft_size >= self._vocab_size else _Clamped(token_ids, self._draft_size - 1)
 
-    def in_target(self, logits: Tensor) -> Tensor:
+    def to_target_vocab(self, logits: Tensor) -> Tensor:
         """Map draft logits [A, 1, Vd] to logits of target tokens [A, 1, V]."""
         missing = self._vocab_size - logits.shape[2]
         if missing > 0:
             return functional.pad(logits, (0, missing), value=IMPOSSIBLE_LOGIT)
         return logits[:, :, : self._vocab_size]
 
-    def in_draft(self, token_ids: Tensor) -> Tensor:
-        """Map target tokens [A, 1] to the draft's ids as ``_known`` does: a mask may allow only tokens that the draft lacks."""
+    def to_draft_vocab(self, token_ids: Tensor) -> Tensor:
+        """Map target tokens [A, 1] to draft ids as ``_clamped`` does: a mask may allow only tokens that the draft lacks."""
         return token_ids.clamp(max=self._draft_size - 1) if self._draft_size < self._vocab_size else token_ids
 
     def prefill(self, requests: Sequence[Request]) -> list[bool]:
         fitting = [request for request in requests if len(request.token_ids) < self.draft.max_len]
         if not fitting:
             return [True] * len(requests)
-        texts = [self._known(request.token_ids) for request in fitting]
-        done = self.draft.prefill([request.request_id for request in fitting], texts)
+        sequences = [self._clamped(request.token_ids) for request in fitting]
+        done = self.draft.prefill([request.request_id for request in fitting], sequences)
         unread = {request.request_id for request, is_read in zip(fitting, done, strict=True) if not is_read}
         return [request.request_id not in unread for request in requests]
 
     @torch.inference_mode()
     def fork(self, source_id: str, request: Request) -> None:
         """See ``Proposer``. A prompt that ``prefill`` left to the next pass is read now: once, not once per sample."""
-        draft, prompt = self.draft, self._known(request.token_ids[: request.num_prompt_tokens])
+        draft, prompt = self.draft, self._clamped(request.token_ids[: request.num_prompt_tokens])
         if not isinstance(draft, ModelRunner) or len(prompt) >= draft.max_len:  # the target's own cache, or no drafts
             return
         if not draft.is_prefilled([source_id], [prompt])[0]:
@@ -151,7 +148,7 @@ class DraftModelProposer(Proposer):
     def commit(self, context: Context, verdict: Verdict) -> None:
         self.learn(context, verdict)
         for request, path in zip(context.requests, verdict.paths, strict=True):
-            self.draft.keep_len(request.request_id, len(request.token_ids) + len(path))
+            self.draft.rollback(request.request_id, len(request.token_ids) + len(path))
 
     def learn(self, context: Context, verdict: Verdict) -> None:
         """Learn from a verdict where chains should end."""
@@ -279,7 +276,7 @@ def load_draft(setting: Setting, options: DraftOptions) -> ModelRunner:
     kind = ParallelDraft if is_parallel else ModelRunner
     runner = kind.load(draft, target.for_draft())  # type: ignore[arg-type]
     before = packed_bytes(runner.model)
-    bits = options.bits or (4 if before > MOST_CACHED else 16)
+    bits = options.bits or (4 if before > MAX_16_BIT_BYTES else 16)
     if bits < 16:
         if not before:
             raise OutriderError(f"bits={bits} needs a draft that runs on Outrider's CPU kernels: leave it out")

@@ -129,6 +129,6 @@ def measure_exits(target: ModelRunner, text: Sequence[int]) -> list[Exit]:
 def _costs(target: ModelRunner) -> tuple[float, float, float]:
     """Measure seconds of a draft step through one layer, of each further layer, and of a plain pass, without compilation."""
     passes = PassRunner(target.model, target.cache, "never")
-    whole = target.pass_cost(1, 1, NUM_TOKENS, passes=passes)
-    step = min(target.pass_cost(1, 1, NUM_TOKENS, span=LayerSpan(0, 1), passes=passes), whole)
+    whole = target.measure_pass(1, 1, NUM_TOKENS, passes=passes)
+    step = min(target.measure_pass(1, 1, NUM_TOKENS, span=LayerSpan(0, 1), passes=passes), whole)
     return step, (whole - step) / (target.num_layers - 1), whole

@@ -33,7 +33,7 @@ from outrider.proposers.tree_chances import (
 from outrider.proposers.tree_sizes import TreeCosts, TreeSizeConfig, TreeSizes
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
-from outrider.types import Context, Proposal, Request, RequestFault, Verdict, spread
+from outrider.types import Context, Proposal, Request, RequestFault, Verdict, scatter_rows
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class HeadProposer(Proposer):
     ) -> None:
         """``hidden_states``: instead of the head's own. Raise ``OutriderError`` for a head that does not fit the target."""
         head.check_fit(target)
-        if not target.takes_trees:  # the engine would reduce each tree to its first path
+        if not target.supports_trees:  # the engine would reduce each tree to its first path
             config = replace(config, top_k=1, acceptance=config.acceptance[:1])
         self.needs_hidden = hidden_states or head.hidden_states
         self.head = runner(head, target, config.bits)
@@ -188,7 +188,7 @@ class _Round:
 
     def spread(self, values: Tensor, fill: int = 0) -> Tensor:
         """[A, ...] -> [B, ...]; the rows of other requests are ``fill``."""
-        return spread(values, self.able, self.batch, fill)
+        return scatter_rows(values, self.able, self.batch, fill)
 
     def pick(self, values: Tensor) -> Tensor:
         """[B, ...] -> [A, ...]."""

@@ -31,7 +31,7 @@ from outrider.proposers.tree_sizes import TreeSizeConfig, TreeSizes
 from outrider.proposers.trees import TreeShape, draw_tree
 from outrider.runner import ModelRunner
 from outrider.runner.quantized import place_head
-from outrider.types import Context, Proposal, Request, Verdict, spread
+from outrider.types import Context, Proposal, Request, Verdict, scatter_rows
 
 # For heads without measured accuracies: those of the first head by rank, and their ratio between successive heads.
 TYPICAL_ACCURACIES = (0.55, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.012, 0.01, 0.01)
@@ -114,7 +114,7 @@ class MedusaProposer(Proposer):
         if self._postprocess is not None:
             values = self._postprocess(values)
         logits = self.heads.spread(values, self._vocab_size)  # [D, A, V]
-        return spread(logits.transpose(0, 1), able, batch).transpose(0, 1)
+        return scatter_rows(logits.transpose(0, 1), able, batch).transpose(0, 1)
 
     def commit(self, context: Context, verdict: Verdict) -> None:
         """Update the acceptance estimates from the verdict."""

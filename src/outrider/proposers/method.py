@@ -133,9 +133,9 @@ class MethodSpec(ABC):
         return self.proposer.drafts_trees
 
     @property
-    def reads_text_only(self) -> bool:
+    def is_model_free(self) -> bool:
         """Whether ``build`` and the proposer use options and committed tokens only, but no target and no draft."""
-        return self.proposer.reads_text_only
+        return self.proposer.is_model_free
 
     @abstractmethod
     def build(self, setting: Setting) -> Proposer:

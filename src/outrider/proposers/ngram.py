@@ -33,7 +33,7 @@ class NgramProposer(Proposer):
     """Drafts the continuation of the most recent earlier occurrence of the longest matching n-gram at the end."""
 
     name = "ngram"
-    reads_text_only = True
+    is_model_free = True
 
     def __init__(self, config: NgramConfig = NgramConfig()) -> None:
         self._indexes: defaultdict[str, NgramIndex] = defaultdict(lambda: NgramIndex(config))

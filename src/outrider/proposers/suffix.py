@@ -24,7 +24,7 @@ from outrider.types import Context, OutriderError, Proposal, Request
 END = -1  # separator after each earlier text: not a token, so no match or draft crosses it
 ROOT = 0
 NUM_BLOCKS = 4  # earlier texts are stored in this number of blocks; the oldest block is dropped first
-MAX_ENTRY = 64  # tokens that are matched against a block of earlier texts when a request first uses it
+FIRST_MATCH_TOKENS = 64  # tokens that are matched against a block of earlier texts when a request first uses it
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class SuffixAutomaton:
             links[new] = ROOT
         else:
             self._count(state, token)
-            links[new] = self._exactly(state, token)
+            links[new] = self._clone_if_needed(state, token)
         self._last = new
 
     def follow(self, state: int, length: int, token_ids: Sequence[int]) -> tuple[int, int]:
@@ -129,7 +129,7 @@ class SuffixAutomaton:
         self._counts.append(None)
         return len(self.lens) - 1
 
-    def _exactly(self, state: int, token: int) -> int:
+    def _clone_if_needed(self, state: int, token: int) -> int:
         """Return the state whose longest substring is that of ``state`` plus the token; create it by a split if needed."""
         following, links = self._next, self.links
         found = following[state][token]
@@ -191,7 +191,7 @@ class EarlierTexts:
             self._used += 1
 
 
-class _Track:
+class _RequestIndex:
     """The automaton of one request, and its matches in earlier texts."""
 
     def __init__(self, request: Request) -> None:
@@ -209,7 +209,7 @@ class _Track:
             known = {id(cursor.block): cursor for cursor in self.cursors}
             self.cursors = [known.get(id(block)) or Cursor(block) for block in blocks]
             for cursor in self.cursors:
-                cursor.read(fresh if id(cursor.block) in known else token_ids[-MAX_ENTRY:])
+                cursor.read(fresh if id(cursor.block) in known else token_ids[-FIRST_MATCH_TOKENS:])
         self._num_indexed = len(token_ids)
 
     def longest(self) -> Cursor:
@@ -225,13 +225,13 @@ class SuffixProposer(Proposer):
     """Drafts the most frequent continuation of the longest match in prompt, output and, if enabled, earlier requests."""
 
     name = "suffix"
-    reads_text_only = True
+    is_model_free = True
     auto_drafts = 31
 
     def __init__(self, config: SuffixConfig = SuffixConfig()) -> None:
         self._config = config
         self.memory = None
-        self._tracks: dict[str, _Track] = {}
+        self._tracks: dict[str, _RequestIndex] = {}
 
     @property
     def memory(self) -> EarlierTexts | None:
@@ -266,9 +266,9 @@ class SuffixProposer(Proposer):
                     self._earlier.add(self._tracks[request_id].token_ids)
         self.release(request_ids)
 
-    def _track(self, request: Request) -> _Track:
+    def _track(self, request: Request) -> _RequestIndex:
         if request.request_id not in self._tracks:
-            self._tracks[request.request_id] = _Track(request)
+            self._tracks[request.request_id] = _RequestIndex(request)
         return self._tracks[request.request_id]
 
     def _drafts(self, request: Request, k: int) -> list[int]:

@@ -73,7 +73,7 @@ class TreeSizes:
         self._shapes: dict[tuple[int, int], TreeShape] = {}
         if not self.is_fixed and self._costs.plain_round(1, 0) is None:
             for width in (1, 1 + self.max_nodes):
-                self._costs.record_pass(width, 1, 0, target.pass_cost(width, 1, 0, repeat=1, hidden=hidden))
+                self._costs.record_pass(width, 1, 0, target.measure_pass(width, 1, 0, repeat=1, hidden=hidden))
 
     def expected(self, k: int) -> int:
         """Return the number of nodes expected for trees of depth k, from recent rounds."""

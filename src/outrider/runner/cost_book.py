@@ -17,17 +17,17 @@ WEIGHT = 0.1  # weight of a new observation in the running mean
 SPIKE = 1.25  # observations above this multiple of the mean are clipped: mostly interference (compiling, other processes)
 FIRST_SPIKE = 2.0  # the same for the first values of a width; the very first is compared with neighbouring widths
 JUMP = 0.7  # an observation below this multiple of the mean replaces it: the mean was measured while the machine was slow
-STEP_SLOPE = 0.05  # assumed growth of a pass per extra row, until two widths have run
-STEPS = 4  # table entries per unit of width
+DEFAULT_SLOPE = 0.05  # assumed growth of a pass per extra row, until two widths have run
+WIDTH_RESOLUTION = 4  # table entries per unit of width
 UNKNOWN_COST_RATIO = 0.1  # assumed cost of a draft step relative to a plain pass, until one is measured
-MOST_TO_READ = 0.05  # limit of a proposer's catch-up cost per token, in plain rounds, until it is measured twice
+MAX_FIRST_CATCH_UP = 0.05  # limit of a proposer's catch-up cost per token, in plain rounds, until it is measured twice
 # Limits of a first reading, in plain rounds, of a draft and of verifier and host in a round with drafts. A higher one, which
 # may include a compilation, is ignored; a second one counts as the limit.
-MOST_TO_DRAFT, MOST_OUTSIDE = 1.0, 1.0
+MAX_FIRST_DRAFT, MAX_FIRST_OVERHEAD = 1.0, 1.0
 LINE_MEMORY = 0.95  # decay per reading of the earlier readings of a fitted line
 START_WEIGHT = 0.3  # weight of each line's initial point: a draft of -1 tokens takes no time
-HICCUP = 2.0  # a reading above this multiple of the line is clipped
-FAR = 1024.0  # upper bound of the widths of scoring passes
+LINE_SPIKE = 2.0  # a reading above this multiple of the line is clipped
+MAX_WIDTH = 1024.0  # upper bound of the widths of scoring passes
 
 K = TypeVar("K")
 Key = tuple[int, int]  # batch, cache bucket
@@ -38,28 +38,28 @@ class PlainRound:
     """Measured seconds of a decoding round without drafts."""
 
     score: float
-    outside: float | None  # verifier and host; None until measured
+    overhead: float | None  # verifier and host; None until measured
 
 
 @dataclass(frozen=True, slots=True)
-class RoundPrices:
+class RoundCosts:
     """Seconds of the parts of a round, for one batch."""
 
     plain: float  # a whole round without drafts
-    outside: float  # verifier and host of a round with drafts
+    overhead: float  # verifier and host of a round with drafts
     draft: Callable[[float, int], float]  # (k, requests drafted for) -> seconds
     score: Callable[[float], float]  # width -> seconds
     is_padded: bool  # each request of a pass is padded to the longest
 
     @property
-    def at_best(self) -> RoundPrices:
-        """Return the lowest costs expected of later rounds: drafts cost at most the share assumed before they are measured,
-        verifier and host as much as without drafts.
+    def at_best(self) -> RoundCosts:
+        """Return optimistic costs of later rounds: a draft costs at most ``UNKNOWN_COST_RATIO`` plain rounds, verifier and host
+        as much as without drafts.
         """
         draft, most = self.draft, UNKNOWN_COST_RATIO * self.plain
         return replace(
             self,
-            outside=min(self.outside, self.plain - self.score(1.0)),
+            overhead=min(self.overhead, self.plain - self.score(1.0)),
             draft=lambda k, num_drafting: min(draft(k, num_drafting), most * k),
         )
 
@@ -71,7 +71,7 @@ class CostBook:
         """``is_padded``: each request of a pass is padded to the longest."""
         self.is_padded = is_padded
         self._passes: dict[int, _PassTable] = {0: _PassTable()}  # first layer -> passes that begin there
-        self._outside: dict[tuple[int, bool], float] = {}  # (batch, is greedy) -> verifier and host without drafts
+        self._overhead: dict[tuple[int, bool], float] = {}  # (batch, is greedy) -> verifier and host without drafts
 
     def renew(self) -> None:
         """Discard the costs of passes when compiled ones replace eager ones. The ratios between widths are kept, so the first
@@ -82,7 +82,7 @@ class CostBook:
 
     def width(self, lens: Sequence[float]) -> float:
         """Return the width of a pass that scores this many drafts for each request."""
-        return 1 + max(lens) if self.is_padded else 1 + round(sum(lens) * STEPS / len(lens)) / STEPS
+        return 1 + max(lens) if self.is_padded else 1 + round(sum(lens) * WIDTH_RESOLUTION / len(lens)) / WIDTH_RESOLUTION
 
     # --- recording ----------------------------------------------------------------------------------------------------------
 
@@ -91,23 +91,22 @@ class CostBook:
         lens: Sequence[int],
         cache_len: int,
         score: float,
-        outside: float,
+        overhead: float,
         is_greedy: bool = True,
         first_layer: int = 0,
         is_cold: bool = False,
     ) -> None:
         """Record a decoding round.
 
-        ``lens``: drafts per request; ``score`` and ``outside``: seconds of its pass, and of verifier and host.
-
+        ``lens``: drafts per request; ``score`` and ``overhead``: seconds of its pass, and of verifier and host.
         ``is_greedy``: no request was sampled. ``first_layer``: where the pass began, if drafting ran the layers before.
         ``is_cold``: another model ran just before and evicted the target from the CPU caches; such a round is ignored unless
         it is the first.
         """
         batch = len(lens)
         self.record_pass(self.width(lens), batch, cache_len, score, first_layer, is_cold)
-        if not any(lens) and not (is_cold and (batch, is_greedy) in self._outside):
-            _average(self._outside, (batch, is_greedy), outside)
+        if not any(lens) and not (is_cold and (batch, is_greedy) in self._overhead):
+            _average(self._overhead, (batch, is_greedy), overhead)
 
     def record_pass(
         self, width: float, batch: int, cache_len: int, seconds: float, first_layer: int = 0, is_cold: bool = False
@@ -122,8 +121,11 @@ class CostBook:
         table = self._passes.get(first_layer)
         return None if table is None else table.seconds(width, batch, cache_len // CACHE_BUCKET)
 
-    def scores(self, batch: int, cache_len: int, first_layer: int = 0) -> Callable[[float], float]:
-        """Return the seconds of a scoring pass as a function of width: of whole passes until one from this layer ran."""
+    def score_seconds(self, batch: int, cache_len: int, first_layer: int = 0) -> Callable[[float], float]:
+        """Return the seconds of a scoring pass that begins at ``first_layer`` as a function of its width.
+
+        Until one was measured they are those of whole passes.
+        """
         bucket = cache_len // CACHE_BUCKET
         begun = self._passes.get(first_layer)
         known = (begun and begun.curve(batch, bucket)) or self._passes[0].curve(batch, bucket)
@@ -162,7 +164,7 @@ class CostBook:
 
     def plain_overhead(self, batch: int, is_greedy: bool) -> float | None:
         """Return the mean seconds of verifier and host in a round without drafts; None until one ran."""
-        return self._outside.get((batch, is_greedy))
+        return self._overhead.get((batch, is_greedy))
 
     def of_method(self, is_greedy: bool) -> MethodCosts:
         """Return a new record of one method's costs that uses this book's passes. Greedy and sampled rounds have separate
@@ -181,7 +183,7 @@ class MethodCosts:
         self._catch_up: float | None = None  # seconds per token that the proposer had not processed
         self._last_catch_up = 0.0  # the last reading of it
         self._first_layer = 0  # where the passes over drafts begin
-        self._outside: dict[int, float] = {}  # batch -> seconds of verifier and host in a round with drafts
+        self._overhead: dict[int, float] = {}  # batch -> seconds of verifier and host in a round with drafts
 
     def record_drafts(self, k: int, num_drafting: int, seconds: float, plain_round: float = inf) -> None:
         """Record the drafting of ``k`` tokens for ``num_drafting`` requests.
@@ -189,25 +191,25 @@ class MethodCosts:
         ``k``: the longest draft, or the requested number if none was made; ``plain_round``: seconds of a round without drafts.
         """
         if num_drafting not in self._draft:
-            most = MOST_TO_DRAFT * k * plain_round
+            most = MAX_FIRST_DRAFT * k * plain_round
             if self._ignores(("drafts", num_drafting), seconds, most):
                 return
             seconds = min(seconds, most)
         self._draft.setdefault(num_drafting, Line()).add(k, seconds)
 
-    def record_drafted_round(self, batch: int, outside: float, first_layer: int | None, plain_round: float = inf) -> None:
-        """Record ``outside``, the seconds of verifier and host in a round with drafts.
+    def record_drafted_round(self, batch: int, overhead: float, first_layer: int | None, plain_round: float = inf) -> None:
+        """Record ``overhead``, the seconds of verifier and host in a round with drafts.
 
         ``first_layer``: where its pass began; None if all drafts are a grammar's.
         """
         if first_layer is not None:
             self._first_layer = first_layer
-        if batch not in self._outside:
-            most = MOST_OUTSIDE * plain_round
-            if self._ignores(("outside", batch), outside, most):
+        if batch not in self._overhead:
+            most = MAX_FIRST_OVERHEAD * plain_round
+            if self._ignores(("overhead", batch), overhead, most):
                 return
-            outside = min(outside, most)
-        _average(self._outside, batch, outside)
+            overhead = min(overhead, most)
+        _average(self._overhead, batch, overhead)
 
     def record_catch_up(self, seconds: float, num_tokens: int, plain_round: float) -> float:
         """Record the time that a proposer took, beyond its draft steps, to process new committed tokens; return these seconds.
@@ -217,7 +219,7 @@ class MethodCosts:
         seconds = max(seconds, 0.0)
         each = seconds / num_tokens
         if self._catch_up is None:
-            self._catch_up = min(each, MOST_TO_READ * plain_round)
+            self._catch_up = min(each, MAX_FIRST_CATCH_UP * plain_round)
         else:
             self._catch_up += 0.5 * (min(each, self._last_catch_up) - self._catch_up)
         self._last_catch_up = each
@@ -245,9 +247,9 @@ class MethodCosts:
         """Return the proposer's seconds to catch up with this many tokens."""
         return num_tokens * (self._catch_up or 0.0)
 
-    def outside(self, batch: int, has_drafts: bool) -> float:
+    def overhead(self, batch: int, has_drafts: bool) -> float:
         """Return the seconds of verifier and host; those of the other kind of round (with or without drafts) until measured."""
-        with_drafts, plain = self._outside.get(batch), self._book.plain_overhead(batch, self._is_greedy)
+        with_drafts, plain = self._overhead.get(batch), self._book.plain_overhead(batch, self._is_greedy)
         found = (with_drafts, plain) if has_drafts else (plain, with_drafts)
         return next((each for each in found if each is not None), 0.0)
 
@@ -259,28 +261,28 @@ class MethodCosts:
         batch = len(lens)
         plain_pass = score = self._book.pass_seconds(1, batch, cache_len) or 0.0
         if any(lens):
-            score = self._book.scores(batch, cache_len, self._first_layer)(self._book.width(lens))
-        return self.draft(longest or k, num_drafting, plain_pass) + score + self.outside(batch, longest > 0)
+            score = self._book.score_seconds(batch, cache_len, self._first_layer)(self._book.width(lens))
+        return self.draft(longest or k, num_drafting, plain_pass) + score + self.overhead(batch, longest > 0)
 
     def widening(self, lens: Sequence[float], cache_len: int) -> float:
         """Return the additional seconds of a pass over this many drafts per request, compared with a plain pass."""
-        score = self._book.scores(len(lens), cache_len)
+        score = self._book.score_seconds(len(lens), cache_len)
         return score(self._book.width(lens)) - score(1.0)
 
-    def prices(self, batch: int, cache_len: int, of_grammar: Sequence[float] = ()) -> RoundPrices | None:
+    def round_costs(self, batch: int, cache_len: int, of_grammar: Sequence[float] = ()) -> RoundCosts | None:
         """Return the costs of rounds of this batch size; None until such a round ran.
 
         ``of_grammar``: drafts that a grammar adds to every round, per request.
         """
         plain_pass = self._book.pass_seconds(1, batch, cache_len)
-        is_known = batch in self._outside or self._book.plain_overhead(batch, self._is_greedy) is not None
+        is_known = batch in self._overhead or self._book.plain_overhead(batch, self._is_greedy) is not None
         if plain_pass is None or not is_known:
             return None
-        score = self._book.scores(batch, cache_len, self._first_layer)
+        score = self._book.score_seconds(batch, cache_len, self._first_layer)
         further = self._book.width(of_grammar) - 1 if any(of_grammar) else 0.0
-        return RoundPrices(
-            plain_pass + self.outside(batch, False) + (self.widening(of_grammar, cache_len) if further else 0.0),
-            self.outside(batch, True),
+        return RoundCosts(
+            plain_pass + self.overhead(batch, False) + (self.widening(of_grammar, cache_len) if further else 0.0),
+            self.overhead(batch, True),
             lambda k, num_drafting: self.draft(k, num_drafting, plain_pass),
             (lambda width: score(width + further)) if further else score,
             self._book.is_padded,
@@ -293,11 +295,11 @@ class _PassTable:
     def __init__(self) -> None:
         self.run_plain: set[int] = set()  # batch sizes with a measured pass without drafts
         self._tables: dict[Key, dict[float, float]] = {}  # width -> seconds
-        self._before: dict[Key, dict[float, float]] = {}  # the same for the eager passes that these replaced
+        self._eager_tables: dict[Key, dict[float, float]] = {}  # the same for the eager passes that these replaced
         self._counts: dict[tuple[Key, float], int] = {}  # number of measurements of a width
 
     def renew(self) -> None:
-        self._before = self._tables or self._before
+        self._eager_tables = self._tables or self._eager_tables
         self._tables = {}
         self._counts.clear()
         self.run_plain.clear()
@@ -306,7 +308,7 @@ class _PassTable:
         key = batch, bucket
         table = self._tables.get(key)
         if table is None:
-            table = self._tables[key] = dict(_nearest(self._tables, key)) or self._as_before(key, width, seconds)
+            table = self._tables[key] = dict(_nearest(self._tables, key)) or self._from_eager(key, width, seconds)
         count = self._counts.get((key, width), 0)
         mean = table.get(width)
         if is_cold and mean is not None:
@@ -314,9 +316,9 @@ class _PassTable:
         if mean is None:
             # A single reading far above the neighbouring widths is probably interference.
             most = table[1] * width if 1 in table else seconds  # proportional to the plain pass
-            table[width] = min(seconds, most, FIRST_SPIKE * (self._at(table, width, batch) or seconds))
+            table[width] = min(seconds, most, FIRST_SPIKE * (self._interpolated(table, width, batch) or seconds))
         elif count == 0:
-            self._adopt(key, table, seconds / mean)
+            self._rescale_unmeasured(key, table, seconds / mean)
         elif seconds >= JUMP * mean:
             spike = SPIKE if count > 1 else FIRST_SPIKE
             table[width] = mean + max(WEIGHT, 1 / (1 + count)) * (min(seconds, spike * mean) - mean)
@@ -327,31 +329,31 @@ class _PassTable:
             self.run_plain.add(batch)
 
     def seconds(self, width: float, batch: int, bucket: int) -> float | None:
-        return self._at(self._table((batch, bucket)), width, batch)
+        return self._interpolated(self._table((batch, bucket)), width, batch)
 
     def curve(self, batch: int, bucket: int) -> tuple[list[float], list[float]] | None:
-        """Return widths from 1 to ``FAR`` and their seconds; ``seconds`` is linear between them."""
+        """Return widths from 1 to ``MAX_WIDTH`` and their seconds; ``seconds`` is linear between them."""
         table = self._table((batch, bucket))
         if not table:
             return None
-        widths = sorted({1.0, FAR, *(width for width in table if 1 < width < FAR)})
-        return widths, [self._at(table, width, batch) or 0.0 for width in widths]
+        widths = sorted({1.0, MAX_WIDTH, *(width for width in table if 1 < width < MAX_WIDTH)})
+        return widths, [self._interpolated(table, width, batch) or 0.0 for width in widths]
 
-    def _as_before(self, key: Key, width: float, seconds: float) -> dict[float, float]:
+    def _from_eager(self, key: Key, width: float, seconds: float) -> dict[float, float]:
         """Return the costs of the replaced passes, scaled by the measured ratio at ``width``."""
-        before = _nearest(self._before, key)
-        then = self._at(before, width, key[0])
+        before = _nearest(self._eager_tables, key)
+        then = self._interpolated(before, width, key[0])
         return {w: price * seconds / then for w, price in before.items()} if then else {}
 
-    def _adopt(self, key: Key, table: dict[float, float], factor: float) -> None:
+    def _rescale_unmeasured(self, key: Key, table: dict[float, float], factor: float) -> None:
         """Rescale all unmeasured widths by the first measurement of a cost that was copied from a neighbouring entry."""
         for width in table:
             if (key, width) not in self._counts:
                 table[width] *= factor
 
-    def _at(self, table: dict[float, float], width: float, batch: int) -> float | None:
+    def _interpolated(self, table: dict[float, float], width: float, batch: int) -> float | None:
         """Return the cost of a width, interpolated between measured ones. Above the widest it continues with the last slope,
-        limited to a proportional increase; below the narrowest the slope is ``STEP_SLOPE``.
+        limited to a proportional increase; below the narrowest the slope is ``DEFAULT_SLOPE``.
         """
         if width in table or not table:
             return table.get(width)
@@ -359,7 +361,7 @@ class _PassTable:
         above = min((w for w in table if w > width), default=None)
         if below is None:
             assert above is not None  # the table has an entry
-            return table[above] * (1 + STEP_SLOPE * (width - 1)) / (1 + STEP_SLOPE * (above - 1))
+            return table[above] * (1 + DEFAULT_SLOPE * (width - 1)) / (1 + DEFAULT_SLOPE * (above - 1))
         if above is None:
             slope = _slope(table) if len(table) > 1 else self._slope_of_others(batch, table[below])
             return table[below] + min(slope, table[below] / below) * (width - below)
@@ -370,7 +372,7 @@ class _PassTable:
         """Return the assumed slope if one width was measured: that of the nearest batch size with several, per request."""
         known = [key for key, table in self._tables.items() if len(table) > 1]
         if not known:
-            return STEP_SLOPE * batch * seconds
+            return DEFAULT_SLOPE * batch * seconds
         nearest = min(known, key=lambda key: abs(key[0] - batch))
         return _slope(self._tables[nearest]) * batch / nearest[0]
 
@@ -394,7 +396,7 @@ class Line:
         """Add a reading. A much lower reading replaces the first one, which may include a compilation."""
         memory = LINE_MEMORY
         if self.weight:
-            seconds = min(seconds, HICCUP * self.at(k))
+            seconds = min(seconds, LINE_SPIKE * self.at(k))
         if self.weight <= 1.5 and seconds < self.at(k) / 4:
             memory = 0.0
         self.weight = memory * self.weight + 1

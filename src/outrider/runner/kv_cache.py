@@ -21,7 +21,7 @@ from outrider.runner import attention, recurrence
 from outrider.runner.state_cache import NO_STATES, StateCache, StateShapes, grouped
 from outrider.types import OutriderError
 
-SHARED = 16  # minimum common prefix worth reusing, in tokens
+MIN_SHARED_PREFIX = 16  # minimum common prefix worth reusing, in tokens
 TEMPORARY = itertools.count()  # numbers of temporary rows
 INDEXED = "its layers select tokens by a separate index, which Outrider's cache does not store"
 SLACK = 64  # slots after max_len for padding and for drafts beyond the end; more only when needed
@@ -150,7 +150,7 @@ class KVCache(PassThrough):
         bytes_per_slot = max(1, shape.floats_per_token * dtype.itemsize)
         self._state_slots = -(-4 * shape.states.floats_per_row(self.states.slots) // bytes_per_slot)  # a row's states, in slots
         self._budget = None if budget is None else budget // bytes_per_slot  # slots of all rows
-        self._promised: dict[str, int] = {}  # reserved slots by request
+        self._reserved: dict[str, int] = {}  # reserved slots by request
         if self._budget is not None:
             self.max_len = min(max_len, self._budget - SLACK - self._state_slots)
             if self.max_len < 2:
@@ -180,7 +180,7 @@ class KVCache(PassThrough):
         found = self._row_of.get(request_id)
         if found is None:
             if not self._free and not self._grow_rows():
-                self._free.append(self._evicted())
+                self._free.append(self._evict_row())
             found = self._free.pop()
             self.cached_lens[found] = 0
             self._row_of[request_id] = found
@@ -190,7 +190,7 @@ class KVCache(PassThrough):
         """Free the rows of finished requests; unknown ids are ignored."""
         for request_id in request_ids:
             self._texts.pop(request_id, None)
-            self._promised.pop(request_id, None)
+            self._reserved.pop(request_id, None)
             row = self._row_of.pop(request_id, None)
             if row is not None:
                 self._free.append(row)
@@ -219,7 +219,7 @@ class KVCache(PassThrough):
             found = self.row(request_id)
         else:
             self.num_reused += length
-            found = self._taken_over(request_id, row, length)
+            found = self._claim_row(request_id, row, length)
             self.cached_lens[found] = length
         self._texts[request_id] = text
         return found
@@ -228,21 +228,21 @@ class KVCache(PassThrough):
         """Forget finished requests. With ``keeps_prefixes`` their caches are kept until the rows are needed."""
         for request_id in request_ids:
             text, row = self._texts.get(request_id), self._row_of.get(request_id)
-            if text is not None and row is not None and self.cached_lens[row] >= SHARED:
+            if text is not None and row is not None and self.cached_lens[row] >= MIN_SHARED_PREFIX:
                 del self._row_of[request_id]
                 self._kept[row] = list(text[: self.cached_lens[row] + self.lookahead])
         self.release(request_ids)
 
     def longest_prefix(self, text: Sequence[int], limit: int | None = None) -> tuple[int | None, int]:
-        """Return the row with the most entries for a common prefix without the last token, if any, and their number.
+        """Return the row that shares the longest cached prefix with ``text``, its last token excluded, and the prefix's length.
 
-        ``limit``: maximum of entries.
+        (None, 0) if it is shorter than ``MIN_SHARED_PREFIX``; ``limit``: the longest to use.
         """
         ahead = self.lookahead
         most_in_common = len(text) - 1 if limit is None else min(len(text) - 1, limit + ahead)
         held: list[tuple[int, Sequence[int]]] = [*self._kept.items()]
         held += [(self._row_of[name], known) for name, known in self._texts.items() if name in self._row_of]
-        best, longest = None, SHARED - 1
+        best, longest = None, MIN_SHARED_PREFIX - 1
         for row, known in held:
             most = min(len(known), self.cached_lens[row] + ahead, most_in_common)
             least = longest + 1 + ahead
@@ -254,7 +254,7 @@ class KVCache(PassThrough):
                     best, longest = row, length
         return best, longest if best is not None else 0
 
-    def _taken_over(self, request_id: str, source: int, length: int) -> int:
+    def _claim_row(self, request_id: str, source: int, length: int) -> int:
         """Return a row for a request that shares a prefix with another row: that row itself if no other is free."""
         known = self._kept.get(source)
         if known is not None and (length + self.lookahead == len(known) or not (self._free or self._grow_rows())):
@@ -273,14 +273,14 @@ class KVCache(PassThrough):
             store[:, target, :, :length] = store[:, source, :, :length]
         self.states.copy(source, target)
 
-    def go_back(self, row: int, num_tokens: int) -> None:
+    def rollback(self, row: int, num_tokens: int) -> None:
         """Limit a row to its first ``num_tokens`` cached tokens; 0 if the recurrent state after them was overwritten.
 
         Drafts written after them may have overwritten it.
         """
         self.cached_lens[row] = self.states.num_usable(row, min(num_tokens, self.cached_lens[row]))
 
-    def _evicted(self) -> int:
+    def _evict_row(self) -> int:
         """Return the least recently used row of a finished request. Raises ``OutriderError`` if there is none."""
         if not self._kept:
             raise OutriderError(f"more than {self.max_rows} concurrent requests: raise max_batch")
@@ -297,14 +297,14 @@ class KVCache(PassThrough):
         """
         if self._budget is None:
             return True
-        slots = max(num_tokens + SLACK, *self._promised.values(), 0)
+        slots = max([num_tokens + SLACK, *self._reserved.values()])
         each = slots + self._state_slots
-        rows = len(self._promised) + 1
+        rows = len(self._reserved) + 1
         if rows * each > self._budget:
             return False
         if max(len(self.cached_lens), rows) * max(self.capacity + self._state_slots, each) > self._budget:
             self._compact(slots)
-        self._promised[request_id] = num_tokens + SLACK
+        self._reserved[request_id] = num_tokens + SLACK
         return True
 
     def _compact(self, slots: int) -> None:
@@ -346,7 +346,7 @@ class KVCache(PassThrough):
         have = len(self.cached_lens)
         rows = min(self.max_rows, max(1, 2 * have))
         if self._budget is not None:
-            most = self._budget // (max(self.capacity, *self._promised.values(), 1) + self._state_slots)
+            most = self._budget // (max(self.capacity, *self._reserved.values(), 1) + self._state_slots)
             rows = min(rows, max(most, len(self._row_of) + 1))
         if rows <= have:
             return False

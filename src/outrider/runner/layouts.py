@@ -19,7 +19,7 @@ SHORT = 16  # up to this many tokens are scored in the same pass as the drafts, 
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class PassInput:
     """The tokens of a pass: request b has ``lens[b]`` tokens from ``starts[b]``."""
 
     ids: Tensor  # [1, T] int64
@@ -38,8 +38,8 @@ class Texts:
 class Layouts:
     """Creates the layouts of passes over one cache.
 
-    On a CPU requests differ in their number of tokens. ``is_padded``: elsewhere each is padded to the longest, because passes
-    are captured once per shape and an additional token is nearly free.
+    On a GPU (``is_padded``) every request is padded to the longest, because graphs are captured once per shape and a further
+    token is nearly free. On a CPU requests are concatenated with their own lengths.
     """
 
     def __init__(self, cache: KVCache, device: torch.device, max_len: int) -> None:
@@ -48,7 +48,7 @@ class Layouts:
         self._masks: dict[tuple[int, int], Tensor] = {}
         self.is_padded = device.type != "cpu" and not cache.shape.states.kinds  # a padding token would change the states
 
-    def chain(self, tokens: Sequence[list[int]], rows: list[int], bases: list[int], least: int = 0) -> Texts:
+    def chain(self, tokens: Sequence[list[int]], rows: list[int], bases: list[int], least: int = 0) -> PassInput:
         """Return the pass that continues sequences at slots ``bases`` of ``rows``. ``least``: tokens each if padded."""
         batch, lens = len(rows), list(map(len, tokens))
         width = max(lens)
@@ -71,13 +71,13 @@ class Layouts:
         positions = positions.clamp_(max=self._max_len - 1)[None]
         stores, shape, visible = self._cache.tensors, self._cache.shape, self.causal(batch, width)
         layout = PassLayout(stores, shape.places, row_ids, base_slots, end_places, positions, visible, states=shape.states)
-        return Texts(ids[None], [0, *ends[:-1]], lens, layout)
+        return PassInput(ids[None], [0, *ends[:-1]], lens, layout)
 
-    def tree(self, chain: Texts, proposal: Proposal, text_lens: list[int]) -> Texts:
+    def tree(self, chain: PassInput, proposal: Proposal, text_lens: list[int]) -> PassInput:
         """Return the pass with the proposal's tree after the first ``text_lens[b]`` tokens of each request."""
         assert proposal.parents is not None
         layout = chain.layout
-        visible, positions = tree_inputs(proposal.parents, text_lens, layout.visible.shape[1])
+        visible, positions = tree_mask_and_positions(proposal.parents, text_lens, layout.visible.shape[1])
         places = zip(positions, layout.bases.tolist(), chain.lens, strict=True)
         positions = torch.cat([each[:length] + base for each, base, length in places])
         positions = positions.clamp_(max=self._max_len - 1)[None].to(self._device)
@@ -106,7 +106,7 @@ class Layouts:
         return self._masks[key]
 
 
-def tree_inputs(parents: Tensor, text_lens: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
+def tree_mask_and_positions(parents: Tensor, text_lens: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
     """Return the mask over the pass's tokens, bool [B, W, W], and positions relative to the first, int64 [B, W].
 
     That is the topology-aware causal mask of Miao et al. 2024. Row b has ``text_lens[b]`` committed tokens (a causal chain that

@@ -46,7 +46,8 @@ class _PendingScore:
     is_tree: bool
 
 
-Pick = Callable[[Tensor, int], Tensor | None]  # (logits [B, 1, V], step index) -> tokens [B, 1] int64; None: the last step
+Sequences = Sequence[Sequence[int]]  # token ids of each request
+NextToken = Callable[[Tensor, int], Tensor | None]  # (logits [B, 1, V], step index) -> tokens [B, 1] int64; None: the last step
 
 
 class ModelRunner:
@@ -68,7 +69,8 @@ class ModelRunner:
         budget = None if config.kv_memory is None else int(config.kv_memory * 2**30)
         self.cache = KVCache(shape, config.max_batch, self.max_len, self.dtype, device, budget, config.max_drafts)
         self.max_drafts = config.max_drafts if shape.states.kinds else None  # of a request in one pass; None: any number
-        self.takes_trees = not shape.states.kinds and not shape.by_request  # states and models' own masks allow one path only
+        # Recurrent states and models' own masks allow one path only.
+        self.supports_trees = not shape.states.kinds and not shape.by_request
         self.max_len = self.cache.max_len  # lower if limited by memory
         self._long_texts = settle_longrope(model, self.max_len, config.max_batch)
         self.cache.keeps_prefixes = config.prefix_cache and self._long_texts is None
@@ -79,7 +81,7 @@ class ModelRunner:
         self.passes = PassRunner(model, self.cache, config.compile, self.costs.renew)
         # Lengths that a sequence must not cross within a round, because it is then prefilled again with other frequencies.
         self.borders: tuple[int, ...] = () if self._long_texts is None else (self._long_texts.border,)
-        self._read = RoundHidden(copies=self.layouts.is_padded)
+        self._round_hidden = RoundHidden(copies=self.layouts.is_padded)
         self._round: _PendingScore | None = None
 
     @classmethod
@@ -174,8 +176,8 @@ class ModelRunner:
 
         ``hidden``: the hidden states to report, counted as ``types.Scores`` says; none if no request takes drafts.
         """
-        texts = [request.token_ids for request in context.requests]
-        rows, pending = self.catch_up(context.request_ids, texts, spare=proposal.num_nodes, hidden=hidden)
+        sequences = [request.token_ids for request in context.requests]
+        rows, pending = self.catch_up(context.request_ids, sequences, spare=proposal.num_nodes, hidden=hidden)
         bases, lens = [self.cache.cached_lens[row] for row in rows], proposal.lens.tolist()
         drafts = [nodes[:n] for nodes, n in zip(proposal.token_ids.tolist(), lens, strict=True)]
         tokens = [text + nodes for text, nodes in zip(pending, drafts, strict=True)]
@@ -185,17 +187,17 @@ class ModelRunner:
         if proposal.partial_pass is not None and not is_tree:
             states, span = self._continued(proposal.partial_pass, context.request_ids, tokens, hidden)
         width = 1 + proposal.num_nodes
-        packed = self.layouts.chain(tokens, rows, bases, least=max(first) + width)
+        inputs = self.layouts.chain(tokens, rows, bases, least=max(first) + width)
         if is_tree:
-            packed = self.layouts.tree(packed, proposal, [len(text) for text in pending])
+            inputs = self.layouts.tree(inputs, proposal, [len(text) for text in pending])
         # No logits before the roots; padding has logits only to limit the number of shapes.
-        roots = [start + at for start, at in zip(packed.starts, first, strict=True)]
+        roots = [start + at for start, at in zip(inputs.starts, first, strict=True)]
         counts = [width if self.layouts.is_padded else 1 + n for n in lens]
         places = self.layouts.places(roots, counts)
-        given = packed.ids if states is None else packed.join(states)
-        logits, found = self.passes.run(given, packed.layout, hidden, places, span)
+        given = inputs.ids if states is None else inputs.join(states)
+        logits, found = self.passes.run(given, inputs.layout, hidden, places, span)
         self._round = _PendingScore(context.request_ids, [base + at for base, at in zip(bases, first, strict=True)], is_tree)
-        read = self._read.whole(found, context.requests, packed.starts, [len(text) for text in tokens]) if found else {}
+        read = self._round_hidden.whole(found, context.requests, inputs.starts, [len(text) for text in tokens]) if found else {}
         logits = rows_from(logits, [0, *accumulate(counts)][:-1], counts, width).float()
         return Scores(logits, read, first_layer=span.start)
 
@@ -209,7 +211,7 @@ class ModelRunner:
             if last.is_tree:
                 self.cache.keep(row, root + 1, path)
             self.cache.cached_lens[row] = root + 1 + len(path)
-        self._read.forget(last.request_ids)
+        self._round_hidden.forget(last.request_ids)
         self._round = None
 
     def prepare(self, hidden: tuple[int, ...] = ()) -> None:
@@ -219,12 +221,12 @@ class ModelRunner:
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Free the rows and hidden states of requests."""
-        self._read.forget(request_ids)
+        self._round_hidden.forget(request_ids)
         self.cache.release(request_ids)
 
     def retire(self, request_ids: Sequence[str]) -> None:
         """Forget requests that finished. With ``prefix_cache`` their tokens stay cached for requests with the same prefix."""
-        self._read.forget(request_ids)
+        self._round_hidden.forget(request_ids)
         self.cache.retire(request_ids)
 
     def admit(self, request_id: str, num_tokens: int) -> bool:
@@ -240,25 +242,24 @@ class ModelRunner:
         return self.cache.longest_prefix(text)[1]
 
     @torch.inference_mode()
-    def prefill(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], hidden: tuple[int, ...] = ()) -> list[bool]:
-        """Prefill the next chunk of long texts, ``prefill_chunk`` tokens of all together (see ``shared_chunk``).
+    def prefill(self, request_ids: Sequence[str], sequences: Sequences, hidden: tuple[int, ...] = ()) -> list[bool]:
+        """Prefill the next chunk of long sequences, ``prefill_chunk`` tokens of all together (see ``shared_chunk``).
 
-        Return for each text whether the score can take the rest. Where passes are not padded, a text that this chunk would
-        finish is left to the score: one pass less before the first token. ``hidden``: the hidden states that the score of
-        these tokens will report.
+        Return for each whether the scoring pass can take the rest. Without padding a last chunk is left to the scoring pass,
+        which saves a pass before the first token. ``hidden``: the hidden states that the score of these tokens will report.
         """
-        rows = self._rows(request_ids, texts, hidden)
-        unread = self._num_uncached(texts, rows)
+        rows = self._rows(request_ids, sequences, hidden)
+        unread = self._num_uncached(sequences, rows)
         counts = shared_chunk([count if count >= SHORT else 0 for count in unread], self.config.prefill_chunk)
         left = [most - count for most, count in zip(unread, counts, strict=True)]
         if not self.layouts.is_padded:
             counts = [count if rest else 0 for count, rest in zip(counts, left, strict=True)]
-        self._prefill_pass(request_ids, texts, rows, counts, hidden)
+        self._prefill_pass(request_ids, sequences, rows, counts, hidden)
         return [rest < SHORT for rest in left]
 
-    def is_prefilled(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> list[bool]:
+    def is_prefilled(self, request_ids: Sequence[str], sequences: Sequences) -> list[bool]:
         """Return for each sequence whether at most a few of its tokens are uncached."""
-        pairs = zip(request_ids, texts, strict=True)
+        pairs = zip(request_ids, sequences, strict=True)
         return [len(text) - 1 - self.cache.cached_len(request_id) < SHORT for request_id, text in pairs]
 
     def fork(self, source_id: str, new_id: str, num_tokens: int) -> bool:
@@ -274,43 +275,45 @@ class ModelRunner:
 
     # -- without a proposal: draft models -------------------------------------------------------------------------------------
 
-    def extend(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> Tensor:
+    def extend(self, request_ids: Sequence[str], sequences: Sequences) -> Tensor:
         """Feed the uncached tokens of each sequence and return the logits after its last token: [B, V] float32.
 
-        All fed tokens count as cached; ``keep_len`` rolls back.
+        All fed tokens count as cached; ``rollback`` rolls back.
         """
-        rows, pending = self.catch_up(request_ids, texts, spare=0)
+        rows, pending = self.catch_up(request_ids, sequences, spare=0)
         logits, _ = self.feed(self.passes, pending, rows, [self.cache.cached_lens[row] for row in rows])
-        for row, text in zip(rows, texts, strict=True):
+        for row, text in zip(rows, sequences, strict=True):
             self.cache.cached_lens[row] = len(text)
         return logits
 
-    def rollout(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], steps: int, pick: Pick) -> PartialPass | None:
-        """Generate token by token after each sequence: ``pick(logits [B, 1, V], step)`` chooses the tokens [B, 1].
+    def rollout(
+        self, request_ids: Sequence[str], sequences: Sequences, steps: int, next_token: NextToken
+    ) -> PartialPass | None:
+        """Generate token by token after each sequence: ``next_token(logits [B, 1, V], step)`` chooses the tokens [B, 1].
 
-        The last step's tokens are picked but not fed. None from ``pick`` ends the rollout with this step.
+        The last step's tokens are chosen but not fed. None from ``next_token`` ends the rollout with this step.
         """
-        logits = self.extend(request_ids, texts)
+        logits = self.extend(request_ids, sequences)
         rows = [self.cache.row(request_id) for request_id in request_ids]
         bases = [self.cache.cached_lens[row] for row in rows]
-        num_fed = sum(1 for _ in self.roll(self.passes.runner_of(), rows, bases, logits, steps, pick))
+        num_fed = sum(1 for _ in self.decode_steps(self.passes.runner_of(), rows, bases, logits, steps, next_token))
         for row in rows:
             self.cache.cached_lens[row] += num_fed
         return None  # a separate model runs no part of the target's pass
 
     def catch_up(
-        self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], spare: int, hidden: tuple[int, ...] = ()
+        self, request_ids: Sequence[str], sequences: Sequences, spare: int, hidden: tuple[int, ...] = ()
     ) -> tuple[list[int], list[list[int]]]:
         """Prefill uncached tokens beyond one pass. Return the cache rows and the remaining tokens, at least the last one."""
-        rows, lens = self._rows(request_ids, texts, hidden), self.cache.cached_lens
-        for row, text in zip(rows, texts, strict=True):
-            self.cache.go_back(row, len(text) - 1)
-        self._prefill(request_ids, texts, rows, spare, hidden)
-        return rows, [list(text[lens[row] :]) for text, row in zip(texts, rows, strict=True)]
+        rows, lens = self._rows(request_ids, sequences, hidden), self.cache.cached_lens
+        for row, text in zip(rows, sequences, strict=True):
+            self.cache.rollback(row, len(text) - 1)
+        self._prefill(request_ids, sequences, rows, spare, hidden)
+        return rows, [list(text[lens[row] :]) for text, row in zip(sequences, rows, strict=True)]
 
-    def prefill_to_last(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+    def prefill_to_last(self, request_ids: Sequence[str], sequences: Sequences, rows: Sequence[int]) -> None:
         """Prefill the uncached tokens of sequences after ``catch_up``, except for the last token of each."""
-        self._prefill_pass(request_ids, texts, rows, self._num_uncached(texts, rows), ())
+        self._prefill_pass(request_ids, sequences, rows, self._num_uncached(sequences, rows), ())
 
     def feed(
         self,
@@ -325,22 +328,22 @@ class ModelRunner:
 
         Cached lengths do not change. Without the head the logits are empty.
         """
-        texts = self.layouts.chain(pending, rows, slots)
-        last = [start + len(text) - 1 for start, text in zip(texts.starts, pending, strict=True)]
-        logits, hidden = passes.run(texts.ids, texts.layout, layers, self.layouts.places(last, [1] * len(last)), span)
+        inputs = self.layouts.chain(pending, rows, slots)
+        last = [start + len(text) - 1 for start, text in zip(inputs.starts, pending, strict=True)]
+        logits, hidden = passes.run(inputs.ids, inputs.layout, layers, self.layouts.places(last, [1] * len(last)), span)
         each = {
-            index: [states[start : start + len(text)] for start, text in zip(texts.starts, pending, strict=True)]
+            index: [states[start : start + len(text)] for start, text in zip(inputs.starts, pending, strict=True)]
             for index, states in hidden.items()
         }
         return logits.float(), each
 
-    def roll(
-        self, run: Run, rows: list[int], bases: list[int], logits: Tensor, steps: int, pick: Pick
+    def decode_steps(
+        self, run: Run, rows: list[int], bases: list[int], logits: Tensor, steps: int, next_token: NextToken
     ) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
         """Run steps of one token per request from slots ``bases``; cached lengths do not change.
 
         Yields the fed tokens [B, 1], in memory reused by the next step, and the hidden states [B, H] of ``run``. The last
-        step's tokens are picked but not fed.
+        step's tokens are chosen but not fed.
         """
         self.cache.reserve(max(bases) + steps)
         self.cache.states.wrote(rows, bases, [base + steps - 1 for base in bases])
@@ -353,20 +356,20 @@ class ModelRunner:
         inputs = [token_ids, *layout.inputs, every, *layout.stores]
         logits, fed = logits.unsqueeze(1), token_ids.view(batch, 1)
         for step in range(steps - 1):
-            picked = pick(logits, step)
-            if picked is None:
+            chosen = next_token(logits, step)
+            if chosen is None:
                 return
-            fed.copy_(picked)
+            fed.copy_(chosen)
             out = run(inputs)
             logits = out[0].float().transpose(0, 1)
             yield fed, [states[0] for states in out[1:]]
             slots.add_(1)  # also the positions
-        pick(logits, steps - 1)
+        next_token(logits, steps - 1)
 
-    def keep_len(self, request_id: str, num_tokens: int) -> None:
+    def rollback(self, request_id: str, num_tokens: int) -> None:
         """Roll a request back to its first ``num_tokens`` tokens; one that was never fed keeps having no row."""
         if self.cache.cached_len(request_id) > num_tokens:
-            self.cache.go_back(self.cache.row(request_id), num_tokens)
+            self.cache.rollback(self.cache.row(request_id), num_tokens)
 
     def _continued(
         self, partial: PartialPass, request_ids: Sequence[str], tokens: Sequence[list[int]], wanted: tuple[int, ...]
@@ -394,24 +397,31 @@ class ModelRunner:
         return [torch.cat(states) for states in found], LayerSpan(partial.depth)
 
     def _prefill(
-        self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], rows: list[int], spare: int, hidden: tuple[int, ...]
+        self,
+        request_ids: Sequence[str],
+        sequences: Sequences,
+        rows: list[int],
+        spare: int,
+        hidden: tuple[int, ...],
     ) -> None:
         """Prefill long uncached sequences in chunks, except for what the following pass can take."""
-        longest = max(len(text) for text in texts)
+        longest = max(len(text) for text in sequences)
         if longest > self.max_len:
             raise OutriderError(f"a sequence of {longest} tokens exceeds the context of {self.max_len}")
         self.cache.reserve(longest + spare + 1)
         most = 0 if self.layouts.is_padded else self.config.prefill_chunk
         while True:
-            unread = self._num_uncached(texts, rows)
+            unread = self._num_uncached(sequences, rows)
             if sum([count for count in unread if count >= SHORT]) <= most:
                 return
-            self._prefill_pass(request_ids, texts, rows, [min(count, self.config.prefill_chunk) for count in unread], hidden)
+            self._prefill_pass(
+                request_ids, sequences, rows, [min(count, self.config.prefill_chunk) for count in unread], hidden
+            )
 
     def _prefill_pass(
         self,
         request_ids: Sequence[str],
-        texts: Sequence[Sequence[int]],
+        sequences: Sequences,
         rows: Sequence[int],
         counts: Sequence[int],
         hidden: tuple[int, ...],
@@ -421,28 +431,28 @@ class ModelRunner:
         some = [b for b, count in enumerate(counts) if count > 0]
         if not some:
             return
-        chunks = [list(texts[b][lens[rows[b]] : lens[rows[b]] + counts[b]]) for b in some]
-        read = self.layouts.chain(chunks, [rows[b] for b in some], [lens[rows[b]] for b in some])
+        chunks = [list(sequences[b][lens[rows[b]] : lens[rows[b]] + counts[b]]) for b in some]
+        inputs = self.layouts.chain(chunks, [rows[b] for b in some], [lens[rows[b]] for b in some])
         # one unused logit row, because at least one is required
-        _, found = self.passes.run(read.ids, read.layout, hidden, self.layouts.arange(0, 1))
-        self._read.add(found, [request_ids[b] for b in some], read.starts, [counts[b] for b in some])
+        _, found = self.passes.run(inputs.ids, inputs.layout, hidden, self.layouts.arange(0, 1))
+        self._round_hidden.add(found, [request_ids[b] for b in some], inputs.starts, [counts[b] for b in some])
         for b in some:
             lens[rows[b]] += counts[b]
 
-    def _num_uncached(self, texts: Sequence[Sequence[int]], rows: Sequence[int]) -> list[int]:
+    def _num_uncached(self, sequences: Sequences, rows: Sequence[int]) -> list[int]:
         """Return the number of uncached tokens before the last one of each sequence."""
         lens = self.cache.cached_lens
-        return [len(text) - 1 - lens[row] for text, row in zip(texts, rows, strict=True)]
+        return [len(text) - 1 - lens[row] for text, row in zip(sequences, rows, strict=True)]
 
-    def _rows(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], hidden: tuple[int, ...]) -> list[int]:
+    def _rows(self, request_ids: Sequence[str], sequences: Sequences, hidden: tuple[int, ...]) -> list[int]:
         """Return the requests' rows. With ``hidden`` one that was not started begins at token 0."""
         limit = 0 if hidden else None
-        rows = [self.cache.row_for(request_id, text, limit) for request_id, text in zip(request_ids, texts, strict=True)]
+        rows = [self.cache.row_for(request_id, text, limit) for request_id, text in zip(request_ids, sequences, strict=True)]
         if self._long_texts is not None:
-            self._long_texts.settle(rows, texts, self.cache.cached_lens)
+            self._long_texts.settle(rows, sequences, self.cache.cached_lens)
         return rows
 
-    def pass_cost(
+    def measure_pass(
         self,
         width: int,
         batch: int,
@@ -470,10 +480,10 @@ class ModelRunner:
                     store[:, row].normal_()
             for _ in range(repeat + 1):
                 tokens = [[probe.randrange(self.vocab_size) for _ in range(width)] for _ in range(batch)]
-                texts, every = self.layouts.chain(tokens, rows, [slots] * batch), width * batch
+                inputs, every = self.layouts.chain(tokens, rows, [slots] * batch), width * batch
                 wait_for(self.device)
                 start = time.perf_counter()
-                (passes or self.passes).run(texts.ids, texts.layout, hidden, self.layouts.arange(0, every), span)
+                (passes or self.passes).run(inputs.ids, inputs.layout, hidden, self.layouts.arange(0, every), span)
                 wait_for(self.device)
                 times.append(time.perf_counter() - start)
         return min(times[1:])

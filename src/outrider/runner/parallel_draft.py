@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from outrider.runner.config import RunnerConfig
 from outrider.runner.kv_cache import CacheShape
 from outrider.runner.loading import text_config
-from outrider.runner.model_runner import ModelRunner, Pick
+from outrider.runner.model_runner import ModelRunner, NextToken
 from outrider.types import OutriderError
 
 MASK_KEYS = ("pard_token", "ptd_token_id")  # keys in configs: AMD's published drafts; also read by vLLM
@@ -51,17 +51,19 @@ class ParallelDraft(ModelRunner):
         assert token is not None, "other models are run by ModelRunner"
         self.mask_token = token
 
-    def rollout(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], steps: int, pick: Pick) -> None:
-        """Draft ``steps`` tokens after each sequence in one pass: ``pick(logits [B, 1, V], step)`` chooses them in turn."""
-        rows, pending = self.catch_up(request_ids, texts, spare=steps)
+    def rollout(
+        self, request_ids: Sequence[str], sequences: Sequence[Sequence[int]], steps: int, next_token: NextToken
+    ) -> None:
+        """Draft ``steps`` tokens after each sequence in one pass; ``next_token(logits [B, 1, V], step)`` chooses each."""
+        rows, pending = self.catch_up(request_ids, sequences, spare=steps)
         bases, masks = [self.cache.cached_lens[row] for row in rows], [self.mask_token] * (steps - 1)
         # Padded passes are captured once per width: the next round catches up with at most ``steps`` + 1 tokens.
-        read = self.layouts.chain([text + masks for text in pending], rows, bases, least=2 * steps)
-        last = [start + len(text) - 1 for start, text in zip(read.starts, pending, strict=True)]
-        logits, _ = self.passes.run(read.ids, read.layout, (), self.layouts.places(last, [steps] * len(rows)))
-        for row, text in zip(rows, texts, strict=True):
+        inputs = self.layouts.chain([text + masks for text in pending], rows, bases, least=2 * steps)
+        last = [start + len(text) - 1 for start, text in zip(inputs.starts, pending, strict=True)]
+        logits, _ = self.passes.run(inputs.ids, inputs.layout, (), self.layouts.places(last, [steps] * len(rows)))
+        for row, text in zip(rows, sequences, strict=True):
             self.cache.cached_lens[row] = len(text)
         by_step = logits.view(len(rows), steps, -1).float()
         for step in range(steps):
-            if pick(by_step[:, step : step + 1], step) is None:
+            if next_token(by_step[:, step : step + 1], step) is None:
                 return

@@ -122,9 +122,9 @@ def _cached_logits(model: PreTrainedModel, cache: KVCache, layouts: Layouts, tex
             # The ring of recurrent layers must still hold the state before the rejected tokens.
             extra = [min(more, cache.states.slots - 1) for more in spare]
             fed = [part + wrong[stop : stop + more] for part, stop, more in zip(parts, stops, extra, strict=False)]
-            packed = layouts.chain(fed, rows, list(starts[: len(rows)]))
+            inputs = layouts.chain(fed, rows, list(starts[: len(rows)]))
             lens = [len(part) for part in parts]
-            logits, _ = passes.run(packed.ids, packed.layout, (), layouts.places(packed.starts, lens))
+            logits, _ = passes.run(inputs.ids, inputs.layout, (), layouts.places(inputs.starts, lens))
             for start, part in zip(starts, logits.float().split(lens), strict=False):
                 found.append((f"{what}, {len(part)} tokens from {start} on", start, part))
     return found

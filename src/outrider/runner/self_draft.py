@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outrider.runner.layer_span import LayerSpan
-from outrider.runner.model_runner import ModelRunner, Pick
+from outrider.runner.model_runner import ModelRunner, NextToken
 from outrider.runner.passes import PassRunner
 from outrider.types import OutriderError, PartialPass
 
@@ -38,30 +38,32 @@ class SelfDraft:
         self._fed: list[list[int]] = []
         self._hidden: list[Tensor] = []  # [T_b, H] each, after the first layers
 
-    def extend(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> Tensor:
+    def extend(self, request_ids: Sequence[str], sequences: Sequence[Sequence[int]]) -> Tensor:
         """Return logits [B, V] float32 after the last token of each sequence.
 
         Uncached tokens beyond one pass are first prefilled by the whole model.
         """
         runner = self._runner
-        self._rows, self._fed = runner.catch_up(request_ids, texts, spare=0)
+        self._rows, self._fed = runner.catch_up(request_ids, sequences, spare=0)
         if runner.max_drafts is not None:  # drafting overwrites the older states, but scoring starts from one of them
-            runner.prefill_to_last(request_ids, texts, self._rows)
+            runner.prefill_to_last(request_ids, sequences, self._rows)
             self._fed = [fed[-1:] for fed in self._fed]
         self._slots = [runner.cache.cached_lens[row] for row in self._rows]
         logits, hidden = runner.feed(self.passes, self._fed, self._rows, self._slots, self._layers, self._span)
         self._hidden = [] if self._depth is None else hidden[self._depth]
         return logits
 
-    def rollout(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]], steps: int, pick: Pick) -> PartialPass | None:
+    def rollout(
+        self, request_ids: Sequence[str], sequences: Sequence[Sequence[int]], steps: int, next_token: NextToken
+    ) -> PartialPass | None:
         """Feed token after token after each sequence, as ``ModelRunner.rollout`` does.
 
         Return the output of the first layers; None if a model with other weights drafts.
         """
-        logits = self.extend(request_ids, texts)
+        logits = self.extend(request_ids, sequences)
         bases = [slot + len(fed) for slot, fed in zip(self._slots, self._fed, strict=True)]
         run = self.passes.runner_of(self._layers, self._span)
-        rolling = self._runner.roll(run, self._rows, bases, logits, steps, pick)
+        rolling = self._runner.decode_steps(run, self._rows, bases, logits, steps, next_token)
         if self._depth is None:
             for _ in rolling:
                 pass
@@ -79,11 +81,11 @@ class SelfDraft:
         starts, by_request = zip(request_ids, self._slots, strict=True), zip(request_ids, states, strict=True)
         return PartialPass(self._depth, dict(starts), dict(zip(request_ids, tokens, strict=True)), dict(by_request))
 
-    def prefill(self, request_ids: Sequence[str], texts: Sequence[Sequence[int]]) -> list[bool]:
+    def prefill(self, request_ids: Sequence[str], sequences: Sequence[Sequence[int]]) -> list[bool]:
         """Do nothing: the cache is the target's."""
-        return [True] * len(texts)
+        return [True] * len(sequences)
 
-    def keep_len(self, request_id: str, num_tokens: int) -> None:
+    def rollback(self, request_id: str, num_tokens: int) -> None:
         """Do nothing: drafts never count as cached."""
 
     def release(self, request_ids: Sequence[str]) -> None:
@@ -109,12 +111,12 @@ def exit_logits(runner: ModelRunner, text: Sequence[int], depths: Sequence[int])
     """
     passes = PassRunner(runner.model, runner.cache, "never")
     with runner.cache.temporary_rows(1) as rows:
-        texts = runner.layouts.chain([list(text)], rows, [0])
+        inputs = runner.layouts.chain([list(text)], rows, [0])
         places = torch.arange(len(text), device=runner.device)
-        logits, hidden = passes.run(texts.ids, texts.layout, tuple(depths), places)
+        logits, hidden = passes.run(inputs.ids, inputs.layout, tuple(depths), places)
         yield logits.float()
         for depth in depths:
-            logits, _ = passes.run(hidden[depth][None], texts.layout, (), places, LayerSpan(runner.num_layers))
+            logits, _ = passes.run(hidden[depth][None], inputs.layout, (), places, LayerSpan(runner.num_layers))
             yield logits.float()
 
 
@@ -127,10 +129,10 @@ def check_layers(runner: ModelRunner, depth: int) -> None:
     places = torch.arange(len(text), device=runner.device)
     try:
         with runner.cache.temporary_rows(1) as rows:
-            texts = runner.layouts.chain([text], rows, [0])
-            whole, _ = passes.run(texts.ids, texts.layout, (), places)
-            _, hidden = passes.run(texts.ids, texts.layout, (depth,), places, LayerSpan(0, depth, head=False))
-            parts, _ = passes.run(hidden[depth][None], texts.layout, (), places, LayerSpan(depth))
+            inputs = runner.layouts.chain([text], rows, [0])
+            whole, _ = passes.run(inputs.ids, inputs.layout, (), places)
+            _, hidden = passes.run(inputs.ids, inputs.layout, (depth,), places, LayerSpan(0, depth, head=False))
+            parts, _ = passes.run(hidden[depth][None], inputs.layout, (), places, LayerSpan(depth))
         error = (whole - parts).abs().max() / whole.abs().max().clamp(min=1.0)
         is_same = parts.shape == whole.shape and bool(error <= TOLERANCE)
     except OutriderError:

@@ -30,7 +30,7 @@ def simplicity(contender: Contender, proposers: Mapping[str, Proposer]) -> tuple
     if contender.is_plain:
         return (0,)
     name, _ = split_method(contender.method)
-    return 1, name.count("+"), PROPOSERS.get(name).takes_draft, not proposers[contender.method].reads_text_only
+    return 1, name.count("+"), PROPOSERS.get(name).takes_draft, not proposers[contender.method].is_model_free
 
 
 def choose(finalists: Sequence[Contender], ratio: Callable[[str, str], Ratio], proposers: Mapping[str, Proposer]) -> Decision:

@@ -268,7 +268,7 @@ class Search:
             method = self.candidates[label].method
             if "+" in split_method(method)[0]:
                 return []  # the user chose the combinations
-            best.setdefault(self.proposers[method].reads_text_only, label)
+            best.setdefault(self.proposers[method].is_model_free, label)
         if len(best) < 2 or min(found.speedups[label] for label in best.values()) < MIN_PAIR_SPEEDUP:
             return []
         parts = [self.candidates[best[kind]].method for kind in (True, False)]

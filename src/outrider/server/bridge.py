@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
-from outrider.engine.engine import lost
+from outrider.engine.engine import error_emission
 from outrider.runner.compiled import without_building
 from outrider.server.config import ANYONE, Client
 from outrider.types import OutriderError, Request
@@ -256,7 +256,7 @@ class EngineBridge:
     def _fail_streams(self, error: BaseException) -> None:
         """Fail all streams after the engine thread has stopped unexpectedly."""
         self._has_broken = True
-        self._deliver([lost(request_id, error) for request_id in self._streams])
+        self._deliver([error_emission(request_id, error) for request_id in self._streams])
 
     # --- in the engine thread -------------------------------------------------------------------------------------------------
 
@@ -293,7 +293,7 @@ class EngineBridge:
         emissions = engine.fail_running(error)
         known = {emission.request_id for emission in emissions}
         known |= {entry.request.request_id for entry in engine.scheduler.waiting}
-        return emissions + [lost(request_id, error) for request_id in self._inside - known]
+        return emissions + [error_emission(request_id, error) for request_id in self._inside - known]
 
     def _run_commands(self, wait: bool) -> None:
         """Run commands from the event loop; if the engine is idle, wait for one."""
@@ -314,7 +314,7 @@ class EngineBridge:
                     self._inside.add(request.request_id)
                 except Exception as error:
                     logger.exception("request %s was not accepted", request.request_id)
-                    refused.append(lost(request.request_id, error))
+                    refused.append(error_emission(request.request_id, error))
         self._send(refused)
 
     def _abort(self, request_ids: set[str]) -> None:

@@ -125,7 +125,7 @@ class Prompts:
         answer = await self.pool.do({**job, "max_tokens": scheduler.max_len - 1}, num_characters, client)
         if "too_long" in answer:
             scheduler.check_prompt_len(answer["too_long"])
-        return [self._llm.accepted(token_ids, job.get("add_special_tokens", True)) for token_ids in answer["ids"]]
+        return [self._llm.checked_prompt(token_ids, job.get("add_special_tokens", True)) for token_ids in answer["ids"]]
 
     def _check_size(self, prompt: str | Sequence[int]) -> int:
         """Return the prompt's length. Raises ``OutriderError`` if no tokenization of it can fit into the context."""

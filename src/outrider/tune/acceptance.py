@@ -14,8 +14,8 @@ PRIOR_WEIGHT = 4.0  # weight, in rounds, of another temperature's counts as a pr
 
 @dataclass(slots=True)
 class Acceptance:
-    """Decaying counts by position: drafts reached and accepted; rounds that requested a draft there and had one at each
-    position before, and rounds in which the proposer made it.
+    """Decaying counts by position i: drafts reached and accepted; rounds in which draft i was requested and all before it were
+    made, and rounds in which it was made.
 
     Decay is implemented by growing the weight of new counts.
     """
@@ -25,7 +25,7 @@ class Acceptance:
     requested: list[float]
     made: list[float]
     unit: float = 1.0
-    alike: float = 0.0  # log odds that requests hardly differ from these shared counts
+    alike: float = 0.0  # log odds of the hypothesis that requests share these rates
 
     @classmethod
     def empty(cls, max_k: int) -> Acceptance:

@@ -1,5 +1,5 @@
 """Choose the number of drafts per request in each round: the K, including 0, with the highest expected tokens per second of the
-batch.
+batch, the goodput of Liu et al. 2024 (SmartSpec, arXiv 2406.14066), from costs and acceptance measured while it runs.
 
 The policy uses acceptance counts and times, and is independent of methods. A new method is assumed to be good, so that the
 first rounds try it and its value is soon known. Three rules keep this from being slower than plain decoding: K = 0 is a
@@ -15,9 +15,9 @@ from itertools import accumulate, pairwise
 from math import inf
 from operator import mul
 
-from outrider.runner.cost_book import CostBook, MethodCosts, RoundPrices
+from outrider.runner.cost_book import CostBook, MethodCosts, RoundCosts
 from outrider.tune.acceptance import OPTIMISTIC_RATE, Acceptance
-from outrider.tune.sharing import Shares
+from outrider.tune.sharing import Allocation
 from outrider.tune.track import DECAY, FIRST_PAUSE, Track
 from outrider.types import Context, DraftPrices, Request, Round
 
@@ -25,12 +25,13 @@ LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 23)  # candidate lengths, in addi
 CAPS = (1, 2, 4, 8, 16)  # candidate maximum K if each request has its own
 DECISION_PERIOD = 6  # rounds between decisions
 EARLY_ROUNDS = 16  # initial drafted rounds with a decision each
-# The first of these are slower than later ones: while they last, and the budget, drafts are given up only if they cannot pay.
+# In the first drafted rounds, which are slower than later ones, drafting stops only if even optimistic costs cannot pay, or if
+# the budget is spent.
 TRIAL_ROUNDS = 12
 HYSTERESIS = 1.02  # predicted gain required to change K, and for a K per request: with few observations both may be chance
 ALIKE = 0.1  # requests get one K if their expected gains differ by less than this share
 SHARED_DECAY = 0.99  # decay of the counts that new requests start with
-FIRST_REACH = 1  # a draft may be one longer than twice the longest so far
+FIRST_LONGEST = 1  # initial longest draft; candidates go up to 2 * longest + 1
 MAX_TEMPERATURE = 2.0  # higher temperatures share its counts, which bounds the number of counts
 PREFILL_HORIZON = 64  # tokens over which a proposer's prefill must pay off
 
@@ -63,19 +64,19 @@ class DraftLengthPolicy:
         self._tracks: dict[str, Track] = {}
         self._shared: dict[float, Acceptance] = {}  # by temperature, the strongest influence on acceptance
         self._budget = FIRST_BUDGET
-        self._most_budget = MAX_BUDGET  # more while a probe is saved for: what it loses
-        self._reach = FIRST_REACH  # longest draft so far
+        self._most_budget = MAX_BUDGET  # raised to the loss of a probe that is being saved for
+        self._longest_so_far = FIRST_LONGEST  # longest draft so far
         self._requests: tuple[Request, ...] = ()
         self._batch: list[Track] = []
         self._has_grammars = False
         self._num_left_out, self._most_left_out = 0, 1  # new requests left out in a row, and how many before one is let in
         self._lens: list[int] = []  # decided lengths
         self._num_before: list[int] = []  # committed tokens per request before the round
-        self._tried: list[int] = []  # requests for which a single draft is tried this round, though none was decided on
-        self._expected_speedup = 1.0  # its expected speed over that of plain decoding
+        self._tried: int | None = None  # request that gets a single trial draft in this round, although its decided K is 0
+        self._expected_speedup = 1.0  # expected speed of the decided lengths / that of plain decoding
         self._draft_prices: DraftPrices | None = None
         self._plain: float | None = None  # seconds of a plain round
-        self._age = 0  # rounds since
+        self._rounds_since_decision = 0
         self._wait, self._pause = 0, FIRST_PAUSE
         self._last_probe_loss = 1.0  # plain rounds that the last probe could lose; the next pause is proportional to it
         self._new_request_factor = 1  # factor of a new request's wait, doubled by each unsuccessful probe
@@ -115,12 +116,12 @@ class DraftLengthPolicy:
 
     def next_lengths(self, context: Context) -> list[int]:
         """Return the drafts to request in this round, per request."""
-        k, self._tried = self._next_k(context), []
+        k, self._tried = self._next_k(context), None
         self._num_before = [len(request.token_ids) for request in context.requests]
         self._is_plain = k == 0
         if k == 0 or self._is_probe:
-            return self._open([k] * len(self._batch))
-        return self._with_tries()
+            return self._zero_left_out([k] * len(self._batch))
+        return self._with_trial()
 
     def _next_k(self, context: Context) -> int:
         """Return the maximum number of drafts to request, and set whether this round is a probe."""
@@ -129,9 +130,11 @@ class DraftLengthPolicy:
             self._switch_batch(context)
         elif self._wait > 0:
             return 0
-        elif self._plain is None or (self._k and (self._age >= DECISION_PERIOD or self._num_drafted < EARLY_ROUNDS)):
+        elif self._plain is None or (
+            self._k and (self._rounds_since_decision >= DECISION_PERIOD or self._num_drafted < EARLY_ROUNDS)
+        ):
             self._decide(context, self._lens)
-        self._age += 1
+        self._rounds_since_decision += 1
         if self._plain is None:
             return 0
         if self._k == 0:
@@ -153,10 +156,9 @@ class DraftLengthPolicy:
                 self._num_unchecked = 0
             self._wait -= 1
             if self._plain is not None:
-                income = EXPLORATION_SHARE * (times.total - times.draft_prefill) / self._plain
-                self._budget = min(self._budget + income, self._most_budget)
+                self._add_to_budget(0.0, (times.total - times.draft_prefill) / self._plain)
         if round_.k:
-            # One with nothing but a grammar's drafts was perhaps not drafted for.
+            # A request that got only a grammar's drafts may not have been offered to the proposer.
             rows = zip(context.limits, round_.proposed_depths, of_grammar, strict=True)
             drafted_for = [b for b, (limit, depth, others) in enumerate(rows) if limit > 0 and (depth or not others)]
             if drafted_for:
@@ -203,17 +205,17 @@ class DraftLengthPolicy:
             self._wait = min(self._wait, int(batch * NEW_REQUEST_WAIT * self._new_request_factor * self._last_probe_loss))
         self._has_grammars = any([request.matcher is not None for request in context.requests])
         self.costs = self._costs[all([request.params.is_greedy for request in context.requests])]
-        self._decide(context, self._open(before))
+        self._decide(context, self._zero_left_out(before))
         if self._k == 0 and self._plain is not None:
             self._leave_out(fresh, context)
 
     def _leave_out(self, rows: Sequence[int], context: Context) -> None:
-        """Leave new requests out of drafting in which no probe can become due and be paid: nothing is kept for one.
+        """Stop drafting for new requests in which no probe can be both due and affordable; their hidden states are not kept.
 
-        If one loses less than the request's rounds without drafts take, the budget may grow to pay for one in a later request.
+        If only the budget is too small, let it grow until a later request can afford a probe.
         """
         requests = self._requests
-        waiting = [b for b in rows if requests[b].may_draft and requests[b].num_draft_tokens is None]
+        waiting = [b for b in rows if requests[b].follows_policy]
         for b in waiting:
             requests[b].may_draft = False
         for b in waiting:
@@ -225,7 +227,7 @@ class DraftLengthPolicy:
                 if not requests[b].may_draft and loss < limit:
                     self._most_budget = max(loss, MAX_BUDGET)
 
-    def _open(self, lens: Sequence[int]) -> list[int]:
+    def _zero_left_out(self, lens: Sequence[int]) -> list[int]:
         """Return the lengths with 0 for requests that take no part in drafting."""
         return [k if request.may_draft else 0 for k, request in zip(lens, self._requests, strict=True)]
 
@@ -245,26 +247,27 @@ class DraftLengthPolicy:
         """Return a request's committed tokens since the last call of the proposer."""
         return len(self._requests[b].token_ids) - self._batch[b].num_seen
 
-    def _with_tries(self) -> list[int]:
+    def _with_trial(self) -> list[int]:
         """Return the decided lengths, with a trial draft for one request without drafts whose ``rest`` is over."""
         lens = self._lens
         for b, track in enumerate(self._batch):
-            if self._lens[b] == 0 and self._requests[b].num_draft_tokens is None and self._requests[b].may_draft:
+            if self._lens[b] == 0 and self._requests[b].follows_policy:
                 track.rest -= 1
-                if track.rest <= 0 and not self._tried:
-                    self._tried, lens = [b], lens.copy()
+                if track.rest <= 0 and self._tried is None:
+                    self._tried, lens = b, lens.copy()
                     lens[b] = 1
         return lens
 
-    def _judge_tries(self, round_: Round) -> None:
+    def _judge_trial(self, round_: Round) -> None:
         """Double the rest after a rejected draft; decide again after an accepted one."""
-        for b in self._tried:
-            track = self._batch[b]
-            if round_.num_accepted[b]:
-                track.pause, self._age = FIRST_PAUSE, DECISION_PERIOD
-            elif round_.depths[b]:
-                track.pause = min(2 * track.pause, MAX_PAUSE)
-            track.rest = track.pause
+        if self._tried is None:
+            return
+        track = self._batch[self._tried]
+        if round_.num_accepted[self._tried]:
+            track.pause, self._rounds_since_decision = FIRST_PAUSE, DECISION_PERIOD
+        elif round_.depths[self._tried]:
+            track.pause = min(2 * track.pause, MAX_PAUSE)
+        track.rest = track.pause
 
     def _learn_grammar(self, round_: Round, is_prefill: bool) -> list[int]:
         """Learn how many rows a grammar's drafts take. Return those of this round, per request."""
@@ -278,7 +281,7 @@ class DraftLengthPolicy:
     def _learn(self, drafted_for: Sequence[int], context: Context, round_: Round) -> None:
         self._num_drafted += 1
         self._num_unchecked += 1
-        self._reach = max(self._reach, *round_.proposed_depths)
+        self._longest_so_far = max(self._longest_so_far, *round_.proposed_depths)
         for b in drafted_for:
             track = self._batch[b]
             track.num_seen = len(self._requests[b].token_ids)
@@ -295,7 +298,7 @@ class DraftLengthPolicy:
             num_requested = max(num_drafts, 1) if beside_grammar else min(round_.k, context.limits[b])
             track.own.add(num_requested, num_drafts, num_accepted)
             track.shared.add(num_requested, num_drafts, num_accepted)
-        self._judge_tries(round_)
+        self._judge_trial(round_)
 
     def _charge_budget(self, round_: Round, num_drafting: int, catch_up: float, is_prefill: bool) -> None:
         """Take the time that the round lost against plain decoding from the budget, or add the time that it won.
@@ -314,23 +317,26 @@ class DraftLengthPolicy:
         if round_.of_grammar is not None:  # these rows would also be scored without drafts
             seconds -= self.costs.widening(round_.of_grammar, cache_len)
         won = sum(round_.num_accepted) / batch - ((seconds + catch_up) / plain - 1)
-        income = EXPLORATION_SHARE * (round_.times.total / plain + won)
-        self._budget = min(self._budget + won + income, self._most_budget)
+        self._add_to_budget(won, round_.times.total / plain + won)
+
+    def _add_to_budget(self, won: float, spent: float) -> None:
+        """Add the time that a round won against plain decoding, and the share of its time that may be lost; in plain rounds."""
+        self._budget = min(self._budget + won + EXPLORATION_SHARE * spent, self._most_budget)
 
     # --- decisions ----------------------------------------------------------------------------------------------------------
 
     def _decide(self, context: Context, before: list[int]) -> None:
         """Decide the lengths again. The lengths ``before`` are kept unless others promise more."""
         batch = len(self._batch)
-        self._age = 0
-        # A grammar's drafts come with any K, as many for each other token: only their rows matter.
+        self._rounds_since_decision = 0
+        # A grammar's drafts do not depend on K, so only the rows that they add matter.
         rates = [track.of_grammar for track in self._batch]
-        bare, prices = self._prices(context), self._prices(context, rates)
+        bare, costs = self._round_costs(context), self._round_costs(context, rates)
         self._plain = None if bare is None else bare.plain
-        if bare is None or prices is None:
+        if bare is None or costs is None:
             self._lens = [0] * batch
             return
-        longest = min(2 * self._reach + 1, self.max_k)
+        longest, lengths = self._candidates()
         expected, gains, made, catch_up = [OPTIMISTIC_RATE] * longest, [], [], []
         for b, (track, request) in enumerate(zip(self._batch, self._requests, strict=True)):
             own, limit = request.num_draft_tokens if request.may_draft else 0, context.limits[b]
@@ -341,23 +347,22 @@ class DraftLengthPolicy:
         lasting = [sum(chances) / batch for chances in zip(*[accumulate([1.0, *each[1:]], mul) for each in made], strict=True)]
         depths, nodes = list(accumulate(lasting, initial=0.0)), [*map(mul, self._nodes(longest), lasting)]
 
-        def shares_at(prices: RoundPrices) -> Shares:
-            draft = prices.draft
-            at_depth = replace(prices, draft=lambda k, num_drafting: draft(depths[int(k)], num_drafting))
-            return Shares(gains, [each[0] for each in made], nodes, catch_up, at_depth, sum(rates) / batch)
+        def allocation_at(costs: RoundCosts) -> Allocation:
+            draft = costs.draft
+            at_depth = replace(costs, draft=lambda k, num_drafting: draft(depths[int(k)], num_drafting))
+            return Allocation(gains, [each[0] for each in made], nodes, catch_up, at_depth, sum(rates) / batch)
 
-        shares = shares_at(prices)
-        lengths = [k for k in self._lengths if 0 < k <= longest]
-        speed, lens = self._best(shares, lengths)
-        plain = batch / prices.plain
+        allocation = allocation_at(costs)
+        speed, lens = self._best(allocation, lengths)
+        plain = batch / costs.plain
         self._is_trial &= self._num_drafted < TRIAL_ROUNDS and self._budget >= 1
         may_pay = (
             self._is_trial
             and not self._has_grammars
-            and shares_at(prices.at_best).best_together(lengths)[0] > HYSTERESIS * plain
+            and allocation_at(costs.at_best).best_uniform(lengths)[0] > HYSTERESIS * plain
         )
         if max(before) <= longest:
-            kept = shares.speed(before) if any(before) else plain
+            kept = allocation.speed(before) if any(before) else plain
             if max(speed, plain) < HYSTERESIS * kept and (any(before) or not may_pay):
                 speed, lens = kept, before
         if speed <= plain and not may_pay:
@@ -368,44 +373,49 @@ class DraftLengthPolicy:
             self._wait = self._pause
         self._lens, self._expected_speedup = lens, max(speed / plain, 1.0)
         best, depth = max(speed, plain), depths[max(self._k, 1)]
-        step, widening = prices.draft(2, batch) - prices.draft(1, batch), prices.score(1 + depth) - prices.score(1)
+        step, widening = costs.draft(2, batch) - costs.draft(1, batch), costs.score(1 + depth) - costs.score(1)
         self._draft_prices = DraftPrices(best * step, best * max(widening, 0.0) / (batch * depth))
 
-    def _best(self, shares: Shares, lengths: Sequence[int]) -> tuple[float, list[int]]:
+    def _candidates(self) -> tuple[int, list[int]]:
+        """Return the longest draft that may be requested now, and the lengths up to it that are compared."""
+        longest = min(2 * self._longest_so_far + 1, self.max_k)
+        return longest, [k for k in self._lengths if 0 < k <= longest]
+
+    def _best(self, allocation: Allocation, lengths: Sequence[int]) -> tuple[float, list[int]]:
         """Return the best speed of the batch with drafts, and its lengths: one for all requests unless they differ."""
-        speed, lens = shares.best_together(lengths)
+        speed, lens = allocation.best_uniform(lengths)
         if not all([request.may_draft for request in self._requests]):
-            lens = self._open(lens)
-            speed = shares.speed(lens) if any(lens) else 0.0
-        if not shares.are_alike(ALIKE):
-            apart = shares.best([k for k in lengths if k in CAPS or k == lengths[-1]])
+            lens = self._zero_left_out(lens)
+            speed = allocation.speed(lens) if any(lens) else 0.0
+        if not allocation.are_alike(ALIKE):
+            apart = allocation.best([k for k in lengths if k in CAPS or k == lengths[-1]])
             speed, lens = apart if apart[0] >= HYSTERESIS * speed else (speed, lens)
         return speed, lens
 
     def _pays(self, request: Request, batch: int) -> bool:
         """Return whether drafts for a batch of requests like this one are expected to pay; True while costs are unknown."""
-        prices = self._costs[request.params.is_greedy].prices(batch, len(request.token_ids))
-        if prices is None:
+        costs = self._costs[request.params.is_greedy].round_costs(batch, len(request.token_ids))
+        if costs is None:
             return True
-        longest = min(2 * self._reach + 1, self.max_k)
+        longest, lengths = self._candidates()
         gains = self._track(request).gains([OPTIMISTIC_RATE] * longest, longest)
-        speed, _ = self._best_alike(gains, batch, prices, [k for k in self._lengths if 0 < k <= longest])
-        return speed > batch / prices.plain
+        speed, _ = self._best_alike(gains, batch, costs, lengths)
+        return speed > batch / costs.plain
 
-    def _best_alike(
-        self, gains: list[float], batch: int, prices: RoundPrices, lengths: Sequence[int]
-    ) -> tuple[float, list[int]]:
+    def _best_alike(self, gains: list[float], batch: int, costs: RoundCosts, lengths: Sequence[int]) -> tuple[float, list[int]]:
         """Return the best speed, and its lengths, of a batch of requests with the same ``gains`` whose drafts are all made."""
-        shares = Shares([gains] * batch, [1.0] * batch, self._nodes(len(gains)), [0.0] * batch, prices)
-        return shares.best_together(lengths)
+        allocation = Allocation([gains] * batch, [1.0] * batch, self._nodes(len(gains)), [0.0] * batch, costs)
+        return allocation.best_uniform(lengths)
 
     def _nodes(self, k: int) -> list[int]:
         """Return the tokens that each depth of a proposal up to k adds to a pass, at least one."""
         totals = [self._num_nodes(depth) for depth in range(k + 1)]
         return [max(1, after - before) for before, after in pairwise(totals)]
 
-    def _prices(self, context: Context, of_grammar: Sequence[float] = ()) -> RoundPrices | None:
-        return self.costs.prices(len(self._batch), max([len(request.token_ids) for request in context.requests]), of_grammar)
+    def _round_costs(self, context: Context, of_grammar: Sequence[float] = ()) -> RoundCosts | None:
+        return self.costs.round_costs(
+            len(self._batch), max([len(request.token_ids) for request in context.requests]), of_grammar
+        )
 
     def _probe(self, context: Context) -> int:
         """Probe with a few drafts after a pause, in case the text became predictable."""
@@ -435,7 +445,7 @@ class DraftLengthPolicy:
 
         No budget pays for processing all their tokens, and hidden states kept for that would grow without limit.
         """
-        rows = [b for b, request in enumerate(self._requests) if request.may_draft and request.num_draft_tokens is None]
+        rows = [b for b, request in enumerate(self._requests) if request.follows_policy]
         rows = sorted([b for b in rows if self._num_unseen(b) > FAR_BEHIND], key=self._num_unseen)
         for b in rows[len(rows) // 2 :]:
             self._requests[b].may_draft = False
@@ -444,16 +454,16 @@ class DraftLengthPolicy:
     def _probe_plan(self, context: Context) -> tuple[int, float]:
         """Return the K of a probe and the plain rounds that it loses if its drafts are rejected; K = 0 if none is possible."""
         rows = [b for b, request in enumerate(self._requests) if request.may_draft]
-        prices = self._prices(context) if rows else None
-        if prices is None:  # costs were reset since the last decision: measure a plain round first
+        costs = self._round_costs(context) if rows else None
+        if costs is None:  # costs were reset since the last decision: measure a plain round first
             return 0, 0.0
         batch, longest = len(self._batch), min(MAX_PROBE, self.max_k)
         lengths = range(1, longest + 1)
-        _, (k, *_) = self._best_alike([PROBE_RATE**depth for depth in lengths], batch, prices, lengths)
-        lens, cache_len = self._open([sum(self._nodes(k))] * batch), len(context.requests[0].token_ids)
+        _, (k, *_) = self._best_alike([PROBE_RATE**depth for depth in lengths], batch, costs, lengths)
+        lens, cache_len = self._zero_left_out([sum(self._nodes(k))] * batch), len(context.requests[0].token_ids)
         seconds = self.costs.round(k, lens, k, len(rows), cache_len)
         seconds += self.costs.catch_up(sum([self._num_unseen(b) for b in rows]))
-        return k, seconds / prices.plain - 1
+        return k, seconds / costs.plain - 1
 
     def _judge_probe(self, round_: Round, context: Context) -> None:
         """Double the pause after a failed probe.

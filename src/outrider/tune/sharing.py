@@ -14,21 +14,21 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from outrider.runner.cost_book import RoundPrices
+from outrider.runner.cost_book import RoundCosts
 
-NEVER = 1e-9  # negligible probability
+EPSILON = 1e-9  # negligible probability
 
 
 @dataclass
-class Shares:
+class Allocation:
     """The drafts of a batch ranked by value."""
 
     gains: Sequence[Sequence[float]]  # [B][N]: accepted tokens that a draft at each depth adds
     made: Sequence[float]  # [B]: share of rounds with drafts
     nodes: Sequence[float]  # [N]: rows of the pass for each depth
     catch_up: Sequence[float]  # [B]: the proposer's seconds per emitted token to prefill what it has not seen
-    prices: RoundPrices
-    of_grammar: float = 0.0  # rows that a grammar adds for each accepted draft, beyond those in ``prices``
+    costs: RoundCosts
+    of_grammar: float = 0.0  # rows that a grammar adds for each accepted draft, beyond those in ``costs``
 
     def __post_init__(self) -> None:
         self.batch = len(self.gains)
@@ -38,17 +38,17 @@ class Shares:
         firsts = [gains[0] * made for gains, made in zip(self.gains, self.made, strict=True)]
         return max(firsts) - min(firsts) <= within * max(firsts)
 
-    def best_together(self, lengths: Sequence[int]) -> tuple[float, list[int]]:
+    def best_uniform(self, lengths: Sequence[int]) -> tuple[float, list[int]]:
         """Return the best tokens per second with one K of ``lengths`` for all requests, and that K per request."""
-        speeds = self.together(lengths)
+        speeds = self.uniform_speeds(lengths)
         at = speeds.index(max(speeds))
         return speeds[at], [lengths[at]] * self.batch
 
-    def together(self, lengths: Sequence[int]) -> list[float]:
+    def uniform_speeds(self, lengths: Sequence[int]) -> list[float]:
         """Return tokens per second with one K for all requests, for each of the ascending ``lengths``; equals ``speed``."""
-        prices, nobody = self.prices, prod([1 - made for made in self.made])
-        somebody = 1 - nobody
-        share = 1.0 if prices.is_padded else sum(self.made) / self.batch / max(somebody, NEVER)
+        costs, p_plain = self.costs, prod([1 - made for made in self.made])
+        p_drafted = 1 - p_plain
+        share = 1.0 if costs.is_padded else sum(self.made) / self.batch / max(p_drafted, EPSILON)
         gained, total_catch_up, width, reached, speeds = 0.0, sum(self.catch_up), 1.0, 0, []
         for k in lengths:
             for depth in range(reached, k):
@@ -57,8 +57,8 @@ class Shares:
                     total_catch_up += gains[depth] * made * own_catch_up
                 width += self.nodes[depth] * share
             reached = k
-            seconds = prices.draft(k, self.batch) + nobody * prices.plain + total_catch_up
-            seconds += somebody * (prices.score(width + self.of_grammar * gained / self.batch) + prices.outside)
+            seconds = costs.draft(k, self.batch) + p_plain * costs.plain + total_catch_up
+            seconds += p_drafted * (costs.score(width + self.of_grammar * gained / self.batch) + costs.overhead)
             speeds.append((self.batch + gained) / seconds)
         return speeds
 
@@ -78,7 +78,7 @@ class Shares:
     def speed(self, lens: Sequence[int]) -> float:
         """Return tokens per second with one K per request; ``lens[b]`` at most N, at least one above 0."""
         if min(lens) == max(lens):
-            return self.together(lens[:1])[0]
+            return self.uniform_speeds(lens[:1])[0]
         return self._speeds(max(lens), [draft for draft in self._ranked if draft.depth <= lens[draft.b]])[-1]
 
     @cached_property
@@ -95,26 +95,26 @@ class Shares:
 
     def _speeds(self, k: int, drafts: Iterable[_Draft]) -> list[float]:
         """Return tokens per second with the first draft, the first two, ..., when requesting k."""
-        prices, batch, made, catch_up = self.prices, self.batch, self.made, self.catch_up
+        costs, batch, made, catch_up = self.costs, self.batch, self.made, self.catch_up
         of_grammar = self.of_grammar / batch
-        score, outside, is_padded = prices.score, prices.outside, prices.is_padded
+        score, overhead, is_padded = costs.score, costs.overhead, costs.is_padded
         gained, total_catch_up, tokens, num_drafting, deepest = 0.0, 0.0, 0.0, 0, 0
-        nobody = 1.0  # probability that no request has a draft and the pass is plain
-        somebody = around = width = 0.0
+        p_plain = 1.0  # probability that no request has a draft and the pass is plain
+        p_drafted = fixed_seconds = width = 0.0
         speeds = []
         for b, depth, gain, nodes in drafts:
             if depth == 1:
-                num_drafting, nobody, total_catch_up = num_drafting + 1, nobody * (1 - made[b]), total_catch_up + catch_up[b]
-                somebody = 1 - nobody
-                around = prices.draft(k, num_drafting) + nobody * prices.plain + somebody * outside
+                num_drafting, p_plain, total_catch_up = num_drafting + 1, p_plain * (1 - made[b]), total_catch_up + catch_up[b]
+                p_drafted = 1 - p_plain
+                fixed_seconds = costs.draft(k, num_drafting) + p_plain * costs.plain + p_drafted * overhead
             gained, total_catch_up = gained + gain, total_catch_up + catch_up[b] * gain
             if not is_padded:
                 tokens += made[b] * nodes
-                width = 1 + tokens / batch / max(somebody, NEVER)
+                width = 1 + tokens / batch / max(p_drafted, EPSILON)
             elif depth > deepest:
                 deepest, tokens = depth, tokens + nodes
                 width = 1 + tokens
-            speeds.append((batch + gained) / (around + total_catch_up + somebody * score(width + of_grammar * gained)))
+            speeds.append((batch + gained) / (fixed_seconds + total_catch_up + p_drafted * score(width + of_grammar * gained)))
         return speeds
 
 

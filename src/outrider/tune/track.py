@@ -30,8 +30,9 @@ class Track:
     num_free: float = 0.0
 
     def gains(self, expected: Sequence[float], most: int) -> list[float]:
-        """Return, for each depth of ``expected``, the accepted tokens that requesting a draft there adds, given that there is a
-        first one; 0 for depths beyond ``most``.
+        """Return, per depth, the probability that a draft there is accepted, given that the proposer makes a first one.
+
+        0 beyond ``most``. ``expected``: acceptance by depth of a request without counts.
 
         Drafts that a grammar forces add none: depths and values are scaled by the share of drafts that are free.
         """

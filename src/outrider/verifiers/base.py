@@ -18,7 +18,7 @@ class Verifier(ABC):
     """Decides which drafts are accepted, from probabilities or tokens and random numbers only."""
 
     lossless: ClassVar[bool]  # whether the output distribution is exactly the target's
-    handles_trees: ClassVar[bool]
+    supports_trees: ClassVar[bool]
     # The argument ``target`` of ``verify``: Sampler.probs() [B, N + 1, V] or Sampler.tokens() [B, N + 1].
     target_input: ClassVar[Literal["probs", "tokens"]]
 
@@ -48,17 +48,17 @@ def left_over(proposal: Proposal, target_probs: Tensor, num_accepted: Tensor) ->
         left: Tensor = torch.ops.outrider.left_over(target_probs, draft_probs, tokens, num_accepted, lens)
         return left
     rejected = num_accepted < lens
-    left = rows_at(target_probs, num_accepted)  # nothing is subtracted without a rejection
+    left = gather_rows(target_probs, num_accepted)  # nothing is subtracted without a rejection
     first = num_accepted.clamp_max(width - 1)
     if draft_probs is None:
         mass = rejected.to(left.dtype).unsqueeze(-1)
         subtracted = torch.zeros_like(left).scatter_(-1, tokens.gather(-1, first.unsqueeze(-1)), mass)
     else:
-        subtracted = torch.where(rejected.unsqueeze(-1), rows_at(draft_probs, first), 0.0)
+        subtracted = torch.where(rejected.unsqueeze(-1), gather_rows(draft_probs, first), 0.0)
     return residual(left, subtracted)
 
 
-def rows_at(values: Tensor, index: Tensor) -> Tensor:
+def gather_rows(values: Tensor, index: Tensor) -> Tensor:
     """Return values[b, index[b]]: [B, N, V], [B] -> [B, V]. (torch's own indexing wakes its threads.)"""
     offsets = torch.arange(0, values.shape[0] * values.shape[1], values.shape[1], device=values.device)
     return values.flatten(0, 1).index_select(0, index + offsets)

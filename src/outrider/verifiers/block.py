@@ -1,8 +1,14 @@
 """Block verification: verifies a chain as a whole and accepts at least as many drafts as rejection, in expectation.
 
 Sun, Mendlovic, Leviathan, Aharoni, Ro, Beirami, Suresh 2024 (arXiv 2403.10444), Algorithm 2, for chains; its generalisation in
-traversal.py for trees. Point masses are verified by rejection, which already accepts them with the target's probability, the
-maximum of any lossless rule.
+traversal.py for trees. With draft probabilities q, target probabilities p and drafts x_1 ... x_N:
+
+    w_0 = 1, w_i = min(1, w_(i-1) p(x_i) / q(x_i))         weight of the prefix of i drafts
+    e_i = sum over x of max(0, w_i p(x) - q(x))             mass that the prefix still needs, at the position after it
+    prefix i is accepted with probability e_i / (e_i + 1 - w_i), the whole chain with probability w_N
+
+The longest accepted prefix is kept; the next token follows max(0, w_i p - q), after the whole chain p. Point masses are
+verified by rejection, which already accepts them with the target's probability, the maximum of any lossless rule.
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.types import Proposal, Randomness, Verdict
-from outrider.verifiers.base import TINY, chain_verdict, residual, rows_at
+from outrider.verifiers.base import TINY, chain_verdict, gather_rows, residual
 from outrider.verifiers.rejection import RejectionVerifier
 from outrider.verifiers.traversal import verify_tree
 
@@ -40,8 +46,8 @@ class BlockVerifier(RejectionVerifier):
         num_accepted = (is_accepted * index).amax(dim=-1)  # [B]
         has_rejection = (num_accepted < lens.squeeze(-1)).unsqueeze(-1)
         weight = torch.where(has_rejection, weights.gather(-1, num_accepted.unsqueeze(-1)), 1.0)
-        rejected = torch.where(has_rejection, rows_at(draft_probs, num_accepted.clamp_max(width - 1)), 0.0)
-        next_token = random.categorical(residual(weight * rows_at(target, num_accepted), rejected))
+        rejected = torch.where(has_rejection, gather_rows(draft_probs, num_accepted.clamp_max(width - 1)), 0.0)
+        next_token = random.categorical(residual(weight * gather_rows(target, num_accepted), rejected))
         return chain_verdict(num_accepted, next_token)
 
 

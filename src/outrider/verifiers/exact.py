@@ -16,7 +16,7 @@ class ExactMatchVerifier(Verifier):
     """Follows the target's tokens through the drafts; makes no random decisions."""
 
     lossless = True
-    handles_trees = True
+    supports_trees = True
     target_input = "tokens"
 
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:

@@ -17,7 +17,7 @@ class RejectionVerifier(Verifier):
     """Accepts draft x with probability min(1, target(x) / draft(x)); after a rejection samples from the residual."""
 
     lossless = True
-    handles_trees = True
+    supports_trees = True
     target_input = "probs"
 
     def verify(self, proposal: Proposal, target: Tensor, random: Randomness) -> Verdict:

@@ -17,7 +17,7 @@ class TypicalVerifier(Verifier):
     """Accepts the longest path of drafts that are typical for the target. Lossy; must be requested by name."""
 
     lossless = False
-    handles_trees = True
+    supports_trees = True
     target_input = "probs"
 
     def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
