@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from outrider.runner import ModelRunner, RunnerConfig, round_hidden
 from outrider.runner.kv_cache import CacheShape, KVCache, LayerShape
+from outrider.runner.layouts import shared_chunk
 from outrider.runner.loading import cache_argument
 from outrider.runner.longrope import LongTexts
-from outrider.runner.model_runner import shared_chunk
 from outrider.runner.survey import survey_without_weights
 from outrider.types import Context, OutriderError
 

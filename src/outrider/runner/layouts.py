@@ -138,3 +138,18 @@ def rows_from(values: Tensor, starts: Sequence[int], lens: Sequence[int], count:
     rows = values.new_empty(len(lens) * count, *values.shape[1:])
     rows[torch.tensor(to, device=values.device)] = values if len(taken) == len(values) else values[taken]
     return rows.view(len(lens), count, *values.shape[1:])
+
+
+def shared_chunk(uncached: Sequence[int], chunk: int) -> list[int]:
+    """Divide a prefill chunk: half for the oldest request, the rest for those with the fewest remaining tokens.
+
+    So short prompts do not wait for a long one, and a long prompt is not starved by short ones. Chunks between decoding rounds are
+    those of Sarathi-Serve (Agrawal et al. 2024, arXiv 2403.02310).
+    """
+    counts = [0] * len(uncached)
+    some = [b for b, count in enumerate(uncached) if count]
+    if some:
+        counts[some[0]] = min(uncached[some[0]], -(-chunk // 2))
+    for b in sorted(some, key=lambda b: uncached[b] - counts[b]):
+        counts[b] += min(uncached[b] - counts[b], chunk - sum(counts))
+    return counts

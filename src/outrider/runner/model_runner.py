@@ -26,7 +26,7 @@ from outrider.runner.cost_book import CostBook
 from outrider.runner.graphs import Run, wait_for
 from outrider.runner.kv_cache import CacheShape, KVCache
 from outrider.runner.layer_span import WHOLE, LayerSpan
-from outrider.runner.layouts import SHORT, Layouts, rows_from
+from outrider.runner.layouts import SHORT, Layouts, rows_from, shared_chunk
 from outrider.runner.longrope import settle_longrope, usual_window
 from outrider.runner.packed_files import PackedFile
 from outrider.runner.passes import PassRunner
@@ -249,9 +249,9 @@ class ModelRunner:
         which saves a pass before the first token. ``hidden``: the hidden states that the score of these tokens will report.
         """
         rows = self._rows(request_ids, sequences, hidden)
-        unread = self._num_uncached(sequences, rows)
-        counts = shared_chunk([count if count >= SHORT else 0 for count in unread], self.config.prefill_chunk)
-        left = [most - count for most, count in zip(unread, counts, strict=True)]
+        uncached = self._num_uncached(sequences, rows)
+        counts = shared_chunk([count if count >= SHORT else 0 for count in uncached], self.config.prefill_chunk)
+        left = [most - count for most, count in zip(uncached, counts, strict=True)]
         if not self.layouts.is_padded:
             counts = [count if rest else 0 for count, rest in zip(counts, left, strict=True)]
         self._prefill_pass(request_ids, sequences, rows, counts, hidden)
@@ -397,12 +397,7 @@ class ModelRunner:
         return [torch.cat(states) for states in found], LayerSpan(partial.depth)
 
     def _prefill(
-        self,
-        request_ids: Sequence[str],
-        sequences: Sequences,
-        rows: list[int],
-        spare: int,
-        hidden: tuple[int, ...],
+        self, request_ids: Sequence[str], sequences: Sequences, rows: list[int], spare: int, hidden: tuple[int, ...]
     ) -> None:
         """Prefill long uncached sequences in chunks, except for what the following pass can take."""
         longest = max(len(text) for text in sequences)
@@ -411,12 +406,11 @@ class ModelRunner:
         self.cache.reserve(longest + spare + 1)
         most = 0 if self.layouts.is_padded else self.config.prefill_chunk
         while True:
-            unread = self._num_uncached(sequences, rows)
-            if sum([count for count in unread if count >= SHORT]) <= most:
+            uncached = self._num_uncached(sequences, rows)
+            if sum([count for count in uncached if count >= SHORT]) <= most:
                 return
-            self._prefill_pass(
-                request_ids, sequences, rows, [min(count, self.config.prefill_chunk) for count in unread], hidden
-            )
+            counts = [min(count, self.config.prefill_chunk) for count in uncached]
+            self._prefill_pass(request_ids, sequences, rows, counts, hidden)
 
     def _prefill_pass(
         self,
@@ -487,17 +481,3 @@ class ModelRunner:
                 wait_for(self.device)
                 times.append(time.perf_counter() - start)
         return min(times[1:])
-
-
-def shared_chunk(unread: Sequence[int], chunk: int) -> list[int]:
-    """Divide a prefill chunk: half for the oldest request, the rest for those with the fewest remaining tokens.
-
-    So short prompts do not wait for a long one, and a long prompt is not starved by short ones.
-    """
-    counts = [0] * len(unread)
-    some = [b for b, count in enumerate(unread) if count]
-    if some:
-        counts[some[0]] = min(unread[some[0]], -(-chunk // 2))
-    for b in sorted(some, key=lambda b: unread[b] - counts[b]):
-        counts[b] += min(unread[b] - counts[b], chunk - sum(counts))
-    return counts
