@@ -273,8 +273,16 @@ class Proposal:
             return replace(Proposal.empty(len(lens), self.token_ids.device), partial_pass=self.partial_pass)
         return self._with(lambda values: values[:, :width], torch.tensor(lens, dtype=torch.long))
 
-    def first_paths(self) -> tuple[Proposal, Tensor]:
-        """Reduce each request's tree to its chain of first children; also return their indices in the tree, [B, D].
+    def gather(self, nodes: Sequence[Sequence[int]]) -> Proposal:
+        """Return the drafts ``nodes[b]`` of each request; their parents are still indices in the whole proposal."""
+        lens = torch.tensor([len(own) for own in nodes], dtype=torch.long)
+        width = max(map(len, nodes), default=0)
+        columns = torch.tensor([[*own, *[0] * (width - len(own))] for own in nodes], dtype=torch.long).view(len(nodes), width)
+        rows = torch.arange(len(nodes))[:, None]
+        return self._with(lambda values: values[rows, columns], lens)
+
+    def first_paths(self) -> tuple[Proposal, list[list[int]]]:
+        """Reduce each request's tree to its chain of first children; also return their indices in the tree.
 
         The chain is lossless: first children were sampled before any sibling, so ``probs`` are still their distributions.
         """
@@ -286,11 +294,7 @@ class Proposal:
                 if parents[node] == (path[-1] if path else -1):
                     path.append(node)
             paths.append(path)
-        depth = max(map(len, paths), default=0)
-        nodes = torch.tensor([path + [0] * (depth - len(path)) for path in paths], dtype=torch.long).view(len(paths), depth)
-        index = (torch.arange(len(paths))[:, None], nodes)
-        lens = torch.tensor([len(path) for path in paths], dtype=torch.long)
-        return replace(self._with(lambda values: values[index], lens), parents=None), nodes
+        return replace(self.gather(paths), parents=None), paths
 
     def scatter(self, rows: Sequence[int], batch: int) -> Proposal:
         """Return these drafts as rows ``rows`` of a larger batch; its other requests have no drafts."""

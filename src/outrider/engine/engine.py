@@ -111,7 +111,7 @@ class Engine:
         self.check(request)
         self.scheduler.add(request, fork_of, client, priority)
         if fork_of is not None:
-            self._guard.share(fork_of)
+            self._guard.keep_prompt(fork_of)
 
     def abort(self, request_id: str) -> str:
         """End a request at once. Returns the text that the detokenizer still held back."""
@@ -147,16 +147,10 @@ class Engine:
 
     def _round(self, batch: Batch) -> list[Emission]:
         """Run one round. If the target fails, rerun it for each request alone, so that only those at fault end."""
-        if self._grammar_drafts is not None:
-            self._grammar_drafts.find_tokens(batch.context)  # before K is applied, which does not limit them
-        lengths = self._lengths(batch)
-        k, requested = max(lengths), batch.context
-        if lengths.count(k) < len(lengths):
-            requested = requested.limited(lengths)
+        k, requested = self._plan_drafts(batch)
         if k:
-            requested = self._prefill_drafts(requested.priced(self.policy.prices))
             batch = Batch(batch.entries, requested)
-            k = k if max(batch.context.limits) > 0 else 0
+            k = k if max(requested.limits) > 0 else 0
         try:
             result = run_round(batch, k, self._parts)
         except TargetError as failure:
@@ -165,6 +159,16 @@ class Engine:
                 return [self._fail(batch.entries[0], failure.__cause__)]
             return self._isolate(batch, k, failure)
         return self._settle(batch, result, requested)
+
+    def _plan_drafts(self, batch: Batch) -> tuple[int, Context]:
+        """Return the largest K of this round and its context, limited to each request's K, with the proposer's cache filled."""
+        if self._grammar_drafts is not None:
+            self._grammar_drafts.find_tokens(batch.context)  # before K is applied, which does not limit them
+        lengths = self._lengths(batch)
+        k, requested = max(lengths), batch.context
+        if lengths.count(k) < len(lengths):
+            requested = requested.limited(lengths)
+        return k, self._prefill_drafts(requested.priced(self.policy.prices)) if k else requested
 
     def _lengths(self, batch: Batch) -> list[int]:
         """Return K for each request: its own, or the policy's.

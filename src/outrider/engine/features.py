@@ -75,7 +75,7 @@ class FeatureStore:
         for request_id in request_ids:
             self._unseen.pop(request_id, None)
 
-    def share(self, request_id: str) -> None:
+    def keep_prompt(self, request_id: str) -> None:
         """Keep the hidden states of this request's prompt for requests that will be forked from it."""
         self._prompts.setdefault(request_id, None)
 

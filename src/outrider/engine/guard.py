@@ -43,7 +43,7 @@ class GuardedProposer:
         ``supports_trees``: whether the target scores trees. If not, each tree is reduced to its first path.
         """
         self._proposer, self._vocab_size, self._report = proposer, vocab_size, report
-        self._takes_trees = supports_trees
+        self._supports_trees = supports_trees
         self._nodes: dict[str, list[int]] = {}  # request -> indices of its drafts in the proposer's tree; empty: unchanged
         self._features = FeatureStore(proposer.needs_hidden)
         self._requests: defaultdict[str, _Drafting] = defaultdict(_Drafting)
@@ -113,10 +113,10 @@ class GuardedProposer:
 
     # --- samples of one prompt, hidden states ------------------------------------------------------------------------------
 
-    def share(self, request_id: str) -> None:
+    def keep_prompt(self, request_id: str) -> None:
         """Announce that other requests will be forked from this one."""
         if self._features.layers:
-            self._features.share(request_id)
+            self._features.keep_prompt(request_id)
 
     def start(self, request: Request) -> int:
         """See ``Proposer.start``; the whole prompt for a request without drafts, whose hidden states are not needed."""
@@ -156,12 +156,11 @@ class GuardedProposer:
     def _as_scored(self, checked: Checked, context: Context) -> Checked:
         """Reduce trees to chains if the target scores no trees, and keep the drafts' indices in the proposer's trees."""
         kept = checked.kept
-        if not self._takes_trees:
-            chains, first_paths = checked.proposal.first_paths()
-            nodes: list[list[int]] = first_paths.tolist()
+        if not self._supports_trees:
+            chains, paths = checked.proposal.first_paths()
             if kept is not None:
-                nodes = [[own[at] for at in path if at < len(own)] for own, path in zip(kept, nodes, strict=True)]
-            kept, checked = nodes, replace(checked, proposal=chains)
+                paths = [[own[at] for at in path] for own, path in zip(kept, paths, strict=True)]
+            kept, checked = paths, replace(checked, proposal=chains)
         if kept is not None:
             self._nodes = {request_id: list(own) for request_id, own in zip(context.request_ids, kept, strict=True)}
         return checked

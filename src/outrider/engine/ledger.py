@@ -76,8 +76,18 @@ class Ledger:
         self._num_cold = NUM_COLD if drafted_with_model else max(self._num_cold - 1, 0)
         depths = path_depths(proposal, is_of_grammar)
         proposed = depths if proposal.own is None else path_depths(proposal, (~proposal.own).tolist())
-        first_layer = result.scores.first_layer
-        round_ = Round(result.k, lens, depths, proposed, accepted, reached, times, first_layer, is_cold, of_grammar)
+        round_ = Round(
+            k=result.k,
+            lens=lens,
+            depths=depths,
+            proposed_depths=proposed,
+            num_accepted=accepted,
+            num_reached=reached,
+            times=times,
+            first_layer=result.scores.first_layer,
+            is_cold=is_cold,
+            of_grammar=of_grammar,
+        )
         self._record_times(result, round_, is_prefill)
         return round_, origins
 

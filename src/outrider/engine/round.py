@@ -76,17 +76,23 @@ def finish_round(batch: Batch, k: int, proposal: Proposal, parts: Parts) -> Roun
         scores = parts.runner.score(context, proposal, parts.hidden)
         to_target = sampler.tokens if verifier.target_input == "tokens" else sampler.probs
         target = to_target(scores.logits, proposal.token_ids, proposal.parents, lens=proposal.lens)
-        verdict = without_dead_ends(verifier.verify(proposal, target, sampler), proposal, context.requests)
+        verdict = verifier.verify(proposal, target, sampler)
+        verdict = without_dead_ends(verdict, proposal, context.requests)  # of grammars
     except Exception as error:
         raise TargetError(proposal) from error
     parts.runner.commit(context, verdict)  # the KV cache keeps the accepted path
     parts.proposer.commit(context, verdict)
 
+    decided = zip(batch.entries, decided_tokens(proposal, verdict), strict=True)
+    emitted = [parts.scheduler.commit(entry, tokens) for entry, tokens in decided]
+    return RoundResult(context, k, proposal, scores, verdict, [ids for ids, _ in emitted], [text for _, text in emitted])
+
+
+def decided_tokens(proposal: Proposal, verdict: Verdict) -> list[list[int]]:
+    """Return the tokens that a round adds to each request: its accepted drafts, then the verifier's token."""
     drafts = proposal.token_ids.tolist()
     decided = zip(verdict.paths, verdict.next_tokens, strict=True)
-    token_ids = [[*(drafts[b][node] for node in path), token] for b, (path, token) in enumerate(decided)]
-    emitted = [parts.scheduler.commit(entry, tokens) for entry, tokens in zip(batch.entries, token_ids, strict=True)]
-    return RoundResult(context, k, proposal, scores, verdict, [ids for ids, _ in emitted], [text for _, text in emitted])
+    return [[*(drafts[b][node] for node in path), token] for b, (path, token) in enumerate(decided)]
 
 
 def check_supports_trees(verifier: Verifier) -> None:

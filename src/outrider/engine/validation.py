@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outrider.sampling.grammar_masks import allowed_after, is_empty, path_to
-from outrider.types import Context, Proposal
+from outrider.types import Context, Proposal, Request
 from outrider.verifiers.base import within
 
 PROBS_TOLERANCE = 1e-2  # a float32 softmax over 250k entries sums to 1 well within this
@@ -76,14 +76,25 @@ def without_unusable(checked: Checked, context: Context) -> Checked:
             parent = node - 1 if tree is None else tree[node]
             if parent not in depths or (is_tree and max_depth is not None and depths[parent] >= max_depth):
                 continue
-            if has_grammar and request.matcher is not None:
-                allowed, token = allowed_after(request, path_to(parent, drafts, tree)), drafts[node]
-                if allowed is None or is_empty(allowed) or (not allowed[token] and _is_point_mass(proposal, b, node, token)):
-                    continue
+            if request.matcher is not None and _breaks_grammar(
+                request, path_to(parent, drafts, tree), drafts[node], proposal, (b, node)
+            ):
+                continue
             depths[node] = depths[parent] + 1
             nodes.append(node)
         kept.append(nodes)
     return _pruned(checked, kept)
+
+
+def _breaks_grammar(request: Request, path: Sequence[int], token: int, proposal: Proposal, place: tuple[int, int]) -> bool:
+    """Return whether nothing may follow the drafts of ``path``, or the draft after them is a point mass on a forbidden token.
+
+    ``place``: request and node of the draft.
+    """
+    allowed = allowed_after(request, path)
+    if allowed is None or is_empty(allowed):
+        return True
+    return not allowed[token] and _is_point_mass(proposal, *place, token)
 
 
 def _pruned(checked: Checked, kept: Sequence[Sequence[int]]) -> Checked:
@@ -91,21 +102,15 @@ def _pruned(checked: Checked, kept: Sequence[Sequence[int]]) -> Checked:
     proposal, lens = checked.proposal, [len(nodes) for nodes in kept]
     if lens == checked.lens:
         return checked
-    width = max(lens)
-    if width == 0:
+    if not any(lens):
         return Checked(proposal.narrow(lens), [[]] * len(lens), lens, checked.faults)
-    index = torch.tensor([[*nodes, *[0] * (width - len(nodes))] for nodes in kept], device=proposal.token_ids.device)
-    parents = None
+    pruned = proposal.gather(kept)
     if proposal.parents is not None:
-        rows = proposal.parents.tolist()
+        rows, width = proposal.parents.tolist(), pruned.num_nodes
         moved = [[-1 if rows[b][node] < 0 else nodes.index(rows[b][node]) for node in nodes] for b, nodes in enumerate(kept)]
         parents = torch.tensor([[*row, *[-1] * (width - len(row))] for row in moved], device=proposal.parents.device)
-    probs = proposal.probs
-    if probs is not None:
-        probs = probs.gather(1, index.to(probs.device).unsqueeze(-1).expand(-1, -1, probs.shape[-1]))
-    token_ids = proposal.token_ids.gather(1, index)
-    pruned = replace(proposal, token_ids=token_ids, lens=torch.tensor(lens), probs=probs, parents=parents)
-    return Checked(pruned, token_ids.tolist(), lens, checked.faults, kept)
+        pruned = replace(pruned, parents=parents)
+    return Checked(pruned, pruned.token_ids.tolist(), lens, checked.faults, kept)
 
 
 def _is_point_mass(proposal: Proposal, b: int, node: int, token: int) -> bool:

@@ -143,8 +143,8 @@ def rows_from(values: Tensor, starts: Sequence[int], lens: Sequence[int], count:
 def shared_chunk(uncached: Sequence[int], chunk: int) -> list[int]:
     """Divide a prefill chunk: half for the oldest request, the rest for those with the fewest remaining tokens.
 
-    So short prompts do not wait for a long one, and a long prompt is not starved by short ones. Chunks between decoding rounds are
-    those of Sarathi-Serve (Agrawal et al. 2024, arXiv 2403.02310).
+    So short prompts do not wait for a long one, and a long prompt is not starved by short ones. Chunked prefill between rounds
+    is that of Sarathi-Serve (Agrawal et al. 2024, arXiv 2403.02310).
     """
     counts = [0] * len(uncached)
     some = [b for b, count in enumerate(uncached) if count]
