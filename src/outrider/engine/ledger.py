@@ -6,7 +6,7 @@ are defined in docs/glossary.md.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 
 from outrider.engine.round import RoundResult
@@ -67,10 +67,10 @@ class Ledger:
             reached.append(accepted[b] + (last == "corrected"))
             origins.append([*found, last][: len(token_ids)])
             # Statistics count emitted tokens; what the verifier accepted beyond a stop is for the policy only.
-            emitted = Counter(origins[b])
-            num_accepted, num_reached = emitted["accepted"], emitted["accepted"] + emitted["corrected"]
+            num_accepted, num_grammar = origins[b].count("accepted"), origins[b].count("grammar")
+            num_reached = num_accepted + origins[b].count("corrected")
             for stats in (self.stats_of(request.request_id), self.total):
-                stats.add_counts(num_drafts, num_reached, num_accepted, len(token_ids), emitted["grammar"])
+                stats.add_counts(num_drafts, num_reached, num_accepted, len(token_ids), num_grammar)
         is_cold = not any(lens) and self._num_cold > 0
         drafted_with_model = self._drafts_with_model and result.k > 0
         self._num_cold = NUM_COLD if drafted_with_model else max(self._num_cold - 1, 0)
