@@ -248,9 +248,9 @@ class Proposal:
     probs: Tensor | None = None  # [B, N, V] float32; None: every draft is a point mass
     parents: Tensor | None = None  # [B, N] int64; None: a chain
     partial_pass: PartialPass | None = None  # where the target's own first layers drafted
-    of_grammar: Tensor | None = None  # [B, N] bool, on the CPU: drafts of a grammar, forced or guessed; set by the engine only
-    # [B, N] bool, on the CPU: the proposer's drafts, also those that the grammar forces; given with ``of_grammar``
-    own: Tensor | None = None
+    # [B, N] bool each, on the CPU, both or neither, set by the engine only:
+    is_grammar: Tensor | None = None  # drafts of a grammar, forced or guessed
+    is_proposed: Tensor | None = None  # the proposer's drafts, also those that the grammar forces
 
     @staticmethod
     def empty(batch: int, device: torch.device | str = "cpu") -> Proposal:
@@ -303,10 +303,8 @@ class Proposal:
     def _with(self, change: Callable[[Tensor], Tensor], lens: Tensor) -> Proposal:
         probs = None if self.probs is None else change(self.probs)
         parents = None if self.parents is None else change(self.parents)
-        of_grammar, own = (None if mask is None else change(mask) for mask in (self.of_grammar, self.own))
-        return replace(
-            self, token_ids=change(self.token_ids), lens=lens, probs=probs, parents=parents, of_grammar=of_grammar, own=own
-        )
+        is_grammar, is_proposed = (None if mask is None else change(mask) for mask in (self.is_grammar, self.is_proposed))
+        return Proposal(change(self.token_ids), lens, probs, parents, self.partial_pass, is_grammar, is_proposed)
 
 
 @dataclass(frozen=True)
@@ -381,14 +379,14 @@ class Round:
     times: PhaseTimes
     first_layer: int = 0  # of the target pass: drafting ran the layers before it
     is_cold: bool = False  # a plain round with cold CPU caches, soon after a model drafted
-    of_grammar: list[int] | None = None  # drafts of a grammar, included in ``lens``; None: none
+    num_grammar: list[int] | None = None  # drafts of a grammar, included in ``lens``; None: none
 
     @property
     def num_drafts(self) -> list[int]:
         """Return the number of scored drafts that are not a grammar's."""
-        if self.of_grammar is None:
+        if self.num_grammar is None:
             return self.lens
-        return [scored - others for scored, others in zip(self.lens, self.of_grammar, strict=True)]
+        return [scored - others for scored, others in zip(self.lens, self.num_grammar, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -245,6 +245,6 @@ def test_reached_drafts_of_a_tree_are_counted_by_depth() -> None:
 
 
 def test_tokens_that_a_grammar_determined_are_not_counted_as_drafts() -> None:
-    round_ = Round(3, [5], [3], [5], [3], [3], PhaseTimes(0.3, 0.2, 0.0, 0.0), of_grammar=[2])
+    round_ = Round(3, [5], [3], [5], [3], [3], PhaseTimes(0.3, 0.2, 0.0, 0.0), num_grammar=[2])
     stats = Run(batches=[Batch(6, 1.0, rounds=(round_,))], token_ids=[[1] * 6]).stats
     assert (stats.num_drafts, stats.num_reached, stats.num_accepted) == (3, 3, 3)

@@ -289,7 +289,7 @@ def test_more_drafts_than_the_target_takes_in_a_pass_are_not_scored(most: int) -
 
 def test_a_proposal_may_not_call_its_drafts_forced() -> None:
     def propose(context: Context, k: int) -> Proposal:
-        return replace(chain_proposal([[5] * k for _ in context.requests]), of_grammar=torch.ones(1, k, dtype=torch.bool))
+        return replace(chain_proposal([[5] * k for _ in context.requests]), is_grammar=torch.ones(1, k, dtype=torch.bool))
 
     engine = make_engine(ScriptedProposer(propose), k=2)
     assert len(outputs(run(engine, [make_request("a", [3], max_tokens=9)]))["a"][0]) == 9
@@ -301,12 +301,12 @@ def test_rounds_book_forced_rows_in_the_pass_and_nowhere_else() -> None:
     engine = make_engine(oracle(TableRunner(), right=1), k=2)
     engine.observer = lambda seen: rounds.append(seen.round)
     run(engine, [forced("a", blocks, max_tokens=60), make_request("b", [5, 6], max_tokens=60)])
-    with_runs = [round_ for round_ in rounds if round_.of_grammar is not None and len(round_.lens) == 2]
-    assert max(round_.of_grammar[0] for round_ in with_runs) > 4  # three before a draft, four after it
+    with_runs = [round_ for round_ in rounds if round_.num_grammar is not None and len(round_.lens) == 2]
+    assert max(round_.num_grammar[0] for round_ in with_runs) > 4  # three before a draft, four after it
     assert len(with_runs) > 5
     for round_ in with_runs:
-        assert round_.depths[0] <= 1 and round_.depths[1] == 2 and round_.of_grammar[1] == 0
-        assert round_.lens == [round_.of_grammar[0] + round_.depths[0], 2]
+        assert round_.depths[0] <= 1 and round_.depths[1] == 2 and round_.num_grammar[1] == 0
+        assert round_.lens == [round_.num_grammar[0] + round_.depths[0], 2]
         counts = zip(round_.num_accepted, round_.num_reached, round_.depths, strict=True)
         assert all(accepted <= judged <= depth for accepted, judged, depth in counts)
     assert engine.stats.most_drafts == 2 and max(engine.stats.acceptance_histogram) <= 2
@@ -561,5 +561,5 @@ def test_a_rejected_guess_is_no_rejected_draft() -> None:
             Layout, "guess", lambda self, before, allowed: next(wrong[t] for t in greedy if t in wrong and allowed[t])
         )
         assert outputs(run(engine, [forced("a", rule, max_tokens=20)]))["a"][0] == greedy
-    drafted = [each for each in rounds if each.of_grammar is not None and each.of_grammar[0] and each.depths[0]]
+    drafted = [each for each in rounds if each.num_grammar is not None and each.num_grammar[0] and each.depths[0]]
     assert all(each.num_reached[0] <= each.depths[0] for each in drafted)

@@ -111,8 +111,8 @@ def test_a_round_with_forced_tokens_is_lossless(drafting: str, setting: str, ver
     drafts = with_forced(output, params, own, drafts_ahead=True)
     num_own, is_chain = own.proposal.num_nodes, own.proposal.parents is None
     num_after = 2 if num_own == 2 and is_chain else 0  # the fourth token after the first one is forced again
-    assert drafts.proposal.of_grammar is not None
-    assert drafts.proposal.of_grammar.tolist() == [[True] * 2 + [False] * num_own + [True] * num_after] * len(own.weights)
+    assert drafts.proposal.is_grammar is not None
+    assert drafts.proposal.is_grammar.tolist() == [[True] * 2 + [False] * num_own + [True] * num_after] * len(own.weights)
     assert round_with_forced(verifier, output, params, drafts) < EXACT
 
 
@@ -133,10 +133,10 @@ def test_drafts_through_a_forced_span_are_lossless(
     params, output = EVERY_SETTING[setting], (0,)
     own = draw_drafts(output, params, parents, make_sampler=constrained_sampler)
     drafts = with_forced(output, params, own, drafts_ahead=False)
-    assert drafts.proposal.of_grammar is not None and drafts.proposal.own is not None
-    assert drafts.proposal.of_grammar.tolist() == [forced] * len(own.weights)
+    assert drafts.proposal.is_grammar is not None and drafts.proposal.is_proposed is not None
+    assert drafts.proposal.is_grammar.tolist() == [forced] * len(own.weights)
     is_own = [place < len(parents) for place in range(len(forced))]
-    assert drafts.proposal.own.tolist() == [is_own] * len(own.weights)
+    assert drafts.proposal.is_proposed.tolist() == [is_own] * len(own.weights)
     assert round_with_forced(verifier, output, params, drafts) < EXACT
 
 

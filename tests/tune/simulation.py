@@ -218,7 +218,7 @@ def _round(k: int, drafts: Sequence[_Drafts], times: PhaseTimes, is_cold: bool) 
     forced, reaches = [each.num_grammar_tokens for each in drafts], [each.reach for each in drafts]
     lens = [more + depth for more, depth in zip(forced, depths, strict=True)]
     judged = [min(taken + 1, depth) for taken, depth in zip(accepted, depths, strict=True)]
-    return Round(k, lens, depths, reaches, accepted, judged, times, is_cold=is_cold, of_grammar=forced)
+    return Round(k, lens, depths, reaches, accepted, judged, times, is_cold=is_cold, num_grammar=forced)
 
 
 def _as_measured(times: PhaseTimes, slowness: float, noise: random.Random) -> PhaseTimes:

@@ -276,7 +276,7 @@ def _joined(rows: Sequence[_Row | None], proposal: Proposal) -> Proposal:
     lens = [len(run) + n + len(tail) for run, n, tail in zip(before, own, after, strict=True)]
     batch, width = len(rows), max(lens)
     token_ids = proposal.token_ids.new_zeros(batch, width)
-    of_grammar, is_own = torch.zeros(2, batch, width, dtype=torch.bool)
+    is_grammar, is_proposed = torch.zeros(2, batch, width, dtype=torch.bool)
     probs = parents = None
     if proposal.probs is not None:
         probs = proposal.probs.new_zeros(batch, width, proposal.probs.shape[2])
@@ -286,18 +286,18 @@ def _joined(rows: Sequence[_Row | None], proposal: Proposal) -> Proposal:
         first, stop = len(run), len(run) + n
         for start, tokens in ((0, run), (stop, tail)):
             places = slice(start, start + len(tokens))
-            token_ids[b, places], of_grammar[b, places] = token_ids.new_tensor(tokens), True
+            token_ids[b, places], is_grammar[b, places] = token_ids.new_tensor(tokens), True
             if probs is not None:
                 probs[b, torch.arange(start, start + len(tokens)), token_ids[b, places]] = 1.0
             if parents is not None:
                 parents[b, places] = torch.arange(start - 1, start - 1 + len(tokens))
-        row, is_own[b, first:stop] = rows[b], True
+        row, is_proposed[b, first:stop] = rows[b], True
         if row is not None:
-            of_grammar[b, first:stop] = torch.tensor(row.own, dtype=torch.bool)
+            is_grammar[b, first:stop] = torch.tensor(row.own, dtype=torch.bool)
         token_ids[b, first:stop] = proposal.token_ids[b, :n]
         if probs is not None and proposal.probs is not None:
             probs[b, first:stop] = proposal.probs[b, :n]
         if parents is not None and proposal.parents is not None:
             parents[b, first:stop] = proposal.parents[b, :n] + first  # the root is the last token before
     joined = replace(proposal, token_ids=token_ids, lens=torch.tensor(lens), probs=probs, parents=parents)
-    return replace(joined, of_grammar=of_grammar, own=is_own)
+    return replace(joined, is_grammar=is_grammar, is_proposed=is_proposed)

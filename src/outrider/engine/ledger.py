@@ -55,27 +55,27 @@ class Ledger:
         also prefilled prompts, so its time is not the cost of a decoding pass.
         """
         proposal, lens = result.proposal, result.proposal.lens.tolist()
-        is_of_grammar = [[False] * n for n in lens] if proposal.of_grammar is None else proposal.of_grammar.tolist()
-        of_grammar = None if proposal.of_grammar is None else [sum(each) for each in is_of_grammar]
+        is_grammar = [[False] * n for n in lens] if proposal.is_grammar is None else proposal.is_grammar.tolist()
+        num_grammar = None if proposal.is_grammar is None else [sum(each) for each in is_grammar]
         accepted, reached, origins = [], [], []
         rows = zip(result.context.requests, lens, result.verdict.paths, result.token_ids, strict=True)
         for b, (request, num_scored, path, token_ids) in enumerate(rows):
-            num_drafts = num_scored - (of_grammar[b] if of_grammar is not None else 0)
-            last = _last_origin(proposal, b, is_of_grammar[b][:num_scored], path) if num_drafts else "plain"
-            found = ["grammar" if is_of_grammar[b][node] else "accepted" for node in path]
+            num_drafts = num_scored - (num_grammar[b] if num_grammar is not None else 0)
+            last = _last_origin(proposal, b, is_grammar[b][:num_scored], path) if num_drafts else "plain"
+            found = ["grammar" if is_grammar[b][node] else "accepted" for node in path]
             accepted.append(found.count("accepted"))
             reached.append(accepted[b] + (last == "corrected"))
             origins.append([*found, last][: len(token_ids)])
             # Statistics count emitted tokens; what the verifier accepted beyond a stop is for the policy only.
-            num_accepted, num_grammar = origins[b].count("accepted"), origins[b].count("grammar")
+            num_accepted, num_emitted_grammar = origins[b].count("accepted"), origins[b].count("grammar")
             num_reached = num_accepted + origins[b].count("corrected")
             for stats in (self.stats_of(request.request_id), self.total):
-                stats.add_counts(num_drafts, num_reached, num_accepted, len(token_ids), num_grammar)
+                stats.add_counts(num_drafts, num_reached, num_accepted, len(token_ids), num_emitted_grammar)
         is_cold = not any(lens) and self._num_cold > 0
         drafted_with_model = self._drafts_with_model and result.k > 0
         self._num_cold = NUM_COLD if drafted_with_model else max(self._num_cold - 1, 0)
-        depths = path_depths(proposal, is_of_grammar)
-        proposed = depths if proposal.own is None else path_depths(proposal, (~proposal.own).tolist())
+        depths = path_depths(proposal, is_grammar)
+        proposed = depths if proposal.is_proposed is None else path_depths(proposal, (~proposal.is_proposed).tolist())
         round_ = Round(
             k=result.k,
             lens=lens,
@@ -86,7 +86,7 @@ class Ledger:
             times=times,
             first_layer=result.scores.first_layer,
             is_cold=is_cold,
-            of_grammar=of_grammar,
+            num_grammar=num_grammar,
         )
         self._record_times(result, round_, is_prefill)
         return round_, origins
@@ -123,13 +123,13 @@ def path_depths(proposal: Proposal, is_skipped: Sequence[Sequence[bool]]) -> lis
     return longest
 
 
-def _last_origin(proposal: Proposal, b: int, is_of_grammar: Sequence[bool], path: list[int]) -> str:
+def _last_origin(proposal: Proposal, b: int, is_grammar: Sequence[bool], path: list[int]) -> str:
     """Return the origin of the token after the accepted path, for a request with drafts of its proposer.
 
-    ``is_of_grammar`` [N]: of the scored drafts. A guess that was rejected after the proposer's drafts corrects none of them.
+    ``is_grammar`` [N]: of the scored drafts. A guess that was rejected after the proposer's drafts corrects none of them.
     """
     if proposal.parents is None:
-        are_accepted = all(is_of_grammar[len(path) :])
+        are_accepted = all(is_grammar[len(path) :])
     else:
-        are_accepted = (path[-1] if path else -1) not in proposal.parents[b, : len(is_of_grammar)].tolist()
+        are_accepted = (path[-1] if path else -1) not in proposal.parents[b, : len(is_grammar)].tolist()
     return "bonus" if are_accepted else "corrected"

@@ -130,8 +130,8 @@ def _check_shapes(proposal: object, batch: int, vocab_size: int) -> Proposal:
         raise ValueError(f"probs is {probs.dtype} {tuple(probs.shape)}, not float {[*ids.shape, vocab_size]}")
     if parents is not None and (parents.shape != ids.shape or parents.dtype != torch.long):
         raise ValueError(f"parents is {parents.dtype} {tuple(parents.shape)}, not int64 {list(ids.shape)}")
-    if proposal.of_grammar is not None or proposal.own is not None:
-        raise ValueError("of_grammar or own is given: only the engine may set it")
+    if proposal.is_grammar is not None or proposal.is_proposed is not None:
+        raise ValueError("is_grammar or is_proposed is given: only the engine may set it")
     return proposal
 
 

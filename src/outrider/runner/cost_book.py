@@ -269,19 +269,19 @@ class MethodCosts:
         score = self._book.score_seconds(len(lens), cache_len)
         return score(self._book.width(lens)) - score(1.0)
 
-    def round_costs(self, batch: int, cache_len: int, of_grammar: Sequence[float] = ()) -> RoundCosts | None:
+    def round_costs(self, batch: int, cache_len: int, num_grammar: Sequence[float] = ()) -> RoundCosts | None:
         """Return the costs of rounds of this batch size; None until such a round ran.
 
-        ``of_grammar``: drafts that a grammar adds to every round, per request.
+        ``num_grammar``: drafts that a grammar adds to every round, per request.
         """
         plain_pass = self._book.pass_seconds(1, batch, cache_len)
         is_known = batch in self._overhead or self._book.plain_overhead(batch, self._is_greedy) is not None
         if plain_pass is None or not is_known:
             return None
         score = self._book.score_seconds(batch, cache_len, self._first_layer)
-        further = self._book.width(of_grammar) - 1 if any(of_grammar) else 0.0
+        further = self._book.width(num_grammar) - 1 if any(num_grammar) else 0.0
         return RoundCosts(
-            plain_pass + self.overhead(batch, False) + (self.widening(of_grammar, cache_len) if further else 0.0),
+            plain_pass + self.overhead(batch, False) + (self.widening(num_grammar, cache_len) if further else 0.0),
             self.overhead(batch, True),
             lambda k, num_drafting: self.draft(k, num_drafting, plain_pass),
             (lambda width: score(width + further)) if further else score,

@@ -149,17 +149,17 @@ class DraftLengthPolicy:
     def observe(self, context: Context, round_: Round, is_prefill: bool) -> None:
         """Learn from a round: acceptance, cost, and gained or lost time."""
         times = round_.times
-        of_grammar = self._learn_grammar(round_, is_prefill) if self._has_grammars else [0] * len(self._batch)
+        num_grammar = self._learn_grammar(round_, is_prefill) if self._has_grammars else [0] * len(self._batch)
         self._prefill_seconds += times.draft_prefill
         if round_.k == 0 or self._is_plain:
-            if not is_prefill and not round_.is_cold and not any(of_grammar):
+            if not is_prefill and not round_.is_cold and not any(num_grammar):
                 self._num_unchecked = 0
             self._wait -= 1
             if self._plain is not None:
                 self._add_to_budget(0.0, (times.total - times.draft_prefill) / self._plain)
         if round_.k:
             # A request that got only a grammar's drafts may not have been offered to the proposer.
-            rows = zip(context.limits, round_.proposed_depths, of_grammar, strict=True)
+            rows = zip(context.limits, round_.proposed_depths, num_grammar, strict=True)
             drafted_for = [b for b, (limit, depth, others) in enumerate(rows) if limit > 0 and (depth or not others)]
             if drafted_for:
                 self._observe_drafts(drafted_for, context, round_, is_prefill)
@@ -271,12 +271,12 @@ class DraftLengthPolicy:
 
     def _learn_grammar(self, round_: Round, is_prefill: bool) -> list[int]:
         """Learn how many rows a grammar's drafts take. Return those of this round, per request."""
-        of_grammar = round_.of_grammar or [0] * len(round_.depths)
-        for track, count, num_accepted in zip(self._batch, of_grammar, round_.num_accepted, strict=True):
+        num_grammar = round_.num_grammar or [0] * len(round_.depths)
+        for track, count, num_accepted in zip(self._batch, num_grammar, round_.num_accepted, strict=True):
             track.add_grammar(count, num_accepted + 1)
-        if any(of_grammar) and not any(round_.depths) and not is_prefill:  # perhaps no round is without them
-            self.costs.record_drafted_round(len(of_grammar), round_.times.verify + round_.times.host, None, self._plain or inf)
-        return of_grammar
+        if any(num_grammar) and not any(round_.depths) and not is_prefill:  # perhaps no round is without them
+            self.costs.record_drafted_round(len(num_grammar), round_.times.verify + round_.times.host, None, self._plain or inf)
+        return num_grammar
 
     def _learn(self, drafted_for: Sequence[int], context: Context, round_: Round) -> None:
         self._num_drafted += 1
@@ -294,7 +294,7 @@ class DraftLengthPolicy:
                 track.own.fade(DECAY)
                 track.shared.fade(SHARED_DECAY)
             # How long the proposer's drafts are is not known where a grammar forces some of them.
-            beside_grammar = round_.of_grammar is not None and round_.of_grammar[b] > 0
+            beside_grammar = round_.num_grammar is not None and round_.num_grammar[b] > 0
             num_requested = max(num_drafts, 1) if beside_grammar else min(round_.k, context.limits[b])
             track.own.add(num_requested, num_drafts, num_accepted)
             track.shared.add(num_requested, num_drafts, num_accepted)
@@ -314,8 +314,8 @@ class DraftLengthPolicy:
         seconds = self.costs.round(round_.k, round_.lens, max(round_.proposed_depths), num_drafting, cache_len)
         if not is_prefill:
             seconds = min(round_.times.total, seconds)
-        if round_.of_grammar is not None:  # these rows would also be scored without drafts
-            seconds -= self.costs.widening(round_.of_grammar, cache_len)
+        if round_.num_grammar is not None:  # these rows would also be scored without drafts
+            seconds -= self.costs.widening(round_.num_grammar, cache_len)
         won = sum(round_.num_accepted) / batch - ((seconds + catch_up) / plain - 1)
         self._add_to_budget(won, round_.times.total / plain + won)
 
@@ -330,7 +330,7 @@ class DraftLengthPolicy:
         batch = len(self._batch)
         self._rounds_since_decision = 0
         # A grammar's drafts do not depend on K, so only the rows that they add matter.
-        rates = [track.of_grammar for track in self._batch]
+        rates = [track.grammar_rate for track in self._batch]
         bare, costs = self._round_costs(context), self._round_costs(context, rates)
         self._plain = None if bare is None else bare.plain
         if bare is None or costs is None:
@@ -412,9 +412,9 @@ class DraftLengthPolicy:
         totals = [self._num_nodes(depth) for depth in range(k + 1)]
         return [max(1, after - before) for before, after in pairwise(totals)]
 
-    def _round_costs(self, context: Context, of_grammar: Sequence[float] = ()) -> RoundCosts | None:
+    def _round_costs(self, context: Context, num_grammar: Sequence[float] = ()) -> RoundCosts | None:
         return self.costs.round_costs(
-            len(self._batch), max([len(request.token_ids) for request in context.requests]), of_grammar
+            len(self._batch), max([len(request.token_ids) for request in context.requests]), num_grammar
         )
 
     def _probe(self, context: Context) -> int:

@@ -28,7 +28,7 @@ class Allocation:
     nodes: Sequence[float]  # [N]: rows of the pass for each depth
     catch_up: Sequence[float]  # [B]: the proposer's seconds per emitted token to prefill what it has not seen
     costs: RoundCosts
-    of_grammar: float = 0.0  # rows that a grammar adds for each accepted draft, beyond those in ``costs``
+    grammar_rate: float = 0.0  # rows that a grammar adds for each accepted draft, beyond those in ``costs``
 
     def __post_init__(self) -> None:
         self.batch = len(self.gains)
@@ -58,7 +58,7 @@ class Allocation:
                 width += self.nodes[depth] * share
             reached = k
             seconds = costs.draft(k, self.batch) + p_plain * costs.plain + total_catch_up
-            seconds += p_drafted * (costs.score(width + self.of_grammar * gained / self.batch) + costs.overhead)
+            seconds += p_drafted * (costs.score(width + self.grammar_rate * gained / self.batch) + costs.overhead)
             speeds.append((self.batch + gained) / seconds)
         return speeds
 
@@ -96,7 +96,7 @@ class Allocation:
     def _speeds(self, k: int, drafts: Iterable[_Draft]) -> list[float]:
         """Return tokens per second with the first draft, the first two, ..., when requesting k."""
         costs, batch, made, catch_up = self.costs, self.batch, self.made, self.catch_up
-        of_grammar = self.of_grammar / batch
+        grammar_rate = self.grammar_rate / batch
         score, overhead, is_padded = costs.score, costs.overhead, costs.is_padded
         gained, total_catch_up, tokens, num_drafting, deepest = 0.0, 0.0, 0.0, 0, 0
         p_plain = 1.0  # probability that no request has a draft and the pass is plain
@@ -114,7 +114,9 @@ class Allocation:
             elif depth > deepest:
                 deepest, tokens = depth, tokens + nodes
                 width = 1 + tokens
-            speeds.append((batch + gained) / (fixed_seconds + total_catch_up + p_drafted * score(width + of_grammar * gained)))
+            speeds.append(
+                (batch + gained) / (fixed_seconds + total_catch_up + p_drafted * score(width + grammar_rate * gained))
+            )
         return speeds
 
 

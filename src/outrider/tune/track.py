@@ -43,7 +43,7 @@ class Track:
         return gains[:most] + [0.0] * len(gains[most:])
 
     @property
-    def of_grammar(self) -> float:
+    def grammar_rate(self) -> float:
         """Return the rows that its grammar adds to passes for each other token: a property of the text, whatever K is."""
         return self.grammar_rows / self.free_tokens if self.grammar_rows else 0.0
 
