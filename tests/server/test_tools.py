@@ -209,6 +209,30 @@ def test_openais_client_collects_a_stream(client: openai.OpenAI, says: Says) -> 
     assert [json.loads(call.function.arguments) for call in message.tool_calls or ()] == [ARGUMENTS] * 2
 
 
+@pytest.mark.parametrize("choice", ["auto", NAMED])
+@pytest.mark.parametrize("interval", [0.0, 5.0])
+def test_the_last_call_of_a_stream_ends_before_its_finish_reason(
+    tooled: Served, client: openai.OpenAI, says: Says, choice: Any, interval: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tooled.service.bridge, "interval", interval)
+    arguments = json.dumps(ARGUMENTS)
+    text, names = (f"One.{CALL}{CALL}", ["weather"] * 2) if choice == "auto" else (arguments, ["weather"])
+    says(text)
+    asked: dict[str, Any] = {"messages": [USER], "tools": TOOLS, "max_tokens": 400, "tool_choice": choice}
+    with client.chat.completions.stream(model="outrider", logprobs=True, **asked) as stream:
+        events = list(stream)
+    done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert [(event.name, event.parsed_arguments or json.loads(event.arguments)) for event in done] == [
+        (name, ARGUMENTS) for name in names
+    ]
+    choices = [choice for event in events if event.type == "chunk" for choice in event.chunk.choices]
+    tokens = [token.token for each in choices if each.logprobs for token in each.logprobs.content or ()]
+    assert "".join(tokens) == text + "<|end|>"  # each token once
+    ending = choices[-1]
+    assert ending.finish_reason == ("tool_calls" if choice == "auto" else "stop") and ending.delta.to_dict() == {}
+    assert not any(each.finish_reason for each in choices[:-1])
+
+
 def test_a_reply_that_is_cut_keeps_its_text(tooled: Served, says: Says) -> None:
     says(CALL)
     assert tooled.llm.tokenizer is not None
