@@ -43,6 +43,9 @@ EXPECTED_BLOCKS = "text, tool_use, tool_result or thinking"
 HOSTED = ("web_search_.*", "web_fetch_.*", "code_execution_.*", "tool_search_tool_.*")
 OWN = {"n", "stop", "stream_options", "response_format"}  # fields of ``SamplingFields`` that this API has in another form
 NAMES = {"response_format": "output_config.format"}  # of a field of chat
+# Anthropic's client reads these details, and sends the whole conversation without a thread.
+NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+THREADLESS = refused("the server stores no conversations: send all messages, without thread", details=NO_THREADS)
 BILLING = "x-anthropic-billing-header:"  # begins a block in Claude Code's system prompt that is not meant for the model
 
 
@@ -255,6 +258,7 @@ class CountBody(SamplingFields):
     response_format: Annotated[None, refused("expected output_config.format")] = None
 
     def chat(self) -> ChatBody:
+    thread: Annotated[None, THREADLESS] = None
         """Return the request as one of chat.
 
         Raises ``RequestValidationError`` for fields that cannot be combined, ``OutriderError`` if ``messages`` have no blocks.

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import BeforeValidator, ValidationError
+from pydantic_core import PydanticCustomError
 
 from outrider.options import shown
 from outrider.server.protocol import Body, ChatBody
@@ -79,12 +80,15 @@ def _what(error: Any) -> str:
     return words
 
 
-def refused(why: str, allowed: Any = None) -> BeforeValidator:
-    """Refuse a field that this server cannot support, unless it has the value that changes nothing."""
+def refused(why: str, allowed: Any = None, details: Mapping[str, Any] | None = None) -> BeforeValidator:
+    """Refuse a field that this server cannot support, unless it has the value that changes nothing.
+
+    ``details``: those of the error in Anthropic's format, which its clients read.
+    """
 
     def refuse(given: Any) -> Any:
         if given is not allowed:
-            raise ValueError(why)
+            raise PydanticCustomError("refused", why, {"details": details})
         return given
 
     return BeforeValidator(refuse)
