@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from outrider.engine.options import Speculation
-from outrider.engine.prompts import arguments_of, as_prompts, for_template, shown_tool
+from outrider.engine.prompts import arguments_of, for_template, shown_tool
 from outrider.options import INT32, declared, shown
 from outrider.registry import PLAIN
 from outrider.server.formats import MAX_NAME
@@ -201,7 +201,6 @@ class SamplingFields(Body):
     include_stop_str_in_output: bool = like("include_stop_str_in_output")
     skip_special_tokens: bool = like("skip_special_tokens")
     speculative: Speculative | None = None
-    best_of: Literal[1] | None = None  # accepted with the only value that changes nothing, which many clients send
     # accepted and ignored
     service_tier: Text | None = None
     user: Text | None = None
@@ -250,25 +249,6 @@ class SamplingFields(Body):
             return 0
         k = wanted.num_draft_tokens
         return k if isinstance(k, int) else None
-
-
-class CompletionBody(SamplingFields):
-    """Body of ``POST /v1/completions``."""
-
-    echo: bool = False
-    prompt: Text | TokenIds | Annotated[list[Text], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
-    max_tokens: int = Field(16, ge=1)
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-
-    @model_validator(mode="after")
-    def _echoed(self) -> Self:
-        if self.echo and self.stream:
-            raise ValueError("echo cannot be combined with stream")
-        return self
-
-    def prompts(self) -> list[str] | list[list[int]]:
-        """Return the prompts as a list of strings or token ids."""
-        return as_prompts(self.prompt)
 
 
 class TextPart(Body):

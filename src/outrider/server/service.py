@@ -20,6 +20,7 @@ from outrider.engine.outputs import Chunk, Completion
 from outrider.errors import TARGET_FAILED, PromptTooLong
 from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenEnds, TokenTexts
 from outrider.server.bridge import Busy, EngineBridge, Stopping, Stream, TargetFailed
+from outrider.server.completions import CompletionBody
 from outrider.server.config import Client, ServerConfig
 from outrider.server.echo import Echo, prompt_logprobs
 from outrider.server.gate import CLOSED, Call, error_body
@@ -29,7 +30,7 @@ from outrider.server.messages import CountBody, MessagesBody, counted
 from outrider.server.metrics import Metrics
 from outrider.server.mistakes import mistakes, unreadable
 from outrider.server.prompts import Aside, Prompts, tools
-from outrider.server.protocol import ChatBody, CompletionBody, SamplingFields, StreamOptions
+from outrider.server.protocol import ChatBody, SamplingFields, StreamOptions
 from outrider.server.record import Record
 from outrider.server.replies import Replies
 from outrider.server.response_events import ResponseAnswer
