@@ -256,6 +256,21 @@ def test_tools_that_may_not_be_called_are_not_shown(tooled: Served, says: Says) 
     assert answer["usage"]["input_tokens"] == respond(tooled, tools=None)["usage"]["input_tokens"]
 
 
+def test_some_of_the_tools_may_be_allowed(tooled: Served) -> None:
+    group = {"type": "namespace", "name": "far", "tools": FLAT[:1]}
+    tools: Any = [*FLAT, group, {"type": "web_search"}]
+    for allowed, names in (
+        ([{"type": "function", "name": "now"}, {"type": "web_search"}], ["now"]),
+        ([group], ["far__weather"]),
+    ):
+        choice: Any = {"type": "allowed_tools", "mode": "auto", "tools": allowed}
+        body = ResponseBody(input="Hi", tools=tools, tool_choice=choice).chat()
+        assert [tool["function"]["name"] for tool in body.offered] == names and body.may_call
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "now"}]}
+    answer = respond(tooled, tool_choice=choice, parallel_tool_calls=False, **AT_ONCE)
+    assert [item["name"] for item in answer["output"]] == ["now"] and answer["tool_choice"] == choice
+
+
 def test_functions_in_namespaces_are_called_by_both_names(tooled: Served, says: Says) -> None:
     """As Codex sends them; tools that OpenAI's servers run are not shown to the model."""
     name = FLAT[0]["name"]
@@ -392,6 +407,22 @@ STORES_NOTHING = "the server stores no responses: send the whole conversation as
             "input.0: unsupported item 'item_reference': expected message, reasoning, function_call or function_call_output",
         ),
         (
+        (
+            {"tool_choice": {"type": "web_search"}},
+            'tool_choice: unsupported choice \'web_search\': expected {"type": "function", "name": ...} or allowed_tools',
+        ),
+        ({"tool_choice": "sometimes"}, "tool_choice: expected 'none', 'auto' or 'required'"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.name: missing"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "other"}]}},
+            "tool_choice: unknown tool 'other': expected one of weather, now",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}},
+            "tool_choice: no function is allowed: expected at least one",
+        ),
+        ({"tools": [FLAT[0] | {"defer_loading": True}]}, "tools.0.defer_loading: expected False"),
+        ({"reasoning": {"context": "all_turns"}}, "reasoning.context: expected 'auto'"),
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             'input.0.content.0: unsupported part \'input_image\': expected {"type": "input_text", "text": ...}',
         ),

@@ -261,6 +261,22 @@ def test_tools_that_may_not_be_called_are_not_shown(tooled: Served, says: Says) 
     assert counts[0] == counts[1] < counts[2]
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_some_of_the_tools_may_be_allowed(tooled: Served, says: Says) -> None:
+    body = ChatBody(messages=[USER], tools=TOOLS, tool_choice=allowed("auto", "now"))
+    assert [tool["function"]["name"] for tool in body.offered] == ["now"] and body.may_call
+    asked = {"tool_choice": allowed("required", "now"), "n": 4, "temperature": 1.5, "max_tokens": 60, **AT_ONCE}
+    calls = [call for choice in chat(tooled, **asked)["choices"] for call in choice["message"].get("tool_calls", ())]
+    assert {call["function"]["name"] for call in calls} == {"now"}
+    says(CALL)
+    usage = [chat(tooled, **each)["usage"] for each in ({"tool_choice": asked["tool_choice"]}, {"tools": TOOLS[1:]})]
+    assert usage[0]["prompt_tokens"] == usage[1]["prompt_tokens"]
+
+
 def test_a_conversation_returns_calls_and_results(tooled: Served, client: openai.OpenAI, says: Says) -> None:
     says(f"<think>Hm.</think>{CALL}")
     asked: dict[str, Any] = {"model": "outrider", "tools": TOOLS, "max_tokens": 400}
@@ -383,7 +399,21 @@ def test_invalid_tools_and_calls_are_refused(tooled: Served, body: dict[str, Any
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"tool_choice": {"type": "x"}}, "tool_choice.type: expected 'function'; tool_choice.function: missing"),
+        ({"tool_choice": {"type": "x"}}, "tool_choice.type: expected 'function' or 'allowed_tools'"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice: expected the fields type and function"),
+        (
+            {"tool_choice": NAMED | allowed("auto", "now")},
+            "tool_choice: expected the fields type and allowed_tools",
+        ),
+        (
+            {"tool_choice": allowed("auto", "now", "other")},
+            "tool_choice: unknown tool 'other': expected one of weather, now",
+        ),
+        ({"tool_choice": allowed("auto", "now"), "tools": []}, "tool_choice needs tools"),
+        (
+            {"tool_choice": allowed("required")},
+            "tool_choice: no function is allowed: expected at least one",
+        ),
         ({"tool_choice": 5}, "tool_choice: expected 'none', 'auto' or 'required'; tool_choice: expected a JSON object"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},

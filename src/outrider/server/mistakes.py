@@ -101,14 +101,16 @@ def type_of(given: Mapping[str, Any], default: str | None = None) -> Any:
     return default if kind is None else kind
 
 
-def known(what: str, kinds: Sequence[str], expected: str, default: str | None = None) -> BeforeValidator:
+def known(what: str, kinds: Sequence[str], expected: str, default: str | None = None, words: bool = False) -> BeforeValidator:
     """Refuse an object of another type in one line, instead of one error for each type of a union.
 
-    ``kinds``: patterns of types. ``default``: the type of an object without one.
+    ``kinds``: patterns of types. ``default``: the type of an object without one. ``words``: whether text is left to others.
     """
     pattern = re.compile("|".join(kinds))
 
     def check(given: Any) -> Any:
+        if words and isinstance(given, str):
+            return given
         if not isinstance(given, dict):
             raise ValueError("expected a JSON object")
         kind = type_of(given, default)

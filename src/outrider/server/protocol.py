@@ -14,7 +14,7 @@ from outrider.engine.prompts import arguments_of, for_template, shown_tool
 from outrider.options import INT32, declared, shown
 from outrider.registry import PLAIN
 from outrider.server.formats import MAX_NAME
-from outrider.server.parameters import moved
+from outrider.server.parameters import calls_schema
 from outrider.types import Grammar, OutriderError, SamplingParams
 
 MAX_LOGPROBS = 20
@@ -336,14 +336,13 @@ class Tool(Body):
     function: Function
     cache_control: Any = Field(None, exclude=True)  # accepted and ignored
 
-    def arguments_schema(self, place: str = "#") -> dict[str, Any]:
-        """Return the JSON schema of the arguments; ``place``: where it is inserted in another schema."""
+    def arguments_schema(self) -> dict[str, Any]:
+        """Return the JSON schema of the arguments."""
         given = self.function.parameters or {"properties": {}}
         has_none = given.get("properties") == {}
         schema = {"type": "object", **({"additionalProperties": False} if has_none else {}), **given}
         schema.pop("$id", None)  # otherwise references would be relative to it
-        found: dict[str, Any] = moved(schema, place)
-        return found
+        return schema
 
 
 class FunctionName(Body):
@@ -352,15 +351,40 @@ class FunctionName(Body):
     name: Text
 
 
-class NamedTool(Body):
-    """The one tool to call."""
+Messages = Annotated[list[Message], Field(fail_fast=True), at_most(MAX_MESSAGES, "messages"), Field(min_length=1)]
+Tools = Annotated[list[Tool], Field(fail_fast=True), at_most(MAX_TOOLS, "tools")]
 
     type: Literal["function"]
     function: FunctionName
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True), at_most(MAX_MESSAGES, "messages"), Field(min_length=1)]
-Tools = Annotated[list[Tool], Field(fail_fast=True), at_most(MAX_TOOLS, "tools")]
+    mode: Literal["auto", "required"]
+    tools: Tools
+
+
+class ToolChoice(Body):
+    """The one function to call, or the tools that may be called."""
+
+    type: Literal["function", "allowed_tools"]
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+    def check(self, tools: Sequence[str]) -> None:
+        """Raise ``ValueError`` unless the choice is one of ``tools``, or some of them."""
+        if self.model_fields_set != {"type", self.type}:
+            raise ValueError(f"tool_choice: expected the fields type and {self.type}")
+        if not self.names:
+            raise ValueError("tool_choice: no function is allowed: expected at least one")
+        unknown = next((name for name in self.names if name not in tools), None)
+        if unknown is not None:
+            raise ValueError(f"tool_choice: unknown tool {unknown!r}: expected one of {', '.join(tools)}")
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the functions that may be called."""
+        if self.function is not None:
+            return [self.function.name]
+        return [tool.function.name for tool in self.allowed_tools.tools] if self.allowed_tools else []
 
 
 def shown_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
@@ -371,6 +395,8 @@ def shown_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 class ChatBody(SamplingFields):
     """Body of ``POST /v1/chat/completions``."""
 
+class AllowedTools(Body):
+    """Some of the tools, and whether one of them must be called."""
     messages: Messages
     max_tokens: int | None = Field(None, ge=1, le=INT32)
     max_completion_tokens: int | None = Field(None, ge=1, le=INT32)
@@ -380,7 +406,7 @@ class ChatBody(SamplingFields):
     continue_final_message: Literal[False] = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool = True
     prediction: dict[str, Any] | None = None  # accepted and ignored: expected text, which does not change the answer
     include_reasoning: bool = True
@@ -396,8 +422,9 @@ class ChatBody(SamplingFields):
             raise ValueError(f"tools: {twice!r} occurs more than once")
         if self.tool_choice not in (None, "none", "auto") and not names:
             raise ValueError("tool_choice needs tools")
-        if self.named is not None and self.named not in names:
-            raise ValueError(f"tool_choice: unknown tool {self.named!r}: expected one of {', '.join(names)}")
+        if isinstance(self.tool_choice, ToolChoice):
+            self.tool_choice.check(names)
+            self._allow(self.tool_choice)
         return self
 
     @model_validator(mode="after")
@@ -411,7 +438,13 @@ class ChatBody(SamplingFields):
     @property
     def named(self) -> str | None:
         """The name of the function that must be called, or None."""
-        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        return self.tool_choice.names[0] if isinstance(self.tool_choice, ToolChoice) else None
+
+    def _allow(self, choice: ToolChoice) -> None:
+        """Leave out the tools that may not be called: the model does not call what it is not shown."""
+        if choice.allowed_tools is not None:
+            self.tools = [tool for tool in self.tools or () if tool.function.name in choice.names]
+            self.tool_choice = choice.allowed_tools.mode
 
     @property
     def is_forced(self) -> bool:
@@ -442,24 +475,13 @@ class ChatBody(SamplingFields):
 
     @property
     def schema_asked(self) -> dict[str, Any] | None:
-        tools = {tool.function.name: tool for tool in self.tools or ()}
+        schemas = {tool.function.name: tool.arguments_schema() for tool in self.tools or ()}
         if self.named is not None:
-            return tools[self.named].arguments_schema()
-        return _calls_schema(tools, self.parallel_tool_calls) if self.tool_choice == "required" else super().schema_asked
+            return schemas[self.named]
+        return calls_schema(schemas, self.parallel_tool_calls) if self.tool_choice == "required" else super().schema_asked
 
     def num_logprobs(self) -> int | None:
         """Return the engine's ``logprobs``. Raises ``OutriderError`` for ``top_logprobs`` without ``logprobs``."""
         if self.top_logprobs is not None and not self.logprobs:
             raise OutriderError("top_logprobs needs logprobs: true")
         return (self.top_logprobs or 0) if self.logprobs else None
-
-
-def _calls_schema(tools: dict[str, Tool], is_parallel: bool) -> dict[str, Any]:
-    """Return the JSON schema of a list of calls."""
-    calls = []
-    for index, (name, tool) in enumerate(tools.items()):
-        arguments = tool.arguments_schema(f"#/items/anyOf/{index}/properties/arguments")
-        properties = {"name": {"const": name}, "arguments": arguments}
-        calls.append({"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False})
-    most = {} if is_parallel else {"maxItems": 1}
-    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
