@@ -270,7 +270,7 @@ def test_tools_that_cannot_be_called_are_not_shown(tooled: Served, says: Says) -
         ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, THINKS),
         ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}, THINKS | {"reasoning_effort": "high"}),
-        ({"output_config": {"effort": "max"}}, {"reasoning_effort": "xhigh"}),
+        ({"output_config": {"effort": "max"}}, {"reasoning_effort": "max"}),
         ({"thinking": {"type": "enabled"}, "chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
     ],
 )
@@ -374,6 +374,11 @@ def test_the_id_of_a_call_is_sent_in_anthropics_header(tooled: Served) -> None:
             "messages have no blocks: expected at least one message with a text or a block",
         ),
         ({"container": "c"}, "container: unknown field"),
+        ({"tools": [CUSTOM[0] | {"defer_loading": True}]}, "tools.0.defer_loading: expected False"),
+        (
+            {"tools": [CUSTOM[0] | {"allowed_callers": ["code_execution_20250825"]}]},
+            "tools.0.allowed_callers.0: expected 'direct'",
+        ),
         ({"system": "x", "messages": [USER, {"role": "assistant", "content": "y"}] * 2047 + [USER] * 2}, None),
         (
             {"system": "x", "messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}]}] * 4096},

@@ -249,6 +249,7 @@ def test_fields_that_change_nothing_are_accepted(served: Served) -> None:
     neutral = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "top_k": -1, "min_tokens": 0}
     neutral |= {"modalities": ["text"], "add_generation_prompt": True, "service_tier": "flex", "skip_special_tokens": True}
     neutral |= {"prediction": {"type": "content", "content": "Hi"}, "prompt_cache_retention": "24h", "verbosity": "low"}
+    neutral |= {"prompt_cache_options": {"mode": "implicit", "ttl": "30m"}}
     neutral |= {"tools": [{"type": "function", "function": {"name": "f"}, "cache_control": {"type": "ephemeral"}}]}
     neutral["tool_choice"] = "none"
     sent_back = {"role": "assistant", "content": "Hello", "refusal": None, "annotations": [], "parsed": {"a": 1}}
@@ -262,7 +263,6 @@ def test_fields_that_change_nothing_are_accepted(served: Served) -> None:
     assert plain.json()["choices"] == full.json()["choices"]
 
 
-@pytest.mark.parametrize("path", ["/embeddings", "/responses/resp_1", "/%0A" + "x" * 500])
 def test_a_refusal_in_the_history_is_what_the_assistant_said(served: Served) -> None:
     usages = []
     for content in ("No.", [{"type": "refusal", "refusal": "No."}]):
@@ -287,6 +287,7 @@ def test_fields_of_completions_that_change_nothing_are_accepted(client: openai.O
             client.completions.create(**asked, **more)
 
 
+@pytest.mark.parametrize("path", ["/embeddings", "/responses/resp_1", "/%0A" + "x" * 500])
 def test_an_unknown_path_is_refused_with_those_that_exist(client: openai.OpenAI, path: str) -> None:
     with pytest.raises(openai.NotFoundError, match="is not served: expected POST /v1/chat/completions, ") as error:
         client.post(path, cast_to=object, body={})

@@ -340,6 +340,7 @@ def test_a_complete_answer_without_text_has_an_empty_one(tooled: Served, says: S
 def test_variables_reach_the_template(tooled: Served) -> None:
     for body, variables in (
         ({"reasoning": {"effort": "high", "summary": "auto"}}, {"reasoning_effort": "high"}),
+        ({"reasoning": {"effort": "max"}}, {"reasoning_effort": "max"}),
         ({"reasoning": {"effort": "none"}}, {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}),
     ):
         answer = respond(tooled, max_output_tokens=1, **body)
@@ -353,6 +354,16 @@ def test_fields_that_change_nothing_are_accepted(tooled: Served) -> None:
     nothing = {"truncation": "disabled", "background": False, "top_logprobs": 0, "max_tool_calls": 3, "conversation": None}
     answer = respond(tooled, metadata={"a": "b"}, user="u", service_tier="auto", max_output_tokens=1, **codex, **nothing)
     assert answer["metadata"] == {"a": "b"} and not answer["store"]
+    neutral = {"prompt_cache_options": {"mode": "implicit"}, "reasoning": {"context": "auto", "mode": "standard"}}
+    neutral["tools"] = [tool | {"defer_loading": False, "allowed_callers": ["direct"]} for tool in FLAT]  # type: ignore[assignment]
+    call = {"type": "function_call", "call_id": "1", "name": "now", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "1", "output": "o"}
+    said, refusal = message("assistant", "No."), {"type": "refusal", "refusal": "No."}
+    plain = respond(tooled, input=[said, call, result], max_output_tokens=4)
+    items = [said | {"content": [refusal]}, call | {"caller": {"type": "direct"}}, result]
+    full = respond(tooled, input=items, max_output_tokens=4, **neutral)
+    assert full["output"][0]["content"] == plain["output"][0]["content"] and full["tools"] == neutral["tools"]
+    assert full["usage"]["input_tokens"] == plain["usage"]["input_tokens"]
 
 
 def nested(depth: int) -> Any:
@@ -396,17 +407,6 @@ STORES_NOTHING = "the server stores no responses: send the whole conversation as
             {"tool_choice": {"type": "function", "name": "other"}},
             "tool_choice: unknown tool 'other': expected one of weather, now",
         ),
-        ({"text": {"format": {"type": "json_schema", "schema": 5}}}, "text.format.schema: expected a JSON object"),
-        ({"input": [5]}, "input.0: expected a JSON object"),
-        (
-            {"input": [{"type": None, "role": "cat", "content": "x"}]},
-            "input.0.role: expected 'system', 'developer', 'user' or 'assistant'",
-        ),
-        (
-            {"input": [{"type": "item_reference", "id": "x"}]},
-            "input.0: unsupported item 'item_reference': expected message, reasoning, function_call or function_call_output",
-        ),
-        (
         (
             {"tool_choice": {"type": "web_search"}},
             'tool_choice: unsupported choice \'web_search\': expected {"type": "function", "name": ...} or allowed_tools',
@@ -423,6 +423,17 @@ STORES_NOTHING = "the server stores no responses: send the whole conversation as
         ),
         ({"tools": [FLAT[0] | {"defer_loading": True}]}, "tools.0.defer_loading: expected False"),
         ({"reasoning": {"context": "all_turns"}}, "reasoning.context: expected 'auto'"),
+        ({"text": {"format": {"type": "json_schema", "schema": 5}}}, "text.format.schema: expected a JSON object"),
+        ({"input": [5]}, "input.0: expected a JSON object"),
+        (
+            {"input": [{"type": None, "role": "cat", "content": "x"}]},
+            "input.0.role: expected 'system', 'developer', 'user' or 'assistant'",
+        ),
+        (
+            {"input": [{"type": "item_reference", "id": "x"}]},
+            "input.0: unsupported item 'item_reference': expected message, reasoning, function_call or function_call_output",
+        ),
+        (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             'input.0.content.0: unsupported part \'input_image\': expected {"type": "input_text", "text": ...}',
         ),

@@ -491,6 +491,7 @@ def test_a_request_sets_variables_of_the_template(tooled: Served) -> None:
         ({}, {}),
         ({"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
         ({"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
+        ({"reasoning_effort": "max"}, {"reasoning_effort": "max"}),
         ({"verbosity": "low"}, {"verbosity": "low"}),
         ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}),
         (

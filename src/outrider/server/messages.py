@@ -171,6 +171,9 @@ class CustomTool(Body):
     cache_control: Any = None
     eager_input_streaming: bool | None = None
     input_examples: list[Any] | None = None
+    # accepted with the only value that changes nothing
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] = False
 
     def function(self) -> dict[str, Any]:
         """Return the tool as a function of chat."""
@@ -253,12 +256,13 @@ class CountBody(SamplingFields):
     context_management: Any = None  # of Claude Code: which parts of a long conversation Anthropic's servers may drop
     inference_geo: Text | None = None
     speed: Text | None = None
+    diagnostics: Any = None
     # refused
+    thread: Annotated[None, THREADLESS] = None
     stop: Annotated[None, refused("expected stop_sequences")] = None
     response_format: Annotated[None, refused("expected output_config.format")] = None
 
     def chat(self) -> ChatBody:
-    thread: Annotated[None, THREADLESS] = None
         """Return the request as one of chat.
 
         Raises ``RequestValidationError`` for fields that cannot be combined, ``OutriderError`` if ``messages`` have no blocks.
@@ -278,7 +282,7 @@ class CountBody(SamplingFields):
             "tools": [tool.function() for tool in self.tools if isinstance(tool, CustomTool)] or None,
             "tool_choice": self.tool_choice.in_chat(),
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
-            "reasoning_effort": "xhigh" if effort == "max" else effort,
+            "reasoning_effort": effort,
             "include_reasoning": self.include_reasoning and (thinking is None or thinking.display != "omitted"),
             "chat_template_kwargs": switched(self.chat_template_kwargs, is_thinking),
         }

@@ -106,7 +106,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 Variables = Annotated[dict[Text, Any], AfterValidator(shallow), AfterValidator(_variables)]
 Identifier = Annotated[str, Field(pattern=rf"^[A-Za-z0-9_.-]{{1,{MAX_NAME}}}$")]  # name of a function
 Parameters = Annotated[dict[str, Any], AfterValidator(shallow), AfterValidator(_of_object)]  # JSON schema of arguments
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 
 
@@ -209,6 +209,7 @@ class SamplingFields(Body):
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
     prompt_cache_retention: Text | None = None
+    prompt_cache_options: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _streamed(self) -> Self:
@@ -266,6 +267,17 @@ class TextPart(Body):
         return part
 
 
+def refusal_as(kind: str) -> BeforeValidator:
+    """Read a refusal in an assistant's message as a text of type ``kind``: the model is shown what was said."""
+
+    def renamed(part: Any) -> Any:
+        if not isinstance(part, dict) or part.get("type") != "refusal":
+            return part
+        return {"text" if name == "refusal" else name: value for name, value in part.items()} | {"type": kind}
+
+    return BeforeValidator(renamed)
+
+
 class CalledFunction(Body):
     """A function with the arguments of a call."""
 
@@ -283,11 +295,14 @@ class ToolCall(Body):
     index: int | None = None  # accepted and ignored: some clients keep it from a stream
 
 
+Parts = Annotated[list[Annotated[TextPart, refusal_as("text")]], Field(fail_fast=True)]
+
+
 class Message(Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Text | Annotated[list[TextPart], Field(fail_fast=True)], at_most(MAX_MESSAGES, "parts")] | None = None
+    content: Annotated[Text | Parts, at_most(MAX_MESSAGES, "parts")] | None = None
     name: Text | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True), at_most(MAX_TOOLS, "tool calls")] | None = None
     tool_call_id: Text | None = None
@@ -354,9 +369,9 @@ class FunctionName(Body):
 Messages = Annotated[list[Message], Field(fail_fast=True), at_most(MAX_MESSAGES, "messages"), Field(min_length=1)]
 Tools = Annotated[list[Tool], Field(fail_fast=True), at_most(MAX_TOOLS, "tools")]
 
-    type: Literal["function"]
-    function: FunctionName
 
+class AllowedTools(Body):
+    """Some of the tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
     tools: Tools
@@ -395,8 +410,6 @@ def shown_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 class ChatBody(SamplingFields):
     """Body of ``POST /v1/chat/completions``."""
 
-class AllowedTools(Body):
-    """Some of the tools, and whether one of them must be called."""
     messages: Messages
     max_tokens: int | None = Field(None, ge=1, le=INT32)
     max_completion_tokens: int | None = Field(None, ge=1, le=INT32)
@@ -427,6 +440,12 @@ class AllowedTools(Body):
             self._allow(self.tool_choice)
         return self
 
+    def _allow(self, choice: ToolChoice) -> None:
+        """Leave out the tools that may not be called: the model does not call what it is not shown."""
+        if choice.allowed_tools is not None:
+            self.tools = [tool for tool in self.tools or () if tool.function.name in choice.names]
+            self.tool_choice = choice.allowed_tools.mode
+
     @model_validator(mode="after")
     def _has_room(self) -> Self:
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
@@ -439,12 +458,6 @@ class AllowedTools(Body):
     def named(self) -> str | None:
         """The name of the function that must be called, or None."""
         return self.tool_choice.names[0] if isinstance(self.tool_choice, ToolChoice) else None
-
-    def _allow(self, choice: ToolChoice) -> None:
-        """Leave out the tools that may not be called: the model does not call what it is not shown."""
-        if choice.allowed_tools is not None:
-            self.tools = [tool for tool in self.tools or () if tool.function.name in choice.names]
-            self.tool_choice = choice.allowed_tools.mode
 
     @property
     def is_forced(self) -> bool:

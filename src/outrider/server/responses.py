@@ -29,6 +29,7 @@ from outrider.server.protocol import (
     Variables,
     Verbosity,
     at_most,
+    refusal_as,
     shallow,
 )
 
@@ -45,8 +46,8 @@ ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 HostedType = Literal["web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"]
 HOSTED = get_args(HostedType)
 OWN = {"n", "stream_options", "response_format"}  # fields of ``SamplingFields`` that this API has in another form
-NAMES = {"response_format": "text.format", "max_completion_tokens": "max_output_tokens"}  # of fields of chat
 SHOWN = {"description", "parameters", "strict"}  # fields of a function, besides its name, that chat has
+NAMES = {"response_format": "text.format", "max_completion_tokens": "max_output_tokens"}  # of fields of chat
 
 
 class Piece(Body):
@@ -60,7 +61,9 @@ class Piece(Body):
     parsed: Any = None
 
 
-KnownPiece = Annotated[Piece, known("part", get_args(PieceType), '{"type": "input_text", "text": ...}')]
+KnownPiece = Annotated[
+    Piece, known("part", get_args(PieceType), '{"type": "input_text", "text": ...}'), refusal_as("output_text")
+]
 Pieces = Annotated[list[KnownPiece], Field(fail_fast=True), at_most(MAX_MESSAGES, "parts")]
 
 
@@ -99,6 +102,7 @@ class CallItem(CalledFunction, Item):
     type: Literal["function_call"]
     call_id: Text
     namespace: Text | None = None
+    caller: Any = None  # accepted and ignored
 
 
 class ResultItem(Item):
@@ -131,6 +135,9 @@ class FunctionTool(Function):
     """A function that the model may call."""
 
     type: Literal["function"]
+    # accepted with the only value that changes nothing
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
 
 
 Functions = Annotated[
@@ -182,6 +189,9 @@ class Reasoning(Body):
     effort: Effort | None = None
     summary: Text | None = None
     generate_summary: Text | None = None
+    # accepted with the only value that changes nothing
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
 
 
 STATELESS = refused("the server stores no responses: send the whole conversation as input")
@@ -192,16 +202,6 @@ AnyTool = Annotated[
     Discriminator(_kind),
     known("tool", ("function", "namespace", *HOSTED), '{"type": "function", "name": ...}'),
 ]
-
-
-class ResponseBody(SamplingFields):
-    """Body of ``POST /v1/responses``."""
-
-    input: Text | Annotated[list[AnyItem], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES, "items")]
-    instructions: Text | None = None
-    max_output_tokens: int | None = Field(None, ge=1, le=INT32)
-    tools: AnyTools = Field(default_factory=list)
-    tool_choice: AnyChoice = "auto"
 AnyTools = Annotated[list[AnyTool], Field(fail_fast=True), at_most(MAX_TOOLS, "tools")]
 
 
@@ -220,6 +220,16 @@ AnyChoice = Annotated[
     Discriminator(_kind),
     known("choice", ("function", "allowed_tools"), '{"type": "function", "name": ...} or allowed_tools', words=True),
 ]
+
+
+class ResponseBody(SamplingFields):
+    """Body of ``POST /v1/responses``."""
+
+    input: Text | Annotated[list[AnyItem], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES, "items")]
+    instructions: Text | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=INT32)
+    tools: AnyTools = Field(default_factory=list)
+    tool_choice: AnyChoice = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     reasoning: Reasoning = Reasoning()
@@ -339,16 +349,6 @@ AnyChoice = Annotated[
         }
 
 
-def _name_in_chat(namespace: str | None, name: str) -> str:
-    """Return the name of a function in chat, which has no namespaces."""
-    return name if namespace is None else f"{namespace}__{name}"
-
-
-def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Return items as messages. Reasoning, text and calls that follow each other in this order are one message.
-
-    So is text after calls, as in answers of chat: templates expect the results right after the message with the calls.
-    """
 def _functions(tools: Sequence[Body]) -> list[tuple[str | None, FunctionTool]]:
     """Return the functions among tools, each after its namespace."""
     found: list[tuple[str | None, FunctionTool]] = []
@@ -365,6 +365,16 @@ def _in_chat(namespace: str | None, name: str, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {**more, "name": _name_in_chat(namespace, name)}}
 
 
+def _name_in_chat(namespace: str | None, name: str) -> str:
+    """Return the name of a function in chat, which has no namespaces."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def _messages(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """Return items as messages. Reasoning, text and calls that follow each other in this order are one message.
+
+    So is text after calls, as in answers of chat: templates expect the results right after the message with the calls.
+    """
     messages: list[dict[str, Any]] = []
     for item in items:
         if isinstance(item, ResultItem):
