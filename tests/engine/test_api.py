@@ -21,7 +21,7 @@ from outrider import LLM, OutriderError, Proposal, SamplingParams, ScriptedPropo
 from outrider.engine.options import Speculation
 from outrider.options import declared
 from outrider.runner import RunnerConfig
-from outrider.server.protocol import CompletionBody
+from outrider.server.completions import CompletionBody
 
 SHORT = SamplingParams(max_tokens=4)
 OPTIONS = [*declared(Speculation), *declared(RunnerConfig)]

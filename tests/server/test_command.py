@@ -22,10 +22,11 @@ from outrider.cli.serve import LimitOptions, filled, joined
 from outrider.engine.llm import LLM
 from outrider.engine.plan import KEYS, Plan, served_name
 from outrider.server import run
+from outrider.server.completions import CompletionBody
 from outrider.server.config import ServerConfig
 from outrider.server.messages import MessagesBody
 from outrider.server.mistakes import mistakes
-from outrider.server.protocol import ChatBody, CompletionBody
+from outrider.server.protocol import ChatBody
 from outrider.server.responses import ResponseBody
 from outrider.types import OutriderError
 

@@ -91,7 +91,9 @@ def kinds(message: dict[str, Any]) -> list[str]:
 def error_of(answer: httpx.Response) -> tuple[int, str, str]:
     """Return status, type and message of an error in Anthropic's format."""
     body = answer.json()
-    assert body.keys() == {"type", "error"} and body["type"] == "error" and body["error"].keys() == {"type", "message"}
+    assert body.keys() == {"type", "error", "request_id"} and body["type"] == "error"
+    assert body["error"].keys() == {"type", "message"}
+    assert body["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
     return answer.status_code, body["error"]["type"], body["error"]["message"]
 
 
@@ -268,7 +270,7 @@ def test_tools_that_cannot_be_called_are_not_shown(tooled: Served, says: Says) -
         ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, THINKS),
         ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}, THINKS | {"reasoning_effort": "high"}),
-        ({"output_config": {"effort": "max"}}, {"reasoning_effort": "xhigh"}),
+        ({"output_config": {"effort": "max"}}, {"reasoning_effort": "max"}),
         ({"thinking": {"type": "enabled"}, "chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
     ],
 )
@@ -303,8 +305,30 @@ def test_the_tokens_of_a_prompt_are_counted(tooled: Served) -> None:
 
 def test_fields_that_change_nothing_are_accepted(tooled: Served) -> None:
     claude_code = {"context_management": {"edits": []}, "metadata": {"user_id": "u"}, "cache_control": {"type": "ephemeral"}}
-    answer = send(tooled, max_tokens=1, service_tier="auto", stop_sequences=[], speed="standard", **claude_code)
-    assert answer["usage"]["output_tokens"] == 1
+    neutral = {"service_tier": "auto", "stop_sequences": [], "speed": "standard", "diagnostics": {"previous_message_id": None}}
+    tools = [tool | {"allowed_callers": ["direct"], "defer_loading": False} for tool in CUSTOM]
+    asked: dict[str, Any] = {"max_tokens": 4, "temperature": 0}
+    full = send(tooled, **asked, tools=tools, **neutral, **claude_code)
+    assert full["content"] == send(tooled, **asked)["content"]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_a_thread_is_refused_with_the_details_that_clients_read(tooled: Served, path: str) -> None:
+    """Anthropic's client then sends the whole conversation without it."""
+    for more in ({}, {"temperature": -1}):  # another error does not hide them
+        answer = tooled.post(path, **ASKED | {"thread": {"type": "create"}} | more)
+        assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+        assert answer.json()["error"]["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        told = "thread: the server stores no conversations: send all messages, without thread"
+        assert told in answer.json()["error"]["message"]
+    assert tooled.post(path, **ASKED | {"thread": None, "max_tokens": 1}).status_code == 200
+
+
+def test_the_id_of_a_call_is_sent_in_anthropics_header(tooled: Served) -> None:
+    body = {"messages": [USER], "max_tokens": 1}
+    for path, names in (("/v1/messages", {"request-id", "x-request-id"}), ("/v1/chat/completions", {"x-request-id"})):
+        answer = httpx.post(tooled.url + path, json=body, headers={"x-request-id": "mine"}, verify=TLS)
+        assert {name for name, value in answer.headers.items() if value == "mine"} == names
 
 
 @pytest.mark.parametrize(
@@ -350,6 +374,11 @@ def test_fields_that_change_nothing_are_accepted(tooled: Served) -> None:
             "messages have no blocks: expected at least one message with a text or a block",
         ),
         ({"container": "c"}, "container: unknown field"),
+        ({"tools": [CUSTOM[0] | {"defer_loading": True}]}, "tools.0.defer_loading: expected False"),
+        (
+            {"tools": [CUSTOM[0] | {"allowed_callers": ["code_execution_20250825"]}]},
+            "tools.0.allowed_callers.0: expected 'direct'",
+        ),
         ({"system": "x", "messages": [USER, {"role": "assistant", "content": "y"}] * 2047 + [USER] * 2}, None),
         (
             {"system": "x", "messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}]}] * 4096},
@@ -414,3 +443,4 @@ def test_a_failure_ends_a_stream(tooled: Served) -> None:
     events = streamed(tooled, speculative={"num_draft_tokens": 0})
     assert [event["type"] for event in events[-2:]] == ["content_block_delta", "error"]
     assert events[-1]["error"]["type"] == "api_error" and "MemoryError" in events[-1]["error"]["message"]
+    assert events[0]["message"]["id"] == "msg_" + events[-1]["request_id"]

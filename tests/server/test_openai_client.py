@@ -246,9 +246,10 @@ def test_models_are_listed_and_others_are_refused(client: openai.OpenAI) -> None
 
 
 def test_fields_that_change_nothing_are_accepted(served: Served) -> None:
-    neutral = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "top_k": -1, "min_tokens": 0, "best_of": 1}
+    neutral = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "top_k": -1, "min_tokens": 0}
     neutral |= {"modalities": ["text"], "add_generation_prompt": True, "service_tier": "flex", "skip_special_tokens": True}
     neutral |= {"prediction": {"type": "content", "content": "Hi"}, "prompt_cache_retention": "24h", "verbosity": "low"}
+    neutral |= {"prompt_cache_options": {"mode": "implicit", "ttl": "30m"}}
     neutral |= {"tools": [{"type": "function", "function": {"name": "f"}, "cache_control": {"type": "ephemeral"}}]}
     neutral["tool_choice"] = "none"
     sent_back = {"role": "assistant", "content": "Hello", "refusal": None, "annotations": [], "parsed": {"a": 1}}
@@ -260,6 +261,30 @@ def test_fields_that_change_nothing_are_accepted(served: Served) -> None:
     )
     assert full.status_code == 200, full.text
     assert plain.json()["choices"] == full.json()["choices"]
+
+
+def test_a_refusal_in_the_history_is_what_the_assistant_said(served: Served) -> None:
+    usages = []
+    for content in ("No.", [{"type": "refusal", "refusal": "No."}]):
+        messages = [*MESSAGES, {"role": "assistant", "content": content}, *MESSAGES]
+        usages.append(served.post("/v1/chat/completions", messages=messages, max_tokens=4).json()["usage"]["prompt_tokens"])
+    assert usages[0] == usages[1]
+    messages[2]["content"] = [{"type": "refusal"}]
+    error = served.post("/v1/chat/completions", messages=messages).json()["error"]
+    assert error["message"].startswith("messages.2.content.0.text: missing")
+
+
+def test_fields_of_completions_that_change_nothing_are_accepted(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "outrider", "prompt": PROMPT, "max_tokens": 8, "seed": 1, "temperature": 1, "n": 2}
+    plain = client.completions.create(**asked)
+    full = client.completions.create(**asked, best_of=2, suffix="")
+    assert [choice.text for choice in full.choices] == [choice.text for choice in plain.choices]
+    for more, told in (
+        ({"best_of": 3}, "invalid best_of 3: expected n=2, because all samples are returned"),
+        ({"suffix": "}"}, "suffix: unknown field: fill-in-the-middle is not supported: write the model's own markers into"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=told):
+            client.completions.create(**asked, **more)
 
 
 @pytest.mark.parametrize("path", ["/embeddings", "/responses/resp_1", "/%0A" + "x" * 500])

@@ -15,8 +15,9 @@ import pytest
 from outrider import LLM, OutriderError, SamplingParams
 from outrider.search.traffic import read_file
 from outrider.server.app import create_app
+from outrider.server.completions import CompletionBody
 from outrider.server.config import KeyRing, ServerConfig
-from outrider.server.protocol import ChatBody, CompletionBody
+from outrider.server.protocol import ChatBody
 from outrider.server.record import Record
 
 from .served import serving

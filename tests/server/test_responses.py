@@ -256,6 +256,21 @@ def test_tools_that_may_not_be_called_are_not_shown(tooled: Served, says: Says) 
     assert answer["usage"]["input_tokens"] == respond(tooled, tools=None)["usage"]["input_tokens"]
 
 
+def test_some_of_the_tools_may_be_allowed(tooled: Served) -> None:
+    group = {"type": "namespace", "name": "far", "tools": FLAT[:1]}
+    tools: Any = [*FLAT, group, {"type": "web_search"}]
+    for allowed, names in (
+        ([{"type": "function", "name": "now"}, {"type": "web_search"}], ["now"]),
+        ([group], ["far__weather"]),
+    ):
+        choice: Any = {"type": "allowed_tools", "mode": "auto", "tools": allowed}
+        body = ResponseBody(input="Hi", tools=tools, tool_choice=choice).chat()
+        assert [tool["function"]["name"] for tool in body.offered] == names and body.may_call
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "now"}]}
+    answer = respond(tooled, tool_choice=choice, parallel_tool_calls=False, **AT_ONCE)
+    assert [item["name"] for item in answer["output"]] == ["now"] and answer["tool_choice"] == choice
+
+
 def test_functions_in_namespaces_are_called_by_both_names(tooled: Served, says: Says) -> None:
     """As Codex sends them; tools that OpenAI's servers run are not shown to the model."""
     name = FLAT[0]["name"]
@@ -325,6 +340,7 @@ def test_a_complete_answer_without_text_has_an_empty_one(tooled: Served, says: S
 def test_variables_reach_the_template(tooled: Served) -> None:
     for body, variables in (
         ({"reasoning": {"effort": "high", "summary": "auto"}}, {"reasoning_effort": "high"}),
+        ({"reasoning": {"effort": "max"}}, {"reasoning_effort": "max"}),
         ({"reasoning": {"effort": "none"}}, {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}),
     ):
         answer = respond(tooled, max_output_tokens=1, **body)
@@ -338,6 +354,16 @@ def test_fields_that_change_nothing_are_accepted(tooled: Served) -> None:
     nothing = {"truncation": "disabled", "background": False, "top_logprobs": 0, "max_tool_calls": 3, "conversation": None}
     answer = respond(tooled, metadata={"a": "b"}, user="u", service_tier="auto", max_output_tokens=1, **codex, **nothing)
     assert answer["metadata"] == {"a": "b"} and not answer["store"]
+    neutral = {"prompt_cache_options": {"mode": "implicit"}, "reasoning": {"context": "auto", "mode": "standard"}}
+    neutral["tools"] = [tool | {"defer_loading": False, "allowed_callers": ["direct"]} for tool in FLAT]  # type: ignore[assignment]
+    call = {"type": "function_call", "call_id": "1", "name": "now", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "1", "output": "o"}
+    said, refusal = message("assistant", "No."), {"type": "refusal", "refusal": "No."}
+    plain = respond(tooled, input=[said, call, result], max_output_tokens=4)
+    items = [said | {"content": [refusal]}, call | {"caller": {"type": "direct"}}, result]
+    full = respond(tooled, input=items, max_output_tokens=4, **neutral)
+    assert full["output"][0]["content"] == plain["output"][0]["content"] and full["tools"] == neutral["tools"]
+    assert full["usage"]["input_tokens"] == plain["usage"]["input_tokens"]
 
 
 def nested(depth: int) -> Any:
@@ -381,6 +407,22 @@ STORES_NOTHING = "the server stores no responses: send the whole conversation as
             {"tool_choice": {"type": "function", "name": "other"}},
             "tool_choice: unknown tool 'other': expected one of weather, now",
         ),
+        (
+            {"tool_choice": {"type": "web_search"}},
+            'tool_choice: unsupported choice \'web_search\': expected {"type": "function", "name": ...} or allowed_tools',
+        ),
+        ({"tool_choice": "sometimes"}, "tool_choice: expected 'none', 'auto' or 'required'"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.name: missing"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "other"}]}},
+            "tool_choice: unknown tool 'other': expected one of weather, now",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}},
+            "tool_choice: no function is allowed: expected at least one",
+        ),
+        ({"tools": [FLAT[0] | {"defer_loading": True}]}, "tools.0.defer_loading: expected False"),
+        ({"reasoning": {"context": "all_turns"}}, "reasoning.context: expected 'auto'"),
         ({"text": {"format": {"type": "json_schema", "schema": 5}}}, "text.format.schema: expected a JSON object"),
         ({"input": [5]}, "input.0: expected a JSON object"),
         (

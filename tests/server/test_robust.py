@@ -27,10 +27,11 @@ from outrider.engine.outputs import Emission
 from outrider.engine.stats import GenerationStats
 from outrider.runner import compiled
 from outrider.server.bridge import Busy, EngineBridge, Stream, load_aside
+from outrider.server.completions import CompletionBody
 from outrider.server.config import Client, KeyRing
 from outrider.server.gate import CLOSED, JsonLines
 from outrider.server.grammar import GrammarCompiler
-from outrider.server.protocol import ChatBody, CompletionBody
+from outrider.server.protocol import ChatBody
 from outrider.server.responses import ResponseBody
 from outrider.server.run import GracefulServer
 from outrider.server.service import _whole

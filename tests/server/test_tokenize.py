@@ -65,7 +65,7 @@ def test_special_tokens_are_added_unless_the_client_says_otherwise(
         ("/tokenize", {"messages": MESSAGES, "chat_template_kwargs": {"tokenize": 1}}, "'tokenize' is set by the server"),
         ("/tokenize", {"messages": [*MESSAGES, {"role": "cat", "content": "a"}]}, "messages.2.role"),
         ("/tokenize", {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f"}}]}, "no place for tools"),
-        ("/tokenize", {"prompt": "x1 " * 400}, "leaves no room in the context"),
+        ("/tokenize", {"prompt": "x1 " * 400}, "shorten it, or run with a larger max_len (--max-len) if the model supports"),
         ("/detokenize", {"tokens": [1 << 20]}, "invalid token id 1048576 at index 0"),
         ("/detokenize", {"tokens": ["a"]}, "tokens.0"),
         ("/detokenize", {"tokens": [1] * 256}, "leaves no room in the context"),

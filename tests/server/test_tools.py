@@ -209,6 +209,30 @@ def test_openais_client_collects_a_stream(client: openai.OpenAI, says: Says) -> 
     assert [json.loads(call.function.arguments) for call in message.tool_calls or ()] == [ARGUMENTS] * 2
 
 
+@pytest.mark.parametrize("choice", ["auto", NAMED])
+@pytest.mark.parametrize("interval", [0.0, 5.0])
+def test_the_last_call_of_a_stream_ends_before_its_finish_reason(
+    tooled: Served, client: openai.OpenAI, says: Says, choice: Any, interval: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tooled.service.bridge, "interval", interval)
+    arguments = json.dumps(ARGUMENTS)
+    text, names = (f"One.{CALL}{CALL}", ["weather"] * 2) if choice == "auto" else (arguments, ["weather"])
+    says(text)
+    asked: dict[str, Any] = {"messages": [USER], "tools": TOOLS, "max_tokens": 400, "tool_choice": choice}
+    with client.chat.completions.stream(model="outrider", logprobs=True, **asked) as stream:
+        events = list(stream)
+    done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert [(event.name, event.parsed_arguments or json.loads(event.arguments)) for event in done] == [
+        (name, ARGUMENTS) for name in names
+    ]
+    choices = [choice for event in events if event.type == "chunk" for choice in event.chunk.choices]
+    tokens = [token.token for each in choices if each.logprobs for token in each.logprobs.content or ()]
+    assert "".join(tokens) == text + "<|end|>"  # each token once
+    ending = choices[-1]
+    assert ending.finish_reason == ("tool_calls" if choice == "auto" else "stop") and ending.delta.to_dict() == {}
+    assert not any(each.finish_reason for each in choices[:-1])
+
+
 def test_a_reply_that_is_cut_keeps_its_text(tooled: Served, says: Says) -> None:
     says(CALL)
     assert tooled.llm.tokenizer is not None
@@ -235,6 +259,22 @@ def test_tools_that_may_not_be_called_are_not_shown(tooled: Served, says: Says) 
     assert without["choices"][0]["message"] == answer["choices"][0]["message"]
     counts = [each["usage"]["prompt_tokens"] for each in (answer, without, chat(tooled))]
     assert counts[0] == counts[1] < counts[2]
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_some_of_the_tools_may_be_allowed(tooled: Served, says: Says) -> None:
+    body = ChatBody(messages=[USER], tools=TOOLS, tool_choice=allowed("auto", "now"))
+    assert [tool["function"]["name"] for tool in body.offered] == ["now"] and body.may_call
+    asked = {"tool_choice": allowed("required", "now"), "n": 4, "temperature": 1.5, "max_tokens": 60, **AT_ONCE}
+    calls = [call for choice in chat(tooled, **asked)["choices"] for call in choice["message"].get("tool_calls", ())]
+    assert {call["function"]["name"] for call in calls} == {"now"}
+    says(CALL)
+    usage = [chat(tooled, **each)["usage"] for each in ({"tool_choice": asked["tool_choice"]}, {"tools": TOOLS[1:]})]
+    assert usage[0]["prompt_tokens"] == usage[1]["prompt_tokens"]
 
 
 def test_a_conversation_returns_calls_and_results(tooled: Served, client: openai.OpenAI, says: Says) -> None:
@@ -359,7 +399,21 @@ def test_invalid_tools_and_calls_are_refused(tooled: Served, body: dict[str, Any
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"tool_choice": {"type": "x"}}, "tool_choice.type: expected 'function'; tool_choice.function: missing"),
+        ({"tool_choice": {"type": "x"}}, "tool_choice.type: expected 'function' or 'allowed_tools'"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice: expected the fields type and function"),
+        (
+            {"tool_choice": NAMED | allowed("auto", "now")},
+            "tool_choice: expected the fields type and allowed_tools",
+        ),
+        (
+            {"tool_choice": allowed("auto", "now", "other")},
+            "tool_choice: unknown tool 'other': expected one of weather, now",
+        ),
+        ({"tool_choice": allowed("auto", "now"), "tools": []}, "tool_choice needs tools"),
+        (
+            {"tool_choice": allowed("required")},
+            "tool_choice: no function is allowed: expected at least one",
+        ),
         ({"tool_choice": 5}, "tool_choice: expected 'none', 'auto' or 'required'; tool_choice: expected a JSON object"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -437,6 +491,7 @@ def test_a_request_sets_variables_of_the_template(tooled: Served) -> None:
         ({}, {}),
         ({"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
         ({"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
+        ({"reasoning_effort": "max"}, {"reasoning_effort": "max"}),
         ({"verbosity": "low"}, {"verbosity": "low"}),
         ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}),
         (

@@ -99,7 +99,7 @@ class Scheduler:
         if num_tokens >= self.max_len:
             raise PromptTooLong(
                 f"the prompt is too long: it has {num_tokens} tokens, which leaves no room in the context of {self.max_len}: "
-                "shorten it, or raise max_len=... if the model supports a longer context"
+                "shorten it, or run with a larger max_len (--max-len) if the model supports a longer context"
             )
 
     def add(self, request: Request, fork_of: str | None = None, client: str = "", priority: int = 0) -> Entry:

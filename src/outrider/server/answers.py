@@ -255,6 +255,16 @@ class ChatAnswer(Answer):
         head = self.head(self.chunk_kind)
         return [{**head, "choices": [_choice(i, choice, None, delta=role)]} for i, choice in enumerate(self.choices)]
 
+    def events(self, index: int, chunk: Chunk) -> list[dict[str, Any]]:
+        """Return the chunks. The finish reason of calls has its own: OpenAI's client ends a call at the chunk after it."""
+        events = super().events(index, chunk)
+        choice = events[0]["choices"][0] if events else {}
+        if chunk.finish_reason is None or "tool_calls" not in choice.get("delta", {}):
+            return events
+        calls = choice | {"finish_reason": None, "stop_reason": None}
+        ending = choice | {"delta": {}, "logprobs": None}
+        return [{**events[0], "choices": [each]} for each in (calls, ending)]
+
     def choice(self, index: int, part: Chunk, is_whole: bool) -> dict[str, Any]:
         logprobs = None if part.logprobs is None else self._logprobs(part.token_ids, part.logprobs)
         reply = self.replies[index]

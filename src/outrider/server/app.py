@@ -121,4 +121,4 @@ async def _on_error(request: Request, error: Exception) -> Response:
         body = error_body(what, "invalid_request_error", "unknown_url")
     if status in (429, 503):
         request.app.state.service.metrics.refused(status)
-    return error_response(request.url.path, status, body, headers)
+    return error_response(request.url.path, request.state.call, status, body, headers)

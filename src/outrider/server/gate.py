@@ -46,9 +46,10 @@ def error_body(message: str, kind: str, code: str | None = None, param: str | No
     return {"error": {"message": readable, "type": kind, "param": param, "code": code}}
 
 
-def error_response(path: str, status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+def error_response(path: str, call: Call, status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
     """Return the response to a call that failed. ``body``: the error in OpenAI's format."""
-    return JSONResponse(error_of(status, body) if path.startswith(MESSAGES) else body, status, headers)
+    found = error_of(status, body, call.request_id) if path.startswith(MESSAGES) else body
+    return JSONResponse(found, status, headers)
 
 
 class Gate:
@@ -70,7 +71,8 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", call.request_id.encode())]
+                names = (b"x-request-id", b"request-id") if scope["path"].startswith(MESSAGES) else (b"x-request-id",)
+                message["headers"] = [*message["headers"], *((name, call.request_id.encode()) for name in names)]
             await send(message)
 
         try:
@@ -85,7 +87,7 @@ class Gate:
             if status:  # the response has started: abort it
                 raise
             logger.exception("request %s failed", call.request_id)
-            await _error(scope["path"], 500, "the server failed", "server_error")(scope, receive, answer)
+            await _error(scope["path"], call, 500, "the server failed", "server_error")(scope, receive, answer)
         finally:
             facts = {
                 "request_id": call.request_id,
@@ -107,13 +109,13 @@ class Gate:
             key = key.strip().encode("latin-1").decode(errors="replace")  # the bytes that the client sent are UTF-8
             client = self._keys.client(key)
             if client is None:
-                return _error(path, 401, UNKNOWN_KEY, code="invalid_api_key")
+                return _error(path, call, 401, UNKNOWN_KEY, code="invalid_api_key")
             call.client = client if len(self._keys) or address is None else replace(client, connection="{}:{}".format(*address))
         if headers.get("content-encoding", "identity").lower() != "identity":
-            return _error(path, 415, "the body is compressed: send it without the header Content-Encoding")
+            return _error(path, call, 415, "the body is compressed: send it without the header Content-Encoding")
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self._config.max_body:
-            return _error(path, 413, self._too_large())
+            return _error(path, call, 413, self._too_large())
         return None
 
     def _too_large(self) -> str:
@@ -154,8 +156,10 @@ class Gate:
             await asyncio.wait_for(rest(), self._config.body_timeout)
 
 
-def _error(path: str, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None) -> Response:
-    return error_response(path, status, error_body(message, kind, code), {"connection": "close"})
+def _error(
+    path: str, call: Call, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None
+) -> Response:
+    return error_response(path, call, status, error_body(message, kind, code), {"connection": "close"})
 
 
 class JsonLines(logging.Formatter):

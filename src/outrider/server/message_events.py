@@ -19,6 +19,7 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "reasoning": ("thinking", {"thinking": "", "signature": ""}),
     "message": ("text", {"text": ""}),
 }
+PREFIX = "msg_"  # of a message's id, before the id of its call
 # HTTP status -> type of an error; others are invalid requests.
 ERRORS = {
     401: "authentication_error",
@@ -31,10 +32,11 @@ ERRORS = {
 }
 
 
-def error_of(status: int, body: dict[str, Any]) -> dict[str, Any]:
-    """Return an error in Anthropic's format. ``body``: the error in OpenAI's."""
-    kind = ERRORS.get(status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}}
+def error_of(status: int, body: dict[str, Any], request_id: str) -> dict[str, Any]:
+    """Return an error in Anthropic's format. ``body``: the error in OpenAI's, which may have Anthropic's details."""
+    kept = {name: body["error"][name] for name in ("message", "details") if name in body["error"]}
+    error = {"type": ERRORS.get(status, "invalid_request_error"), **kept}
+    return {"type": "error", "error": error, "request_id": request_id}
 
 
 @dataclass(kw_only=True)
@@ -56,7 +58,7 @@ class MessageAnswer(ItemAnswer):
         return [{"type": "message_start", "message": {**self._message(), "usage": self._counts()["usage"]}}]
 
     def failure(self, status: int, body: dict[str, Any]) -> list[dict[str, Any]]:
-        return [error_of(status, body)]
+        return [error_of(status, body, self.call_id.removeprefix(PREFIX))]
 
     def _message(self) -> dict[str, Any]:
         head = {"id": self.call_id, "type": "message", "role": "assistant", "model": self.model}

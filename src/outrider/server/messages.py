@@ -43,6 +43,9 @@ EXPECTED_BLOCKS = "text, tool_use, tool_result or thinking"
 HOSTED = ("web_search_.*", "web_fetch_.*", "code_execution_.*", "tool_search_tool_.*")
 OWN = {"n", "stop", "stream_options", "response_format"}  # fields of ``SamplingFields`` that this API has in another form
 NAMES = {"response_format": "output_config.format"}  # of a field of chat
+# Anthropic's client reads these details, and sends the whole conversation without a thread.
+NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+THREADLESS = refused("the server stores no conversations: send all messages, without thread", details=NO_THREADS)
 BILLING = "x-anthropic-billing-header:"  # begins a block in Claude Code's system prompt that is not meant for the model
 
 
@@ -168,6 +171,9 @@ class CustomTool(Body):
     cache_control: Any = None
     eager_input_streaming: bool | None = None
     input_examples: list[Any] | None = None
+    # accepted with the only value that changes nothing
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] = False
 
     def function(self) -> dict[str, Any]:
         """Return the tool as a function of chat."""
@@ -250,7 +256,9 @@ class CountBody(SamplingFields):
     context_management: Any = None  # of Claude Code: which parts of a long conversation Anthropic's servers may drop
     inference_geo: Text | None = None
     speed: Text | None = None
+    diagnostics: Any = None
     # refused
+    thread: Annotated[None, THREADLESS] = None
     stop: Annotated[None, refused("expected stop_sequences")] = None
     response_format: Annotated[None, refused("expected output_config.format")] = None
 
@@ -274,7 +282,7 @@ class CountBody(SamplingFields):
             "tools": [tool.function() for tool in self.tools if isinstance(tool, CustomTool)] or None,
             "tool_choice": self.tool_choice.in_chat(),
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
-            "reasoning_effort": "xhigh" if effort == "max" else effort,
+            "reasoning_effort": effort,
             "include_reasoning": self.include_reasoning and (thinking is None or thinking.display != "omitted"),
             "chat_template_kwargs": switched(self.chat_template_kwargs, is_thinking),
         }

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import BeforeValidator, ValidationError
+from pydantic_core import PydanticCustomError
 
 from outrider.options import shown
 from outrider.server.protocol import Body, ChatBody
@@ -25,6 +26,7 @@ INSTEAD = {
     "function_call": ": use tool_choice",
     "guided_json": ": use response_format",
     "structured_outputs": ": use response_format",
+    "suffix": ": fill-in-the-middle is not supported: write the model's own markers into the prompt",
     "system": ': send a message with "role": "system"',
 }
 MAX_ERRORS = 32  # of pydantic's that are read
@@ -79,12 +81,15 @@ def _what(error: Any) -> str:
     return words
 
 
-def refused(why: str, allowed: Any = None) -> BeforeValidator:
-    """Refuse a field that this server cannot support, unless it has the value that changes nothing."""
+def refused(why: str, allowed: Any = None, details: Mapping[str, Any] | None = None) -> BeforeValidator:
+    """Refuse a field that this server cannot support, unless it has the value that changes nothing.
+
+    ``details``: those of the error in Anthropic's format, which its clients read.
+    """
 
     def refuse(given: Any) -> Any:
         if given is not allowed:
-            raise ValueError(why)
+            raise PydanticCustomError("refused", why, {"details": details})
         return given
 
     return BeforeValidator(refuse)
@@ -96,14 +101,16 @@ def type_of(given: Mapping[str, Any], default: str | None = None) -> Any:
     return default if kind is None else kind
 
 
-def known(what: str, kinds: Sequence[str], expected: str, default: str | None = None) -> BeforeValidator:
+def known(what: str, kinds: Sequence[str], expected: str, default: str | None = None, words: bool = False) -> BeforeValidator:
     """Refuse an object of another type in one line, instead of one error for each type of a union.
 
-    ``kinds``: patterns of types. ``default``: the type of an object without one.
+    ``kinds``: patterns of types. ``default``: the type of an object without one. ``words``: whether text is left to others.
     """
     pattern = re.compile("|".join(kinds))
 
     def check(given: Any) -> Any:
+        if words and isinstance(given, str):
+            return given
         if not isinstance(given, dict):
             raise ValueError("expected a JSON object")
         kind = type_of(given, default)

@@ -28,6 +28,17 @@ def moved(schema: Any, place: str) -> Any:
     return {key: place + value[1:] if _is_path(key, value) else moved(value, place) for key, value in schema.items()}
 
 
+def calls_schema(functions: Mapping[str, Any], is_parallel: bool) -> dict[str, Any]:
+    """Return the JSON schema of a list of calls. ``functions``: the schema of each function's arguments."""
+    calls = []
+    for index, (name, schema) in enumerate(functions.items()):
+        arguments = moved(schema, f"#/items/anyOf/{index}/properties/arguments")
+        properties = {"name": {"const": name}, "arguments": arguments}
+        calls.append({"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False})
+    most = {} if is_parallel else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
+
+
 def _is_path(key: str, value: Any) -> bool:
     return key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/"))
 

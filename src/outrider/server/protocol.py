@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from outrider.engine.options import Speculation
-from outrider.engine.prompts import arguments_of, as_prompts, for_template, shown_tool
+from outrider.engine.prompts import arguments_of, for_template, shown_tool
 from outrider.options import INT32, declared, shown
 from outrider.registry import PLAIN
 from outrider.server.formats import MAX_NAME
-from outrider.server.parameters import moved
+from outrider.server.parameters import calls_schema
 from outrider.types import Grammar, OutriderError, SamplingParams
 
 MAX_LOGPROBS = 20
@@ -106,7 +106,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 Variables = Annotated[dict[Text, Any], AfterValidator(shallow), AfterValidator(_variables)]
 Identifier = Annotated[str, Field(pattern=rf"^[A-Za-z0-9_.-]{{1,{MAX_NAME}}}$")]  # name of a function
 Parameters = Annotated[dict[str, Any], AfterValidator(shallow), AfterValidator(_of_object)]  # JSON schema of arguments
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 
 
@@ -201,7 +201,6 @@ class SamplingFields(Body):
     include_stop_str_in_output: bool = like("include_stop_str_in_output")
     skip_special_tokens: bool = like("skip_special_tokens")
     speculative: Speculative | None = None
-    best_of: Literal[1] | None = None  # accepted with the only value that changes nothing, which many clients send
     # accepted and ignored
     service_tier: Text | None = None
     user: Text | None = None
@@ -210,6 +209,7 @@ class SamplingFields(Body):
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
     prompt_cache_retention: Text | None = None
+    prompt_cache_options: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _streamed(self) -> Self:
@@ -252,25 +252,6 @@ class SamplingFields(Body):
         return k if isinstance(k, int) else None
 
 
-class CompletionBody(SamplingFields):
-    """Body of ``POST /v1/completions``."""
-
-    echo: bool = False
-    prompt: Text | TokenIds | Annotated[list[Text], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
-    max_tokens: int = Field(16, ge=1)
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-
-    @model_validator(mode="after")
-    def _echoed(self) -> Self:
-        if self.echo and self.stream:
-            raise ValueError("echo cannot be combined with stream")
-        return self
-
-    def prompts(self) -> list[str] | list[list[int]]:
-        """Return the prompts as a list of strings or token ids."""
-        return as_prompts(self.prompt)
-
-
 class TextPart(Body):
     """One part of a message."""
 
@@ -284,6 +265,17 @@ class TextPart(Body):
         if isinstance(part, dict) and part.get("type", "text") != "text":
             raise ValueError(f'unsupported part {shown(part["type"])}: expected {{"type": "text", "text": ...}}')
         return part
+
+
+def refusal_as(kind: str) -> BeforeValidator:
+    """Read a refusal in an assistant's message as a text of type ``kind``: the model is shown what was said."""
+
+    def renamed(part: Any) -> Any:
+        if not isinstance(part, dict) or part.get("type") != "refusal":
+            return part
+        return {"text" if name == "refusal" else name: value for name, value in part.items()} | {"type": kind}
+
+    return BeforeValidator(renamed)
 
 
 class CalledFunction(Body):
@@ -303,11 +295,14 @@ class ToolCall(Body):
     index: int | None = None  # accepted and ignored: some clients keep it from a stream
 
 
+Parts = Annotated[list[Annotated[TextPart, refusal_as("text")]], Field(fail_fast=True)]
+
+
 class Message(Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Text | Annotated[list[TextPart], Field(fail_fast=True)], at_most(MAX_MESSAGES, "parts")] | None = None
+    content: Annotated[Text | Parts, at_most(MAX_MESSAGES, "parts")] | None = None
     name: Text | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True), at_most(MAX_TOOLS, "tool calls")] | None = None
     tool_call_id: Text | None = None
@@ -356,14 +351,13 @@ class Tool(Body):
     function: Function
     cache_control: Any = Field(None, exclude=True)  # accepted and ignored
 
-    def arguments_schema(self, place: str = "#") -> dict[str, Any]:
-        """Return the JSON schema of the arguments; ``place``: where it is inserted in another schema."""
+    def arguments_schema(self) -> dict[str, Any]:
+        """Return the JSON schema of the arguments."""
         given = self.function.parameters or {"properties": {}}
         has_none = given.get("properties") == {}
         schema = {"type": "object", **({"additionalProperties": False} if has_none else {}), **given}
         schema.pop("$id", None)  # otherwise references would be relative to it
-        found: dict[str, Any] = moved(schema, place)
-        return found
+        return schema
 
 
 class FunctionName(Body):
@@ -372,15 +366,40 @@ class FunctionName(Body):
     name: Text
 
 
-class NamedTool(Body):
-    """The one tool to call."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
 Messages = Annotated[list[Message], Field(fail_fast=True), at_most(MAX_MESSAGES, "messages"), Field(min_length=1)]
 Tools = Annotated[list[Tool], Field(fail_fast=True), at_most(MAX_TOOLS, "tools")]
+
+
+class AllowedTools(Body):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Tools
+
+
+class ToolChoice(Body):
+    """The one function to call, or the tools that may be called."""
+
+    type: Literal["function", "allowed_tools"]
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+    def check(self, tools: Sequence[str]) -> None:
+        """Raise ``ValueError`` unless the choice is one of ``tools``, or some of them."""
+        if self.model_fields_set != {"type", self.type}:
+            raise ValueError(f"tool_choice: expected the fields type and {self.type}")
+        if not self.names:
+            raise ValueError("tool_choice: no function is allowed: expected at least one")
+        unknown = next((name for name in self.names if name not in tools), None)
+        if unknown is not None:
+            raise ValueError(f"tool_choice: unknown tool {unknown!r}: expected one of {', '.join(tools)}")
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the functions that may be called."""
+        if self.function is not None:
+            return [self.function.name]
+        return [tool.function.name for tool in self.allowed_tools.tools] if self.allowed_tools else []
 
 
 def shown_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
@@ -400,7 +419,7 @@ class ChatBody(SamplingFields):
     continue_final_message: Literal[False] = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool = True
     prediction: dict[str, Any] | None = None  # accepted and ignored: expected text, which does not change the answer
     include_reasoning: bool = True
@@ -416,9 +435,16 @@ class ChatBody(SamplingFields):
             raise ValueError(f"tools: {twice!r} occurs more than once")
         if self.tool_choice not in (None, "none", "auto") and not names:
             raise ValueError("tool_choice needs tools")
-        if self.named is not None and self.named not in names:
-            raise ValueError(f"tool_choice: unknown tool {self.named!r}: expected one of {', '.join(names)}")
+        if isinstance(self.tool_choice, ToolChoice):
+            self.tool_choice.check(names)
+            self._allow(self.tool_choice)
         return self
+
+    def _allow(self, choice: ToolChoice) -> None:
+        """Leave out the tools that may not be called: the model does not call what it is not shown."""
+        if choice.allowed_tools is not None:
+            self.tools = [tool for tool in self.tools or () if tool.function.name in choice.names]
+            self.tool_choice = choice.allowed_tools.mode
 
     @model_validator(mode="after")
     def _has_room(self) -> Self:
@@ -431,7 +457,7 @@ class ChatBody(SamplingFields):
     @property
     def named(self) -> str | None:
         """The name of the function that must be called, or None."""
-        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        return self.tool_choice.names[0] if isinstance(self.tool_choice, ToolChoice) else None
 
     @property
     def is_forced(self) -> bool:
@@ -462,24 +488,13 @@ class ChatBody(SamplingFields):
 
     @property
     def schema_asked(self) -> dict[str, Any] | None:
-        tools = {tool.function.name: tool for tool in self.tools or ()}
+        schemas = {tool.function.name: tool.arguments_schema() for tool in self.tools or ()}
         if self.named is not None:
-            return tools[self.named].arguments_schema()
-        return _calls_schema(tools, self.parallel_tool_calls) if self.tool_choice == "required" else super().schema_asked
+            return schemas[self.named]
+        return calls_schema(schemas, self.parallel_tool_calls) if self.tool_choice == "required" else super().schema_asked
 
     def num_logprobs(self) -> int | None:
         """Return the engine's ``logprobs``. Raises ``OutriderError`` for ``top_logprobs`` without ``logprobs``."""
         if self.top_logprobs is not None and not self.logprobs:
             raise OutriderError("top_logprobs needs logprobs: true")
         return (self.top_logprobs or 0) if self.logprobs else None
-
-
-def _calls_schema(tools: dict[str, Tool], is_parallel: bool) -> dict[str, Any]:
-    """Return the JSON schema of a list of calls."""
-    calls = []
-    for index, (name, tool) in enumerate(tools.items()):
-        arguments = tool.arguments_schema(f"#/items/anyOf/{index}/properties/arguments")
-        properties = {"name": {"const": name}, "arguments": arguments}
-        calls.append({"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False})
-    most = {} if is_parallel else {"maxItems": 1}
-    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.errors import errors_as, without_path
-from outrider.server.protocol import CompletionBody, SamplingFields
+from outrider.server.completions import CompletionBody
+from outrider.server.protocol import SamplingFields
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

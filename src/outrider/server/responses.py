@@ -29,6 +29,7 @@ from outrider.server.protocol import (
     Variables,
     Verbosity,
     at_most,
+    refusal_as,
     shallow,
 )
 
@@ -45,6 +46,7 @@ ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 HostedType = Literal["web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"]
 HOSTED = get_args(HostedType)
 OWN = {"n", "stream_options", "response_format"}  # fields of ``SamplingFields`` that this API has in another form
+SHOWN = {"description", "parameters", "strict"}  # fields of a function, besides its name, that chat has
 NAMES = {"response_format": "text.format", "max_completion_tokens": "max_output_tokens"}  # of fields of chat
 
 
@@ -59,7 +61,9 @@ class Piece(Body):
     parsed: Any = None
 
 
-KnownPiece = Annotated[Piece, known("part", get_args(PieceType), '{"type": "input_text", "text": ...}')]
+KnownPiece = Annotated[
+    Piece, known("part", get_args(PieceType), '{"type": "input_text", "text": ...}'), refusal_as("output_text")
+]
 Pieces = Annotated[list[KnownPiece], Field(fail_fast=True), at_most(MAX_MESSAGES, "parts")]
 
 
@@ -98,6 +102,7 @@ class CallItem(CalledFunction, Item):
     type: Literal["function_call"]
     call_id: Text
     namespace: Text | None = None
+    caller: Any = None  # accepted and ignored
 
 
 class ResultItem(Item):
@@ -109,7 +114,9 @@ class ResultItem(Item):
 
 
 def _kind(given: Any) -> str:
-    """Return the tag of an item or a tool, which ``mistakes`` omits from the places of errors."""
+    """Return the tag of an item, a tool or a choice, which ``mistakes`` omits from the places of errors."""
+    if isinstance(given, str):
+        return "tagged-word"
     kind = type_of(given, "message") if isinstance(given, dict) else given.type
     return f"tagged-{'hosted' if kind in HOSTED else kind}"
 
@@ -128,6 +135,9 @@ class FunctionTool(Function):
     """A function that the model may call."""
 
     type: Literal["function"]
+    # accepted with the only value that changes nothing
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
 
 
 Functions = Annotated[
@@ -179,6 +189,9 @@ class Reasoning(Body):
     effort: Effort | None = None
     summary: Text | None = None
     generate_summary: Text | None = None
+    # accepted with the only value that changes nothing
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
 
 
 STATELESS = refused("the server stores no responses: send the whole conversation as input")
@@ -189,6 +202,24 @@ AnyTool = Annotated[
     Discriminator(_kind),
     known("tool", ("function", "namespace", *HOSTED), '{"type": "function", "name": ...}'),
 ]
+AnyTools = Annotated[list[AnyTool], Field(fail_fast=True), at_most(MAX_TOOLS, "tools")]
+
+
+class AllowedTools(Body):
+    """Some of the tools, and whether one of them must be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: AnyTools
+
+
+AnyChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("tagged-word")]
+    | Annotated[NamedFunction, Tag("tagged-function")]
+    | Annotated[AllowedTools, Tag("tagged-allowed_tools")],
+    Discriminator(_kind),
+    known("choice", ("function", "allowed_tools"), '{"type": "function", "name": ...} or allowed_tools', words=True),
+]
 
 
 class ResponseBody(SamplingFields):
@@ -197,8 +228,8 @@ class ResponseBody(SamplingFields):
     input: Text | Annotated[list[AnyItem], Field(fail_fast=True, min_length=1), at_most(MAX_MESSAGES, "items")]
     instructions: Text | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=INT32)
-    tools: Annotated[list[AnyTool], Field(fail_fast=True), at_most(MAX_TOOLS, "tools")] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
+    tools: AnyTools = Field(default_factory=list)
+    tool_choice: AnyChoice = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     reasoning: Reasoning = Reasoning()
@@ -249,12 +280,15 @@ class ResponseBody(SamplingFields):
         """
         given = self.model_dump(include=SamplingFields.model_fields.keys() - OWN, exclude_unset=True)
         tools = [
-            function.model_dump(exclude={"type"}, exclude_none=True) | {"name": _name_in_chat(namespace, function.name)}
-            for namespace, function in self._functions
+            _in_chat(namespace, function.name, **function.model_dump(include=SHOWN, exclude_none=True))
+            for namespace, function in _functions(self.tools)
         ]
         choice: Any = self.tool_choice
         if isinstance(choice, NamedFunction):
-            choice = {"type": "function", "function": {"name": _name_in_chat(choice.namespace, choice.name)}}
+            choice = _in_chat(choice.namespace, choice.name)
+        elif isinstance(choice, AllowedTools):
+            allowed = [_in_chat(namespace, function.name) for namespace, function in _functions(choice.tools)]
+            choice = {"type": choice.type, choice.type: {"mode": choice.mode, "tools": allowed}}
         form, messages = self.text.format, self._messages()
         if not messages:
             raise OutriderError("input has no text: expected at least one message, call or reasoning item with text")
@@ -271,26 +305,15 @@ class ResponseBody(SamplingFields):
             "verbosity": self.text.verbosity,
             "include_reasoning": self.include_reasoning,
             "chat_template_kwargs": self.chat_template_kwargs,
-            "tools": [{"type": "function", "function": tool} for tool in tools] or None,
+            "tools": tools or None,
             "tool_choice": choice,
         }
         return as_chat(given, "input", NAMES)
 
     @property
-    def _functions(self) -> list[tuple[str | None, FunctionTool]]:
-        """The functions that the model may call, each after its namespace."""
-        found: list[tuple[str | None, FunctionTool]] = []
-        for tool in self.tools:
-            if isinstance(tool, Namespace):
-                found += [(tool.name, function) for function in tool.tools]
-            elif isinstance(tool, FunctionTool):
-                found.append((None, tool))
-        return found
-
-    @property
     def names(self) -> dict[str, dict[str, str]]:
         """The names of the functions in namespaces, by their names in chat."""
-        pairs = [(namespace, function.name) for namespace, function in self._functions if namespace is not None]
+        pairs = [(namespace, function.name) for namespace, function in _functions(self.tools) if namespace is not None]
         return {_name_in_chat(namespace, name): {"namespace": namespace, "name": name} for namespace, name in pairs}
 
     def _messages(self) -> list[dict[str, Any]]:
@@ -324,6 +347,22 @@ class ResponseBody(SamplingFields):
             "top_p": self.top_p,
             "truncation": "disabled",
         }
+
+
+def _functions(tools: Sequence[Body]) -> list[tuple[str | None, FunctionTool]]:
+    """Return the functions among tools, each after its namespace."""
+    found: list[tuple[str | None, FunctionTool]] = []
+    for tool in tools:
+        if isinstance(tool, Namespace):
+            found += [(tool.name, function) for function in tool.tools]
+        elif isinstance(tool, FunctionTool):
+            found.append((None, tool))
+    return found
+
+
+def _in_chat(namespace: str | None, name: str, **more: Any) -> dict[str, Any]:
+    """Return a function as a tool of chat."""
+    return {"type": "function", "function": {**more, "name": _name_in_chat(namespace, name)}}
 
 
 def _name_in_chat(namespace: str | None, name: str) -> str:

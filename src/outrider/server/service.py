@@ -20,16 +20,17 @@ from outrider.engine.outputs import Chunk, Completion
 from outrider.errors import TARGET_FAILED, PromptTooLong
 from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenEnds, TokenTexts
 from outrider.server.bridge import Busy, EngineBridge, Stopping, Stream, TargetFailed
+from outrider.server.completions import CompletionBody
 from outrider.server.config import Client, ServerConfig
 from outrider.server.echo import Echo, prompt_logprobs
 from outrider.server.gate import CLOSED, Call, error_body
 from outrider.server.grammar import Grammars, TokenGrammar
-from outrider.server.message_events import MessageAnswer
+from outrider.server.message_events import PREFIX, MessageAnswer
 from outrider.server.messages import CountBody, MessagesBody, counted
 from outrider.server.metrics import Metrics
 from outrider.server.mistakes import mistakes, unreadable
 from outrider.server.prompts import Aside, Prompts, tools
-from outrider.server.protocol import ChatBody, CompletionBody, SamplingFields, StreamOptions
+from outrider.server.protocol import ChatBody, SamplingFields, StreamOptions
 from outrider.server.record import Record
 from outrider.server.replies import Replies
 from outrider.server.response_events import ResponseAnswer
@@ -111,7 +112,7 @@ class Service:
 
     async def messages(self, body: MessagesBody, http: Request) -> Response:
         """Handle ``POST /v1/messages``."""
-        answer = MessageAnswer("msg_" + http.state.call.request_id, self.config.name, self._tokens, max_tokens=body.max_tokens)
+        answer = MessageAnswer(PREFIX + http.state.call.request_id, self.config.name, self._tokens, max_tokens=body.max_tokens)
         return await self._chat(body.chat(), http, answer)
 
     async def count_tokens(self, body: CountBody, http: Request) -> Response:
@@ -409,7 +410,11 @@ def explained(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
         inside = [{**each, "loc": each["loc"][1:]} for each in error.errors()]  # the first part is "body"
         where = inside[0]["loc"] if inside[0]["type"] != "json_invalid" else ()  # of broken JSON it is a position
         param = str(where[0]) if where else None
-        return 400, error_body(mistakes(inside), "invalid_request_error", "invalid_body", param), {}
+        body = error_body(mistakes(inside), "invalid_request_error", "invalid_body", param)
+        details = next((found for each in inside if (found := each.get("ctx", {}).get("details"))), None)
+        if details is not None:
+            body["error"]["details"] = details
+        return 400, body, {}
     if isinstance(error, PromptTooLong):
         return 400, error_body(str(error), "invalid_request_error", "context_length_exceeded"), {}
     if isinstance(error, UnknownModel):
