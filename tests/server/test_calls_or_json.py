@@ -143,7 +143,7 @@ def test_every_text_that_the_grammar_allows_is_calls_or_valid_json(name: str, ki
         tokenizer.backend_tokenizer.to_str(), n_vocab=len(tokenizer), eos_token=[tokenizer.eos_token_id]
     )
     grammar, counts = schemas.compiled(table, json.dumps(SCHEMA), first.lead), Counter[str]()
-    for _ in range(24):
+    for _ in range(40):
         thought = rng.choice([begins + rng.choice(["", "A.", '{"a": 1}']) + ends, "" if begins else ends]) if ends else ""
         answer = json.dumps({"a": 1, "b": rng.choice(SPELLED)})
         begun, spelled = rng.choice(
