@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from outrider.engine.prompts import as_prompts
 from outrider.server.protocol import MAX_LOGPROBS, SamplingFields, Text, TokenIds
 
+EMPTY = {"suffix"}  # fields that are refused unless they are empty
+
 
 class CompletionBody(SamplingFields):
     """Body of ``POST /v1/completions``."""
@@ -21,11 +23,9 @@ class CompletionBody(SamplingFields):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_suffix(cls, body: Any) -> Any:
-        """Drop an empty suffix, which changes nothing."""
-        if not isinstance(body, dict) or body.get("suffix") != "":
-            return body
-        return {name: value for name, value in body.items() if name != "suffix"}
+    def _without_empty(cls, body: Any) -> Any:
+        """Drop fields that change nothing because they are empty."""
+        return {name: value for name, value in body.items() if value or name not in EMPTY} if isinstance(body, dict) else body
 
     @model_validator(mode="after")
     def _can_be_answered(self) -> Self:
