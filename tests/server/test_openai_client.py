@@ -281,7 +281,7 @@ def test_fields_of_completions_that_change_nothing_are_accepted(client: openai.O
     assert [choice.text for choice in full.choices] == [choice.text for choice in plain.choices]
     for more, told in (
         ({"best_of": 3}, "invalid best_of 3: expected n=2, because all samples are returned"),
-        ({"suffix": "}"}, "suffix: unknown field: fill-in-the-middle is not supported: write the model's own markers into"),
+        ({"suffix": "}"}, "suffix: fill-in-the-middle is not supported: write the model's own markers into"),
     ):
         with pytest.raises(openai.BadRequestError, match=told):
             client.completions.create(**asked, **more)

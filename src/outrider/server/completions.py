@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
 from outrider.engine.prompts import as_prompts
+from outrider.server.mistakes import refused
 from outrider.server.protocol import MAX_LOGPROBS, SamplingFields, Text, TokenIds
 
-EMPTY = {"suffix"}  # fields that are refused unless they are empty
+MIDDLE = refused("fill-in-the-middle is not supported: write the model's own markers into the prompt", allowed="")
 
 
 class CompletionBody(SamplingFields):
@@ -19,13 +20,8 @@ class CompletionBody(SamplingFields):
     prompt: Text | TokenIds | Annotated[list[Text], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    suffix: Annotated[Text, MIDDLE] = ""
     best_of: int | None = None  # accepted with the only value that changes nothing: n, which is also its default
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_empty(cls, body: Any) -> Any:
-        """Drop fields that change nothing because they are empty."""
-        return {name: value for name, value in body.items() if value or name not in EMPTY} if isinstance(body, dict) else body
 
     @model_validator(mode="after")
     def _can_be_answered(self) -> Self:

@@ -26,7 +26,6 @@ INSTEAD = {
     "function_call": ": use tool_choice",
     "guided_json": ": use response_format",
     "structured_outputs": ": use response_format",
-    "suffix": ": fill-in-the-middle is not supported: write the model's own markers into the prompt",
     "system": ': send a message with "role": "system"',
 }
 MAX_ERRORS = 32  # of pydantic's that are read
