@@ -721,6 +721,8 @@ def test_tensors_that_do_not_belong_to_the_model_are_named(tmp_path):
     assert "lacks 1 of the model's tensors, the first model.layers.1.self_attn.q_norm.weight" in written(
         without=("blk.1.attn_q_norm.weight",)
     )
+    said = written(lambda w: w.add_tensor("blk.0.ffn_gate.0.weight", np.zeros((512, 256), np.float32)))
+    assert "model.gguf is an old file with separate experts (blk.0.ffn_gate.0.weight): take a newer conversion" in said
     said = written(lambda w: w.add_tensor("blk.0.attn_q.weight", np.zeros((8, 256), np.float32)), ("blk.0.attn_q.weight",))
     assert "tensor blk.0.attn_q.weight is [8, 256], expected [256, 256] by the config" in said
 
