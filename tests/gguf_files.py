@@ -116,6 +116,7 @@ def write(
             shift = np.float32(adds_one)  # these multiply by 1 + weight
             stored = -np.exp(array) if name.endswith("ssm_a") else array + shift
             written = stored.squeeze(1) if "conv" in name and stored.ndim == 3 else stored
+            written = interleaved(written, turned)
             if (".mamba." in own or ".mixer." in own) and name.endswith(("ssm_a", "ssm_d", "ssm_norm.weight")):
                 written = written.reshape(-1, 1) if written.ndim == 1 and "norm" not in name else written.reshape(1, -1)
             writer.add_tensor(name, written)
@@ -123,8 +124,7 @@ def write(
             value.copy_(torch.from_numpy(back if order is None else np.take(back, np.argsort(order[0]), order[1])))
             continue
         kind = kind_of(name)
-        if turned:
-            array = array.reshape(turned, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+        array = interleaved(array, turned)
         data = random_codes(array.shape, kind, rng) if kind in SCALES else gguf.quants.quantize(array, kind)
         writer.add_tensor(name, data, raw_dtype=kind)
         decoded = gguf.quants.dequantize(data, kind).astype(np.float32)
@@ -136,6 +136,11 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return exact
+
+
+def interleaved(array: np.ndarray, heads: int | None) -> np.ndarray:
+    """Return rows in which the two halves of each head alternate; None: as they are."""
+    return array if heads is None else array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
 
 
 OWN_NAMES = {  # names in a block of tensors that the package does not map

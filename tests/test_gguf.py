@@ -468,6 +468,9 @@ OTHER_CONFIGS = {
     "glm4moe without norms of queries": ("glm4moe", {"use_qk_norm": False, "attention_bias": False}),
     "deepseek2 with groups and without YaRN": ("deepseek2", {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}),
     "command-r with norms of queries, and biases": ("command-r", {"use_qk_norm": True, "attention_bias": True}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama with biases of attention": ("llama", {"attention_bias": True}),
+    "granite with biases": ("granite", {"attention_bias": True, "mlp_bias": True}),
     "hunyuan-dense with biases": ("hunyuan-dense", {"attention_bias": True}),
     "qwen2moe without biases": ("qwen2moe", {"qkv_bias": False}),
     "cohere2 with other windows": (
@@ -475,6 +478,7 @@ OTHER_CONFIGS = {
         {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"]},
     ),
     "afmoe with other windows": ("afmoe", {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"]}),
+    "afmoe, one group of experts": ("afmoe", {"n_group": 1, "topk_group": 1}),
     "stablelm, parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": False}),
     "phimoe with a window, without biases": ("phimoe", {"sliding_window": 8, "attention_bias": False, "lm_head_bias": False}),
     "jais2 without biases": ("jais2", {"attention_bias": False, "mlp_bias": False}),
@@ -717,6 +721,8 @@ def test_tensors_that_do_not_belong_to_the_model_are_named(tmp_path):
     assert "lacks 1 of the model's tensors, the first model.layers.1.self_attn.q_norm.weight" in written(
         without=("blk.1.attn_q_norm.weight",)
     )
+    said = written(lambda w: w.add_tensor("blk.0.ffn_gate.0.weight", np.zeros((512, 256), np.float32)))
+    assert "model.gguf is an old file with separate experts (blk.0.ffn_gate.0.weight): take a newer conversion" in said
     said = written(lambda w: w.add_tensor("blk.0.attn_q.weight", np.zeros((8, 256), np.float32)), ("blk.0.attn_q.weight",))
     assert "tensor blk.0.attn_q.weight is [8, 256], expected [256, 256] by the config" in said
 
@@ -867,6 +873,8 @@ def test_entries_that_change_granite_or_lfm2_are_refused(tmp_path):
         ),
         ("afmoe", lambda w: w.add_expert_weights_norm(False), "expert_weights_norm is not set"),
         ("afmoe", lambda w: w.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX), "expert_gating_func=1, expected 2"),
+        ("afmoe", lambda w: w.add_expert_group_count(2), "experts in 2 groups, 1 of them chosen: expected no groups"),
+        ("afmoe", lambda w: w.add_expert_group_used_count(2), "experts in 1 groups, 2 of them chosen: expected no groups"),
         ("dots1", lambda w: w.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX), "expert_gating_func=1, expected 2"),
         ("hunyuan-moe", lambda w: w.add_expert_shared_count(2), "2 shared experts, widths of experts [512, 512]: expected one"),
         (
@@ -908,13 +916,17 @@ def test_the_factors_of_falcon_h1_are_in_the_weights(tmp_path):
     assert "lacks 1 of the model's tensors, the first lm_head.weight" in refusal(path)
 
 
-def test_keys_and_values_that_gemma_3n_does_not_use_are_left_out(tmp_path):
-    def add(writer):
-        for part, rows in (("attn_k", 128), ("attn_v", 128)):
-            writer.add_tensor(f"blk.5.{part}.weight", np.full((rows, 256), np.nan, np.float32))
-        writer.add_tensor("blk.5.attn_k_norm.weight", np.full(64, np.nan, np.float32))
+@pytest.mark.parametrize("architecture", ["gemma3n", "gemma4"])
+def test_keys_and_values_that_gemma_s_last_layers_do_not_use_are_left_out(architecture, tmp_path):
+    """Google's checkpoints have them, and llama.cpp keeps them."""
+    model, text = gguf_files.make_model(architecture), make_text(30, 1)
+    size = model.model.layers[2].self_attn.head_dim  # of a layer of full attention
 
-    model, text = gguf_files.make_model("gemma3n"), make_text(30, 1)
+    def add(writer):
+        for part in ("attn_k", "attn_v"):
+            writer.add_tensor(f"blk.5.{part}.weight", np.full((2 * size, 256), np.nan, np.float32))
+        writer.add_tensor("blk.5.attn_k_norm.weight", np.full(size, np.nan, np.float32))
+
     exact = gguf_files.write(tmp_path / "model.gguf", model, KINDS["F16"], add)
     got = load(tmp_path / "model.gguf", dtype="float32").extend(["a"], [text])[0]
     torch.testing.assert_close(got, plain_logits(exact, text)[-1], rtol=1e-3, atol=1e-3)

@@ -22,7 +22,7 @@ def loaded(folder, *args, **kwargs):
     return load_tokenizer(folder / "model.gguf")
 
 
-def write(folder, rule="gpt-2", tokens=None, kind="gpt2", scores=None, bos=None, prefix=None, architecture="llama"):  # noqa: PLR0913
+def write(folder, rule="gpt-2", tokens=None, kind="gpt2", scores=None, bos=None, prefix=None, architecture="llama", types=None):  # noqa: PLR0913
     """Write a file with the tokenizer of ``tiny_folder``, with another rule and other tokens by id."""
 
     def change(writer):
@@ -31,6 +31,8 @@ def write(folder, rule="gpt-2", tokens=None, kind="gpt2", scores=None, bos=None,
         entries[NAME + "model"].value = kind
         for index, token in (tokens or {}).items():
             entries[NAME + "tokens"].value[index] = token
+        for index, number in (types or {}).items():
+            entries[NAME + "token_type"].value[index] = number
         if prefix is not None:
             writer.add_add_space_prefix(prefix)
         if bos is not None:
@@ -70,20 +72,37 @@ def test_bos_is_added_by_rule_if_the_file_does_not_say(rule, adds, tmp_path):
 @pytest.mark.parametrize(
     ("rule", "text", "pieces"),
     [
-        ("gpt-2", "12345", 1),
-        ("command-r", "12345", 5),
-        ("deepseek-v3", "12345", 2),
-        ("glm4", "12345", 2),
-        ("hunyuan", "12345", 5),
+        ("gpt-2", "12345", ["12345"]),
+        ("jais", "12345", ["12345"]),
+        ("trillion", "12345", ["12345"]),
+        ("command-r", "123", ["1", "2", "3"]),
+        ("mellum2", "123", ["1", "2", "3"]),
+        ("hunyuan", "123", ["1", "2", "3"]),
+        ("stablelm2", "I'LL 123", ["I", "'LL", " ", "1", "2", "3"]),
+        ("solar-open", "I'LL 123", ["I", "'LL", " ", "1", "2", "3"]),
+        ("glm4", "12345", ["123", "45"]),
+        ("minicpm5", "(12345", ["(", "123", "45"]),
+        ("jais-2", "12345      x", ["123", "45", "    ", " ", " x"]),
+        ("seed-coder", "a);\n12", ["a", ");", "\n", "1", "2"]),
+        ("exaone-moe", "ab cd()\n\n12", ["ab cd", "()\n", "\n", "1", "2"]),
+        ("youtu", "camelCase12\u4f60\u597d", ["camel", "Case", "1", "2", "\u4f60\u597d"]),
+        ("deepseek-v3", "12345", ["123", "45"]),
+        ("deepseek-llm", "caf\u00e9 12\n\n", ["caf", "\u00e9", " ", "1", "2", "\n", "\n"]),
+        ("deepseek-coder", " a_b!=12", [" a", "_", "b", "!", "=", "1", "2"]),
+        ("afmoe", "1234567, 12", ["1", "234", "567", ",", " ", "12"]),
+        ("tiny_aya", "1234567 camelCase", ["1", "234", "567", " camel", "Case"]),
+        ("superbpe", "a b 1234", ["a b ", "1", "234"]),
+        ("viking", "a, b12", ["a", ",", " b", "1", "2"]),
     ],
 )
-def test_text_is_split_by_the_files_rule(rule, text, pieces, tmp_path):
+def test_text_is_split_by_the_files_rule(rule, text, pieces, tmp_path, caplog):
     split = loaded(tmp_path, rule).backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
-    assert len(split) == pieces
+    assert [text[start:end] for _, (start, end) in split] == pieces
+    assert "which is not known here" not in caplog.text
 
 
-@pytest.mark.parametrize("rule", ["qwen2", "qwen35"])
-def test_qwens_text_is_composed_first(rule, tmp_path):
+@pytest.mark.parametrize("rule", ["qwen2", "qwen35", "command-r", "tiny_aya"])
+def test_text_of_qwen_and_cohere_is_composed_first(rule, tmp_path):
     tokenizer = loaded(tmp_path, rule)
     assert tokenizer.encode("cafe\u0301") == tokenizer.encode("caf\u00e9")
 
@@ -106,6 +125,26 @@ def test_text_gets_a_space_only_if_the_file_says_so(architecture, prefix, tmp_pa
     ids = tokenizer.encode("d", add_special_tokens=False)
     assert tokenizer.convert_ids_to_tokens(ids) == (["d"] if prefix is False else ["\u2581d"])
     assert tokenizer.decode(tokenizer.encode(" d", add_special_tokens=False)) == " d"
+
+
+@pytest.mark.parametrize(("architecture", "takes"), [("phi3", True), ("llama", False)])
+def test_special_tokens_of_phi_3_take_the_blanks_after_them(architecture, takes, tmp_path):
+    tokens = {1: "\u2581", 2: "Hi", 3: "\u2581Hi", 4: "<s>", 5: "<|user|>", 6: "</s>", 7: "<0x0A>"}
+    scores = [-1000.0] * 320
+    scores[1:4] = [-3.0, -2.0, -1.0]
+    types = {4: 3, 5: 3, 6: 4, 7: 6}
+    tokenizer = loaded(tmp_path, "default", tokens, "llama", scores, architecture=architecture, types=types)
+
+    def pieces(text):
+        return tokenizer.convert_ids_to_tokens(tokenizer.encode(text, add_special_tokens=False))
+
+    blanks = [] if takes else ["\u2581", "<0x0A>"]
+    assert pieces("<|user|>\nHi") == ["<|user|>", *blanks, "\u2581Hi" if takes else "Hi"]
+    assert pieces("</s> Hi") == ["</s>", *blanks[:1], "\u2581Hi"]
+    assert pieces("<s> Hi") == ["<s>", "\u2581", "\u2581Hi"]
+    assert (
+        tokenizer.decode(tokenizer.encode("<|user|>\nHi", add_special_tokens=False), skip_special_tokens=True).strip() == "Hi"
+    )
 
 
 @pytest.mark.parametrize(

@@ -256,6 +256,19 @@ def test_a_truncated_file_raises_in_one_line(tmp_path):
 REFUSED = {
     "gptq with 3 bits": {"quant_method": "gptq", "bits": 3},
     "GPTQ in the format marlin": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+    "AutoRound in the packing auto_round": {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round"},
+    "AutoRound with the data type mx_fp": {
+        "quant_method": "auto-round",
+        "bits": 4,
+        "packing_format": "auto_round:auto_gptq",
+        "data_type": "mx_fp",
+    },
+    "AutoRound with the data type int and sym=False": {
+        "quant_method": "auto-round",
+        "bits": 4,
+        "packing_format": "auto_round:auto_gptq",
+        "sym": False,
+    },
     "AWQ in the version gemv": {"quant_method": "awq", "bits": 4, "version": "gemv"},
     "compressed-tensors in the format mxfp8-quantized": {"quant_method": "compressed-tensors", "format": "mxfp8-quantized"},
     "ModelOpt with the algorithm NVFP4_AWQ": {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
@@ -415,6 +428,15 @@ def test_layers_that_are_not_quantised_stay_so(tmp_path):
     assert type(model.model.layers[1].mlp.up_proj) is StoredLinear
     expected = plain_logits(made.model, make_text(30, 1))[-1]
     assert (logits(made.folder) - expected).norm() < 0.04 * expected.norm()
+
+
+@pytest.mark.parametrize("packing", ["auto_round:auto_gptq", "auto_round:gptq:exllamav2"])
+def test_autoround_packs_as_gptq(packing, tmp_path):
+    made = written(tmp_path, "gptq")
+    expected, config = logits(made.folder), json.loads((made.folder / "config.json").read_text())
+    named = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int"}
+    (made.folder / "config.json").write_text(json.dumps(config | {"quantization_config": named | {"packing_format": packing}}))
+    assert torch.equal(logits(made.folder), expected)
 
 
 def test_a_g_idx_in_natural_order_is_accepted(tmp_path):

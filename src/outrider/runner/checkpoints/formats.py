@@ -19,7 +19,7 @@ from outrider import native
 from outrider.runner.checkpoints.compressed_tensors import CompressedTensors
 from outrider.runner.checkpoints.float4 import Mxfp4
 from outrider.runner.checkpoints.fp8 import Fp8
-from outrider.runner.checkpoints.gptq import Awq, Gptq
+from outrider.runner.checkpoints.gptq import AutoRound, Awq, Gptq
 from outrider.runner.checkpoints.modelopt import ModelOpt
 from outrider.runner.checkpoints.stored import StoredConfig
 from outrider.runner.checkpoints.weight import Format
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 FORMATS: dict[str, type[Format]] = {
     "gptq": Gptq,
+    "auto-round": AutoRound,
     "awq": Awq,
     "compressed-tensors": CompressedTensors,
     "fp8": Fp8,

@@ -3,7 +3,8 @@
 GPTQ (Frantar et al. 2022, as AutoGPTQ and GPTQModel store them), 4 or 8 bits: ``qweight`` int32 [inputs * bits / 32, outputs]
 holds consecutive inputs of an output in a word; ``qzeros`` int32 [groups, outputs * bits / 32] consecutive outputs; ``scales``
 [groups, outputs]; ``g_idx`` [inputs] names the group of each input, which is not in order where inputs were quantised by
-activation (``desc_act``). Version 1 stores zeros minus one, version 2 (``gptq_v2``) as they are.
+activation (``desc_act``). Version 1 stores zeros minus one, version 2 (``gptq_v2``) as they are. AutoRound
+(Cheng et al. 2023) writes version 1, too.
 
 AWQ (Lin et al. 2023, as AutoAWQ stores them, version ``gemm``), 4 bits: ``qweight`` int32 [inputs, outputs / 8] holds eight
 consecutive outputs of an input in a word, in the order 0, 2, 4, 6, 1, 3, 5, 7; ``qzeros`` int32 [groups, outputs / 8] likewise;
@@ -63,6 +64,18 @@ class Gptq(Format):
             group,
             order,
         )
+
+
+class AutoRound(Gptq):
+    """Reads the layers of an AutoRound checkpoint without zeros that is packed as GPTQ's version 1, as most are."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        packing, kind = config.get("packing_format") or config.get("backend"), config.get("data_type", "int")
+        if str(packing).split(":")[:2] not in (["auto_round", "auto_gptq"], ["auto_round", "gptq"]):
+            raise OutriderError(f"AutoRound in the packing {packing}")
+        if kind != "int" or config.get("sym") is False:
+            raise OutriderError(f"AutoRound with the data type {kind} and sym={config.get('sym')}")
+        super().__init__({name: config.get(name) for name in ("bits", "group_size")})
 
 
 class Awq(Format):

@@ -24,6 +24,7 @@ def _bias_at(name: str) -> dict[str, str]:
 
 Q_BIAS = "blk.0.attn_q.bias"
 BIAS = {"attention_bias": Q_BIAS}
+BIASES = BIAS | {"mlp_bias": "blk.0.ffn_up.bias"}
 NORMS = {"use_qk_norm": "blk.0.attn_q_norm.weight"}
 QWEN35: dict[str, Any] = {
     "theta": 1e7,
@@ -84,7 +85,7 @@ FALCON_H1: dict[str, Any] = {  # Files hold products of weights and factors. Emb
 ONLY_IMAGES = r"n_deepstack_layers|rope\.dimension_sections"  # entries about features and positions of images
 
 ARCHITECTURES = {
-    "llama": Architecture("llama", variant=lambda entry, _: MIXTRAL if entry("expert_count") else None),
+    "llama": Architecture("llama", flags=BIASES, variant=lambda entry, _: MIXTRAL if entry("expert_count") else None),
     "qwen2": Architecture("qwen2"),
     "qwen2vl": Architecture("qwen2", ignored=ONLY_IMAGES),
     "qwen3": Architecture("qwen3"),
@@ -121,7 +122,7 @@ ARCHITECTURES = {
             r"altup_proj\.(\d+)\.weight": r"altup_projections.\1.weight",
             r"altup_unembd_proj\.(\d+)\.weight": r"altup_unembed_projections.\1.weight",
         },
-        is_unused=changes.is_unused_gemma3n,
+        is_unused=changes.is_unused_in_shared_layers,
     ),
     "gemma4": Architecture(
         "gemma4_text",
@@ -131,13 +132,16 @@ ARCHITECTURES = {
             r"ffn_gate_inp\.scale": "router.scale",
             r"ffn_down_exps\.scale": "router.per_expert_scale",
         },
+        is_unused=changes.is_unused_in_shared_layers,
     ),
     "phi2": Architecture("phi", configs.phi2, theta=1e4, scalings=()),
     "phi3": Architecture(
         "phi3", configs.phi3, theta=1e4, config_tensors=tuple(configs.PHI3_FACTORS.values()), scalings=("longrope",)
     ),
     "mistral3": Architecture("ministral3", configs.mistral3, theta=1e4, changes_like="llama"),
-    "granite": Architecture("granite", configs.granite, ignored=r"ssm\..*|expert_used_count", changes_like="llama"),
+    "granite": Architecture(
+        "granite", configs.granite, flags=BIASES, ignored=r"ssm\..*|expert_used_count", changes_like="llama"
+    ),
     "granitemoe": Architecture("granitemoe", configs.granitemoe, changes_like="llama", renamed=GRANITE_EXPERTS),
     "granitehybrid": Architecture(
         "granitemoehybrid",
@@ -176,7 +180,7 @@ ARCHITECTURES = {
         config_tensors=tuple(configs.PHI3_FACTORS.values()),
     ),
     "exaone-moe": Architecture("exaone_moe", configs.exaone_moe, router=SIGMOID, renamed=DEEPSEEK_BIAS),
-    "jais2": Architecture("jais2", configs.jais2, flags=BIAS | {"mlp_bias": "blk.0.ffn_up.bias"}),
+    "jais2": Architecture("jais2", configs.jais2, flags=BIASES),
     "dots1": Architecture("dots1", configs.add_deepseek_experts, router=SIGMOID, renamed=DEEPSEEK_BIAS),
     "falcon-h1": Architecture("falcon_h1", configs.falcon_h1, **FALCON_H1),
     "deepseek2": Architecture(

@@ -109,8 +109,8 @@ def restore_mamba2(rows: Array, name: str, _: Any) -> Array:
     return rows
 
 
-def is_unused_gemma3n(name: str, config: Any) -> bool:
-    """Return whether a tensor belongs to keys or values of one of the last layers, which read those of earlier layers."""
+def is_unused_in_shared_layers(name: str, config: Any) -> bool:
+    """Return whether a tensor belongs to keys or values of one of Gemma's last layers, which read those of earlier layers."""
     block = BLOCK.fullmatch(name)
     first = config.num_hidden_layers - config.num_kv_shared_layers
     return block is not None and int(block[1]) >= first and block[2] in ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")

@@ -368,6 +368,9 @@ def hunyuan_moe(entry: Entry, _: Tensors, values: Values) -> None:
 def afmoe(entry: Entry, _: Tensors, values: Values) -> None:
     if not entry("expert_weights_norm"):
         raise ValueError("expert_weights_norm is not set, expected shares of experts that add up to 1")
+    groups = [entry(f"expert_group_{name}") or 1 for name in ("count", "used_count")]
+    if groups != [1, 1]:  # which transformers' model does not have
+        raise ValueError(f"experts in {groups[0]} groups, {groups[1]} of them chosen: expected no groups")
     add_experts(entry, values, "num_experts", "moe_intermediate_size")
     values |= {
         "num_shared_experts": entry("expert_shared_count") or 0,

@@ -36,6 +36,7 @@ UNDERSTOOD = (
 OF_HEAD_SIZE = ("rope.dimension_count", "attention.value_length")  # unless the architecture reads them
 OF_HEADS = ("target_layers", "embedding_length_out")  # entries about the target of a head
 NEEDED = ("block_count", "embedding_length", "attention.head_count")
+SEPARATE_EXPERT = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight")  # llama.cpp's name until April 2024
 STRING, LIST = 8, 9  # codes of types in a header
 TOKENS = "tokenizer.ggml.tokens"
 LEARNED = (1, 6)  # types of tokens: normal ones and bytes
@@ -359,6 +360,8 @@ class GgufFile:
             if name in of_config or name.startswith(mtp) or architecture.is_unused(name, model.config):
                 continue
             own = architecture.own_name(name, known)
+            if SEPARATE_EXPERT.fullmatch(name):
+                raise OutriderError(f"{self.path} is an old file with separate experts ({name}): take a newer conversion")
             if own not in parameters:
                 raise OutriderError(f"{self.path}: unexpected tensor {name} for a {model.config.model_type} model")
             shape = tensor.shape

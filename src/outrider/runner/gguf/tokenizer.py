@@ -11,14 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteFallback, Fuse
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.decoders import Replace as ReplaceInText
 from tokenizers.decoders import Sequence as Decoders
 from tokenizers.models import BPE
 from tokenizers.normalizers import NFC, Replace
-from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from transformers import CONFIG_MAPPING, TOKENIZER_MAPPING, AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.integrations.gguf import gguf_tokenizer_mapping as transformers_gguf
@@ -27,32 +26,15 @@ from outrider.hub import is_cached_only
 from outrider.runner.gguf.architectures import ARCHITECTURES
 from outrider.runner.gguf.file import TOKENS, GgufFile
 from outrider.runner.gguf.source import find, is_beside
+from outrider.runner.gguf.splits import ADDING_BOS, IGNORING_MERGES, NORMALISED, is_known, pre_tokenizer_of
 
 logger = logging.getLogger(__name__)
 
-# Rules by which text is split before merges: expressions in turn, each for what the others left.
-_CJK = "[\u4e00-\u9fa5\u3040-\u30ff]+"
-_DEEPSEEK = (
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_KNOWN = {rule: (split,) for rule, split in transformers_gguf.GGUF_PRE_TOKENIZER_SPLITS.items()}  # to transformers
-SPLITS: dict[str, tuple[str, ...]] = {
-    **_KNOWN,
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), (r"\p{N}{1,3}", _CJK, _DEEPSEEK)),
-    **dict.fromkeys(("glm4", "glm5"), _KNOWN["llama3"]),
-    "hunyuan": _KNOWN["qwen2"],
-}
-GPT2 = ("gpt-2", "phi-2", "olmo", "mpt", "exaone4", "mellum", "gigachat", "a.x-4.0", "granite-docling")
-GPT2_AND_DIGITS = ("command-r", "starcoder", "refact", "smollm", "exaone", "codeshell", "minerva-7b")  # one by one
-LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano")
-# As in llama.cpp's llama-vocab.cpp: a piece of text that is a token stays one, and BOS is added if the file does not say.
-IGNORING_MERGES = (*LLAMA3, "tekken", "minicpm5", "youtu", "glm4", "glm5")
-ADDING_BOS = (*LLAMA3, "tekken", "chameleon")
-NORMALISED = ("qwen2", "qwen35", "deepseek-r1-qwen")  # by the original tokenizers, not by llama.cpp
 CONTROL, USER_DEFINED = 3, 4  # types of tokens
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
 ENDOFTEXT = "<|endoftext|>"  # GPT-2's only special token, for files without types
+# Phi-3's other added tokens take the blanks after them. Files do not state it, and llama.cpp goes by the model's name.
+KEEPING_BLANKS = ("<unk>", "<s>", ENDOFTEXT)
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' names -> the header's
 
 
@@ -71,16 +53,7 @@ def load_tokenizer(source: str | Path, trust_remote_code: bool) -> PreTrainedTok
     kind: Any = TOKENIZER_MAPPING.get(CONFIG_MAPPING[file.record.model_type], TokenizersBackend)
     entries, options = _entries(file, "tokenizer"), _entries(file, "tokenizer_config")
     _complete(options, entries, file)
-    if entries.get("tokenizer_type") == "gpt2":
-        backend = _byte_level(entries)
-    else:
-        # Nothing but the architecture tells whether text that begins with a space gets another: Phi-3's does, and Llama 2's.
-        like = "gemma3" if file.architecture == "gemma3n" else file.architecture
-        of_phi = entries.get("tokenizer_type") == "llama" and like not in transformers_gguf.GGUF_SENTENCEPIECE_BUILDERS
-        backend, _ = transformers_gguf.convert_gguf_tokenizer("phi3" if of_phi else like, entries)
-        if of_phi and not entries.get("add_prefix_space", True):
-            backend.normalizer = Replace(" ", SPACE)
-            backend.decoder = Decoders([ReplaceInText(SPACE, " "), ByteFallback(), Fuse()])
+    backend = _byte_level(entries) if entries.get("tokenizer_type") == "gpt2" else _by_transformers(entries, file.architecture)
     return kind(tokenizer_object=backend, name_or_path=str(path.parent), **options)  # type: ignore[no-any-return]
 
 
@@ -105,6 +78,22 @@ def _complete(options: dict[str, Any], entries: Mapping[str, Any], file: GgufFil
         options[f"{name}_token"] = None if index is None else entries["tokens"][index]
 
 
+def _by_transformers(entries: dict[str, Any], architecture: str) -> Tokenizer:
+    """Return the tokenizer of SentencePiece, or Gemma's, of these entries."""
+    # Nothing but the architecture tells whether text that begins with a space gets another: Phi-3's does, and Llama 2's.
+    like = "gemma3" if architecture == "gemma3n" else architecture
+    is_sentencepiece = entries.get("tokenizer_type") == "llama"
+    of_phi = is_sentencepiece and like not in transformers_gguf.GGUF_SENTENCEPIECE_BUILDERS
+    tokenizer: Tokenizer = transformers_gguf.convert_gguf_tokenizer("phi3" if of_phi else like, entries)[0]
+    if of_phi and not entries.get("add_prefix_space", True):
+        tokenizer.normalizer = Replace(" ", SPACE)
+        tokenizer.decoder = Decoders([ReplaceInText(SPACE, " "), ByteFallback(), Fuse()])
+    if is_sentencepiece and architecture == "phi3":
+        added = [token for token in tokenizer.get_added_tokens_decoder().values() if token.content not in KEEPING_BLANKS]
+        tokenizer.add_tokens([AddedToken(each.content, rstrip=True, normalized=False, special=each.special) for each in added])
+    return tokenizer
+
+
 def _byte_level(entries: Mapping[str, Any]) -> Tokenizer:
     """Return the byte-level BPE tokenizer of these entries."""
     tokens, rule, types = entries["tokens"], entries.get("pre_tokenizer_type"), entries.get("token_type") or ()
@@ -126,9 +115,7 @@ def _byte_level(entries: Mapping[str, Any]) -> Tokenizer:
     tokenizer.add_tokens(list(added.values()))
     if rule in NORMALISED:
         tokenizer.normalizer = NFC()
-    splits = (r"\p{N}",) if rule in GPT2_AND_DIGITS else SPLITS.get(rule or "", ())
-    pieces = ByteLevel(add_prefix_space=False, use_regex=not splits or rule in GPT2_AND_DIGITS)
-    tokenizer.pre_tokenizer = Sequence([*(Split(Regex(each), "isolated") for each in splits), pieces]) if splits else pieces
+    tokenizer.pre_tokenizer = pre_tokenizer_of(rule)
     tokenizer.decoder = ByteLevelDecoder()
     return tokenizer
 
@@ -136,8 +123,7 @@ def _byte_level(entries: Mapping[str, Any]) -> Tokenizer:
 def _warn_of_an_unknown_split(file: GgufFile) -> None:
     """Log a warning if text is split before BPE by GPT-2's rule in place of the one that the file names."""
     rule = file.entry("tokenizer.ggml.pre")
-    is_known = any(rule in each for each in (SPLITS, GPT2, GPT2_AND_DIGITS))
-    if file.entry("tokenizer.ggml.model") == "gpt2" and not is_known:
+    if file.entry("tokenizer.ggml.model") == "gpt2" and not is_known(rule):
         logger.warning(
             "%s: its tokenizer splits text by the rule %r, which is not known here: text is split by GPT-2's"
             " rule and may give other token ids; give a folder with this file and the original model's tokenizer",
