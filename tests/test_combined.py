@@ -182,6 +182,19 @@ def test_a_first_method_that_samples_its_drafts_is_rejected():
         combined(Recorder("drawing", {"a": [1]}, probs=True), Recorder("second", {})).propose(context_of("a"), 3)
 
 
+@pytest.mark.parametrize("coupled", [False, True])
+def test_a_first_method_that_declares_to_sample_is_not_called_in_sampled_rounds(coupled):
+    first, second = Recorder("first", {"a": [1, 1, 1]}), Recorder("second", {"a": [5], "b": [6, 6]})
+    first.samples_drafts = True
+    proposer, context = combined(first, second), context_of("a", "b")
+    for request in context.requests:
+        request.params = SamplingParams(temperature=0.8)
+    context = replace(context, sampler=Sampler(context.requests, VOCAB, coupled=coupled))
+    assert chains_of(proposer.propose(context, 4)) == [[1, 1, 1] if coupled else [5], [6, 6]]
+    proposer.commit(context, verdict_of([[], [0]], [3, 4]))
+    assert len(first.asked) == len(first.told) == coupled
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_draft_model_catches_up_after_rounds_in_which_it_was_not_called(temperature):
     """Every draft of the second method is the draft model's own continuation of the committed tokens."""

@@ -19,6 +19,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from outrider import LLM, doctor
 from outrider.doctor import Patient, check_up
+from outrider.proposers import early_exit
 from outrider.proposers.base import Proposer, chain_proposal
 from outrider.proposers.method import MethodSpec, Setting
 from outrider.registry import PROPOSERS
@@ -156,6 +157,12 @@ def test_the_targets_own_methods_are_examined_by_their_own_checks(target):
     found = examined(target, method="early-exit:layers=2")
     assert level_of(found, "exits") in ("ok", "suspicious")
     assert found.acceptance is not None
+
+
+def test_an_exit_outside_the_target_is_found_before_exits_are_measured(target, monkeypatch):
+    monkeypatch.setattr(early_exit, "measure_exits", lambda *args: pytest.fail("it was measured"))
+    found = examined(target, method="early-exit:layers=99")
+    assert found.findings[-1].text == "invalid number of layers 99 for early exit: expected 1 to 3"
 
 
 def test_a_draft_with_another_tokenizer_is_measured_by_the_method_that_takes_one(target, tmp_path):

@@ -633,7 +633,7 @@ def test_unsupported_files_are_rejected_before_weights_are_read(unread, tmp_path
     assert "is not a GGUF file" in refusal(path)
     path.write_bytes(b"")
     assert "is not a GGUF file" in refusal(path)
-    assert "no model folder at" in refusal(tmp_path / "nowhere.gguf")
+    assert "no model folder or .gguf file at" in refusal(tmp_path / "nowhere.gguf")
     gguf_files.write(path, model, KINDS["Q8_0"])
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert "needs the package gguf: run pip install '.[gguf]' in Outrider's folder" in refusal(path)

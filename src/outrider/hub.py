@@ -159,7 +159,9 @@ def expected_of(source: object) -> str:
         f"; of the hub only the branch main is used: download another with hf download {repository} --revision {revision}"
         " --local-dir FOLDER, and give the folder"
     )
-    return f"expected a folder, or a Hugging Face id owner/name{advice if revision and is_hub_id(repository) else ''}"
+    return (
+        f"expected a folder, a .gguf file or a Hugging Face id owner/name{advice if revision and is_hub_id(repository) else ''}"
+    )
 
 
 def fetch_configs(source: object, required: Collection[str] = CONFIG) -> None:

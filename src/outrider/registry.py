@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -35,11 +36,15 @@ class Registry:
         """Return the entry of a name. Raises ``OutriderError``, which lists the known names, for an unknown one."""
         first, plus, second = name.partition("+")
         if plus and self._joint is not None:
+            if not first or not second:
+                where = "after" if first else "before"
+                raise OutriderError(f"invalid combination {name!r}: a {self.kind} is missing {where} the plus")
             if first == second or "+" in second:
                 raise OutriderError(f"invalid combination {name!r}: expected two different methods, such as suffix+draft")
             return _imported(self._joint)(self.get(first), self.get(second))
         if name not in self._entries:
-            raise OutriderError(f"unknown {self.kind} {name!r}; known: {', '.join(self._entries)}")
+            hint = "".join(f" (did you mean {close}?)" for close in get_close_matches(name, self._entries, n=1))
+            raise OutriderError(f"unknown {self.kind} {name!r}{hint}; known: {', '.join(self._entries)}")
         entry: Any = self._entries[name]
         return _imported(entry) if isinstance(entry, str) else entry
 

@@ -42,6 +42,27 @@ def test_the_command_prints_the_table_and_sets_its_exit_code(outrider: Run, tmp_
     assert code == 3 and found["has_loss"] and len(found["cells"]) == 2
 
 
+def test_a_narrow_terminal_shows_every_number_and_verdict(
+    outrider: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [tmp_path / name for name in ("old.json", "new.json")]
+    for file, speed in zip(files, (150.0, 120.0), strict=True):
+        file.write_text(json.dumps(measured(speed)))
+    for width in (100, 40):
+        monkeypatch.setenv("COLUMNS", str(width))
+        _, out, _ = outrider("bench", "compare", *files)
+        words = " ".join(out.split())
+        assert "150 > 120" in words and "1.50 > 1.20" in words and "-20% ±" in words and "no significant change" in words
+        assert "\u2026" not in out and ("verdict" in out) == (width == 100)
+
+
+def test_captions_have_no_line_break_of_their_own() -> None:
+    wide = Console(file=StringIO(), width=200)
+    for table in tables(looping()):
+        assert "\n" not in str(table.title)
+        wide.print(table)
+
+
 def test_brackets_in_names_of_files_and_workloads_are_not_markup(outrider: Run, tmp_path: Path) -> None:
     result = measured(150.0) | {"target": "./my[/model]"}
     for each in result["cells"]:  # type: ignore[attr-defined]
@@ -239,7 +260,9 @@ def test_an_input_is_not_replaced_by_a_result(
     outrider: Run, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("in").write_text(json.dumps(grid()) if command[1] == "report" else "" if "serve" in command else '{"prompt": "hi"}')
+    Path("in").write_text(
+        json.dumps(grid()) if command[1] == "report" else "" if "serve" in command else '{"prompt": "hi"}\n' * 2
+    )
     Path("link").symlink_to("in")
     before = Path("in").read_text()
     code, _, err = outrider(*command)

@@ -68,6 +68,14 @@ def test_generate_matches_plain_decoding(outrider: Run, target: Path, draft: Pat
     assert "30 tokens" in err and "tok/s" in err and "time: draft" in err
 
 
+def test_a_first_method_that_samples_is_a_warning_and_not_a_failure(outrider: Run, target: Path, draft: Path) -> None:
+    methods = ["--method", "draft+suffix", "--temperature", 0.7, "--max-tokens", 20]
+    code, _, err = outrider("generate", *models(target, draft), *methods, PROMPT)
+    warning = "draft+suffix: sampled requests are drafted for by suffix only"
+    assert code == 0 and err.index(warning) < err.index("processing the prompt") and "failed" not in err
+    assert warning not in outrider("generate", *models(target, draft), "--method", "suffix+draft", PROMPT)[2]
+
+
 def test_generate_follows_a_json_schema(outrider: Run, target: Path, tmp_path: Path) -> None:
     schema = tmp_path / "form.json"
     schema.write_text(json.dumps({"type": "array", "items": {"enum": ["weather", "climate"]}, "minItems": 1, "maxItems": 2}))

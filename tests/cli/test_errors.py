@@ -40,6 +40,23 @@ def test_a_missing_model_folder(outrider: Run, command: str, tmp_path: Path) -> 
     assert_one_line(outrider(command, "--target", tmp_path / "nowhere", "hi"), "no model folder", "nowhere")
 
 
+def test_a_missing_gguf_file(outrider: Run, tmp_path: Path) -> None:
+    expected = "expected a folder, a .gguf file or a Hugging Face id owner/name"
+    assert_one_line(outrider("generate", "--target", tmp_path / "nope.gguf", "hi"), "nope.gguf", expected)
+
+
+@pytest.mark.parametrize("command", ["bench", "compare"])
+@pytest.mark.parametrize("name", ["model.gguf", "."])
+def test_a_gguf_file_cannot_be_inflated(
+    outrider: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, name: str
+) -> None:
+    (tmp_path / "model.gguf").write_text("GGUF")
+    monkeypatch.chdir(tmp_path)
+    more = ["hi"] if command == "compare" else []
+    outcome = outrider(command, "--target", name, "--inflate", "1b", "--method", "suffix", *more)
+    assert_one_line(outcome, "--inflate needs a folder with config.json and 16- or 32-bit weights, not a GGUF file")
+
+
 def test_a_folder_without_a_model(outrider: Run, tmp_path: Path) -> None:
     assert_one_line(outrider("generate", "--target", tmp_path, "hi"), "config.json is missing")
 
@@ -187,6 +204,19 @@ def test_an_unknown_method_lists_the_known_ones(outrider: Run, target: Path) -> 
     assert_one_line(outrider("bench", "--target", target, "--method", "ngram,magic"), "unknown method 'magic'", *known)
 
 
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("sufix", "unknown method 'sufix' (did you mean suffix?); known: plain"),
+        ("suffix+drat:min_first=2", "unknown method 'drat' (did you mean draft?)"),
+        ("suffix+", "invalid combination 'suffix+': a method is missing after the plus"),
+        ("+suffix", "invalid combination '+suffix': a method is missing before the plus"),
+    ],
+)
+def test_a_typo_in_a_method_is_explained(outrider: Run, target: Path, method: str, said: str) -> None:
+    assert_one_line(outrider("generate", "--target", target, "--method", method, "hi"), said)
+
+
 @pytest.mark.parametrize("k", ["-1", "-7", "many", "2.5", ""])
 def test_an_invalid_number_of_drafts(outrider: Run, target: Path, k: str) -> None:
     assert_one_line(outrider("generate", "--target", target, "-k", k, "hi"), "--num-draft-tokens")
@@ -206,6 +236,17 @@ def test_a_prompt_longer_than_the_context(outrider: Run, target: Path) -> None:
 def test_an_empty_prompt(outrider: Run, target: Path) -> None:
     assert_one_line(outrider("generate", "--target", target, ""), "empty")
     assert_one_line(outrider("generate", "--target", target, "-", stdin=""), "empty")
+
+
+def test_a_prompt_that_is_not_utf_8_is_found_before_loading(
+    outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from outrider.cli import session
+
+    monkeypatch.setattr(session, "load", lambda *args, **more: pytest.fail("it was loaded"))
+    piped = outrider("generate", "--target", target, "-", stdin="caf\udce9")  # as Python reads it in the C locale
+    assert_one_line(piped, "standard input is not UTF-8 text", "byte 0xe9 in position 3")
+    assert_one_line(outrider("generate", "--target", target, "caf\udce9"), "invalid Unicode: unpaired surrogate at index 3")
 
 
 @pytest.mark.parametrize(
@@ -306,7 +347,6 @@ def test_an_unwritable_output_file(outrider: Run, target: Path, tmp_path: Path) 
     "options",
     [
         ["--batch", "0"],
-        ["--batch", "x"],
         ["--temperature", "-1"],
         ["--workloads", "poems"],
         ["--num-prompts", "0"],
@@ -315,6 +355,20 @@ def test_an_unwritable_output_file(outrider: Run, target: Path, tmp_path: Path) 
 )
 def test_bench_axes_out_of_range(outrider: Run, target: Path, options: list[str]) -> None:
     assert_one_line(outrider("bench", "--target", target, *options))
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value", "expected"),
+    [
+        ("bench", "--temperature", "0,a", "numbers separated by commas, got 'a'"),
+        ("bench", "--batch", "1.5", "whole numbers separated by commas, got '1.5'"),
+        ("bench serve", "--concurrency", "a", "whole numbers separated by commas, got 'a'"),
+    ],
+)
+def test_a_list_of_other_values_says_what_was_expected(
+    outrider: Run, command: str, option: str, value: str, expected: str
+) -> None:
+    assert_one_line(outrider(*command.split(), option, value), f"invalid {option} '{value}': expected {expected}")
 
 
 def test_values_out_of_range_are_found_before_anything_is_loaded(

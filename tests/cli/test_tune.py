@@ -90,7 +90,7 @@ def test_an_interrupted_search_resumes(
     asked: list[str] = []
     monkeypatch.setattr(search, "generate", lambda *args: [asked.append(args[1].label), generate(*args)][1])
     code, _, err = outrider(*command, "--seed", 7, "--resume")
-    assert code == 2 and "other values of traffic" in err and not asked
+    assert code == 2 and "other values of sampling settings:" in err and not asked
 
     def full_disk(*_: object) -> str:
         raise OSError(28, "No space left on device")
@@ -221,6 +221,9 @@ def test_an_existing_plan_is_not_overwritten(outrider: Run, tmp_path: Path, monk
     (tmp_path / "plan.toml").write_text("num_draft_tokens = 3\n")
     code, _, err = outrider("tune", "--workloads", "code")
     assert code == 2 and "--out plan.toml to replace it" in err
+    for mistake, words in (["--workloads", "opera"], "unknown workload"), ([], "no traffic"), (["--batch", "x"], "--batch"):
+        code, _, err = outrider("tune", *mistake)
+        assert code == 2 and words in err and "plan.toml" not in err
     assert (tmp_path / "plan.toml").read_text() == "num_draft_tokens = 3\n"
 
 

@@ -49,8 +49,8 @@ def refusal(source, config=EAGER) -> str:
 
 
 def test_a_missing_folder(tmp_path):
-    assert refusal(tmp_path / "none") == f"no model folder at {tmp_path / 'none'}: it does not exist"
-    assert refusal("./no-such-folder") == "no model folder at ./no-such-folder: it does not exist"
+    assert refusal(tmp_path / "none") == f"no model folder or .gguf file at {tmp_path / 'none'}: it does not exist"
+    assert refusal("./no-such-folder") == "no model folder or .gguf file at ./no-such-folder: it does not exist"
 
 
 def test_a_folder_without_a_config(tmp_path):

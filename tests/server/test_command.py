@@ -91,6 +91,8 @@ def test_the_command_line_overrides_the_plan(tmp_path: Path) -> None:
     models, methods = filled(ModelOptions(max_len=32), plan), filled(MethodOptions(method="ngram"), plan)
     assert (models.target, models.max_len, models.same_text) == (str(tmp_path / "model"), 32, True)
     assert (methods.method, methods.num_draft_tokens) == ("ngram", 3)
+    (tmp_path / "small.gguf").touch()
+    assert served_name(str(tmp_path / "small.gguf")) == "small.gguf"
     assert served_name(models.target) == "model" and served_name("a/b") == "a/b" and served_name(None) == "outrider"
 
 

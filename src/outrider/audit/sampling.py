@@ -21,6 +21,8 @@ from outrider.types import OutriderError, SamplingParams
 from outrider.verifiers.rejection import RejectionVerifier
 
 AS_IS, STRESSED = "as it is", "half of the drafts replaced"
+IN_WORDS = {AS_IS: "with the method's own drafts", STRESSED: "with half of the drafts replaced"}
+MAX_PLANNED = 10**9  # larger numbers of samples are not computed
 PILOT_SAMPLES = 48  # samples per prompt for planning
 MIN_TOKENS = 30  # minimum tokens of an origin
 Say = Callable[[str, int, float], None]  # description, samples since the last call, total samples (0: unknown)
@@ -183,10 +185,13 @@ def make_plan(rig: Rig, way: Way, question: Question, say: Say) -> SamplePlan:
         )
     under_stress = [each.samples for each in reach.values() if each.part == STRESSED]
     samples = {AS_IS: needed_as_is, STRESSED: max([PILOT_SAMPLES * len(question.prompts), *under_stress])}
-    for part, needed in samples.items():
-        if needed > question.max_samples:
-            shown = f"more than {question.max_samples:,}" if math.isinf(needed) else f"{needed:,.0f}"
-            raise OutriderError(f"the audit needs {shown} samples ({part}): lower --power, raise --tv, or raise --max-samples")
+    part, needed = max(samples.items(), key=lambda each: each[1])
+    if needed > question.max_samples:
+        shown = f"more than {MAX_PLANNED:,}" if math.isinf(needed) else f"{math.ceil(needed):,}"
+        raise OutriderError(
+            f"the audit needs {shown} samples {IN_WORDS[part]}, more than --max-samples {question.max_samples}: raise it, raise"
+            " --tv or lower --power"
+        )
     return SamplePlan(
         {part: _rounded_up(needed, len(question.prompts)) for part, needed in samples.items()},
         reach,
@@ -197,12 +202,15 @@ def make_plan(rig: Rig, way: Way, question: Question, say: Say) -> SamplePlan:
 
 
 def samples_for_tv(rig: Rig, question: Question) -> float:
-    """Return the samples over all prompts with which the G-test of the first token detects ``tv``."""
+    """Return the samples over all prompts with which the G-test of the first token detects ``tv``, at most ``MAX_PLANNED``.
+
+    inf if more are needed.
+    """
     laws: list[np.ndarray[Any, Any]] = []
     for prompt in question.prompts:
         rig.follow(prompt, [(0,)], question.params, lambda _, probs: laws.append(probs[0].double().cpu().numpy()))
     each: float = 2 * MIN_EXPECTED
-    while each * len(laws) <= question.max_samples:
+    while each * len(laws) <= MAX_PLANNED:
         kept = [law[law * each >= MIN_EXPECTED] for law in laws]
         freedom = sum(max(0, len(likely) - ((1 - likely.sum()) * each < MIN_EXPECTED)) for likely in kept)
         if freedom and smallest_tv(freedom, each * len(laws), question.strictest, question.power) <= question.tv:

@@ -24,7 +24,7 @@ PROVENANCE = ("command", "date", "version", "commit", "device", "dtype", "weight
 
 
 def certificates(result: Mapping[str, Any]) -> Group:
-    """Return a table with one line per method, followed by evidence and remarks."""
+    """Return a table with one line per audited method, if any, followed by evidence and remarks."""
     view = bare_table(f"audit of {result['target']}", (0, 1))
     for name in ("method", "verdict", "greedy", "samples", "least p", "controls"):
         view.add_column(name, no_wrap=name in ("method", "verdict"))
@@ -43,7 +43,7 @@ def certificates(result: Mapping[str, Any]) -> Group:
         (each["method"], text) for each in result["methods"] for text in [*each["findings"], *each["doubts"], *each["remarks"]]
     ]
     lines = [escape(f"{name}: {text}") for name, text in [*notes, *result["not_possible"].items()]]
-    return Group(view, *lines)
+    return Group(*([view] if result["methods"] else []), *lines)
 
 
 def grid_table(result: Mapping[str, Any]) -> Table:

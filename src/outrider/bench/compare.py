@@ -6,7 +6,7 @@ intervals hold together with 95% confidence, so unchanged code gives a false ala
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from rich.table import Table
 from outrider.bench.documents import KEY, Cell, condition, is_plain, label
 from outrider.bench.statistics import Change, change
 from outrider.bench.tables import add_row, bare_table
+from outrider.errors import printable
 from outrider.registry import PLAIN
 
 FALSE_ALARMS = 0.05  # probability per comparison
@@ -151,12 +152,28 @@ def table(comparison: Comparison) -> Table:
     view = bare_table()
     for name in ("cell", "tok/s", "change", "speedup", "change", "verdict"):
         view.add_column(name, justify="left" if name in ("cell", "verdict") else "right", no_wrap=name == "change")
+    for row in _rows(comparison):
+        add_row(view, row)
+    return view
+
+
+def listing(comparison: Comparison) -> list[str]:
+    """Return the rows of ``table`` as short lines, for terminals that are too narrow for its columns."""
+    lines = []
+    for name, tok_s, tok_s_change, speedup, speedup_change, verdict in _rows(comparison):
+        lines += [printable(name), f"  {tok_s} tok/s, {tok_s_change}"]
+        lines += [f"  speedup {speedup}, {speedup_change}"] if speedup else []
+        lines.append(f"  {verdict}")
+    return lines
+
+
+def _rows(comparison: Comparison) -> Iterator[list[str]]:
+    """Yield for each common cell: its name, tokens per second, their change, speedup, its change, verdict."""
     for each in comparison.changes:
         before, after = each.before, each.after
         speedup = ["", ""] if is_plain(after) else [f"{before['speedup']:.2f} > {after['speedup']:.2f}", _percent(each.speedup)]
         tok_s = [f"{before['tok_s']:.4g} > {after['tok_s']:.4g}", _percent(each.tok_s)]
-        add_row(view, [_name(after), *tok_s, *speedup, each.verdict])
-    return view
+        yield [_name(after), *tok_s, *speedup, each.verdict]
 
 
 def _percent(found: Change | None) -> str:

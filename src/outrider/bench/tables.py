@@ -77,11 +77,11 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
     cells, precision = [headline(cell) for cell in result["cells"]], result.get("weights") or result["dtype"]
     speeds = f"{result['target']} on {result['device']}, {precision}; ms per round: draft + score + other"
     reasons = (
-        "speedup after the first token: formula, measured, largest difference;\n"
+        "speedup after the first token: formula, measured, largest difference; "
         "ms to the first token, between tokens (p50/p95); error of predicted plain"
     )
     loops = (
-        "loops: share of tokens in loops; before: tokens before the first loop, which\n"
+        "loops: share of tokens in loops; before: tokens before the first loop, which "
         "the tables above cover. This table covers the whole outputs, loops included:"
     )
     found = [_table(speeds, SPEEDS, cells), _table(reasons, REASONS, cells), *_matrices(cells)]

@@ -76,7 +76,9 @@ class GridOptions:
     repeat: int = flag("Repeats; medians are shown.", 3, min=1)
     seed: int = flag("Sampling seed; repeat r uses seed + r.", 0)
     busy: str = flag("Number of other busy processes during the measurement.", "0")
-    inflate: str | None = flag("Measure the same function at the cost of a larger model, such as 350m, 1b or 8b.")
+    inflate: str | None = flag(
+        "Measure the same function at the cost of a larger model, such as 350m, 1b or 8b; not for GGUF files."
+    )
 
 
 @dataclass(frozen=True)

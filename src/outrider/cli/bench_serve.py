@@ -71,7 +71,7 @@ class ServerOptions:
     plain_url: str | None = flag("A server of the same model without drafts, if drafts cannot be disabled per request.")
     api_key: str | None = flag("API key for --url.", envvar="OPENAI_API_KEY")
     max_batch: int | None = given(RunnerConfig, more=f"(default: {MAX_BATCH}).")
-    inflate: str | None = flag("Inflate the started server's target to a larger model's cost, such as 1b.")
+    inflate: str | None = flag("Inflate the started server's target to a larger model's cost, such as 1b; not for GGUF files.")
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def command(
     models: ModelOptions,
     methods: MethodOptions,
     sampling: RaceOptions,
-    inflate: str | None = flag("Race at the cost of a larger model, such as 350m, 1b or 8b.", panel="Race"),
+    inflate: str | None = flag("Race at the cost of a larger model, such as 350m, 1b or 8b; not for GGUF files.", panel="Race"),
 ) -> None:
     """Run plain and speculative decoding side by side: show both outputs and speeds, and whether the outputs are equal."""
     from outrider.cli.session import auto_method, inflatable, inflated, load, read_prompt, resolve, start

@@ -242,13 +242,17 @@ def workload_names(prompts: Path | None, workloads: str | None) -> tuple[str, ..
 
 
 def parse_list(option: str, text: str, parse: Callable[[str], Result]) -> tuple[Result, ...]:
-    """Parse ``"1,4,8"`` into distinct items. Raises ``OutriderError`` for an item that ``parse`` refuses."""
+    """Parse ``"1,4,8"`` into distinct items. Raises ``OutriderError`` for an item that ``parse`` refuses.
+
+    A ``parse`` that raises ``ValueError`` is ``int`` or ``float``.
+    """
     items: list[Result] = []
     for item in (part.strip() for part in text.split(",")):
         try:
             value = parse(item)
         except ValueError:
-            raise OutriderError(f"invalid {option} {text!r}: cannot parse {item!r}") from None
+            expected = "whole numbers" if parse is int else "numbers"
+            raise OutriderError(f"invalid {option} {text!r}: expected {expected} separated by commas, got {item!r}") from None
         if value not in items:
             items.append(value)
     return tuple(items)

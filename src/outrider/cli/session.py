@@ -16,9 +16,10 @@ from outrider import hub
 from outrider.cli.console import show_notices, waiting
 from outrider.cli.options import MethodOptions, ModelOptions, read_option, values_given
 from outrider.engine.options import Speculation
-from outrider.errors import OutriderError, errors_as
+from outrider.errors import OutriderError, check_text, errors_as
 from outrider.family import TARGET, drafts
 from outrider.files import expanded, not_a_model_folder
+from outrider.memory import weight_files
 from outrider.method_text import split_method, split_methods
 from outrider.options import declared
 from outrider.registry import AUTO, PLAIN, PROPOSERS, VERIFIERS
@@ -44,10 +45,12 @@ def read_prompt(argument: str | None) -> str:
     if argument is None and sys.stdin.isatty():
         raise OutriderError('no prompt: give one as an argument, such as outrider generate "Once upon a time", or pipe it in')
     if argument is None or argument == "-":
-        with errors_as("standard input is not UTF-8 text", UnicodeDecodeError, detail=str):
+        with errors_as("standard input is not UTF-8 text", UnicodeError, detail=str):
             argument = sys.stdin.read()
+            argument.encode(errors="surrogateescape").decode()  # in some locales Python reads invalid bytes as surrogates
     if not argument:
         raise OutriderError("the prompt is empty")
+    check_text(argument)
     return argument
 
 
@@ -231,8 +234,11 @@ def _stay_offline(models: ModelOptions, methods: Iterable[str]) -> None:
 
 
 def inflatable(models: ModelOptions) -> Path:
-    """Return the target's folder. Raises ``OutriderError`` if it is none on this machine."""
+    """Return the target's folder. Raises ``OutriderError`` if it is none on this machine, or its weights are a GGUF file."""
     source = expanded(models.target or TARGET)
+    files = weight_files(source)
+    if hub.is_gguf_id(models.target) or (files and files[0].suffix == ".gguf"):
+        raise OutriderError("--inflate needs a folder with config.json and 16- or 32-bit weights, not a GGUF file")
     if not source.is_dir():
         raise OutriderError("--inflate requires a target in a local folder: download it first and give its folder")
     return source

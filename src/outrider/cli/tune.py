@@ -69,7 +69,7 @@ class OutputOptions:
     """Output files."""
 
     panel: ClassVar[str] = "Output"
-    out: Path | None = flag(f"File for the plan (default: {PLAN}).")
+    out: Path | None = flag(f"File for the plan, replaced if it exists (default: {PLAN}, which is not replaced).")
     report: Path | None = flag("Write a report as one HTML file.")
     json: Path | None = flag("File for intermediate results (default: the plan's name with .json).")
     resume: bool = flag("Continue an interrupted search.", False, "--resume")
@@ -128,9 +128,9 @@ def command(
     from outrider.search.journal import Journal
     from outrider.search.traffic import encoded
 
-    output.check(traffic.traffic)
     question = read_question(options)
     prompts = read_traffic(traffic, sampling, max(question.batches))
+    output.check(traffic.traffic)
     _, methods = named_methods(options.method, models)
     llm = load_plain(models, methods, max_batch=max(*question.batches, 8))
     texts = encoded(llm.tokenizer, prompts, llm.runner.max_len)
@@ -240,13 +240,16 @@ def fingerprint(
     """Return all inputs that the results depend on."""
     from outrider.bench.provenance import same_program
 
-    traffic = repr([(text.prompt, text.params) for text in texts])
+    def digest(value: object) -> str:
+        return sha256(repr(value).encode()).hexdigest()[:16]
+
     return {
         "models": asdict(models),
         "methods": options.method,
         "k": list(question.lengths),
         "batch": list(question.batches),
         "repeat": question.repeat,
-        "traffic": sha256(traffic.encode()).hexdigest()[:16],
+        "traffic": digest([text.prompt for text in texts]),
+        "sampling_settings": digest([text.params for text in texts]),
         **same_program(runner),
     }

@@ -27,6 +27,7 @@ class Proposer(ABC):
     # Maximum path length if a policy chooses K, or as the second of two methods: the target's pass then has up to 16 rows.
     auto_drafts: int = 15
     drafts_ahead: bool = True  # whether it can draft after forced tokens that the target has not processed yet
+    samples_drafts: bool = False  # whether its drafts carry probabilities in rounds that are not deterministic
     is_model_free: bool = False  # whether it reads committed tokens only, and runs no model
     memory: Any = None  # what it learned from finished requests; None: nothing yet
 

@@ -1,11 +1,12 @@
 """Two methods combined: each request uses the first method's draft if it is long enough, otherwise the second's.
 
 Intended for a text-based first method and a model-based second one: repetitions are copied, new text is drafted by the model.
-Written ``first+second``; the first must draft point masses.
+Written ``first+second``; the first is not used in rounds in which it would sample its drafts.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,8 @@ from outrider.proposers.base import Proposer, merged
 from outrider.proposers.method import MethodConfig, MethodSpec, Setting
 from outrider.proposers.portable import Pair, Portable, TextDrafts
 from outrider.types import Context, Finding, OutriderError, Proposal, Request, Verdict, joined
+
+logger = logging.getLogger(__name__)
 
 MAX_CHUNKS = 64  # of a request, each of which keeps the states of the whole batch; then they are copied
 
@@ -68,7 +71,7 @@ class CombinedProposer(Proposer):
     """Uses the drafts of one of two proposers for each request.
 
     The first must draft point masses: if the choice depended on sampled drafts, the chosen drafts would not follow the
-    distribution in ``probs``.
+    distribution in ``probs``. If it would sample its drafts in a round, the second drafts for all requests.
     """
 
     def __init__(self, first: Proposer, second: Proposer, config: CombinedConfig = CombinedConfig()) -> None:
@@ -95,13 +98,14 @@ class CombinedProposer(Proposer):
         self._first.proposer.memory, self._second.proposer.memory = known or (None, None)
 
     def propose(self, context: Context, k: int) -> Proposal:
-        """Raise ``OutriderError`` if the first one's drafts carry probabilities."""
+        """Raise ``OutriderError`` if the first one's drafts carry probabilities although it does not declare that."""
         self._rows = {request_id: b for b, request_id in enumerate(context.request_ids)}
         for part in self._parts:
             part.store_hidden(context)
             part.rows = set()
         batch, enough = len(context.requests), min(self._config.min_first, self._first.proposer.max_drafts)
-        early = self._ask_first(context, k)
+        is_sampled = self._first.proposer.samples_drafts and not context.sampler.is_deterministic
+        early = Proposal.empty(batch) if is_sampled else self._ask_first(context, k)
         lens = early.lens.tolist()
         rows = [b for b, limit in enumerate(context.limits) if limit > 0 and lens[b] < enough]
         late = Proposal.empty(0)
@@ -218,6 +222,13 @@ class CombinedMethod(MethodSpec):
         """Build both proposers. Raises ``OutriderError`` if one does not fit the target."""
         config = self._config(setting)
         first, second = [part.build(own) for part, own in self._settings(setting)]
+        if first.samples_drafts:
+            logger.warning(
+                "%s: sampled requests are drafted for by %s only, because %s samples their drafts (docs/methods.md)",
+                self.name,
+                second.name,
+                first.name,
+            )
         return CombinedProposer(first, second, config)
 
     def join(self, first: Proposer, second: Proposer) -> CombinedProposer:

@@ -63,6 +63,7 @@ class DraftModelProposer(Proposer):
     """
 
     name = "draft"
+    samples_drafts = True
 
     def __init__(self, draft: ModelRunner | SelfDraft, vocab_size: int) -> None:
         self.draft = draft

@@ -70,7 +70,7 @@ class EarlyExitMethod(MethodSpec):
         """Check on a built-in text whether any exit is expected to be faster than plain decoding."""
         if setting.tokenizer is None or setting.target.num_layers < 2:
             return
-        check_layers(setting.target, 1)
+        given_exit(setting)
         best = best_exit(setting.target, setting.tokenizer)
         text = f"the best exit is after layer {best.layers}, which agrees with the target at {best.agreement:.0%} of positions"
         if best.speedup > 1:
@@ -80,18 +80,24 @@ class EarlyExitMethod(MethodSpec):
 
     def build(self, setting: Setting) -> EarlyExitProposer:
         """Build the proposer. Raises ``OutriderError`` for an invalid exit or a target that cannot run a part of its layers."""
-        target, layers = setting.target, setting.config(EarlyExitConfig).layers
-        if target.num_layers < 2:
-            raise OutriderError("early exit needs a target with at least two layers")
-        if layers is not None and not 0 < layers < target.num_layers:
-            raise OutriderError(f"invalid number of layers {layers} for early exit: expected 1 to {target.num_layers - 1}")
-        check_layers(target, layers or 1)
+        target, layers = setting.target, given_exit(setting)
         if layers is None:
             layers = pick_exit(target, setting.tokenizer)
         return EarlyExitProposer(SelfDraft(target, depth=layers), target.vocab_size)
 
 
 METHOD = EarlyExitMethod()
+
+
+def given_exit(setting: Setting) -> int | None:
+    """Return the given number of layers, or None. Raises ``OutriderError`` as ``EarlyExitMethod.build`` does."""
+    target, layers = setting.target, setting.config(EarlyExitConfig).layers
+    if target.num_layers < 2:
+        raise OutriderError("early exit needs a target with at least two layers")
+    if layers is not None and not 0 < layers < target.num_layers:
+        raise OutriderError(f"invalid number of layers {layers} for early exit: expected 1 to {target.num_layers - 1}")
+    check_layers(target, layers or 1)
+    return layers
 
 
 def pick_exit(target: ModelRunner, tokenizer: PreTrainedTokenizerBase | None) -> int:

@@ -53,6 +53,7 @@ class HeadProposer(Proposer):
     """Drafts with a head over the target's hidden states, which has its own KV cache."""
 
     drafts_trees = True
+    samples_drafts = True
 
     def __init__(
         self,

@@ -54,6 +54,7 @@ class MedusaProposer(Proposer):
 
     name = "medusa"
     drafts_trees = True
+    samples_drafts = True
 
     def __init__(self, heads: MedusaHeads, target: ModelRunner, config: MedusaConfig = MedusaConfig()) -> None:
         """Raise ``OutriderError`` for heads that do not fit the target."""

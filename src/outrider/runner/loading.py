@@ -218,7 +218,8 @@ def refuse_missing(source: str | Path) -> None:
     path = Path(source)
     looks_local = path.exists() or is_path(source) or str(source).endswith(".gguf")
     if looks_local and not path.is_dir() and gguf.find(source) is None:
-        raise OutriderError(f"no model folder at {source}: it {'is a file' if path.is_file() else 'does not exist'}")
+        problem = "it is a file of another kind" if path.is_file() else "it does not exist"
+        raise OutriderError(f"no model folder or .gguf file at {source}: {problem}")
     if not path.exists() and not is_hub_id(source):
         raise OutriderError(f"no model folder {str(source)!r}: {expected_of(source)}")
 

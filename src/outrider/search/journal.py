@@ -80,7 +80,8 @@ class Journal:
             raise OutriderError(f"--resume: {self.path} is not a complete journal of this version of outrider tune") from None
         if differing:
             raise OutriderError(
-                f"--resume: {self.path} was made with other values of {', '.join(differing)}: use the same or omit --resume"
+                f"--resume: {self.path} was made with other values of {', '.join(differing).replace('_', ' ')}: use the same or"
+                " omit --resume"
             )
         return dict(document)
 
