@@ -18,8 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from architectures import tiny
 from outrider import LLM, SamplingParams
+from outrider.errors import first_line
 from outrider.runner.loading import quiet
-from outrider.types import OutriderError, first_line
+from outrider.types import OutriderError
 
 LENGTHS = (5, 41, 150)  # prompt lengths in tokens: below, above and far above windows and prefill chunks
 NEW_TOKENS = 28

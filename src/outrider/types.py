@@ -13,15 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.errors import TARGET_FAILED as TARGET_FAILED
 from outrider.errors import OutriderError as OutriderError
-from outrider.errors import check_text as check_text
-from outrider.errors import errors_as as errors_as
-from outrider.errors import first_line as first_line
-from outrider.errors import how_to_install as how_to_install
-from outrider.errors import is_out_of_memory as is_out_of_memory
-from outrider.errors import printable as printable
-from outrider.errors import without_path as without_path
 from outrider.sampling_params import Grammar as Grammar
 from outrider.sampling_params import Matcher as Matcher
 from outrider.sampling_params import SamplingParams as SamplingParams

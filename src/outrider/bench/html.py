@@ -11,7 +11,8 @@ from outrider.bench.breakdown import MEANING, PARTS
 from outrider.bench.documents import Cell, at, condition, distinct, headline, is_plain, label, loop_warnings
 from outrider.bench.loops import MAX_PERIOD, MIN_REPEATS
 from outrider.bench.tables import Columns, number, percent, reason, rows_of, span
-from outrider.types import OutriderError, how_to_install
+from outrider.errors import how_to_install
+from outrider.types import OutriderError
 
 FACTS = ("target", "device", "dtype", "weights", "threads", "command", "date", "commit", "version", "max_tokens", "repeat")
 Section = tuple[str, str, list[str], list[list[str]]]  # title, note, headings and rows of a table

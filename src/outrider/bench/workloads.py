@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from outrider.engine.prompts import chat_ids, for_template, takes_tools, template_of
-from outrider.errors import errors_as, without_path
+from outrider.errors import check_text, errors_as, without_path
 from outrider.files import READ_ERRORS, open_text
-from outrider.types import OutriderError, check_text
+from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from outrider.engine.finding import MethodChoice, choices, local_path
 from outrider.engine.options import Speculation, is_tokenizer
 from outrider.engine.policy import FixedLength, LengthPolicy
 from outrider.engine.scheduler import Scheduler
-from outrider.errors import errors_as, one_line
+from outrider.errors import errors_as, first_line, one_line
 from outrider.hub import TOKENIZER, fetch_configs
 from outrider.memory import on_this_machine
 from outrider.method_text import split_method
@@ -30,7 +30,7 @@ from outrider.runner.checkpoint_files import check_config_file
 from outrider.runner.loading import load_config, refuse_missing, text_config
 from outrider.runner.tokenizers import DifferentVocabulary, check_merges, tokenizer_problem
 from outrider.tune import DraftLengthPolicy
-from outrider.types import OutriderError, first_line
+from outrider.types import OutriderError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -23,11 +23,12 @@ from outrider.engine.policy import LengthPolicy
 from outrider.engine.round import Parts, RoundResult, TargetError, check_supports_trees, finish_round, run_round
 from outrider.engine.scheduler import Batch, Entry, Scheduler, State
 from outrider.engine.stats import GenerationStats
+from outrider.errors import TARGET_FAILED
 from outrider.proposers.base import Proposer
 from outrider.runner import ModelRunner
 from outrider.sampling import Sampler
 from outrider.sampling.min_tokens import check_min_tokens
-from outrider.types import TARGET_FAILED, Context, OutriderError, Request, Round
+from outrider.types import Context, OutriderError, Request, Round
 from outrider.verifiers.base import Verifier
 
 logger = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from typing import Any
 
 from huggingface_hub import constants
 
+from outrider.errors import first_line
 from outrider.files import expanded
 from outrider.hub import QUANTISATION, fetch, fetch_configs, is_hub_id, local_gguf
 from outrider.memory import gguf_parts, on_this_machine, size, weight_bytes, weight_files
@@ -23,7 +24,7 @@ from outrider.proposers.method import MethodSpec
 from outrider.proposers.recognition import TargetFiles, find_folder, is_gguf_head, kind_of, loose_files
 from outrider.registry import DEFAULT_METHOD, DEFAULT_METHOD_WITH_DRAFT, DEFAULT_METHOD_WITH_FOREIGN_DRAFT, PROPOSERS
 from outrider.runner.tokenizers import DifferentVocabulary
-from outrider.types import OutriderError, first_line
+from outrider.types import OutriderError
 
 logger = getLogger(__name__)
 

@@ -31,10 +31,11 @@ from outrider.engine.engine import error_emission
 from outrider.engine.outputs import Chunk, Completion, Emission, Generation, GenerationInterrupted
 from outrider.engine.prompts import as_messages, as_params, as_prompts, as_token_ids, chat_ids
 from outrider.engine.stats import GenerationStats
+from outrider.errors import TARGET_FAILED, check_text
 from outrider.hub import check_repository, local_gguf
 from outrider.registry import AUTO
 from outrider.runner import ModelRunner
-from outrider.types import TARGET_FAILED, OutriderError, Request, SamplingParams, check_text
+from outrider.types import OutriderError, Request, SamplingParams
 
 if TYPE_CHECKING:
     from outrider.engine.options import ModelSource, TokenizerSource

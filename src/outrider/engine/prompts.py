@@ -10,8 +10,9 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outrider.engine.templates import as_read_by, variables_for
+from outrider.errors import first_line
 from outrider.options import as_sequence, scalar, shown, whole_numbers
-from outrider.types import OutriderError, SamplingParams, first_line
+from outrider.types import OutriderError, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import ClassVar
 
 from outrider.engine.plan import Plan
+from outrider.errors import errors_as, printable, without_path
 from outrider.export.wanted import VERIFIER, Wanted
 from outrider.files import write_whole
 from outrider.proposers import portable
 from outrider.registry import VERIFIERS
-from outrider.types import OutriderError, errors_as, printable, without_path
+from outrider.types import OutriderError
 
 SCRIPT, WRITTEN_BY = "run.sh", "Written by outrider export"
 INSTEAD: Mapping[type[portable.Portable], str] = {  # of methods that an engine does not support, unless it says otherwise

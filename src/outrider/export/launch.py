@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from outrider.disk_cache import cache_dir
+from outrider.errors import errors_as, without_path
 from outrider.export.engine import Engine, Export
 from outrider.export.wanted import Wanted
-from outrider.types import OutriderError, errors_as, without_path
+from outrider.types import OutriderError
 
 CHECK = """
 import importlib.metadata, importlib.util, sys

@@ -23,11 +23,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from outrider.errors import first_line, is_out_of_memory
 from outrider.files import expanded, is_path, write_whole
 from outrider.hub import fetch
 from outrider.memory import INDEXES, WEIGHT_NAMES, weight_files, weight_map
 from outrider.runner.checkpoint_files import is_finite
-from outrider.types import OutriderError, dtype_name, first_line, is_out_of_memory
+from outrider.types import OutriderError, dtype_name
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, Qwen3Config

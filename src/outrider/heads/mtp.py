@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from outrider.errors import errors_as
 from outrider.heads.checkpoint import TargetSizes
 from outrider.heads.feature_head import RolloutHead, Rotation
 from outrider.runner import attention
 from outrider.runner.kv_cache import CacheShape, LayerShape
 from outrider.runner.loading import decoder_layers, num_layers, text_config
 from outrider.runner.survey import survey_without_weights, without_weights
-from outrider.types import OutriderError, errors_as
+from outrider.types import OutriderError
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.errors import first_line
 from outrider.memory import INDEXES, WEIGHT_NAMES, weight_files, weight_map
-from outrider.types import OutriderError, first_line
+from outrider.types import OutriderError
 
 MADV_POPULATE_READ = 22  # Linux 5.14 and newer
 POPULATE_BYTES = 1 << 28  # bytes per call

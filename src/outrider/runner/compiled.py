@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from outrider import disk_cache, progress
+from outrider.errors import first_line
 from outrider.native.build import cpu_flags, find_compiler
 from outrider.runner import blocks, compiled_gpu
 from outrider.runner.forward import Program
 from outrider.runner.gates import fuse_gates
 from outrider.runner.graphs import Run
-from outrider.types import first_line
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from outrider.types import first_line
+from outrider.errors import first_line
 
 logger = logging.getLogger(__name__)
 

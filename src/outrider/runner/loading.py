@@ -25,6 +25,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 from transformers.utils.generic import ModelOutput
 
+from outrider.errors import first_line
 from outrider.files import expanded, is_path, not_a_model_folder
 from outrider.hub import expected_of, fetch_configs, fetch_weights, is_cached_only, is_hub_id
 from outrider.memory import on_this_machine
@@ -34,7 +35,7 @@ from outrider.runner.checkpoints import modelopt
 from outrider.runner.checkpoints.formats import loader_options, method_of, quantization_of
 from outrider.runner.checkpoints.stored import without_quantization
 from outrider.runner.checkpoints.weight import Format
-from outrider.types import OutriderError, first_line
+from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 

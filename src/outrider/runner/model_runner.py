@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider import native
+from outrider.errors import errors_as
 from outrider.hub import fetch_weights
 from outrider.memory import refuse_too_large
 from outrider.runner import experts, linear, loading, packing
@@ -34,7 +35,7 @@ from outrider.runner.round_hidden import RoundHidden
 from outrider.runner.rounding import choose_reader, refuse_rounding
 from outrider.runner.self_check import check_itself
 from outrider.runner.survey import survey, survey_without_weights
-from outrider.types import Context, OutriderError, PartialPass, Proposal, Scores, Verdict, errors_as
+from outrider.types import Context, OutriderError, PartialPass, Proposal, Scores, Verdict
 
 
 @dataclass

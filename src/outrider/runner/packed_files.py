@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider import disk_cache, native
+from outrider.errors import first_line, is_out_of_memory
 from outrider.memory import free_memory, on_this_machine, weight_files
 from outrider.runner import huge_pages, kernels, loading, packing
 from outrider.runner.survey import without_weights
-from outrider.types import OutriderError, first_line, is_out_of_memory
+from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from outrider.errors import first_line
 from outrider.runner import attention
 from outrider.runner.blocks import exact_activations
 from outrider.runner.kv_cache import KVCache
@@ -22,7 +23,7 @@ from outrider.runner.layouts import Layouts
 from outrider.runner.linear import is_plain
 from outrider.runner.loading import num_experts, text_config
 from outrider.runner.passes import PassRunner
-from outrider.types import OutriderError, first_line
+from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 

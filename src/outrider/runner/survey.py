@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.masking_utils import AttentionMaskInterface
 
+from outrider.errors import first_line
 from outrider.runner import attention, recurrence
 from outrider.runner.attention import OwnAttention
 from outrider.runner.checkpoints.stored import without_quantization
 from outrider.runner.kv_cache import INDEXED, CacheShape, LayerShape, PassThrough
 from outrider.runner.loading import find_decoder_layers, keeps_logits, pass_arguments, quiet, reason, text_config
 from outrider.runner.state_cache import StateKey, StateShape, StateShapes
-from outrider.types import OutriderError, first_line
+from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from outrider.errors import first_line
 from outrider.runner import gguf
 from outrider.runner.gguf.tokenizer import SPACE
-from outrider.types import OutriderError, first_line
+from outrider.types import OutriderError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # compared: the first in both folders
 CONTINUED = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')  # a prefix that is not empty

@@ -15,10 +15,11 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from outrider.errors import first_line, is_out_of_memory
 from outrider.files import write_whole
 from outrider.memory import size
 from outrider.runner.forward import nameless_config
-from outrider.types import OutriderError, first_line, is_out_of_memory
+from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from outrider.types import how_to_install
+from outrider.errors import how_to_install
 
 logger = logging.getLogger(__name__)
 

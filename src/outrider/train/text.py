@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from outrider.errors import errors_as
+from outrider.errors import check_text, errors_as, first_line
 from outrider.files import READ_ERRORS, open_text
 from outrider.heads.checkpoint import save_tensors
 from outrider.progress import Report
 from outrider.runner import ModelRunner
 from outrider.train.claims import claim, digest, fingerprint, resuming
-from outrider.types import OutriderError, check_text, first_line
+from outrider.types import OutriderError
 
 ROLES = {"human": "user", "gpt": "assistant"}
 PIECE = 1 << 18  # characters that are encoded at once

@@ -16,6 +16,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils.quantization_config import Mxfp4Config
 
 from outrider import native
+from outrider.errors import first_line
 from outrider.runner.checkpoints.compressed_tensors import CompressedTensors
 from outrider.runner.checkpoints.float4 import Mxfp4
 from outrider.runner.checkpoints.fp8 import Fp8
@@ -23,7 +24,7 @@ from outrider.runner.checkpoints.gptq import AutoRound, Awq, Gptq
 from outrider.runner.checkpoints.modelopt import ModelOpt
 from outrider.runner.checkpoints.stored import StoredConfig
 from outrider.runner.checkpoints.weight import Format
-from outrider.types import OutriderError, first_line
+from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.errors import errors_as
 from outrider.runner.checkpoints import float4, fp8
 from outrider.runner.checkpoints.weight import Format, LayerTensors, QuantizedWeight
-from outrider.types import OutriderError, errors_as
+from outrider.types import OutriderError
 
 IN_4_BITS = ("NVFP4", "W4A16_NVFP4")
 IN_8_BITS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")

@@ -22,9 +22,10 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from outrider.errors import errors_as
 from outrider.runner.checkpoints import float4
 from outrider.runner.checkpoints.weight import FLOATS, Format, LayerTensors, QuantizedWeight
-from outrider.types import OutriderError, dtype_name, errors_as
+from outrider.types import OutriderError, dtype_name
 
 METHOD = "outrider"
 DTYPES = str_to_torch_dtype | {"F8_E8M0": torch.float8_e8m0fnu}

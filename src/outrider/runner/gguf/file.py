@@ -19,12 +19,13 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
+from outrider.errors import first_line, how_to_install
 from outrider.memory import gguf_parts
 from outrider.runner.gguf import codes
 from outrider.runner.gguf.architecture import EXPERT_TENSOR, FACTORS, Architecture, Array
 from outrider.runner.gguf.architectures import ARCHITECTURES
 from outrider.runner.gguf.configs import add_positions, check_router
-from outrider.types import OutriderError, first_line, how_to_install
+from outrider.types import OutriderError
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Entries of every architecture that do not affect a supported model, or only together with others.
