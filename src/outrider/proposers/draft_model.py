@@ -1,4 +1,4 @@
-"""Draft model: a smaller model drafts, one pass per token (Leviathan et al. 2023; Chen et al. 2023).
+"""Draft model: a smaller model drafts, one pass per token (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023).
 
 A model trained with mask tokens makes all drafts of a round in one pass (``runner/parallel_draft.py``).
 """

@@ -1,5 +1,6 @@
 """Self-speculative drafting over the target's own cache: with its first layers, or with quantised weights.
 
+Layer-skipping drafts whose states scoring reuses are those of LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710).
 Drafts write to the cache after the committed tokens, and the score of the same round overwrites them: no rollback is needed.
 Hidden states after the first layers are returned as a ``PartialPass``, from which the score continues.
 """

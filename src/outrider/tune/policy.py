@@ -1,5 +1,5 @@
 """Choose the number of drafts per request in each round: the K, including 0, with the highest expected tokens per second of the
-batch, the goodput of Liu et al. 2024 (SmartSpec, arXiv 2406.14066), from costs and acceptance measured while it runs.
+batch, the goodput of SmartSpec (Liu et al. 2024, arXiv 2406.14066), from costs and acceptance measured while it runs.
 
 The policy uses acceptance counts and times, and is independent of methods. A new method is assumed to be good, so that the
 first rounds try it and its value is soon known. Three rules keep this from being slower than plain decoding: K = 0 is a
