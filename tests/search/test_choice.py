@@ -11,6 +11,7 @@ from outrider.proposers.ngram import NgramProposer
 from outrider.proposers.plain import PlainProposer
 from outrider.proposers.suffix import SuffixProposer
 from outrider.search import choice
+from outrider.search.halving import standing
 from outrider.search.measurements import Group, Measurements
 
 PROPOSERS: dict[str, Proposer] = {
@@ -39,9 +40,15 @@ def add(found: Measurements, speeds: dict[str, float], noise: float = 0.01, prom
             found.add_turn(Group(batch, prompt), seconds)
 
 
+def choose(finalists: list[Contender], found: Measurements) -> choice.Decision:
+    labels = [each.label for each in finalists]
+    last = standing(found, labels, found.groups("plain"), num_tried=len(labels))
+    return choice.choose(finalists, found.ratio, PROPOSERS, last)
+
+
 def test_the_fastest_beyond_noise_is_chosen() -> None:
     found = measured({"plain": 100, "draft k=4": 150, "ngram k=4": 130})
-    chosen = choice.choose([DRAFT, NGRAM], found.ratio, PROPOSERS)
+    chosen = choose([DRAFT, NGRAM], found)
     assert chosen.chosen == DRAFT and chosen.speedup is not None
     assert chosen.speedup.value == pytest.approx(1.5, rel=0.02)
     assert "slower than draft k=4" in chosen.others["ngram k=4"] and "plain" in chosen.others
@@ -49,7 +56,7 @@ def test_the_fastest_beyond_noise_is_chosen() -> None:
 
 def test_within_noise_the_simpler_is_chosen() -> None:
     found = measured({"plain": 100, "draft k=4": 151, "ngram k=4": 150}, noise=0.2)
-    chosen = choice.choose([DRAFT, NGRAM], found.ratio, PROPOSERS)
+    chosen = choose([DRAFT, NGRAM], found)
     assert chosen.chosen == NGRAM and "within noise" in chosen.reason
     assert "not significantly faster" in chosen.others["draft k=4"]
 
@@ -61,14 +68,14 @@ def test_one_slow_turn_of_three_does_not_change_the_choice() -> None:
         found.add_turn(
             Group(1, prompt), {label: 300 / speed if "draft" in label else 100 / speed for label, speed in speeds.items()}
         )
-    chosen = choice.choose([DRAFT, NGRAM], found.ratio, PROPOSERS)
+    chosen = choose([DRAFT, NGRAM], found)
     assert chosen.chosen == DRAFT and chosen.speedup is not None and chosen.speedup.value == pytest.approx(1.5, rel=0.02)
 
 
 def test_the_fastest_length_of_a_method_is_chosen() -> None:
     found = measured({"plain": 100, "ngram k=auto": 150, "ngram k=12": 152}, noise=0.2)
     twelve = Contender("ngram", 12)
-    chosen = choice.choose([Contender("ngram", "auto"), twelve], found.ratio, PROPOSERS)
+    chosen = choose([Contender("ngram", "auto"), twelve], found)
     assert chosen.chosen == twelve and "slower than ngram k=12" in chosen.others["ngram k=auto"]
 
 
@@ -76,13 +83,13 @@ def test_noise_does_not_justify_a_large_loss() -> None:
     found = measured({"plain": 100, "draft k=4": 160, "ngram k=4": 150}, noise=0.3)
     lead = found.ratio(DRAFT.label, NGRAM.label)
     assert lead.interval is not None and lead.interval[0] < 1 < lead.value - choice.MAX_LOSS
-    assert choice.choose([DRAFT, NGRAM], found.ratio, PROPOSERS).chosen == DRAFT
+    assert choose([DRAFT, NGRAM], found).chosen == DRAFT
 
 
 @pytest.mark.parametrize("speeds", [(90, 80), (100.4, 99), (100.1, 100.1)])
 def test_nothing_faster_than_plain_decoding_means_plain_decoding(speeds: tuple[float, float]) -> None:
     found = measured({"plain": 100, "draft k=4": speeds[0], "ngram k=4": speeds[1]}, noise=0.03)
-    chosen = choice.choose([DRAFT, NGRAM], found.ratio, PROPOSERS)
+    chosen = choose([DRAFT, NGRAM], found)
     assert chosen.chosen.is_plain and chosen.chosen.k == 0 and "do not speculate" in chosen.reason
     assert set(chosen.others) == {"draft k=4", "ngram k=4"}
     expected = "slower" if speeds[0] == 90 else "not significantly faster"
@@ -92,19 +99,19 @@ def test_nothing_faster_than_plain_decoding_means_plain_decoding(speeds: tuple[f
 def test_nothing_is_chosen_without_an_interval() -> None:
     found = Measurements()
     found.add_turn(Group(1, 0), {"plain": 1.0, "draft k=4": 0.5})
-    assert choice.choose([DRAFT], found.ratio, PROPOSERS).chosen.is_plain
+    assert choose([DRAFT], found).chosen.is_plain
 
 
 def test_nothing_to_confirm_means_plain_decoding() -> None:
-    assert choice.choose([], Measurements().ratio, PROPOSERS).chosen.is_plain
+    assert choose([], Measurements()).chosen.is_plain
 
 
 def test_batch_sizes_are_averaged() -> None:
     one = {"plain": 100.0, "draft k=4": 180.0, "ngram k=4": 140.0}
     both = measured(one)
-    assert choice.choose([DRAFT, NGRAM], both.ratio, PROPOSERS).chosen == DRAFT
+    assert choose([DRAFT, NGRAM], both).chosen == DRAFT
     add(both, {"plain": 400.0, "draft k=4": 320.0, "ngram k=4": 520.0}, batch=8)
-    assert choice.choose([DRAFT, NGRAM], both.ratio, PROPOSERS).chosen == NGRAM
+    assert choose([DRAFT, NGRAM], both).chosen == NGRAM
 
 
 def test_order_of_simplicity() -> None:
@@ -115,5 +122,5 @@ def test_order_of_simplicity() -> None:
 @pytest.mark.parametrize(("ngram", "suffix"), [(150, 151), (151, 150)])
 def test_of_equally_simple_methods_the_faster_is_chosen(ngram: float, suffix: float) -> None:
     found = measured({"plain": 100, "ngram k=4": ngram, "suffix k=4": suffix}, noise=0.2)
-    chosen = choice.choose([NGRAM, Contender("suffix", 4)], found.ratio, PROPOSERS).chosen
+    chosen = choose([NGRAM, Contender("suffix", 4)], found).chosen
     assert chosen.method == ("suffix" if suffix > ngram else "ngram")

@@ -10,10 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from outrider.bench.contenders import Contender
 from outrider.registry import PLAIN
-from outrider.search import halving
+from outrider.search import choice, halving
 from outrider.search.halving import Rung, Standing
 from outrider.search.measurements import Group, Measurements
+
+from .test_choice import PROPOSERS
 
 GROUPS = 16
 COARSE = ("1", "2", "4", "8", "15", "auto")
@@ -56,18 +59,24 @@ class Machine:
 
 def search(machine: Machine, labels: list[str]) -> tuple[str, Measurements]:
     """Return the fastest of the last rung, or plain decoding if none is faster."""
-    measured, plan, left = Measurements(), halving.rungs(GROUPS, 3), labels
+    left, measured, _ = halve(machine, labels)
+    return next(iter(left), PLAIN), measured
+
+
+def halve(machine: Machine, labels: list[str], num_groups: int = GROUPS) -> tuple[list[str], Measurements, Standing]:
+    """Return the best contenders after the last rung, and its standing."""
+    measured, plan, left = Measurements(), halving.rungs(num_groups, 3), labels
     for rung in plan:
-        groups = [Group(1, index) for index in range(rung.num_groups(GROUPS))]
+        groups = [Group(1, index) for index in range(rung.num_groups(num_groups))]
         for group in groups:
             if rung.repeat or not measured.num_turns(left[0], group):
                 machine.turns.append(left)
                 measured.add_turn(group, {label: machine.run(label, group) for label in (PLAIN, *left)})
-        found = halving.standing(measured, left, groups)
+        found = halving.standing(measured, left, groups, len(labels))
         left = halving.survivors(found, rung)
         if rung is plan[-1] or halving.is_final(found, rung):
             break
-    return next(iter(left), PLAIN), measured
+    return left, measured, found
 
 
 @pytest.mark.parametrize("traffic", TRAFFICS)
@@ -90,6 +99,30 @@ def test_useless_drafts_end_the_search_after_one_rung() -> None:
     best, measured = search(machine, list(machine.speedups))
     assert best == PLAIN and len(machine.turns) == halving.LEAST_GROUPS
     assert len(measured.groups(PLAIN)) == halving.LEAST_GROUPS
+
+
+@pytest.mark.parametrize("num_groups", [4, 16])
+@pytest.mark.parametrize("suits", [0.03, 0.12])
+def test_the_fastest_of_many_that_gain_nothing_is_not_chosen(suits: float, num_groups: int) -> None:
+    contenders = {f"{name} k={k}": Contender(name, k) for name in PROPOSERS for k in range(1, 13)}
+    num_plans = 0
+    for seed in range(60):
+        machine = Machine(dict.fromkeys(contenders, 1.0), seed, suits)
+        left, measured, last = halve(machine, list(contenders), num_groups)
+        finalists = [contenders[label] for label in left]
+        num_plans += not choice.choose(finalists, measured.ratio, PROPOSERS, last).chosen.is_plain
+    assert num_plans <= 6  # with intervals alone half of the searches or more chose drafts
+
+
+def test_drafts_that_gain_a_tenth_are_chosen() -> None:
+    contenders = {f"{name} k={k}": Contender(name, k) for name in PROPOSERS for k in range(1, 13)}
+    num_plans = 0
+    for seed in range(20):
+        machine = Machine(dict.fromkeys(contenders, 0.9) | {"draft k=4": 1.1}, seed, 0.03)
+        left, measured, last = halve(machine, list(contenders))
+        found = choice.choose([contenders[label] for label in left], measured.ratio, PROPOSERS, last)
+        num_plans += found.chosen == contenders["draft k=4"]
+    assert num_plans >= 18
 
 
 def test_equal_contenders_cost_less_than_a_third_of_trying_all() -> None:

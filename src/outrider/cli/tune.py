@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PLAN = "plan.toml"
 MAX_TOKENS = 96  # default limit per answer
-NUM_PROMPTS = 16  # default, if it is two batches
+NUM_PROMPTS, NUM_GROUPS = 16, 4  # default, if it is so many batches: of fewer the noise is not known well enough
 EXAMPLES = """Examples:
 
 outrider tune --traffic requests.jsonl
@@ -49,7 +49,8 @@ class TrafficOptions:
     traffic: Path | None = flag("JSONL (.gz) of prompts, or of OpenAI request bodies with their sampling settings.")
     workloads: str | None = flag("Built-in prompts instead: code,edit,json,summary,math,chat,story.")
     num_prompts: int | None = flag(
-        f"Prompts to use, spread over the traffic (default: {NUM_PROMPTS}, or twice the largest --batch if larger).", min=1
+        f"Prompts to use, spread over the traffic (default: {NUM_PROMPTS}, or {NUM_GROUPS} times the largest --batch if larger).",
+        min=1,
     )
 
 
@@ -220,7 +221,7 @@ def read_traffic(traffic: TrafficOptions, sampling: SamplingOptions, batch: int)
     if (traffic.traffic is None) == (traffic.workloads is None):
         mistake = "no traffic" if traffic.traffic is None else "--traffic and --workloads exclude each other"
         raise OutriderError(f"{mistake}: give either --traffic FILE, or --workloads code,edit,... for built-in prompts")
-    most = traffic.num_prompts or max(NUM_PROMPTS, 2 * batch)
+    most = traffic.num_prompts or max(NUM_PROMPTS, NUM_GROUPS * batch)
     if traffic.traffic is not None:
         found = read_file(traffic.traffic, most, defaults)
     else:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import log
 
 from outrider.bench.contenders import Contender
 from outrider.bench.grid import PLAIN_CONTENDER
 from outrider.method_text import split_method
 from outrider.proposers.base import Proposer
 from outrider.registry import PLAIN, PROPOSERS
+from outrider.search.halving import Standing
 from outrider.search.measurements import Ratio
 
 MAX_LOSS = 0.03  # largest loss of speed accepted for a simpler method
@@ -33,14 +35,19 @@ def simplicity(contender: Contender, proposers: Mapping[str, Proposer]) -> tuple
     return 1, name.count("+"), PROPOSERS.get(name).takes_draft, not proposers[contender.method].is_model_free
 
 
-def choose(finalists: Sequence[Contender], ratio: Callable[[str, str], Ratio], proposers: Mapping[str, Proposer]) -> Decision:
+def choose(
+    finalists: Sequence[Contender], ratio: Callable[[str, str], Ratio], proposers: Mapping[str, Proposer], last: Standing
+) -> Decision:
     """Choose the simplest method that is as fast as the fastest one, at its fastest draft length.
 
-    ``ratio``: speed of one label / speed of another. A method is as fast as the fastest if the interval of their ratio contains
-    1 and the loss is at most ``MAX_LOSS``. A contender that is not significantly faster than plain decoding is never chosen.
+    ``ratio``: speed of one label / speed of another; ``last``: the last standing, which knows the noise. A method is as fast as
+    the fastest if their difference is within noise, or the interval of their ratio contains 1, and the loss is at most
+    ``MAX_LOSS``. A contender that is not significantly faster than plain decoding is never chosen: its interval must lie above
+    1, and its speedup above what the fastest of all candidates reaches by chance (with few groups of prompts intervals are too
+    narrow).
     """
     speedups = {each: ratio(each.label, PLAIN) for each in finalists}
-    winners = [each for each in finalists if is_faster(speedups[each])]
+    winners = [each for each in finalists if is_faster(speedups[each]) and log(speedups[each].value) > last.least_gain]
     others: dict[str, str] = {}
     for each in finalists:
         if each not in winners:
@@ -54,7 +61,7 @@ def choose(finalists: Sequence[Contender], ratio: Callable[[str, str], Ratio], p
     leaders = {each.method: each for each in reversed(winners)}  # fastest length of each method
     best = winners[0]
     against = {each: ratio(best.label, each.label) for each in leaders.values() if each != best}
-    alike = [best, *(each for each, lead in against.items() if _is_alike(lead))]
+    alike = [best, *(each for each, lead in against.items() if _is_alike(lead, last.margin))]
     chosen = min(alike, key=lambda each: (*simplicity(each, proposers), -speedups[each].value))
     others[PLAIN] = f"{chosen.label} is {_ratio_text(speedups[chosen])} its speed"
     for each in winners:
@@ -74,8 +81,8 @@ def is_faster(speedup: Ratio) -> bool:
     return speedup.interval is not None and speedup.interval[0] > 1
 
 
-def _is_alike(lead: Ratio) -> bool:
-    within = lead.interval is None or lead.interval[0] <= 1
+def _is_alike(lead: Ratio, margin: float) -> bool:
+    within = lead.interval is None or lead.interval[0] <= 1 or log(lead.value) <= margin
     return within and lead.value <= 1 + MAX_LOSS
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, log, log1p, sqrt
+from statistics import NormalDist
 
 import numpy as np
 
@@ -21,6 +22,7 @@ MOST_KEPT = 0.75  # maximum share of the contenders of a rung that continue
 FINALISTS = 3  # number that may continue if within noise, once they have run on the whole traffic
 FINAL_SHARE = 0.5  # share of the traffic that must have run before the search may end
 RESOLUTION = 0.03  # relative difference of speeds that the search must resolve
+FALSE_GAINS = 0.025  # probability that the fastest of contenders that gain nothing counts as faster than plain decoding
 UNKNOWN_NOISE = 0.1  # standard deviation of log time if it cannot be estimated
 
 
@@ -56,14 +58,18 @@ class Standing:
 
     speedups: dict[str, float]  # label -> speedup over plain decoding
     margin: float  # smallest significant difference of log speeds
+    least_gain: float = 0.0  # smallest log speedup that is significant for the fastest of all contenders that were tried
 
     def is_slower(self, label: str, than: float) -> bool:
         """Return whether a contender is significantly slower than a speedup of ``than``."""
         return log(self.speedups[label] / than) < -self.margin
 
 
-def standing(measured: Measurements, labels: Sequence[str], groups: Sequence[Group]) -> Standing:
-    """Return the speeds of contenders over ``groups``, which all of them must have run on. Batch sizes have equal weights."""
+def standing(measured: Measurements, labels: Sequence[str], groups: Sequence[Group], num_tried: int = 1) -> Standing:
+    """Return the speeds of contenders over ``groups``, which all of them must have run on. Batch sizes have equal weights.
+
+    ``num_tried``: contenders of the whole search. The fastest of many is fast by chance, too (Bonferroni's correction).
+    """
     if not labels:
         return Standing({}, 0.0)
     everyone = [PLAIN, *labels]
@@ -77,7 +83,8 @@ def standing(measured: Measurements, labels: Sequence[str], groups: Sequence[Gro
         variance += (noise(seconds) / len(batches)) ** 2 / len(of_batch)
     speedups = {label: float(np.exp(logs[1 + i])) for i, label in enumerate(labels)}
     ranked = dict(sorted(speedups.items(), key=lambda each: -each[1]))
-    return Standing(ranked, CONFIDENCE * sqrt(2 * variance))
+    error = sqrt(2 * variance)  # of the difference between two contenders
+    return Standing(ranked, CONFIDENCE * error, NormalDist().inv_cdf(1 - FALSE_GAINS / num_tried) * error)
 
 
 def noise(seconds: Array) -> float:
@@ -116,5 +123,5 @@ def is_final(found: Standing, rung: Rung) -> bool:
     if rung.share < FINAL_SHARE:
         return False
     best = found.speedups[left[0]]
-    is_single = all(found.is_slower(label, best) for label in left[1:]) and log(best) > found.margin
+    is_single = all(found.is_slower(label, best) for label in left[1:]) and log(best) > max(found.margin, found.least_gain)
     return is_single or found.margin <= log1p(RESOLUTION)

@@ -107,14 +107,14 @@ class Search:
             if number == 0:
                 pair = self._pair(halving.standing(self.measured, _labels(running), self._groups(rung)))
                 running += self._measure("pair", pair, rung)
-            found = halving.standing(self.measured, _labels(running), self._groups(rung))
+            found = halving.standing(self.measured, _labels(running), self._groups(rung), len(self.candidates))
             self.passed.append(Passed(name, len(self._groups(rung)), found, perf_counter() - self._started))
             if rung is plan[-1] or halving.is_final(found, rung):
                 break
             kept = halving.survivors(found, rung)
             others |= {label: why_dropped(found, label) for label in found.speedups if label not in kept}
             running = [self.candidates[label] for label in kept]
-        chosen = choice.choose(running, self.measured.ratio, self.proposers)
+        chosen = choice.choose(running, self.measured.ratio, self.proposers, found)
         return replace(chosen, others=others | chosen.others)
 
     def record(self) -> list[Text]:
