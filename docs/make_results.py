@@ -25,6 +25,7 @@ from outrider.bench.statistics import LEVEL
 ROOT = Path(__file__).parent.parent
 BEGIN = "<!-- results:begin -->"
 END = "<!-- results:end -->"
+LEAST_REPEATS = 5  # of a single prompt, for an interval by bootstrap: of fewer it is the range of the repeats
 COLUMNS = ("plain tok/s", "speculative tok/s", "ratio", "95% interval")
 OURS = "outrider"
 FAMILY_SINCE = "2026-11-26T19"  # date of the current embedded models; files without a date are older
@@ -132,7 +133,10 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def bench_speeds(cell: Cell) -> Speeds:
     """Return speeds after the first token, before loops if the file has these."""
     shown = headline(cell)
-    return Speeds(shown["plain_decode_tok_s"], shown["decode_tok_s"], shown.get("decode_speedup_interval"))
+    is_known = cell["prompts"] > 1 or cell["repeats"] >= LEAST_REPEATS
+    return Speeds(
+        shown["plain_decode_tok_s"], shown["decode_tok_s"], shown.get("decode_speedup_interval") if is_known else None
+    )
 
 
 def paired_interval(base: Sequence[float], other: Sequence[float]) -> tuple[float, float] | None:

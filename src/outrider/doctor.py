@@ -199,8 +199,8 @@ def _acceptance(plain: Run, drafted: Run, num_prompts: int) -> Acceptance:
     step = stats.times.draft / max(stats.num_draft_steps, 1)  # a tree's level, not its nodes: lengths are those of chains
     rate = stats.acceptance_rate
     score = max(drafted.ms["score"] + drafted.ms["verify"] + drafted.ms["host"], 1e-6) / 1e3
-    # Interpolate the score's time linearly between a plain round and the measured one.
-    speeds = [expected_tau(rate, k) / (k * step + whole + (score - whole) * min(k / K, 1)) if k else 1 / max(whole, 1e-9)
+    # The score's time is a line through those of a plain round and of the measured one.
+    speeds = [expected_tau(rate, k) / (k * step + whole + (score - whole) * k / K) if k else 1 / max(whole, 1e-9)
               for k in range(2 * K + 1)]  # fmt: skip
     best = max(range(len(speeds)), key=lambda k: speeds[k]) if stats.num_drafts else 0
     tau = stats.mean_acceptance_length

@@ -99,10 +99,11 @@ def test_a_good_draft_is_found_and_plain_decoding_runs_in_every_turn(llm: LLM, t
     assert table(document).row_count == 4
 
 
-def test_each_turn_starts_with_another_contender(llm: LLM, twin: Proposer, timed: Any) -> None:
+def test_each_turn_has_another_order(llm: LLM, twin: Proposer, timed: Any) -> None:
     ran = timed(lambda each: 1.0)
     started(llm, {"draft": twin}).run()
-    assert [ran[5 * turn][0] for turn in range(2)] == [PLAIN, "draft k=1"]
+    first, second = ([each for each, *_ in ran[5 * turn : 5 * turn + 5]] for turn in range(2))
+    assert sorted(first) == sorted(second) and first[0] != second[0] and PLAIN in first
 
 
 def test_a_useless_draft_means_plain_decoding(llm: LLM, twin: Proposer, timed: Any) -> None:

@@ -246,7 +246,7 @@ def catch(rig: Rig, way: Way, question: Question, plan: SamplePlan, control: Con
     for look, outcome in enumerate(outcomes, start=1):
         samples = outcome.num_samples()
         found = [(test.p_value, f"{test.name}, {part}") for part, tests in outcome.tests.items() for test in tests]
-        if outcome.impossible:
+        if outcome.impossible and question.rounding == 0:  # otherwise also a correct verifier emits tokens at a border
             found.append((0.0, "a token of probability 0"))
         least, best = min(found, default=(1.0, ""))
         looks = len(stages) * (1 if look % num_prompts == 0 else num_prompts - 1)

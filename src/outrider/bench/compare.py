@@ -1,7 +1,8 @@
 """Compare two benchmark documents and report significant changes.
 
 For each cell the repeats of both documents are compared by Welch's interval on logarithms, with Bonferroni's correction: all
-intervals hold together with 95% confidence, so unchanged code gives a false alarm in one of twenty comparisons.
+intervals hold together with 95% confidence for what varies between the repeats of a run. What varies between two runs, such as
+other guests of the machine, is not covered: a change to trust appears in runs of both, made in turn.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class AuditOptions:
     power: float = flag("Probability of detecting a deviation of --tv.", 0.99, min=0.5, max=0.9999)
     tv: float = flag("Total variation distance to detect.", 0.05, min=0.002, max=0.5)
     alpha: float = flag("Probability of any false alarm in the audit.", 0.01, min=1e-9, max=0.2)
-    max_samples: int = flag("Refuse audits that need more samples per method.", 100_000, min=1)
+    max_samples: int = flag("Refuse audits that need more samples for a part of a method's tests.", 100_000, min=1)
 
 
 @dataclass(frozen=True)

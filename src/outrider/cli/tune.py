@@ -49,7 +49,7 @@ class TrafficOptions:
     traffic: Path | None = flag("JSONL (.gz) of prompts, or of OpenAI request bodies with their sampling settings.")
     workloads: str | None = flag("Built-in prompts instead: code,edit,json,summary,math,chat,story.")
     num_prompts: int | None = flag(
-        f"Prompts to use, spread over the traffic (default: {NUM_PROMPTS}, or {NUM_GROUPS} times the largest --batch if larger).",
+        f"Prompts to use, spread over the traffic (default: {NUM_PROMPTS}, or {NUM_GROUPS} times the largest --batch if more).",
         min=1,
     )
 

@@ -1,6 +1,7 @@
 """Suffix drafting: a suffix automaton finds the longest suffix that occurred before; its continuation is drafted.
 
-After SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975): the longer the match, the longer the draft, as long as the continuation is frequent.
+After SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975): the longer the match, the longer the draft, as long as the
+continuation is frequent.
 The index is the online suffix automaton of Blumer et al. 1985: O(1) amortised per token, at most 2n states and 3n transitions
 for n tokens. A suffix tree of bounded depth d takes O(d) per token and misses longer matches.
 

@@ -1,7 +1,8 @@
 """Choice of tree sizes by expected tokens per second, from measured times of drafting and scoring.
 
-The question is that of Sequoia (Chen et al. 2024, arXiv 2402.12374): each node adds one row to the target's pass. If rows are nearly free (a memory-bound GPU), the largest tree is the fastest;
-otherwise (most CPUs, full batches) a smaller one, often a chain.
+The question is that of Sequoia (Chen et al. 2024, arXiv 2402.12374): each node adds one row to the target's pass. If rows are
+nearly free (a memory-bound GPU), the largest tree is the fastest; otherwise (most CPUs, full batches) a smaller one, often a
+chain.
 """
 
 from __future__ import annotations

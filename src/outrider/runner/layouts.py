@@ -109,8 +109,8 @@ class Layouts:
 def tree_mask_and_positions(parents: Tensor, text_lens: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
     """Return the mask over the pass's tokens, bool [B, W, W], and positions relative to the first, int64 [B, W].
 
-    That is the topology-aware causal mask of SpecInfer (Miao et al. 2024). Row b has ``text_lens[b]`` committed tokens (a causal chain that
-    ends in the root), then the nodes. Siblings share a position; padding after the nodes continues counting.
+    That is the topology-aware causal mask of SpecInfer (Miao et al. 2024). Row b has ``text_lens[b]`` committed tokens (a
+    chain that ends in the root), then the nodes. Siblings share a position; padding after the nodes continues counting.
     """
     batch, nodes = parents.shape
     # numpy's: torch.tril wakes a thread of OpenMP for any size, which then spins for milliseconds on a core of the kernels

@@ -85,7 +85,7 @@ class Search:
         self.walks: dict[Group, dict[str, oracle.Walk]] = {}  # label -> walk, for greedy outputs at batch size 1
         self.passed: list[Passed] = []
         self._warm: set[tuple[Contender, int]] = set()
-        self._turn = 0
+        self._orders = random.Random(0)  # of contenders in a turn
         self._batch = self.question.batches[0]  # of the last run
         self._done, self._total = 0, 0  # number of runs
         self._timed, self._spent = 0, 0.0  # runs of this process (not from the journal), and their seconds
@@ -178,12 +178,11 @@ class Search:
         return running
 
     def _take_turns(self, stage: str, contenders: Sequence[Contender], group: Group) -> list[Contender]:
-        """Run one turn. The order rotates, so that no contender always runs first or after the same one."""
+        """Run one turn. The order is shuffled, so that no contender always runs first or after the same one."""
         order = [PLAIN_CONTENDER, *contenders]
-        start = self._turn % len(order)
-        self._turn += 1
+        self._orders.shuffle(order)
         seconds: dict[str, float] = {}
-        for contender in order[start:] + order[:start]:
+        for contender in order:
             if self._failed(contender):
                 continue
             self._tick(stage, contender, group)

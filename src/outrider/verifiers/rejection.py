@@ -1,8 +1,9 @@
 """Speculative (rejection) sampling: lossless for chains and trees of sampled drafts or point masses.
 
-Leviathan, Kalman, Matias 2023 (arXiv 2211.17192), Algorithm 1; Chen et al. 2023 (arXiv 2302.01318), Algorithm 2. Trees: multi-step
-speculative sampling of SpecInfer (Miao et al. 2024, arXiv 2305.09781, Algorithm 2), with siblings sampled with replacement or, as
-in recursive speculative decoding (Jeon et al. 2024, arXiv 2402.14160), without: the proposal's probabilities say which.
+Leviathan, Kalman, Matias 2023 (arXiv 2211.17192), Algorithm 1; Chen et al. 2023 (arXiv 2302.01318), Algorithm 2. Trees:
+multi-step speculative sampling of SpecInfer (Miao et al. 2024, arXiv 2305.09781, Algorithm 2), with siblings sampled with
+replacement or, as in recursive speculative decoding (Jeon et al. 2024, arXiv 2402.14160), without: the proposal's probabilities
+say which.
 """
 
 from __future__ import annotations
