@@ -454,3 +454,43 @@ def test_the_cache_has_the_name_that_the_release_gives_it(kind, name, takes_mask
     arguments = loading.pass_arguments(kind(), past, torch.zeros(1, 2, dtype=torch.long), by_request=False)
     assert arguments[name] is past
     assert arguments.keys() == {name, "position_ids", "use_cache"} | ({"attention_mask"} if takes_mask else set())
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_a_mixture_whose_config_asks_for_a_loss_of_its_routers_runs(is_folder, tmp_path):
+    model = make_model(small_config("mixtral", output_router_logits=True))
+    if is_folder:
+        model.save_pretrained(tmp_path)
+    runner = ModelRunner.load(tmp_path if is_folder else model, RunnerConfig(compile="never"))
+    text = make_text(9, 1, 60)
+    logits = runner.extend(["r"], [text])
+    model.config.output_router_logits = False
+    torch.testing.assert_close(logits[0], plain_logits(model, text)[-1], rtol=1e-4, atol=1e-4)
+
+
+def test_the_users_config_keeps_its_loss_of_routers():
+    model = make_model(small_config("mixtral", output_router_logits=True))
+    ModelRunner.load(model, RunnerConfig(compile="never"))
+    assert model.config.output_router_logits
+
+
+def test_a_head_called_decoder_is_not_the_language_model():
+    model = make_model(small_config("modernbert-decoder"))
+    runner = ModelRunner.load(untouched(model), RunnerConfig(compile="never"))
+    text = make_text(9, 1, 60)
+    torch.testing.assert_close(runner.extend(["r"], [text])[0], plain_logits(model, text)[-1], rtol=1e-4, atol=1e-4)
+    assert loading.find_decoder_layers(model) is not None
+
+
+def test_a_config_with_every_field_of_older_releases_is_no_encoders(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "dumped")
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "dumped" / "config.json").write_text(json.dumps(config | {"is_decoder": False}))
+    assert ModelRunner.load(tmp_path / "dumped", RunnerConfig(compile="never")).num_layers == config["num_hidden_layers"]
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(4.0, 256), (1.0, 80), (None, 80)])
+def test_yarn_that_a_user_adds_extends_the_context(factor, expected):
+    rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+    config = small_config("qwen3", max_position_embeddings=80, **({} if factor is None else {"rope_parameters": rope}))
+    assert loading.context_length(config) == expected

@@ -194,8 +194,9 @@ def check(module: nn.Module, attention_mask: Tensor | None, options: dict[str, A
     if getattr(module, "is_causal", True) is False:
         raise OutriderError(f"{kind} needs bidirectional attention, which Outrider's cache does not support")
     odd = next((name for name in ("position_bias", "sinks") if options.get(name) is not None), None)
-    # Outrider passes a boolean mask; any other one is the model's own.
-    if odd is None and attention_mask is not None and attention_mask.dtype != torch.bool:
+    # Outrider passes a boolean mask of one element; any other one is the model's own.
+    is_ours = attention_mask is None or (attention_mask.dtype == torch.bool and attention_mask.numel() == 1)
+    if odd is None and not is_ours:
         odd = "its own mask"
     if odd is not None:
         raise OwnAttention(f"{kind} needs {odd} in attention, which Outrider's cache does not support")

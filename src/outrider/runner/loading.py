@@ -170,6 +170,7 @@ def adopt(model: PreTrainedModel, by_request: bool) -> PreTrainedModel:
     if not by_request:
         model.set_attn_implementation(attention.NAME)
     drop_towers(model)
+    drop_losses(model)
     recurrence.bind(model)
     model.eval().requires_grad_(False)
     return model
@@ -177,13 +178,25 @@ def adopt(model: PreTrainedModel, by_request: bool) -> PreTrainedModel:
 
 def drop_towers(model: PreTrainedModel) -> None:
     """Remove image and audio encoders from a multimodal model, in place, to free their memory."""
-    text = model.get_decoder()
+    text = decoder_of(model)
     inside = {id(module) for module in text.modules()}
     for parent in (model, model.base_model):
         for name, child in list(parent.named_children()):
             beside = id(child) not in inside and all(text is not module for module in child.modules())
             if beside and isinstance(child, PreTrainedModel):
                 setattr(parent, name, NoTower())
+
+
+def drop_losses(model: PreTrainedModel) -> None:
+    """Let a mixture of experts compute no loss over its routers, in place: some checkpoints keep the setting of training."""
+    if getattr(text_config(model), "output_router_logits", False):
+        text_config(model).output_router_logits = False
+
+
+def decoder_of(model: PreTrainedModel) -> Any:
+    """Return the language model below the output head."""
+    found = model.get_decoder()  # of some classes an output head that is called decoder
+    return found if isinstance(found, PreTrainedModel) else model.base_model
 
 
 class NoTower(nn.Module):
@@ -198,7 +211,9 @@ def refuse_encoders(config: PreTrainedConfig) -> None:
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise OutriderError(f"unsupported model: {kind} is an encoder-decoder model; expected a decoder-only language model")
-    if getattr(config, "is_decoder", True) is False and not kind.startswith("gpt_neox"):  # GPT-NeoX configs set it wrongly
+    # Full dumps of older configs state it for every model; GPT-NeoX's set it wrongly.
+    is_declared = "is_decoder" in getattr(type(config), "__dataclass_fields__", {}) and not kind.startswith("gpt_neox")
+    if is_declared and not config.is_decoder:
         raise OutriderError(
             f"unsupported model: {kind} with is_decoder=False is bidirectional; expected a decoder-only language model"
         )
@@ -335,9 +350,17 @@ def text_config(model_or_config: Any) -> PreTrainedConfig:
 
 
 def context_length(config: PreTrainedConfig) -> int | None:
-    """Return the longest sequence of a text config's model, None without a limit. Whisper and MPT have other names for it."""
+    """Return the longest sequence of a text config's model, None without a limit. Whisper and MPT have other names for it.
+
+    Users add YaRN (Peng et al. 2023) to a config and leave its maximum as it was.
+    """
     names = ("max_position_embeddings", "max_target_positions", "max_seq_len")
-    return next((int(found) for name in names if (found := getattr(config, name, None))), None)
+    stated = next((int(found) for name in names if (found := getattr(config, name, None))), None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    before, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    if stated is None or rope.get("rope_type") != "yarn" or not before or not factor:
+        return stated
+    return max(stated, int(before * factor))
 
 
 def check_weights(model: PreTrainedModel, name: str) -> None:
@@ -368,5 +391,5 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
     """Return the list of decoder layers; None if there is none."""
     count = num_layers(text_config(model))
-    stacks = [each for each in model.get_decoder().modules() if isinstance(each, nn.ModuleList) and len(each) == count]
+    stacks = [each for each in decoder_of(model).modules() if isinstance(each, nn.ModuleList) and len(each) == count]
     return stacks[0] if stacks else None

@@ -24,6 +24,7 @@ from outrider.runner.linear import (
     is_plain_embedding,
     return_freed_memory,
 )
+from outrider.runner.loading import decoder_of
 from outrider.types import OutriderError
 
 SMALL = 64  # layers with fewer inputs or outputs, such as routers and gates, keep 8 bits where others have 4
@@ -103,7 +104,7 @@ def layer_bits(shape: Sequence[int], bits: int, is_head: bool) -> int:
 
 def share_of_linear(model: PreTrainedModel) -> float:
     """Return the share of the language model's weights that ``pack_model`` rounds to 8 or 4 bits; works on the meta device."""
-    parts = [part for part in (model.get_decoder(), model.get_output_embeddings()) if part is not None]
+    parts = [part for part in (decoder_of(model), model.get_output_embeddings()) if part is not None]
     every = {id(parameter): parameter.numel() for part in parts for parameter in part.parameters()}
     kept, table = _multiplied(model), model.get_input_embeddings()
     rounded = {

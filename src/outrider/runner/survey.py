@@ -23,7 +23,16 @@ from outrider.runner import attention, recurrence
 from outrider.runner.attention import OwnAttention
 from outrider.runner.checkpoints.stored import without_quantization
 from outrider.runner.kv_cache import INDEXED, CacheShape, LayerShape, PassThrough
-from outrider.runner.loading import find_decoder_layers, keeps_logits, pass_arguments, quiet, reason, text_config
+from outrider.runner.loading import (
+    decoder_of,
+    drop_losses,
+    find_decoder_layers,
+    keeps_logits,
+    pass_arguments,
+    quiet,
+    reason,
+    text_config,
+)
 from outrider.runner.state_cache import StateKey, StateShape, StateShapes
 from outrider.types import OutriderError
 
@@ -66,6 +75,7 @@ def survey(model: PreTrainedModel) -> CacheShape:
     exception of a model whose shapes depend on values.
     """
     own = text_config(model)._attn_implementation
+    drop_losses(model)
     try:
         return _survey_attention(model)
     except OwnAttention:
@@ -93,7 +103,7 @@ def _survey_attention(model: PreTrainedModel) -> CacheShape:
     except OutriderError as error:
         raise type(error)(f"{model.config.model_type}: {error}; {INSTEAD}") from error
     except Exception as error:
-        if not seen.layers and not seen.states and not model.get_decoder()._can_set_attn_implementation():
+        if not seen.layers and not seen.states and not decoder_of(model)._can_set_attn_implementation():
             raise OwnAttention(_not_attending(name)) from error
         if model.device.type == "meta" and "meta" in str(error):  # its shapes depend on values
             raise
