@@ -149,9 +149,7 @@ class Context:
     """The B running requests of a round. Row b of every tensor of this round belongs to ``requests[b]``."""
 
     requests: tuple[Request, ...]
-    limits: tuple[
-        int, ...
-    ]  # B maximum numbers of drafts, 0 allowed: what fits in the output; after ``limited`` at most its K, too
+    limits: tuple[int, ...]  # B maximum numbers of drafts, 0 allowed: what fits in the output, later also the request's K
     sampler: BatchSampler  # turns logits into probabilities or tokens, for draft and target alike
     hidden: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
     # index -> B tensors [T_b, H]: target hidden states (see Scores) of the committed tokens processed since the last call, in
