@@ -138,6 +138,12 @@ def test_usage_errors_are_one_line(
     assert says in err and err.count("\n") == 1
 
 
+def test_keys_of_the_environment_are_refused(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setenv("OUTRIDER_API_KEYS", "one")
+    assert main(["serve", "--engine", "vllm", "plan.toml"]) == 2
+    assert "OUTRIDER_API_KEYS is an option of Outrider's own server: unset it" in capsys.readouterr().err
+
+
 def test_engine_options_require_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--", "--seed", "3"]) == 2
     assert "requires --engine" in capsys.readouterr().err
