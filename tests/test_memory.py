@@ -35,7 +35,9 @@ def group(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
     ("line", "file"),
     [
         ("0::/a/b", "a/b/memory.max"),
+        ("0::/a/b", "a/memory.max"),
         ("0::/a/b", "memory.max"),
+        ("5:memory:/a/b", "memory/a/memory.limit_in_bytes"),
         ("5:memory:/a", "memory/a/memory.limit_in_bytes"),
         ("5:cpu,memory:/", "memory/memory.limit_in_bytes"),
     ],
@@ -158,5 +160,25 @@ def test_the_cpu_quota_of_the_control_group_limits_the_cores(
     if granted is not None:
         (groups / "cpu.max").write_text(granted)
     group(monkeypatch, "0::/")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64), raising=False)
+    assert memory.num_cores() == cores
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "cores"),
+    [
+        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "300000 100000"}, 3),
+        ("4:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "150000", "cpu/a/cpu.cfs_period_us": "100000"}, 2),
+        ("4:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000"}, 64),
+        ("4:cpu,cpuacct:/a/b", {"cpu/cpu.cfs_quota_us": "500000", "cpu/cpu.cfs_period_us": "100000"}, 5),
+    ],
+)
+def test_quotas_of_parents_and_of_version_1_limit_the_cores(
+    line: str, files: dict[str, str], cores: int, groups: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in files.items():
+        (groups / name).parent.mkdir(parents=True, exist_ok=True)
+        (groups / name).write_text(text)
+    group(monkeypatch, line)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64), raising=False)
     assert memory.num_cores() == cores
