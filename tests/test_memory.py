@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_folder import make_folder
 from transformers import LlamaConfig
 
@@ -103,8 +104,17 @@ def test_weights_that_are_widened_need_more_memory_than_their_files(
     if quantization is not None:
         config.quantization_config = quantization
     reader = FORMATS[quantization["quant_method"]](quantization) if quantization is not None and has_reader else None
-    assert loading.growth_of(config, reader, None) == growth
-    assert loading.growth_of(config, reader, 8) == 1  # rounded tensor by tensor
+    assert loading.growth_of(config, reader, None, "auto") == growth
+    assert loading.growth_of(config, reader, 8, "auto") == 1  # rounded tensor by tensor
+
+
+@pytest.mark.parametrize(
+    ("dtype", "growth"), [("auto", 1), ("float32", 2), (torch.float32, 2), ("bfloat16", 1), ("float16", 1)]
+)
+def test_weights_that_are_converted_need_the_memory_of_their_new_type(dtype: torch.dtype | str, growth: float) -> None:
+    assert loading.growth_of(LlamaConfig(dtype="bfloat16"), None, None, dtype) == growth
+    assert loading.growth_of(LlamaConfig(dtype="bfloat16"), None, 8, dtype) == growth
+    assert loading.growth_of(LlamaConfig(), None, None, dtype) == 1  # unknown
 
 
 def test_weights_larger_than_memory_are_rejected_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
