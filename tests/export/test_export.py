@@ -254,6 +254,14 @@ def test_a_head_that_an_engine_would_misread_is_converted(to: str, source: str, 
         assert (speculative["method"], speculative["model"]) == ("eagle3", "./heads")
 
 
+@pytest.mark.parametrize("method", ["eagle:draft={models}/speculators", "medusa:draft={models}/medusa"])
+def test_an_export_that_is_run_in_place_has_absolute_paths(method: str, models: Path, tmp_path: Path) -> None:
+    plan = Plan({"target": "target", "method": method.format(models=models)}, models)
+    export = write(ENGINES.get("vllm")(in_place=True), wanted(plan), tmp_path)
+    assert export.options == ("--config", str(tmp_path / "vllm.yaml"))
+    assert vllm_settings(tmp_path)["speculative-config"]["model"] == str(tmp_path / "heads")
+
+
 def test_a_head_with_both_layer_numberings_is_not_converted(export: Any, models: Path, tmp_path: Path) -> None:
     head = eagle_formats.load(models / "eagle3", TargetFiles.read("target", models / "target"))
     eagle_formats.export(head.half(), tmp_path / "head")

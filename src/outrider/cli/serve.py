@@ -143,7 +143,7 @@ def serve_elsewhere(
             f"{KEYS_VARIABLE} is an option of Outrider's own server: unset it, and give the engine's own options after --"
         )
     refuse_own_code(drafting[0])
-    engine = ENGINES.get(elsewhere.engine or "")()
+    engine = ENGINES.get(elsewhere.engine or "")(in_place=True)
     known = joined(Plan() if plan is None else Plan.read(plan), *drafting, limits)
     engine.check(known, elsewhere.own_code)
     command = find_command(engine, elsewhere.engine_python)

