@@ -20,6 +20,7 @@ from outrider.registry import VERIFIERS
 from outrider.types import OutriderError
 
 SCRIPT, WRITTEN_BY = "run.sh", "Written by outrider export"
+GREEDY = "Outrider's server decodes greedily without a temperature; here it is 1.0: set it in your requests."
 INSTEAD: Mapping[type[portable.Portable], str] = {  # of methods that an engine does not support, unless it says otherwise
     portable.TextDrafts: "use n-grams, or export to vLLM, which takes Outrider's own proposer",
     portable.ParallelModel: "let it make one draft in a pass, with the method's option parallel=false, or export to vLLM",

