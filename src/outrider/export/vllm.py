@@ -61,10 +61,8 @@ class Vllm(Engine):
         if speculative:
             settings["speculative-config"] = speculative
             if wanted.own_k is None:
-                notes = [
-                    f"vLLM does not adapt the number of drafts: {speculative['num_speculative_tokens']} is a typical one, measure yours.",
-                    *notes,
-                ]
+                k = speculative["num_speculative_tokens"]
+                notes = [f"vLLM does not adapt the number of drafts: {k} is a typical one, measure yours.", *notes]
         if carried:
             settings["additional-config"] = {vllm_adapter.KEY: {"method": wanted.method}}
         environment = gpu_environment(wanted.given("device"))
