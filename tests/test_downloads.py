@@ -209,7 +209,7 @@ def refused(*_):
     raise OSError(errno.EROFS, "read-only file system")
 
 
-def test_small_files_that_a_read_only_cache_lacks_are_optional(served, monkeypatch, caplog):
+def test_small_files_that_a_read_only_cache_lacks_are_optional(served, monkeypatch):
     folder = hub.fetch("a/sharded")
     forget()
     served.repositories["a/sharded"] = SHARDED | {"added_tokens.json": b"{}"}
@@ -238,11 +238,6 @@ def test_with_a_failing_hub_a_cached_gguf_file_is_used(served):
     forget()
     served.failure = 503
     assert hub.local_gguf("a/b-GGUF") == file
-
-
-def test_the_hub_is_not_asked_if_transformers_must_not(served, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # as huggingface_hub sets it for TRANSFORMERS_OFFLINE
-    assert hub.is_cached_only("a/sharded") and not served.asked
 
 
 def test_an_unreachable_hub_is_not_asked(served, monkeypatch):
