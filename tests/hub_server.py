@@ -42,7 +42,11 @@ class Hub:
         if found[2] == "tree":
             body: object = [{"type": "file", "oid": _etag(files[name]), "size": sizes[name], "path": name} for name in files]
         else:
-            siblings = [{"rfilename": name, "size": size} for name, size in sizes.items()]
+            siblings: list[dict[str, object]] = [{"rfilename": name, "size": size} for name, size in sizes.items()]
+            for each in siblings:
+                if str(each["rfilename"]).endswith(".safetensors"):
+                    etag = _etag(files[str(each["rfilename"])])
+                    each["lfs"] = {"sha256": etag, "size": each["size"], "pointerSize": 1}
             body = {"id": found[1], "sha": COMMIT, "siblings": siblings, "private": False, "tags": [], "downloads": 0}
         return 200, {"Content-Type": "application/json"}, json.dumps(body).encode()
 
@@ -59,7 +63,7 @@ class Hub:
 
 
 def _etag(content: bytes) -> str:
-    return hashlib.sha1(content).hexdigest()
+    return hashlib.sha256(content).hexdigest()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,16 @@ def test_folders_are_private_and_files_are_named_by_their_content(cache: Path, b
     assert find("kernels", "cpu-1", ".so") == path
     assert find("kernels", "cpu-2", ".so") is None and find("passes", "cpu-1", ".so") is None
     assert [file.name for file in path.parent.iterdir()] == [path.name]  # no temporary file is left
+
+
+def test_partial_files_of_killed_processes_are_removed_after_a_day(cache: Path, built: Path) -> None:
+    parts = [lasting_dir("weights") / f".model-{name}.part" for name in ("old", "new")]
+    for part in parts:
+        part.touch()
+    a_day_ago = time.time() - 24 * 3600 - 60
+    os.utime(parts[0], (a_day_ago, a_day_ago))
+    store(built, "weights", "other", ".packed")
+    assert [part.exists() for part in parts] == [False, True]
 
 
 @pytest.mark.parametrize("content", [b"", b"code" * 500, b"kode" + b"code" * 999])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import time
@@ -9,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 
+import hub_server
 import huggingface_hub
 import pytest
 from hub_server import Hub, running
@@ -138,7 +140,7 @@ def test_another_revision_is_refused_with_the_command_that_downloads_it():
     said = r"'a/sharded@v1': .*only the branch main is used: .*hf download a/sharded --revision v1 --local-dir FOLDER"
     with pytest.raises(OutriderError, match=said):
         refuse_missing("a/sharded@v1")
-    with pytest.raises(OutriderError, match=r"expected a folder, or a Hugging Face id owner/name$"):
+    with pytest.raises(OutriderError, match=r"expected a folder, a .gguf file or a Hugging Face id owner/name$"):
         refuse_missing("a b")
 
 
@@ -183,6 +185,59 @@ def test_with_a_failing_hub_the_cache_is_used_without_further_requests(served):
     served.asked.clear()
     assert hub.fetch("a/sharded") == folder and hub.is_cached_only("a/sharded")
     assert len(served.asked) == 1
+
+
+@pytest.mark.parametrize("failure", ["read-only", "gated", "midway"])
+def test_if_a_new_commit_cannot_be_downloaded_the_cached_one_is_used(failure, served, monkeypatch, caplog):
+    folder = hub.fetch("a/sharded")
+    forget()
+    monkeypatch.setattr(hub_server, "COMMIT", "d0" * 20)
+    if failure == "read-only":
+        monkeypatch.setattr(hub, "_snapshot", refused)
+    elif failure == "gated":
+        served.gated.add("a/sharded")
+    else:
+        hub._listed("a/sharded")
+        served.failure = 403
+    monkeypatch.setattr(logging.getLogger("outrider"), "propagate", True)
+    assert hub.fetch("a/sharded") == folder and hub.is_cached_only("a/sharded")
+    assert len(caplog.records) == 1
+    assert caplog.records[0].getMessage().endswith("; the files in the download cache are used")
+
+
+def refused(*_):
+    raise OSError(errno.EROFS, "read-only file system")
+
+
+def test_small_files_that_a_read_only_cache_lacks_are_optional(served, monkeypatch):
+    folder = hub.fetch("a/sharded")
+    forget()
+    served.repositories["a/sharded"] = SHARDED | {"added_tokens.json": b"{}"}
+    monkeypatch.setattr(hub, "_snapshot", refused)
+    assert hub.fetch("a/sharded") == folder
+    forget()
+    (folder / "config.json").unlink()
+    with pytest.raises(OutriderError, match="cannot write to the download cache"):
+        hub.fetch("a/sharded")
+
+
+def test_files_of_an_older_commit_that_are_the_same_need_no_space(served, monkeypatch):
+    hub.fetch("a/sharded")
+    forget()
+    monkeypatch.setattr(hub_server, "COMMIT", "d0" * 20)
+    served.sizes["model-00001-of-00002.safetensors"] = 1 << 58
+    served.sent.clear()
+    hub.fetch_weights("a/sharded")
+    assert not served.sent
+    assert hub._main("a/sharded").name == "d0" * 20
+
+
+def test_with_a_failing_hub_a_cached_gguf_file_is_used(served):
+    served.repositories["a/b-GGUF"] = {"b-Q8_0.gguf": b"1"}
+    file = hub.local_gguf("a/b-GGUF")
+    forget()
+    served.failure = 503
+    assert hub.local_gguf("a/b-GGUF") == file
 
 
 def test_an_unreachable_hub_is_not_asked(served, monkeypatch):

@@ -114,3 +114,9 @@ def test_a_folder_of_that_name_is_no_hub_id(asked, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a" / "b-GGUF").mkdir(parents=True)
     assert hub.local_gguf("a/b-GGUF") == "a/b-GGUF" and not asked
+
+
+def test_the_hub_is_not_asked_if_transformers_must_not(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # as the package sets it for TRANSFORMERS_OFFLINE
+    monkeypatch.setattr(hub.socket, "create_connection", lambda *_, **__: pytest.fail("the hub was asked"))
+    assert not hub.is_reachable.__wrapped__()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_folder import make_folder
 from transformers import LlamaConfig
 
@@ -35,7 +36,9 @@ def group(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
     ("line", "file"),
     [
         ("0::/a/b", "a/b/memory.max"),
+        ("0::/a/b", "a/memory.max"),
         ("0::/a/b", "memory.max"),
+        ("5:memory:/a/b", "memory/a/memory.limit_in_bytes"),
         ("5:memory:/a", "memory/a/memory.limit_in_bytes"),
         ("5:cpu,memory:/", "memory/memory.limit_in_bytes"),
     ],
@@ -101,8 +104,17 @@ def test_weights_that_are_widened_need_more_memory_than_their_files(
     if quantization is not None:
         config.quantization_config = quantization
     reader = FORMATS[quantization["quant_method"]](quantization) if quantization is not None and has_reader else None
-    assert loading.growth_of(config, reader, None) == growth
-    assert loading.growth_of(config, reader, 8) == 1  # rounded tensor by tensor
+    assert loading.growth_of(config, reader, None, "auto") == growth
+    assert loading.growth_of(config, reader, 8, "auto") == 1  # rounded tensor by tensor
+
+
+@pytest.mark.parametrize(
+    ("dtype", "growth"), [("auto", 1), ("float32", 2), (torch.float32, 2), ("bfloat16", 1), ("float16", 1)]
+)
+def test_weights_that_are_converted_need_the_memory_of_their_new_type(dtype: torch.dtype | str, growth: float) -> None:
+    assert loading.growth_of(LlamaConfig(dtype="bfloat16"), None, None, dtype) == growth
+    assert loading.growth_of(LlamaConfig(dtype="bfloat16"), None, 8, dtype) == growth
+    assert loading.growth_of(LlamaConfig(), None, None, dtype) == 1  # unknown
 
 
 def test_weights_larger_than_memory_are_rejected_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,5 +170,25 @@ def test_the_cpu_quota_of_the_control_group_limits_the_cores(
     if granted is not None:
         (groups / "cpu.max").write_text(granted)
     group(monkeypatch, "0::/")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64), raising=False)
+    assert memory.num_cores() == cores
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "cores"),
+    [
+        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "300000 100000"}, 3),
+        ("4:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "150000", "cpu/a/cpu.cfs_period_us": "100000"}, 2),
+        ("4:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000"}, 64),
+        ("4:cpu,cpuacct:/a/b", {"cpu/cpu.cfs_quota_us": "500000", "cpu/cpu.cfs_period_us": "100000"}, 5),
+    ],
+)
+def test_quotas_of_parents_and_of_version_1_limit_the_cores(
+    line: str, files: dict[str, str], cores: int, groups: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in files.items():
+        (groups / name).parent.mkdir(parents=True, exist_ok=True)
+        (groups / name).write_text(text)
+    group(monkeypatch, line)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64), raising=False)
     assert memory.num_cores() == cores

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from processes import running
 
 from outrider import native
@@ -76,6 +77,27 @@ def test_a_truncated_cached_library_is_rebuilt_and_an_intact_one_is_not(calls: P
 def test_a_library_that_does_not_load_is_a_warning(calls: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert native._loaded.__wrapped__() is False
     assert "cannot be built or loaded" in caplog.text
+
+
+def test_a_cached_library_that_does_not_load_is_built_again(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have been built with a newer libc."""
+    built()
+    once, loaded = len(calls.read_text().splitlines()), []
+
+    def load(path: Path) -> None:
+        loaded.append(path)
+        if len(loaded) == 1:
+            raise OSError("version `GLIBC_2.38' not found")
+
+    monkeypatch.setattr(torch.ops, "load_library", load)
+    assert native._loaded.__wrapped__() is True
+    assert len(loaded) == 2 and len(calls.read_text().splitlines()) == 2 * once
+
+
+def test_another_libc_has_another_library(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = built()
+    monkeypatch.setattr(build.platform, "libc_ver", lambda: ("glibc", "2.17"))
+    assert built() != first
 
 
 def test_cxx_may_contain_arguments(calls: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -24,6 +25,7 @@ from outrider.errors import OutriderError, without_path
 logger = logging.getLogger(__name__)
 
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+PART_SECONDS = 24 * 3600  # since its last write; after this no process still writes a partial file
 
 
 def lasting_dir(*parts: str) -> Path:
@@ -183,7 +185,16 @@ def _content_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:32]
 
 
+def _discard_parts(folder: Path) -> None:
+    """Remove partial files of processes that were killed. Errors are ignored."""
+    for part in folder.glob(".*.part"):
+        with suppress(OSError):
+            if time.time() - part.stat().st_mtime > PART_SECONDS:
+                part.unlink()
+
+
 def _stored(fill: Callable[[BinaryIO], None], folder: Path, key: str, suffix: str) -> Path:
+    _discard_parts(folder)
     handle, part = tempfile.mkstemp(dir=folder, prefix=f".{key}-", suffix=".part")  # mode 0600
     try:
         with os.fdopen(handle, "wb") as file:

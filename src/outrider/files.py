@@ -44,13 +44,13 @@ def open_text(path: Path) -> IO[str]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically. Links and devices are written to directly."""
+    """Write a file atomically, with the line ends of Unix, which scripts need. Links and devices are written to directly."""
     if path.is_symlink() or (path.exists() and not path.is_file()):  # do not replace /dev/null by a file
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", newline="\n")
         return
     partly = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        partly.write_text(text, encoding="utf-8")
+        partly.write_text(text, encoding="utf-8", newline="\n")
         partly.replace(path)
     finally:
         partly.unlink(missing_ok=True)

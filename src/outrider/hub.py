@@ -5,7 +5,6 @@ GGUF files are named as by llama.cpp (``owner/Model-GGUF:Q4_K_M``).
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
@@ -13,16 +12,18 @@ import socket
 import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import cache
 from logging import INFO, getLogger
 from pathlib import Path
 from threading import Event
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
-from outrider.errors import OutriderError, first_line
-from outrider.files import ADAPTER_ADVICE, expanded, is_path
+from outrider.errors import OutriderError
+from outrider.files import expanded, is_path
+from outrider.hub_errors import explained, what_it_is
 from outrider.memory import INDEXES, WEIGHT_NAMES, on_this_machine, require_memory, size, weight_files, weight_map
 from outrider.progress import PERIOD, reported_every
 
@@ -37,7 +38,6 @@ SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")  # endings of 
 LARGE = (".safetensors", ".bin", ".pt")  # endings of weights, in order of preference
 OTHER_WEIGHTS = ("adapter_model.", "openvino_")  # beginnings of names of weights that are not a model's
 CHUNK = 1 << 18  # bytes that are written at once; the hub client's 10 MiB hide the progress of a slow download
-HF_LOGIN = "log in with hf auth login, or set HF_TOKEN"
 
 # hub id, and quantisation or file; without these the id must say that it is one of GGUF files
 NAME = re.compile(r"(\w[\w.-]*/(?:[\w.-]+(?=:)|[\w.-]*GGUF))(?::([\w./-]+))?", re.IGNORECASE)
@@ -66,7 +66,7 @@ def _chosen_parts(repository: str, quantisation: str | None) -> tuple[Repository
 
     Raises ``OutriderError`` if the repository or the quantisation does not exist.
     """
-    there = _listed(repository) if is_reachable() else None
+    there = _current(repository)
     if there is not None:
         return there, chosen(repository, list(there.sizes), quantisation)
     folder = _cached(repository)
@@ -132,11 +132,14 @@ def chosen(repository: str, names: Sequence[str], quantisation: str | None) -> l
     return models[min(models, key=len)]  # heads have longer names than their models
 
 
-class Repository(NamedTuple):
+@dataclass
+class Repository:
     """What a repository on the hub holds now."""
 
     commit: str
     sizes: dict[str, int]  # of its files, by name
+    blobs: dict[str, str] = field(default_factory=dict)  # names of large files in the cache's folder of blobs, by name
+    is_given_up: bool = False  # a download failed, and the cache is used
 
 
 def is_hub_id(source: object) -> bool:
@@ -172,15 +175,14 @@ def fetch_configs(source: object, required: Collection[str] = CONFIG) -> None:
     there = _repository(source)
     if there is not None:
         _require(str(source), there, required)
-        _downloaded(str(source), [name for name in there.sizes if "/" not in name and name.endswith(SMALL)])
+        names = [name for name in there.sizes if "/" not in name and name.endswith(SMALL)]
+        _downloaded(str(source), names, [name for name in there.sizes if name in required])
 
 
 def _require(source: str, there: Repository, required: Collection[str]) -> None:
     """Raise ``OutriderError`` if a repository has none of the ``required`` files."""
     if not any(name in there.sizes for name in required):
-        raise OutriderError(
-            f"{source} is not a model that can be loaded: {_what_it_is(there.sizes) or 'it has no config.json'}"
-        )
+        raise OutriderError(f"{source} is not a model that can be loaded: {what_it_is(there.sizes) or 'it has no config.json'}")
 
 
 def check_repository(source: object, growth: float = 0.0) -> None:
@@ -254,7 +256,13 @@ def fetch(source: str) -> Path:
 
 def _repository(source: object) -> Repository | None:
     """Return what the repository of a hub id holds; None for other sources, and if the cache must do."""
-    return _listed(str(source)) if is_hub_id(source) and is_reachable() else None
+    return _current(str(source)) if is_hub_id(source) else None
+
+
+def _current(name: str) -> Repository | None:
+    """Return what a repository holds; None if the cache must do."""
+    there = _listed(name) if is_reachable() else None
+    return None if there is None or there.is_given_up else there
 
 
 @cache
@@ -268,20 +276,22 @@ def _listed(name: str) -> Repository | None:
     try:
         info = HfApi().model_info(name, files_metadata=True)
     except Exception as error:  # the hub client raises many kinds of exceptions
-        if on_this_machine(name) is None:
-            raise OutriderError(_explained(name, error)) from error
-        logger.info("%s: using the download cache", _explained(name, error))
+        if _main(name) is None:
+            raise OutriderError(explained(name, error)) from error
+        logger.info("%s: using the download cache", explained(name, error))
         return None
     if info.id != name:
         logger.warning("%s is %s on the hub: with this name, files are not downloaded a second time", name, info.id)
-    return Repository(info.sha or "", {file.rfilename: file.size or 0 for file in info.siblings or []})
+    files = info.siblings or []
+    blobs = {file.rfilename: file.lfs.sha256 for file in files if file.lfs is not None}
+    return Repository(info.sha or "", {file.rfilename: file.size or 0 for file in files}, blobs)
 
 
 def _weights_of(source: str, there: Repository) -> list[str]:
     """Return the files of the weights that are loaded. Raises ``OutriderError`` if there are none."""
     names = _weight_names(source, there.sizes)
     if not names:
-        why = _what_it_is(there.sizes) or f"expected {WEIGHT_NAMES[0]} or {WEIGHT_NAMES[2]}"
+        why = what_it_is(there.sizes) or f"expected {WEIGHT_NAMES[0]} or {WEIGHT_NAMES[2]}"
         raise OutriderError(f"{source} has no weights in a known format: {why}")
     return names
 
@@ -298,31 +308,54 @@ def _weight_names(repository: str, names: Collection[str]) -> list[str]:
     return next((found for found in kinds if found), [])
 
 
-def _downloaded(repository: str, names: Sequence[str]) -> Path:
-    """Download files that are not in the cache, and return the folder. Raises ``OutriderError`` in one line."""
+def _downloaded(repository: str, names: Sequence[str], needed: Sequence[str] | None = None) -> Path:
+    """Download files that are not in the cache, and return the folder.
+
+    If this fails, the cache is used from then on, with a warning, if it has the files that are ``needed``, by default all.
+    Raises ``OutriderError`` in one line if it does not.
+    """
+    there, needed = _listed(repository), names if needed is None else needed
+    assert there is not None  # the names are from it
+    folder, cached = _folder(repository) / "snapshots" / there.commit, _main(repository)
+    missing = [name for name in names if not (folder / name).exists()]
+    if not missing and cached == folder:
+        return folder
+    blobs = _folder(repository) / "blobs"
+    num_bytes = sum(there.sizes.get(name, 0) for name in missing if not (blobs / there.blobs.get(name, "")).is_file())
+    try:
+        found = _fetched(repository, names, num_bytes)
+        if _lacks(found, needed) or found == cached != folder:  # the hub client returns an older folder if the hub fails
+            raise OSError("the Hugging Face hub fails")
+        return found
+    except Exception as error:  # the hub client raises many kinds of exceptions
+        problem = error if isinstance(error, OutriderError) else OutriderError(explained(repository, error))
+        if cached is None or _lacks(cached, needed):
+            raise problem from error
+    with suppress(OSError):  # the hub client has begun with this change, unless the cache is read-only
+        (_folder(repository) / "refs" / "main").write_text(cached.name)
+    there.is_given_up = True
+    logger.warning("%s; the files in the download cache are used", problem)
+    return cached
+
+
+def _fetched(repository: str, names: Sequence[str], num_bytes: int) -> Path:
+    """Download files, and return the folder. Raises ``OutriderError`` if they exceed the disk, or the hub's exceptions."""
     from huggingface_hub import constants
 
-    there, cache_folder = _listed(repository), Path(constants.HF_HUB_CACHE)
-    assert there is not None  # the names are from it
-    folder = _folder(repository) / "snapshots" / there.commit
-    missing = [name for name in names if not (folder / name).exists()]
-    needed = sum(there.sizes.get(name, 0) for name in missing)
-    if not missing and _is_main(folder):
-        return folder
-    try:
-        cache_folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(cache_folder).free
-        if needed > free:
-            raise OutriderError(
-                f"downloading {repository} takes {size(needed)}, but {cache_folder} has {size(free)} free: free space, or set"
-                " HF_HOME to a folder on a larger disk"
-            )
-        with _shown(repository, needed):
-            return _snapshot(repository, names)
-    except OutriderError:
-        raise
-    except Exception as error:  # the hub client raises many kinds of exceptions
-        raise OutriderError(_explained(repository, error)) from error
+    cache_folder = Path(constants.HF_HUB_CACHE)
+    cache_folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(cache_folder).free
+    if num_bytes > free:
+        raise OutriderError(
+            f"downloading {repository} takes {size(num_bytes)}, but {cache_folder} has {size(free)} free: free space, or set"
+            " HF_HOME to a folder on a larger disk"
+        )
+    with _shown(repository, num_bytes):
+        return _snapshot(repository, names)
+
+
+def _lacks(folder: Path, names: Sequence[str]) -> bool:
+    return not all((folder / name).exists() for name in names)
 
 
 def _snapshot(repository: str, names: Sequence[str]) -> Path:
@@ -354,6 +387,15 @@ def _folder(repository: str) -> Path:
     from huggingface_hub.file_download import repo_folder_name
 
     return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model")
+
+
+def _main(repository: str) -> Path | None:
+    """Return the folder of a repository's newest snapshot in the download cache; None if there is none."""
+    folder = _folder(repository)
+    with suppress(OSError):
+        snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text()
+        return snapshot if snapshot.is_dir() else None
+    return None
 
 
 def _is_main(snapshot: Path) -> bool:
@@ -404,49 +446,12 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
-def _what_it_is(names: Collection[str]) -> str | None:
-    """Say what a repository without a config.json or without weights holds; None if unknown."""
-    if "adapter_config.json" in names:
-        return f"it is an adapter (LoRA); {ADAPTER_ADVICE}"
-    if "model_index.json" in names:
-        return "it is a diffusion model, expected a causal language model"
-    if any(name.endswith(".gguf") for name in names):
-        return "it has GGUF files only; name one by its type, as owner/name:Q4_K_M"
-    if "params.json" in names or ("config.json" not in names and any(name.endswith(".pth") for name in names)):
-        return "its weights are in the authors' own format; look for the same model in transformers' format (-hf)"
-    if any(name.endswith((".onnx", "openvino_model.xml")) for name in names):
-        return "its weights are for ONNX or OpenVINO; choose the model from which they were made"
-    return None
-
-
-def _explained(repository: str, error: BaseException) -> str:
-    """Return the reason of a failed request or download, and what to do, in one line."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None:
-        error = error.__cause__  # the failed request
-    status = error.response.status_code if isinstance(error, HfHubHTTPError) and error.response is not None else 0
-    if isinstance(error, GatedRepoError):
-        return f"{repository} is gated: ask for access at {constants.ENDPOINT}/{repository}, then {HF_LOGIN}"
-    if isinstance(error, RepositoryNotFoundError):
-        return f"no model {repository!r} on the Hugging Face hub: check owner and name; if it is private, {HF_LOGIN}"
-    if status == 401:
-        return f"the Hugging Face hub does not accept your token: {HF_LOGIN}"
-    if status == 429:
-        return f"the Hugging Face hub limits your requests: wait some minutes, then repeat the command, or {HF_LOGIN}"
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
-        return f"cannot write to the download cache {constants.HF_HUB_CACHE}: set HF_HOME to a folder that you can write to"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"the disk of the download cache {constants.HF_HUB_CACHE} is full: free space, then repeat the command"
-    why = f"the Hugging Face hub answers with status {status}" if status else first_line(error)
-    return f"cannot download {repository}: {why}; repeat the command later: it continues with the files that are missing"
-
-
 @cache
 def is_reachable() -> bool:
     """Return whether the hub is reachable. Behind a proxy this is unknown, so the answer is True."""
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:  # also set by TRANSFORMERS_OFFLINE
         return False
     if any(name.lower() in ("https_proxy", "all_proxy") for name in os.environ):
         return True

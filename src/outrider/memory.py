@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 
 from outrider.errors import OutriderError, errors_as
 from outrider.files import GGUF_PART, expanded
@@ -34,27 +36,33 @@ def group_limit() -> int | None:
 def num_cores() -> int:
     """Return the number of cores that this process may use: its affinity, or its control group's quota rounded up if lower."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limits = [own]
-    for name in _group_files("", "cpu.max"):
-        try:
-            granted, period = name.read_text().split()
-            limits.append(max(1, math.ceil(int(granted) / int(period))))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-    return min(limits)
+    return min([own, *_quotas()])
+
+
+def _quotas() -> Iterator[int]:
+    """Yield the CPU quotas of this process's control group and of its parents, in cores, rounded up."""
+    files = [[file] for file in _group_files("", "cpu.max")]
+    files += [[file, file.with_name("cpu.cfs_period_us")] for file in _group_files("cpu", "cpu.cfs_quota_us")]
+    for parts in files:
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            granted, period = map(int, " ".join(part.read_text() for part in parts).split())
+            if granted > 0:  # -1: unlimited
+                yield max(1, math.ceil(granted / period))
 
 
 def _group_files(controller: str, name: str) -> list[Path]:
-    """Return the paths of a file of this process's control group, in its folder and in the root, which it is in a container.
+    """Return the paths of a file of this process's control group and of its parents, each of which may set a limit.
+
+    In a container, the root may be the group itself.
 
     ``controller``: name of the controller in version 1; empty for version 2.
     """
     groups = [line.split(":", 2)[1:] for line in _lines(Path("/proc/self/cgroup"))]
     return [
-        root / name
+        GROUPS / controller / str(each).strip("/") / name
         for controllers, path in groups
         if controller in controllers.split(",")
-        for root in (GROUPS / controller / path.strip("/"), GROUPS / controller)
+        for each in (PurePosixPath(path), *PurePosixPath(path).parents)
     ]
 
 

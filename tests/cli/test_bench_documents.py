@@ -224,6 +224,17 @@ def test_links_and_devices_are_not_replaced(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "link", "pipe"]
 
 
+def test_scripts_have_unix_line_ends_on_every_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider.files import write_whole
+
+    def as_on_windows(path: Path, text: str, encoding: str, newline: str | None = None) -> None:
+        path.write_bytes((text if newline == "\n" else text.replace("\n", "\r\n")).encode(encoding))
+
+    monkeypatch.setattr(Path, "write_text", as_on_windows)
+    write_whole(tmp_path / "run.sh", "#!/bin/sh\n")
+    assert (tmp_path / "run.sh").read_bytes() == b"#!/bin/sh\n"
+
+
 def test_the_reader_of_a_pipe_waits_for_the_result(tmp_path: Path) -> None:
     pipe, poll = tmp_path / "pipe", select.poll()
     os.mkfifo(pipe)

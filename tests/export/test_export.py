@@ -24,8 +24,8 @@ from transformers import Qwen3Config
 from outrider import LLM
 from outrider.cli import main
 from outrider.engine.plan import Plan, located
-from outrider.export import ENGINES
-from outrider.export.engine import SCRIPT, Export, gpu_environment, write
+from outrider.export import ENGINES, vllm
+from outrider.export.engine import GREEDY, SCRIPT, Export, gpu_environment, write
 from outrider.export.launch import working_folder
 from outrider.export.transformers import Transformers
 from outrider.export.vllm_adapter import KEY, TextProposer
@@ -126,6 +126,7 @@ def test_a_full_plan_becomes_a_yaml_file_and_a_script_for_vllm(export: Any, mode
         "# vLLM for target: method draft, 3 drafts per round.\n"
         "# Written by outrider export; arguments are appended to the command.\n"
         "# Block verification needs vLLM's newer model runner; on a CPU it verifies token by token.\n"
+        f"# {GREEDY}\n"
         "set -e\n"
         'cd "$(dirname "$0")"\n'
         "export CUDA_VISIBLE_DEVICES=1\n"
@@ -252,6 +253,14 @@ def test_a_head_that_an_engine_would_misread_is_converted(to: str, source: str, 
     if to == "vllm":
         speculative = vllm_settings(folder)["speculative-config"]
         assert (speculative["method"], speculative["model"]) == ("eagle3", "./heads")
+
+
+@pytest.mark.parametrize("method", ["eagle:draft={models}/speculators", "medusa:draft={models}/medusa"])
+def test_an_export_that_is_run_in_place_has_absolute_paths(method: str, models: Path, tmp_path: Path) -> None:
+    plan = Plan({"target": "target", "method": method.format(models=models)}, models)
+    export = write(ENGINES.get("vllm")(in_place=True), wanted(plan), tmp_path)
+    assert export.options == ("--config", str(tmp_path / "vllm.yaml"))
+    assert vllm_settings(tmp_path)["speculative-config"]["model"] == str(tmp_path / "heads")
 
 
 def test_a_head_with_both_layer_numberings_is_not_converted(export: Any, models: Path, tmp_path: Path) -> None:
@@ -410,6 +419,32 @@ def test_unsupported_methods_are_refused_with_an_alternative(
     with pytest.raises(OutriderError, match=says) as refused:
         export(to, **values)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+def test_the_other_default_temperature_is_noted(to: str, export: Any) -> None:
+    folder, said = export(to, method="ngram")
+    note = next(note for note in said.notes if "temperature" in note)
+    assert "1.0" in note and f"# {note}" in (folder / SCRIPT).read_text()
+
+
+@pytest.mark.parametrize(("k", "expected"), [(2, 2), (5, 3), (6, 6)])
+def test_an_mtp_head_of_several_layers_gets_a_multiple_of_them(
+    k: int, expected: int, export: Any, models: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(models / "mtp", tmp_path / "mtp")
+    config = {"model_type": "qwen3_next", "num_nextn_predict_layers": 3}
+    (tmp_path / "mtp" / "config.json").write_text(json.dumps(config))
+    folder, said = export("vllm", method=f"mtp:draft={tmp_path / 'mtp'}", num_draft_tokens=k)
+    assert vllm_settings(folder)["speculative-config"]["num_speculative_tokens"] == expected
+    assert any("K = 3 instead of 5" in note for note in said.notes) == (k == 5)
+
+
+@pytest.mark.parametrize("name", ["plain", "\u6a21\u578b", "\U0001f680", "a\u2028b\x85", "\udcff"])
+def test_a_name_in_any_script_is_read_back_from_the_yaml_file(name: str) -> None:
+    text = vllm.yaml({"model": name})
+    assert yaml.safe_load(text) == {"model": name}
+    text.encode()
 
 
 def test_refused_settings_leave_no_folder(export: Any, tmp_path: Path) -> None:

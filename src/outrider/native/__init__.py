@@ -11,6 +11,7 @@ import os
 import re
 import threading
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.errors import first_line
@@ -48,11 +49,26 @@ def _loaded() -> bool:
         if compiler is None:
             logger.warning("no C++ compiler found: passes use torch's kernels, several times slower; install g++")
             return False
-        torch.ops.load_library(build.library(compiler))
+        found = build.cached(compiler)
+        if found is None or not _loads(found):
+            torch.ops.load_library(build.library(compiler))
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(min(torch.get_num_threads(), num_cores()))
     except build.FAILURES as error:
         logger.warning("the CPU kernels cannot be built or loaded, torch's own are used: %s", first_line(error))
+        return False
+    return True
+
+
+def _loads(path: Path) -> bool:
+    """Load a library from the cache. Remove it and return False if it does not load here, such as with an older libc."""
+    import torch
+
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        logger.warning("%s does not load (%s): it is built again", path, first_line(error))
+        path.unlink(missing_ok=True)
         return False
     return True
 

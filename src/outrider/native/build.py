@@ -61,21 +61,27 @@ def find_compiler() -> list[str] | None:
 
 
 def library(compiler: Sequence[str]) -> Path:
-    """Return the library from the disk cache, or compile it. Raises one of ``FAILURES``.
-
-    The cache key depends on the sources, the compiler's command, the flags, torch and the CPU.
-    """
-    import torch
-
-    sources = [path.read_text() for path in sorted(FOLDER.iterdir()) if path.suffix in (".cpp", ".h", ".inc")]
-    what = [*sources, *compiler, *FLAGS, torch.__version__, sys.abiflags, platform.machine(), cpu_flags()]
-    key = f"native-{hashlib.sha256('|'.join(what).encode()).hexdigest()[:16]}"
-    found = disk_cache.find("kernels", key, ".so")
+    """Return the library from the disk cache, or compile it. Raises one of ``FAILURES``."""
+    found = cached(compiler)
     if found is not None:
         return found
     task = "compiling the CPU kernels, once per machine"
     with progress.logged(logger, task, SECONDS), tempfile.TemporaryDirectory(prefix="outrider-") as folder:
-        return disk_cache.store(_compiled(compiler, Path(folder)), "kernels", key, ".so")
+        return disk_cache.store(_compiled(compiler, Path(folder)), "kernels", _key(compiler), ".so")
+
+
+def cached(compiler: Sequence[str]) -> Path | None:
+    """Return the library from the disk cache; None if it is not there."""
+    return disk_cache.find("kernels", _key(compiler), ".so")
+
+
+def _key(compiler: Sequence[str]) -> str:
+    """Return the cache key: it depends on the sources, the compiler's command, the flags, torch, libc and the CPU."""
+    import torch
+
+    sources = [path.read_text() for path in sorted(FOLDER.iterdir()) if path.suffix in (".cpp", ".h", ".inc")]
+    what = [*sources, *compiler, *FLAGS, torch.__version__, sys.abiflags, *platform.libc_ver(), platform.machine(), cpu_flags()]
+    return f"native-{hashlib.sha256('|'.join(what).encode()).hexdigest()[:16]}"
 
 
 def _compiled(compiler: Sequence[str], folder: Path) -> Path:

@@ -47,9 +47,13 @@ SCALES = re.compile(r"weight_scale(_inv|_2)?|input_scale|weight_packed|qweight|q
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names in configs
 
 
-def growth_of(config: PreTrainedConfig, reader: Format | None, bits: int | None) -> float:
-    """Return the bytes in memory per byte in a checkpoint's files, at most."""
+def growth_of(config: PreTrainedConfig, reader: Format | None, bits: int | None, dtype: torch.dtype | str) -> float:
+    """Return the bytes in memory per byte in a checkpoint's files, at most. ``dtype``: the one to load, or "auto"."""
     quantization = quantization_of(config)
+    stored = getattr(config, "dtype", None) or getattr(text_config(config), "dtype", None)
+    if quantization is None and dtype != "auto" and isinstance(stored, torch.dtype):
+        requested = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        return float(requested.itemsize / stored.itemsize)
     if quantization is None or bits is not None:
         return 1
     if reader is not None:

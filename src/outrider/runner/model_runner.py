@@ -109,7 +109,7 @@ class ModelRunner:
             packed = None if file is None else file.load(wanted, kind, shape.by_request)
             if packed is not None:
                 return cls._checked(packed, config, device, str(model), shape, "eager")
-        growth = loading.growth_of(wanted, reader, config.bits) if device.type == "cpu" else 0.0
+        growth = loading.growth_of(wanted, reader, config.bits, config.dtype) if device.type == "cpu" else 0.0
         fetch_weights(model, growth)
         refuse_too_large(model, growth)
         loaded = loading.load_model(model, config.dtype, device, config.trust_remote_code, reader)

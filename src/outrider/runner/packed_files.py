@@ -57,7 +57,10 @@ class PackedFile:
         files = [] if folder is None else weight_files(folder)
         if folder is None or not files:
             return None
-        family = _hash(str(folder.resolve()), str(bits), str(dtype))
+        place = folder.resolve()
+        if place.parent.name == "snapshots" and place.parents[1].name.startswith("models--"):
+            place = place.parents[1]  # the repository of the download cache, whose commits follow one another
+        family = _hash(str(place), str(bits), str(dtype))
         try:
             stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
             texts = [(folder / "config.json").read_text()]

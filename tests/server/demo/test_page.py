@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,6 +97,18 @@ def test_the_slider_changes_acceptance_but_not_the_text(visitor: Visitor) -> Non
     assert len(texts) == 1
     assert visitor.page.locator("#lane-speculative del").count() > 10
     assert visitor.page.locator("#lane-speculative .tok.corrected").count() > 10
+
+
+def test_charts_of_the_last_race_are_not_shown_for_the_next(visitor: Visitor) -> None:
+    visitor.race()
+    assert "=" in visitor.page.inner_text("#equation")
+    events = [{"type": "started"}, {"type": "error", "message": "no drafts."}]
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    visitor.page.route("**/api/race", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    visitor.page.click("#start")
+    visitor.see("#status", "no drafts.")
+    shown = "[...document.querySelectorAll('.chart, #equation')].map(part => part.innerHTML)"
+    assert visitor.page.evaluate(shown) == ["", "", ""]
 
 
 def test_a_clicked_token_shows_its_distributions(visitor: Visitor) -> None:

@@ -161,6 +161,7 @@ function redraw() {
   inspector.clear();
   verdict.textContent = "";
   for (const cell of document.querySelectorAll("[data-figure]")) cell.textContent = "–";
+  for (const part of document.querySelectorAll(".chart, #equation")) part.replaceChildren(); // a race may draw none
 }
 
 function showRound(name, round) {
