@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_folder import make_folder
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM, LlamaConfig
 
 from outrider.runner import ModelRunner, RunnerConfig
+from outrider.train import model_runs
 from outrider.train.draft_model import check_new_draft, copy_layers, new_draft
 from outrider.train.options import DraftShape
+from outrider.train.runs import Workspace
 from outrider.train.shapes import final_scale
 from outrider.types import OutriderError
 
@@ -92,3 +95,15 @@ def test_a_draft_with_weights_that_its_target_lacks_is_refused():
         OutriderError, match=r"unsupported target for a new draft: .* has no model.embed_tokens.weight of this shape"
     ):
         copy_layers(AutoModelForCausalLM.from_config(LlamaConfig(**SMALL)), draft, range(4))
+
+
+def test_a_trained_target_keeps_its_processor_which_a_draft_does_not_need(tmp_path):
+    source, files = make_folder(tmp_path / "target"), ("preprocessor_config.json", "processor_config.json")
+    for name in files:
+        (source / name).write_text("{}")
+    workspace = Workspace(model_runs.trainable(str(source)), None, tmp_path / "work")
+    draft, _ = new_draft(workspace.model, DraftShape(layers=1))
+    for name, model in (("model", workspace.model), ("draft", draft)):
+        model_runs._save(workspace, model, tmp_path / name)
+        assert [(tmp_path / name / file).exists() for file in files] == [name == "model"] * 2
+        assert (tmp_path / name / "tokenizer.json").exists()
