@@ -418,13 +418,13 @@ def test_unlikelihood_ends_greedy_loops() -> None:
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     shares = []
     for step in range(60):
-        total, parts = loss(ids, 2 * step, 0.5)
+        total, parts = loss(ids, 2 * step, 2 * step, 0.5)
         shares.append(float(parts["loops"]))
         optimizer.zero_grad()
         total.backward()
         optimizer.step()
     assert shares[0] > 0.5 and sum(shares[-20:]) / 20 < shares[0] / 2
-    assert "loops" not in loss(ids, 1, 0.5)[1]
+    assert "loops" not in loss(ids, 1, 1, 0.5)[1]
 
 
 def test_the_finished_target_is_the_mean_of_all_runs_against_loops(tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import subprocess
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from outrider import progress
 from outrider.cli import console
@@ -77,3 +80,15 @@ def test_compiling_a_library_reports_its_progress(records: Records, monkeypatch:
         build.library(["g++"])
     said = [record.getMessage() for record in found]
     assert said[0].startswith("compiling the CPU kernels") and "left" in said[1] and len(said) >= 3
+
+
+def test_a_terminal_shows_the_remaining_time_of_slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, shown = [0.0], io.StringIO()
+    terminal = Console(file=shown, force_terminal=True, width=120, get_time=lambda: now[0])
+    monkeypatch.setattr("rich.console.Console", lambda **_: terminal)
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=SimpleNamespace(isatty=lambda: True)))
+    with progress.reporting("draft") as report:
+        for step in range(1, 8):
+            now[0] += 40
+            report(0.1 * step, {"step": step})
+    assert "0:02:00" in shown.getvalue()

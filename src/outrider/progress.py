@@ -13,6 +13,7 @@ from typing import Any
 
 PERIOD = 3.5  # seconds between two messages; with delays, one appears at least every 5 seconds
 LINE_EVERY_S = 20.0  # seconds between two lines of ``reporting`` in a log
+SPEED_PERIOD_S = 600.0  # seconds from which a terminal's remaining time is estimated
 Report = Callable[[float, dict[str, Any]], None]  # (finished share, latest values by name)
 
 
@@ -75,7 +76,8 @@ def reporting(name: str) -> Iterator[Report]:
 
     times = (progress.TaskProgressColumn(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
     columns = ("{task.description}", progress.BarColumn(), *times, "{task.fields[numbers]}")
-    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
+    # By default the speed is that of the last 30 s, which a step of a large model exceeds.
+    with progress.Progress(*columns, console=Console(stderr=True), speed_estimate_period=SPEED_PERIOD_S) as bar:
         task = bar.add_task(name, total=1.0, numbers="")
         yield lambda share, point: bar.update(task, completed=share, numbers=_described(point))
 

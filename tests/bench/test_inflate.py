@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_folder import make_folder
 from transformers import AutoModelForCausalLM
 
@@ -31,8 +31,6 @@ def logits(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def perturb_norms(folder: Path) -> None:
     """Perturb norm weights like trained ones, so that a wrong position or scale is visible."""
-    from safetensors.torch import save_file
-
     file = folder / "model.safetensors"
     weights = load_file(file)
     for name, weight in weights.items():
@@ -70,8 +68,6 @@ def test_biases_are_kept(tmp_path: Path, bias: bool) -> None:
     for name in weights:
         if name.endswith("bias"):
             weights[name] = torch.randn_like(weights[name])
-    from safetensors.torch import save_file
-
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     out = inflate(source, tmp_path / "large", Shape(64, 4, 16, 4, 96))
     torch.testing.assert_close(logits(out), logits(source), atol=2e-4, rtol=1e-4)
@@ -236,3 +232,19 @@ def test_truncated_files_give_a_one_line_error(tmp_path: Path) -> None:
     (source / "config.json").write_text("{")
     with pytest.raises(OutriderError, match="is not valid JSON"):
         inflate(source, tmp_path / "large", "1b")
+
+
+@pytest.mark.parametrize("kind", ["config", "float8", "packed"])
+def test_quantised_sources_are_refused_in_one_line(kind: str, tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "small")
+    file, config = source / "model.safetensors", source / "config.json"
+    if kind == "config":
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
+    else:
+        weights, dtype = load_file(file), torch.float8_e4m3fn if kind == "float8" else torch.int32
+        save_file({name: each.to(dtype) if "q_proj" in name else each for name, each in weights.items()}, file)
+    with pytest.raises(
+        OutriderError, match=r"cannot inflate .*small: it is quantised .*; expected weights in 16 or 32 bits"
+    ) as error:
+        inflate(source, tmp_path / "large", Shape(64, 4, 16, 4, 96))
+    assert "\n" not in str(error.value) and not (tmp_path / "large").exists()

@@ -232,7 +232,7 @@ def test_the_method_draft_without_a_draft(outrider: Run, target: Path) -> None:
 
 
 def test_a_prompt_longer_than_the_context(outrider: Run, target: Path) -> None:
-    assert_one_line(outrider("generate", "--target", target, "x" * 600), "600", "context", "raise --max-len if")
+    assert_one_line(outrider("generate", "--target", target, "x" * 600), "600", "context", "(--max-len) if the model")
 
 
 def test_an_empty_prompt(outrider: Run, target: Path) -> None:

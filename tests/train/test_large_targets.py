@@ -23,12 +23,14 @@ from outrider.types import OutriderError
 ROWS, SEQ = 40, 8
 
 
-def trained(folder, steps=3, **plan):
+def trained(folder, steps=3, draws=None, **plan):
     """Return a trainer of a bigram model with steps of 6 rows, and the numbers of rows that its loss reads at once."""
     torch.manual_seed(1)
     model, read = nn.Embedding(32, 32), []
 
-    def loss(ids, step, progress):
+    def loss(ids, step, draw, progress):
+        if draws is not None:
+            draws.append((step, draw))
         read.append(len(ids))
         value = nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
         return value, {"loss": value.detach()}
@@ -48,9 +50,9 @@ def test_a_step_in_several_passes_equals_one_in_a_single_pass(tmp_path):
     whole, read = trained(tmp_path / "whole")
     whole.run()
     assert read == [6] * 3
-    parts, read = trained(tmp_path / "parts", pass_tokens=2 * SEQ + 1)
+    parts, read = trained(tmp_path / "parts", draws=(draws := []), pass_tokens=2 * SEQ + 1)
     parts.run()
-    assert read == [2] * 9
+    assert read == [2] * 9 and draws == [(draw // 3, draw) for draw in range(9)]
     assert torch.allclose(whole.model.weight, parts.model.weight, atol=1e-5)
     assert [point["loss"] for point in parts.curve] == pytest.approx([point["loss"] for point in whole.curve], abs=1e-3)
     single, read = trained(tmp_path / "single", steps=1, pass_tokens=1)

@@ -112,11 +112,20 @@ def test_exits_rotate_so_that_all_are_trained():
     assert loss.exits(5, 0.5) == [1, 2, 3, 4, 5, 6]
 
 
+@torch.no_grad()
+def test_passes_of_a_step_train_the_same_exits_with_other_layers_dropped():
+    loss = EarlyExitLoss(Decoder(tiny("llama")), LayerSkip(max_drop=0.9, grow_at=0.0))
+    ids = torch.randint(0, 64, (8, 9), generator=torch.Generator().manual_seed(1))
+    (first, parts), (second, others), (next_step, _) = (loss(ids, step, draw, 0.5) for step, draw in ((1, 2), (1, 3), (2, 2)))
+    assert parts.keys() == others.keys() and first != second != next_step
+    assert torch.equal(first, loss(ids, 1, 2, 0.5)[0])
+
+
 def test_loss_weights_of_active_exits_sum_to_one():
     decoder, how = Decoder(tiny("llama")), LayerSkip(max_drop=0.0, exit_scale=0.7, rotation=1)
     ids = torch.randint(0, 64, (3, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        loss, parts = EarlyExitLoss(decoder, how)(ids, 0, 0.5)
+        loss, parts = EarlyExitLoss(decoder, how)(ids, 0, 0, 0.5)
         states, weights = decoder.hidden_states(ids[:, :-1]), exit_weights(4, 0.7)
         losses = [float(decoder.token_loss(state, ids[:, 1:])) for state in states]
     wanted = sum(weights[depth] * losses[depth] for depth in (1, 2, 3)) / sum(weights[1:])

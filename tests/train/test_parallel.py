@@ -158,7 +158,7 @@ def test_the_loss_is_the_mean_over_tokens_and_masks(divergence):
     masks = Masks(draft, MASK, Parallel(3))
     loss = DistillationLoss(draft, target, Distillation(loss=divergence), seed=5, masks=masks)
     ids = torch.randint(0, 60, (2, 13), generator=torch.Generator().manual_seed(1))
-    found, parts = loss(ids, 4, 0.5)
+    found, parts = loss(ids, 0, 4, 0.5)
     text = ids[:, :-1]
     entries = Entries.drawn(12, masks.how, torch.Generator().manual_seed(5 * 1_000_003 + 4))
     said, each = target(text).logits.log_softmax(-1), []
@@ -168,7 +168,7 @@ def test_the_loss_is_the_mean_over_tokens_and_masks(divergence):
         kl, tv = (theirs.exp() * (theirs - mine)).sum(-1), (theirs.exp() - mine.exp()).abs().sum(-1) / 2
         each.append(kl if divergence == "kl" else tv)
     assert float(found) == pytest.approx(float(torch.stack(each).mean()), rel=1e-4)
-    assert torch.equal(found, loss(ids, 4, 0.6)[0]) and not torch.equal(found, loss(ids, 5, 0.5)[0])
+    assert torch.equal(found, loss(ids, 1, 4, 0.6)[0]) and not torch.equal(found, loss(ids, 0, 5, 0.5)[0])
     assert set(parts) == {divergence, "hit_draft"}
 
 

@@ -7,6 +7,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tiny_folder import TEXT, make_tokenizer
 from tokenizers import processors
 
@@ -27,6 +28,11 @@ def test_text_is_read_from_plain_files_and_all_kinds_of_lines(tokenizer, tmp_pat
     entries = [{"text": "x = 1"}, {"prompt": "a", "completion": "b"}, {"messages": chat}, {"conversations": old}]
     lines.write_text("\n".join(map(json.dumps, entries)))
     found = [tokenizer.decode(ids) for ids in read_documents(lines, tokenizer)]
+    chat_only = [{"text": text, "prompt": None, "messages": chat} for text in (None, "")]
+    rest = [{"text": None, "prompt": "a", "completion": "b"}, {"text": ""}]
+    lines.write_text("\n".join(map(json.dumps, [*chat_only, *rest])))
+    assert [tokenizer.decode(ids) for ids in read_documents(lines, tokenizer)] == [found[2], found[2], "ab", ""]
+    lines.write_text("\n".join(map(json.dumps, entries)))
     assert found[:2] == ["x = 1", "ab"] and found[2] == found[3] == "<|user|>add\n<|assistant|>1\n"
     rows = token_rows([plain, lines], tokenizer, 16, 10**6)
     assert tokenizer.decode(rows.flatten().tolist()).startswith(TEXT[:40])
@@ -43,7 +49,9 @@ def test_text_is_read_in_pieces_and_only_as_far_as_needed(tokenizer, tmp_path, m
     path.write_text(TEXT * 4)
     (whole,) = read_documents(path, tokenizer)
     assert tokenizer.decode(whole) == TEXT * 4
-    counting = SimpleNamespace(eos_token_id=1, encode=lambda text, **_: (read.append(text), [5] * len(text))[1])
+    counting = SimpleNamespace(
+        bos_token_id=None, eos_token_id=1, encode=lambda text, **_: (read.append(text), [5] * len(text))[1]
+    )
     missing = tmp_path / "none.txt"
     assert token_rows([path, missing], counting, 16, 70).shape == (4, 16)
     assert len(read) == 1 and read[0] == TEXT[: len(read[0])] and read[0].endswith("\n")
@@ -70,12 +78,34 @@ def test_a_file_that_is_not_text_is_refused(name, content, why, tokenizer, tmp_p
         list(read_documents(tmp_path, tokenizer))
 
 
-def test_a_chat_has_the_begin_token_of_its_template_only(tmp_path):
+def beginning_tokenizer():
+    """Return a tokenizer that writes a begin token before each text."""
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
     )
+    return tokenizer
+
+
+def test_every_row_begins_as_a_request_does(tmp_path):
+    tokenizer, path = beginning_tokenizer(), tmp_path / "a.txt"
+    path.write_text(TEXT)
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    (whole,) = read_documents(path, tokenizer)
+    rows = token_rows([path, path], tokenizer, 16, 10**6)
+    assert rows.dtype == torch.int32 and (rows[:, 0] == begin).all()
+    found, given = ([each for each in ids if each != begin] for ids in (rows.flatten().tolist(), 2 * [*whole, end]))
+    assert found == given[: len(found)] and len(given) - len(found) < 16  # no token is lost or read twice
+    assert token_rows([path], tokenizer, 16, 40).shape == (2, 16)
+    lines = tmp_path / "b.jsonl"  # documents of one row have their own begin token
+    lines.write_text("\n".join([json.dumps({"text": "x = 1"})] * 3))
+    document = [*next(read_documents(lines, tokenizer)), end]
+    assert token_rows([lines], tokenizer, len(document), 10**6).tolist() == [document] * 3
+
+
+def test_a_chat_has_the_begin_token_of_its_template_only(tmp_path):
+    tokenizer = beginning_tokenizer()
     tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
     lines = tmp_path / "a.jsonl"
     lines.write_text(json.dumps({"messages": [{"role": "user", "content": "add"}]}) + "\n" + json.dumps({"text": "add"}))

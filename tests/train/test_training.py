@@ -183,11 +183,19 @@ def test_a_run_starts_with_one_step_of_depth(runner, cache):
     assert [loss.depth(progress) for progress in (0.0, 0.2, 0.24, 0.28, 0.3, 1.0)] == [1, 1, 2, 3, 3, 3]
     assert RolloutLoss(loss.head, cache, LAYERS, steps=1).depth(1.0) == 1
     for progress, depth in ((0.1, 1), (0.24, 2), (0.9, 3)):
-        parts = loss(torch.tensor([0, 1]), 0, progress)[1]
+        parts = loss(torch.tensor([0, 1]), 0, 0, progress)[1]
         assert [name for name in parts if name.startswith("step_")] == [f"step_{step + 1}" for step in range(depth)]
         assert sum(0.8**step * parts[f"step_{step + 1}"] for step in range(depth)) == pytest.approx(
             float(parts["loss"]) * sum(0.8**step for step in range(depth))
         )
+
+
+@torch.no_grad()
+def test_passes_of_a_step_draw_their_own_anchors_and_noise(runner, cache):
+    block = shapes.new_block(runner, shapes.BlockSizes((2, 3), 1, 4), 319)
+    for loss in (BlockLoss(block, cache, LAYERS), RolloutLoss(shapes.new_eagle(runner, 1, (), None), cache, LAYERS, steps=1)):
+        first, second, again = (loss(torch.tensor([0, 1]), step, draw, 0.5)[0] for step, draw in ((1, 2), (1, 3), (2, 2)))
+        assert torch.equal(first, again) and not torch.equal(first, second)
 
 
 def run_of(kind, runner, cache, folder, steps=6):
@@ -593,9 +601,26 @@ def test_a_run_ends_by_the_clock_with_any_step_time_and_pauses_do_not_count():
     steps = [*[30.0] * 20, 3600.0, *[30.0] * 20]  # a large model; a laptop slept in the middle
     times = iter([0.0, *accumulate(steps)])
     clock = RunningClock(now=lambda: next(times))
-    for _ in steps:
+    assert [clock.tick() for _ in steps[:20]] == [30.0 * step for step in range(1, 21)]
+    for _ in steps[20:]:
         clock.tick()
-    assert sum(steps) - 3600 - 45 < clock.elapsed <= sum(steps) - 3600 + 4 * 30
+    assert sum(steps) - 3600 < clock.elapsed <= sum(steps) - 3600 + 4 * 30
+
+
+def test_a_resumed_clock_counts_slow_steps_and_not_a_pause_in_the_first():
+    times = iter([0.0, 40.0, 40.0, 80.0, 80.0, 3680.0])
+    first = RunningClock(now=lambda: next(times))
+    first.tick()
+    second = RunningClock(first.elapsed, now=lambda: next(times), usual=first.usual)
+    assert second.tick() == 80.0
+    third = RunningClock(second.elapsed, now=lambda: next(times), usual=second.usual)
+    assert third.tick() == 80.0 + 4 * 40.0
+
+
+def test_a_checkpoint_keeps_the_usual_step_time(runner, cache, tmp_path):
+    trainer = run_of("medusa", runner, cache, tmp_path, steps=1)
+    trainer.run()
+    assert run_of("medusa", runner, cache, tmp_path, steps=1).clock.usual == trainer.clock.usual > 0
 
 
 def test_invalid_training_is_reported_before_the_target_generates_text(runner, tmp_path, monkeypatch):

@@ -55,6 +55,10 @@ def _read_source(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         known = ", ".join(MODEL_TYPES)
         raise OutriderError(f"cannot inflate a {config.get('model_type')} model: expected a Llama-shaped one ({known})")
     _, weights = read_folder(source)
+    narrow = next((name for name, weight in weights.items() if not weight.is_floating_point() or weight.itemsize < 2), None)
+    if narrow is not None or config.get("quantization_config"):
+        why = "quantization_config in its config" if narrow is None else f"{narrow} is {weights[narrow].dtype}"
+        raise OutriderError(f"cannot inflate {source}: it is quantised ({why}); expected weights in 16 or 32 bits")
     if config.get("tie_word_embeddings"):
         weights.pop("lm_head.weight", None)
     return config, weights

@@ -133,7 +133,9 @@ def draft(  # noqa: PLR0913 - groups of options
     run = DraftRun(shape, start, replace(teaching, prompt_len=source.prompt_len), masks)
     check_sizes(shape, "layers", "width", "from_layers", start=start)
     how = paced(length, start, MODEL_RATES if parallel is None else MASK_RATES)
-    workspace = workspace_of(files, source, out, start, uses_prompts=teaching.on_policy > 0, copies=1)
+    workspace = workspace_of(
+        files, source, out, start, uses_prompts=teaching.on_policy > 0, copies=1, shape=None if start else shape
+    )
     train_draft(workspace, out, how, run)
     done(f"--draft {out}")
 
@@ -179,15 +181,23 @@ def paced(length: HeadPlan, start: str | None, rates: dict[str, float] = MODEL_R
 
 
 def workspace_of(
-    files: FileOptions, source: Source, out: Path, start: str | None = None, *, uses_prompts: bool = False, copies: int = 0
+    files: FileOptions,
+    source: Source,
+    out: Path,
+    start: str | None = None,
+    *,
+    uses_prompts: bool = False,
+    copies: int = 0,
+    shape: DraftShape | None = None,
 ) -> Workspace:
     """Check the options, then create the folders, then load the target.
 
     ``start``: a checkpoint that the run reads besides the target. ``uses_prompts``: --prompt-len has a use without
     --regenerate. ``copies``: of the target's weights in float32, in which models are trained; 0 to run it as it is.
+    ``shape``: of a new draft.
     """
     from outrider.cli.session import check_source, loading
-    from outrider.train.model_runs import check_trainable, trainable
+    from outrider.train.model_runs import trainable
     from outrider.train.runs import Workspace
     from outrider.train.text import check_continuation, check_text_file
 
@@ -209,9 +219,7 @@ def workspace_of(
     check_source(start)
     target, start = path_or_text(local_gguf(files.target) or TARGET), local_gguf(start)
     if copies:
-        check_trainable(str(target), copies)
-        if start is not None:
-            check_trainable(start)
+        check_models(str(target), start, copies, shape)
     work = files.work or out.with_name(f"{out.name}-work")
     try:
         work.mkdir(parents=True, exist_ok=True)
@@ -226,6 +234,18 @@ def workspace_of(
         tokenizer = load_tokenizer(target)  # first, because it takes no time
         loaded = trainable(str(target)) if copies else ModelRunner.load(target, RunnerConfig(max_batch=16))
     return Workspace(loaded, tokenizer, work, source)
+
+
+def check_models(target: str, start: str | None, copies: int, shape: DraftShape | None) -> None:
+    """Raise ``OutriderError`` for models that cannot be trained, and a target without a draft of this shape."""
+    from outrider.train.draft_model import check_new_draft
+    from outrider.train.model_runs import check_trainable
+
+    check_trainable(target, copies)
+    if start is not None:
+        check_trainable(start)
+    if shape is not None:
+        check_new_draft(target, shape)
 
 
 def refuse_gguf_ids(*models: str | None) -> None:

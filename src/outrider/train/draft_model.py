@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from outrider.runner.loading import decoder_layers, text_config
+from outrider.errors import errors_as
+from outrider.runner.loading import decoder_layers, load_config, text_config
 from outrider.train.options import DraftShape
 from outrider.train.shrink import can_shrink, shrink
 from outrider.types import OutriderError
 
 LAYERS_SHARE, FEW = 8, 2  # an eighth of the target's layers, at least two: one layer cannot form induction heads
+PER_LAYER = ("intermediate_size", "activation_sparsity_pattern")  # entries of Gemma 3n's config, each a list
 NEURONS = 32  # the feed-forward width is a multiple
 
 
@@ -41,13 +43,18 @@ def chosen_layers(shape: DraftShape, total: int, types: Sequence[str] = ()) -> t
 
 
 def draft_config(target: PreTrainedConfig, layers: Sequence[int], width: int) -> PreTrainedConfig:
-    """Return the target's config with these layers and a narrower or equal width; attention heads keep their size."""
+    """Return the target's config with these layers and a narrower or equal width; attention heads keep their size.
+
+    Raises ``OutriderError`` for layers without keys and values of their own.
+    """
     config: Any = copy.deepcopy(target)
     for name, value in target.to_dict().items():
-        if "layer" in name and isinstance(value, (list, tuple)) and len(value) == target.num_hidden_layers:
+        is_per_layer = "layer" in name or name in PER_LAYER
+        if is_per_layer and isinstance(value, (list, tuple)) and len(value) == target.num_hidden_layers:
             setattr(config, name, [value[index] for index in layers])  # per-layer settings, such as the attention type
     config.num_hidden_layers = len(layers)
     _keep_experts(config, target, layers)
+    _keep_keys(config, target, layers)
     if width == target.hidden_size:
         return config  # type: ignore[no-any-return]
     heads = int(target.num_attention_heads)
@@ -74,20 +81,54 @@ def _keep_experts(config: Any, target: Any, layers: Sequence[int]) -> None:
         config.decoder_sparse_step = 1
 
 
-def new_draft(target: PreTrainedModel, shape: DraftShape) -> tuple[PreTrainedModel, str]:
-    """Return a draft in float32 and a description of its initialisation. Raises ``OutriderError`` for an invalid size."""
-    config = text_config(target)
+def _keep_keys(config: Any, target: Any, layers: Sequence[int]) -> None:
+    """Give each layer keys and values of its own. Raises ``OutriderError`` for layers that use an earlier layer's (Gemma)."""
+    owners = target.num_hidden_layers - (getattr(target, "num_kv_shared_layers", None) or 0)
+    if max(layers) >= owners:
+        advice = f"give --from-layers with layers 0 to {owners - 1}"
+        raise OutriderError(f"layer {max(layers)} of the target uses the keys and values of an earlier layer: {advice}")
+    if owners < target.num_hidden_layers:
+        config.num_kv_shared_layers = 0
+
+
+def check_new_draft(source: str, shape: DraftShape) -> None:
+    """Raise ``OutriderError`` if a target has no draft of this shape. Reads the target's config only."""
+    config = text_config(load_config(source))
+    layers, _ = _layers_and_width(config, shape)
+    with torch.device("meta"):
+        _built(draft_config(config, layers, int(config.hidden_size)))
+
+
+def _layers_and_width(config: PreTrainedConfig, shape: DraftShape) -> tuple[tuple[int, ...], int]:
+    """Return the target's layers that initialise a draft, and its width. Raises ``OutriderError`` for an invalid size."""
     layers = chosen_layers(shape, config.num_hidden_layers, getattr(config, "layer_types", None) or ())
     width = shape.width or int(config.hidden_size)
-    names = ", ".join(map(str, layers))
     if not 1 <= width <= config.hidden_size:
         raise OutriderError(
             f"invalid width {width} for a target of width {config.hidden_size}: expected 1 to {config.hidden_size}"
         )
+    return layers, width
+
+
+def _built(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return a model with random weights. Raises ``OutriderError`` for a config that is not a language model's."""
+    with errors_as("unsupported target for a new draft", Exception):  # configs and models raise anything
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model
+
+
+def new_draft(target: PreTrainedModel, shape: DraftShape) -> tuple[PreTrainedModel, str]:
+    """Return a draft in float32 and a description of its initialisation. Raises ``OutriderError`` for an invalid size."""
+    config = text_config(target)
+    layers, width = _layers_and_width(config, shape)
+    names = ", ".join(map(str, layers))
     if width < config.hidden_size and not can_shrink(target):
         kind = type(target).__name__
         raise OutriderError(f"unsupported layers for a narrower draft: {kind}; leave the width at {config.hidden_size}")
-    draft = AutoModelForCausalLM.from_config(draft_config(config, layers, width), dtype=torch.float32)
+    planned = draft_config(config, layers, width)
+    # A multimodal config says it outside its text config.
+    planned.tie_word_embeddings = target.get_output_embeddings().weight is target.get_input_embeddings().weight
+    draft: Any = _built(planned)
     draft.to(target.device)
     if width == config.hidden_size:
         copy_layers(target, draft, layers)
@@ -101,7 +142,7 @@ def new_draft(target: PreTrainedModel, shape: DraftShape) -> tuple[PreTrainedMod
 def copy_layers(target: PreTrainedModel, draft: PreTrainedModel, layers: Sequence[int]) -> None:
     """Copy target layer ``layers[i]`` to draft layer i, and everything outside the layers.
 
-    Raises ``OutriderError`` if the draft has layers of other kinds than those.
+    Raises ``OutriderError`` if the draft has layers of other kinds than those, or other weights that the target lacks.
     """
     for place, (small, index) in enumerate(zip(decoder_layers(draft), layers, strict=True)):
         weights = decoder_layers(target)[index].state_dict()
@@ -110,11 +151,38 @@ def copy_layers(target: PreTrainedModel, draft: PreTrainedModel, layers: Sequenc
                 f"layer {index} of the target has another kind than layer {place} of a draft: give --from-layers"
             )
         small.load_state_dict(weights)
-    of_target = target.state_dict(keep_vars=True)
-    own = {id(tensor) for tensor in decoder_layers(draft).state_dict(keep_vars=True).values()}
-    for name, tensor in draft.state_dict(keep_vars=True).items():
-        if id(tensor) not in own and name in of_target and of_target[name].shape == tensor.shape:
-            tensor.copy_(of_target[name])
+    total = len(decoder_layers(target))
+    of_target, copied = _by_part(target), {id(weight) for weight in decoder_layers(draft).parameters()}
+    for name, tensor in _by_part(draft).items():
+        source = _for_layers(of_target[name], tensor.shape, layers, total) if name in of_target else None
+        if source is not None:
+            tensor.copy_(source)
+            copied.add(id(tensor))
+    for name, weight in draft.named_parameters():
+        if id(weight) not in copied:
+            raise OutriderError(f"unsupported target for a new draft: {type(target).__name__} has no {name} of this shape")
+
+
+def _for_layers(tensor: Tensor, shape: torch.Size, layers: Sequence[int], total: int) -> Tensor | None:
+    """Return a tensor of a target with ``total`` layers in this shape, by the layers' parts if there is one per layer (Gemma).
+
+    None if it has neither shape.
+    """
+    for dim, size in enumerate(tensor.shape):
+        if tensor.shape != shape and size % total == 0:
+            some = tensor.unflatten(dim, (total, -1)).index_select(dim, torch.tensor(layers, device=tensor.device))
+            found: Tensor = some.flatten(dim, dim + 1)
+            if found.shape == shape:
+                return found
+    return tensor if tensor.shape == shape else None
+
+
+def _by_part(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the tensors outside the layers, by names that are the same in a multimodal model and its language model."""
+    parts: dict[str, Any] = {"": model, "decoder ": model.get_decoder(), "head ": model.get_output_embeddings()}
+    layers = {id(tensor) for tensor in decoder_layers(model).state_dict(keep_vars=True).values()}
+    named = ((part + name, each) for part, module in parts.items() for name, each in module.state_dict(keep_vars=True).items())
+    return {name: tensor for name, tensor in named if id(tensor) not in layers}
 
 
 def _shapes(weights: Mapping[str, Tensor]) -> dict[str, torch.Size]:

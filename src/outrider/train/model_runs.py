@@ -208,13 +208,14 @@ def _existing(source: str, workspace: Workspace, is_parallel: bool) -> PreTraine
 
 
 def _save(workspace: Workspace, model: Any, out: Path) -> None:
-    """Write the model in the target's dtype, with unchanged files of the target's tokenizer, if any."""
+    """Write the model in the target's dtype, with unchanged files of the target's tokenizer and processor, if any."""
     model.generation_config = workspace.model.generation_config
     with named_errors(out):
         model.to(checkpoint_dtype(workspace.model)).save_pretrained(out)
     source = Path(str(workspace.model.name_or_path))
     files = [path for pattern in TOKENIZER_FILES for path in source.glob(pattern) if path.is_file()]
-    for path in files:
+    processors = source.glob("*processor_config.json") if model is workspace.model else ()  # a draft reads text only
+    for path in (*files, *processors):
         shutil.copyfile(path, out / path.name)
     if not files and workspace.tokenizer is not None:
         workspace.tokenizer.save_pretrained(out)

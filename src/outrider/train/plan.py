@@ -9,7 +9,7 @@ SEED = 1729
 
 
 def step_seed(seed: int, step: int) -> int:
-    """Return the seed of one step's draws, so that a resumed run draws what an uninterrupted one does."""
+    """Return the seed of the draws of one step or pass, so that a resumed run draws what an uninterrupted one does."""
     return seed * 1_000_003 + step
 
 

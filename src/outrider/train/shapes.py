@@ -70,7 +70,7 @@ def output_layer(runner: ModelRunner) -> OutputLayer:
 def final_scale(runner: ModelRunner) -> Tensor:
     """Return the final norm's scale per feature [H]; ones if it is not an RMS norm or has another name."""
     ones = torch.ones(runner.hidden_size, device=runner.device)
-    norm = getattr(runner.model.base_model, "norm", None)
+    norm = getattr(runner.model.get_decoder(), "norm", None)
     if norm is None or getattr(norm, "bias", None) is not None or "RMS" not in type(norm).__name__:
         return ones
     scale: Tensor = norm(ones[None])[0]  # apply it instead of reading the weight: some norms store weight - 1

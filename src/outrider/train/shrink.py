@@ -26,8 +26,9 @@ def can_shrink(model: PreTrainedModel) -> bool:
         parts += [hasattr(mlp, each) for each in ("gate_proj", "up_proj", "down_proj")]
         if not all(parts) or hasattr(layer, "pre_feedforward_layernorm"):
             return False
-    norm = getattr(model.base_model, "norm", None)
-    if norm is None or not hasattr(model.base_model, "embed_tokens"):
+    decoder = model.get_decoder()
+    norm = getattr(decoder, "norm", None)
+    if norm is None or not hasattr(decoder, "embed_tokens"):
         return False
     scale = norm(torch.ones_like(norm.weight)[None])[0]
     return torch.allclose(scale, norm.weight, atol=0.01, rtol=0.01)
@@ -55,7 +56,7 @@ def shrink(target: PreTrainedModel, draft: PreTrainedModel, layers: Sequence[int
     """
     large: Any = target
     small: Any = draft
-    embeddings, norm = large.get_input_embeddings().weight, large.base_model.norm.weight
+    embeddings, norm = large.get_input_embeddings().weight, large.get_decoder().norm.weight
     basis = principal_basis(embeddings, small.config.hidden_size)  # [H, width]
     kept = (embeddings @ basis).square().sum() / embeddings.square().sum()
     gain = float((kept * basis.shape[0] / basis.shape[1]).sqrt())  # RMSNorm averages over fewer, larger entries
@@ -65,10 +66,10 @@ def shrink(target: PreTrainedModel, draft: PreTrainedModel, layers: Sequence[int
 
     put(small.get_input_embeddings(), embeddings @ basis)
     if small.config.tie_word_embeddings:
-        small.base_model.norm.weight.fill_(gain * float(norm.mean()))
+        small.get_decoder().norm.weight.fill_(gain * float(norm.mean()))
     else:
         put(small.get_output_embeddings(), large.get_output_embeddings().weight * norm @ basis)
-        small.base_model.norm.weight.fill_(gain)
+        small.get_decoder().norm.weight.fill_(gain)
     for layer, index in zip(decoder_layers(draft), layers, strict=True):
         _cut(decoder_layers(target)[index], layer, basis, gain, text_config(draft))
 

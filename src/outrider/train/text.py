@@ -109,9 +109,10 @@ def _entry(entry: Any) -> str | dict[str, Any]:
     """
     if not isinstance(entry, dict):
         raise TypeError(f"it is a {type(entry).__name__}, not an object")
-    if "text" in entry:
-        return _string(entry, "text")
     name = next((each for each in ("messages", "conversations") if entry.get(each) is not None), None)
+    # Files of tables have all columns: a text that is null or empty is the text only if there is nothing else.
+    if entry.get("text") or ("text" in entry and name is None and entry.get("prompt") is None):
+        return _string(entry, "text")
     if name is None:
         return _string(entry, "prompt") + _string(entry, "completion")
     chat, tools = entry[name], _parsed(entry.get("tools") or None)
@@ -181,7 +182,8 @@ def _document(place: str, entry: str | dict[str, Any], tokenizer: PreTrainedToke
 def token_rows(paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, seq_len: int, max_tokens: int) -> Tensor:
     """Tokenise text files to int32 [R, seq_len]: documents separated by an end token, cut into rows.
 
-    Files are read in order until there are ``max_tokens``. Raises ``OutriderError`` if there are too few tokens.
+    Rows begin with the begin token if the tokenizer writes one. Files are read in order until there are ``max_tokens``. Raises
+    ``OutriderError`` if there are too few tokens.
     """
     end = tokenizer.eos_token_id
     ids = array("i")
@@ -191,12 +193,27 @@ def token_rows(paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, seq_le
             ids.append(int(end))
         if len(ids) >= max_tokens:
             break
+    begin = tokenizer.bos_token_id
+    if begin is not None and tokenizer.encode("")[:1] == [begin]:
+        ids = _begun(ids, int(begin), seq_len)
     size = min(len(ids), max_tokens)
     count = size // seq_len
     if count < 2:
         advice = "give more with --text, or a lower --seq-len"
         raise OutriderError(f"too little text: {size} tokens, expected at least two rows of {seq_len}: {advice}")
     return torch.frombuffer(ids, dtype=torch.int32, count=count * seq_len).view(count, seq_len)
+
+
+def _begun(ids: array[int], begin: int, seq_len: int) -> array[int]:
+    """Return the ids with a begin token before each row that lacks one, because every request begins with it."""
+    rows, place = array("i"), 0
+    while place < len(ids):
+        if ids[place] != begin:
+            rows.append(begin)
+        taken = ids[place : place + seq_len - (ids[place] != begin)]
+        rows.extend(taken)
+        place += len(taken)
+    return rows
 
 
 def held_out(num_rows: int) -> int:

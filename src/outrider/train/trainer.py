@@ -28,8 +28,9 @@ from outrider.types import OutriderError
 
 logger = logging.getLogger(__name__)
 
-# (batch, step, progress) -> the loss, and parts of it to plot (floats or 0-d tensors)
-Loss = Callable[[Tensor, int, float], tuple[Tensor, dict[str, Any]]]
+# (batch, step, draw, progress) -> the loss, and parts of it to plot (floats or 0-d tensors). ``draw``: number of the pass, for
+# seeds, because each pass of a step draws its own random numbers.
+Loss = Callable[[Tensor, int, int, float], tuple[Tensor, dict[str, Any]]]
 PACE = {  # settings that a resumed run may change, and their options
     "max_tokens": "--epochs",
     "batch_tokens": "--batch-tokens",
@@ -47,21 +48,29 @@ SAVING = 20.0  # multiple of the time of a checkpoint that is spent on training 
 class RunningClock:
     """Sums the time between ticks without pauses (a stopped process, a sleeping laptop).
 
-    Each gap is limited to the larger of `max_gap` seconds and several usual gaps.
+    Each gap is limited to the larger of `max_gap` seconds and several usual gaps; the first one has none before it and counts.
     """
 
-    def __init__(self, elapsed: float = 0.0, max_gap: float = MAX_GAP_S, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        elapsed: float = 0.0,
+        max_gap: float = MAX_GAP_S,
+        now: Callable[[], float] = time.monotonic,
+        usual: float = 0.0,
+    ) -> None:
         self.elapsed = elapsed
         self.max_gap = max_gap
+        self.usual = usual  # recent seconds per gap; 0 before the first one
         self._now = now
         self._last = now()
-        self._usual = 0.0  # recent seconds per gap
 
     def tick(self) -> float:
         """Count the time since the last tick and return the total in seconds."""
         current = self._now()
-        counted = min(current - self._last, max(self.max_gap, PAUSE * self._usual))
-        self._usual = MEMORY * self._usual + (1 - MEMORY) * counted if self._usual else counted
+        counted = current - self._last
+        if self.usual:
+            counted = min(counted, max(self.max_gap, PAUSE * self.usual))
+        self.usual = MEMORY * self.usual + (1 - MEMORY) * counted if self.usual else counted
         self.elapsed += counted
         self._last = current
         return self.elapsed
@@ -130,6 +139,7 @@ class Trainer:
             "step": self.step,
             "tokens": self.tokens,
             "elapsed": self.clock.elapsed,
+            "usual": self.clock.usual,
             "curve": self.curve,
             "pace": {name: getattr(self.plan, name) for name in PACE},
         }
@@ -149,7 +159,7 @@ class Trainer:
                     group["base_lr"] = rate  # a lower rate may be why the run is resumed
             self.batches.rows_drawn.update(state["rows_drawn"])
             self.step, self.tokens, self.curve = state["step"], state["tokens"], state["curve"]
-            self.clock = RunningClock(state["elapsed"], self.max_gap)
+            self.clock = RunningClock(state["elapsed"], self.max_gap, usual=state.get("usual", 0.0))
             changed = [PACE[name] for name, value in state.get("pace", {}).items() if value != getattr(self.plan, name)]
         if changed:
             said = "%s: resuming with another %s: the weights will differ from those of a run in one piece"
@@ -176,9 +186,9 @@ class Trainer:
     def _accumulate(self, passes: Sequence[Tensor], progress: float) -> dict[str, float]:
         """Add the gradients of a step's passes, each weighted by its share of the rows. Return the parts of the mean loss."""
         total, found = sum(map(len, passes)), defaultdict[str, float](float)
-        for ids in passes:
+        for index, ids in enumerate(passes):
             share = len(ids) / total
-            loss, parts = self.loss(ids, self.step, progress)
+            loss, parts = self.loss(ids, self.step, self.step * len(passes) + index, progress)
             if not torch.isfinite(loss):  # an update with it would spoil the next checkpoint
                 raise self._diverged(f"non-finite loss {loss.item()} at step {self.step + 1}")
             (loss * share).backward()
