@@ -1,4 +1,4 @@
-# make run    shows a race: one prompt, plain and speculative, side by side
+# make run    shows a race: one prompt, plain and speculative, side by side, at the cost of a 350M model
 # make test   runs the tests
 # make check  format, lint, types
 # make licences  writes docs/licences.md, after scripts/lock has changed versions
@@ -21,7 +21,7 @@ KERNELS := PYTHONPATH=src $(BIN)/python -W ignore -c "from outrider import nativ
 .PHONY: run test check sweep licences fix clean
 
 run: $(VENV)/.installed
-	@$(BIN)/outrider compare $(or $(ARGS),-k 4)
+	@$(BIN)/outrider compare $(or $(ARGS),-k 4 --inflate 350m)
 
 test: $(VENV)/.installed-dev
 	@scripts/test $(ARGS)

@@ -96,7 +96,9 @@ def command(
     say(MEANING)
     if cause := why_slower(plain.stats, speculative.stats):
         say(cause)
-    if models.target is None:
+    if inflate is not None:
+        say(f"the target was padded to the cost of a {inflate.upper()} model, which changes no token")
+    elif models.target is None:
         say("a larger target gains more; the same text at the cost of a 1B model: outrider compare --inflate 1b")
     sentence = verdict(llm.tokenizer, plain.output, speculative.output, params.is_greedy, models.same_text)
     err.print(sentence, markup=False, soft_wrap=True)  # tokens may contain markup
