@@ -21,7 +21,7 @@ KERNELS := PYTHONPATH=src $(BIN)/python -W ignore -c "from outrider import nativ
 .PHONY: run test check sweep licences fix clean
 
 run: $(VENV)/.installed
-	@$(BIN)/outrider compare $(or $(ARGS),-k 4 --inflate 350m)
+	@$(BIN)/outrider compare $(or $(ARGS),-k 4 --inflate 350m --compile never)
 
 test: $(VENV)/.installed-dev
 	@scripts/test $(ARGS)
