@@ -161,6 +161,11 @@ class Context:
     def request_ids(self) -> tuple[str, ...]:
         return tuple(request.request_id for request in self.requests)
 
+    @property
+    def cache_len(self) -> int:
+        """Return the committed tokens of the longest request, by which costs of passes are recorded and found."""
+        return max([len(request.token_ids) for request in self.requests])
+
     def take(self, rows: Sequence[int]) -> Context:
         """Return the context of these requests, in this order."""
         if len(rows) == len(self.requests):
@@ -339,6 +344,11 @@ class PhaseTimes:
     @property
     def total(self) -> float:
         return self.draft + self.score + self.verify + self.host + self.prefill + self.draft_prefill
+
+    @property
+    def overhead(self) -> float:
+        """Return the seconds of verifier and host."""
+        return self.verify + self.host
 
     def by_phase(self) -> dict[str, float]:
         return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -108,7 +108,7 @@ def test_stop_token_ids_end_a_request_inside_a_draft():
 
 
 def test_statistics_leave_out_what_a_stop_cut_off():
-    """The verifier accepts a whole draft, of which the stop token ends the text early."""
+    """The verifier accepts the whole draft, but a stop token inside it ends the text."""
     runner = TableRunner()
     text = greedy_continuation(runner, [1, 2], 8)
     at = next(i for i in range(2, 8) if text[i] not in text[:i])

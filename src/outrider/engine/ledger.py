@@ -94,12 +94,11 @@ class Ledger:
     def _record_times(self, result: RoundResult, round_: Round, is_prefill: bool) -> None:
         """Add a round's times to the costs of passes, to each request and to the total."""
         requests, times = result.context.requests, round_.times
-        cache_len = max([len(request.token_ids) for request in requests])
+        cache_len = result.context.cache_len
         is_greedy = all([request.params.is_greedy for request in requests])
         if not is_prefill:
-            overhead = times.verify + times.host
             self._costs.record_round(
-                round_.lens, cache_len, times.score, overhead, is_greedy, round_.first_layer, round_.is_cold
+                round_.lens, cache_len, times.score, times.overhead, is_greedy, round_.first_layer, round_.is_cold
             )
         plain = self._costs.plain_round(len(requests), cache_len, is_greedy)
         num_emitted = 0

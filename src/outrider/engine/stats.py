@@ -61,11 +61,10 @@ class GenerationStats:
         self.times.add(times)
         self.num_steps += 1
         self.num_draft_steps += max(round_.depths, default=0)
-        overhead = times.verify + times.host
         self.shared_seconds += times.prefill
         has_drafts = any(round_.lens)
         if is_prefill or not has_drafts:
-            self.shared_seconds += times.score + overhead
+            self.shared_seconds += times.score + times.overhead
         if not has_drafts:
             return
         num_replaced = emitted_per_request - is_prefill  # prefill yields a token in plain decoding too
@@ -73,7 +72,7 @@ class GenerationStats:
         if plain is None:
             return
         self.num_priced += num_replaced
-        self.priced_seconds += num_replaced * (plain.score + (overhead if plain.overhead is None else plain.overhead))
+        self.priced_seconds += num_replaced * (plain.score + (times.overhead if plain.overhead is None else plain.overhead))
         if not is_prefill:
             self.pass_seconds += plain.score
             self.num_timed_rounds += 1

@@ -84,7 +84,7 @@ class TreeSizes:
         """Return the costs of this round before any drafting; None if the size is fixed."""
         if self.is_fixed:
             return None
-        batch, cache_len = len(context.requests), max([len(request.token_ids) for request in context.requests])
+        batch, cache_len = len(context.requests), context.cache_len
         key = batch, cache_len // CACHE_BUCKET
         left, found = self._current.get(key, (0, None))
         if found is None or left == 0:

@@ -176,7 +176,7 @@ class DraftLengthPolicy:
             self._prefill_seconds = 0.0
         if not is_prefill:
             if longest:
-                self.costs.record_drafted_round(batch, times.verify + times.host, round_.first_layer, plain or inf)
+                self.costs.record_drafted_round(batch, times.overhead, round_.first_layer, plain or inf)
             if num_unseen <= 0:  # otherwise the time includes catching up
                 self.costs.record_drafts(longest or round_.k, num_drafting, times.draft, plain or inf)
         self._learn(drafted_for, context, round_)
@@ -275,7 +275,7 @@ class DraftLengthPolicy:
         for track, count, num_accepted in zip(self._batch, num_grammar, round_.num_accepted, strict=True):
             track.add_grammar(count, num_accepted + 1)
         if any(num_grammar) and not any(round_.depths) and not is_prefill:  # perhaps no round is without them
-            self.costs.record_drafted_round(len(num_grammar), round_.times.verify + round_.times.host, None, self._plain or inf)
+            self.costs.record_drafted_round(len(num_grammar), round_.times.overhead, None, self._plain or inf)
         return num_grammar
 
     def _learn(self, drafted_for: Sequence[int], context: Context, round_: Round) -> None:
@@ -413,9 +413,7 @@ class DraftLengthPolicy:
         return [max(1, after - before) for before, after in pairwise(totals)]
 
     def _round_costs(self, context: Context, num_grammar: Sequence[float] = ()) -> RoundCosts | None:
-        return self.costs.round_costs(
-            len(self._batch), max([len(request.token_ids) for request in context.requests]), num_grammar
-        )
+        return self.costs.round_costs(len(self._batch), context.cache_len, num_grammar)
 
     def _probe(self, context: Context) -> int:
         """Probe with a few drafts after a pause, in case the text became predictable."""
