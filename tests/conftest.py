@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -29,3 +31,13 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("weights were read")
 
     monkeypatch.setattr("outrider.runner.loading.load_model", fail)
+
+
+@pytest.fixture(autouse=True)
+def logs() -> Iterator[None]:
+    """Undo what a command did to the package's logger: pytest captures a logger that does not propagate in its own way."""
+    yield
+    logger = logging.getLogger("outrider")
+    logger.handlers.clear()
+    logger.propagate = True
+    logger.setLevel(logging.NOTSET)

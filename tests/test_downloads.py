@@ -199,7 +199,6 @@ def test_if_a_new_commit_cannot_be_downloaded_the_cached_one_is_used(failure, se
     else:
         hub._listed("a/sharded")
         served.failure = 403
-    monkeypatch.setattr(logging.getLogger("outrider"), "propagate", True)
     assert hub.fetch("a/sharded") == folder and hub.is_cached_only("a/sharded")
     assert len(caplog.records) == 1
     assert caplog.records[0].getMessage().endswith("; the files in the download cache are used")
@@ -321,7 +320,6 @@ def test_an_interrupt_ends_the_download_at_the_next_bytes(served, monkeypatch):
 
 def test_a_download_logs_its_progress(served, monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(hub, "PERIOD", 0.05)
-    monkeypatch.setattr(logging.getLogger("outrider"), "propagate", True)
     blobs = tmp_path / "cache" / "models--a--slow" / "blobs"
     blobs.mkdir(parents=True)
     with caplog.at_level(logging.INFO, "outrider.hub"), hub._shown("a/slow", 4_000_000):

@@ -76,7 +76,6 @@ def target(made, tmp_path):
 def said(caplog):
     """Return the package's log messages."""
     caplog.set_level(logging.INFO, "outrider")
-    logging.getLogger("outrider").propagate = True
     return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("outrider.engine")]
 
 
