@@ -202,12 +202,12 @@ def test_modes_take_turns_in_rotating_order() -> None:
     assert asked == ["plain", "speculative", "speculative", "plain"]
 
 
-def test_repeats_continue_with_the_next_prompts_for_all_modes() -> None:
+def test_repeats_and_loads_continue_with_the_next_prompts_for_all_modes() -> None:
     server = FakeServer()
-    swept(server, Load(concurrency=2), requests_per_client=1)
+    swept(server, Load(concurrency=2), Load(concurrency=1), requests_per_client=1)
     asked = [(body["prompt"].split("\n")[1], "speculative" in body) for body in server.bodies if body["max_tokens"] == 9]
     for is_plain in (True, False):
-        assert [text for text, mode in asked if mode == is_plain] == ["one", "two", "three", "one"]
+        assert [text for text, mode in asked if mode == is_plain] == ["one", "two", "three", "one", "two", "three"]
 
 
 def test_servers_rest_before_each_run() -> None:

@@ -37,7 +37,7 @@ class Mode:
 class Traffic:
     """Prompts and settings of a load test's requests."""
 
-    prompts: Sequence[str]  # used cyclically; each repeat continues after the last one
+    prompts: Sequence[str]  # used cyclically; each run of a mode continues after its last one, also of another load
     turns: int = 1  # requests of a conversation; each prompt continues the answer to the one before
     requests_per_client: int = 4  # conversations
     num_requests: int = 32  # conversations per run with a rate
@@ -52,14 +52,14 @@ class Traffic:
         """Return the number of conversations of one run."""
         return self.num_requests if load.concurrency is None else load.concurrency * self.requests_per_client
 
-    def conversations(self, load: Load, run: str, repeat: int = 0) -> list[list[str]]:
-        """Return the user's texts of each conversation of one run, ``turns`` each.
+    def conversations(self, load: Load, run: str, earlier: int = 0) -> list[list[str]]:
+        """Return the user's texts of each conversation of one run, ``turns`` each, after ``earlier`` conversations.
 
         Conversations begin with unique text, so that only the shared prefix and earlier turns can hit a prefix cache.
         """
-        count, found = self.count(load), []
-        texts = islice(cycle(self.prompts), repeat * count * self.turns, None)
-        for index in range(count):
+        found = []
+        texts = islice(cycle(self.prompts), earlier * self.turns, None)
+        for index in range(self.count(load)):
             mark = f"{_mark(run)}{self.shared_prefix}\n" if self.shared_prefix else _mark(f"{run}, {index}")
             first, *later = islice(texts, self.turns)
             found.append([mark + first, *later])
@@ -127,7 +127,7 @@ class Sweep:
         clock = asyncio.get_running_loop().time
         async with AsyncExitStack() as stack:
             clients = {mode.name: await self._client(stack, mode) for mode in self.modes}
-            done, spent = 0, 0.0
+            done, spent, earlier = 0, 0.0, 0
             for load in self.loads:
                 report(self._progress(done, spent, f"{load.label}: warming up"))
                 for mode in self.modes:
@@ -140,12 +140,13 @@ class Sweep:
                         report(self._progress(done, spent, f"{load.label}, {mode.name}"))
                         before = clock()
                         await asyncio.sleep(self.traffic.rest)
-                        runs[mode.name] = await self._measure(load, clients[mode.name], mode, repeat)
+                        runs[mode.name] = await self._measure(load, clients[mode.name], mode, repeat, earlier)
                         spent += clock() - before
                         done += 1
                     if not group.repeats:
                         self.groups.append(group)
                     group.repeats.append(runs)
+                    earlier += self.traffic.count(load)
 
     def _progress(self, done: int, spent: float, what: str) -> Progress:
         """Return the progress. The remaining time is estimated by requests, because runs with many clients take longer."""
@@ -176,9 +177,9 @@ class Sweep:
         conversations = self.traffic.conversations(load, run)[: load.concurrency or 4]
         await asyncio.gather(*[client.ask(first, max_tokens=WARMUP_TOKENS) for first, *_ in conversations])
 
-    async def _measure(self, load: Load, client: Client, mode: Mode, repeat: int) -> Run:
+    async def _measure(self, load: Load, client: Client, mode: Mode, repeat: int, earlier: int) -> Run:
         traffic = self.traffic
-        conversations = traffic.conversations(load, f"{self._nonce}, {load.label}, {mode.name}, {repeat}", repeat)
+        conversations = traffic.conversations(load, f"{self._nonce}, {load.label}, {mode.name}, {repeat}", earlier)
         seeds = range(traffic.seed, traffic.seed + len(conversations))
         before = await counters.read(client.http)
 
