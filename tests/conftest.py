@@ -1,12 +1,19 @@
-"""Shared setup. The tests run in two processes (``scripts/test``); code compiled once per machine is compiled by the first."""
+"""Shared setup. The tests run in several processes (``scripts/test``); code compiled once per machine is compiled by the first.
+
+Tests are offline unless they start a hub of their own.
+"""
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported, which reads it
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,10 +41,17 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def logs() -> Iterator[None]:
-    """Undo what a command did to the package's logger: pytest captures a logger that does not propagate in its own way."""
+def process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Undo what a command does to its process: a command runs once per process, tests run many in one."""
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
     yield
-    logger = logging.getLogger("outrider")
+    gc.unfreeze()
+    gc.enable()
+    logger = logging.getLogger("outrider")  # pytest captures a logger that does not propagate in its own way
     logger.handlers.clear()
     logger.propagate = True
     logger.setLevel(logging.NOTSET)

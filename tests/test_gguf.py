@@ -40,6 +40,7 @@ TIED = tuple(name for name in ARCHITECTURES if not name.startswith(("nemotron_h"
 UNTIED = tuple(  # may have an output head
     name for name in ARCHITECTURES if not name.startswith(("gemma", "lfm2moe", "command-r", "cohere2"))
 )
+SEVERAL_KINDS = ("llama", "gemma3n", "qwen3next", "gpt-oss", "deepseek2", "lfm2", "nemotron_h_moe", "falcon-h1")
 
 
 def load(path, **options):
@@ -231,8 +232,15 @@ def experts_in_file_layout(module):
 
 
 @needs_kernels
-@pytest.mark.parametrize("kinds", KINDS)
-@pytest.mark.parametrize("architecture, tied", [*((name, True) for name in TIED), *((name, False) for name in UNTIED)])
+@pytest.mark.parametrize(
+    "architecture, tied, kinds",
+    [
+        (name, tied, kinds)
+        for tied, names in ((True, TIED), (False, UNTIED))
+        for name in names
+        for kinds in (KINDS if name in SEVERAL_KINDS else ("mixed", "F16"))  # packed, and as values
+    ],
+)
 def test_a_loaded_model_has_the_values_of_the_file(architecture, tied, kinds, tmp_path):
     model = gguf_files.make_model(architecture, tie_word_embeddings=tied)
     exact = gguf_files.write(tmp_path / "model.gguf", model, KINDS[kinds])
@@ -340,7 +348,6 @@ def test_drafts_do_not_change_the_output(architecture, kinds, tmp_path):
 
 
 @needs_kernels
-@pytest.mark.slow
 def test_a_compiled_pass_equals_an_eager_one(tmp_path):
     gguf_files.write(tmp_path / "model.gguf", gguf_files.make_model("qwen3"), gguf_files.mixed)
     options = {"method": "ngram", "num_draft_tokens": 3}

@@ -102,7 +102,6 @@ def test_prefill_in_chunks_of_any_size_is_close_to_the_models_own_forward_pass(k
         assert dtype != torch.bfloat16 or not kernels.prefers_pairs() or torch.equal(logits, found[0])
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not native.load(), reason="no C++ compiler")
 @pytest.mark.filterwarnings("ignore")  # torch's own warnings during compilation
 @pytest.mark.parametrize("kind", KINDS)

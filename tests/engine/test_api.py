@@ -20,7 +20,7 @@ import outrider
 from outrider import LLM, OutriderError, Proposal, SamplingParams, ScriptedProposer
 from outrider.engine.options import Speculation
 from outrider.options import declared
-from outrider.runner import RunnerConfig
+from outrider.runner import ModelRunner, RunnerConfig
 from outrider.server.completions import CompletionBody
 
 SHORT = SamplingParams(max_tokens=4)
@@ -38,10 +38,10 @@ def llm(folder):
     return LLM(folder, method="ngram", compile="never")
 
 
-@pytest.fixture(autouse=True)
-def offline(monkeypatch):
-    """Treat unknown names as hub ids that do not exist, without network access."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+def test_same_text_warns_if_the_rounding_depends_on_the_number_of_rows(folder, monkeypatch, caplog):
+    monkeypatch.setattr(ModelRunner, "is_row_invariant", False)
+    LLM(folder, method="ngram", same_text=True, compile="never")
+    assert "near ties outputs may differ (docs/lossless.md)" in caplog.text
 
 
 def one_line(error):

@@ -33,7 +33,7 @@ from outrider.export.wanted import wanted
 from outrider.types import Context
 
 PYTHON = os.environ.get("VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else None)
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.skipif(PYTHON is None, reason="vLLM is not installed")]
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(PYTHON is None, reason="vLLM is not installed")]
 
 K, MAX_LEN, MAX_TOKENS = 4, 512, 64
 START_SECONDS = 900.0

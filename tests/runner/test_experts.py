@@ -154,7 +154,6 @@ def test_a_token_has_the_same_bits_in_passes_of_any_width(kind: str, weights: st
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen2_moe", "deepseek_v3"])
 def test_compiled_passes_keep_the_bits_of_sigmoids(kind: str, three_threads: None) -> None:
     """Shared experts of Qwen2 have a sigmoid for a gate, routers of DeepSeek one for each expert."""
@@ -218,7 +217,6 @@ def test_low_bit_weights_of_experts_take_what_blocks_take() -> None:
     } == {8}
 
 
-@pytest.mark.slow
 def test_a_compiled_pass_equals_an_eager_one() -> None:
     model = model_of("qwen3_moe")
     found = [
