@@ -258,6 +258,23 @@ def test_chat_keeps_the_conversation(outrider: Run, target: Path, draft: Path, m
     assert seen == [(2, False), (4, True), (2, True)]  # messages, and whether a part of the prompt was cached
 
 
+def test_a_question_that_exceeds_the_context_does_not_erase_the_conversation(
+    outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines, lengths = iter(["one", "long " * 600, "two", "/exit"]), []
+    answer = chat._answer
+
+    def spy(llm: LLM, history: list[dict[str, str]], *rest: object) -> object:
+        lengths.append(len(history))
+        return answer(llm, history, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    monkeypatch.setattr(chat, "_is_interactive", lambda message: True)
+    monkeypatch.setattr(chat, "_answer", spy)
+    code, _, err = outrider("chat", "--target", target, "--method", "plain", "--compile", "never", "--max-tokens", 5)
+    assert code == 0 and err.count("error:") == 1 and lengths == [0, 2, 2]  # messages before each question
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
