@@ -446,6 +446,7 @@ def test_bench_prints_a_table_and_one_json_line(outrider: Run, target: Path, dra
     assert len(out.splitlines()) == 1 and result == json.loads(out_file.read_text())
     for name in ("version", "commit", "device", "dtype", "threads", "target", "command", "date", "versions"):
         assert name in result
+    assert (result["seed"], result["verifier"]) == (0, "block") and set(result["prompt_digests"]) == {"mine", "quiz"}
     cells = result["cells"]
     assert len(cells) == 5 * 2 * 2 * 2  # (plain + 4) x temperatures x batches x workloads
     assert {cell["workload"] for cell in cells} == {"mine", "quiz"}

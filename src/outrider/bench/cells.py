@@ -5,7 +5,9 @@ docs/bench.md defines each key.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +43,16 @@ def document(
         **extra,
         "max_tokens": plan.max_tokens,
         "repeat": plan.repeat,
+        "seed": plan.seed,
+        "prompt_digests": {name: _digest(prompts) for name, prompts in plan.workloads.items()},
         "definitions": DEFINITIONS,
         "cells": cells(groups, bool(extra.get("same_text_mode"))),
     }
+
+
+def _digest(prompts: Sequence[list[int]]) -> str:
+    """Return a digest of the token ids of a workload's prompts."""
+    return sha256(json.dumps(prompts).encode()).hexdigest()[:16]
 
 
 def cells(groups: Sequence[Group], same_text_when_sampled: bool = False) -> list[dict[str, Any]]:

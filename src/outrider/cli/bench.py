@@ -126,7 +126,7 @@ def command(
     for workload, token_ids in encoded.items():
         check_lengths(token_ids, llm, grid.max_tokens, f"--max-tokens {grid.max_tokens}", f" of {workload!r}")
     name = Path(models.target).name if models.target and grid.inflate else models.target or "embedded"  # no cache path
-    extra |= {"same_text_mode": models.same_text, "name": name}
+    extra |= {"same_text_mode": models.same_text, "verifier": llm.speculation.verifier, "name": name}
     contenders = Contenders(llm, given.get("draft"))
     prepare(contenders, chosen)
     groups: list[Group] = []
