@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from outrider.bench.contenders import Contender, Contenders
     from outrider.bench.grid import GridPlan, Group
+    from outrider.bench.workloads import Prompt
     from outrider.engine.llm import LLM
 
 MAX_BUSY = 1024
@@ -186,7 +187,7 @@ def parse_contenders(grid: GridOptions, models: ModelOptions) -> tuple[Contender
     return tuple(contender for contender in found if not contender.is_plain)
 
 
-def read_workloads(grid: GridOptions, batch: int) -> dict[str, list[Any]]:
+def read_workloads(grid: GridOptions, batch: int) -> dict[str, list[Prompt]]:
     """Return workload -> prompts. They are read before a model is loaded, so that errors are reported early.
 
     Raises ``OutriderError`` for a workload without a whole batch of the largest size, ``batch``.
@@ -194,14 +195,7 @@ def read_workloads(grid: GridOptions, batch: int) -> dict[str, list[Any]]:
     from outrider.bench import workloads
 
     names = workload_names(grid.prompts, grid.workloads)
-    prompts = [each for name in names for each in workloads.builtin(name)]
-    if grid.prompts is not None:
-        prompts = workloads.from_file(grid.prompts)
-    found: dict[str, list[Any]] = {}
-    for prompt in prompts:
-        group = found.setdefault(prompt.workload, [])
-        if len(group) < (grid.num_prompts or max(NUM_PROMPTS, batch)):
-            group.append(prompt)
+    found = workloads.grouped(grid.prompts, names, grid.num_prompts or max(NUM_PROMPTS, batch))
     for name, group in found.items():
         if len(group) < batch:
             raise OutriderError(

@@ -121,10 +121,7 @@ def read_traffic(load: LoadOptions) -> Traffic:
     for name in ("max_tokens", "temperature", "seed"):
         read_option(SamplingParams, name, getattr(load, name))
     names = workload_names(load.prompts, load.workloads)
-    if load.prompts is not None:
-        kinds = [workloads.from_file(load.prompts, load.num_prompts)]
-    else:
-        kinds = [workloads.builtin(name, load.num_prompts) for name in names]
+    kinds = list(workloads.grouped(load.prompts, names, load.num_prompts).values())
     longest = max(map(len, kinds))
     mixed = [workloads.as_text(kind[index]) for index in range(longest) for kind in kinds if index < len(kind)]
     story = "\n".join(workloads.as_text(prompt) for prompt in workloads.builtin("story"))

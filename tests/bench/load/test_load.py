@@ -455,3 +455,11 @@ def test_an_own_server_needs_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OutriderError, match="did not start"), own_server.own_server([]):
         pass
     assert seen and KEYS_VARIABLE not in seen
+
+
+def test_the_prompts_of_a_file_are_limited_and_mixed_by_workload(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    lines = [{"prompt": f"{name}{at}", "workload": name} for name in ("a", "b") for at in range(3)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    traffic = bench_serve.read_traffic(bench_serve.LoadOptions(prompts=file, num_prompts=2))
+    assert traffic.prompts == ["a0", "b0", "a1", "b1"]
