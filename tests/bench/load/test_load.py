@@ -229,7 +229,8 @@ def test_prompts_have_unique_beginnings_except_the_shared_prefix() -> None:
     swept(server, Load(concurrency=3), shared_prefix="once upon a time")
     measured = [body["prompt"] for body in server.bodies if body["max_tokens"] == 9]
     assert len({prompt[:10] for prompt in measured}) == 4  # two repeats of two modes
-    assert all(prompt[11:].startswith("once upon a time\n") for prompt in measured)
+    assert all(prompt[11:].startswith("once upon a time\n# ") for prompt in measured)
+    assert len({prompt[:38] for prompt in measured}) == len(measured)  # unique after the shared prefix
 
 
 def test_progress_estimates_the_rest_and_an_interrupt_keeps_finished_runs() -> None:

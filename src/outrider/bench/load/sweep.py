@@ -55,14 +55,15 @@ class Traffic:
     def conversations(self, load: Load, run: str, earlier: int = 0) -> list[list[str]]:
         """Return the user's texts of each conversation of one run, ``turns`` each, after ``earlier`` conversations.
 
-        Conversations begin with unique text, so that only the shared prefix and earlier turns can hit a prefix cache.
+        A unique line precedes each conversation, after the shared prefix if there is one, so that only that prefix and earlier
+        turns can hit a prefix cache.
         """
         found = []
+        prefix = f"{_mark(run)}{self.shared_prefix}\n" if self.shared_prefix else ""
         texts = islice(cycle(self.prompts), earlier * self.turns, None)
         for index in range(self.count(load)):
-            mark = f"{_mark(run)}{self.shared_prefix}\n" if self.shared_prefix else _mark(f"{run}, {index}")
             first, *later = islice(texts, self.turns)
-            found.append([mark + first, *later])
+            found.append([prefix + _mark(f"{run}, {index}") + first, *later])
         return found
 
     def body(self, model: str) -> dict[str, Any]:
