@@ -12,6 +12,8 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from huggingface_hub import is_offline_mode
@@ -416,10 +418,27 @@ def test_ctrl_c_ends_a_race(outrider: Run, target: Path, draft: Path, monkeypatc
 def test_a_difference_is_located_and_explained() -> None:
     from outrider.cli.compare import verdict
 
-    assert "yes, all 2" in verdict(None, [1, 2], [1, 2], True, False)
-    assert "The first 1 tokens are equal" in verdict(None, [1, 2, 3], [1, 3, 3], True, False)
-    assert "as expected" in verdict(None, [1, 2], [1, 3], False, False)
-    assert "report it" in verdict(None, [1, 2], [1], False, True)
+    def said(plain: list[int], other: list[int], greedy: bool, lossless: bool = True, **llm: bool) -> str:
+        runner = SimpleNamespace(is_row_invariant=llm.get("exact", True))
+        speculation, tokenizer = SimpleNamespace(same_text=llm.get("same_text", False)), SimpleNamespace(decode=str)
+        given: Any = SimpleNamespace(runner=runner, speculation=speculation, tokenizer=tokenizer)
+        return verdict(given, plain, other, greedy, lossless)
+
+    assert "yes, all 2 tokens" in said([1, 2], [1, 2], True) and "2 sampled" in said([1, 2], [1, 2], False)
+    assert "The first 1 tokens are equal, then plain has '[2]' and speculative '[3]'." in said([1, 2, 3], [1, 3, 3], True)
+    assert "both are samples" in said([1, 2], [1, 3], False)
+    for greedy in (False, True):
+        assert "the verifier is lossy" in said([1, 2], [1, 3], greedy, lossless=False)
+        assert "speculative the end. This should not happen: please report it." in said([1, 2], [1], greedy, same_text=True)
+        assert "round differently here" in said([1, 2], [1], greedy, same_text=True, exact=False)
+
+
+def test_brackets_in_a_races_titles_are_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    from outrider.cli.compare import table
+
+    lane: Any = SimpleNamespace(name="plain", output=[1], first_seconds=0.1, stats=GenerationStats())
+    console.err.print(table([lane], {"plain": "draft:draft=./my[/model] k=3"}))
+    assert "./my[/model]" in capsys.readouterr().err
 
 
 def test_a_slower_race_is_explained_by_its_numbers() -> None:
