@@ -493,6 +493,15 @@ def test_bench_prints_a_table_and_one_json_line(outrider: Run, target: Path, dra
     assert page.read_text().count("<figure>") == 2 * 6  # two temperatures
 
 
+def test_bench_measures_a_k_above_the_methods_maximum_once(outrider: Run, target: Path) -> None:
+    code, out, err = outrider(
+        "bench", "--target", target, "--compile", "never", "--method", "ngram", "-k", "64,100", "--workloads", "math",
+        "--num-prompts", 1, "--max-tokens", 4, "--repeat", 1,
+    )  # fmt: skip
+    assert code == 0 and "ngram k=100 is reduced to k=64, the maximum of the method" in err
+    assert [(cell["method"], cell["k"]) for cell in json.loads(out)["cells"]] == [("plain", 0), ("ngram", 64)]
+
+
 def test_bench_keeps_finished_measurements_when_interrupted(
     outrider: Run, target: Path, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

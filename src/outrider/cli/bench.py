@@ -13,7 +13,7 @@ import typer
 from outrider.cli import bench_documents, bench_serve
 from outrider.cli.app import handled
 from outrider.cli.bench_documents import check_outputs, write_or_say
-from outrider.cli.console import err, progress, waiting
+from outrider.cli.console import err, progress, say, waiting
 from outrider.cli.options import (
     MethodOptions,
     ModelOptions,
@@ -123,13 +123,13 @@ def command(
     width = max([contender.k for contender in chosen if isinstance(contender.k, int)], default=0)
     llm = load_plain(models, methods, max_batch=max(batches), num_draft_tokens=width, drafts=given["drafts"])
     encoded = {name: [encode(llm.tokenizer, prompt) for prompt in group] for name, group in prompts.items()}
-    plan = GridPlan(chosen, encoded, temperatures, batches, grid.max_tokens, grid.repeat, grid.seed, busy=busy)
     for workload, token_ids in encoded.items():
         check_lengths(token_ids, llm, grid.max_tokens, f"--max-tokens {grid.max_tokens}", f" of {workload!r}")
     name = Path(models.target).name if models.target and grid.inflate else models.target or "embedded"  # no cache path
     extra |= {"same_text_mode": models.same_text, "verifier": llm.speculation.verifier, "name": name}
     contenders = Contenders(llm, given.get("draft"))
-    prepare(contenders, chosen)
+    chosen = prepare(contenders, chosen)
+    plan = GridPlan(chosen, encoded, temperatures, batches, grid.max_tokens, grid.repeat, grid.seed, busy=busy)
     groups: list[Group] = []
     try:
         with progress() as report:
@@ -143,12 +143,20 @@ def command(
     finish(plan, groups, llm, extra, outputs)
 
 
-def prepare(contenders: Contenders, chosen: Sequence[Contender]) -> None:
-    """Load every method before any is warmed up. Raises ``OutriderError`` for one that does not fit the target."""
+def prepare(contenders: Contenders, chosen: Sequence[Contender]) -> tuple[Contender, ...]:
+    """Load every method before any is warmed up. Return the distinct contenders, with K up to the maximum of each method.
+
+    Raises ``OutriderError`` for a method that does not fit the target.
+    """
+    found = []
     with waiting("preparing the methods"):
         for contender in chosen:
             with errors_as(contender.method, OutriderError, detail=str):
-                contenders.prepare(contender)
+                found.append(contenders.prepare(contender))
+    for contender, possible in zip(chosen, found, strict=True):
+        if possible != contender:
+            say(f"{contender.label} is reduced to k={possible.k}, the maximum of the method")
+    return tuple(dict.fromkeys(found))
 
 
 def finish(plan: GridPlan, groups: Sequence[Group], llm: LLM, extra: dict[str, Any], outputs: OutputOptions) -> None:
