@@ -54,6 +54,12 @@ def test_every_result_names_its_commit_and_its_processor(make: ModuleType) -> No
     assert {name for name, result in found.items() if make.processor(result) is None} == WITHOUT_PROCESSOR
 
 
+def test_rows_of_one_prompt_say_so(make: ModuleType) -> None:
+    found = make.documents(ROOT / "results")
+    single = [row for row in make.README_ROWS if make.cell_of(found[row.file], row)["prompts"] == 1]
+    assert len(single) == 2 and all(row.what.endswith(", one prompt") for row in single)
+
+
 def test_a_wrong_ratio_is_found(make: ModuleType) -> None:
     head = "| what | plain tok/s | speculative tok/s | ratio | 95% interval |\n| --- | --- | --- | --- | --- |\n"
     right, wrong = "| a | 20 | 30 | 1.50 | 1.4 to 1.6 |", "| b | 20 | 30 | 1.60 | 1.4 to 1.7 |"

@@ -170,6 +170,20 @@ def test_generate_obeys_stop_and_seed(outrider: Run, target: Path) -> None:
     assert plain_text(outrider, target, *sampled, 1) != plain_text(outrider, target, *sampled, 2)
 
 
+def test_debug_shows_the_traceback_of_a_failed_proposer(
+    outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("odd")
+
+    monkeypatch.setattr("outrider.proposers.ngram.NgramProposer.propose", fail)
+    command = ["generate", "--target", target, "--method", "ngram", "--compile", "never", "--max-tokens", 4, PROMPT]
+    code, out, err = outrider(*command)
+    assert code == 0 and "(use --debug for details)" in err and "Traceback" not in err
+    code, same, err = outrider(*command, "--debug")
+    assert code == 0 and same == out and "Traceback" in err and "ZeroDivisionError: odd" in err
+
+
 def test_show_colours_the_same_text(outrider: Run, target: Path, draft: Path) -> None:
     _, out, err = outrider("generate", *models(target, draft), "-k", 3, "--max-tokens", 30, "--show", PROMPT)
     assert "\x1b[32m" in out  # green: accepted
