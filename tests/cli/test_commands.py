@@ -691,6 +691,9 @@ def test_an_import_interrupted_by_a_signal_is_an_interruption(
         (None, "suffix", True),
         ("nobody/nothing", "draft", False),
         (None, "draft:draft=nobody/nothing", False),
+        (None, "cross-tokenizer:draft=gpt2", False),
+        (None, "suffix+draft:draft.draft=gpt2", False),
+        (None, "eagle:draft=mine", True),
     ],
 )
 def test_hub_access_is_disabled_only_if_nothing_can_come_from_the_hub(
@@ -700,5 +703,5 @@ def test_hub_access_is_disabled_only_if_nothing_can_come_from_the_hub(
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # read before, when it was imported
     monkeypatch.setattr(session, "_loaded", lambda *_: None)
-    session.load_plain(ModelOptions(target=str(target), draft=draft), [method])
+    session.load_plain(ModelOptions(target=str(target), draft=draft), [method], drafts={"mine": target})
     assert ("HF_HUB_OFFLINE" in os.environ) == is_offline_mode() == is_offline
