@@ -48,7 +48,8 @@ def main() -> int:
         for number, prompt in enumerate(prompts):
             seed = repeat * len(prompts) + number
             params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=seed, ignore_eos=True)
-            order = args.verifiers[seed % len(llms) :] + args.verifiers[: seed % len(llms)]
+            start = (repeat + number) % len(llms)  # not the seed: with an even number of prompts each would keep its order
+            order = args.verifiers[start:] + args.verifiers[:start]
             for name in order:
                 started = perf_counter()
                 stats = llms[name].generate(prompt, params)[0].outputs[0].stats

@@ -155,8 +155,8 @@ def bench_table(document: Document) -> str:
     groups: dict[tuple[str, ...], list[Cell]] = {}
     for cell in cells:
         workload = "all" if many else str(cell["workload"])
-        beside = f" beside {cell['busy']} busy" if cell["busy"] else ""
-        key: tuple[str, ...] = (workload, f"{cell['temperature']:g}", str(cell["batch"]), label(cell) + beside)
+        others = f" with {cell['busy']} other busy processes" if cell["busy"] else ""
+        key: tuple[str, ...] = (workload, f"{cell['temperature']:g}", str(cell["batch"]), label(cell) + others)
         groups.setdefault(key, []).append(cell)
     rows = []
     for key, group in groups.items():

@@ -101,12 +101,12 @@ def test_figures_before_loops_are_the_ones_published(make: ModuleType) -> None:
     assert "| 20 | 40 | 2.00 | 1.90 to 2.10 |" in text and "40%" in text
 
 
-def test_measurements_beside_busy_processes_are_rows_of_their_own(make: ModuleType) -> None:
+def test_measurements_with_busy_processes_are_rows_of_their_own(make: ModuleType) -> None:
     quiet, busy = result([40.0] * 3), result([30.0] * 3)
     for each in busy["cells"]:
         each["busy"] = 2
     text = make.page({"x": document([*quiet["cells"], *busy["cells"]])})
-    assert "| draft k=4 | 20 | 40 | 2.00 |" in text and "| draft k=4 beside 2 busy | 20 | 30 | 1.50 |" in text
+    assert "| draft k=4 | 20 | 40 | 2.00 |" in text and "| draft k=4 with 2 other busy processes | 20 | 30 | 1.50 |" in text
 
 
 def test_the_readmes_table_has_existing_cells_of_one_machine(make: ModuleType) -> None:

@@ -114,7 +114,7 @@ def command(
     temperatures = parse_list("--temperature", grid.temperature, float)
     batches = parse_list("--batch", grid.batch, int)
     busy = parse_list("--busy", grid.busy, int)
-    check_axes(temperatures, batches, busy)
+    check_axes(temperatures, batches, busy, (grid.seed, grid.seed + grid.repeat - 1))
     prompts = read_workloads(grid, max(batches))
     chosen = parse_contenders(grid, models)
     methods = [contender.method for contender in chosen]
@@ -213,10 +213,11 @@ def read_workloads(grid: GridOptions, batch: int) -> dict[str, list[Prompt]]:
     return found
 
 
-def check_axes(temperatures: Sequence[float], batches: Sequence[int], busy: Sequence[int]) -> None:
+def check_axes(temperatures: Sequence[float], batches: Sequence[int], busy: Sequence[int], seeds: Sequence[int]) -> None:
     """Check ranges before a model is loaded or inflated."""
-    for temperature in temperatures:
-        read_option(SamplingParams, "temperature", temperature)
+    for name, values in {"temperature": temperatures, "seed": seeds}.items():
+        for value in values:
+            read_option(SamplingParams, name, value)
     check_counts(batch=min(batches))
     if min(busy) < 0 or max(busy) > MAX_BUSY:
         value = ",".join(map(str, busy))
