@@ -10,7 +10,6 @@ import os
 import re
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -616,14 +615,17 @@ def test_a_method_is_checked_with_the_inflated_drafts(target: Path, draft: Path)
         ({"method": "suffix"}, "suffix", None),
     ],
 )
-def test_a_plan_is_inflated_with_the_heads_of_its_method(values, method, draft, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_inflated_with_the_heads_of_its_method(
+    values, method, draft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def large(source: str, target: str) -> str:
         return source if source == str(family.DRAFT) else f"{source}-large"
 
-    monkeypatch.setattr(session, "inflate_target", lambda models, size: (replace(models, target=f"T-{size}"), {}))
+    (tmp_path / "config.json").write_text('{"outrider_inflated": {}}')
+    monkeypatch.setattr("outrider.bench.inflate.inflated", lambda source, size: tmp_path)
     monkeypatch.setattr(session, "inflated_draft", large)
     plan = bench_serve.inflated_plan(Plan({"compile": "always", **values}), "1b")
-    assert plan.values == {"compile": "always", "target": "T-1b", "method": method} | ({"draft": draft} if draft else {})
+    assert plan.values == {"compile": "always", "target": str(tmp_path), "method": method} | ({"draft": draft} if draft else {})
 
 
 def test_a_target_that_fails_is_not_the_users_mistake() -> None:

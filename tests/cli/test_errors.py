@@ -382,7 +382,7 @@ def test_values_out_of_range_are_found_before_anything_is_loaded(
         raise AssertionError("it was loaded")
 
     monkeypatch.setattr(session, "load", never)
-    monkeypatch.setattr(session, "inflate_target", never)
+    monkeypatch.setattr("outrider.bench.inflate.inflated", never)
     few = ["--batch", "1,8", "--num-prompts", "7"]
     seed = ["--seed", str(2**64 - 1)]  # repeats use the following ones
     for options in (["--batch", "4,0"], ["--temperature", "0,-1"], few, ["--batch", "64"], seed):

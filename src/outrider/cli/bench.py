@@ -105,7 +105,7 @@ def command(
     from outrider.bench.contenders import Contenders
     from outrider.bench.grid import GridPlan, run_grid
     from outrider.bench.workloads import encode
-    from outrider.cli.session import check_lengths, inflatable, inflated, load_plain, resolve
+    from outrider.cli.session import check_lengths, inflatable, inflate_with_heads, load_plain, resolve
 
     check_outputs({"--out": outputs.out, "--html": outputs.html}, [grid.prompts], report=outputs.html)
     if grid.inflate is not None:
@@ -118,7 +118,7 @@ def command(
     prompts = read_workloads(grid, max(batches))
     chosen = parse_contenders(grid, models)
     methods = [contender.method for contender in chosen]
-    models, drafts, extra = inflated(models, methods, given, grid.inflate)
+    models, drafts, extra = inflate_with_heads(models, methods, given, grid.inflate)
     given |= drafts
     width = max([contender.k for contender in chosen if isinstance(contender.k, int)], default=0)
     llm = load_plain(models, methods, max_batch=max(batches), num_draft_tokens=width, drafts=given["drafts"])

@@ -187,13 +187,13 @@ def inflated_plan(plan: Plan, size: str) -> Plan:
 
     Raises ``OutriderError`` for a target that is no folder, and for a method whose parts have different drafts but name none.
     """
-    from outrider.cli.session import auto_method, inflated, resolve
+    from outrider.cli.session import auto_method, inflate_with_heads, resolve
     from outrider.engine.methods import methods_in
 
     models = ModelOptions(target=plan.given("target"), draft=plan.given("draft"))
     arguments = resolve(models, MethodOptions())
     (method,) = methods_in(plan.given("method") or AUTO, lambda: auto_method(models))
-    large, found, _ = inflated(models, [method], arguments, size)
+    large, found, _ = inflate_with_heads(models, [method], arguments, size)
     name, options = split_method(method)
     used = PROPOSERS.get(name).drafts_in(options, models.draft, arguments["drafts"])
     own = {str(found["drafts"].get(str(draft), draft)) for draft in used if str(draft) not in options.values()}

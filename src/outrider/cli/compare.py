@@ -60,7 +60,7 @@ def command(
     inflate: str | None = flag("Race at the cost of a larger model, such as 350m, 1b or 8b; not for GGUF files.", panel="Race"),
 ) -> None:
     """Run plain and speculative decoding side by side: show both outputs and speeds, and whether the outputs are equal."""
-    from outrider.cli.session import auto_method, inflatable, inflated, load, read_prompt, resolve, start
+    from outrider.cli.session import auto_method, inflatable, inflate_with_heads, load, read_prompt, resolve, start
     from outrider.engine.methods import methods_in
 
     start()
@@ -74,7 +74,7 @@ def command(
         inflatable(models)
         given = resolve(models, methods)
         drafting = methods_in(methods.method or AUTO, lambda: auto_method(models))
-        models, drafts, _ = inflated(models, drafting, given, inflate)
+        models, drafts, _ = inflate_with_heads(models, drafting, given, inflate)
     llm = load(models, methods, **drafts, max_batch=2, prefix_cache=False, compile=models.compile or "always")
     from outrider.bench.contenders import Contender
     from outrider.bench.race import Race

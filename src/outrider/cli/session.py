@@ -245,17 +245,6 @@ def inflatable(models: ModelOptions) -> Path:
     return source
 
 
-def inflate_target(models: ModelOptions, size: str) -> tuple[ModelOptions, dict[str, Any]]:
-    """Return options with the target inflated to a larger model's cost, and the fields that describe it in the results."""
-    from outrider.bench.inflate import inflated
-
-    source = inflatable(models)
-    show_notices()
-    folder = inflated(source, size)
-    note = json.loads((folder / "config.json").read_text())["outrider_inflated"]
-    return replace(models, target=str(folder)), {"inflated": {"size": size, **note}}
-
-
 def inflated_draft(source: str, target: str) -> str:
     """Return a head inflated like the inflated target; other drafts are unchanged."""
     from outrider.bench.inflate_heads import inflated_head
@@ -265,7 +254,7 @@ def inflated_draft(source: str, target: str) -> str:
     return source if kind_of(Path(source)) in (None, MODEL) else str(inflated_head(source, Path(target)))
 
 
-def inflated(
+def inflate_with_heads(
     models: ModelOptions, methods: Iterable[str], arguments: Mapping[str, Any], size: str | None
 ) -> tuple[ModelOptions, dict[str, Any], dict[str, Any]]:
     """Return options with the target inflated, the arguments of ``LLM`` that name drafts, and the fields for the results.
@@ -274,16 +263,22 @@ def inflated(
     """
     if size is None:
         return models, {}, {}
-    models, note = inflate_target(models, size)
+    from outrider.bench.inflate import inflated
+
+    source = inflatable(models)
+    show_notices()
+    target = inflated(source, size)
+    note = {"size": size} | json.loads((target / "config.json").read_text())["outrider_inflated"]
     draft, drafts = arguments.get("draft"), arguments["drafts"]
     used: list[object] = []
     for method in methods:
         name, options = split_method(method)
         used += PROPOSERS.get(name).drafts_in(options, draft, drafts)
-    large = {source: inflated_draft(source, str(models.target)) for source in set(map(str, used))}
+    large = {source: inflated_draft(source, str(target)) for source in set(map(str, used))}
     shipped = {name: large.get(str(source), source) for name, source in drafts.items()}
-    found = {"drafts": large | shipped}
-    return models, found if draft is None else found | {"draft": large.get(str(draft), draft)}, note
+    found: dict[str, Any] = {"drafts": large | shipped}
+    found |= {} if draft is None else {"draft": large.get(str(draft), draft)}
+    return replace(models, target=str(target)), found, {"inflated": note}
 
 
 @contextmanager
