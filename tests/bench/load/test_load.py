@@ -192,6 +192,7 @@ def test_refused_requests_count_as_failures_without_tokens() -> None:
     server = FakeServer(limit=2)
     cell = found(swept(server, Load(concurrency=4), repeat=1))[SPECULATIVE]
     assert cell["failed"] > 0 and cell["errors"] == ["429: the server is busy"]
+    assert 0 < cell["requests_s"] == pytest.approx(cell["goodput_s"])  # of answered requests, which all meet the objective
     assert cell["good_share"] == 1 - cell["failed"] / cell["requests"]
 
 
