@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from outrider.engine.llm import LLM
 
 MAX_BUSY = 1024
-NUM_PROMPTS = 4  # default, if it is a batch
+NUM_PROMPTS = 4  # Default, raised to the largest batch.
 EXAMPLES = """Examples:
 
 outrider bench

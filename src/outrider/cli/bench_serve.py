@@ -185,7 +185,7 @@ def address(server: ServerOptions, plan: Path | None, models: ModelOptions, meth
 def inflated_plan(plan: Plan, size: str) -> Plan:
     """Return the plan for its target inflated to this size, with the heads of its method inflated like it.
 
-    Raises ``OutriderError`` for a target that is no folder, and for a method whose parts have different drafts but name none.
+    Raises ``OutriderError`` if the target is not a folder, or if the two parts of the method use different unnamed drafts.
     """
     from outrider.cli.session import auto_method, inflate_with_heads, resolve
     from outrider.engine.methods import methods_in
