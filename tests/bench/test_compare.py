@@ -64,9 +64,12 @@ def test_unmatched_cells_and_different_settings_are_listed() -> None:
 def test_different_prompts_and_seeds_are_noted() -> None:
     def notes_of(**more: object) -> Sequence[str]:
         known = {"seed": 0, "prompt_digests": {"code": "a", "edit": "b"}}
-        return notes(compare(measured(1, **known), measured(1, **more)))
+        return notes(compare(measured(1) | known, measured(1) | more))
 
-    assert notes_of(seed=1, prompt_digests={"code": "c", "edit": "b", "json": "d"}) == ["seed differs: 0 > 1", "prompts differ: code"]
+    assert notes_of(seed=1, prompt_digests={"code": "c", "edit": "b", "json": "d"}) == [
+        "seed differs: 0 > 1",
+        "prompts differ: code",
+    ]
     assert not notes_of()  # of an earlier version, without both
 
 

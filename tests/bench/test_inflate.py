@@ -195,7 +195,7 @@ def test_a_size_below_the_source_is_refused(tmp_path: Path) -> None:
         inflate(source, tmp_path / "x", "1m")
 
 
-.mark.parametrize(
+@pytest.mark.parametrize(
     "more", [{"layer_types": ["full_attention", "sliding_attention"]}, {"use_sliding_window": True, "max_window_layers": 1}]
 )
 def test_layers_with_and_without_a_window_are_refused(tmp_path: Path, more: dict[str, object]) -> None:

@@ -169,9 +169,7 @@ def test_generate_obeys_stop_and_seed(outrider: Run, target: Path) -> None:
     assert plain_text(outrider, target, *sampled, 1) != plain_text(outrider, target, *sampled, 2)
 
 
-def test_debug_shows_the_traceback_of_a_failed_proposer(
-    outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_debug_shows_the_traceback_of_a_failed_proposer(outrider: Run, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError("odd")
 

@@ -89,7 +89,7 @@ class _Reader:
     def __call__(self, weight: Tensor, num_rows: int, places: Sequence[Tensor], is_silent: bool = False) -> Tensor:
         """Widen a matrix that reads n hidden states, [r, n * h], to [num_rows, n * H].
 
-        Its rows are at each of ``places``, and read no second copies; all other weights are random. With ``is_silent`` the other
+        Its rows are at each of ``places``, and read no second copies; all other weights are random. With ``is_silent``, other
         rows read nothing either, so that their outputs are zero.
         """
         blocks = weight.split(self.small, 1)

@@ -13,7 +13,6 @@ from outrider.bench.provenance import origin
 from outrider.bench.tables import fill, number, table_of
 
 
-
 def document(sweep: Sweep, objective: Objective, extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return all measurements with their provenance, JSON-ready."""
     traffic, found = sweep.traffic, cells(sweep.groups, objective)
