@@ -220,5 +220,5 @@ def check_axes(temperatures: Sequence[float], batches: Sequence[int], busy: Sequ
             read_option(SamplingParams, name, value)
     check_counts(batch=min(batches))
     if min(busy) < 0 or max(busy) > MAX_BUSY:
-        value = ",".join(map(str, busy))
-        raise OutriderError(f"invalid --busy {value}: expected numbers of processes from 0 to {MAX_BUSY}")
+        shown = ",".join(map(str, busy))
+        raise OutriderError(f"invalid --busy {shown}: expected numbers of processes from 0 to {MAX_BUSY}")
